@@ -1,0 +1,7 @@
+"""Puts the arrays of any PyTree where they belong, and keeps them there."""
+
+from . import rules as rules
+from ._errors import Fault as Fault, PlacementError as PlacementError
+from ._leaves import Leaf as Leaf
+from ._placement import Placement as Placement, resolve as resolve, Target as Target
+from ._shard import filter_device_put as filter_device_put, filter_shard as filter_shard

@@ -1,0 +1,58 @@
+"""The one error that names every leaf whose placement can't be had."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a request.
+
+    **Attributes:**
+
+    - `path`: the leaf, as text; empty where the fault is not one leaf's.
+    - `shape`: the leaf's shape, or None.
+    - `request`: what was asked of it.
+    - `reason`: why that can't be done.
+    - `mend`: what to write instead.
+    """
+
+    path: str
+    shape: tuple[int, ...] | None
+    request: str
+    reason: str
+    mend: str
+
+
+class PlacementError(ValueError):
+    """A request that can't be carried out. It names every faulty leaf, and is raised before
+    anything has been moved, donated or compiled.
+
+    **Attributes:**
+
+    - `faults`: a tuple of [`mylib.Fault`][].
+    """
+
+    def __init__(self, faults: Sequence[Fault]):
+        self.faults: tuple[Fault, ...] = tuple(faults)
+        super().__init__(_describe(self.faults))
+
+    def __reduce__(self) -> tuple[type["PlacementError"], tuple[tuple[Fault, ...]]]:
+        return type(self), (self.faults,)
+
+
+def _describe(faults: Sequence[Fault]) -> str:
+    # Leaves that share a fault share its explanation.
+    alike: dict[tuple[str, str, str], list[str]] = {}
+    for fault in faults:
+        shape = "" if fault.shape is None else f" {fault.shape}"
+        named = alike.setdefault((fault.request, fault.reason, fault.mend), [])
+        named += [fault.path + shape] if fault.path else []
+    count = sum(map(len, alike.values()))
+    lines = [f"can't place {count} {'leaf' if count == 1 else 'leaves'}:"]
+    for (request, reason, mend), named in alike.items():
+        lines += [f"  {name}" for name in named]
+        lines += [f"    asked for: {request}"]
+        lines += [f"    but {reason}"]
+        lines += [f"    instead: {mend}"]
+    return "\n".join(lines)

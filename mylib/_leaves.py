@@ -1,0 +1,173 @@
+"""A PyTree's array leaves with their paths; the static rest; joining them again."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from ._axes import axes_of
+
+KeyPath = tuple[Any, ...]
+
+
+class Kind(Enum):
+    """What a leaf is, as far as placing it goes."""
+
+    STATIC = "static"
+    HOST = "host"  # NumPy arrays and scalars
+    DEVICE = "device"  # concrete `jax.Array`s, typed PRNG keys among them
+    TRACED = "traced"
+    ABSTRACT = "abstract"  # `jax.ShapeDtypeStruct`
+
+
+_kind_of_type: dict[type, Kind] = {}
+_kind_of_dtype: dict[np.dtype, Kind] = {}
+
+
+def kind_of(x: Any) -> Kind:
+    kind = _kind_of_type.get(type(x))
+    if kind is None:
+        kind = _kind_of_type[type(x)] = _classify(x)
+    if kind is Kind.HOST:
+        kind = _kind_of_dtype.get(x.dtype)
+        if kind is None:
+            kind = _kind_of_dtype[x.dtype] = _classify_dtype(x.dtype)
+    return kind
+
+
+def _classify(x: Any) -> Kind:
+    if isinstance(x, jax.core.Tracer):
+        return Kind.TRACED
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return Kind.ABSTRACT
+    if isinstance(x, jax.Array):
+        return Kind.DEVICE
+    return Kind.HOST if eqx.is_array(x) else Kind.STATIC
+
+
+def _classify_dtype(dtype: np.dtype) -> Kind:
+    # Strings, objects, dates and records are data that JAX has no arrays for, and so is `float0`,
+    # which holds nothing to place.
+    holdable = dtype.isnative and dtype != jax.dtypes.float0
+    try:
+        jax.eval_shape(lambda x: x, np.zeros((), dtype) if holdable else None)
+    except TypeError:
+        holdable = False
+    return Kind.HOST if holdable else Kind.STATIC
+
+
+@dataclass
+class Leaves:
+    """A flattened PyTree: all its leaves, and which of them are arrays."""
+
+    tree: Any
+    treedef: jtu.PyTreeDef
+    all: list[Any]
+    positions: list[int]
+    arrays: list[Any]
+    kinds: list[Kind]
+
+    @cached_property
+    def paths(self) -> list[KeyPath]:
+        """The key path of every array leaf. Costly, so made only where a rule or an error asks."""
+        with_paths, _ = jtu.tree_flatten_with_path(self.tree)
+        return [with_paths[i][0] for i in self.positions]
+
+    def join(self, arrays: Iterable[Any]) -> Any:
+        """The same tree with other arrays in it."""
+        return self._unflatten(list(self.all), arrays)
+
+    def fill(self, values: Iterable[Any]) -> Any:
+        """A tree of the same structure with a value for each array leaf, and None for the rest."""
+        return self._unflatten([None] * len(self.all), values)
+
+    def _unflatten(self, leaves: list[Any], values: Iterable[Any]) -> Any:
+        for position, value in zip(self.positions, values, strict=True):
+            leaves[position] = value
+        return jtu.tree_unflatten(self.treedef, leaves)
+
+
+def split(tree: Any) -> Leaves:
+    leaves, treedef = jtu.tree_flatten(tree)
+    positions: list[int] = []
+    arrays: list[Any] = []
+    kinds: list[Kind] = []
+    for i, x in enumerate(leaves):
+        kind = kind_of(x)
+        if kind is not Kind.STATIC:
+            positions.append(i)
+            arrays.append(x)
+            kinds.append(kind)
+    return Leaves(tree, treedef, leaves, positions, arrays, kinds)
+
+
+def canonical_dtype(x: Any) -> Any:
+    """The dtype that JAX will hold `x` with: 64 bits become 32 unless `jax_enable_x64` is set."""
+    return jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x.dtype, np.dtype) else x.dtype
+
+
+def name_of(path: KeyPath) -> str:
+    """A path as text, `.layers[0].weight`; the tree itself, when it is a single leaf, is
+    `the array`.
+    """
+    return jtu.keystr(path) or "the array"
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What a rule sees of one array leaf.
+
+    **Attributes:**
+
+    - `path`: the key path from the root of the tree that was given to the verb.
+    - `shape`, `dtype`: of the leaf, the dtype as JAX will hold it (`float64` from NumPy is
+        `float32` unless `jax_enable_x64` is set).
+    - `mesh`: the mesh that a `PartitionSpec` returned by the rule will be read over, or None.
+    - `name`: the path as text, such as `.layers[0].weight`.
+    - `ndim`, `size`, `nbytes`: as of an array.
+    - `axes`: the names that the leaf's jaxtyping annotation gives its dimensions, one entry a
+        dimension (None where it gives no name, and in front where there are more dimensions than
+        annotated), or None if the leaf has no annotation that fits.
+
+    !!! Example
+
+        ```python
+        def rule(leaf):
+            return P("data") if leaf.ndim == 2 else P()
+        ```
+    """
+
+    path: KeyPath
+    shape: tuple[int, ...]
+    dtype: Any
+    mesh: Any
+    _tree: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        return jtu.keystr(self.path)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for dim in self.shape:
+            size *= dim
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
+    @cached_property
+    def axes(self) -> tuple[str | None, ...] | None:
+        return axes_of(self._tree, self.path, self.ndim)

@@ -1,0 +1,306 @@
+"""The eager transports: keep, put, reshard, and put across processes.
+
+Which one a leaf takes was chosen by measuring (`benchmarks/placement.py`; the table is in the docs):
+
+- *keep*: the leaf is already there; the same object comes back.
+- *put*: a private copy of the leaf, then one batched `jax.device_put` for the whole tree. From CPU
+  memory the copy is a NumPy one, which compiles nothing: `device_put` itself compiles a slice for
+  every distinct shape that it takes from one device to a mesh, and shares memory with what it is
+  given, so that donating its result can delete its source.
+- *reshard*: one compiled identity for the whole tree, for shards that should not visit the host.
+- *local*: the shards that this process holds of an array over many, without asking the others.
+
+A tree launches one program at most: simulated devices can deadlock on several.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from ._leaves import Kind, canonical_dtype, kind_of
+from ._placement import AnyMesh, Target, axis_names, sharding_of
+
+# A buffer that starts on such a boundary is taken over by XLA's CPU client without a second copy.
+_ALIGNMENT = 64
+# Below this, aligning costs more than the copy that it saves.
+_WORTH_ALIGNING = 16 * 1024
+# On accelerators, leaves below this go through the host, where nothing is compiled for their shape.
+_WORTH_COMPILING = 1024 * 1024
+
+
+def move(
+    arrays: Sequence[Any],
+    targets: Sequence[Target],
+    donate: Sequence[bool],
+    may_alias: Sequence[bool | None],
+) -> list[jax.Array]:
+    """Concrete arrays, each brought to its target."""
+    moved: list[Any] = list(arrays)
+    keys: list[int] = []
+    seen: dict[Any, bool] = {}
+    plan = _Plan()
+    for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
+        if kind_of(x) is Kind.DEVICE and _is_there(x, target, seen):
+            continue
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            keys.append(i)
+            x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
+        plan.add(i, x, target, donate[i], bool(may_alias[i]) or donate[i])
+    for i, y in plan.carry_out():
+        moved[i] = y
+    for i in keys:
+        moved[i] = jax.random.wrap_key_data(moved[i], impl=jax.random.key_impl(arrays[i]))
+    _let_go(arrays, moved, donate)
+    return moved
+
+
+def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -> list[Any]:
+    """NumPy arrays on JAX's default device, uncommitted; all others as they are."""
+    placed = list(arrays)
+    hosts = [i for i, x in enumerate(arrays) if kind_of(x) is Kind.HOST]
+    own = [_on_host(arrays[i], bool(may_alias[i])) for i in hosts]
+    for i, y in zip(hosts, jax.device_put(own), strict=True):
+        placed[i] = y
+    return placed
+
+
+def _let_go(arrays: Sequence[Any], moved: Sequence[Any], donate: Sequence[bool]) -> None:
+    kept = {id(y) for y in moved}
+    for x, gone in zip(arrays, donate, strict=True):
+        if gone and isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
+            x.delete()
+
+
+def _is_there(x: jax.Array, target: Target, seen: dict[Any, bool]) -> bool:
+    """Whether moving `x` would change nothing. `seen` remembers, for the length of one call, which
+    pairs of shardings agree: the leaves of a tree mostly share a few.
+    """
+    if not x.committed:
+        return False
+    key = (id(x.sharding), id(target), x.ndim)
+    there = seen.get(key)
+    if there is None:
+        there = seen[key] = _agree(x.sharding, sharding_of(target), x.ndim)
+    if there and isinstance(target, Format) and target.layout is not None:
+        return x.format.layout == target.layout
+    return there
+
+
+def _agree(here: Sharding, wanted: Sharding, ndim: int) -> bool:
+    if isinstance(here, NamedSharding) or isinstance(wanted, NamedSharding):
+        # Equivalence forgets names and types of axes, and arrays that differ in them don't mix.
+        if not (isinstance(here, NamedSharding) and isinstance(wanted, NamedSharding)):
+            return False
+        if here.mesh != wanted.mesh:
+            return False
+        wanted = fill_free(wanted, here, ndim)
+    return memory_kind(here) == memory_kind(wanted) and here.is_equivalent_to(wanted, ndim)
+
+
+def memory_kind(sharding: Sharding) -> str:
+    return sharding.memory_kind or default_memory_kind(sharding)
+
+
+def default_memory_kind(sharding: Sharding) -> str:
+    abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    device = jax.devices()[0] if abstract else next(iter(sharding.device_set))
+    return device.default_memory().kind
+
+
+def fill_free(wanted: Target, here: Sharding | None, ndim: int) -> Any:
+    """`wanted` with its UNCONSTRAINED dimensions as they are in `here`, as far as the axes are not
+    taken; outside of a compiled program nobody else chooses for them.
+    """
+    if isinstance(wanted, Format):
+        return Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
+    if not isinstance(wanted, NamedSharding):
+        return wanted
+    entries = list(wanted.spec)
+    if PartitionSpec.UNCONSTRAINED not in entries:
+        return wanted
+    current = spec_over(wanted.mesh, here, ndim)
+    taken = {name for entry in entries for name in axis_names(entry)}
+    for dim, entry in enumerate(entries):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            free = tuple(name for name in axis_names(current[dim]) if name not in taken)
+            entries[dim] = free or None
+    return wanted.update(spec=PartitionSpec(*entries))
+
+
+def spec_over(mesh: AnyMesh, here: Sharding | None, ndim: int) -> list[Any]:
+    """How an array at `here` is split over `mesh`, one entry a dimension."""
+    current: list[Any] = [None] * ndim
+    if isinstance(here, NamedSharding) and here.mesh == mesh:
+        current[: len(here.spec)] = here.spec
+    return current
+
+
+def _over_key_data(target: Target, ndim: int) -> Target:
+    """A target for keys, spelt for the integers that they are made of, whose extra dimension stays
+    whole.
+    """
+    if isinstance(target, Format):
+        return _over_key_data(sharding_of(target), ndim)
+    if not isinstance(target, NamedSharding):
+        return target
+    return target.update(spec=PartitionSpec(*target.spec, *[None] * (ndim + 1 - len(target.spec))))
+
+
+class _Plan:
+    """What is to be done for the leaves of one tree, gathered so that each kind of work is done
+    once for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.puts: list[tuple[int, Any, Sharding]] = []
+        self.local: list[tuple[int, Any, Sharding]] = []
+        self.reshards: list[tuple[int, Any, Target, bool]] = []
+
+    def add(self, i: int, x: Any, target: Target, donate: bool, share: bool) -> None:
+        here = x.sharding if isinstance(x, jax.Array) else None
+        target = fill_free(target, here, x.ndim)
+        wanted = sharding_of(target)
+        if isinstance(target, Format) and target.layout is None:
+            target = wanted
+        if here is not None and here.device_set == wanted.device_set and (
+            isinstance(target, Format) or _worth_staying(x, here, wanted)
+        ):
+            self.reshards.append((i, x, target, donate))
+        elif isinstance(target, Format):
+            # A layout is given by a program, and programs take what is on their own devices.
+            put = jax.device_put(_private(x, wanted, share), wanted)
+            self.reshards.append((i, put, target, True))
+        elif wanted.is_fully_addressable:
+            self.puts.append((i, _private(x, wanted, share), wanted))
+        else:
+            self.local.append((i, _on_host(x, share), wanted))
+
+    def carry_out(self) -> list[tuple[int, jax.Array]]:
+        done: list[tuple[int, jax.Array]] = []
+        if self.puts:
+            index, own, wanted = zip(*self.puts, strict=True)
+            done += zip(index, jax.device_put(list(own), list(wanted)), strict=True)
+        if self.local:
+            done += _put_local(self.local)
+        if self.reshards:
+            done += _reshard(self.reshards)
+        return done
+
+
+def _on_cpu(sharding: Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
+    """Whether shards are better exchanged by a program than by way of the host."""
+    if not here.is_fully_addressable:
+        return True
+    if _on_cpu(here) or here.num_devices == 1 or x.nbytes < _WORTH_COMPILING:
+        return False
+    # A program whose output lies as its input does may hand the input's own memory back.
+    return not here.is_equivalent_to(wanted, x.ndim)
+
+
+def _private(x: Any, wanted: Sharding, share: bool) -> Any:
+    """`x` as something that `jax.device_put` may share memory with, since nobody else has it;
+    `x` itself if it may be shared with.
+    """
+    here = x.sharding if isinstance(x, jax.Array) else None
+    if here is None or not here.is_fully_addressable:
+        return _on_host(x, share)
+    if x.weak_type or canonical_dtype(x) != x.dtype:
+        # NumPy has no weak types, and would take 64 bits for a mistake.
+        return x if share else jax.device_put(x, here, may_alias=False)
+    one_to_many = here.num_devices == 1 and wanted.num_devices > 1
+    if _on_cpu(here) or (one_to_many and x.nbytes < _WORTH_COMPILING):
+        return _on_host(x, share)
+    if share or here.device_set.isdisjoint(wanted.device_set):
+        return x
+    return jax.device_put(x, here, may_alias=False)
+
+
+def _on_host(x: Any, share: bool) -> np.ndarray:
+    """The whole of `x` in host memory: a copy that is ours alone, or, if sharing is allowed, the
+    memory that it is in.
+    """
+    if isinstance(x, jax.Array):
+        shards = x.addressable_shards
+        if x.is_fully_replicated:
+            shards = shards[:1]
+        if len(shards) > 1:
+            return _assemble(x, shards)
+        x = np.asarray(shards[0].data)
+    if share and isinstance(x, np.ndarray):
+        return x
+    copy = _empty(x.shape, canonical_dtype(x), x.nbytes)
+    copy[...] = x
+    return copy
+
+
+def _assemble(x: jax.Array, shards: Sequence[Any]) -> np.ndarray:
+    whole = _empty(x.shape, np.dtype(x.dtype), x.nbytes)
+    for shard in shards:
+        if shard.replica_id == 0:
+            whole[shard.index] = np.asarray(shard.data)
+    return whole
+
+
+def _empty(shape: tuple[int, ...], dtype: Any, nbytes: int) -> np.ndarray:
+    if nbytes < _WORTH_ALIGNING:
+        return np.empty(shape, dtype)
+    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def _put_local(leaves: Sequence[tuple[int, np.ndarray, Sharding]]) -> list[tuple[int, jax.Array]]:
+    """Arrays that reach beyond this process, from a value that each process has whole.
+
+    Every process puts the shards of its own devices; none asks another anything, so nothing here
+    finds out whether the values agree.
+    """
+    pieces: list[np.ndarray] = []
+    places: list[Sharding] = []
+    counts: list[int] = []
+    for _, own, wanted in leaves:
+        indices = wanted.addressable_devices_indices_map(own.shape)
+        pieces += [own[index if index is not None else ...] for index in indices.values()]
+        places += [SingleDeviceSharding(d, memory_kind=wanted.memory_kind) for d in indices]
+        counts.append(len(indices))
+    shards = iter(jax.device_put(pieces, places))
+    return [
+        (
+            i,
+            jax.make_array_from_single_device_arrays(
+                own.shape, wanted, [next(shards) for _ in range(count)], dtype=own.dtype
+            ),
+        )
+        for (i, own, wanted), count in zip(leaves, counts, strict=True)
+    ]
+
+
+def _reshard(
+    leaves: Sequence[tuple[int, jax.Array, Target, bool]],
+) -> list[tuple[int, jax.Array]]:
+    index, arrays, targets, donate = zip(*leaves, strict=True)
+    given = [x for x, gone in zip(arrays, donate, strict=True) if gone]
+    lent = [x for x, gone in zip(arrays, donate, strict=True) if not gone]
+    order = [i for i, gone in zip(index, donate, strict=True) if gone]
+    order += [i for i, gone in zip(index, donate, strict=True) if not gone]
+    wanted = dict(zip(index, targets, strict=True))
+    program = _identity(tuple(wanted[i] for i in order))
+    return list(zip(order, program(given, lent), strict=True))
+
+
+@lru_cache(maxsize=256)
+def _identity(targets: tuple[Target, ...]) -> Any:
+    def reshard(given: list[jax.Array], lent: list[jax.Array]) -> list[jax.Array]:
+        return [*given, *lent]
+
+    return jax.jit(reshard, out_shardings=list(targets), donate_argnums=0)

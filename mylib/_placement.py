@@ -1,0 +1,377 @@
+"""What a placement may be, and `resolve`: one target for every array leaf, or every fault."""
+
+import difflib
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import jax
+import jax.tree_util as jtu
+from jax.experimental.layout import Format
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+from jaxtyping import PyTree
+
+from ._errors import Fault, PlacementError
+from ._leaves import Kind, Leaf, Leaves, canonical_dtype, name_of, split
+from ._prefix import broadcast_prefix
+from ._world import World, current_world
+
+
+class _Pass:
+    def __repr__(self) -> str:
+        return "PASS"
+
+
+PASS: Final = _Pass()
+"""What a rule returns for a leaf on which it has no opinion."""
+
+Rule = Callable[[Leaf], Any]
+Placement = jax.Device | Sharding | Format | PartitionSpec | Rule | None
+Target = Sharding | Format
+AnyMesh = Mesh | AbstractMesh
+
+# Why a leaf can't be placed, before it is known which leaf: (request, reason, mend).
+Complaint = tuple[str, str, str]
+Refusal = Callable[[Target], Iterator[tuple[str, str]]]
+
+
+def resolve(
+    tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
+) -> PyTree[Any]:
+    """Works out where every array of a tree is to go, and moves nothing.
+
+    This is what every verb does first. Only shapes and dtypes are read, so an abstract tree
+    (`equinox.filter_eval_shape`) does as well as a concrete one.
+
+    **Arguments:**
+
+    - `tree`: any PyTree.
+    - `placement`: a device, sharding, `Format`, `PartitionSpec`, None, a rule, or a PyTree prefix
+        of those.
+    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+
+    **Returns:**
+
+    A PyTree of the structure of `tree`, with a `jax.sharding.Sharding` or `Format` for every array
+    leaf that is to be placed and None for all others. It is itself a placement.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][], naming every leaf whose placement can't be had.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        targets = mylib.resolve({"x": jnp.zeros((16, 3)), "name": "x"}, P("data"), mesh=mesh)
+        assert targets == {"x": NamedSharding(mesh, P("data")), "name": None}
+        ```
+    """
+    leaves = split(tree)
+    return leaves.fill(resolve_leaves(leaves, placement, mesh, current_world()))
+
+
+def resolve_leaves(
+    leaves: Leaves,
+    placement: PyTree[Placement],
+    mesh: AnyMesh | None,
+    world: World,
+    refuse: Refusal | None = None,
+) -> list[Target | None]:
+    """`resolve` on a flattened tree. `refuse` yields (reason, mend) for a target that the calling
+    verb can't serve.
+    """
+    entries = broadcast_prefix(placement, leaves, _is_placement_leaf)
+    return _Resolver(leaves, mesh, world, refuse).run(entries)
+
+
+def _is_placement_leaf(x: Any) -> bool:
+    if x is None or isinstance(x, PartitionSpec | Sharding | jax.Device | Format):
+        return True
+    # A registered node that happens to be callable, such as a Module of shardings, is a prefix.
+    return callable(x) and jtu.all_leaves([x])
+
+
+class _Resolver:
+    """One `resolve`: what it was asked, and what it has found out so far."""
+
+    def __init__(
+        self, leaves: Leaves, mesh: AnyMesh | None, world: World, refuse: Refusal | None
+    ):
+        self.leaves = leaves
+        self.world = world
+        self.refuse = refuse
+        self.mesh = _mesh_of_specs(mesh, world)
+        self.mesh_given = mesh is not None
+        self.asked: dict[int, tuple[Any, list[Leaf]]] = {}
+        # Trees repeat themselves, so each pair of a placement and a shape is judged once. Keyed by
+        # identity: `entries` keeps the placements alive, and hashing a sharding costs more.
+        self.verdicts: dict[Any, tuple[Target | None, list[Complaint]]] = {}
+        self.alive: list[Any] = []
+
+    def run(self, entries: list[Any]) -> list[Target | None]:
+        faults: list[Fault] = []
+        targets: list[Target | None] = []
+        for i, (x, kind, entry) in enumerate(
+            zip(self.leaves.arrays, self.leaves.kinds, entries, strict=True)
+        ):
+            if entry is None:
+                targets.append(None)
+                continue
+            target, complaints = self.judge(i, x, kind, entry)
+            targets.append(target)
+            if complaints:
+                name = name_of(self.leaves.paths[i])
+                faults += [Fault(name, tuple(x.shape), *complaint) for complaint in complaints]
+        for rule, seen in self.asked.values():
+            find_faults = getattr(rule, "faults", None)
+            if find_faults is not None:
+                faults += [
+                    Fault("", None, repr(rule), text, "mend the rule, or drop that part of it")
+                    for text in find_faults(seen)
+                ]
+        if faults:
+            raise PlacementError(faults)
+        return targets
+
+    def judge(
+        self, i: int, x: Any, kind: Kind, entry: Any
+    ) -> tuple[Target | None, list[Complaint]]:
+        while callable(entry):
+            entry = self.ask(i, entry)
+        if entry is None:
+            return None, []
+        size = self.world.size_at(x) if self.world.staged and kind is not Kind.ABSTRACT else None
+        key = (id(entry), x.shape, kind, size)
+        verdict = self.verdicts.get(key)
+        if verdict is None:
+            self.alive.append(entry)
+            verdict = self.verdicts[key] = self.try_target(entry, tuple(x.shape), kind, size)
+        return verdict
+
+    def ask(self, i: int, rule: Rule) -> Any:
+        x, path = self.leaves.arrays[i], self.leaves.paths[i]
+        leaf = Leaf(path, tuple(x.shape), canonical_dtype(x), self.mesh, self.leaves.tree)
+        self.asked.setdefault(id(rule), (rule, []))[1].append(leaf)
+        try:
+            return rule(leaf)
+        except Exception as error:
+            error.add_note(f"(raised by the rule {rule!r} for the leaf {name_of(path)})")
+            raise
+
+    def try_target(
+        self, entry: Any, shape: tuple[int, ...], kind: Kind, size: int | None
+    ) -> tuple[Target | None, list[Complaint]]:
+        request = _show(entry, self.mesh)
+        try:
+            target = self.target(entry)
+        except _Misfit as misfit:
+            return None, [(request, reason, mend) for reason, mend in misfit.reasons]
+        reasons = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
+        reasons = reasons or list(_unfit_shape(target, shape))
+        return target, [(request, reason, mend) for reason, mend in reasons]
+
+    def target(self, entry: Any) -> Target:
+        if isinstance(entry, PartitionSpec):
+            return NamedSharding(self.checked_mesh(entry), entry)
+        if isinstance(entry, jax.Device):
+            if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
+                raise _Misfit((f"that device is not in {_show_mesh(self.mesh)}", "leave out `mesh=`"))
+            return SingleDeviceSharding(entry)
+        if isinstance(entry, Format):
+            if not isinstance(entry.sharding, Sharding):
+                raise _Misfit(("the format says no sharding", "write Format(layout, sharding)"))
+            return entry
+        if isinstance(entry, Sharding):
+            return entry
+        raise _Misfit(_not_a_placement(entry))
+
+    def checked_mesh(self, spec: PartitionSpec) -> AnyMesh:
+        mesh = self.mesh
+        if mesh is None:
+            raise _Misfit(
+                (
+                    "a PartitionSpec needs a mesh, and there is none here",
+                    "pass `mesh=`, or call this under `jax.set_mesh(mesh)`",
+                )
+            )
+        reasons = list(_unfit_spec(spec, mesh))
+        if reasons:
+            raise _Misfit(*reasons)
+        return mesh
+
+    def unfit_world(self, target: Target, size: int | None) -> Iterator[tuple[str, str]]:
+        """What this target can't be asked for here, though it would be right elsewhere."""
+        sharding = sharding_of(target)
+        if self.world.staged:
+            yield from _unfit_staged(sharding, self.world, size)
+        elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            yield (
+                "an abstract mesh has no devices to put an array on",
+                "pass a `jax.sharding.Mesh`, or give abstract leaves (`jax.ShapeDtypeStruct`)",
+            )
+        if self.refuse is not None:
+            yield from self.refuse(target)
+
+
+class _Misfit(Exception):
+    def __init__(self, *reasons: tuple[str, str]):
+        self.reasons = reasons
+
+
+def sharding_of(target: Target) -> Sharding:
+    if isinstance(target, Format):
+        assert isinstance(target.sharding, Sharding)
+        return target.sharding
+    return target
+
+
+def axis_names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that one entry of a `PartitionSpec` names."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def types_in_force(mesh: AnyMesh, world: World) -> dict[str, AxisType]:
+    """The types of the axes of `mesh` as the surrounding code has them: `shard_map`, `auto_axes`
+    and `explicit_axes` change them for what they wrap.
+    """
+    if world.staged and dict(world.mesh.shape) == dict(mesh.shape):
+        mesh = world.mesh
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def _mesh_of_specs(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
+    if mesh is not None:
+        return mesh
+    if world.staged and not world.mesh.empty:
+        return world.mesh
+    return world.devices if world.mesh.empty or world.devices is not None else world.mesh
+
+
+def _not_a_placement(entry: Any) -> tuple[str, str]:
+    if entry is PASS:
+        return (
+            "the rule has no opinion on this leaf, and no other rule follows it",
+            "return a placement: None to leave the leaf alone, P() to replicate it",
+        )
+    if isinstance(entry, str):
+        return "an axis name is not a placement", f"write PartitionSpec({entry!r})"
+    if isinstance(entry, Mesh | AbstractMesh):
+        return "a mesh is not a placement", "pass it as `mesh=`, with a PartitionSpec"
+    return (
+        f"a {type(entry).__name__} is not a placement",
+        "give a device, a Sharding, a Format, a PartitionSpec, None or a rule",
+    )
+
+
+def _unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
+    names = [name for entry in spec for name in axis_names(entry)]
+    for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
+        if name not in mesh.axis_names:
+            close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
+            yield (
+                f"{_show_mesh(mesh)} has no axis {name!r}",
+                f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}",
+            )
+        elif names.count(name) > 1:
+            yield f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
+    if PartitionSpec.UNCONSTRAINED in spec and AxisType.Auto not in mesh.axis_types:
+        yield (
+            f"{_show_mesh(mesh)} has no Auto axis, so the compiler chooses for no dimension",
+            "write the axes, or None, in place of UNCONSTRAINED",
+        )
+
+
+def _unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    sharding = sharding_of(target)
+    if not isinstance(sharding, NamedSharding):
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            yield f"the sharding does not fit: {error}", "give a sharding for this shape"
+        return
+    if len(sharding.spec) > len(shape):
+        yield (
+            f"the spec has {len(sharding.spec)} entries and the array {len(shape)} dimensions",
+            f"give at most {len(shape)} entries",
+        )
+        return
+    for dim, entry in enumerate(sharding.spec):
+        parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
+        if shape[dim] % parts:
+            yield (
+                f"dimension {dim} of size {shape[dim]} does not divide into the {parts} parts of "
+                f"{entry!r}",
+                f"pad it to {-(-shape[dim] // parts) * parts}, shard another dimension, or write "
+                "None for this one",
+            )
+
+
+def _unfit_staged(
+    sharding: Sharding, world: World, size: int | None
+) -> Iterator[tuple[str, str]]:
+    if not isinstance(sharding, NamedSharding):
+        if world.manual_axes or (size is not None and size != len(sharding.device_set)):
+            yield (
+                f"this code runs on {size} devices at once",
+                "move the array before or after the transformed function, or name mesh axes",
+            )
+        return
+    for axis in [n for entry in sharding.spec for n in axis_names(entry) if n in world.manual_axes]:
+        yield (
+            f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",
+            "leave it out of the spec; shard over it by `in_specs` and `out_specs`",
+        )
+    mesh = sharding.mesh
+    if size is not None and size != mesh.size:
+        yield (
+            f"this code runs on {size} devices and {_show_mesh(mesh)} has {mesh.size}",
+            "constrain to the mesh of the computation, or move the array outside of it",
+        )
+    elif (
+        isinstance(mesh, Mesh)
+        and world.devices is not None
+        and tuple(mesh.devices.flat) != tuple(world.devices.devices.flat)
+    ):
+        yield (
+            f"{_show_mesh(mesh)} is over other devices, or in another order, than the mesh in "
+            "force here",
+            "constrain to the mesh of `jax.set_mesh`, or move the array outside of this function",
+        )
+    types = types_in_force(mesh, world)
+    for entry in sharding.spec:
+        kinds = [types[name] for name in axis_names(entry)]
+        if _auto_before_explicit(kinds):
+            yield (
+                f"{entry!r} nests an Explicit axis inside an Auto one",
+                "put the Explicit axes first in that dimension",
+            )
+
+
+def _auto_before_explicit(kinds: list[AxisType]) -> bool:
+    if AxisType.Auto not in kinds:
+        return False
+    return AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]
+
+
+def _show(entry: Any, mesh: AnyMesh | None) -> str:
+    if isinstance(entry, PartitionSpec):
+        return f"{entry}" if mesh is None else f"{entry} over {_show_mesh(mesh)}"
+    if isinstance(entry, NamedSharding):
+        kind = "" if entry.memory_kind is None else f" in {entry.memory_kind} memory"
+        return f"{entry.spec} over {_show_mesh(entry.mesh)}{kind}"
+    return repr(entry)
+
+
+def _show_mesh(mesh: AnyMesh) -> str:
+    return "mesh (" + ", ".join(f"{n!r}: {s}" for n, s in mesh.shape.items()) + ")"

@@ -1,0 +1,74 @@
+"""Spreading a PyTree prefix over the array leaves of a tree."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.tree_util as jtu
+
+from ._errors import Fault, PlacementError
+from ._leaves import KeyPath, Leaves, name_of
+
+IsLeaf = Callable[[Any], bool]
+
+
+def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
+    """One entry of `prefix` for every array leaf, or a `PlacementError` that names every place
+    where the prefix doesn't fit.
+    """
+    if is_leaf(prefix):
+        return [prefix] * len(leaves.positions)
+    faults: list[Fault] = []
+    entries = list(_spread(prefix, leaves.tree, (), is_leaf, faults))
+    if faults:
+        raise PlacementError(faults)
+    return [entries[i] for i in leaves.positions]
+
+
+def _spread(
+    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
+) -> Iterator[Any]:
+    entries, prefix_def = jtu.tree_flatten(prefix, is_leaf=is_leaf)
+    try:
+        subtrees = prefix_def.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError):
+        yield from _spread_one_level(prefix, tree, path, is_leaf, faults)
+        return
+    for entry, subtree in zip(entries, subtrees, strict=True):
+        for _ in range(jtu.tree_structure(subtree).num_leaves):
+            yield entry
+
+
+def _spread_one_level(
+    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
+) -> Iterator[Any]:
+    # JAX stops at the first mismatch; going down level by level finds them all.
+    parts, prefix_def = _children(prefix)
+    subtrees, tree_def = _children(tree)
+    if parts and prefix_def == tree_def:
+        for (key, part), (_, subtree) in zip(parts, subtrees, strict=True):
+            yield from _spread(part, subtree, (*path, key), is_leaf, faults)
+        return
+    faults.append(
+        Fault(
+            name_of(path) if path else "the tree",
+            None,
+            f"a prefix that has {_outline(prefix)} here",
+            f"the tree has {_outline(tree)}",
+            "give one placement for the whole subtree, or a prefix of the tree's own structure",
+        )
+    )
+    for _ in range(jtu.tree_structure(tree).num_leaves):
+        yield None
+
+
+def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [(path[0], child) for path, child in children if path], treedef
+
+
+def _outline(node: Any) -> str:
+    if isinstance(node, dict):
+        return f"a {type(node).__name__} with keys {list(node)}"
+    if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
+        return f"a {type(node).__name__} of {len(node)}"
+    return "None" if node is None else f"a leaf or node of type {type(node).__name__}"

@@ -1,0 +1,261 @@
+"""`filter_shard` and `filter_device_put`: the law of placement."""
+
+from collections.abc import Callable, Iterator, Sequence
+from types import EllipsisType
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from ._constrain import constrain
+from ._errors import Fault, PlacementError
+from ._leaves import Kind, Leaves, name_of, split
+from ._move import default_memory_kind, memory_kind, move, to_default_device
+from ._place import place
+from ._placement import AnyMesh, Placement, Target, resolve_leaves, sharding_of
+from ._prefix import broadcast_prefix
+from ._world import World, current_world, sharding_under
+
+T = TypeVar("T")
+
+
+def filter_shard(
+    tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
+) -> T:
+    """Puts the arrays of a PyTree where `placement` says, in whatever context this is called.
+
+    Outside of `jax.jit` the arrays are moved there; inside, the compiled values are constrained to
+    be there. Both work on meshes with Auto, Explicit and mixed axes, under `vmap` and inside
+    `shard_map`, and can be differentiated.
+
+    Takes the place of `equinox.filter_shard`.
+
+    **Arguments:**
+
+    - `tree`: any PyTree. What is not an array comes back as the same object.
+    - `placement`: a device, a `jax.sharding.Sharding`, a `Format`, a `PartitionSpec`, None (leave
+        alone), a rule (a callable from [`mylib.Leaf`][] to any of these), or a PyTree prefix of
+        all of these.
+    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+
+    **Returns:**
+
+    A tree of the same structure and values. An array that was already there comes back as the same
+    object; no other shares memory with what went in.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][] before anything has moved, naming every leaf whose placement can't
+    be had.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        with jax.set_mesh(mesh):
+            model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
+            model = mylib.filter_shard(model, P())  # on every device
+            batch = mylib.filter_shard(np.zeros((32, 8)), P("data"))  # split between them
+        ```
+    """
+    world = current_world()
+    leaves = split(tree)
+    refuse = _refuse_memory_kinds if world.staged else None
+    targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+    if world.staged:
+        return leaves.join(_constrain_all(leaves, targets, world))
+    return leaves.join(_move_all(leaves, targets))
+
+
+def filter_device_put(
+    tree: T,
+    placement: "PyTree[Placement] | EllipsisType" = ...,
+    /,
+    *,
+    mesh: AnyMesh | None = None,
+    src: PyTree[Any] = None,
+    donate: PyTree[bool] = False,
+    may_alias: PyTree[bool | None] = None,
+) -> T:
+    """[`mylib.filter_shard`][] as a transfer, with the arguments of `jax.device_put`.
+
+    Takes the place of `jax.device_put` for trees with anything in them. Inside `jax.jit` it moves
+    between memory kinds too, and, unlike `jax.device_put`, heeds Auto axes.
+
+    **Arguments:**
+
+    - `tree`, `placement`, `mesh`: as in [`mylib.filter_shard`][]. Without a placement arrays go
+        to JAX's default device, if they are not on a device already.
+    - `src`: where the cotangents of an eager transfer go back to, a device or sharding; by default
+        where the arrays come from.
+    - `donate`: whether the arrays may be used up. Their memory is freed or reused, and they can't
+        be read any more.
+    - `may_alias`: if True, the result may share memory with its source, which saves a copy. Writing
+        to a NumPy source, or donating either side, may then change the other.
+
+    `src`, `donate` and `may_alias` may be PyTree prefixes of `tree`. Inside `jax.jit` they have no
+    effect.
+
+    **Returns:**
+
+    A tree of the same structure and values.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][] before anything has moved, naming every leaf whose placement can't
+    be had.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        state = {"step": 3, "weight": jnp.ones((16, 4))}
+        state = mylib.filter_device_put(state, P("data"), mesh=mesh, donate=True)
+        ```
+    """
+    world = current_world()
+    leaves = split(tree)
+    gone = broadcast_prefix(donate, leaves, _is_flag)
+    alias = broadcast_prefix(may_alias, leaves, _is_flag)
+    sources = broadcast_prefix(src, leaves, _is_source)
+    _check_flags(leaves, gone, alias)
+    if placement is ...:
+        return leaves.join(to_default_device(leaves.arrays, alias))
+    refuse = _refuse_unpinned if world.staged else None
+    targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+    if world.staged:
+        return leaves.join(_constrain_all(leaves, targets, world, _constrain_and_transfer))
+    return leaves.join(_move_all(leaves, targets, sources, gone, alias))
+
+
+def _move_all(
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    sources: Sequence[Any] | None = None,
+    donate: Sequence[bool] | None = None,
+    may_alias: Sequence[bool | None] | None = None,
+) -> list[Any]:
+    count = len(leaves.arrays)
+    sources = sources or [None] * count
+    donate = donate or [False] * count
+    may_alias = may_alias or [None] * count
+    placed = list(leaves.arrays)
+    concrete: list[int] = []
+    traced: list[int] = []
+    for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
+        if target is None:
+            continue
+        if kind is Kind.ABSTRACT:
+            placed[i] = placed[i].update(sharding=target)
+        else:
+            (traced if kind is Kind.TRACED else concrete).append(i)
+    _check_reachable(leaves, targets, concrete)
+
+    def pick(column: Sequence[Any], index: list[int]) -> list[Any]:
+        return [column[i] for i in index]
+
+    if traced:
+        arrays = pick(placed, traced)
+        homes = [
+            _as_sharding(given) or sharding_under(x)
+            for given, x in zip(pick(sources, traced), arrays, strict=True)
+        ]
+        moved = place(arrays, pick(targets, traced), homes, pick(may_alias, traced))
+        for i, y in zip(traced, moved, strict=True):
+            placed[i] = y
+    moved = move(*(pick(column, concrete) for column in (placed, targets, donate, may_alias)))
+    for i, y in zip(concrete, moved, strict=True):
+        placed[i] = y
+    return placed
+
+
+def _check_reachable(
+    leaves: Leaves, targets: Sequence[Target | None], concrete: Sequence[int]
+) -> None:
+    if jax.process_count() == 1:
+        return
+    faults: list[Fault] = []
+    for i in concrete:
+        x, target = leaves.arrays[i], targets[i]
+        if leaves.kinds[i] is not Kind.DEVICE or x.is_fully_addressable or target is None:
+            continue
+        wanted = sharding_of(target)
+        if x.sharding.device_set != wanted.device_set and not x.is_fully_replicated:
+            reason = "its shards are on several processes, and the target has other devices"
+            mend = "place it over the same devices first, replicated; each process then has it all"
+            faults.append(Fault(name_of(leaves.paths[i]), x.shape, str(wanted), reason, mend))
+    if faults:
+        raise PlacementError(faults)
+
+
+def _constrain_all(
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    world: World,
+    constrain_one: Callable[[Any, Target, World], jax.Array] = constrain,
+) -> list[Any]:
+    placed = list(leaves.arrays)
+    for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
+        if target is None:
+            continue
+        if kind is Kind.ABSTRACT:
+            placed[i] = placed[i].update(sharding=target)
+        else:
+            placed[i] = constrain_one(placed[i], target, world)
+    return placed
+
+
+def _constrain_and_transfer(x: Any, target: Target, world: World) -> jax.Array:
+    sharding = sharding_of(target)
+    if memory_kind(sharding) != default_memory_kind(sharding):
+        return jax.device_put(constrain(x, target, world), jax.memory.Space.Host)
+    if jax.typeof(x).memory_space != jax.memory.Space.Device:
+        x = jax.device_put(x, jax.memory.Space.Device)
+    return constrain(x, target, world)
+
+
+def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
+    kind = sharding_of(target).memory_kind
+    if kind is not None and kind != default_memory_kind(sharding_of(target)):
+        yield (
+            f"filter_shard can't move an array to {kind} memory inside a transformed function",
+            "use mylib.filter_device_put there",
+        )
+
+
+def _refuse_unpinned(target: Target) -> Iterator[tuple[str, str]]:
+    kind = sharding_of(target).memory_kind
+    if kind not in (None, "pinned_host", default_memory_kind(sharding_of(target))):
+        yield (
+            f"a compiled program can't put a value in {kind} memory: JAX ignores it there",
+            "write memory_kind='pinned_host', or move the array outside of the function",
+        )
+
+
+def _check_flags(leaves: Leaves, donate: Sequence[Any], may_alias: Sequence[Any]) -> None:
+    faults = [
+        Fault(
+            name_of(leaves.paths[i]),
+            tuple(leaves.arrays[i].shape),
+            "donate=True, may_alias=True",
+            "a donated array has no other side left that could share its memory",
+            "give one of the two",
+        )
+        for i, (gone, alias) in enumerate(zip(donate, may_alias, strict=True))
+        if gone and alias
+    ]
+    if faults:
+        raise PlacementError(faults)
+
+
+def _is_flag(x: Any) -> bool:
+    return x is None or isinstance(x, bool)
+
+
+def _is_source(x: Any) -> bool:
+    return x is None or isinstance(x, jax.Device | Sharding)
+
+
+def _as_sharding(source: Any) -> Sharding | None:
+    return SingleDeviceSharding(source) if isinstance(source, jax.Device) else source

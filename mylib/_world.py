@@ -1,0 +1,82 @@
+"""Which world a call is made in: eager or staged, and which mesh surrounds it.
+
+This is the one file that touches names which JAX keeps private. Each of them has a test in
+`tests/test_world.py` that says what to do when JAX moves it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax._src import core, mesh as mesh_lib
+from jax._src.interpreters import ad, batching
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+
+@dataclass(frozen=True)
+class World:
+    """What surrounds a call.
+
+    `mesh` carries the axis names, sizes and types that are in force here (empty outside any mesh);
+    `devices` is the same mesh with its devices, where they are known.
+    """
+
+    staged: bool
+    mesh: AbstractMesh
+    devices: Mesh | None
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """The axes over which a surrounding `shard_map` has already split the arrays."""
+        return frozenset(
+            name
+            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            if kind == AxisType.Manual
+        )
+
+    def size_at(self, x: jax.Array) -> int | None:
+        """On how many devices the program runs that computes the tracer `x`, if that is known."""
+        mesh = self.mesh if not self.mesh.empty else jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh.size
+        return None if self.devices is None else self.devices.size
+
+
+def current_world() -> World:
+    concrete = mesh_lib.get_concrete_mesh()
+    if concrete.empty:
+        # `with mesh:`, deprecated but still what much code has.
+        concrete = mesh_lib.thread_resources.env.physical_mesh
+    return World(
+        staged=_is_staged(core.trace_ctx.trace),
+        mesh=jax.sharding.get_abstract_mesh(),
+        devices=None if concrete.empty else concrete,
+    )
+
+
+def _is_staged(trace: Any) -> bool:
+    # An eager `grad`, `jvp` or `vmap` computes at once, whatever it records beside that; what lies
+    # under it decides. Every other trace writes a program down for later.
+    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        trace = trace.parent_trace
+    return not (trace is None or isinstance(trace, core.EvalTrace))
+
+
+def sharding_under(x: Any) -> Sharding | None:
+    """Where the concrete array behind `x` lies, seen without the dimensions that `vmap` has added;
+    None if there is no array with a place of its own behind it.
+    """
+    if isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
+        return sharding_under(x.primal)
+    if isinstance(x, batching.BatchTracer):
+        sharding = sharding_under(x.val)
+        if x.batch_dim is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        entries = list(sharding.spec) + [None] * (x.val.ndim - len(sharding.spec))
+        del entries[x.batch_dim]
+        return NamedSharding(
+            sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
+        )
+    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+        return x.sharding
+    return None

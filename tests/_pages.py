@@ -1,0 +1,84 @@
+"""The code blocks of the pages of documentation, and how to run them.
+
+    python tests/_pages.py command NAME    prints README's command of that name
+    python tests/_pages.py run PAGE        runs the Python blocks of a page in one namespace
+
+Needs nothing but Python: `.ci/run` asks it for the commands before anything is installed.
+"""
+
+import re
+import sys
+import textwrap
+import types
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+
+_FENCE = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>\w*)[^\n`]*\n"
+    r"(?P<text>.*?)"
+    r"^(?P=indent)(?P=fence) *$",
+    re.MULTILINE | re.DOTALL,
+)
+# At the end of what stands in front of a block.
+_NOTE = re.compile(
+    r"<!--\s*(?P<kind>not run|command):\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z", re.DOTALL
+)
+
+
+class Block(NamedTuple):
+    language: str
+    text: str
+    line: int  # of its first line of code
+    not_run: str | None  # the reason that `<!-- not run: reason -->` gives in front of it
+    command: str | None  # the name that `<!-- command: name -->` gives in front of it
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in _FENCE.finditer(text):
+        note = _NOTE.search(text, 0, match.start())
+        kind, said = (note["kind"], note["text"]) if note else (None, None)
+        if kind == "not run" and not said:
+            raise ValueError(f"{page}: a block is not run, and no reason is given")
+        found.append(
+            Block(
+                language=match["language"],
+                text=textwrap.dedent(match["text"]),
+                line=text.count("\n", 0, match.start("text")) + 1,
+                not_run=said if kind == "not run" else None,
+                command=said if kind == "command" else None,
+            )
+        )
+    return found
+
+
+def command(name: str) -> str:
+    found = [block for block in blocks(README) if block.command == name]
+    if len(found) != 1 or found[0].language != "bash":
+        raise ValueError(f"README.md must have one ```bash block after <!-- command: {name} -->")
+    return found[0].text.strip()
+
+
+def run(page: Path) -> None:
+    # A module of its own, as dataclasses look the names in their annotations up in `sys.modules`.
+    module = types.ModuleType("page")
+    sys.modules["page"] = module
+    for block in blocks(page):
+        if block.language == "python" and block.not_run is None:
+            # Moved down to where it stands in the page, so that tracebacks show its lines.
+            source = "\n" * (block.line - 1) + block.text
+            exec(compile(source, str(page), "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["command", name]:
+            print(command(name))
+        case ["run", page]:
+            run(Path(page))
+        case _:
+            sys.exit(__doc__)

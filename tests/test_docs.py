@@ -1,0 +1,113 @@
+"""What README and the docs show, works: every Python block is run, warnings being errors."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import _pages
+import pytest
+
+_PAGES = [_pages.README, *sorted((_pages.ROOT / "docs").rglob("*.md"))]
+_PYTHON = [
+    (page, block) for page in _PAGES for block in _pages.blocks(page) if block.language == "python"
+]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(_pages.ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", sorted({page for page, _ in _PYTHON}), ids=_name)
+def test_page_runs(page, checkout_env):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", _pages.__file__, "run", str(page)],
+        env=checkout_env,
+        cwd=_pages.ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+_NOT_RUN = [
+    pytest.param(block.not_run, id=f"{_name(page)}:{block.line}")
+    for page, block in _PYTHON
+    if block.not_run is not None
+]
+
+if _NOT_RUN:  # an empty set of parameters would count as a skipped test
+
+    @pytest.mark.parametrize("reason", _NOT_RUN)
+    def test_block_that_is_not_run(reason):
+        pytest.skip(reason)
+
+
+def test_readme_has_its_example_and_both_commands():
+    first = next(block for block in _pages.blocks(_pages.README) if block.language == "python")
+    assert "mylib.filter_shard" in first.text and first.not_run is None
+
+    demo, test = _pages.command("demo"), _pages.command("test")
+    assert demo.endswith("examples/train.py")
+    assert test.endswith("-m pytest")
+    # Each does the whole set-up by itself.
+    assert demo.rsplit("&&", 1)[0] == test.rsplit("&&", 1)[0]
+
+
+@pytest.mark.parametrize(
+    "text, language, line, not_run, command",
+    [
+        ("```python\nx\n```\n", "python", 2, None, None),
+        ("<!-- not run: needs a TPU -->\n```python\nx\n```\n", "python", 3, "needs a TPU", None),
+        (
+            "<!-- not run: needs\na TPU -->\n\n```python\nx\n```\n",
+            "python",
+            5,
+            "needs\na TPU",
+            None,
+        ),
+        ("<!-- command: demo -->\n```bash\nx\n```\n", "bash", 3, None, "demo"),
+        ("<!-- not run: far -->\nwords\n```python\nx\n```\n", "python", 4, None, None),
+        ("- item\n\n    ```python\n    x\n    ```\n", "python", 4, None, None),
+        ("````\n```python\nx\n```\n````\n", "", 2, None, None),
+    ],
+)
+def test_blocks(tmp_path, text, language, line, not_run, command):
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    (block,) = _pages.blocks(page)
+    expected = (language, line, not_run, command)
+    assert (block.language, block.line, block.not_run, block.command) == expected
+    assert "x\n" in block.text and not block.text.startswith(" ")
+
+
+def test_a_note_is_about_the_next_block_only(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- command: one -->\n```bash\n1\n```\n```bash\n2\n```\n"
+        "<!-- command: three -->\n```bash\n3\n```\n"
+    )
+    assert [block.command for block in _pages.blocks(page)] == ["one", None, "three"]
+
+
+def test_block_that_is_not_run_without_a_reason(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- not run: -->\n```python\nx\n```\n")
+    with pytest.raises(ValueError, match="no reason is given"):
+        _pages.blocks(page)
+
+
+def test_blocks_of_a_page_share_a_namespace_and_keep_their_lines(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nx = 1\n```\nwords\n```python\nassert x == 1\n\nraise KeyError(x)\n```\n"
+    )
+    done = subprocess.run(
+        [sys.executable, _pages.__file__, "run", str(page)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "KeyError: 1" in done.stderr and "line 8" in done.stderr

@@ -1,0 +1,70 @@
+"""The examples run as a newcomer would run them: scripts, and notebooks from a clean kernel."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+import pytest
+
+_EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+_SCRIPTS = sorted(_EXAMPLES.glob("*.py"))
+_NOTEBOOKS = sorted(_EXAMPLES.glob("*.ipynb"))
+
+
+def _name(path: Path) -> str:
+    return path.name
+
+
+@pytest.fixture
+def newcomer_env(checkout_env):
+    # An example asks for its simulated devices itself.
+    return {k: v for k, v in checkout_env.items() if k not in ("XLA_FLAGS", "NPROC")}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("script", _SCRIPTS, ids=_name)
+def test_script(script, newcomer_env):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(script)],
+        env=newcomer_env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip(), "an example that prints nothing shows nothing"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)
+def test_notebook(path, newcomer_env, monkeypatch):
+    # The kernel of this interpreter, not one that the user has registered under the same name.
+    monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
+    notebook = nbformat.read(path, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook,
+        kernel_name="python3",
+        timeout=120,
+        resources={"metadata": {"path": str(_EXAMPLES)}},
+    )
+    client.execute(env=newcomer_env)
+    for cell in notebook.cells:
+        for output in cell.get("outputs", ()):
+            # The kernel's own machinery warns too much for `-W error`; its cells may not.
+            assert output.get("name") != "stderr", output["text"]
+
+
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)
+def test_notebook_is_committed_without_outputs(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None, cell.source
+
+
+def test_there_are_examples():
+    assert {path.name for path in [*_SCRIPTS, *_NOTEBOOKS]} >= {"train.py", "shard_a_model.ipynb"}
