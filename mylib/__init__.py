@@ -3,5 +3,6 @@
 from . import rules as rules
 from ._errors import Fault as Fault, PlacementError as PlacementError
 from ._leaves import Leaf as Leaf
-from ._placement import Placement as Placement, resolve as resolve, Target as Target
+from ._placement import Placement as Placement, resolve as resolve
 from ._shard import filter_device_put as filter_device_put, filter_shard as filter_shard
+from ._target import Target as Target

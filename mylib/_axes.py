@@ -41,7 +41,11 @@ def _field_annotations(cls: type) -> Mapping[str, Any]:
     except (NameError, TypeError):
         # An annotation written as text that can't be looked up here (a name imported for type
         # checkers only). The fields that are annotated with objects still count.
-        written = {k: v for c in reversed(cls.__mro__) for k, v in vars(c).get("__annotations__", {}).items()}
+        written = {
+            k: v
+            for c in reversed(cls.__mro__)
+            for k, v in vars(c).get("__annotations__", {}).items()
+        }
         return {name: hint for name, hint in written.items() if not isinstance(hint, str)}
 
 

@@ -7,7 +7,7 @@ import jax
 from jax.experimental.layout import Format, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._placement import Target, axis_names, sharding_of, types_in_force
+from ._target import Target, axis_names, fill_free, sharding_of, types_in_force
 from ._world import World
 
 
@@ -34,9 +34,11 @@ def _constrain_named(x: Any, sharding: NamedSharding, world: World) -> jax.Array
     if AxisType.Explicit not in types.values():
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, sharding.spec))
     typed = jax.typeof(x).sharding
-    if world.mesh.empty and typed.mesh.empty:
-        # No mesh is known here yet. A nested program brings its own.
-        return _identity(sharding)(x)
+    if world.mesh.empty and not (isinstance(x, jax.core.Tracer) and typed.mesh.axis_names):
+        # The program may not know any mesh yet, and `reshard` doesn't tell it which devices are
+        # meant. A nested program does.
+        x = _identity(fill_free(sharding, None, x.ndim))(x)
+        typed = jax.typeof(x).sharding
     explicit = _part(sharding.spec, types, AxisType.Explicit, typed.spec)
     x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
     if AxisType.Auto in types.values():
@@ -59,7 +61,9 @@ def _part(
                 entries.append(entry)
                 continue
             entry = tuple(
-                n for n in axis_names(current[dim] if dim < len(current) else None) if n not in taken
+                n
+                for n in axis_names(current[dim] if dim < len(current) else None)
+                if n not in taken
             )
         entries.append(tuple(n for n in axis_names(entry) if types[n] == kind) or None)
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)

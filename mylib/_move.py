@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._leaves import Kind, canonical_dtype, kind_of
-from ._placement import AnyMesh, Target, axis_names, sharding_of
+from ._target import Target, axis_names, fill_free, memory_kind, sharding_of, spec_over
 
 # A buffer that starts on such a boundary is taken over by XLA's CPU client without a second copy.
 _ALIGNMENT = 64
@@ -99,45 +99,17 @@ def _agree(here: Sharding, wanted: Sharding, ndim: int) -> bool:
         if here.mesh != wanted.mesh:
             return False
         wanted = fill_free(wanted, here, ndim)
+        if AxisType.Explicit in wanted.mesh.axis_types and not _same_type(here, wanted, ndim):
+            return False
     return memory_kind(here) == memory_kind(wanted) and here.is_equivalent_to(wanted, ndim)
 
 
-def memory_kind(sharding: Sharding) -> str:
-    return sharding.memory_kind or default_memory_kind(sharding)
-
-
-def default_memory_kind(sharding: Sharding) -> str:
-    abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
-    device = jax.devices()[0] if abstract else next(iter(sharding.device_set))
-    return device.default_memory().kind
-
-
-def fill_free(wanted: Target, here: Sharding | None, ndim: int) -> Any:
-    """`wanted` with its UNCONSTRAINED dimensions as they are in `here`, as far as the axes are not
-    taken; outside of a compiled program nobody else chooses for them.
-    """
-    if isinstance(wanted, Format):
-        return Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
-    if not isinstance(wanted, NamedSharding):
-        return wanted
-    entries = list(wanted.spec)
-    if PartitionSpec.UNCONSTRAINED not in entries:
-        return wanted
-    current = spec_over(wanted.mesh, here, ndim)
-    taken = {name for entry in entries for name in axis_names(entry)}
-    for dim, entry in enumerate(entries):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            free = tuple(name for name in axis_names(current[dim]) if name not in taken)
-            entries[dim] = free or None
-    return wanted.update(spec=PartitionSpec(*entries))
-
-
-def spec_over(mesh: AnyMesh, here: Sharding | None, ndim: int) -> list[Any]:
-    """How an array at `here` is split over `mesh`, one entry a dimension."""
-    current: list[Any] = [None] * ndim
-    if isinstance(here, NamedSharding) and here.mesh == mesh:
-        current[: len(here.spec)] = here.spec
-    return current
+def _same_type(here: NamedSharding, wanted: NamedSharding, ndim: int) -> bool:
+    # Explicit axes are part of an array's type, also those of size 1, which split nothing.
+    mesh = wanted.mesh
+    return list(map(axis_names, spec_over(mesh, here, ndim))) == list(
+        map(axis_names, spec_over(mesh, wanted, ndim))
+    )
 
 
 def _over_key_data(target: Target, ndim: int) -> Target:
@@ -167,8 +139,10 @@ class _Plan:
         wanted = sharding_of(target)
         if isinstance(target, Format) and target.layout is None:
             target = wanted
-        if here is not None and here.device_set == wanted.device_set and (
-            isinstance(target, Format) or _worth_staying(x, here, wanted)
+        if (
+            here is not None
+            and here.device_set == wanted.device_set
+            and (isinstance(target, Format) or _worth_staying(x, here, wanted))
         ):
             self.reshards.append((i, x, target, donate))
         elif isinstance(target, Format):

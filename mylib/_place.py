@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ._constrain import constrain
 from ._errors import Fault, PlacementError
-from ._move import fill_free, move, spec_over
-from ._placement import Target, axis_names
+from ._move import move
+from ._target import Target, axis_names, fill_free, memory_space, sharding_of, spec_over
 from ._world import current_world, sharding_under
 
 place_p = Primitive("place")
@@ -35,9 +35,7 @@ def place(
     return _bind(arrays, targets, sources, may_alias)
 
 
-def _bind(
-    arrays: Sequence[Any], targets: Any, sources: Any, may_alias: Any
-) -> list[Any]:
+def _bind(arrays: Sequence[Any], targets: Any, sources: Any, may_alias: Any) -> list[Any]:
     return place_p.bind(
         *arrays, targets=tuple(targets), sources=tuple(sources), may_alias=tuple(may_alias)
     )
@@ -56,7 +54,8 @@ def _abstract(*avals: Any, targets: Any, sources: Any, may_alias: Any) -> list[A
 
 
 def _aval_at(aval: Any, target: Target) -> Any:
-    sharding = target.sharding if isinstance(target, Format) else target
+    sharding = sharding_of(target)
+    aval = aval.update(memory_space=memory_space(sharding))
     if not isinstance(sharding, NamedSharding):
         return aval.update(sharding=None)
     filled = fill_free(sharding, None, aval.ndim)
@@ -92,7 +91,13 @@ def _pick(index: Sequence[int], *columns: Sequence[Any]) -> list[list[Any]]:
 
 
 def _batch(
-    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, targets: Any, sources: Any, may_alias: Any
+    axis: Any,
+    arrays: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    targets: Any,
+    sources: Any,
+    may_alias: Any,
 ) -> tuple[list[Any], Sequence[Any]]:
     spmd_axes = () if axis.spmd_name is None else axis_names(axis.spmd_name)
     batched_targets = [
@@ -100,7 +105,8 @@ def _batch(
         for target, dim, x in zip(targets, dims, arrays, strict=True)
     ]
     batched_sources = [
-        _with_batch(source, dim, x, ()) for source, dim, x in zip(sources, dims, arrays, strict=True)
+        _with_batch(source, dim, x, ())
+        for source, dim, x in zip(sources, dims, arrays, strict=True)
     ]
     return _bind(arrays, batched_targets, batched_sources, may_alias), dims
 

@@ -22,6 +22,7 @@ from jaxtyping import PyTree
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaf, Leaves, canonical_dtype, name_of, split
 from ._prefix import broadcast_prefix
+from ._target import AnyMesh, Target, axis_names, sharding_of, types_in_force
 from ._world import World, current_world
 
 
@@ -35,8 +36,6 @@ PASS: Final = _Pass()
 
 Rule = Callable[[Leaf], Any]
 Placement = jax.Device | Sharding | Format | PartitionSpec | Rule | None
-Target = Sharding | Format
-AnyMesh = Mesh | AbstractMesh
 
 # Why a leaf can't be placed, before it is known which leaf: (request, reason, mend).
 Complaint = tuple[str, str, str]
@@ -103,9 +102,7 @@ def _is_placement_leaf(x: Any) -> bool:
 class _Resolver:
     """One `resolve`: what it was asked, and what it has found out so far."""
 
-    def __init__(
-        self, leaves: Leaves, mesh: AnyMesh | None, world: World, refuse: Refusal | None
-    ):
+    def __init__(self, leaves: Leaves, mesh: AnyMesh | None, world: World, refuse: Refusal | None):
         self.leaves = leaves
         self.world = world
         self.refuse = refuse
@@ -184,7 +181,9 @@ class _Resolver:
             return NamedSharding(self.checked_mesh(entry), entry)
         if isinstance(entry, jax.Device):
             if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
-                raise _Misfit((f"that device is not in {_show_mesh(self.mesh)}", "leave out `mesh=`"))
+                raise _Misfit(
+                    (f"that device is not in {_show_mesh(self.mesh)}", "leave out `mesh=`")
+                )
             return SingleDeviceSharding(entry)
         if isinstance(entry, Format):
             if not isinstance(entry.sharding, Sharding):
@@ -225,29 +224,6 @@ class _Resolver:
 class _Misfit(Exception):
     def __init__(self, *reasons: tuple[str, str]):
         self.reasons = reasons
-
-
-def sharding_of(target: Target) -> Sharding:
-    if isinstance(target, Format):
-        assert isinstance(target.sharding, Sharding)
-        return target.sharding
-    return target
-
-
-def axis_names(entry: Any) -> tuple[Any, ...]:
-    """The mesh axes that one entry of a `PartitionSpec` names."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
-
-
-def types_in_force(mesh: AnyMesh, world: World) -> dict[str, AxisType]:
-    """The types of the axes of `mesh` as the surrounding code has them: `shard_map`, `auto_axes`
-    and `explicit_axes` change them for what they wrap.
-    """
-    if world.staged and dict(world.mesh.shape) == dict(mesh.shape):
-        mesh = world.mesh
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def _mesh_of_specs(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
@@ -317,9 +293,7 @@ def _unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, 
             )
 
 
-def _unfit_staged(
-    sharding: Sharding, world: World, size: int | None
-) -> Iterator[tuple[str, str]]:
+def _unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[tuple[str, str]]:
     if not isinstance(sharding, NamedSharding):
         if world.manual_axes or (size is not None and size != len(sharding.device_set)):
             yield (

@@ -11,18 +11,17 @@ from jaxtyping import PyTree
 from ._constrain import constrain
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaves, name_of, split
-from ._move import default_memory_kind, memory_kind, move, to_default_device
+from ._move import move, to_default_device
 from ._place import place
-from ._placement import AnyMesh, Placement, Target, resolve_leaves, sharding_of
+from ._placement import Placement, resolve_leaves
 from ._prefix import broadcast_prefix
+from ._target import AnyMesh, Target, default_memory_kind, memory_kind, sharding_of
 from ._world import World, current_world, sharding_under
 
 T = TypeVar("T")
 
 
-def filter_shard(
-    tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
-) -> T:
+def filter_shard(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
     """Puts the arrays of a PyTree where `placement` says, in whatever context this is called.
 
     Outside of `jax.jit` the arrays are moved there; inside, the compiled values are constrained to

@@ -18,6 +18,10 @@ import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+import mylib.testing  # noqa: E402
+
+mylib.testing.second_backend("other", devices=4)
+
 # No deadline: the first example of a shape compiles, the next ones don't.
 hypothesis.settings.register_profile(
     "steady", derandomize=True, deadline=None, max_examples=50, print_blob=True

@@ -1,0 +1,79 @@
+"""Targets: what a placement comes down to for one leaf, and what can be read off one."""
+
+from typing import Any
+
+import jax
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from ._world import World
+
+AnyMesh = Mesh | AbstractMesh
+Target = Sharding | Format
+
+
+def sharding_of(target: Target) -> Sharding:
+    if isinstance(target, Format):
+        assert isinstance(target.sharding, Sharding)
+        return target.sharding
+    return target
+
+
+def axis_names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that one entry of a `PartitionSpec` names."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def fill_free(wanted: Target, here: Sharding | None, ndim: int) -> Any:
+    """`wanted` with its UNCONSTRAINED dimensions as they are in `here`, as far as the axes are not
+    taken; outside of a compiled program nobody else chooses for them.
+    """
+    if isinstance(wanted, Format):
+        return Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
+    if not isinstance(wanted, NamedSharding):
+        return wanted
+    entries = list(wanted.spec)
+    if PartitionSpec.UNCONSTRAINED not in entries:
+        return wanted
+    current = spec_over(wanted.mesh, here, ndim)
+    taken = {name for entry in entries for name in axis_names(entry)}
+    for dim, entry in enumerate(entries):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            free = tuple(name for name in axis_names(current[dim]) if name not in taken)
+            entries[dim] = free or None
+    return wanted.update(spec=PartitionSpec(*entries))
+
+
+def spec_over(mesh: AnyMesh, here: Sharding | None, ndim: int) -> list[Any]:
+    """How an array at `here` is split over `mesh`, one entry a dimension."""
+    current: list[Any] = [None] * ndim
+    if isinstance(here, NamedSharding) and here.mesh == mesh:
+        current[: len(here.spec)] = here.spec
+    return current
+
+
+def types_in_force(mesh: AnyMesh, world: World) -> dict[str, AxisType]:
+    """The types of the axes of `mesh` as the surrounding code has them: `shard_map`, `auto_axes`
+    and `explicit_axes` change them for what they wrap.
+    """
+    if world.staged and dict(world.mesh.shape) == dict(mesh.shape):
+        mesh = world.mesh
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def memory_kind(sharding: Sharding) -> str:
+    return sharding.memory_kind or default_memory_kind(sharding)
+
+
+def default_memory_kind(sharding: Sharding) -> str:
+    abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    device = jax.devices()[0] if abstract else next(iter(sharding.device_set))
+    return device.default_memory().kind
+
+
+def memory_space(sharding: Sharding) -> jax.memory.Space:
+    """What a compiled program calls the memory that `sharding` speaks of."""
+    pinned = sharding.memory_kind == "pinned_host"
+    return jax.memory.Space.Host if pinned else jax.memory.Space.Device

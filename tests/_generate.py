@@ -1,0 +1,227 @@
+"""Random meshes, trees and placements for the property tests."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+_MESH_SHAPES = [(8,), (4,), (2,), (1,), (2, 4), (4, 2), (3, 2), (1, 2), (2, 2, 2), (2, 1, 3)]
+_SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 24]
+_DTYPES = [*map(np.dtype, "float32 int32 uint8 bool complex64 float16 int64 float64".split())]
+_DTYPES += [jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int4)]
+_TYPES = [AxisType.Auto, AxisType.Explicit]
+_STATICS = ["text", 3, 2.5, True, None, len, AxisType.Auto, np.int64]
+_STATICS += [np.array(["a", "b"]), np.array(["2026-01-01"], "M8[D]"), np.array([{}, None])]
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Box(eqx.Module):
+    inside: Any
+    beside: Any
+    label: str = eqx.field(static=True)
+
+
+@dataclass
+class Case:
+    """A tree, what is asked of it, and where each of its leaves should go (None: nowhere)."""
+
+    tree: Any
+    placement: Any
+    targets: list[Any]
+    mesh: Mesh
+
+
+@st.composite
+def meshes(draw, shapes=tuple(_MESH_SHAPES), types=(AxisType.Auto, AxisType.Explicit)):
+    shape = draw(st.sampled_from(shapes))
+    devices = draw(st.permutations(jax.devices()) | st.just(jax.devices()))
+    kinds = tuple(draw(st.sampled_from(types)) for _ in shape)
+    used = np.array(devices[: np.prod(shape)]).reshape(shape)
+    return Mesh(used, ("x", "y", "z")[: len(shape)], axis_types=kinds)
+
+
+shapes = st.lists(st.sampled_from(_SIZES), max_size=3).map(tuple)
+
+
+@st.composite
+def specs(draw, mesh, shape):
+    """Specs that fit, also inside `jit`: there Explicit axes come first in a dimension."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    free = draw(st.permutations(mesh.axis_names))
+    entries = []
+    for size in shape:
+        names, parts = [], 1
+        while free and size % (parts * mesh.shape[free[0]]) == 0 and draw(st.booleans()):
+            parts *= mesh.shape[free[0]]
+            names.append(free.pop(0))
+        names.sort(key=lambda name: kinds[name] == AxisType.Auto)
+        entries.append(draw(st.sampled_from(_spellings(tuple(names)))))
+    while entries and entries[-1] is None and draw(st.booleans()):
+        entries.pop()
+    return P(*entries)
+
+
+def _spellings(names):
+    match names:
+        case ():
+            return [None, ()]
+        case (name,):
+            return [name, names]
+    return [names]
+
+
+@st.composite
+def host_arrays(draw):
+    """NumPy arrays, any bits in them, contiguous, strided, read-only; and NumPy scalars."""
+    shape, dtype = draw(shapes), draw(st.sampled_from(_DTYPES))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    layout = draw(st.sampled_from(["C", "F", "strided", "read-only", "scalar"]))
+    if layout == "strided":
+        shape = (*shape, 2)
+    if dtype in (np.bool_, np.int64, np.float64, jnp.int4):
+        x = rng.integers(-8, 8, shape).astype(dtype)
+    else:
+        x = np.frombuffer(rng.bytes(np.prod(shape, dtype=int) * dtype.itemsize), dtype)
+        x = x.reshape(shape).copy()
+    if layout == "scalar" and shape == ():
+        return x[()]
+    if layout == "strided":
+        return x[..., 0]
+    if layout == "F":
+        return np.asfortranarray(x)
+    x.flags.writeable = layout != "read-only"
+    return x
+
+
+@st.composite
+def arrays(draw):
+    """Arrays from everywhere: NumPy, uncommitted, on a device, on a mesh; typed keys."""
+    source = draw(st.sampled_from(["numpy", "uncommitted", "weak", "device", "mesh", "key"]))
+    if source == "weak":
+        return jnp.asarray(2.5)
+    x = draw(host_arrays())
+    if source == "numpy":
+        return x
+    if source == "key":
+        x = jax.random.key(draw(st.integers(0, 9)))
+        x = jax.random.wrap_key_data(
+            np.broadcast_to(jax.random.key_data(x), (*draw(shapes), 2)).copy()
+        )
+    else:
+        x = jnp.array(x)
+    if source == "device":
+        return jax.device_put(x, draw(st.sampled_from(jax.devices())))
+    if source == "mesh" and x.size:
+        mesh = draw(meshes())
+        return jax.device_put(x, NamedSharding(mesh, draw(specs(mesh, x.shape))))
+    return x
+
+
+def _nodes(children):
+    return (
+        st.lists(children, max_size=3)
+        | st.lists(children, max_size=3).map(tuple)
+        | st.dictionaries(st.sampled_from("abc"), children, max_size=3)
+        | st.builds(Pair, children, children)
+        | st.builds(Box, children, children, st.sampled_from(["here", "there"]))
+    )
+
+
+@st.composite
+def trees(draw, leaves=None):
+    """Trees in which the same array may be in several places."""
+    pool = draw(st.lists(arrays() if leaves is None else leaves, min_size=1, max_size=4))
+    leaf = st.sampled_from(pool) | st.sampled_from(pool) | st.sampled_from(_STATICS)
+    return draw(st.recursive(leaf, _nodes, max_leaves=8))
+
+
+def is_placed(x):
+    """Whether a leaf is an array that JAX can hold."""
+    return eqx.is_array(x) and getattr(x.dtype, "kind", "key") not in "USOM"
+
+
+def _count(tree):
+    return len(jtu.tree_leaves(tree))
+
+
+@st.composite
+def placements(draw, tree, mesh, wanted):
+    """What may be asked of a tree, and the target of each of its leaves.
+
+    `wanted(x)` is a strategy for one array leaf.
+    """
+    leaves = jtu.tree_leaves(tree)
+    if jtu.all_leaves([tree]):
+        if not is_placed(tree):
+            return draw(st.sampled_from([None, P(), P("no such axis")])), [None]
+        entry, target = draw(wanted(tree))
+        return entry, [target]
+    if draw(st.integers(0, 3)) == 0:
+        entry, target_of = draw(_common(mesh))
+        return entry, [target_of(x) if is_placed(x) else None for x in leaves]
+    children, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: x is not tree)
+    pairs = [draw(placements(child, mesh, wanted)) for child in children]
+    entries = [entry for entry, _ in pairs]
+    return treedef.unflatten(entries), [t for _, targets in pairs for t in targets]
+
+
+def _common(mesh):
+    whole = NamedSharding(mesh, P())
+
+    def rows(x):
+        return P("x") if x.ndim and x.shape[0] % mesh.shape["x"] == 0 else P()
+
+    return st.sampled_from(
+        [
+            (None, lambda x: None),
+            (P(), lambda x: whole),
+            (whole, lambda x: whole),
+            (rows, lambda x: NamedSharding(mesh, rows(x))),
+        ]
+    )
+
+
+@st.composite
+def anywhere(draw, mesh, x):
+    """Any placement of one array, outside of `jit`."""
+    kind = draw(st.sampled_from(["spec", "sharding", "other mesh", "device", "single", "none"]))
+    match kind:
+        case "device":
+            device = draw(st.sampled_from(mesh.devices.flatten().tolist()))
+            return device, SingleDeviceSharding(device)
+        case "single":
+            single = SingleDeviceSharding(draw(st.sampled_from(jax.devices())))
+            return single, single
+        case "none":
+            return None, None
+        case "other mesh":
+            mesh = draw(meshes())
+    spec = draw(specs(mesh, x.shape))
+    target = NamedSharding(mesh, spec)
+    return (spec, target) if kind == "spec" else (target, target)
+
+
+@st.composite
+def on_the_mesh(draw, mesh, x):
+    """Any placement of one array that a program on `mesh` can have."""
+    spec = draw(specs(mesh, x.shape))
+    target = NamedSharding(mesh, spec)
+    return draw(st.sampled_from([(spec, target), (target, target), (None, None)]))
+
+
+@st.composite
+def cases(draw, leaves=None, wanted=anywhere, mesh=None):
+    mesh = draw(meshes() if mesh is None else mesh)
+    tree = draw(trees(leaves))
+    placement, targets = draw(placements(tree, mesh, lambda x: wanted(mesh, x)))
+    return Case(tree, placement, targets, mesh)

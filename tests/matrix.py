@@ -1,0 +1,499 @@
+"""The matrix of the placement law: contexts x meshes x inputs x requests.
+
+A cell is one combination. `legal` says which of them the law promises something about, and `check`
+runs one and asserts what it promises: sharding, values, cotangents. `test_matrix.py` runs enough
+cells to cover every pair of choices; `run_matrix.py` runs them all, for ours and for JAX's and
+Equinox's own functions.
+"""
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import astuple, dataclass
+from functools import cache
+from itertools import combinations, product
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+@dataclass(frozen=True)
+class Cell:
+    context: str
+    mesh: str
+    set_mesh: bool
+    input: str
+    request: str
+
+    def __str__(self) -> str:
+        context = f"{self.context}{'+set_mesh' if self.set_mesh else ''}"
+        return f"{context}-{self.mesh}-{self.input}-{self.request}"
+
+
+# --- meshes -------------------------------------------------------------------------------------
+
+_MESHES: dict[str, tuple[tuple[int, ...], tuple[AxisType, ...], str]] = {
+    "auto_1d": ((8,), (AUTO,), "all"),
+    "auto_2d": ((4, 2), (AUTO, AUTO), "all"),
+    "auto_3d": ((2, 2, 2), (AUTO,) * 3, "all"),
+    "auto_one": ((1,), (AUTO,), "first"),
+    "auto_permuted": ((4, 2), (AUTO, AUTO), "reversed"),
+    "explicit_1d": ((8,), (EXPLICIT,), "all"),
+    "explicit_2d": ((4, 2), (EXPLICIT, EXPLICIT), "all"),
+    "explicit_3d": ((2, 2, 2), (EXPLICIT,) * 3, "all"),
+    "explicit_one": ((1,), (EXPLICIT,), "first"),
+    "explicit_permuted": ((4, 2), (EXPLICIT, EXPLICIT), "reversed"),
+    "mixed_explicit_auto": ((4, 2), (EXPLICIT, AUTO), "all"),
+    "mixed_auto_explicit": ((4, 2), (AUTO, EXPLICIT), "all"),
+}
+
+
+@cache
+def mesh_named(name: str) -> Mesh:
+    sizes, types, which = _MESHES[name]
+    devices = {"all": jax.devices(), "first": jax.devices()[:1], "reversed": jax.devices()[::-1]}
+    grid = np.array(devices[which]).reshape(sizes)
+    return Mesh(grid, ("a", "b", "c")[: len(sizes)], axis_types=types)
+
+
+# --- inputs -------------------------------------------------------------------------------------
+
+INPUTS = (
+    "numpy",
+    "uncommitted",
+    "committed_elsewhere",
+    "other_sharding",
+    "other_half",
+    "other_backend",
+    "key",
+    "bf16",
+    "scalar",
+    "abstract",
+)
+_NOT_DIFFERENTIABLE = {"key", "abstract"}
+
+
+def host_value(kind: str) -> Any:
+    if kind == "key":
+        return jax.random.split(jax.random.key(0), (8, 8))
+    if kind == "scalar":
+        return np.float32(3.0)
+    values = np.arange(1.0, 65.0, dtype=np.float32).reshape(8, 8)
+    return values.astype(jnp.bfloat16) if kind == "bf16" else values
+
+
+def make_input(kind: str, mesh: Mesh) -> Any:
+    x = host_value(kind)
+    if kind == "uncommitted":
+        return jnp.asarray(x)
+    if kind == "committed_elsewhere":
+        return jax.device_put(x, jax.devices()[3])
+    if kind == "other_sharding":
+        return jax.device_put(x, NamedSharding(mesh, P(None, mesh.axis_names[0])))
+    if kind == "other_half":
+        half = Mesh(np.array(jax.devices()[4:]), ("h",))
+        return jax.device_put(x, NamedSharding(half, P("h")))
+    if kind == "other_backend":
+        return jax.device_put(x, jax.devices("other")[1])
+    if kind == "abstract":
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return x
+
+
+# --- requests -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for, and the sharding that it means."""
+
+    placement: Any
+    sharding: Any
+    free: tuple[int, ...] = ()
+    in_dict: bool = False
+
+    @property
+    def spec(self) -> P:
+        return self.sharding.spec
+
+
+REQUESTS = (
+    "device",
+    "single_device",
+    "named",
+    "spec",
+    "tuple_axes",
+    "replicated",
+    "nothing",
+    "unconstrained",
+    "prefix",
+    "rule",
+    "memory_kind",
+)
+
+
+def make_request(kind: str, mesh: Mesh) -> Request:
+    first, last = mesh.axis_names[0], mesh.axis_names[-1]
+    second = jax.devices()[1]
+
+    def named(*entries: Any, **kwargs: Any) -> NamedSharding:
+        return NamedSharding(mesh, P(*entries), **kwargs)
+
+    if kind == "device":
+        return Request(second, SingleDeviceSharding(second))
+    if kind == "single_device":
+        return Request(SingleDeviceSharding(second), SingleDeviceSharding(second))
+    if kind == "named":
+        return Request(named(first), named(first))
+    if kind == "spec":
+        return Request(P(None, last), named(None, last))
+    if kind == "tuple_axes":
+        explicit_first = sorted(mesh.axis_names, key=lambda n: _type_of(mesh, n) != EXPLICIT)
+        return Request(P(tuple(explicit_first)), named(tuple(explicit_first)))
+    if kind == "replicated":
+        return Request(P(), named())
+    if kind == "nothing":
+        return Request(None, None)
+    if kind == "unconstrained":
+        return Request(P(P.UNCONSTRAINED, last), named(None, last), free=(0,))
+    if kind == "prefix":
+        return Request({"x": P(first), "static": None}, named(first), in_dict=True)
+    if kind == "rule":
+        return Request(lambda leaf: P(first, *[None] * (leaf.ndim - 1)), named(first))
+    assert kind == "memory_kind"
+    asked = named(first, memory_kind="pinned_host")
+    return Request(asked, asked)
+
+
+def _type_of(mesh: Mesh, name: str) -> AxisType:
+    return mesh.axis_types[mesh.axis_names.index(name)]
+
+
+# --- contexts -----------------------------------------------------------------------------------
+
+Place = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a context gave back: the placed value, and the cotangent of the input if there is one.
+
+    `batched` says that the value has a dimension in front that the request doesn't speak of;
+    `type_inside` is the spec that the value's type has inside `shard_map`.
+    """
+
+    value: Any
+    cotangent: Any = None
+    batched: bool = False
+    type_inside: Any = None
+
+
+def _pull_back(place: Place, x: Any) -> Outcome:
+    y, pull = jax.vjp(place, x)
+    return Outcome(y, pull(y)[0])
+
+
+def _stack(x: Any) -> Any:
+    return jnp.stack([x] * 4) if isinstance(x, jax.Array) else np.stack([x] * 4)
+
+
+def _eager_jvp(place: Place, x: Any, mesh: Mesh) -> Outcome:
+    y, tangent = jax.jvp(place, (x,), (x,))
+    return Outcome(y, tangent)
+
+
+def _jit_grad(place: Place, x: Any, mesh: Mesh) -> Outcome:
+    y, cotangent = jax.jit(lambda x: (lambda o: (o.value, o.cotangent))(_pull_back(place, x)))(x)
+    return Outcome(y, cotangent)
+
+
+def _scan(place: Place, x: Any, mesh: Mesh) -> Outcome:
+    def body(carry: Any, _: Any) -> Any:
+        return place(carry), None
+
+    return Outcome(jax.jit(lambda x: jax.lax.scan(body, place(x), length=2)[0])(x))
+
+
+def _while_loop(place: Place, x: Any, mesh: Mesh) -> Outcome:
+    def loop(x: Any) -> Any:
+        start = (jnp.int32(0), place(x))
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, place(carry[1])), start
+        )[1]
+
+    return Outcome(jax.jit(loop)(x))
+
+
+def _checkpoint(place: Place, x: Any, mesh: Mesh) -> Outcome:
+    return _jit_grad(jax.checkpoint(place), x, mesh)
+
+
+def _custom_vjp(place: Place, x: Any, mesh: Mesh) -> Outcome:
+    @jax.custom_vjp
+    def f(x: Any) -> Any:
+        return place(x)
+
+    f.defvjp(lambda x: (place(x), x), lambda x, g: jax.vjp(place, x)[1](g))
+    return _jit_grad(f, x, mesh)
+
+
+def _shard_map(manual: int | None) -> Callable[[Place, Any, Mesh], Outcome]:
+    def run(place: Place, x: Any, mesh: Mesh) -> Outcome:
+        names = mesh.axis_names[:manual]
+        types_inside: list[P] = []
+
+        def body(x: Any) -> Any:
+            y = place(x)
+            types_inside.append(jax.typeof(y).sharding.spec)
+            return y
+
+        spec = P(names)
+        f = jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=set(names))
+        y = jax.jit(f)(jax.device_put(x, NamedSharding(mesh, spec)))
+        return Outcome(y, type_inside=types_inside[0])
+
+    return run
+
+
+CONTEXTS: dict[str, Callable[[Place, Any, Mesh], Outcome]] = {
+    "eager": lambda place, x, mesh: Outcome(place(x)),
+    "eager_grad": lambda place, x, mesh: _pull_back(place, x),
+    "eager_vmap": lambda place, x, mesh: Outcome(jax.vmap(place)(x), batched=True),
+    "eager_jvp": _eager_jvp,
+    "jit": lambda place, x, mesh: Outcome(jax.jit(place)(x)),
+    "jit_constant": lambda place, x, mesh: Outcome(jax.jit(lambda: place(x))()),
+    "nested_jit": lambda place, x, mesh: Outcome(jax.jit(jax.jit(place))(x)),
+    "jit_grad": _jit_grad,
+    "jit_vmap": lambda place, x, mesh: Outcome(jax.jit(jax.vmap(place))(x), batched=True),
+    "jit_vmap_spmd": lambda place, x, mesh: Outcome(
+        jax.jit(jax.vmap(place, spmd_axis_name=mesh.axis_names[0]))(x), batched=True
+    ),
+    "scan": _scan,
+    "while_loop": _while_loop,
+    "cond": lambda place, x, mesh: Outcome(
+        jax.jit(lambda x: jax.lax.cond(jnp.bool_(True), place, place, x))(x)
+    ),
+    "checkpoint": _checkpoint,
+    "custom_vjp": _custom_vjp,
+    "eval_shape": lambda place, x, mesh: Outcome(jax.eval_shape(place, x)),
+    "make_jaxpr": lambda place, x, mesh: Outcome(jax.make_jaxpr(place)(x)),
+    "shard_map_all": _shard_map(None),
+    "shard_map_some": _shard_map(1),
+}
+EAGER = {"eager", "eager_grad", "eager_vmap", "eager_jvp"}
+BATCHED = {"eager_vmap", "jit_vmap", "jit_vmap_spmd"}
+DIFFERENTIATED = {"eager_grad", "eager_jvp", "jit_grad", "checkpoint", "custom_vjp"}
+SHARD_MAPPED = {"shard_map_all", "shard_map_some"}
+
+
+# --- which cells the law speaks of --------------------------------------------------------------
+
+
+def legal(cell: Cell) -> bool:
+    mesh = mesh_named(cell.mesh)
+    return (
+        _input_fits_context(cell)
+        and _request_fits_mesh(cell, mesh)
+        and _request_fits_context(cell, mesh)
+        and (cell.input != "scalar" or cell.request in {"device", "replicated", "nothing"})
+    )
+
+
+def _input_fits_context(cell: Cell) -> bool:
+    staged = cell.context not in EAGER
+    if cell.input == "abstract":
+        return cell.context == "eager"
+    if cell.input in _NOT_DIFFERENTIABLE and cell.context in DIFFERENTIATED:
+        return False
+    if cell.input == "scalar" and cell.context in SHARD_MAPPED | BATCHED:
+        return False
+    if cell.context in SHARD_MAPPED:
+        return cell.input in {"numpy", "bf16", "key"}
+    if staged and cell.input in {"committed_elsewhere", "other_half", "other_backend"}:
+        # A program runs on one set of devices, and JAX itself refuses arguments from others.
+        return False
+    return not (cell.context in BATCHED and cell.input in {"other_half", "other_backend"})
+
+
+def _request_fits_mesh(cell: Cell, mesh: Mesh) -> bool:
+    if cell.request == "tuple_axes":
+        return len(mesh.axis_names) > 1
+    if cell.request == "unconstrained":
+        return AUTO in mesh.axis_types
+    return True
+
+
+def _request_fits_context(cell: Cell, mesh: Mesh) -> bool:
+    staged = cell.context not in EAGER
+    on_device = cell.request in {"device", "single_device"}
+    if cell.context == "shard_map_all":
+        return cell.request in {"nothing", "replicated"}
+    if cell.context == "shard_map_some":
+        return len(mesh.axis_names) > 1 and cell.request in {"nothing", "replicated", "spec"}
+    if cell.context == "jit_vmap_spmd":
+        # The axis of the batch can't be asked for again; on Explicit axes JAX wants the input to
+        # be split over it already.
+        return (
+            _type_of(mesh, mesh.axis_names[0]) == AUTO
+            and len(mesh.axis_names) > 1
+            and cell.request in {"spec", "replicated", "nothing"}
+        )
+    if staged and cell.request == "memory_kind":
+        return False
+    if staged and on_device:
+        # Only where the program may run on that device: no mesh around it, no sharded argument.
+        return not cell.set_mesh and cell.input != "other_sharding"
+    if (
+        cell.set_mesh
+        and cell.context in DIFFERENTIATED
+        and on_device
+        and EXPLICIT in mesh.axis_types
+    ):
+        # JAX can't write down a tangent without a mesh while one with Explicit axes is set.
+        return not staged
+    return True
+
+
+def all_cells() -> list[Cell]:
+    cells = (
+        Cell(*choice) for choice in product(CONTEXTS, _MESHES, (False, True), INPUTS, REQUESTS)
+    )
+    return [cell for cell in cells if legal(cell)]
+
+
+def pairwise(cells: list[Cell], seed: int = 0) -> list[Cell]:
+    """A selection in which every pair of choices that occurs in `cells` occurs."""
+    cells = list(cells)
+    random.Random(seed).shuffle(cells)
+    covered: set[Any] = set()
+    chosen: list[Cell] = []
+    for least in range(10, 0, -1):
+        for cell in cells:
+            new = set(_pairs(cell)) - covered
+            if len(new) >= least:
+                chosen.append(cell)
+                covered |= new
+    return chosen
+
+
+def _pairs(cell: Cell) -> Iterator[Any]:
+    return combinations(enumerate(astuple(cell)), 2)
+
+
+# --- running a cell -----------------------------------------------------------------------------
+
+Verb = Callable[[Any, Request, Mesh], Any]
+
+
+def check(cell: Cell, verb: Verb) -> None:
+    """Runs one cell with one verb and asserts what the law promises of it."""
+    mesh = mesh_named(cell.mesh)
+    request = make_request(cell.request, mesh)
+    x = make_input(cell.input, mesh)
+    given = _stack(x) if cell.context in BATCHED else x
+
+    def place(x: Any) -> Any:
+        if not request.in_dict:
+            return verb(x, request, mesh)
+        placed = verb({"x": x, "static": "static"}, request, mesh)
+        assert placed["static"] == "static"
+        return placed["x"]
+
+    with jax.set_mesh(mesh) if cell.set_mesh else contextlib.nullcontext():
+        outcome = CONTEXTS[cell.context](place, given, mesh)
+    if cell.context == "eval_shape":
+        assert (outcome.value.shape, outcome.value.dtype) == (x.shape, x.dtype)
+    elif cell.context == "make_jaxpr":
+        if request.sharding is not None:
+            names = [eqn.primitive.name for eqn in outcome.value.jaxpr.eqns]
+            assert set(names) & {"sharding_constraint", "reshard", "jit", "device_put"}, names
+    elif cell.input == "abstract":
+        assert (
+            request.sharding is None
+            or request.free
+            or outcome.value.sharding.is_equivalent_to(request.sharding, x.ndim)
+        )
+    else:
+        _assert_values(outcome, given)
+        _assert_sharding(cell, outcome, request, given)
+        _assert_cotangent(cell, outcome, given)
+
+
+def _bits(x: Any) -> np.ndarray:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _assert_values(outcome: Outcome, given: Any) -> None:
+    for value in (outcome.value, outcome.cotangent):
+        if value is not None:
+            assert value.dtype == given.dtype
+            np.testing.assert_array_equal(_bits(value), _bits(given))
+
+
+def _assert_sharding(cell: Cell, outcome: Outcome, request: Request, given: Any) -> None:
+    y = outcome.value
+    if request.sharding is None:
+        if cell.context == "eager":
+            assert y is given
+        return
+    if cell.context == "shard_map_all":
+        return
+    if cell.context == "shard_map_some" and _type_of(request.sharding.mesh, "b") == EXPLICIT:
+        # Asked of the type, since jax 0.10 forgets the Explicit axes of the result of a shard_map
+        # that is manual over an Auto axis.
+        wanted = [request.spec[1] if len(request.spec) > 1 else None]
+        assert list(outcome.type_inside[1:2]) == wanted
+        return
+    ignored = {0} if outcome.batched else set()
+    ignored |= {dim + outcome.batched for dim in request.free}
+    if cell.context == "shard_map_some":
+        ignored |= {0}
+    assert placed_as(y, request.sharding, ignored, outcome.batched), (y.sharding, request.sharding)
+    if cell.context == "jit_vmap_spmd":
+        assert y.sharding.spec[0] in ("a", ("a",))
+    if cell.context in EAGER:
+        assert y.committed
+        assert _kind(y.sharding) == _kind(request.sharding)
+        if isinstance(request.sharding, NamedSharding):
+            assert y.sharding.mesh == request.sharding.mesh
+
+
+def _kind(sharding: Any) -> str:
+    return sharding.memory_kind or next(iter(sharding.device_set)).default_memory().kind
+
+
+def placed_as(y: jax.Array, wanted: Any, ignored: set[int], batched: bool) -> bool:
+    """Whether every device holds the part of `y` that `wanted` gives it, in all dimensions but the
+    ignored ones.
+    """
+    shape = y.shape[1:] if batched else y.shape
+    expected = wanted.devices_indices_map(shape)
+    actual = y.sharding.devices_indices_map(y.shape)
+    if expected.keys() != actual.keys():
+        return False
+
+    def bounds(index: Any, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
+        return [part.indices(size) for part, size in zip(index, shape, strict=True)]
+
+    for device, index in expected.items():
+        want = ([None] if batched else []) + bounds(index, shape)
+        have = bounds(actual[device], y.shape)
+        if any(w != h for dim, (w, h) in enumerate(zip(want, have)) if dim not in ignored):
+            return False
+    return True
+
+
+def _assert_cotangent(cell: Cell, outcome: Outcome, given: Any) -> None:
+    if cell.context != "eager_grad" or not isinstance(given, jax.Array):
+        return
+    # Eagerly, a cotangent comes back to where its primal is.
+    assert outcome.cotangent.sharding.is_equivalent_to(given.sharding, given.ndim)
+    if isinstance(given.sharding, NamedSharding):
+        assert outcome.cotangent.sharding.mesh == given.sharding.mesh
