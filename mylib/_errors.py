@@ -48,8 +48,10 @@ def _describe(faults: Sequence[Fault]) -> str:
         shape = "" if fault.shape is None else f" {fault.shape}"
         named = alike.setdefault((fault.request, fault.reason, fault.mend), [])
         named += [fault.path + shape] if fault.path else []
-    count = sum(map(len, alike.values()))
-    lines = [f"can't place {count} {'leaf' if count == 1 else 'leaves'}:"]
+    # Of one leaf several things can be wrong; of the whole tree, too, and of no leaf by itself.
+    count = len({name for named in alike.values() for name in named})
+    what = f"{count} {'leaf' if count == 1 else 'leaves'}" if count else "the tree"
+    lines = [f"can't place {what}:"]
     for (request, reason, mend), named in alike.items():
         lines += [f"  {name}" for name in named]
         lines += [f"    asked for: {request}"]

@@ -21,7 +21,7 @@ from jaxtyping import PyTree
 
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaf, Leaves, canonical_dtype, name_of, split
-from ._prefix import broadcast_prefix
+from ._prefix import spread_prefix
 from ._target import AnyMesh, Target, axis_names, sharding_of, types_in_force
 from ._world import World, current_world
 
@@ -88,15 +88,20 @@ def resolve_leaves(
     """`resolve` on a flattened tree. `refuse` yields (reason, mend) for a target that the calling
     verb can't serve.
     """
-    entries = broadcast_prefix(placement, leaves, _is_placement_leaf)
-    return _Resolver(leaves, mesh, world, refuse).run(entries)
+    entries, misfits = spread_prefix(placement, leaves, _is_placement_leaf)
+    return _Resolver(leaves, mesh, world, refuse).run(entries, misfits)
 
 
 def _is_placement_leaf(x: Any) -> bool:
     if x is None or isinstance(x, PartitionSpec | Sharding | jax.Device | Format):
         return True
-    # A registered node that happens to be callable, such as a Module of shardings, is a prefix.
-    return callable(x) and jtu.all_leaves([x])
+    return _is_rule(x)
+
+
+def _is_rule(x: Any) -> bool:
+    # A registered node that happens to be callable, such as a Module of shardings, is a prefix; and
+    # a mesh can be called because it is a decorator.
+    return callable(x) and not isinstance(x, Mesh) and jtu.all_leaves([x])
 
 
 class _Resolver:
@@ -114,8 +119,8 @@ class _Resolver:
         self.verdicts: dict[Any, tuple[Target | None, list[Complaint]]] = {}
         self.alive: list[Any] = []
 
-    def run(self, entries: list[Any]) -> list[Target | None]:
-        faults: list[Fault] = []
+    def run(self, entries: list[Any], misfits: list[Fault]) -> list[Target | None]:
+        faults = list(misfits)
         targets: list[Target | None] = []
         for i, (x, kind, entry) in enumerate(
             zip(self.leaves.arrays, self.leaves.kinds, entries, strict=True)
@@ -142,7 +147,7 @@ class _Resolver:
     def judge(
         self, i: int, x: Any, kind: Kind, entry: Any
     ) -> tuple[Target | None, list[Complaint]]:
-        while callable(entry):
+        while _is_rule(entry):
             entry = self.ask(i, entry)
         if entry is None:
             return None, []
@@ -245,7 +250,7 @@ def _not_a_placement(entry: Any) -> tuple[str, str]:
     if isinstance(entry, Mesh | AbstractMesh):
         return "a mesh is not a placement", "pass it as `mesh=`, with a PartitionSpec"
     return (
-        f"a {type(entry).__name__} is not a placement",
+        f"an object of type {type(entry).__name__} is not a placement",
         "give a device, a Sharding, a Format, a PartitionSpec, None or a rule",
     )
 
@@ -278,8 +283,8 @@ def _unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, 
         return
     if len(sharding.spec) > len(shape):
         yield (
-            f"the spec has {len(sharding.spec)} entries and the array {len(shape)} dimensions",
-            f"give at most {len(shape)} entries",
+            f"the spec has {len(sharding.spec)} entries, for an array of rank {len(shape)}",
+            f"give at most {len(shape)}",
         )
         return
     for dim, entry in enumerate(sharding.spec):

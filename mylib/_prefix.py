@@ -15,13 +15,21 @@ def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
     """One entry of `prefix` for every array leaf, or a `PlacementError` that names every place
     where the prefix doesn't fit.
     """
-    if is_leaf(prefix):
-        return [prefix] * len(leaves.positions)
-    faults: list[Fault] = []
-    entries = list(_spread(prefix, leaves.tree, (), is_leaf, faults))
+    entries, faults = spread_prefix(prefix, leaves, is_leaf)
     if faults:
         raise PlacementError(faults)
-    return [entries[i] for i in leaves.positions]
+    return entries
+
+
+def spread_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> tuple[list[Any], list[Fault]]:
+    """One entry of `prefix` for every array leaf, and a fault for every place where the prefix
+    doesn't fit; the entries there are None.
+    """
+    if is_leaf(prefix):
+        return [prefix] * len(leaves.positions), []
+    faults: list[Fault] = []
+    entries = list(_spread(prefix, leaves.tree, (), is_leaf, faults))
+    return [entries[i] for i in leaves.positions], faults
 
 
 def _spread(
