@@ -1,9 +1,12 @@
 """The axis names that jaxtyping annotations give to the leaves of a PyTree."""
 
+import inspect
+import re
+import sys
 import types
 import typing
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import jax.tree_util as jtu
@@ -19,39 +22,48 @@ def axes_of(tree: Any, path: tuple[Any, ...], ndim: int) -> tuple[str | None, ..
     annotation: Any = None
     node = tree
     for key in path:
-        if isinstance(key, jtu.GetAttrKey):
+        if isinstance(key, jtu.GetAttrKey) and hasattr(node, key.name):
             annotation = _field_annotations(type(node)).get(key.name)
             node = getattr(node, key.name)
-        elif isinstance(key, jtu.SequenceKey):
+        elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
             annotation = _element_annotation(annotation, key.idx)
             node = node[key.idx]
-        elif isinstance(key, jtu.DictKey):
+        elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
             annotation = _element_annotation(annotation, None)
             node = node[key.key]
         else:
-            # A node that hides its children behind numbers: it can't be walked by public means.
-            return None
+            annotation = None
+            node = _child(node, key)
     return _name_dimensions(annotation, ndim)
 
 
-@lru_cache(maxsize=None)
+def _child(node: Any, key: Any) -> Any:
+    # Of a node whose keys say nothing of how it is read, `jax.tree_util.Partial` for one.
+    children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return next(child for path, child in children if path == (key,))
+
+
+@cache
 def _field_annotations(cls: type) -> Mapping[str, Any]:
-    try:
-        return typing.get_type_hints(cls)
-    except (NameError, TypeError):
-        # An annotation written as text that can't be looked up here (a name imported for type
-        # checkers only). The fields that are annotated with objects still count.
-        written = {
-            k: v
-            for c in reversed(cls.__mro__)
-            for k, v in vars(c).get("__annotations__", {}).items()
-        }
-        return {name: hint for name, hint in written.items() if not isinstance(hint, str)}
+    annotations: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        names = getattr(sys.modules.get(base.__module__), "__dict__", {})
+        for name, written in inspect.get_annotations(base).items():
+            # One by one, so that an annotation written as text that means nothing here (a name
+            # imported for type checkers only) costs no other field its names.
+            field = types.SimpleNamespace(__annotations__={name: written})
+            try:
+                annotations |= typing.get_type_hints(field, names, dict(vars(base)))
+            except (AttributeError, NameError, SyntaxError, TypeError):
+                annotations.pop(name, None)
+    return annotations
 
 
 def _alternatives(annotation: Any) -> list[Any]:
     if isinstance(annotation, typing.TypeVar):
         return _alternatives(annotation.__bound__)
+    if hasattr(annotation, "__value__"):  # type Weight = Float[Array, "out in"]
+        return _alternatives(annotation.__value__)
     if typing.get_origin(annotation) is typing.Annotated:
         return _alternatives(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
@@ -76,35 +88,42 @@ def _element_annotation(annotation: Any, index: int | None) -> Any:
 
 
 def _name_dimensions(annotation: Any, ndim: int) -> tuple[str | None, ...] | None:
+    fits: list[tuple[int, tuple[str | None, ...]]] = []
     for choice in _alternatives(annotation):
-        if not (isinstance(choice, type) and issubclass(choice, AbstractArray)):
-            continue
-        names = _fit(choice.dim_str.split(), ndim)
-        if names is not None:
-            return names
-    return None
+        if isinstance(choice, type) and issubclass(choice, AbstractArray):
+            fits += _fit(choice.dim_str.split(), ndim)
+    # Of `Float[Array, "a"] | Float[Array, "a b"]` the one that leaves the fewest dimensions over.
+    return min(fits, key=lambda fit: fit[0])[1] if fits else None
 
 
-def _fit(dims: Sequence[str], ndim: int) -> tuple[str | None, ...] | None:
+def _fit(dims: Sequence[str], ndim: int) -> Iterator[tuple[int, tuple[str | None, ...]]]:
     names = [_dimension_name(dim) for dim in dims]
     at = next((i for i, dim in enumerate(dims) if _is_variadic(dim)), None)
-    if at is not None:
-        before, after = names[:at], names[at + 1 :]
-    else:
-        before, after = [], names
+    before, after = ([], names) if at is None else (names[:at], names[at + 1 :])
     extra = ndim - len(before) - len(after)
-    return (*before, *[None] * extra, *after) if extra >= 0 else None
+    if extra >= 0:
+        yield (extra if at is None else 0), (*before, *[None] * extra, *after)
+
+
+# "#" broadcasts, "*" stands for several, "?" varies from leaf to leaf, and "heads=4" says what a
+# size is for. What is left is a name, a size, an expression, or anonymous: "_", "_name".
+_DIMENSION = re.compile(r"(?P<marks>[#*?]*)((?P<label>\w+)=(?P<more_marks>[#*?]*))?(?P<value>.*)")
+
+
+def _parts(dim: str) -> Mapping[str, str]:
+    match = _DIMENSION.fullmatch(dim)
+    assert match is not None
+    return match.groupdict(default="")
 
 
 def _is_variadic(dim: str) -> bool:
-    return dim == "..." or "*" in dim
+    parts = _parts(dim)
+    return dim == "..." or "*" in parts["marks"] + parts["more_marks"]
 
 
 def _dimension_name(dim: str) -> str | None:
-    # "#" broadcasts, "?" varies from leaf to leaf, "_" is anonymous, "heads=4" says what a size is
-    # for. What is left is a name, a size or an expression, and only a name names.
-    label, _, value = dim.rpartition("=")
-    for text in (value.lstrip("#?*"), label):
+    parts = _parts(dim)
+    for text in (parts["value"], parts["label"]):
         if text.isidentifier() and not text.startswith("_"):
             return text
     return None

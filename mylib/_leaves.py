@@ -48,6 +48,9 @@ def _classify(x: Any) -> Kind:
         return Kind.ABSTRACT
     if isinstance(x, jax.Array):
         return Kind.DEVICE
+    if isinstance(x, np.ma.MaskedArray):
+        # JAX takes none, and the mask would be lost.
+        return Kind.STATIC
     return Kind.HOST if eqx.is_array(x) else Kind.STATIC
 
 
@@ -170,4 +173,4 @@ class Leaf:
 
     @cached_property
     def axes(self) -> tuple[str | None, ...] | None:
-        return axes_of(self._tree, self.path, self.ndim)
+        return None if self._tree is None else axes_of(self._tree, self.path, self.ndim)

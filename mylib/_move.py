@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from ._leaves import Kind, canonical_dtype, kind_of
@@ -87,8 +87,14 @@ def _is_there(x: jax.Array, target: Target, seen: dict[Any, bool]) -> bool:
     if there is None:
         there = seen[key] = _agree(x.sharding, sharding_of(target), x.ndim)
     if there and isinstance(target, Format) and target.layout is not None:
-        return x.format.layout == target.layout
+        return _same_layout(x.format.layout, target.layout)
     return there
+
+
+def _same_layout(here: Layout | None, wanted: Layout) -> bool:
+    if here is None or here.major_to_minor != wanted.major_to_minor:
+        return False
+    return wanted.tiling is None or here.tiling == wanted.tiling
 
 
 def _agree(here: Sharding, wanted: Sharding, ndim: int) -> bool:
@@ -130,8 +136,9 @@ class _Plan:
 
     def __init__(self) -> None:
         self.puts: list[tuple[int, Any, Sharding]] = []
-        self.local: list[tuple[int, Any, Sharding]] = []
-        self.reshards: list[tuple[int, Any, Target, bool]] = []
+        self.local: list[tuple[int, np.ndarray, Sharding]] = []
+        self.reordered: list[tuple[int, jax.Array, Sharding, bool]] = []
+        self.reshards: dict[Any, list[tuple[int, jax.Array, Target, bool]]] = {}
 
     def add(self, i: int, x: Any, target: Target, donate: bool, share: bool) -> None:
         here = x.sharding if isinstance(x, jax.Array) else None
@@ -139,20 +146,25 @@ class _Plan:
         wanted = sharding_of(target)
         if isinstance(target, Format) and target.layout is None:
             target = wanted
-        if (
-            here is not None
-            and here.device_set == wanted.device_set
-            and (isinstance(target, Format) or _worth_staying(x, here, wanted))
-        ):
-            self.reshards.append((i, x, target, donate))
-        elif isinstance(target, Format):
+        if isinstance(target, Format):
             # A layout is given by a program, and programs take what is on their own devices.
-            put = jax.device_put(_private(x, wanted, share), wanted)
-            self.reshards.append((i, put, target, True))
-        elif wanted.is_fully_addressable:
-            self.puts.append((i, _private(x, wanted, share), wanted))
+            if here is None or _device_order(here) != _device_order(wanted):
+                x, donate = jax.device_put(_private(x, wanted, share), wanted), True
+            self.add_reshard(i, x, target, donate)
+        elif here is None or not _worth_staying(x, here, wanted):
+            if wanted.is_fully_addressable:
+                self.puts.append((i, _private(x, wanted, share), wanted))
+            else:
+                self.local.append((i, _on_host(x, share), wanted))
+        elif _device_order(here) == _device_order(wanted):
+            self.add_reshard(i, x, target, donate)
         else:
-            self.local.append((i, _on_host(x, share), wanted))
+            self.reordered.append((i, x, wanted, donate))
+
+    def add_reshard(self, i: int, x: jax.Array, target: Target, donate: bool) -> None:
+        # One program runs on one set of devices, and knows one mesh.
+        devices = _device_order(x.sharding), _mesh_of(x.sharding), _mesh_of(sharding_of(target))
+        self.reshards.setdefault(devices, []).append((i, x, target, donate))
 
     def carry_out(self) -> list[tuple[int, jax.Array]]:
         done: list[tuple[int, jax.Array]] = []
@@ -161,9 +173,25 @@ class _Plan:
             done += zip(index, jax.device_put(list(own), list(wanted)), strict=True)
         if self.local:
             done += _put_local(self.local)
-        if self.reshards:
-            done += _reshard(self.reshards)
+        for i, x, wanted, donate in self.reordered:
+            # `jax.device_put` launches a program for each.
+            done.append((i, jax.block_until_ready(jax.device_put(x, wanted, donate=donate))))
+        for n, leaves in enumerate(self.reshards.values()):
+            if n > 0:
+                jax.block_until_ready([y for _, y in done])
+            done += _reshard(leaves)
         return done
+
+
+def _device_order(sharding: Sharding) -> Any:
+    """The devices in the order in which a program numbers them."""
+    if isinstance(sharding, NamedSharding):
+        return tuple(sharding.mesh.devices.flat)
+    return frozenset(sharding.device_set)
+
+
+def _mesh_of(sharding: Sharding) -> Any:
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 def _on_cpu(sharding: Sharding) -> bool:
@@ -172,6 +200,8 @@ def _on_cpu(sharding: Sharding) -> bool:
 
 def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
     """Whether shards are better exchanged by a program than by way of the host."""
+    if here.device_set != wanted.device_set:
+        return False
     if not here.is_fully_addressable:
         return True
     if _on_cpu(here) or here.num_devices == 1 or x.nbytes < _WORTH_COMPILING:

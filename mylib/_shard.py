@@ -157,8 +157,8 @@ def _move_all(
     if traced:
         arrays = pick(placed, traced)
         homes = [
-            _as_sharding(given) or sharding_under(x)
-            for given, x in zip(pick(sources, traced), arrays, strict=True)
+            _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
+            for i in traced
         ]
         moved = place(arrays, pick(targets, traced), homes, pick(may_alias, traced))
         for i, y in zip(traced, moved, strict=True):
@@ -167,6 +167,16 @@ def _move_all(
     for i, y in zip(concrete, moved, strict=True):
         placed[i] = y
     return placed
+
+
+def _near(target: Target | None) -> Sharding | None:
+    """Where a cotangent goes that has no place to return to, its primal being a NumPy array: it
+    stays, but never in memory of another kind, which JAX would not take for the primal's.
+    """
+    sharding = None if target is None else sharding_of(target)
+    if sharding is None or memory_kind(sharding) == default_memory_kind(sharding):
+        return None
+    return sharding.with_memory_kind(default_memory_kind(sharding))
 
 
 def _check_reachable(

@@ -1,6 +1,8 @@
 """Random meshes, trees and placements for the property tests."""
 
+import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -8,11 +10,14 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
+from jax.experimental.layout import Format
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
+from mylib.rules import PASS
+
 _MESH_SHAPES = [(8,), (4,), (2,), (1,), (2, 4), (4, 2), (3, 2), (1, 2), (2, 2, 2), (2, 1, 3)]
-_SIZES = [0, 1, 2, 3, 4, 6, 8, 12, 24]
+_SHAPES = [(24,), (8, 12), (16, 8), (4, 6, 8), (8, 3), (1, 8, 2), (2,), (3, 5), (8, 0), (0,), ()]
 _DTYPES = [*map(np.dtype, "float32 int32 uint8 bool complex64 float16 int64 float64".split())]
 _DTYPES += [jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int4)]
 _TYPES = [AxisType.Auto, AxisType.Explicit]
@@ -50,25 +55,27 @@ def meshes(draw, shapes=tuple(_MESH_SHAPES), types=(AxisType.Auto, AxisType.Expl
     return Mesh(used, ("x", "y", "z")[: len(shape)], axis_types=kinds)
 
 
-shapes = st.lists(st.sampled_from(_SIZES), max_size=3).map(tuple)
-
-
 @st.composite
 def specs(draw, mesh, shape):
     """Specs that fit, also inside `jit`: there Explicit axes come first in a dimension."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    free = draw(st.permutations(mesh.axis_names))
-    entries = []
-    for size in shape:
-        names, parts = [], 1
-        while free and size % (parts * mesh.shape[free[0]]) == 0 and draw(st.booleans()):
-            parts *= mesh.shape[free[0]]
-            names.append(free.pop(0))
-        names.sort(key=lambda name: kinds[name] == AxisType.Auto)
-        entries.append(draw(st.sampled_from(_spellings(tuple(names)))))
+    entries = [()] * len(shape)
+    for name in draw(st.permutations(mesh.axis_names)):
+        sizes = [mesh.shape[name] * _parts(mesh, entry) for entry in entries]
+        fitting = [i for i, size in enumerate(sizes) if shape[i] % size == 0]
+        dim = draw(st.sampled_from([*fitting, None]))
+        if dim is not None:
+            entries[dim] = (*entries[dim], name)
+    for dim, names in enumerate(entries):
+        names = sorted(names, key=lambda name: kinds[name] == AxisType.Auto)
+        entries[dim] = draw(st.sampled_from(_spellings(tuple(names))))
     while entries and entries[-1] is None and draw(st.booleans()):
         entries.pop()
     return P(*entries)
+
+
+def _parts(mesh, names):
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _spellings(names):
@@ -83,7 +90,7 @@ def _spellings(names):
 @st.composite
 def host_arrays(draw):
     """NumPy arrays, any bits in them, contiguous, strided, read-only; and NumPy scalars."""
-    shape, dtype = draw(shapes), draw(st.sampled_from(_DTYPES))
+    shape, dtype = draw(st.sampled_from(_SHAPES)), draw(st.sampled_from(_DTYPES))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     layout = draw(st.sampled_from(["C", "F", "strided", "read-only", "scalar"]))
     if layout == "strided":
@@ -115,7 +122,7 @@ def arrays(draw):
     if source == "key":
         x = jax.random.key(draw(st.integers(0, 9)))
         x = jax.random.wrap_key_data(
-            np.broadcast_to(jax.random.key_data(x), (*draw(shapes), 2)).copy()
+            np.broadcast_to(jax.random.key_data(x), (*draw(st.sampled_from(_SHAPES)), 2)).copy()
         )
     else:
         x = jnp.array(x)
@@ -129,9 +136,9 @@ def arrays(draw):
 
 def _nodes(children):
     return (
-        st.lists(children, max_size=3)
-        | st.lists(children, max_size=3).map(tuple)
-        | st.dictionaries(st.sampled_from("abc"), children, max_size=3)
+        st.lists(children, max_size=2)
+        | st.tuples(children, children)
+        | st.fixed_dictionaries({"b": children, "a": children})
         | st.builds(Pair, children, children)
         | st.builds(Box, children, children, st.sampled_from(["here", "there"]))
     )
@@ -140,18 +147,15 @@ def _nodes(children):
 @st.composite
 def trees(draw, leaves=None):
     """Trees in which the same array may be in several places."""
-    pool = draw(st.lists(arrays() if leaves is None else leaves, min_size=1, max_size=4))
+    pool = draw(st.lists(arrays() if leaves is None else leaves, min_size=3, max_size=5))
     leaf = st.sampled_from(pool) | st.sampled_from(pool) | st.sampled_from(_STATICS)
-    return draw(st.recursive(leaf, _nodes, max_leaves=8))
+    node = st.recursive(leaf, _nodes, max_leaves=4)
+    return draw(st.tuples(node, node, node) | st.builds(Box, node, node, st.just("root")) | node)
 
 
 def is_placed(x):
     """Whether a leaf is an array that JAX can hold."""
     return eqx.is_array(x) and getattr(x.dtype, "kind", "key") not in "USOM"
-
-
-def _count(tree):
-    return len(jtu.tree_leaves(tree))
 
 
 @st.composite
@@ -166,7 +170,7 @@ def placements(draw, tree, mesh, wanted):
             return draw(st.sampled_from([None, P(), P("no such axis")])), [None]
         entry, target = draw(wanted(tree))
         return entry, [target]
-    if draw(st.integers(0, 3)) == 0:
+    if draw(st.integers(0, 4)) == 4:
         entry, target_of = draw(_common(mesh))
         return entry, [target_of(x) if is_placed(x) else None for x in leaves]
     children, treedef = jtu.tree_flatten(tree, is_leaf=lambda x: x is not tree)
@@ -225,3 +229,45 @@ def cases(draw, leaves=None, wanted=anywhere, mesh=None):
     tree = draw(trees(leaves))
     placement, targets = draw(placements(tree, mesh, lambda x: wanted(mesh, x)))
     return Case(tree, placement, targets, mesh)
+
+
+def impossible(mesh, x):
+    """A strategy for what can't be had of one array."""
+    sharding = partial(NamedSharding, mesh)
+    too_long = P(*[None] * (x.ndim + 1))
+    uneven = [
+        P(*[None] * dim, name)
+        for dim, size in enumerate(x.shape)
+        for name in mesh.axis_names
+        if size % mesh.shape[name]
+    ]
+    requests = [P("nowhere"), P(("x", "nowhere")), P(("x", "x")), P("x", "x"), P(3), too_long]
+    requests += [sharding(too_long), *uneven, *map(sharding, uneven)]
+    requests += [device for device in jax.devices() if device not in mesh.devices]
+    requests += ["x", 3, mesh, object(), Format(), PASS]
+    if AxisType.Auto not in mesh.axis_types:
+        requests += [P(*[P.UNCONSTRAINED] * x.ndim)] if x.ndim else []
+    misfits = [[], ["x"], {"x": P()}, (P(), P())]
+    plain = st.sampled_from(requests)
+    returned = st.sampled_from([*requests, *misfits])
+    return plain | returned.map(lambda request: lambda leaf: request) | st.sampled_from(misfits)
+
+
+@st.composite
+def impossible_cases(draw, leaves=None, mesh=None):
+    """A tree, a placement of it, its mesh, and the names of the leaves that can't be placed so."""
+    mesh = draw(meshes() if mesh is None else mesh)
+    with_paths, treedef = jtu.tree_flatten_with_path(draw(trees(leaves)))
+    arrays = {jtu.keystr(path): x for path, x in with_paths if is_placed(x)}
+    assume(arrays)
+    faulty = draw(st.sets(st.sampled_from(list(arrays)), min_size=1))
+    entries = []
+    for path, x in with_paths:
+        if jtu.keystr(path) in faulty:
+            entries.append(draw(impossible(mesh, x)))
+        elif is_placed(x):
+            entries.append(draw(on_the_mesh(mesh, x))[0])
+        else:
+            entries.append(None)
+    placement = treedef.unflatten(entries)
+    return treedef.unflatten([x for _, x in with_paths]), placement, mesh, faulty

@@ -38,7 +38,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("needs a real GPU")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def checkout_env() -> dict[str, str]:
     """The environment of a script that must import the same `mylib` as the tests do."""
     spec = importlib.util.find_spec("mylib")

@@ -356,7 +356,14 @@ def _request_fits_context(cell: Cell, mesh: Mesh) -> bool:
     ):
         # JAX can't write down a tangent without a mesh while one with Explicit axes is set.
         return not staged
-    return True
+    # JAX can't return a captured array that is all a program knows of an Explicit mesh.
+    only_a_constant = cell.context == "jit_constant" and cell.input == "other_sharding"
+    return not (
+        only_a_constant
+        and cell.request == "nothing"
+        and EXPLICIT in mesh.axis_types
+        and not cell.set_mesh
+    )
 
 
 def all_cells() -> list[Cell]:

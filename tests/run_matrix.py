@@ -1,8 +1,8 @@
 """Runs every legal cell of the placement law's matrix, or compares functions over it.
 
-    python tests/run_matrix.py                  every cell, filter_shard and filter_device_put
-    python tests/run_matrix.py --compare        the table of the docs: ours beside JAX's and Equinox's
-    python tests/run_matrix.py --only scan      the cells whose name contains a text
+python tests/run_matrix.py                  every cell, filter_shard and filter_device_put
+python tests/run_matrix.py --compare        the table of the docs: ours beside JAX's and Equinox's
+python tests/run_matrix.py --only scan      the cells whose name contains a text
 """
 
 import argparse
@@ -98,7 +98,11 @@ def compare(cells: Iterable[Cell]) -> int:
     print("| context and mesh | cells | " + " | ".join(f"`{name}`" for name in verbs) + " |")
     print("|---|---|" + "---|" * len(verbs))
     for group in sorted(total):
-        print(f"| {group} | {total[group]} | " + " | ".join(f"{right[group][n]}" for n in verbs) + " |")
+        print(
+            f"| {group} | {total[group]} | "
+            + " | ".join(f"{right[group][n]}" for n in verbs)
+            + " |"
+        )
     sums = (str(sum(right[group][name] for group in total)) for name in verbs)
     print(f"| all | {total.total()} | " + " | ".join(sums) + " |")
     return 0

@@ -6,11 +6,12 @@ import _generate as generate
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-import mylib
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import SingleDeviceSharding
+
+import mylib
 
 
 def examples(percent):
@@ -123,6 +124,20 @@ def test_donating_the_result_leaves_the_source_alone(case):
     assert [bits(x) for x, _ in moved(case, out)] == before
 
 
+@examples(100)
+@given(case=generate.cases())
+def test_donating_the_source_uses_it_up(case):
+    """All that moved is gone afterwards, save what NumPy holds and what the result still holds."""
+    before = [bits(x) if generate.is_placed(x) else None for x in jtu.tree_leaves(case.tree)]
+    out = mylib.filter_device_put(case.tree, case.placement, mesh=case.mesh, donate=True)
+    after = [bits(y) if generate.is_placed(y) else None for y in jtu.tree_leaves(out)]
+    assert after == before
+    held = {id(y) for y in jtu.tree_leaves(out)}
+    for x, _ in moved(case, out):
+        if isinstance(x, jax.Array):
+            assert x.is_deleted() == (id(x) not in held)
+
+
 @examples(50)
 @given(case=generate.cases(), data=st.data())
 def test_there_and_back(case, data):
@@ -170,3 +185,31 @@ def test_staged_as_eager(case):
             np.testing.assert_array_equal(np.asarray(y), np.asarray(z))
 
 
+def assert_refused(verb, tree, placement, mesh, faulty):
+    with pytest.raises(mylib.PlacementError) as caught:
+        verb(tree, placement, mesh=mesh)
+    named = {fault.path for fault in caught.value.faults}
+    assert named == {name or "the array" for name in faulty}
+    assert all(name in str(caught.value) for name in named)
+
+
+@examples(200)
+@given(generate.impossible_cases())
+def test_what_cannot_be_had_is_refused(case):
+    """One error names all of it and nothing else, and nothing has been used up."""
+    assert_refused(mylib.filter_shard, *case)
+    assert_refused(partial(mylib.filter_device_put, donate=True), *case)
+    assert not any(x.is_deleted() for x in jtu.tree_leaves(case[0]) if isinstance(x, jax.Array))
+
+
+@examples(100)
+@given(generate.impossible_cases(generate.host_arrays()))
+def test_what_cannot_be_had_is_refused_in_jit(case):
+    tree, *rest = case
+    arrays, static = eqx.partition(tree, generate.is_placed)
+
+    def staged(arrays):
+        assert_refused(mylib.filter_shard, eqx.combine(arrays, static), *rest)
+        assert_refused(mylib.filter_device_put, eqx.combine(arrays, static), *rest)
+
+    jax.eval_shape(staged, arrays)

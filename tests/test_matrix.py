@@ -2,9 +2,9 @@
 
 import jax
 import pytest
+from matrix import Cell, Request, all_cells, check, pairwise
 
 import mylib
-from matrix import Cell, Request, all_cells, check, pairwise
 
 
 def filter_shard(x, request: Request, mesh):

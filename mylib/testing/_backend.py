@@ -3,7 +3,6 @@
 Touches names that JAX keeps private; `tests/test_testing.py` fails loudly when they move.
 """
 
-import jax
 import jaxlib.xla_client
 from jax._src import xla_bridge
 
