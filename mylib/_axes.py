@@ -107,7 +107,7 @@ def _fit(dims: Sequence[str], ndim: int) -> Iterator[tuple[int, tuple[str | None
 
 # "#" broadcasts, "*" stands for several, "?" varies from leaf to leaf, and "heads=4" says what a
 # size is for. What is left is a name, a size, an expression, or anonymous: "_", "_name".
-_DIMENSION = re.compile(r"(?P<marks>[#*?]*)((?P<label>\w+)=(?P<more_marks>[#*?]*))?(?P<value>.*)")
+_DIMENSION = re.compile(r"(?P<marks>[#*?_]*)((?P<label>\w+)=(?P<more>[#*?_]*))?(?P<value>.*)")
 
 
 def _parts(dim: str) -> Mapping[str, str]:
@@ -118,12 +118,11 @@ def _parts(dim: str) -> Mapping[str, str]:
 
 def _is_variadic(dim: str) -> bool:
     parts = _parts(dim)
-    return dim == "..." or "*" in parts["marks"] + parts["more_marks"]
+    return dim == "..." or "*" in parts["marks"] + parts["more"]
 
 
 def _dimension_name(dim: str) -> str | None:
     parts = _parts(dim)
-    for text in (parts["value"], parts["label"]):
-        if text.isidentifier() and not text.startswith("_"):
-            return text
-    return None
+    if "_" in parts["marks"] + parts["more"]:
+        return None
+    return next((text for text in (parts["value"], parts["label"]) if text.isidentifier()), None)

@@ -4,6 +4,7 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.experimental.layout import Format, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -34,7 +35,7 @@ def _constrain_named(x: Any, sharding: NamedSharding, world: World) -> jax.Array
     if AxisType.Explicit not in types.values():
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, sharding.spec))
     typed = jax.typeof(x).sharding
-    if world.mesh.empty and not (isinstance(x, jax.core.Tracer) and typed.mesh.axis_names):
+    if world.mesh.empty and not (isinstance(x, Tracer) and typed.mesh.axis_names):
         # The program may not know any mesh yet, and `reshard` doesn't tell it which devices are
         # meant. A nested program does.
         x = _identity(fill_free(sharding, None, x.ndim))(x)

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
 from ._axes import axes_of
 
@@ -42,7 +43,7 @@ def kind_of(x: Any) -> Kind:
 
 
 def _classify(x: Any) -> Kind:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return Kind.TRACED
     if isinstance(x, jax.ShapeDtypeStruct):
         return Kind.ABSTRACT
@@ -70,7 +71,7 @@ class Leaves:
     """A flattened PyTree: all its leaves, and which of them are arrays."""
 
     tree: Any
-    treedef: jtu.PyTreeDef
+    treedef: Any
     all: list[Any]
     positions: list[int]
     arrays: list[Any]

@@ -1,6 +1,6 @@
 """The eager transports: keep, put, reshard, and put across processes.
 
-Which one a leaf takes was chosen by measuring (`benchmarks/placement.py`; the table is in the docs):
+Which one a leaf takes was chosen by measuring (`benchmarks/placement.py`, docs/benchmarks.md):
 
 - *keep*: the leaf is already there; the same object comes back.
 - *put*: a private copy of the leaf, then one batched `jax.device_put` for the whole tree. From CPU
@@ -18,9 +18,17 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
 
 from ._leaves import Kind, canonical_dtype, kind_of
 from ._target import Target, axis_names, fill_free, memory_kind, sharding_of, spec_over
@@ -32,6 +40,8 @@ _WORTH_ALIGNING = 16 * 1024
 # On accelerators, leaves below this go through the host, where nothing is compiled for their shape.
 _WORTH_COMPILING = 1024 * 1024
 
+_Seen = dict[tuple[int, int, int], tuple[bool, Sharding]]
+
 
 def move(
     arrays: Sequence[Any],
@@ -42,12 +52,12 @@ def move(
     """Concrete arrays, each brought to its target."""
     moved: list[Any] = list(arrays)
     keys: list[int] = []
-    seen: dict[Any, bool] = {}
+    seen: _Seen = {}
     plan = _Plan()
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
         if kind_of(x) is Kind.DEVICE and _is_there(x, target, seen):
             continue
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             keys.append(i)
             x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
         plan.add(i, x, target, donate[i], bool(may_alias[i]) or donate[i])
@@ -76,22 +86,25 @@ def _let_go(arrays: Sequence[Any], moved: Sequence[Any], donate: Sequence[bool])
             x.delete()
 
 
-def _is_there(x: jax.Array, target: Target, seen: dict[Any, bool]) -> bool:
+def _is_there(x: jax.Array, target: Target, seen: _Seen) -> bool:
     """Whether moving `x` would change nothing. `seen` remembers, for the length of one call, which
     pairs of shardings agree: the leaves of a tree mostly share a few.
     """
     if not x.committed:
         return False
-    key = (id(x.sharding), id(target), x.ndim)
-    there = seen.get(key)
+    here = x.sharding
+    key = (id(here), id(target), x.ndim)
+    # The sharding is kept beside the answer, so that no other can come to have its identity.
+    there, _ = seen.get(key, (None, None))
     if there is None:
-        there = seen[key] = _agree(x.sharding, sharding_of(target), x.ndim)
-    if there and isinstance(target, Format) and target.layout is not None:
-        return _same_layout(x.format.layout, target.layout)
+        there, _ = seen[key] = _agree(here, sharding_of(target), x.ndim), here
+    if there and isinstance(target, Format) and isinstance(target.layout, Layout):
+        return _same_layout(x, target.layout)
     return there
 
 
-def _same_layout(here: Layout | None, wanted: Layout) -> bool:
+def _same_layout(x: Any, wanted: Layout) -> bool:
+    here = x.format.layout
     if here is None or here.major_to_minor != wanted.major_to_minor:
         return False
     return wanted.tiling is None or here.tiling == wanted.tiling
@@ -185,7 +198,7 @@ class _Plan:
 
 def _device_order(sharding: Sharding) -> Any:
     """The devices in the order in which a program numbers them."""
-    if isinstance(sharding, NamedSharding):
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return tuple(sharding.mesh.devices.flat)
     return frozenset(sharding.device_set)
 

@@ -1,6 +1,6 @@
 """Targets: what a placement comes down to for one leaf, and what can be read off one."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.experimental.layout import Format
@@ -10,6 +10,7 @@ from ._world import World
 
 AnyMesh = Mesh | AbstractMesh
 Target = Sharding | Format
+T = TypeVar("T", bound=Target)
 
 
 def sharding_of(target: Target) -> Sharding:
@@ -26,24 +27,24 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
-def fill_free(wanted: Target, here: Sharding | None, ndim: int) -> Any:
+def fill_free(wanted: T, here: Sharding | None, ndim: int) -> T:
     """`wanted` with its UNCONSTRAINED dimensions as they are in `here`, as far as the axes are not
-    taken; outside of a compiled program nobody else chooses for them.
+    taken: outside of a compiled program nobody else chooses for them.
     """
+    filled: Any = wanted
     if isinstance(wanted, Format):
-        return Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
-    if not isinstance(wanted, NamedSharding):
-        return wanted
-    entries = list(wanted.spec)
-    if PartitionSpec.UNCONSTRAINED not in entries:
-        return wanted
-    current = spec_over(wanted.mesh, here, ndim)
-    taken = {name for entry in entries for name in axis_names(entry)}
-    for dim, entry in enumerate(entries):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            free = tuple(name for name in axis_names(current[dim]) if name not in taken)
-            entries[dim] = free or None
-    return wanted.update(spec=PartitionSpec(*entries))
+        filled = Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
+    elif isinstance(wanted, NamedSharding) and PartitionSpec.UNCONSTRAINED in wanted.spec:
+        current = spec_over(wanted.mesh, here, ndim)
+        taken = {name for entry in wanted.spec for name in axis_names(entry)}
+        entries = [
+            tuple(name for name in axis_names(now) if name not in taken) or None
+            if entry is PartitionSpec.UNCONSTRAINED
+            else entry
+            for entry, now in zip(wanted.spec, current, strict=False)
+        ]
+        filled = wanted.update(spec=PartitionSpec(*entries))
+    return filled
 
 
 def spec_over(mesh: AnyMesh, here: Sharding | None, ndim: int) -> list[Any]:
@@ -73,7 +74,7 @@ def default_memory_kind(sharding: Sharding) -> str:
     return device.default_memory().kind
 
 
-def memory_space(sharding: Sharding) -> jax.memory.Space:
+def memory_space(sharding: Sharding) -> Any:
     """What a compiled program calls the memory that `sharding` speaks of."""
     pinned = sharding.memory_kind == "pinned_host"
     return jax.memory.Space.Host if pinned else jax.memory.Space.Device

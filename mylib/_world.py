@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax._src import core, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 
@@ -77,6 +78,6 @@ def sharding_under(x: Any) -> Sharding | None:
         return NamedSharding(
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
         )
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return x.sharding
     return None

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 class Postponed(eqx.Module):
     weight: Float[Array, "out in"]
-    bias: Float[Array, out] | None
-    parts: list[Float[Array, rows]]
+    bias: Float[Array, "out"] | None
+    parts: list[Float[Array, "rows"]]
 
 
 class WithUnknownName(eqx.Module):
     weight: Float[Array, "out in"]
     other: Unknown
-    nonsense: "this is, no annotation"  # noqa: UP037
+    nonsense: "this is, no annotation"

@@ -492,7 +492,9 @@ def placed_as(y: jax.Array, wanted: Any, ignored: set[int], batched: bool) -> bo
     for device, index in expected.items():
         want = ([None] if batched else []) + bounds(index, shape)
         have = bounds(actual[device], y.shape)
-        if any(w != h for dim, (w, h) in enumerate(zip(want, have)) if dim not in ignored):
+        if any(
+            w != h for dim, (w, h) in enumerate(zip(want, have, strict=True)) if dim not in ignored
+        ):
             return False
     return True
 

@@ -1,4 +1,4 @@
-"""What each of two processes does in test_processes.py: python process_body.py INDEX PORT FOLDER."""
+"""What each process of test_processes.py does: python process_body.py INDEX PORT FOLDER."""
 
 import os
 import sys

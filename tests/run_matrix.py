@@ -1,7 +1,7 @@
 """Runs every legal cell of the placement law's matrix, or compares functions over it.
 
 python tests/run_matrix.py                  every cell, filter_shard and filter_device_put
-python tests/run_matrix.py --compare        the table of the docs: ours beside JAX's and Equinox's
+python tests/run_matrix.py --compare        the docs' table: ours beside JAX's and Equinox's
 python tests/run_matrix.py --only scan      the cells whose name contains a text
 """
 

@@ -1,0 +1,408 @@
+"""What placing arrays costs, beside the JAX and Equinox calls that would do the same.
+
+    python benchmarks/placement.py            every row, several minutes
+    python benchmarks/placement.py --quick    fewer repeats, for a rough look
+    python benchmarks/placement.py keep put   some of the sections
+
+Ours and its peers take turns in one loop, and a ratio is the median over the turns of our time by
+the peer's in the same turn: what else the machine does in the meantime slows both of a pair, and
+cancels out. The times beside it are medians too, and only rough. `ok` says whether the ratio is
+what the library promises; a promise that is broken is shown as MISSED, and changes nothing else.
+"""
+
+import os
+
+# Read when JAX starts, so they come before it is imported. NPROC is the number of threads that the
+# simulated devices share: JAX 0.10 needs as many as there are devices, however few the cores.
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+os.environ["NPROC"] = "32"
+os.environ["JAX_PLATFORMS"] = "cpu"
+# A first call must compile what it needs.
+os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+
+import argparse
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mylib
+
+# `equinox.filter_shard` takes Auto axes alone.
+LINE = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+GRID = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+ROWS, COLUMNS, REPLICATED = (NamedSharding(LINE, spec) for spec in (P("x"), P(None, "x"), P()))
+LAYOUTS = {"by rows": ROWS, "by columns": COLUMNS, "replicated": REPLICATED}
+
+Call = Callable[[Any], Any]
+
+
+class Row(NamedTuple):
+    """One line of the table. A row without a limit is there to explain the others."""
+
+    work: str
+    ours: str
+    peer: str
+    peer_time: str
+    ratio: float
+    limit: float | None = None
+    # Where it is not the ratio that the limit is about.
+    kept: bool | None = None
+    promise: str | None = None
+
+    def cells(self) -> list[str]:
+        promise = self.promise or ("" if self.limit is None else f"{self.limit:g}")
+        kept = self.kept
+        if kept is None and self.limit is not None:
+            kept = self.ratio <= self.limit
+        verdict = {None: "", True: "ok", False: "MISSED"}[kept]
+        times = [self.work, self.ours, f"{self.peer}, {self.peer_time}"]
+        return [*times, f"{self.ratio:.2g}" if self.ratio < 0.1 else f"{self.ratio:.2f}"] + [
+            promise,
+            verdict,
+        ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("sections", nargs="*", metavar="section", help=f"of {', '.join(SECTIONS)}")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--first-call", choices=FIRST_CALLS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if unknown := set(options.sections) - set(SECTIONS):
+        parser.error(f"no section {', '.join(sorted(unknown))}: there are {', '.join(SECTIONS)}")
+    if options.first_call:
+        print(time_of_first_call(FIRST_CALLS[options.first_call]))
+        return
+    versions = ".".join(map(str, sys.version_info[:2])), jax.__version__, eqx.__version__
+    print("Python {}, jax {}, equinox {}; 8 simulated CPU devices\n".format(*versions))
+    print_row(["work", "ours", "peer", "ratio", "at most", ""])
+    print_row(["---"] * 6)
+    for section in options.sections or SECTIONS:
+        for row in SECTIONS[section](0.2 if options.quick else 1.0):
+            print_row(row.cells())
+
+
+def print_row(cells: Sequence[str]) -> None:
+    print("|", " | ".join(cells), "|", flush=True)
+
+
+# Timing.
+
+
+def race(calls: Sequence[Call], repeats: float, prepare: Callable[[], Any] = lambda: None) -> Any:
+    """The seconds that each of the calls takes in each turn. Each gets what `prepare` returns, made
+    anew, and its results live until the clock has stopped.
+    """
+    times: list[list[float]] = [[] for _ in calls]
+    turns = max(3, round(repeats))
+    for turn in range(-1, turns):
+        gc.collect()
+        gc.disable()
+        # The first turn compiles and fills caches. Going first is no advantage to anyone.
+        for n in np.roll(range(len(calls)), turn):
+            seconds = stopwatch(calls[n], prepare())
+            if turn >= 0:
+                times[n].append(seconds)
+        gc.enable()
+    return times
+
+
+def stopwatch(call: Call, given: Any) -> float:
+    start = time.perf_counter()
+    result = jax.block_until_ready(call(given))
+    seconds = time.perf_counter() - start
+    del result
+    return seconds
+
+
+def duel(
+    work: str,
+    ours: Call,
+    peers: dict[str, Call],
+    repeats: float,
+    limit: float | None = None,
+    prepare: Callable[[], Any] = lambda: None,
+) -> Row:
+    """A row of ours against the best of its peers."""
+    mine, *others = race([ours, *peers.values()], repeats, prepare)
+    name, best = min(zip(peers, others, strict=True), key=lambda peer: median(peer[1]))
+    ratio = median(a / b for a, b in zip(mine, best, strict=True))
+    return Row(work, show(median(mine)), name, show(median(best)), ratio, limit)
+
+
+def show(seconds: float) -> str:
+    for unit, size in ("s", 1.0), ("ms", 1e-3), ("µs", 1e-6):
+        if seconds >= size:
+            break
+    return f"{seconds / size:.3g} {unit}"
+
+
+# What is placed.
+
+
+def leaves(count: int) -> list[np.ndarray]:
+    """Small arrays of ten shapes, 2 to 20 KB each, as NumPy allocates them."""
+    return [np.full((8 + 8 * (i % 10), 64), i, np.float32) for i in range(count)]
+
+
+def big() -> np.ndarray:
+    """64 MB, as NumPy allocates them: never on a 64-byte boundary."""
+    return np.random.default_rng(0).random((4096, 4096), np.float32)
+
+
+def aligned(x: np.ndarray) -> np.ndarray:
+    """A copy on a 64-byte boundary, where XLA can take the memory over as it is."""
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def same_work(calls: Sequence[Call], given: Any, target: NamedSharding) -> None:
+    """Stops a race in which someone doesn't do the job: the values of `given`, at `target`."""
+    for call in calls:
+        for y, x in zip(jax.tree.leaves(call(given)), jax.tree.leaves(given), strict=True):
+            assert y.committed and y.sharding.is_equivalent_to(target, x.ndim), y.sharding
+            np.testing.assert_array_equal(np.asarray(y), np.asarray(x))
+
+
+# The sections of the table.
+
+
+def keep(effort: float) -> Iterator[Row]:
+    there = jax.block_until_ready(jax.device_put(leaves(1000), ROWS))
+
+    def ours(_: Any) -> Any:
+        return mylib.filter_shard(there, ROWS)
+
+    def device_put(_: Any) -> Any:
+        return jax.device_put(there, ROWS)
+
+    def filter_shard(_: Any) -> Any:
+        return eqx.filter_shard(there, ROWS)
+
+    same_work([ours, device_put, filter_shard], there, ROWS)
+    work = "1000 leaves already in place"
+    yield duel(work, ours, {"jax.device_put": device_put}, 101 * effort, 0.25)
+    yield duel(work, ours, {"equinox.filter_shard": filter_shard}, 25 * effort, 0.01)
+
+
+def put(effort: float) -> Iterator[Row]:
+    small, large = leaves(1000), big()
+    for name, target in LAYOUTS.items():
+        if target is not COLUMNS:
+            yield from put_one(f"1000 NumPy leaves, {name}", small, target, 61 * effort)
+    for name, target in LAYOUTS.items():
+        yield from put_one(f"64 MB of NumPy, {name}", large, target, 31 * effort)
+    # Plain `device_put` moves no byte here, and neither do we: the fixed costs of two calls.
+    lucky = aligned(large)
+    yield duel(
+        "64 MB of aligned NumPy, by rows, `may_alias=True`: no byte moves",
+        lambda _: mylib.filter_device_put(lucky, ROWS, may_alias=True),
+        {"jax.device_put": lambda _: jax.device_put(lucky, ROWS)},
+        61 * effort,
+    )
+
+
+def put_one(work: str, tree: Any, target: NamedSharding, repeats: float) -> Iterator[Row]:
+    def ours(_: Any) -> Any:
+        return mylib.filter_shard(tree, target)
+
+    def device_put_of_copies(_: Any) -> Any:
+        # The copies are part of the job: `device_put` may share memory with what it is given.
+        return jax.device_put(jax.tree.map(np.copy, tree), target)
+
+    def ours_sharing(_: Any) -> Any:
+        return mylib.filter_device_put(tree, target, may_alias=True)
+
+    def device_put(_: Any) -> Any:
+        return jax.device_put(tree, target)
+
+    same_work([ours, device_put_of_copies, ours_sharing, device_put], tree, target)
+    peers = {"jax.device_put of copies": device_put_of_copies}
+    yield duel(work, ours, peers, repeats, 1.1)
+    peers = {"jax.device_put": device_put}
+    yield duel(f"{work}, `may_alias=True`", ours_sharing, peers, repeats, 1.05)
+
+
+FIRST_CALLS: dict[str, Callable[[Any, Any], Any]] = {
+    "mylib.filter_shard": mylib.filter_shard,
+    "equinox.filter_shard": eqx.filter_shard,
+    "jax.device_put": jax.device_put,
+}
+
+
+def first_call(effort: float) -> Iterator[Row]:
+    """Each measurement in a process of its own: what one call compiles, the next one finds."""
+    ours = median(in_new_process("mylib.filter_shard") for _ in range(max(1, round(5 * effort))))
+    work = "200 leaves of 200 shapes, one device to a mesh, first call"
+    for peer, limit in ("equinox.filter_shard", 0.05), ("jax.device_put", None):
+        theirs = in_new_process(peer)
+        yield Row(work, show(ours), peer, show(theirs), ours / theirs, limit)
+    yield Row(work, show(ours), "one second", "1 s", ours, 1.0)
+
+
+def in_new_process(name: str) -> float:
+    command = [sys.executable, __file__, "--first-call", name]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def time_of_first_call(place: Callable[[Any, Any], Any]) -> float:
+    shapes = [(8 + 8 * (i % 20), 1 + i // 20) for i in range(200)]
+    # Uncommitted, and so on one device: what initialising a model leaves behind.
+    tree = jax.block_until_ready([jnp.asarray(np.full(s, 1, np.float32)) for s in shapes])
+    assert len(set(shapes)) == 200 and all(len(x.devices()) == 1 for x in tree)
+    seconds = stopwatch(lambda _: place(tree, ROWS), None)
+    same_work([lambda _: place(tree, ROWS)], tree, ROWS)
+    return seconds
+
+
+RESHARDS = {
+    "rows to columns": (ROWS, COLUMNS),
+    "rows to replicated": (ROWS, REPLICATED),
+    "replicated to rows": (REPLICATED, ROWS),
+    "2-D, axes swapped": (NamedSharding(GRID, P("a", "b")), NamedSharding(GRID, P("b", "a"))),
+}
+
+
+def reshard(effort: float) -> Iterator[Row]:
+    for name, (source, target) in RESHARDS.items():
+        fresh = fresh_copies(big(), source)
+        # `device_put` passes the memory of a replicated array on, so that donating its result
+        # deletes the source. What copies nothing is no peer of a copy.
+        passes_on = source is REPLICATED
+        peers = reshards(target, donate=False)
+        if passes_on:
+            del peers["jax.device_put"]
+        calls: list[Call] = [lambda x, to=target: mylib.filter_shard(x, to), *peers.values()]
+        same_work(calls, fresh(), target)
+        work = f"64 MB resharded, {name}"
+        yield duel(work, calls[0], peers, 31 * effort, 1.1, fresh)
+
+
+def fresh_copies(x: np.ndarray, source: NamedSharding) -> Callable[[], jax.Array]:
+    """New arrays at `source`: `device_put` remembers on an array what it read from it, and a
+    donated one is gone.
+    """
+    base = jax.device_put(x.copy(), source)
+    copy = jax.jit(jnp.copy, out_shardings=source)
+    return lambda: jax.block_until_ready(copy(base))
+
+
+def reshards(target: Any, donate: bool) -> dict[str, Call]:
+    return {
+        "jax.device_put": lambda x: jax.device_put(x, target, donate=donate),
+        "a compiled identity": compiled_identity(target, donate),
+    }
+
+
+def compiled_identity(target: Any, donate: bool) -> Call:
+    return jax.jit(lambda x: x, out_shardings=target, donate_argnums=(0,) if donate else ())
+
+
+def trace(effort: float) -> Iterator[Row]:
+    tree = [jnp.asarray(x) for x in leaves(200)]
+    yield trace_one("", tree, ROWS, jax.lax.with_sharding_constraint, 101 * effort, 1.3)
+    explicit = NamedSharding(jax.make_mesh((8,), ("x",)), P("x"))
+    tree = jax.device_put(tree, explicit.update(spec=P()))
+    yield trace_one(", Explicit axes", tree, explicit, jax.sharding.reshard, 101 * effort, None)
+
+
+def trace_one(
+    note: str, tree: Any, target: Any, peer: Any, repeats: float, limit: float | None
+) -> Row:
+    # A new function every time, as JAX remembers the traces of those that it knows.
+    def ours(_: Any) -> Any:
+        return jax.jit(lambda t: mylib.filter_shard(t, target)).trace(tree)
+
+    def theirs(_: Any) -> Any:
+        return jax.jit(lambda t: peer(t, target)).trace(tree)
+
+    equations = [len(traced(None).jaxpr.eqns) for traced in (ours, theirs)]
+    assert equations[0] == equations[1] == len(tree)
+    work = f"`jit` tracing of a 200-leaf constraint{note}"
+    return duel(work, ours, {f"{peer.__module__}.{peer.__name__}": theirs}, repeats, limit)
+
+
+def growth(effort: float) -> Iterator[Row]:
+    for name, start in ("kept", "there"), ("put from NumPy", "host"):
+        at_1000 = None
+        for count in 10, 100, 1000, 10000:
+            tree = leaves(count)
+            if start == "there":
+                tree = jax.block_until_ready(jax.device_put(tree, ROWS))
+            mine, theirs = race(
+                [
+                    lambda _, tree=tree: mylib.filter_shard(tree, ROWS),
+                    lambda _, tree=tree: jax.device_put(tree, ROWS),
+                ],
+                min(201, 30_000 / count) * effort,
+            )
+            each = median(mine) / count
+            at_1000 = each if count == 1000 else at_1000
+            yield Row(
+                f"each of {count} leaves {name}",
+                show(each),
+                "jax.device_put",
+                show(median(theirs) / count),
+                median(a / b for a, b in zip(mine, theirs, strict=True)),
+                kept=at_1000 and each <= 1.5 * at_1000 if count == 10000 else None,
+                promise="linear: 1.5 of each of 1000" if count == 10000 else None,
+            )
+
+
+def transports(effort: float) -> Iterator[Row]:
+    """Why a tree is moved the way it is. The first call of a compiled identity is one in which its
+    program is compiled; a tree of other shapes, or to other places, needs another program.
+    """
+    few = max(3, 5 * effort)
+    many = leaves(1000)
+    sources = {"1000 small arrays": many, "64 MB": big()}
+    for name, value in sources.items():
+        # Rows to columns: every device needs something of every other.
+        copies = [fresh_copies(x, ROWS) for x in jax.tree.leaves(value)]
+
+        def fresh(copies: Any = copies) -> list[jax.Array]:
+            return [copy() for copy in copies]
+
+        def ours(tree: Any, donate: bool = False) -> Any:
+            return mylib.filter_device_put(tree, COLUMNS, donate=donate)
+
+        targets = [COLUMNS] * len(copies)
+        work = f"{name}, rows to columns"
+        for peer, call in reshards(targets, donate=False).items():
+            yield duel(work, ours, {peer: call}, few, None, fresh)
+
+        def first(tree: Any, targets: Any = targets) -> Any:
+            return compiled_identity(targets, donate=False)(tree)
+
+        yield duel(work, ours, {"a compiled identity, its first call": first}, few, None, fresh)
+        for peer, call in reshards(targets, donate=True).items():
+            yield duel(
+                f"{work}, `donate=True`", lambda x: ours(x, True), {peer: call}, few, None, fresh
+            )
+
+
+SECTIONS: dict[str, Callable[[float], Iterator[Row]]] = {
+    "keep": keep,
+    "put": put,
+    "first": first_call,
+    "reshard": reshard,
+    "trace": trace,
+    "growth": growth,
+    "transports": transports,
+}
+
+if __name__ == "__main__":
+    main()
