@@ -36,6 +36,11 @@ PASS: Final = _Pass()
 
 Rule = Callable[[Leaf], Any]
 Placement = jax.Device | Sharding | Format | PartitionSpec | Rule | None
+"""What may be said about where an array goes: a device, a `jax.sharding.Sharding`, a `Format`, a
+`PartitionSpec` (over the mesh that is given, or that of `jax.set_mesh`), a rule (a callable from
+[`mylib.Leaf`][] to any of these), or None to leave the array alone. Every verb also takes a PyTree
+prefix of these.
+"""
 
 # Why a leaf can't be placed, before it is known which leaf: (request, reason, mend).
 Complaint = tuple[str, str, str]

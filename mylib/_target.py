@@ -10,6 +10,9 @@ from ._world import World
 
 AnyMesh = Mesh | AbstractMesh
 Target = Sharding | Format
+"""What a placement comes down to for one array: a `jax.sharding.Sharding`, or a `Format` where a
+layout was asked for.
+"""
 T = TypeVar("T", bound=Target)
 
 

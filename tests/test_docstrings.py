@@ -1,0 +1,49 @@
+"""The examples in the docstrings of the public names run as they stand."""
+
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mylib
+import mylib.testing
+
+_PUBLIC = [
+    value
+    for module in (mylib, mylib.rules)
+    for name, value in vars(module).items()
+    if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value))
+]
+
+
+def _examples(value) -> list[str]:
+    text = inspect.getdoc(value) or ""
+    return [textwrap.dedent(b) for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
+
+
+@pytest.mark.parametrize("value", _PUBLIC, ids=lambda v: v.__name__)
+def test_public_name(value):
+    assert inspect.getdoc(value), "every public name says what it is for"
+    names = dict(jax=jax, jnp=jnp, np=np, eqx=eqx, P=P, NamedSharding=NamedSharding, mylib=mylib)
+    for example in _examples(value):
+        exec(compile(example, value.__name__, "exec"), names)
+
+
+def test_every_verb_has_an_example():
+    assert all(_examples(f) for f in (mylib.filter_shard, mylib.filter_device_put, mylib.resolve))
+
+
+def test_second_backend(checkout_env):
+    (example,) = _examples(mylib.testing.second_backend)
+    program = f"import jax, mylib.testing\n{example}\nassert len(jax.devices('other')) == 4"
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], env=checkout_env, check=True, timeout=60
+    )
