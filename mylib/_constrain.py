@@ -1,72 +1,93 @@
 """Staged placement: constraints on the values of a program that is being written down."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.experimental.layout import Format, with_layout_constraint
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
 
-from ._target import Target, axis_names, fill_free, sharding_of, types_in_force
+from ._target import Target, axis_names, axis_types, fill_free, mesh_in_force, sharding_of
 from ._world import World
 
 
-def constrain(x: Any, target: Target, world: World) -> jax.Array:
-    """`x`, such that the compiled value lies as `target` says."""
-    sharding = sharding_of(target)
-    if isinstance(sharding, NamedSharding):
-        y = _constrain_named(x, sharding, world)
-    else:
-        y = jax.lax.with_sharding_constraint(x, sharding)
-    if isinstance(target, Format) and target.layout is not None:
-        y = with_layout_constraint(y, target.layout)
-    return y
+def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) -> list[jax.Array]:
+    """The same values, such that when compiled they lie as the targets say."""
+    constrained = list(arrays)
+    shardings = _in_force([sharding_of(target) for target in targets], world)
+    plain = [i for i, s in enumerate(shardings) if s is not None and not _has_explicit_axes(s)]
+    # One call for them all, which is cheaper than one for each.
+    for i, y in zip(
+        plain,
+        jax.lax.with_sharding_constraint([arrays[i] for i in plain], [shardings[i] for i in plain]),
+        strict=True,
+    ):
+        constrained[i] = y
+    for i, sharding in enumerate(shardings):
+        if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
+            constrained[i] = _reshard(arrays[i], sharding, world)
+    for i, target in enumerate(targets):
+        if isinstance(target, Format) and target.layout is not None:
+            constrained[i] = with_layout_constraint(constrained[i], target.layout)
+    return constrained
 
 
-def _constrain_named(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
-    types = types_in_force(sharding.mesh, world)
-    mesh = sharding.mesh
-    if AxisType.Manual in types.values():
-        mesh = world.mesh
-        if set(types.values()) == {AxisType.Manual}:
-            # Each device runs its own program here, and nothing is left to say.
-            return x
-    if AxisType.Explicit not in types.values():
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, sharding.spec))
+def _in_force(shardings: Sequence[Sharding], world: World) -> list[Sharding | None]:
+    """The shardings over the meshes that are in force here; None where nothing is left to say."""
+    known: dict[int, Sharding | None] = {}
+    for sharding in shardings:
+        if id(sharding) not in known:
+            known[id(sharding)] = _one_in_force(sharding, world)
+    return [known[id(sharding)] for sharding in shardings]
+
+
+def _one_in_force(sharding: Sharding, world: World) -> Sharding | None:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = mesh_in_force(sharding.mesh, world)
+    if set(mesh.axis_types) == {AxisType.Manual}:
+        # Each device runs its own program here.
+        return None
+    return NamedSharding(mesh, sharding.spec)
+
+
+def _has_explicit_axes(sharding: Sharding) -> bool:
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _reshard(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
     typed = jax.typeof(x).sharding
     if world.mesh.empty and not (isinstance(x, Tracer) and typed.mesh.axis_names):
         # The program may not know any mesh yet, and `reshard` doesn't tell it which devices are
         # meant. A nested program does.
         x = _identity(fill_free(sharding, None, x.ndim))(x)
         typed = jax.typeof(x).sharding
-    explicit = _part(sharding.spec, types, AxisType.Explicit, typed.spec)
+    mesh = sharding.mesh
+    explicit = _part(sharding, AxisType.Explicit, typed.spec)
     x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
-    if AxisType.Auto in types.values():
-        auto = _part(sharding.spec, types, AxisType.Auto, PartitionSpec())
+    if AxisType.Auto in mesh.axis_types:
+        auto = _part(sharding, AxisType.Auto, PartitionSpec())
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, auto))
     return x
 
 
-def _part(
-    spec: PartitionSpec, types: dict[str, AxisType], kind: AxisType, current: PartitionSpec
-) -> PartitionSpec:
-    """What `spec` says of the axes of one kind. A dimension that it leaves free stays as it is in
-    `current`, or free where that doesn't say.
+def _part(sharding: NamedSharding, kind: AxisType, current: PartitionSpec) -> PartitionSpec:
+    """What a spec says of the axes of one kind. A dimension that it leaves free stays as it is in
+    `current` where the axes are Explicit, and free where they are Auto.
     """
-    entries: list[Any] = []
+    spec, types = sharding.spec, axis_types(sharding.mesh)
     taken = {name for entry in spec for name in axis_names(entry)}
+    entries: list[Any] = []
     for dim, entry in enumerate(spec):
         if entry is PartitionSpec.UNCONSTRAINED:
             if kind is AxisType.Auto:
                 entries.append(entry)
                 continue
-            entry = tuple(
-                n
-                for n in axis_names(current[dim] if dim < len(current) else None)
-                if n not in taken
-            )
-        entries.append(tuple(n for n in axis_names(entry) if types[n] == kind) or None)
+            now = axis_names(current[dim]) if dim < len(current) else ()
+            entry = tuple(name for name in now if name not in taken)
+        entries.append(tuple(name for name in axis_names(entry) if types[name] == kind) or None)
     return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
 
 

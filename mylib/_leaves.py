@@ -50,7 +50,7 @@ def _classify(x: Any) -> Kind:
     if isinstance(x, jax.Array):
         return Kind.DEVICE
     if isinstance(x, np.ma.MaskedArray):
-        # JAX takes none, and the mask would be lost.
+        # JAX has no arrays with holes, and what is under the mask is not meant to be seen.
         return Kind.STATIC
     return Kind.HOST if eqx.is_array(x) else Kind.STATIC
 

@@ -137,11 +137,8 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
 def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any]:
     # Reached where the linear part of an eager `linearize` or `vjp` is put under `jit` later.
     del sources, may_alias
-    world = current_world()
-    return [
-        constrain(x, fill_free(target, None, x.ndim), world)
-        for x, target in zip(arrays, targets, strict=True)
-    ]
+    filled = [fill_free(target, None, x.ndim) for x, target in zip(arrays, targets, strict=True)]
+    return constrain(arrays, filled, current_world())
 
 
 ad.primitive_jvps[place_p] = _jvp

@@ -22,7 +22,7 @@ from jaxtyping import PyTree
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaf, Leaves, canonical_dtype, name_of, split
 from ._prefix import spread_prefix
-from ._target import AnyMesh, Target, axis_names, sharding_of, types_in_force
+from ._target import AnyMesh, Target, axis_names, axis_types, mesh_in_force, sharding_of
 from ._world import World, current_world
 
 
@@ -332,7 +332,16 @@ def _unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterato
             "force here",
             "constrain to the mesh of `jax.set_mesh`, or move the array outside of this function",
         )
-    types = types_in_force(mesh, world)
+    if (
+        world.mesh.are_all_axes_explicit
+        and AxisType.Auto in mesh.axis_types
+        and dict(mesh.shape) != dict(world.mesh.shape)
+    ):
+        yield (
+            f"{_show_mesh(mesh)} has Auto axes, and the mesh in force here has only Explicit ones",
+            f"constrain to {_show_mesh(world.mesh)}, which is in force",
+        )
+    types = axis_types(mesh_in_force(mesh, world))
     for entry in sharding.spec:
         kinds = [types[name] for name in axis_names(entry)]
         if _auto_before_explicit(kinds):

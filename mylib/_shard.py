@@ -15,7 +15,7 @@ from ._move import move, to_default_device
 from ._place import place
 from ._placement import Placement, resolve_leaves
 from ._prefix import broadcast_prefix
-from ._target import AnyMesh, Target, default_memory_kind, memory_kind, sharding_of
+from ._target import AnyMesh, Target, default_memory_kind, memory_kind, memory_space, sharding_of
 from ._world import World, current_world, sharding_under
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ def filter_device_put(
     refuse = _refuse_unpinned if world.staged else None
     targets = resolve_leaves(leaves, placement, mesh, world, refuse)
     if world.staged:
-        return leaves.join(_constrain_all(leaves, targets, world, _constrain_and_transfer))
+        return leaves.join(_constrain_all(leaves, targets, world, _transfer_and_constrain))
     return leaves.join(_move_all(leaves, targets, sources, gone, alias))
 
 
@@ -149,7 +149,7 @@ def _move_all(
             placed[i] = placed[i].update(sharding=target)
         else:
             (traced if kind is Kind.TRACED else concrete).append(i)
-    _check_reachable(leaves, targets, concrete)
+    _check_readable(leaves, targets, concrete)
 
     def pick(column: Sequence[Any], index: list[int]) -> list[Any]:
         return [column[i] for i in index]
@@ -179,49 +179,73 @@ def _near(target: Target | None) -> Sharding | None:
     return sharding.with_memory_kind(default_memory_kind(sharding))
 
 
-def _check_reachable(
+def _check_readable(
     leaves: Leaves, targets: Sequence[Target | None], concrete: Sequence[int]
 ) -> None:
-    if jax.process_count() == 1:
-        return
+    """That the arrays have values, and that these can be had by this process."""
     faults: list[Fault] = []
+    several_processes = jax.process_count() > 1
     for i in concrete:
         x, target = leaves.arrays[i], targets[i]
-        if leaves.kinds[i] is not Kind.DEVICE or x.is_fully_addressable or target is None:
+        if leaves.kinds[i] is not Kind.DEVICE or target is None:
             continue
-        wanted = sharding_of(target)
-        if x.sharding.device_set != wanted.device_set and not x.is_fully_replicated:
+        if x.is_deleted():
+            reason = "the array has been deleted"
+            mend = "if it was donated to a function, go on with what that function returned"
+        elif several_processes and _out_of_reach(x, sharding_of(target)):
             reason = "its shards are on several processes, and the target has other devices"
             mend = "place it over the same devices first, replicated; each process then has it all"
-            faults.append(Fault(name_of(leaves.paths[i]), x.shape, str(wanted), reason, mend))
+        else:
+            continue
+        faults.append(Fault(name_of(leaves.paths[i]), x.shape, str(target), reason, mend))
     if faults:
         raise PlacementError(faults)
+
+
+def _out_of_reach(x: jax.Array, wanted: Sharding) -> bool:
+    elsewhere = not x.is_fully_addressable and not x.is_fully_replicated
+    return elsewhere and x.sharding.device_set != wanted.device_set
 
 
 def _constrain_all(
     leaves: Leaves,
     targets: Sequence[Target | None],
     world: World,
-    constrain_one: Callable[[Any, Target, World], jax.Array] = constrain,
+    constrain: Callable[[list[Any], list[Target], World], list[jax.Array]] = constrain,
 ) -> list[Any]:
     placed = list(leaves.arrays)
+    index: list[int] = []
+    wanted: list[Target] = []
     for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
         if target is None:
             continue
         if kind is Kind.ABSTRACT:
             placed[i] = placed[i].update(sharding=target)
         else:
-            placed[i] = constrain_one(placed[i], target, world)
+            index.append(i)
+            wanted.append(target)
+    for i, y in zip(index, constrain([placed[i] for i in index], wanted, world), strict=True):
+        placed[i] = y
     return placed
 
 
-def _constrain_and_transfer(x: Any, target: Target, world: World) -> jax.Array:
-    sharding = sharding_of(target)
-    if memory_kind(sharding) != default_memory_kind(sharding):
-        return jax.device_put(constrain(x, target, world), jax.memory.Space.Host)
-    if jax.typeof(x).memory_space != jax.memory.Space.Device:
-        x = jax.device_put(x, jax.memory.Space.Device)
-    return constrain(x, target, world)
+def _transfer_and_constrain(
+    arrays: list[Any], targets: list[Target], world: World
+) -> list[jax.Array]:
+    """As `constrain`, and the values in the kind of memory that the targets say."""
+    on_device = [
+        x
+        if jax.typeof(x).memory_space == jax.memory.Space.Device
+        else jax.device_put(x, jax.memory.Space.Device)
+        for x in arrays
+    ]
+    constrained = constrain(on_device, targets, world)
+    return [
+        x
+        if memory_space(sharding_of(target)) == jax.memory.Space.Device
+        else jax.device_put(x, jax.memory.Space.Host)
+        for x, target in zip(constrained, targets, strict=True)
+    ]
 
 
 def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:

@@ -58,12 +58,15 @@ def spec_over(mesh: AnyMesh, here: Sharding | None, ndim: int) -> list[Any]:
     return current
 
 
-def types_in_force(mesh: AnyMesh, world: World) -> dict[str, AxisType]:
-    """The types of the axes of `mesh` as the surrounding code has them: `shard_map`, `auto_axes`
-    and `explicit_axes` change them for what they wrap.
+def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:
+    """`mesh` with its axes of the types that they have in the surrounding code: `shard_map`,
+    `auto_axes` and `explicit_axes` change them for what they wrap.
     """
-    if world.staged and dict(world.mesh.shape) == dict(mesh.shape):
-        mesh = world.mesh
+    same = world.staged and dict(world.mesh.shape) == dict(mesh.shape)
+    return world.mesh if same else mesh
+
+
+def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 

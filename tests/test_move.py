@@ -476,3 +476,21 @@ def test_a_model_with_statics_and_shared_leaves():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert jax.vmap(placed)(jnp.ones((4, 8))).shape == (4, 8)
+
+
+# --- arrays that can't be read ------------------------------------------------------------------
+
+
+def test_deleted_arrays_are_named_before_anything_moves():
+    alive, gone = jnp.arange(8.0), jnp.arange(8.0)
+    gone.delete()
+    with pytest.raises(mylib.PlacementError) as caught:
+        mylib.filter_device_put({"alive": alive, "gone": gone}, TARGETS["sharded"], donate=True)
+    (fault,) = caught.value.faults
+    assert fault.path == "['gone']" and fault.reason == "the array has been deleted"
+    assert not alive.is_deleted()
+
+
+def test_masked_arrays_are_static():
+    masked = np.ma.masked_array([1.0, 2.0], [False, True])
+    assert mylib.filter_shard(masked, TARGETS["sharded"]) is masked

@@ -1,4 +1,4 @@
-"""`resolve`: one target for every array leaf, for every kind of placement and every kind of tree."""
+"""`resolve`: one target for every array leaf, whatever the placement and the tree."""
 
 import functools
 import warnings
@@ -14,12 +14,11 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
 from jax.experimental.layout import Format, Layout
 from jax.sharding import (
     AbstractMesh,
     AxisType,
-    Mesh,
     NamedSharding,
     PartitionSpec as P,
     SingleDeviceSharding,

@@ -1,0 +1,119 @@
+"""Placement inside programs where several meshes meet, and what a program is told."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import mylib
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+X = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+
+def grid(*types: AxisType) -> Mesh:
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=types)
+
+
+def line(kind: AxisType) -> Mesh:
+    return jax.make_mesh((8,), ("d",), axis_types=(kind,))
+
+
+@pytest.mark.parametrize("inner", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO)])
+@pytest.mark.parametrize("outer", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (AUTO, EXPLICIT)])
+def test_the_types_in_force_count_not_those_of_the_request(outer, inner):
+    wanted = NamedSharding(grid(*inner), P("a", "b"))
+    with jax.set_mesh(grid(*outer)):
+        y = jax.jit(lambda x: mylib.filter_shard(jnp.sin(x), wanted))(X)
+    assert y.sharding.is_equivalent_to(wanted, 2)
+    assert y.sharding.mesh == grid(*outer)
+
+
+@pytest.mark.parametrize("request_kind", ["spec", "named"])
+def test_auto_axes_and_explicit_axes(request_kind):
+    explicit, auto = grid(EXPLICIT, EXPLICIT), grid(AUTO, AUTO)
+    placed = mylib.filter_shard(X, NamedSharding(explicit, P("a")))
+
+    def body(x):
+        mesh = None if request_kind == "spec" else explicit
+        return mylib.filter_shard(
+            jnp.sin(x), P("b") if mesh is None else NamedSharding(mesh, P("b"))
+        )
+
+    with jax.set_mesh(explicit):
+        y = jax.jit(jax.sharding.auto_axes(body, out_sharding=P("b")))(placed)
+    assert y.sharding.is_equivalent_to(NamedSharding(explicit, P("b")), 2)
+    with jax.set_mesh(auto):
+        y = jax.jit(jax.sharding.explicit_axes(body, in_sharding=P("a")))(X)
+    assert y.sharding.is_equivalent_to(NamedSharding(auto, P("b")), 2)
+    np.testing.assert_allclose(y, np.sin(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("outer, inner", [(AUTO, AUTO), (AUTO, EXPLICIT), (EXPLICIT, EXPLICIT)])
+def test_a_mesh_of_other_axes_over_the_same_devices(outer, inner):
+    wanted = NamedSharding(line(inner), P("d"))
+    with jax.set_mesh(grid(outer, outer)):
+        y = jax.jit(lambda x: mylib.filter_shard(jnp.sin(x), wanted))(X)
+    assert y.sharding.is_equivalent_to(wanted, 2)
+
+
+def test_auto_axes_where_all_in_force_are_explicit_is_an_error():
+    wanted = NamedSharding(line(AUTO), P("d"))
+    with jax.set_mesh(grid(EXPLICIT, EXPLICIT)), pytest.raises(mylib.PlacementError) as caught:
+        jax.jit(lambda x: mylib.filter_shard(x, wanted))(X)
+    (fault,) = caught.value.faults
+    assert fault.reason == (
+        "mesh ('d': 8) has Auto axes, and the mesh in force here has only Explicit ones"
+    )
+    assert fault.mend == "constrain to mesh ('a': 4, 'b': 2), which is in force"
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_arguments_of_the_other_kind_of_axes(kind):
+    other = EXPLICIT if kind == AUTO else AUTO
+    x = mylib.filter_shard(X, NamedSharding(grid(other, other), P("a")))
+    wanted = NamedSharding(grid(kind, kind), P("b"))
+    y = jax.jit(lambda x: mylib.filter_shard(jnp.sin(x), wanted))(x)
+    assert y.sharding.is_equivalent_to(wanted, 2)
+    np.testing.assert_allclose(y, np.sin(X), rtol=1e-6)
+
+
+@pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO)])
+def test_abstract_leaves_are_placed_inside_programs_too(types):
+    seen = []
+
+    def body(x):
+        struct = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+        seen.append(mylib.filter_shard(struct, P("a"), mesh=grid(*types)))
+        return x
+
+    jax.jit(body)(X)
+    assert seen[0].sharding == NamedSharding(grid(*types), P("a"))
+
+
+def test_one_constraint_a_leaf_and_no_other_operation():
+    tree = {"w": X, "b": X[0], "fn": jnp.tanh}
+    wanted = NamedSharding(grid(AUTO, AUTO), P("a"))
+    jaxpr = jax.make_jaxpr(
+        lambda w, b: jax.tree.leaves(
+            {
+                k: v
+                for k, v in mylib.filter_shard({**tree, "w": w, "b": b}, wanted).items()
+                if k != "fn"
+            }
+        )
+    )(X, X[0])
+    assert [eqn.primitive.name for eqn in jaxpr.eqns] == ["sharding_constraint"] * 2
+
+
+def test_in_a_layout():
+    from jax.experimental.layout import Format, Layout
+
+    wanted = Format(Layout((1, 0)), NamedSharding(grid(AUTO, AUTO), P("a")))
+    for verb in (mylib.filter_shard, mylib.filter_device_put):
+        jaxpr = jax.make_jaxpr(lambda x, verb=verb: verb(x, wanted))(X)
+        names = [eqn.primitive.name for eqn in jaxpr.eqns]
+        assert names == ["sharding_constraint", "layout_constraint"]
+        y = jax.jit(lambda x, verb=verb: verb(x * 2, wanted) + 1)(X)
+        np.testing.assert_array_equal(y, X * 2 + 1)

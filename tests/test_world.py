@@ -1,0 +1,595 @@
+"""Which world a call is made in; and that JAX still has the private names by which we find out."""
+
+import ast
+import contextlib
+import functools
+import importlib
+import warnings
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jaxlib.xla_client
+import numpy as np
+import pytest
+from jax._src import core, mesh as mesh_lib, xla_bridge
+from jax._src.interpreters import ad, batching
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec as P,
+    SingleDeviceSharding,
+)
+
+import mylib
+import mylib.testing
+from mylib._world import current_world, sharding_under
+
+AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
+AXES = ("data", "model")
+MESH = jax.make_mesh((4, 2), AXES, axis_types=(AUTO, AUTO))
+TYPED = jax.make_mesh((4, 2), AXES, axis_types=(EXPLICIT, EXPLICIT))
+X = jnp.arange(8.0)
+
+PACKAGE = Path(mylib.__file__).parent
+
+# What each private name is used for. When JAX moves one, its test fails and says this.
+USES = {
+    "jax._src.core.trace_ctx.trace": (
+        "the innermost transformation that is going on. Find out how JAX itself now asks "
+        "(`trace_state_clean` in the same file, for one)"
+    ),
+    "jax._src.core.EvalTrace": "the trace that computes at once: no transformation goes on",
+    "jax._src.interpreters.ad.JVPTrace": "`jax.jvp`; eager if `.parent_trace` is",
+    "jax._src.interpreters.ad.JVPTracer": "a value under `jax.jvp`; `.primal` is the value itself",
+    "jax._src.interpreters.ad.LinearizeTrace": "`jax.grad`; eager if `.parent_trace` is",
+    "jax._src.interpreters.ad.LinearizeTracer": (
+        "a value under `jax.grad`; `.primal` is the value itself"
+    ),
+    "jax._src.interpreters.batching.BatchTrace": "`jax.vmap`; eager if `.parent_trace` is",
+    "jax._src.interpreters.batching.BatchTracer": (
+        "a value under `jax.vmap`; `.val` has all of them stacked along `.batch_dim`"
+    ),
+    "jax._src.mesh.get_concrete_mesh": "the mesh of `jax.set_mesh`, with its devices",
+    "jax._src.mesh.thread_resources.env.physical_mesh": "the mesh of the deprecated `with mesh:`",
+    "jax._src.xla_bridge.backends_are_initialized": "whether it is too late to add a backend",
+    "jax._src.xla_bridge.register_backend_factory": "adds a backend",
+    "jaxlib.xla_client.make_cpu_client": "makes a backend of CPU devices",
+}
+
+
+def advice(name):
+    where = "mylib/_world.py" if "xla" not in name else "mylib/testing/_backend.py"
+    return (
+        f"JAX {jax.__version__} has moved or changed {name}, which {where} uses: {USES[name]}. "
+        f"Find what took its place, use it there so that all supported versions of JAX pass "
+        f"this test, and change it here."
+    )
+
+
+def find(name):
+    """The object of a dotted name, or None."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:cut]))
+        except ImportError:
+            continue
+        for part in parts[cut:]:
+            found = getattr(found, part, None)
+        return found
+    return None
+
+
+def private_names(path):
+    """The dotted names that a file uses of what JAX keeps private, `core.trace_ctx.trace`."""
+    tree = ast.parse(path.read_text())
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and is_private(node.module):
+            for alias in node.names:
+                modules[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if is_private(alias.name):
+                    modules[alias.asname or alias.name] = alias.name
+    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names = {
+        chain.replace(local, module, 1)
+        for chain in chains
+        for local, module in modules.items()
+        if chain.startswith(local + ".")
+    }
+    return {name for name in names if not any(other.startswith(name + ".") for other in names)}
+
+
+def is_private(module):
+    return module is not None and (module.startswith("jaxlib") or "._" in module)
+
+
+class TestPrivateNames:
+    """Names that JAX may move at any time: each is there, and is what we take it for."""
+
+    @pytest.mark.parametrize("name", USES)
+    def test_is_there(self, name):
+        assert find(name) is not None or name.endswith("trace_ctx.trace"), advice(name)
+
+    def test_no_other_is_used(self):
+        used = set()
+        for path in PACKAGE.rglob("*.py"):
+            names = private_names(path)
+            assert not names or path.name in ("_world.py", "_backend.py"), (path, names)
+            used |= names
+        assert used == set(USES)
+
+    def test_eager(self):
+        name = "jax._src.core.trace_ctx.trace"
+        trace = core.trace_ctx.trace
+        assert trace is None or isinstance(trace, core.EvalTrace), advice(name)
+
+    @pytest.mark.parametrize(
+        ("transform", "kind"),
+        [
+            (lambda f: jax.jvp(f, (X,), (X,)), "ad.JVPTrac"),
+            (lambda f: jax.grad(f)(X), "ad.LinearizeTrac"),
+            (lambda f: jax.vmap(f)(jnp.stack([X, X])), "batching.BatchTrac"),
+        ],
+        ids=["jvp", "grad", "vmap"],
+    )
+    def test_eager_transformations(self, transform, kind):
+        name = f"jax._src.interpreters.{kind}"
+        seen = []
+
+        def f(x):
+            seen.append((core.trace_ctx.trace, x))
+            return x.sum()
+
+        transform(f)
+        ((trace, tracer),) = seen
+        assert isinstance(trace, find(name + "e")), advice(name + "e")
+        parent = getattr(trace, "parent_trace", None)
+        assert isinstance(parent, core.EvalTrace), advice(name + "e")
+        assert isinstance(tracer, find(name + "er")), advice(name + "er")
+
+    def test_staged(self):
+        seen = []
+        jax.jit(lambda x: seen.append(core.trace_ctx.trace))(X)
+        (trace,) = seen
+        known = core.EvalTrace, ad.JVPTrace, ad.LinearizeTrace, batching.BatchTrace
+        assert trace is not None, advice("jax._src.core.trace_ctx.trace")
+        assert not isinstance(trace, known), advice("jax._src.core.EvalTrace")
+
+    def test_what_is_under_a_value(self):
+        seen = {}
+
+        def note(name):
+            def f(x):
+                seen[name] = x
+                return x.sum()
+
+            return f
+
+        jax.jvp(note("jvp"), (X,), (X,))
+        jax.grad(note("grad"))(X)
+        stacked = jnp.stack([X, 2 * X], axis=1)
+        jax.vmap(note("vmap"), in_axes=1)(stacked)
+        assert seen["jvp"].primal is X, advice("jax._src.interpreters.ad.JVPTracer")
+        assert seen["grad"].primal is X, advice("jax._src.interpreters.ad.LinearizeTracer")
+        mapped, name = seen["vmap"], "jax._src.interpreters.batching.BatchTracer"
+        assert mapped.val is stacked, advice(name)
+        assert mapped.batch_dim == 1, advice(name)
+
+    def test_meshes(self):
+        name = "jax._src.mesh.get_concrete_mesh"
+        assert mesh_lib.get_concrete_mesh().empty, advice(name)
+        with jax.set_mesh(MESH):
+            assert mesh_lib.get_concrete_mesh() is MESH, advice(name)
+            seen = []
+            jax.jit(lambda x: seen.append(mesh_lib.get_concrete_mesh()))(X)
+            assert seen == [MESH], advice(name)
+
+    def test_the_deprecated_with_mesh(self):
+        name = "jax._src.mesh.thread_resources.env.physical_mesh"
+        assert mesh_lib.thread_resources.env.physical_mesh.empty, advice(name)
+        with deprecated_mesh(MESH):
+            assert mesh_lib.thread_resources.env.physical_mesh is MESH, advice(name)
+
+    def test_backends(self):
+        name = "jax._src.xla_bridge.backends_are_initialized"
+        jax.devices()
+        assert xla_bridge.backends_are_initialized() is True, advice(name)
+        client = jaxlib.xla_client.make_cpu_client(num_devices=3)
+        assert client.device_count() == 3, advice("jaxlib.xla_client.make_cpu_client")
+
+    def test_a_second_backend(self):
+        # conftest.py has made it.
+        name = "jax._src.xla_bridge.register_backend_factory"
+        others = jax.devices("other")
+        assert len(others) == 4, advice(name)
+        assert set(others).isdisjoint(jax.devices()), advice(name)
+        y = jax.device_put(X, others[1])
+        assert y.devices() == {others[1]}, advice(name)
+
+    def test_a_second_backend_that_comes_too_late(self):
+        with pytest.raises(RuntimeError, match="has to be called before JAX first looks"):
+            mylib.testing.second_backend("late")
+
+
+@contextlib.contextmanager
+def deprecated_mesh(mesh):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with mesh:
+            yield
+
+
+def worlds(transform, x=X):
+    """The worlds in which a transformed function finds itself."""
+    seen = []
+
+    def f(x, *rest):
+        seen.append(current_world())
+        return x
+
+    transform(f, x)
+    assert seen
+    return seen
+
+
+def scalar(f):
+    return lambda x, *rest: f(x, *rest).sum()
+
+
+EAGER = {
+    "nothing": lambda f, x: f(x),
+    "grad": lambda f, x: jax.grad(scalar(f))(x),
+    "value_and_grad": lambda f, x: jax.value_and_grad(scalar(f))(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "vjp": lambda f, x: jax.vjp(f, x)[1](x),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "jacrev": lambda f, x: jax.jacrev(f)(x),
+    "hessian": lambda f, x: jax.hessian(scalar(f))(x),
+    "vmap": lambda f, x: jax.vmap(f)(x),
+    "vmap of vmap": lambda f, x: jax.vmap(jax.vmap(f))(x[None]),
+    "vmap of grad": lambda f, x: jax.vmap(jax.grad(f))(x),
+    "grad of vmap": lambda f, x: jax.grad(scalar(jax.vmap(f)))(x),
+    "grad of grad": lambda f, x: jax.grad(jax.grad(f))(x[0]),
+    "vmap over a named axis": lambda f, x: jax.vmap(f, axis_name="batch")(x),
+    "filter_grad": lambda f, x: eqx.filter_grad(scalar(f))(x),
+    "filter_vmap": lambda f, x: eqx.filter_vmap(f)(x),
+    "custom_vjp": lambda f, x: custom_vjp(f)(x),
+    "custom_vjp forward": lambda f, x: jax.grad(scalar(custom_vjp(lambda x: x, forward=f)))(x),
+    "custom_vjp backward": lambda f, x: jax.grad(scalar(custom_vjp(lambda x: x, backward=f)))(x),
+    "custom_jvp": lambda f, x: custom_jvp(f)(x),
+}
+
+
+def custom_vjp(f, *, forward=lambda x: x, backward=lambda x: x):
+    g = jax.custom_vjp(f)
+    g.defvjp(lambda x: (forward(x), None), lambda _, ct: (backward(ct),))
+    return g
+
+
+def custom_jvp(f):
+    g = jax.custom_jvp(f)
+    g.defjvp(lambda primals, tangents: (primals[0], tangents[0]))
+    return g
+
+
+STAGED = {
+    "jit": lambda f, x: jax.jit(f)(x),
+    "nested jit": lambda f, x: jax.jit(jax.jit(f))(x),
+    "jit of grad": lambda f, x: jax.jit(jax.grad(scalar(f)))(x),
+    "grad of jit": lambda f, x: jax.grad(scalar(jax.jit(f)))(x),
+    "jit of vmap": lambda f, x: jax.jit(jax.vmap(f))(x),
+    "vmap of jit": lambda f, x: jax.vmap(jax.jit(f))(x),
+    "jit of vmap of grad": lambda f, x: jax.jit(jax.vmap(jax.grad(f)))(x),
+    "jit of custom_vjp": lambda f, x: jax.jit(custom_vjp(f))(x),
+    "scan": lambda f, x: jax.lax.scan(lambda c, a: (f(c), a), x, x),
+    "grad of scan": lambda f, x: jax.grad(lambda x: jax.lax.map(f, x).sum())(x),
+    "vmap of scan": lambda f, x: jax.vmap(lambda y: jax.lax.map(f, y))(x[None]),
+    "while_loop": lambda f, x: jax.lax.while_loop(lambda x: False, f, x),
+    "while_loop's condition": lambda f, x: jax.lax.while_loop(
+        lambda x: f(x).sum() < 0, lambda x: x, x
+    ),
+    "fori_loop": lambda f, x: jax.lax.fori_loop(0, 2, lambda i, x: f(x), x),
+    "cond": lambda f, x: jax.lax.cond(True, f, lambda x: x, x),
+    "switch": lambda f, x: jax.lax.switch(0, [f, f], x),
+    "checkpoint": lambda f, x: jax.checkpoint(f)(x),
+    "grad of checkpoint": lambda f, x: jax.grad(scalar(jax.checkpoint(f)))(x),
+    "eval_shape": lambda f, x: jax.eval_shape(f, x),
+    "make_jaxpr": lambda f, x: jax.make_jaxpr(f)(x),
+    "lower": lambda f, x: jax.jit(f).lower(x),
+    "filter_jit": lambda f, x: eqx.filter_jit(f)(x),
+    "filter_eval_shape": lambda f, x: eqx.filter_eval_shape(f, x),
+    "filter_checkpoint": lambda f, x: eqx.filter_checkpoint(f)(x),
+    "linear_transpose": lambda f, x: jax.linear_transpose(f, x)(x),
+    "shard_map": lambda f, x: shard_map(f)(x),
+    "jit of shard_map": lambda f, x: jax.jit(shard_map(f))(x),
+    "grad in jit of shard_map": lambda f, x: jax.jit(shard_map(jax.grad(scalar(f))))(x),
+}
+
+
+def shard_map(f, mesh=MESH, **kwargs):
+    return jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"), **kwargs)
+
+
+class TestStaged:
+    @pytest.mark.parametrize("name", EAGER)
+    def test_no(self, name):
+        assert not any(world.staged for world in worlds(EAGER[name]))
+
+    @pytest.mark.parametrize("name", STAGED)
+    def test_yes(self, name):
+        assert all(world.staged for world in worlds(STAGED[name]))
+
+    @pytest.mark.parametrize("mesh", [MESH, TYPED], ids=["auto", "explicit"])
+    def test_a_mesh_changes_nothing(self, mesh):
+        with jax.set_mesh(mesh):
+            assert not any(world.staged for world in worlds(EAGER["grad"]))
+            assert not any(world.staged for world in worlds(EAGER["vmap"]))
+            assert all(world.staged for world in worlds(STAGED["jit"]))
+
+    def test_without_jit_nothing_is_staged(self):
+        with jax.disable_jit():
+            assert not any(world.staged for world in worlds(STAGED["jit"]))
+
+    def test_afterwards_all_is_as_before(self):
+        before = current_world()
+        for transform in (*EAGER.values(), *STAGED.values()):
+            worlds(transform)
+        assert current_world() == before
+
+    def test_an_exception_leaves_no_trace(self):
+        def f(x):
+            raise RuntimeError("stop")
+
+        for transform in (jax.jit, jax.vmap, jax.checkpoint):
+            with pytest.raises(RuntimeError, match="stop"):
+                transform(f)(X)
+            assert not current_world().staged
+
+
+def types(world):
+    return dict(zip(world.mesh.axis_names, world.mesh.axis_types, strict=True))
+
+
+def test_arrays_are_placed_at_once_where_jax_evaluates_at_compile_time():
+    placed = []
+
+    def f(x):
+        with jax.ensure_compile_time_eval():
+            placed.append(mylib.filter_shard(np.ones((8, 4)), P("data"), mesh=MESH))
+        return x
+
+    jax.jit(f)(X)
+    (y,) = placed
+    assert not isinstance(y, jax.core.Tracer)
+    assert y.sharding.is_equivalent_to(NamedSharding(MESH, P("data")), 2)
+
+
+class TestMesh:
+    def test_none(self):
+        for transform in (EAGER["nothing"], EAGER["grad"], STAGED["jit"], STAGED["scan"]):
+            for world in worlds(transform):
+                assert world.mesh.empty and world.devices is None
+
+    @pytest.mark.parametrize("name", ["nothing", "grad", "vmap", "jit", "scan", "checkpoint"])
+    @pytest.mark.parametrize("mesh", [MESH, TYPED], ids=["auto", "explicit"])
+    def test_set(self, mesh, name):
+        with jax.set_mesh(mesh):
+            for world in worlds((EAGER | STAGED)[name]):
+                assert world.mesh == mesh.abstract_mesh
+                assert world.devices == mesh
+                assert world.manual_axes == frozenset()
+
+    @pytest.mark.parametrize("name", ["nothing", "vmap", "jit", "scan"])
+    def test_deprecated(self, name):
+        with deprecated_mesh(MESH):
+            for world in worlds((EAGER | STAGED)[name]):
+                assert world.mesh.empty
+                assert world.devices == MESH
+
+    def test_the_mesh_that_is_set_goes_before_the_deprecated_one(self):
+        with deprecated_mesh(MESH), jax.set_mesh(TYPED):
+            assert current_world().devices == TYPED
+
+    def test_abstract(self):
+        abstract = AbstractMesh((4, 2), AXES, axis_types=(AUTO, AUTO))
+        with jax.sharding.use_abstract_mesh(abstract):
+            world = current_world()
+        assert world.mesh == abstract
+        assert world.devices is None and not world.staged
+
+    def test_all_axes_of_a_shard_map_are_manual(self):
+        for world in worlds(STAGED["jit of shard_map"]):
+            assert types(world) == {"data": MANUAL, "model": MANUAL}
+            assert world.manual_axes == {"data", "model"}
+
+    @pytest.mark.parametrize(("mesh", "rest"), [(MESH, AUTO), (TYPED, EXPLICIT)])
+    def test_some_axes_of_a_shard_map_are_manual(self, mesh, rest):
+        def partly(f, x):
+            return jax.jit(shard_map(f, mesh, axis_names={"data"}))(x)
+
+        with jax.set_mesh(mesh):
+            for world in worlds(partly, jax.device_put(X, NamedSharding(mesh, P("data")))):
+                assert types(world) == {"data": MANUAL, "model": rest}
+                assert world.manual_axes == {"data"}
+                assert world.devices == mesh
+
+    def test_a_shard_map_in_a_shard_map(self):
+        def twice(f, x):
+            inner = jax.shard_map(
+                f, in_specs=P("model"), out_specs=P("model"), axis_names={"model"}
+            )
+            return jax.jit(shard_map(inner, axis_names={"data"}))(x)
+
+        for world in worlds(twice):
+            assert world.manual_axes == {"data", "model"}
+
+    def test_jit_in_shard_map(self):
+        for world in worlds(lambda f, x: shard_map(jax.jit(f))(x)):
+            assert world.staged
+            assert world.manual_axes == {"data", "model"}
+
+    def test_a_loop_in_shard_map(self):
+        for world in worlds(lambda f, x: shard_map(lambda x: jax.lax.map(f, x))(x)):
+            assert world.manual_axes == {"data", "model"}
+
+    def test_axes_made_auto(self):
+        def auto(f, x):
+            return jax.jit(jax.sharding.auto_axes(f, axes="data", out_sharding=P()))(x)
+
+        with jax.set_mesh(TYPED):
+            for world in worlds(auto):
+                assert types(world) == {"data": AUTO, "model": EXPLICIT}
+
+    def test_axes_made_explicit(self):
+        def explicit(f, x):
+            return jax.jit(jax.sharding.explicit_axes(f, axes="data", in_sharding=P()))(x)
+
+        with jax.set_mesh(MESH):
+            for world in worlds(explicit):
+                assert types(world) == {"data": EXPLICIT, "model": AUTO}
+
+
+class TestSizeAt:
+    """On how many devices a program runs, if that is known when it is written down."""
+
+    def sizes(self, x, f=jax.jit):
+        seen = []
+        f(lambda x: seen.append(current_world().size_at(x)))(x)
+        return seen
+
+    def test_of_a_program_in_a_mesh(self):
+        with jax.set_mesh(MESH):
+            assert self.sizes(X) == [8]
+        with deprecated_mesh(MESH):
+            assert self.sizes(X) == [8]
+
+    def test_of_a_program_whose_arguments_know_their_mesh(self):
+        assert self.sizes(jax.device_put(X, NamedSharding(TYPED, P("data")))) == [8]
+
+    def test_of_a_program_of_one_device_that_does_not_say_so(self):
+        assert self.sizes(X) == [None]
+        assert self.sizes(jax.device_put(X, jax.devices()[3])) == [None]
+
+    def test_of_a_shard_map(self):
+        half = jax.make_mesh((2,), ("data",), axis_types=(AUTO,), devices=jax.devices()[:2])
+        seen = []
+
+        def f(x):
+            seen.append(current_world().size_at(x))
+            return x
+
+        jax.jit(shard_map(f, half))(X)
+        assert seen == [2]
+
+    def test_of_host_arrays_inside_of_a_program(self):
+        seen = []
+        jax.jit(lambda x: seen.append(current_world().size_at(np.ones(3))))(X)
+        assert seen == [None]
+
+
+def under(transform, *args):
+    """What lies under the value that a transformed function is given."""
+    seen = []
+
+    def f(x, *rest):
+        seen.append(sharding_under(x))
+        return x.sum()
+
+    transform(f)(*args)
+    (sharding,) = seen
+    return sharding
+
+
+def placed(spec, shape=(8, 4), mesh=MESH, **kwargs):
+    return jax.device_put(jnp.zeros(shape), NamedSharding(mesh, spec, **kwargs))
+
+
+class TestShardingUnder:
+    """Where the array behind a value lies, as far as the dimensions go that one sees."""
+
+    @pytest.mark.parametrize("x", [X, placed(P("data")), placed(P(), mesh=TYPED)])
+    def test_of_an_array(self, x):
+        assert sharding_under(x) == x.sharding
+
+    @pytest.mark.parametrize("x", [np.ones(3), np.float32(1), 3, None, "text"], ids=repr)
+    def test_of_what_has_no_place(self, x):
+        assert sharding_under(x) is None
+
+    @pytest.mark.parametrize("mesh", [MESH, TYPED], ids=["auto", "explicit"])
+    def test_of_derivatives(self, mesh):
+        x = placed(P("data"), mesh=mesh)
+        with jax.set_mesh(mesh):
+            assert under(jax.grad, x) == x.sharding
+            assert under(lambda f: lambda x: jax.jvp(f, (x,), (x,)), x) == x.sharding
+            assert under(lambda f: lambda x: jax.linearize(f, x), x) == x.sharding
+            assert under(lambda f: jax.grad(jax.grad(f)), placed(P(), (), mesh)).spec == P()
+
+    @pytest.mark.parametrize(
+        ("spec", "axis", "expected"),
+        [
+            (P("data", "model"), 0, P("model")),
+            (P("data", "model"), 1, P("data")),
+            (P("data", "model"), -1, P("data")),
+            (P("data"), 0, P(None)),
+            (P("data"), 1, P("data")),
+            (P(), 0, P(None)),
+        ],
+    )
+    def test_of_vmap(self, spec, axis, expected):
+        x = placed(spec)
+        found = under(functools.partial(jax.vmap, in_axes=axis), x)
+        assert found == NamedSharding(MESH, expected)
+
+    def test_of_vmap_over_something_else(self):
+        x = placed(P("data"))
+        assert under(lambda f: jax.vmap(f, in_axes=(None, 0)), x, X) == x.sharding
+
+    def test_of_nested_transformations(self):
+        x = placed(P("data", None, "model"), (8, 3, 4))
+        assert under(lambda f: jax.vmap(jax.vmap(f)), x).spec == P("model")
+        assert under(lambda f: jax.vmap(jax.vmap(f, in_axes=1), in_axes=1), x).spec == P("data")
+        assert under(lambda f: jax.vmap(jax.grad(f)), x).spec == P(None, "model")
+        mapped = under(lambda f: jax.grad(lambda x: jax.vmap(f)(x).sum()), x)
+        assert mapped.spec == P(None, "model")
+
+    def test_of_one_device(self):
+        x = jax.device_put(jnp.zeros((2, 3)), jax.devices()[3])
+        assert under(jax.vmap, x) == SingleDeviceSharding(jax.devices()[3])
+        assert under(jax.grad, x) == SingleDeviceSharding(jax.devices()[3])
+
+    def test_keeps_the_memory_kind(self):
+        x = placed(P("data", "model"), memory_kind="pinned_host")
+        assert sharding_under(x).memory_kind == "pinned_host"
+        assert under(jax.vmap, x) == NamedSharding(MESH, P("model"), memory_kind="pinned_host")
+
+    def test_of_keys(self):
+        keys = jax.random.split(jax.random.key(0), (8, 4))
+        keys = jax.device_put(keys, NamedSharding(MESH, P("data", "model")))
+        seen = []
+
+        def f(keys):
+            seen.append(sharding_under(keys))
+            return 0
+
+        jax.vmap(f)(keys)
+        assert seen[0].spec == P("model")
+
+    def test_is_not_known_while_staging(self):
+        x = placed(P("data"))
+        assert under(jax.jit, x) is None
+        assert under(lambda f: jax.jit(jax.grad(f)), x) is None
+        assert under(lambda f: jax.jit(jax.vmap(f)), x) is None
+
+
+def test_meshes_over_the_same_devices_in_another_order_are_told_apart():
+    backwards = Mesh(MESH.devices[::-1], AXES, axis_types=(AUTO, AUTO))
+    with jax.set_mesh(backwards):
+        assert current_world().devices == backwards != MESH
