@@ -128,6 +128,31 @@ def filter_device_put(
     return leaves.join(_move_all(leaves, targets, sources, gone, alias))
 
 
+def _place_abstract(
+    leaves: Leaves, targets: Sequence[Target | None]
+) -> tuple[list[Any], list[int]]:
+    """The leaves, with the abstract ones at their targets, and which others are to be placed."""
+    placed = list(leaves.arrays)
+    rest: list[int] = []
+    for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
+        if target is None:
+            continue
+        if kind is Kind.ABSTRACT:
+            placed[i] = placed[i].update(sharding=target)
+        else:
+            rest.append(i)
+    return placed, rest
+
+
+def _pick(column: Sequence[Any], index: Sequence[int]) -> list[Any]:
+    return [column[i] for i in index]
+
+
+def _put_back(column: list[Any], index: Sequence[int], values: Sequence[Any]) -> None:
+    for i, value in zip(index, values, strict=True):
+        column[i] = value
+
+
 def _move_all(
     leaves: Leaves,
     targets: Sequence[Target | None],
@@ -139,33 +164,19 @@ def _move_all(
     sources = sources or [None] * count
     donate = donate or [False] * count
     may_alias = may_alias or [None] * count
-    placed = list(leaves.arrays)
-    concrete: list[int] = []
-    traced: list[int] = []
-    for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
-        if target is None:
-            continue
-        if kind is Kind.ABSTRACT:
-            placed[i] = placed[i].update(sharding=target)
-        else:
-            (traced if kind is Kind.TRACED else concrete).append(i)
+    placed, rest = _place_abstract(leaves, targets)
+    traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
+    concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
     _check_readable(leaves, targets, concrete)
-
-    def pick(column: Sequence[Any], index: list[int]) -> list[Any]:
-        return [column[i] for i in index]
-
     if traced:
-        arrays = pick(placed, traced)
         homes = [
             _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
             for i in traced
         ]
-        moved = place(arrays, pick(targets, traced), homes, pick(may_alias, traced))
-        for i, y in zip(traced, moved, strict=True):
-            placed[i] = y
-    moved = move(*(pick(column, concrete) for column in (placed, targets, donate, may_alias)))
-    for i, y in zip(concrete, moved, strict=True):
-        placed[i] = y
+        arrays, wanted, alias = (_pick(column, traced) for column in (placed, targets, may_alias))
+        _put_back(placed, traced, place(arrays, wanted, homes, alias))
+    columns = (placed, targets, donate, may_alias)
+    _put_back(placed, concrete, move(*(_pick(column, concrete) for column in columns)))
     return placed
 
 
@@ -213,19 +224,8 @@ def _constrain_all(
     world: World,
     constrain: Callable[[list[Any], list[Target], World], list[jax.Array]] = constrain,
 ) -> list[Any]:
-    placed = list(leaves.arrays)
-    index: list[int] = []
-    wanted: list[Target] = []
-    for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
-        if target is None:
-            continue
-        if kind is Kind.ABSTRACT:
-            placed[i] = placed[i].update(sharding=target)
-        else:
-            index.append(i)
-            wanted.append(target)
-    for i, y in zip(index, constrain([placed[i] for i in index], wanted, world), strict=True):
-        placed[i] = y
+    placed, rest = _place_abstract(leaves, targets)
+    _put_back(placed, rest, constrain(_pick(placed, rest), _pick(targets, rest), world))
     return placed
 
 
