@@ -26,6 +26,9 @@ class Kind(Enum):
     TRACED = "traced"
     ABSTRACT = "abstract"  # `jax.ShapeDtypeStruct`
 
+    # Every leaf's kind is looked up in tables, and an enum's own hash is written in Python.
+    __hash__ = object.__hash__
+
 
 _kind_of_type: dict[type, Kind] = {}
 _kind_of_dtype: dict[np.dtype, Kind] = {}
@@ -34,8 +37,10 @@ _kind_of_dtype: dict[np.dtype, Kind] = {}
 def kind_of(x: Any) -> Kind:
     kind = _kind_of_type.get(type(x))
     if kind is None:
-        kind = _kind_of_type[type(x)] = _classify(x)
-    if kind is Kind.HOST:
+        kind = _classify(x)
+        if kind is not Kind.HOST:
+            _kind_of_type[type(x)] = kind
+            return kind
         kind = _kind_of_dtype.get(x.dtype)
         if kind is None:
             kind = _kind_of_dtype[x.dtype] = _classify_dtype(x.dtype)
@@ -103,7 +108,7 @@ def split(tree: Any) -> Leaves:
     arrays: list[Any] = []
     kinds: list[Kind] = []
     for i, x in enumerate(leaves):
-        kind = kind_of(x)
+        kind = _kind_of_type.get(type(x)) or kind_of(x)
         if kind is not Kind.STATIC:
             positions.append(i)
             arrays.append(x)

@@ -40,7 +40,25 @@ _WORTH_ALIGNING = 16 * 1024
 # On accelerators, leaves below this go through the host, where nothing is compiled for their shape.
 _WORTH_COMPILING = 1024 * 1024
 
-_Seen = dict[tuple[int, int, int], tuple[bool, Sharding]]
+
+def not_there(arrays: Sequence[Any], targets: Sequence[Any], index: Sequence[int]) -> list[int]:
+    """Which of the arrays at `index` have to be moved to be at their targets."""
+    # For the length of this call, which pairs of shardings agree: leaves mostly share a few. The
+    # shardings are kept beside the answers, so that no other can come to have their identity.
+    known: dict[tuple[int, int, int], tuple[bool, Any]] = {}
+    moving: list[int] = []
+    for i in index:
+        x, target = arrays[i], targets[i]
+        if kind_of(x) is Kind.DEVICE and x.committed:
+            here = x.sharding
+            key = id(here), id(target), len(x.shape)
+            answer = known.get(key)
+            if answer is None:
+                answer = known[key] = _agree(here, sharding_of(target), x.ndim), here
+            if answer[0] and _has_layout(x, target):
+                continue
+        moving.append(i)
+    return moving
 
 
 def move(
@@ -49,14 +67,13 @@ def move(
     donate: Sequence[bool],
     may_alias: Sequence[bool | None],
 ) -> list[jax.Array]:
-    """Concrete arrays, each brought to its target."""
+    """Concrete arrays that are not at their targets, brought there. Those to donate are used up
+    where that saves memory; it is for the caller to delete what is left of them.
+    """
     moved: list[Any] = list(arrays)
     keys: list[int] = []
-    seen: _Seen = {}
     plan = _Plan()
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if kind_of(x) is Kind.DEVICE and _is_there(x, target, seen):
-            continue
         if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             keys.append(i)
             x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
@@ -65,7 +82,6 @@ def move(
         moved[i] = y
     for i in keys:
         moved[i] = jax.random.wrap_key_data(moved[i], impl=jax.random.key_impl(arrays[i]))
-    _let_go(arrays, moved, donate)
     return moved
 
 
@@ -79,32 +95,10 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
     return placed
 
 
-def _let_go(arrays: Sequence[Any], moved: Sequence[Any], donate: Sequence[bool]) -> None:
-    kept = {id(y) for y in moved}
-    for x, gone in zip(arrays, donate, strict=True):
-        if gone and isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
-            x.delete()
-
-
-def _is_there(x: jax.Array, target: Target, seen: _Seen) -> bool:
-    """Whether moving `x` would change nothing. `seen` remembers, for the length of one call, which
-    pairs of shardings agree: the leaves of a tree mostly share a few.
-    """
-    if not x.committed:
-        return False
-    here = x.sharding
-    key = (id(here), id(target), x.ndim)
-    # The sharding is kept beside the answer, so that no other can come to have its identity.
-    there, _ = seen.get(key, (None, None))
-    if there is None:
-        there, _ = seen[key] = _agree(here, sharding_of(target), x.ndim), here
-    if there and isinstance(target, Format) and isinstance(target.layout, Layout):
-        return _same_layout(x, target.layout)
-    return there
-
-
-def _same_layout(x: Any, wanted: Layout) -> bool:
-    here = x.format.layout
+def _has_layout(x: Any, target: Target) -> bool:
+    if not isinstance(target, Format) or not isinstance(target.layout, Layout):
+        return True
+    here, wanted = x.format.layout, target.layout
     if here is None or here.major_to_minor != wanted.major_to_minor:
         return False
     return wanted.tiling is None or here.tiling == wanted.tiling

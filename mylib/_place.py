@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ._constrain import constrain
 from ._errors import Fault, PlacementError
-from ._move import move
+from ._move import move, not_there
 from ._target import Target, axis_names, fill_free, memory_space, sharding_of, spec_over
 from ._world import current_world, sharding_under
 
@@ -44,7 +44,12 @@ def _bind(arrays: Sequence[Any], targets: Any, sources: Any, may_alias: Any) -> 
 @place_p.def_impl
 def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.Array]:
     del sources
-    return move(arrays, targets, [False] * len(arrays), may_alias)
+    placed = list(arrays)
+    moving = not_there(arrays, targets, range(len(arrays)))
+    columns = _pick(moving, arrays, targets, may_alias)
+    for i, y in zip(moving, move(*columns[:2], [False] * len(moving), columns[2]), strict=True):
+        placed[i] = y
+    return placed
 
 
 @place_p.def_abstract_eval

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.experimental.layout import Format
+from jax.experimental.layout import Format, Layout
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -44,6 +45,7 @@ prefix of these.
 
 # Why a leaf can't be placed, before it is known which leaf: (request, reason, mend).
 Complaint = tuple[str, str, str]
+Verdict = tuple[Target | None, list[Complaint]]
 Refusal = Callable[[Target], Iterator[tuple[str, str]]]
 
 
@@ -120,20 +122,22 @@ class _Resolver:
         self.mesh_given = mesh is not None
         self.asked: dict[int, tuple[Any, list[Leaf]]] = {}
         # Trees repeat themselves, so each pair of a placement and a shape is judged once. Keyed by
-        # identity: `entries` keeps the placements alive, and hashing a sharding costs more.
-        self.verdicts: dict[Any, tuple[Target | None, list[Complaint]]] = {}
+        # identity, since hashing a sharding costs more; what is keyed so is kept alive.
+        self.verdicts: dict[Any, Verdict] = {}
         self.alive: list[Any] = []
 
     def run(self, entries: list[Any], misfits: list[Fault]) -> list[Target | None]:
         faults = list(misfits)
         targets: list[Target | None] = []
+        verdicts = self.verdicts
         for i, (x, kind, entry) in enumerate(
             zip(self.leaves.arrays, self.leaves.kinds, entries, strict=True)
         ):
             if entry is None:
                 targets.append(None)
                 continue
-            target, complaints = self.judge(i, x, kind, entry)
+            verdict = verdicts.get((id(entry), kind, x.shape)) or self.judge(i, x, kind, entry)
+            target, complaints = verdict
             targets.append(target)
             if complaints:
                 name = name_of(self.leaves.paths[i])
@@ -149,19 +153,23 @@ class _Resolver:
             raise PlacementError(faults)
         return targets
 
-    def judge(
-        self, i: int, x: Any, kind: Kind, entry: Any
-    ) -> tuple[Target | None, list[Complaint]]:
+    def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
         while _is_rule(entry):
             entry = self.ask(i, entry)
         if entry is None:
             return None, []
-        size = self.world.size_at(x) if self.world.staged and kind is not Kind.ABSTRACT else None
-        key = (id(entry), x.shape, kind, size)
+        if self.world.staged or isinstance(entry, Format):
+            # More counts here than the shape: the mesh of a traced value, the dtype for a layout.
+            size = (
+                self.world.size_at(x) if self.world.staged and kind is not Kind.ABSTRACT else None
+            )
+            key = (id(entry), kind, x.shape, size, x.dtype)
+        else:
+            size, key = None, (id(entry), kind, x.shape)
         verdict = self.verdicts.get(key)
         if verdict is None:
             self.alive.append(entry)
-            verdict = self.verdicts[key] = self.try_target(entry, tuple(x.shape), kind, size)
+            verdict = self.verdicts[key] = self.try_target(entry, x, kind, size)
         return verdict
 
     def ask(self, i: int, rule: Rule) -> Any:
@@ -174,16 +182,16 @@ class _Resolver:
             error.add_note(f"(raised by the rule {rule!r} for the leaf {name_of(path)})")
             raise
 
-    def try_target(
-        self, entry: Any, shape: tuple[int, ...], kind: Kind, size: int | None
-    ) -> tuple[Target | None, list[Complaint]]:
+    def try_target(self, entry: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
         request = _show(entry, self.mesh)
         try:
             target = self.target(entry)
         except _Misfit as misfit:
             return None, [(request, reason, mend) for reason, mend in misfit.reasons]
         reasons = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
-        reasons = reasons or list(_unfit_shape(target, shape))
+        reasons = reasons or list(_unfit_shape(target, tuple(x.shape)))
+        if isinstance(target, Format) and target.layout is not None:
+            reasons = reasons or list(_unfit_layout(target.layout, x))
         return target, [(request, reason, mend) for reason, mend in reasons]
 
     def target(self, entry: Any) -> Target:
@@ -301,6 +309,22 @@ def _unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, 
                 f"pad it to {-(-shape[dim] // parts) * parts}, shard another dimension, or write "
                 "None for this one",
             )
+
+
+def _unfit_layout(layout: Any, x: Any) -> Iterator[tuple[str, str]]:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        yield "the layout of typed keys can't be chosen", "give the sharding alone"
+    elif not isinstance(layout, Layout):
+        yield (
+            "the layout is AUTO, and the compiler has nothing here to choose by",
+            "write a Layout, or give the sharding alone",
+        )
+    elif sorted(layout.major_to_minor) != list(range(len(x.shape))):
+        yield (
+            f"the layout orders the dimensions {layout.major_to_minor} and the array has "
+            f"{tuple(range(len(x.shape)))}",
+            "name each dimension once, from the major to the minor one",
+        )
 
 
 def _unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[tuple[str, str]]:

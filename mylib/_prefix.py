@@ -6,7 +6,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from ._errors import Fault, PlacementError
-from ._leaves import KeyPath, Leaves, name_of
+from ._leaves import KeyPath, Kind, Leaves, kind_of, name_of
 
 IsLeaf = Callable[[Any], bool]
 
@@ -75,6 +75,8 @@ def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _outline(node: Any) -> str:
+    if kind_of(node) is not Kind.STATIC:
+        return f"an array of shape {tuple(node.shape)}"
     if isinstance(node, dict):
         return f"a {type(node).__name__} with keys {list(node)}"
     if isinstance(node, list | tuple) and not hasattr(node, "_fields"):

@@ -1,5 +1,6 @@
 """`filter_shard` and `filter_device_put`: the law of placement."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from jaxtyping import PyTree
 from ._constrain import constrain
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaves, name_of, split
-from ._move import move, to_default_device
+from ._move import move, not_there, to_default_device
 from ._place import place
 from ._placement import Placement, resolve_leaves
 from ._prefix import broadcast_prefix
@@ -167,7 +168,8 @@ def _move_all(
     placed, rest = _place_abstract(leaves, targets)
     traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
     concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
-    _check_readable(leaves, targets, concrete)
+    moving = not_there(placed, targets, concrete)
+    _check_readable(leaves, targets, moving)
     if traced:
         homes = [
             _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
@@ -175,9 +177,21 @@ def _move_all(
         ]
         arrays, wanted, alias = (_pick(column, traced) for column in (placed, targets, may_alias))
         _put_back(placed, traced, place(arrays, wanted, homes, alias))
-    columns = (placed, targets, donate, may_alias)
-    _put_back(placed, concrete, move(*(_pick(column, concrete) for column in columns)))
+    if moving:
+        # An array that stands in the tree more than once is not used up for one of its places.
+        times = Counter(map(id, leaves.arrays))
+        use_up = [donate[i] and times[id(leaves.arrays[i])] == 1 for i in moving]
+        arrays, wanted, alias = (_pick(column, moving) for column in (placed, targets, may_alias))
+        _put_back(placed, moving, move(arrays, wanted, use_up, alias))
+        _let_go([x for x, i in zip(arrays, moving, strict=True) if donate[i]], placed)
     return placed
+
+
+def _let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
+    kept = set(map(id, still_used)) if donated else set()
+    for x in donated:
+        if isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
+            x.delete()
 
 
 def _near(target: Target | None) -> Sharding | None:

@@ -198,14 +198,13 @@ def test_staged_as_eager(case):
     out = eqx.combine(staged(arrays), static)
     eager = mylib.filter_shard(case.tree, case.placement, mesh=case.mesh)
     for (x, y, target), z in zip(pairs(case, out), jtu.tree_leaves(eager), strict=True):
-        if target is None:
-            assert y is x or bits(y) == bits(x)
-        else:
-            assert y.dtype == z.dtype
-            np.testing.assert_array_equal(np.asarray(y), np.asarray(z))
+        # An array without elements leaves JAX's programs replicated, whatever its sharding says.
+        if y is x or not y.size:
+            continue
+        assert bits(y) == bits(x)
+        if target is not None:
+            assert_is_at(y, target)
             assert_is_at(z, target)
-            if y.size:  # no program gives a home to arrays without elements
-                assert_is_at(y, target)
 
 
 def assert_refused(verb, tree, placement, mesh, faulty):

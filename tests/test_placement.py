@@ -260,6 +260,11 @@ class TestAbstractLeaves:
         assert mylib.filter_shard(paper, host).sharding == host
         assert mylib.filter_shard(paper, device).sharding == SingleDeviceSharding(device)
 
+    def test_in_layouts(self):
+        paper = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+        format = Format(Layout((1, 0)), ROWS)
+        assert mylib.filter_shard(paper, format).format == format
+
     def test_keys(self):
         keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 8))
         assert mylib.filter_shard(keys, P("data"), mesh=MESH).sharding == ROWS
