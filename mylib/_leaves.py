@@ -37,10 +37,8 @@ _kind_of_dtype: dict[np.dtype, Kind] = {}
 def kind_of(x: Any) -> Kind:
     kind = _kind_of_type.get(type(x))
     if kind is None:
-        kind = _classify(x)
-        if kind is not Kind.HOST:
-            _kind_of_type[type(x)] = kind
-            return kind
+        kind = _kind_of_type[type(x)] = _classify(x)
+    if kind is Kind.HOST:
         kind = _kind_of_dtype.get(x.dtype)
         if kind is None:
             kind = _kind_of_dtype[x.dtype] = _classify_dtype(x.dtype)
@@ -108,7 +106,7 @@ def split(tree: Any) -> Leaves:
     arrays: list[Any] = []
     kinds: list[Kind] = []
     for i, x in enumerate(leaves):
-        kind = _kind_of_type.get(type(x)) or kind_of(x)
+        kind = kind_of(x)
         if kind is not Kind.STATIC:
             positions.append(i)
             arrays.append(x)

@@ -13,6 +13,7 @@ Which one a leaf takes was chosen by measuring (`benchmarks/placement.py`, docs/
 A tree launches one program at most: simulated devices can deadlock on several.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -37,8 +38,10 @@ from ._target import Target, axis_names, fill_free, memory_kind, sharding_of, sp
 _ALIGNMENT = 64
 # Below this, aligning costs more than the copy that it saves.
 _WORTH_ALIGNING = 16 * 1024
-# On accelerators, leaves below this go through the host, where nothing is compiled for their shape.
+# Below this, arrays on accelerators go through the host, where no shape compiles anything.
 _WORTH_COMPILING = 1024 * 1024
+# Above this, CPU devices that have a whole copy each cut their shards out of it by a program.
+_WORTH_CUTTING = 16 * 1024 * 1024
 
 
 def not_there(arrays: Sequence[Any], targets: Sequence[Any], index: Sequence[int]) -> list[int]:
@@ -74,7 +77,7 @@ def move(
     keys: list[int] = []
     plan = _Plan()
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if not isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             keys.append(i)
             x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
         plan.add(i, x, target, donate[i], bool(may_alias[i]) or donate[i])
@@ -211,10 +214,12 @@ def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
         return False
     if not here.is_fully_addressable:
         return True
-    if _on_cpu(here) or here.num_devices == 1 or x.nbytes < _WORTH_COMPILING:
+    if here.num_devices == 1 or here.is_equivalent_to(wanted, x.ndim):
+        # A program whose output lies as its input does may hand the input's own memory back.
         return False
-    # A program whose output lies as its input does may hand the input's own memory back.
-    return not here.is_equivalent_to(wanted, x.ndim)
+    if _on_cpu(here):
+        return here.is_fully_replicated and x.nbytes >= _WORTH_CUTTING
+    return x.nbytes >= _WORTH_COMPILING
 
 
 def _private(x: Any, wanted: Sharding, share: bool) -> Any:
@@ -248,26 +253,26 @@ def _on_host(x: Any, share: bool) -> np.ndarray:
         x = np.asarray(shards[0].data)
     if share and isinstance(x, np.ndarray):
         return x
-    copy = _empty(x.shape, canonical_dtype(x), x.nbytes)
+    copy = _empty(x.shape, canonical_dtype(x))
     copy[...] = x
     return copy
 
 
 def _assemble(x: jax.Array, shards: Sequence[Any]) -> np.ndarray:
-    whole = _empty(x.shape, np.dtype(x.dtype), x.nbytes)
+    whole = _empty(x.shape, np.dtype(x.dtype))
     for shard in shards:
         if shard.replica_id == 0:
             whole[shard.index] = np.asarray(shard.data)
     return whole
 
 
-def _empty(shape: tuple[int, ...], dtype: Any, nbytes: int) -> np.ndarray:
+def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < _WORTH_ALIGNING:
         return np.empty(shape, dtype)
-    nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
     memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + nbytes].view(dtype).reshape(shape)
+    start = -memory.__array_interface__["data"][0] % _ALIGNMENT
+    return np.ndarray(shape, dtype, memory, start)
 
 
 def _put_local(leaves: Sequence[tuple[int, np.ndarray, Sharding]]) -> list[tuple[int, jax.Array]]:

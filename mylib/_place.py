@@ -46,8 +46,9 @@ def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.
     del sources
     placed = list(arrays)
     moving = not_there(arrays, targets, range(len(arrays)))
-    columns = _pick(moving, arrays, targets, may_alias)
-    for i, y in zip(moving, move(*columns[:2], [False] * len(moving), columns[2]), strict=True):
+    given, wanted, alias = _pick(moving, arrays, targets, may_alias)
+    moved = move(given, wanted, [False] * len(moving), alias)
+    for i, y in zip(moving, moved, strict=True):
         placed[i] = y
     return placed
 

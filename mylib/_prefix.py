@@ -56,12 +56,13 @@ def _spread_one_level(
         for (key, part), (_, subtree) in zip(parts, subtrees, strict=True):
             yield from _spread(part, subtree, (*path, key), is_leaf, faults)
         return
+    wanted, found = _outline(prefix), _outline(tree)
     faults.append(
         Fault(
             name_of(path) if path else "the tree",
             None,
-            f"a prefix that has {_outline(prefix)} here",
-            f"the tree has {_outline(tree)}",
+            f"a prefix that has {wanted} here",
+            f"the tree has {found}" if wanted != found else "its static fields are not the tree's",
             "give one placement for the whole subtree, or a prefix of the tree's own structure",
         )
     )

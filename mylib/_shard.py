@@ -179,7 +179,7 @@ def _move_all(
         _put_back(placed, traced, place(arrays, wanted, homes, alias))
     if moving:
         # An array that stands in the tree more than once is not used up for one of its places.
-        times = Counter(map(id, leaves.arrays))
+        times = Counter(map(id, leaves.arrays)) if any(donate) else {}
         use_up = [donate[i] and times[id(leaves.arrays[i])] == 1 for i in moving]
         arrays, wanted, alias = (_pick(column, moving) for column in (placed, targets, may_alias))
         _put_back(placed, moving, move(arrays, wanted, use_up, alias))

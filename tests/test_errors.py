@@ -466,6 +466,22 @@ class TestPrefixes:
         assert fault.request == "a prefix that has a leaf or node of type LayerNorm here"
         assert fault.reason == "the tree has a leaf or node of type Linear"
 
+    def test_modules_that_differ_in_what_is_static(self):
+        layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
+        other = eqx.nn.Linear(3, 2, key=jax.random.key(0))
+        prefix = jax.tree.map(lambda x: P(), other)
+        self.says(
+            f"""
+            can't place 1 leaf:
+              [0]
+                asked for: a prefix that has a leaf or node of type Linear here
+                but its static fields are not the tree's
+                instead: {self.mend}
+            """,
+            [layer],
+            [prefix],
+        )
+
     def test_states_of_optimisers(self):
         params = {"w": ones(8)}
         sgd, adam = (make(1e-3).init(params) for make in (optax.sgd, optax.adam))
@@ -800,17 +816,10 @@ class TestOneErrorForAll:
         )
 
     def test_each_leaf_is_named_with_what_was_asked_of_it(self):
-        class Answer:
-            # Each is gone when the next leaf is asked about.
-            def __init__(self, leaf):
-                self.name = leaf.name
-
-            def __repr__(self):
-                return f"the answer for {self.name}"
-
-        error = error_of(mylib.resolve, [ones(8)] * 100, lambda leaf: Answer(leaf))
-        for fault in error.faults:
-            assert fault.request == f"the answer for {fault.path}"
+        # Answers that are gone when the next leaf is asked about, and numbers take the place in
+        # memory of those that have gone.
+        error = error_of(mylib.resolve, [ones(8)] * 100, lambda leaf: leaf.path[0].idx + 0.5)
+        assert [fault.request for fault in error.faults] == [f"{i}.5" for i in range(100)]
 
     @pytest.mark.parametrize("flags", [{}, {"donate": True}, {"may_alias": True}], ids=str)
     def test_nothing_has_moved_been_donated_or_been_compiled(self, flags):
