@@ -80,7 +80,7 @@ def move(
         if not isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             keys.append(i)
             x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
-        plan.add(i, x, target, donate[i], bool(may_alias[i]) or donate[i])
+        plan.add(i, x, target, donate[i], bool(may_alias[i]))
     for i, y in plan.carry_out():
         moved[i] = y
     for i in keys:
@@ -146,12 +146,17 @@ class _Plan:
 
     def __init__(self) -> None:
         self.puts: list[tuple[int, Any, Sharding]] = []
+        # By identity; the sharding is kept beside the answer, so that no other takes its identity.
+        self.addressable: dict[int, tuple[bool, Sharding]] = {}
         self.local: list[tuple[int, np.ndarray, Sharding]] = []
         self.reordered: list[tuple[int, jax.Array, Sharding, bool]] = []
         self.reshards: dict[Any, list[tuple[int, jax.Array, Target, bool]]] = {}
 
-    def add(self, i: int, x: Any, target: Target, donate: bool, share: bool) -> None:
-        here = x.sharding if isinstance(x, jax.Array) else None
+    def add(self, i: int, x: Any, target: Target, donate: bool, alias: bool) -> None:
+        if isinstance(x, np.ndarray | np.generic):
+            here, donate = None, False
+        else:
+            here = x.sharding
         target = fill_free(target, here, x.ndim)
         wanted = sharding_of(target)
         if isinstance(target, Format) and target.layout is None:
@@ -159,17 +164,23 @@ class _Plan:
         if isinstance(target, Format):
             # A layout is given by a program, and programs take what is on their own devices.
             if here is None or _device_order(here) != _device_order(wanted):
-                x, donate = jax.device_put(_private(x, wanted, share), wanted), True
+                x, donate = jax.device_put(_private(x, here, wanted, donate, alias), wanted), True
             self.add_reshard(i, x, target, donate)
         elif here is None or not _worth_staying(x, here, wanted):
-            if wanted.is_fully_addressable:
-                self.puts.append((i, _private(x, wanted, share), wanted))
+            if self.is_addressable(wanted):
+                self.puts.append((i, _private(x, here, wanted, donate, alias), wanted))
             else:
-                self.local.append((i, _on_host(x, share), wanted))
+                self.local.append((i, _on_host(x, donate or alias), wanted))
         elif _device_order(here) == _device_order(wanted):
             self.add_reshard(i, x, target, donate)
         else:
             self.reordered.append((i, x, wanted, donate))
+
+    def is_addressable(self, wanted: Sharding) -> bool:
+        known = self.addressable.get(id(wanted))
+        if known is None:
+            known = self.addressable[id(wanted)] = wanted.is_fully_addressable, wanted
+        return known[0]
 
     def add_reshard(self, i: int, x: jax.Array, target: Target, donate: bool) -> None:
         # One program runs on one set of devices, and knows one mesh.
@@ -180,7 +191,9 @@ class _Plan:
         done: list[tuple[int, jax.Array]] = []
         if self.puts:
             index, own, wanted = zip(*self.puts, strict=True)
-            done += zip(index, jax.device_put(list(own), list(wanted)), strict=True)
+            # One sharding for all costs less than the same one for each.
+            where = wanted[0] if all(w is wanted[0] for w in wanted) else list(wanted)
+            done += zip(index, jax.device_put(list(own), where), strict=True)
         if self.local:
             done += _put_local(self.local)
         for i, x, wanted, donate in self.reordered:
@@ -222,20 +235,18 @@ def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
     return x.nbytes >= _WORTH_COMPILING
 
 
-def _private(x: Any, wanted: Sharding, share: bool) -> Any:
+def _private(x: Any, here: Sharding | None, wanted: Sharding, donate: bool, alias: bool) -> Any:
     """`x` as something that `jax.device_put` may share memory with, since nobody else has it;
     `x` itself if it may be shared with.
     """
-    here = x.sharding if isinstance(x, jax.Array) else None
     if here is None or not here.is_fully_addressable:
-        return _on_host(x, share)
-    if x.weak_type or canonical_dtype(x) != x.dtype:
-        # NumPy has no weak types, and would take 64 bits for a mistake.
-        return x if share else jax.device_put(x, here, may_alias=False)
+        return _on_host(x, donate or alias)
+    weak = x.weak_type or canonical_dtype(x) != x.dtype
     one_to_many = here.num_devices == 1 and wanted.num_devices > 1
-    if _on_cpu(here) or (one_to_many and x.nbytes < _WORTH_COMPILING):
-        return _on_host(x, share)
-    if share or here.device_set.isdisjoint(wanted.device_set):
+    # NumPy has no weak types, and would take 64 bits for a mistake.
+    if not weak and (_on_cpu(here) or (one_to_many and x.nbytes < _WORTH_COMPILING)):
+        return _on_host(x, donate or alias)
+    if alias or here.device_set.isdisjoint(wanted.device_set):
         return x
     return jax.device_put(x, here, may_alias=False)
 

@@ -317,12 +317,26 @@ def test_a_donated_source_is_gone_and_its_value_arrives(target):
     )
 
 
+def test_a_donated_weak_scalar_arrives():
+    x = jnp.asarray(3.0)
+    y = mylib.filter_device_put(x, TARGETS["replicated"], donate=True)
+    assert x.is_deleted() and y.weak_type
+    assert [shard.item() for shard in shards_of(y)] == [3.0] * 8
+
+
+def test_donating_numpy_shares_nothing():
+    x = at_offset(0, 65536)
+    y = mylib.filter_device_put(x, jax.devices()[0], donate=True)
+    assert not shares_memory(y, x)
+
+
 def test_a_donated_array_that_is_there_in_one_place_stays():
     x = mylib.filter_shard(np.arange(8.0), TARGETS["sharded"])
     kept, moved = mylib.filter_device_put(
         (x, x), (TARGETS["sharded"], TARGETS["replicated"]), donate=True
     )
     assert kept is x and not x.is_deleted()
+    assert not any(shares_memory(moved, shard) for shard in shards_of(kept))
     np.testing.assert_array_equal(moved, kept)
 
 
