@@ -7,14 +7,16 @@ from typing import Any
 import jax
 from jax.core import Tracer
 from jax.experimental.layout import Format, with_layout_constraint
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from ._leaves import Kind, kind_of
 from ._target import Target, axis_names, axis_types, fill_free, mesh_in_force, sharding_of
 from ._world import World
 
 
 def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) -> list[jax.Array]:
     """The same values, such that when compiled they lie as the targets say."""
+    arrays = [_constant(x) if kind_of(x) is Kind.DEVICE else x for x in arrays]
     constrained = list(arrays)
     shardings = _in_force([sharding_of(target) for target in targets], world)
     plain = [i for i, s in enumerate(shardings) if s is not None and not _has_explicit_axes(s)]
@@ -32,6 +34,13 @@ def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) ->
         if isinstance(target, Format) and target.layout is not None:
             constrained[i] = with_layout_constraint(constrained[i], target.layout)
     return constrained
+
+
+def _constant(x: jax.Array) -> Any:
+    """A captured array is copied into the program; from a mesh with Explicit axes, which it would
+    not get rid of, by way of the host.
+    """
+    return jax.device_get(x) if _has_explicit_axes(x.sharding) else x
 
 
 def _in_force(shardings: Sequence[Sharding], world: World) -> list[Sharding | None]:
@@ -58,15 +67,18 @@ def _has_explicit_axes(sharding: Sharding) -> bool:
 
 
 def _reshard(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
-    typed = jax.typeof(x).sharding
-    if world.mesh.empty and not (isinstance(x, Tracer) and typed.mesh.axis_names):
-        # The program may not know any mesh yet, and `reshard` doesn't tell it which devices are
-        # meant. A nested program does.
-        x = _identity(fill_free(sharding, None, x.ndim))(x)
-        typed = jax.typeof(x).sharding
     mesh = sharding.mesh
-    explicit = _part(sharding, AxisType.Explicit, typed.spec)
+    # `reshard` doesn't say which devices are meant, and without a mesh around nothing else does: a
+    # nested program brings them along, or is refused by JAX if the value is on others.
+    devices_unsaid = world.mesh.empty and isinstance(mesh, Mesh)
+    on_devices = _identity(fill_free(sharding, None, x.ndim))
+    mesh_known = isinstance(x, Tracer) and not jax.typeof(x).sharding.mesh.empty
+    if devices_unsaid and not mesh_known:
+        x = on_devices(jax.device_get(x) if kind_of(x) is Kind.DEVICE else x)
+    explicit = _part(sharding, AxisType.Explicit, jax.typeof(x).sharding.spec)
     x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
+    if devices_unsaid and mesh_known:
+        x = on_devices(x)
     if AxisType.Auto in mesh.axis_types:
         auto = _part(sharding, AxisType.Auto, PartitionSpec())
         x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, auto))

@@ -153,10 +153,8 @@ class _Plan:
         self.reshards: dict[Any, list[tuple[int, jax.Array, Target, bool]]] = {}
 
     def add(self, i: int, x: Any, target: Target, donate: bool, alias: bool) -> None:
-        if isinstance(x, np.ndarray | np.generic):
-            here, donate = None, False
-        else:
-            here = x.sharding
+        here = None if kind_of(x) is Kind.HOST else x.sharding
+        donate = donate and here is not None
         target = fill_free(target, here, x.ndim)
         wanted = sharding_of(target)
         if isinstance(target, Format) and target.layout is None:
@@ -261,7 +259,7 @@ def _on_host(x: Any, share: bool) -> np.ndarray:
             shards = shards[:1]
         if len(shards) > 1:
             return _assemble(x, shards)
-        x = np.asarray(shards[0].data)
+        x = jax.device_get(shards[0].data)
     if share and isinstance(x, np.ndarray):
         return x
     copy = _empty(x.shape, canonical_dtype(x))
@@ -271,9 +269,9 @@ def _on_host(x: Any, share: bool) -> np.ndarray:
 
 def _assemble(x: jax.Array, shards: Sequence[Any]) -> np.ndarray:
     whole = _empty(x.shape, np.dtype(x.dtype))
-    for shard in shards:
-        if shard.replica_id == 0:
-            whole[shard.index] = np.asarray(shard.data)
+    first = [shard for shard in shards if shard.replica_id == 0]
+    for shard, part in zip(first, jax.device_get([shard.data for shard in first]), strict=True):
+        whole[shard.index] = part
     return whole
 
 

@@ -1,17 +1,13 @@
 """What a placement may be, and `resolve`: one target for every array leaf, or every fault."""
 
-import difflib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.experimental.layout import Format, Layout
+from jax.experimental.layout import Format
 from jax.sharding import (
     AbstractMesh,
-    AxisType,
     Mesh,
     NamedSharding,
     PartitionSpec,
@@ -21,9 +17,10 @@ from jax.sharding import (
 from jaxtyping import PyTree
 
 from ._errors import Fault, PlacementError
+from ._fit import show, show_mesh, unfit_layout, unfit_shape, unfit_spec, unfit_staged
 from ._leaves import Kind, Leaf, Leaves, canonical_dtype, name_of, split
 from ._prefix import spread_prefix
-from ._target import AnyMesh, Target, axis_names, axis_types, mesh_in_force, sharding_of
+from ._target import AnyMesh, Target, sharding_of
 from ._world import World, current_world
 
 
@@ -154,7 +151,11 @@ class _Resolver:
         return targets
 
     def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
+        asked: list[Any] = []
         while _is_rule(entry):
+            if any(entry is rule for rule in asked):
+                return None, [(repr(entry), "the rule answers with itself", "return a placement")]
+            asked.append(entry)
             entry = self.ask(i, entry)
         if entry is None:
             return None, []
@@ -183,15 +184,15 @@ class _Resolver:
             raise
 
     def try_target(self, entry: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
-        request = _show(entry, self.mesh)
+        request = show(entry, self.mesh)
         try:
             target = self.target(entry)
         except _Misfit as misfit:
             return None, [(request, reason, mend) for reason, mend in misfit.reasons]
         reasons = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
-        reasons = reasons or list(_unfit_shape(target, tuple(x.shape)))
+        reasons = reasons or list(unfit_shape(target, tuple(x.shape)))
         if isinstance(target, Format) and target.layout is not None:
-            reasons = reasons or list(_unfit_layout(target.layout, x))
+            reasons = reasons or list(unfit_layout(target.layout, x))
         return target, [(request, reason, mend) for reason, mend in reasons]
 
     def target(self, entry: Any) -> Target:
@@ -200,7 +201,7 @@ class _Resolver:
         if isinstance(entry, jax.Device):
             if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
                 raise _Misfit(
-                    (f"that device is not in {_show_mesh(self.mesh)}", "leave out `mesh=`")
+                    (f"that device is not in {show_mesh(self.mesh)}", "leave out `mesh=`")
                 )
             return SingleDeviceSharding(entry)
         if isinstance(entry, Format):
@@ -220,7 +221,7 @@ class _Resolver:
                     "pass `mesh=`, or call this under `jax.set_mesh(mesh)`",
                 )
             )
-        reasons = list(_unfit_spec(spec, mesh))
+        reasons = list(unfit_spec(spec, mesh))
         if reasons:
             raise _Misfit(*reasons)
         return mesh
@@ -229,7 +230,7 @@ class _Resolver:
         """What this target can't be asked for here, though it would be right elsewhere."""
         sharding = sharding_of(target)
         if self.world.staged:
-            yield from _unfit_staged(sharding, self.world, size)
+            yield from unfit_staged(sharding, self.world, size)
         elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
             yield (
                 "an abstract mesh has no devices to put an array on",
@@ -266,129 +267,3 @@ def _not_a_placement(entry: Any) -> tuple[str, str]:
         f"an object of type {type(entry).__name__} is not a placement",
         "give a device, a Sharding, a Format, a PartitionSpec, None or a rule",
     )
-
-
-def _unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
-    names = [name for entry in spec for name in axis_names(entry)]
-    for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
-        if name not in mesh.axis_names:
-            close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
-            yield (
-                f"{_show_mesh(mesh)} has no axis {name!r}",
-                f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}",
-            )
-        elif names.count(name) > 1:
-            yield f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
-    if PartitionSpec.UNCONSTRAINED in spec and AxisType.Auto not in mesh.axis_types:
-        yield (
-            f"{_show_mesh(mesh)} has no Auto axis, so the compiler chooses for no dimension",
-            "write the axes, or None, in place of UNCONSTRAINED",
-        )
-
-
-def _unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    sharding = sharding_of(target)
-    if not isinstance(sharding, NamedSharding):
-        try:
-            sharding.shard_shape(shape)
-        except ValueError as error:
-            yield f"the sharding does not fit: {error}", "give a sharding for this shape"
-        return
-    if len(sharding.spec) > len(shape):
-        yield (
-            f"the spec has {len(sharding.spec)} entries, for an array of rank {len(shape)}",
-            f"give at most {len(shape)}",
-        )
-        return
-    for dim, entry in enumerate(sharding.spec):
-        parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
-        if shape[dim] % parts:
-            yield (
-                f"dimension {dim} of size {shape[dim]} does not divide into the {parts} parts of "
-                f"{entry!r}",
-                f"pad it to {-(-shape[dim] // parts) * parts}, shard another dimension, or write "
-                "None for this one",
-            )
-
-
-def _unfit_layout(layout: Any, x: Any) -> Iterator[tuple[str, str]]:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        yield "the layout of typed keys can't be chosen", "give the sharding alone"
-    elif not isinstance(layout, Layout):
-        yield (
-            "the layout is AUTO, and the compiler has nothing here to choose by",
-            "write a Layout, or give the sharding alone",
-        )
-    elif sorted(layout.major_to_minor) != list(range(len(x.shape))):
-        yield (
-            f"the layout orders the dimensions {layout.major_to_minor} and the array has "
-            f"{tuple(range(len(x.shape)))}",
-            "name each dimension once, from the major to the minor one",
-        )
-
-
-def _unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[tuple[str, str]]:
-    if not isinstance(sharding, NamedSharding):
-        if world.manual_axes or (size is not None and size != len(sharding.device_set)):
-            yield (
-                f"this code runs on {size} devices at once",
-                "move the array before or after the transformed function, or name mesh axes",
-            )
-        return
-    for axis in [n for entry in sharding.spec for n in axis_names(entry) if n in world.manual_axes]:
-        yield (
-            f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",
-            "leave it out of the spec; shard over it by `in_specs` and `out_specs`",
-        )
-    mesh = sharding.mesh
-    if size is not None and size != mesh.size:
-        yield (
-            f"this code runs on {size} devices and {_show_mesh(mesh)} has {mesh.size}",
-            "constrain to the mesh of the computation, or move the array outside of it",
-        )
-    elif (
-        isinstance(mesh, Mesh)
-        and world.devices is not None
-        and tuple(mesh.devices.flat) != tuple(world.devices.devices.flat)
-    ):
-        yield (
-            f"{_show_mesh(mesh)} is over other devices, or in another order, than the mesh in "
-            "force here",
-            "constrain to the mesh of `jax.set_mesh`, or move the array outside of this function",
-        )
-    if (
-        world.mesh.are_all_axes_explicit
-        and AxisType.Auto in mesh.axis_types
-        and dict(mesh.shape) != dict(world.mesh.shape)
-    ):
-        yield (
-            f"{_show_mesh(mesh)} has Auto axes, and the mesh in force here has only Explicit ones",
-            f"constrain to {_show_mesh(world.mesh)}, which is in force",
-        )
-    types = axis_types(mesh_in_force(mesh, world))
-    for entry in sharding.spec:
-        kinds = [types[name] for name in axis_names(entry)]
-        if _auto_before_explicit(kinds):
-            yield (
-                f"{entry!r} nests an Explicit axis inside an Auto one",
-                "put the Explicit axes first in that dimension",
-            )
-
-
-def _auto_before_explicit(kinds: list[AxisType]) -> bool:
-    if AxisType.Auto not in kinds:
-        return False
-    return AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]
-
-
-def _show(entry: Any, mesh: AnyMesh | None) -> str:
-    if isinstance(entry, PartitionSpec):
-        return f"{entry}" if mesh is None else f"{entry} over {_show_mesh(mesh)}"
-    if isinstance(entry, NamedSharding):
-        kind = "" if entry.memory_kind is None else f" in {entry.memory_kind} memory"
-        return f"{entry.spec} over {_show_mesh(entry.mesh)}{kind}"
-    return repr(entry)
-
-
-def _show_mesh(mesh: AnyMesh) -> str:
-    return "mesh (" + ", ".join(f"{n!r}: {s}" for n, s in mesh.shape.items()) + ")"

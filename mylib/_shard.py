@@ -119,7 +119,7 @@ def filter_device_put(
     gone = broadcast_prefix(donate, leaves, _is_flag)
     alias = broadcast_prefix(may_alias, leaves, _is_flag)
     sources = broadcast_prefix(src, leaves, _is_source)
-    _check_flags(leaves, gone, alias)
+    _check_options(leaves, sources, gone, alias)
     if placement is ...:
         return leaves.join(to_default_device(leaves.arrays, alias))
     refuse = _refuse_unpinned if world.staged else None
@@ -265,9 +265,12 @@ def _transfer_and_constrain(
 def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
     kind = sharding_of(target).memory_kind
     if kind is not None and kind != default_memory_kind(sharding_of(target)):
+        can_be_staged = memory_space(sharding_of(target)) == jax.memory.Space.Host
         yield (
             f"filter_shard can't move an array to {kind} memory inside a transformed function",
-            "use mylib.filter_device_put there",
+            "use mylib.filter_device_put there"
+            if can_be_staged
+            else "move the array outside of the function",
         )
 
 
@@ -280,18 +283,26 @@ def _refuse_unpinned(target: Target) -> Iterator[tuple[str, str]]:
         )
 
 
-def _check_flags(leaves: Leaves, donate: Sequence[Any], may_alias: Sequence[Any]) -> None:
-    faults = [
-        Fault(
-            name_of(leaves.paths[i]),
-            tuple(leaves.arrays[i].shape),
-            "donate=True, may_alias=True",
-            "a donated array has no other side left that could share its memory",
-            "give one of the two",
-        )
-        for i, (gone, alias) in enumerate(zip(donate, may_alias, strict=True))
-        if gone and alias
-    ]
+def _check_options(
+    leaves: Leaves, sources: Sequence[Any], donate: Sequence[Any], may_alias: Sequence[Any]
+) -> None:
+    faults: list[Fault] = []
+    for i, (source, gone, alias) in enumerate(zip(sources, donate, may_alias, strict=True)):
+        complaints: list[tuple[str, str, str]] = []
+        flags = f"donate={gone!r}, may_alias={alias!r}"
+        if not (_is_flag(gone) and _is_flag(alias)):
+            complaints.append(
+                (flags, "these are flags", "write True or False, or a prefix of them")
+            )
+        elif gone and alias:
+            reason = "a donated array has no other side left that could share its memory"
+            complaints.append((flags, reason, "give one of the two"))
+        if not _is_source(source):
+            reason = "src is where the array comes from"
+            complaints.append((f"src={source!r}", reason, "give a device or a Sharding"))
+        if complaints:
+            name, shape = name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape)
+            faults += [Fault(name, shape, *complaint) for complaint in complaints]
     if faults:
         raise PlacementError(faults)
 

@@ -36,8 +36,12 @@ class World:
         )
 
     def size_at(self, x: jax.Array) -> int | None:
-        """On how many devices the program runs that computes the tracer `x`, if that is known."""
-        mesh = self.mesh if not self.mesh.empty else jax.typeof(x).sharding.mesh
+        """On how many devices the program runs that `x` is a value of, if that is known. Constants
+        say nothing: they are copied into whatever program uses them.
+        """
+        mesh = self.mesh
+        if mesh.empty and isinstance(x, Tracer):
+            mesh = jax.typeof(x).sharding.mesh
         if not mesh.empty:
             return mesh.size
         return None if self.devices is None else self.devices.size

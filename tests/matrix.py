@@ -315,8 +315,9 @@ def _input_fits_context(cell: Cell) -> bool:
     if cell.context in SHARD_MAPPED:
         return cell.input in {"numpy", "bf16", "key"}
     if staged and cell.input in {"committed_elsewhere", "other_half", "other_backend"}:
-        # A program runs on one set of devices, and JAX itself refuses arguments from others.
-        return False
+        # A program runs on one set of devices, and JAX itself refuses arguments from others; not
+        # constants, which it copies.
+        return cell.context == "jit_constant" and cell.request != "nothing"
     return not (cell.context in BATCHED and cell.input in {"other_half", "other_backend"})
 
 

@@ -382,6 +382,26 @@ class TestWords:
             """,
         )
 
+    def test_options_of_the_wrong_kind(self):
+        x = {"a": jnp.arange(8.0), "b": jnp.arange(8.0)}
+        with pytest.raises(mylib.PlacementError) as caught:
+            mylib.filter_device_put(x, P("data"), mesh=MESH, donate={"a": 1, "b": False}, src="dev")
+        assert_says(
+            caught.value,
+            """
+            can't place 2 leaves:
+              ['a'] (8,)
+                asked for: donate=1, may_alias=None
+                but these are flags
+                instead: write True or False, or a prefix of them
+              ['a'] (8,)
+              ['b'] (8,)
+                asked for: src='dev'
+                but src is where the array comes from
+                instead: give a device or a Sharding
+            """,
+        )
+
     def test_donating_what_is_shared(self):
         tree = {"a": ones(8), "b": np.ones(8), "c": 3}
         error = error_of(

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import _pages
@@ -58,8 +58,8 @@ def both(shared, x):
     return second(first(x))
 
 
-def attend(layer, x):
-    return layer(x, x, x, key=KEY)
+def attend(layer, x, key=None):
+    return layer(x, x, x, key=key)
 
 
 def loop(cell, xs):
@@ -79,7 +79,9 @@ LAYERS = {
         lambda: nn.MultiheadAttention(4, 16, key=KEY), floats(5, 16), each(attend)
     ),
     "`MultiheadAttention` with dropout": Layer(
-        lambda: nn.MultiheadAttention(4, 16, dropout_p=0.5, key=KEY), floats(5, 16), each(attend)
+        lambda: nn.MultiheadAttention(4, 16, dropout_p=0.5, key=KEY),
+        floats(5, 16),
+        each(partial(attend, key=KEY)),
     ),
     "`GRUCell`": Layer(
         lambda: nn.GRUCell(8, 16, key=KEY), floats(8), each(lambda f, x: f(x, jnp.zeros(16)))
@@ -181,8 +183,14 @@ def close(tree, expected):
     return all(np.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in pairs)
 
 
-def outcome(layer, mesh, weights, batch="data", mend=lambda call: call):
-    expected = step(layer.call, *make(layer), layer.x)
+@lru_cache(maxsize=None)
+def on_one_device(name):
+    layer = LAYERS[name]
+    return step(layer.call, *make(layer), layer.x)
+
+
+def outcome(name, mesh, weights, batch="data", mend=lambda call: call):
+    layer = LAYERS[name]
     with jax.set_mesh(mesh):
         model, state = mylib.filter_shard(make(layer), (weights, P()))
         x = mylib.filter_shard(layer.x, P(batch))
@@ -197,7 +205,7 @@ def outcome(layer, mesh, weights, batch="data", mend=lambda call: call):
         trainable = eqx.filter(model, eqx.is_inexact_array)
         for g, w in zip(jax.tree.leaves(gradients), jax.tree.leaves(trainable), strict=True):
             assert g.sharding.is_equivalent_to(w.sharding, w.ndim)
-    return "runs" if close(found, expected) else "wrong"
+    return "runs" if close(found, on_one_device(name)) else "wrong"
 
 
 def table():
@@ -212,8 +220,6 @@ def table():
 
 
 TABLE = table()
-
-
 LINK = re.compile(r"\[([^]]+)\]")
 MENDED = [(name, mend) for name, row in TABLE.items() for mend in LINK.findall(row["mend"])]
 VERSION = re.compile(r"jax (\d+)\.(\d+)$")
@@ -239,36 +245,28 @@ def test_the_table_has_every_layer():
 @pytest.mark.parametrize("name", LAYERS)
 def test_auto_axes(name):
     for weights in (P(), by_rows):
-        assert outcome(LAYERS[name], AUTO, weights) == TABLE[name]["Auto axes"], UPDATE
+        assert outcome(name, AUTO, weights) == TABLE[name]["Auto axes"], UPDATE
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_explicit_axes(name):
     said = TABLE[name][column_of_this_jax(TABLE[name])]
-    assert outcome(LAYERS[name], EXPLICIT, P()) == said, UPDATE
+    assert outcome(name, EXPLICIT, P()) == said, UPDATE
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_explicit_axes_and_sharded_weights(name):
     said = TABLE[name]["Explicit axes, sharded weights"]
-    assert outcome(LAYERS[name], EXPLICIT, by_rows) == said, UPDATE
+    assert outcome(name, EXPLICIT, by_rows) == said, UPDATE
 
 
-@pytest.mark.parametrize(
-    "name, mend",
-    [
-        (name, mend)
-        for name, row in TABLE.items()
-        for mend in re.findall(r"\[([^]]+)\]", row["mend"])
-    ],
-)
+@pytest.mark.parametrize("name, mend", MENDED)
 def test_mends(name, mend):
     change, batch = MENDS[mend]
     weights = P() if mend == "all axes" else by_rows
-    assert outcome(LAYERS[name], EXPLICIT, weights, batch, change) == "runs", UPDATE
+    assert outcome(name, EXPLICIT, weights, batch, change) == "runs", UPDATE
 
 
-@pytest.mark.parametrize("name", [name for name, row in TABLE.items() if not row["mend"]])
-def test_what_needs_no_mend(name):
-    row = TABLE[name]
-    assert set(row.values()) - {name, ""} == {"runs"}
+def test_every_layer_that_does_not_run_has_a_mend():
+    for name, row in TABLE.items():
+        assert bool(row["mend"]) == (not {"fails", "wrong"}.isdisjoint(row.values())), name

@@ -117,3 +117,32 @@ def test_in_a_layout():
         assert names == ["sharding_constraint", "layout_constraint"]
         y = jax.jit(lambda x, verb=verb: verb(x * 2, wanted) + 1)(X)
         np.testing.assert_array_equal(y, X * 2 + 1)
+
+
+@pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO)])
+def test_a_value_on_the_same_devices_in_another_order_is_refused_not_ignored(types):
+    turned = Mesh(grid(*types).devices[::-1], ("a", "b"), axis_types=types)
+    x = mylib.filter_shard(X, NamedSharding(turned, P("a")))
+    with pytest.raises(ValueError, match="incompatible devices"):
+        jax.jit(lambda x: mylib.filter_shard(x, NamedSharding(grid(*types), P("b"))))(x)
+
+
+@pytest.mark.parametrize("types", [(AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO)])
+def test_constants_from_anywhere(types):
+    wanted = NamedSharding(grid(*types), P("a"))
+    half = Mesh(np.array(jax.devices()[4:]), ("h",), axis_types=(EXPLICIT,))
+    for where in (jax.devices("other")[1], jax.devices()[3], NamedSharding(half, P("h"))):
+        x = jax.device_put(X, where)
+        y = jax.jit(lambda x=x: mylib.filter_shard(x, wanted))()
+        assert y.sharding.is_equivalent_to(wanted, 2)
+        np.testing.assert_array_equal(y, X)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_an_abstract_mesh_that_nothing_fills_is_an_error(kind):
+    wanted = NamedSharding(grid(kind, kind).abstract_mesh, P("a"))
+    with pytest.raises(mylib.PlacementError, match="an abstract mesh has no devices"):
+        jax.jit(lambda x: mylib.filter_shard(x, wanted))(X)
+    with jax.set_mesh(grid(kind, kind)):
+        y = jax.jit(lambda x: mylib.filter_shard(x, wanted))(X)
+    assert y.sharding.is_equivalent_to(NamedSharding(grid(kind, kind), P("a")), 2)

@@ -1,6 +1,6 @@
 """A second backend made of CPU devices.
 
-Touches names that JAX keeps private; `tests/test_testing.py` fails loudly when they move.
+Touches names that JAX keeps private; `tests/test_world.py` fails loudly when they move.
 """
 
 import jaxlib.xla_client
