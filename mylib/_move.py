@@ -44,7 +44,9 @@ _WORTH_COMPILING = 1024 * 1024
 _WORTH_CUTTING = 16 * 1024 * 1024
 
 
-def not_there(arrays: Sequence[Any], targets: Sequence[Any], index: Sequence[int]) -> list[int]:
+def not_there(
+    arrays: Sequence[Any], kinds: Sequence[Kind], targets: Sequence[Any], index: Sequence[int]
+) -> list[int]:
     """Which of the arrays at `index` have to be moved to be at their targets."""
     # For the length of this call, which pairs of shardings agree: leaves mostly share a few. The
     # shardings are kept beside the answers, so that no other can come to have their identity.
@@ -52,7 +54,7 @@ def not_there(arrays: Sequence[Any], targets: Sequence[Any], index: Sequence[int
     moving: list[int] = []
     for i in index:
         x, target = arrays[i], targets[i]
-        if kind_of(x) is Kind.DEVICE and x.committed:
+        if kinds[i] is Kind.DEVICE and x.committed:
             here = x.sharding
             key = id(here), id(target), len(x.shape)
             answer = known.get(key)
@@ -66,6 +68,7 @@ def not_there(arrays: Sequence[Any], targets: Sequence[Any], index: Sequence[int
 
 def move(
     arrays: Sequence[Any],
+    kinds: Sequence[Kind],
     targets: Sequence[Target],
     donate: Sequence[bool],
     may_alias: Sequence[bool | None],
@@ -77,10 +80,10 @@ def move(
     keys: list[int] = []
     plan = _Plan()
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if not isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if kinds[i] is Kind.DEVICE and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             keys.append(i)
             x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
-        plan.add(i, x, target, donate[i], bool(may_alias[i]))
+        plan.add(i, x, kinds[i], target, donate[i], bool(may_alias[i]))
     for i, y in plan.carry_out():
         moved[i] = y
     for i in keys:
@@ -145,40 +148,55 @@ class _Plan:
     """
 
     def __init__(self) -> None:
-        self.puts: list[tuple[int, Any, Sharding]] = []
-        # By identity; the sharding is kept beside the answer, so that no other takes its identity.
-        self.addressable: dict[int, tuple[bool, Sharding]] = {}
+        self.put_index: list[int] = []
+        self.put_own: list[Any] = []
+        self.put_where: list[Sharding] = []
+        self.targets: dict[int, tuple[Sharding, bool, Target]] = {}
         self.local: list[tuple[int, np.ndarray, Sharding]] = []
         self.reordered: list[tuple[int, jax.Array, Sharding, bool]] = []
         self.reshards: dict[Any, list[tuple[int, jax.Array, Target, bool]]] = {}
 
-    def add(self, i: int, x: Any, target: Target, donate: bool, alias: bool) -> None:
-        here = None if kind_of(x) is Kind.HOST else x.sharding
-        donate = donate and here is not None
+    def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
+        wanted, simple = self.read(target)
+        if kind is Kind.HOST:
+            if simple:
+                self.add_put(i, _host_copy(x, alias), wanted)
+                return
+            here, donate = None, False
+        else:
+            here = x.sharding
         target = fill_free(target, here, x.ndim)
         wanted = sharding_of(target)
-        if isinstance(target, Format) and target.layout is None:
-            target = wanted
-        if isinstance(target, Format):
+        if isinstance(target, Format) and target.layout is not None:
             # A layout is given by a program, and programs take what is on their own devices.
             if here is None or _device_order(here) != _device_order(wanted):
                 x, donate = jax.device_put(_private(x, here, wanted, donate, alias), wanted), True
             self.add_reshard(i, x, target, donate)
         elif here is None or not _worth_staying(x, here, wanted):
-            if self.is_addressable(wanted):
-                self.puts.append((i, _private(x, here, wanted, donate, alias), wanted))
+            if wanted.is_fully_addressable:
+                self.add_put(i, _private(x, here, wanted, donate, alias), wanted)
             else:
                 self.local.append((i, _on_host(x, donate or alias), wanted))
         elif _device_order(here) == _device_order(wanted):
-            self.add_reshard(i, x, target, donate)
+            self.add_reshard(i, x, wanted, donate)
         else:
             self.reordered.append((i, x, wanted, donate))
 
-    def is_addressable(self, wanted: Sharding) -> bool:
-        known = self.addressable.get(id(wanted))
+    def read(self, target: Target) -> tuple[Sharding, bool]:
+        """The sharding of a target, and whether `jax.device_put` serves it as it stands."""
+        known = self.targets.get(id(target))
         if known is None:
-            known = self.addressable[id(wanted)] = wanted.is_fully_addressable, wanted
-        return known[0]
+            wanted = sharding_of(target)
+            whole = not isinstance(target, Format) and fill_free(wanted, None, 0) is wanted
+            # With the target itself, so that no other can come to have its identity.
+            known = wanted, whole and wanted.is_fully_addressable, target
+            self.targets[id(target)] = known
+        return known[:2]
+
+    def add_put(self, i: int, own: Any, wanted: Sharding) -> None:
+        self.put_index.append(i)
+        self.put_own.append(own)
+        self.put_where.append(wanted)
 
     def add_reshard(self, i: int, x: jax.Array, target: Target, donate: bool) -> None:
         # One program runs on one set of devices, and knows one mesh.
@@ -187,11 +205,11 @@ class _Plan:
 
     def carry_out(self) -> list[tuple[int, jax.Array]]:
         done: list[tuple[int, jax.Array]] = []
-        if self.puts:
-            index, own, wanted = zip(*self.puts, strict=True)
+        if self.put_own:
             # One sharding for all costs less than the same one for each.
-            where = wanted[0] if all(w is wanted[0] for w in wanted) else list(wanted)
-            done += zip(index, jax.device_put(list(own), where), strict=True)
+            first = self.put_where[0]
+            where = first if all(w is first for w in self.put_where) else self.put_where
+            done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
         if self.local:
             done += _put_local(self.local)
         for i, x, wanted, donate in self.reordered:
@@ -260,6 +278,10 @@ def _on_host(x: Any, share: bool) -> np.ndarray:
         if len(shards) > 1:
             return _assemble(x, shards)
         x = jax.device_get(shards[0].data)
+    return _host_copy(x, share)
+
+
+def _host_copy(x: Any, share: bool) -> np.ndarray:
     if share and isinstance(x, np.ndarray):
         return x
     copy = _empty(x.shape, canonical_dtype(x))

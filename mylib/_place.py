@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from ._constrain import constrain
 from ._errors import Fault, PlacementError
+from ._leaves import kind_of
 from ._move import move, not_there
 from ._target import Target, axis_names, fill_free, memory_space, sharding_of, spec_over
 from ._world import current_world, sharding_under
@@ -45,9 +46,10 @@ def _bind(arrays: Sequence[Any], targets: Any, sources: Any, may_alias: Any) -> 
 def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.Array]:
     del sources
     placed = list(arrays)
-    moving = not_there(arrays, targets, range(len(arrays)))
-    given, wanted, alias = _pick(moving, arrays, targets, may_alias)
-    moved = move(given, wanted, [False] * len(moving), alias)
+    kinds = [kind_of(x) for x in arrays]
+    moving = not_there(arrays, kinds, targets, range(len(arrays)))
+    given, kinds, wanted, alias = _pick(moving, arrays, kinds, targets, may_alias)
+    moved = move(given, kinds, wanted, [False] * len(moving), alias)
     for i, y in zip(moving, moved, strict=True):
         placed[i] = y
     return placed

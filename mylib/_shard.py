@@ -119,7 +119,8 @@ def filter_device_put(
     gone = broadcast_prefix(donate, leaves, _is_flag)
     alias = broadcast_prefix(may_alias, leaves, _is_flag)
     sources = broadcast_prefix(src, leaves, _is_source)
-    _check_options(leaves, sources, gone, alias)
+    if not (src is None and donate is False and _is_flag(may_alias)):
+        _check_options(leaves, sources, gone, alias)
     if placement is ...:
         return leaves.join(to_default_device(leaves.arrays, alias))
     refuse = _refuse_unpinned if world.staged else None
@@ -168,7 +169,7 @@ def _move_all(
     placed, rest = _place_abstract(leaves, targets)
     traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
     concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
-    moving = not_there(placed, targets, concrete)
+    moving = not_there(placed, leaves.kinds, targets, concrete)
     _check_readable(leaves, targets, moving)
     if traced:
         homes = [
@@ -181,8 +182,9 @@ def _move_all(
         # An array that stands in the tree more than once is not used up for one of its places.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
         use_up = [donate[i] and times[id(leaves.arrays[i])] == 1 for i in moving]
-        arrays, wanted, alias = (_pick(column, moving) for column in (placed, targets, may_alias))
-        _put_back(placed, moving, move(arrays, wanted, use_up, alias))
+        columns = (placed, leaves.kinds, targets, may_alias)
+        arrays, kinds, wanted, alias = (_pick(column, moving) for column in columns)
+        _put_back(placed, moving, move(arrays, kinds, wanted, use_up, alias))
         _let_go([x for x, i in zip(arrays, moving, strict=True) if donate[i]], placed)
     return placed
 
