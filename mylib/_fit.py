@@ -10,12 +10,22 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ._target import AnyMesh, Target, axis_names, axis_types, mesh_in_force, sharding_of
+from ._target import (
+    AnyMesh,
+    Target,
+    axes_in,
+    axis_names,
+    axis_types,
+    entries_of,
+    mesh_in_force,
+    same_axes,
+    sharding_of,
+)
 from ._world import World
 
 
 def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
-    names = [name for entry in spec for name in axis_names(entry)]
+    names = [name for entry in entries_of(spec) for name in axis_names(entry)]
     for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
         if name not in mesh.axis_names:
             close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
@@ -25,7 +35,7 @@ def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
             )
         elif names.count(name) > 1:
             yield f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
-    if PartitionSpec.UNCONSTRAINED in spec and AxisType.Auto not in mesh.axis_types:
+    if PartitionSpec.UNCONSTRAINED in entries_of(spec) and AxisType.Auto not in mesh.axis_types:
         yield (
             f"{show_mesh(mesh)} has no Auto axis, so the compiler chooses for no dimension",
             "write the axes, or None, in place of UNCONSTRAINED",
@@ -46,9 +56,10 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, s
             f"give at most {len(shape)}",
         )
         return
-    for dim, entry in enumerate(sharding.spec):
+    for dim, entry in enumerate(entries_of(sharding.spec)):
         parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
-        if shape[dim] % parts:
+        # A symbolic size, as in `jax.export`, is left to the program that it comes to stand in.
+        if isinstance(shape[dim], int) and shape[dim] % parts:
             yield (
                 f"dimension {dim} of size {shape[dim]} does not divide into the {parts} parts of "
                 f"{entry!r}",
@@ -77,11 +88,12 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
     if not isinstance(sharding, NamedSharding):
         if world.manual_axes or (size is not None and size != len(sharding.device_set)):
             yield (
-                f"this code runs on {size} devices at once",
+                f"this code runs on {size or 'several'} devices at once",
                 "move the array before or after the transformed function, or name mesh axes",
             )
         return
-    for axis in [n for entry in sharding.spec for n in axis_names(entry) if n in world.manual_axes]:
+    spec = entries_of(sharding.spec)
+    for axis in [n for entry in spec for n in axis_names(entry) if n in world.manual_axes]:
         yield (
             f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",
             "leave it out of the spec; shard over it by `in_specs` and `out_specs`",
@@ -110,14 +122,25 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
     if (
         world.mesh.are_all_axes_explicit
         and AxisType.Auto in mesh.axis_types
-        and dict(mesh.shape) != dict(world.mesh.shape)
+        and not same_axes(mesh, world.mesh)
     ):
         yield (
             f"{show_mesh(mesh)} has Auto axes, and the mesh in force here has only Explicit ones",
             f"constrain to {show_mesh(world.mesh)}, which is in force",
         )
     types = axis_types(mesh_in_force(mesh, world))
-    for entry in sharding.spec:
+    explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
+    for name in sorted(explicit & world.spmd_axes):
+        yield (
+            f"spmd_axis_name={name!r} is an Explicit axis, and JAX forgets it when resharding",
+            "split the batch over it outside of vmap, or make the axis Auto",
+        )
+    for name in sorted(explicit & world.batch_axes & axes_in(sharding.spec)):
+        yield (
+            f"the batch of a surrounding vmap is split over {name!r} already",
+            "leave that axis out of the spec, or place the batch otherwise outside of vmap",
+        )
+    for entry in spec:
         kinds = [types[name] for name in axis_names(entry)]
         if _auto_before_explicit(kinds):
             yield (

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 
 from ._axes import axes_of
 
@@ -42,6 +42,8 @@ def kind_of(x: Any) -> Kind:
         kind = _kind_of_dtype.get(x.dtype)
         if kind is None:
             kind = _kind_of_dtype[x.dtype] = _classify_dtype(x.dtype)
+    elif kind is Kind.TRACED and not isinstance(jax.typeof(x), ShapedArray):
+        return Kind.STATIC  # a Ref, which is a place and not a value
     return kind
 
 

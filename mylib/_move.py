@@ -1,6 +1,7 @@
 """The eager transports: keep, put, reshard, and put across processes.
 
-Which one a leaf takes was chosen by measuring (`benchmarks/placement.py`, docs/benchmarks.md):
+Which one a leaf takes was chosen by measuring on CPU (`benchmarks/placement.py`,
+docs/benchmarks.md); the thresholds for accelerators are estimates:
 
 - *keep*: the leaf is already there; the same object comes back.
 - *put*: a private copy of the leaf, then one batched `jax.device_put` for the whole tree. From CPU
@@ -10,7 +11,7 @@ Which one a leaf takes was chosen by measuring (`benchmarks/placement.py`, docs/
 - *reshard*: one compiled identity for the whole tree, for shards that should not visit the host.
 - *local*: the shards that this process holds of an array over many, without asking the others.
 
-A tree launches one program at most: simulated devices can deadlock on several.
+Never more than one program of a tree is in flight: simulated devices can deadlock on several.
 """
 
 import math
@@ -32,7 +33,16 @@ from jax.sharding import (
 )
 
 from ._leaves import Kind, canonical_dtype, kind_of
-from ._target import Target, axis_names, fill_free, memory_kind, sharding_of, spec_over
+from ._target import (
+    Target,
+    axis_names,
+    entries_of,
+    fill_free,
+    memory_kind,
+    sharding_of,
+    spec_over,
+    with_entries,
+)
 
 # A buffer that starts on such a boundary is taken over by XLA's CPU client without a second copy.
 _ALIGNMENT = 64
@@ -101,6 +111,15 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
     return placed
 
 
+def uncommitted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same values on the default device, for JAX to move as it likes; where they are, if no
+    process has them whole.
+    """
+    whole = [x for x in arrays if x.is_fully_addressable]
+    own = iter(jax.device_put([_on_host(x, share=False) for x in whole]))
+    return [next(own) if x.is_fully_addressable else x for x in arrays]
+
+
 def _has_layout(x: Any, target: Target) -> bool:
     if not isinstance(target, Format) or not isinstance(target.layout, Layout):
         return True
@@ -125,10 +144,12 @@ def _agree(here: Sharding, wanted: Sharding, ndim: int) -> bool:
 
 def _same_type(here: NamedSharding, wanted: NamedSharding, ndim: int) -> bool:
     # Explicit axes are part of an array's type, also those of size 1, which split nothing.
-    mesh = wanted.mesh
-    return list(map(axis_names, spec_over(mesh, here, ndim))) == list(
-        map(axis_names, spec_over(mesh, wanted, ndim))
-    )
+    def signature(sharding: NamedSharding) -> Any:
+        spec = sharding.spec
+        entries = map(axis_names, spec_over(wanted.mesh, sharding, ndim))
+        return list(entries), spec.unreduced, spec.reduced
+
+    return signature(here) == signature(wanted)
 
 
 def _over_key_data(target: Target, ndim: int) -> Target:
@@ -139,7 +160,8 @@ def _over_key_data(target: Target, ndim: int) -> Target:
         return _over_key_data(sharding_of(target), ndim)
     if not isinstance(target, NamedSharding):
         return target
-    return target.update(spec=PartitionSpec(*target.spec, *[None] * (ndim + 1 - len(target.spec))))
+    entries = [*entries_of(target.spec), *[None] * (ndim + 1 - len(target.spec))]
+    return target.update(spec=with_entries(target.spec, entries))
 
 
 class _Plan:
@@ -153,8 +175,9 @@ class _Plan:
         self.put_where: list[Sharding] = []
         self.targets: dict[int, tuple[Sharding, bool, Target]] = {}
         self.local: list[tuple[int, np.ndarray, Sharding]] = []
-        self.reordered: list[tuple[int, jax.Array, Sharding, bool]] = []
-        self.reshards: dict[Any, list[tuple[int, jax.Array, Target, bool]]] = {}
+        self.one_by_one: list[tuple[int, Any, Sharding, bool]] = []
+        self.layouts: list[tuple[int, Format, bool]] = []
+        self.reshards: _Groups = {}
 
     def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
         wanted, simple = self.read(target)
@@ -168,19 +191,19 @@ class _Plan:
         target = fill_free(target, here, x.ndim)
         wanted = sharding_of(target)
         if isinstance(target, Format) and target.layout is not None:
-            # A layout is given by a program, and programs take what is on their own devices.
-            if here is None or _device_order(here) != _device_order(wanted):
-                x, donate = jax.device_put(_private(x, here, wanted, donate, alias), wanted), True
-            self.add_reshard(i, x, target, donate)
+            # A layout is given by a program, to what is on its devices already.
+            self.layouts.append((i, target, not alias))
+        if _has_partial_sums(here) or _has_partial_sums(wanted):
+            self.one_by_one.append((i, x, wanted, False))
         elif here is None or not _worth_staying(x, here, wanted):
             if wanted.is_fully_addressable:
                 self.add_put(i, _private(x, here, wanted, donate, alias), wanted)
             else:
                 self.local.append((i, _on_host(x, donate or alias), wanted))
         elif _device_order(here) == _device_order(wanted):
-            self.add_reshard(i, x, wanted, donate)
+            _add_reshard(self.reshards, i, x, wanted, donate)
         else:
-            self.reordered.append((i, x, wanted, donate))
+            self.one_by_one.append((i, x, wanted, donate))
 
     def read(self, target: Target) -> tuple[Sharding, bool]:
         """The sharding of a target, and whether `jax.device_put` serves it as it stands."""
@@ -198,11 +221,6 @@ class _Plan:
         self.put_own.append(own)
         self.put_where.append(wanted)
 
-    def add_reshard(self, i: int, x: jax.Array, target: Target, donate: bool) -> None:
-        # One program runs on one set of devices, and knows one mesh.
-        devices = _device_order(x.sharding), _mesh_of(x.sharding), _mesh_of(sharding_of(target))
-        self.reshards.setdefault(devices, []).append((i, x, target, donate))
-
     def carry_out(self) -> list[tuple[int, jax.Array]]:
         done: list[tuple[int, jax.Array]] = []
         if self.put_own:
@@ -212,14 +230,45 @@ class _Plan:
             done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
         if self.local:
             done += _put_local(self.local)
-        for i, x, wanted, donate in self.reordered:
+        for i, x, wanted, donate in self.one_by_one:
             # `jax.device_put` launches a program for each.
             done.append((i, jax.block_until_ready(jax.device_put(x, wanted, donate=donate))))
-        for n, leaves in enumerate(self.reshards.values()):
-            if n > 0:
-                jax.block_until_ready([y for _, y in done])
-            done += _reshard(leaves)
+        done += _reshard_groups(self.reshards)
+        if self.layouts:
+            arrays = dict(done)
+            jax.block_until_ready(list(arrays.values()))
+            groups: _Groups = {}
+            for i, target, ours in self.layouts:
+                _add_reshard(groups, i, arrays[i], target, ours)
+            done += _reshard_groups(groups)
         return done
+
+
+# One program runs on one set of devices, and knows one mesh.
+_Groups = dict[Any, list[tuple[int, jax.Array, Target, bool]]]
+
+
+def _add_reshard(groups: _Groups, i: int, x: jax.Array, target: Target, donate: bool) -> None:
+    here, wanted = x.sharding, sharding_of(target)
+    key = _device_order(here), _mesh_of(here), _mesh_of(wanted)
+    # Memory can be used again by what has the same share of it.
+    fits = here.shard_shape(x.shape) == wanted.shard_shape(x.shape)
+    fits = fits and memory_kind(here) == memory_kind(wanted)
+    groups.setdefault(key, []).append((i, x, target, donate and fits))
+
+
+def _reshard_groups(groups: _Groups) -> list[tuple[int, jax.Array]]:
+    done: list[tuple[int, jax.Array]] = []
+    for leaves in groups.values():
+        jax.block_until_ready([y for _, y in done])
+        done += _reshard(leaves)
+    return done
+
+
+def _has_partial_sums(sharding: Sharding | None) -> bool:
+    if not isinstance(sharding, NamedSharding):
+        return False
+    return bool(sharding.spec.unreduced or sharding.spec.reduced)
 
 
 def _device_order(sharding: Sharding) -> Any:
@@ -257,14 +306,31 @@ def _private(x: Any, here: Sharding | None, wanted: Sharding, donate: bool, alia
     """
     if here is None or not here.is_fully_addressable:
         return _on_host(x, donate or alias)
-    weak = x.weak_type or canonical_dtype(x) != x.dtype
     one_to_many = here.num_devices == 1 and wanted.num_devices > 1
-    # NumPy has no weak types, and would take 64 bits for a mistake.
-    if not weak and (_on_cpu(here) or (one_to_many and x.nbytes < _WORTH_COMPILING)):
+    if x.weak_type or canonical_dtype(x) != x.dtype:
+        # NumPy has no weak types, and would take 64 bits for a mistake. Whole copies on all devices
+        # first, since cutting up the array where it is compiles for its shape.
+        if one_to_many and isinstance(wanted, NamedSharding):
+            return _replicas(x, wanted.mesh)
+    elif _on_cpu(here) or (one_to_many and x.nbytes < _WORTH_COMPILING):
         return _on_host(x, donate or alias)
-    if alias or here.device_set.isdisjoint(wanted.device_set):
+    if alias or not _may_share(x, here, wanted):
         return x
     return jax.device_put(x, here, may_alias=False)
+
+
+def _replicas(x: jax.Array, mesh: Any) -> jax.Array:
+    own = jax.device_put(x, x.sharding, may_alias=False)
+    return jax.device_put(own, NamedSharding(mesh, PartitionSpec()))
+
+
+def _may_share(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
+    """Whether `jax.device_put` may hand memory of `x` on, a device's share being what it was."""
+    return (
+        not here.device_set.isdisjoint(wanted.device_set)
+        and here.shard_shape(x.shape) == wanted.shard_shape(x.shape)
+        and memory_kind(here) == memory_kind(wanted)
+    )
 
 
 def _on_host(x: Any, share: bool) -> np.ndarray:
@@ -325,7 +391,10 @@ def _put_local(leaves: Sequence[tuple[int, np.ndarray, Sharding]]) -> list[tuple
         (
             i,
             jax.make_array_from_single_device_arrays(
-                own.shape, wanted, [next(shards) for _ in range(count)], dtype=own.dtype
+                own.shape,
+                wanted,
+                [next(shards) for _ in range(count)],
+                dtype=canonical_dtype(own),
             ),
         )
         for (i, own, wanted), count in zip(leaves, counts, strict=True)

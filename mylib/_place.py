@@ -11,14 +11,24 @@ import jax
 from jax.experimental.layout import Format
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from ._constrain import constrain
 from ._errors import Fault, PlacementError
 from ._leaves import kind_of
-from ._move import move, not_there
-from ._target import Target, axis_names, fill_free, memory_space, sharding_of, spec_over
-from ._world import current_world, sharding_under
+from ._move import move, not_there, uncommitted
+from ._target import (
+    Target,
+    axes_in,
+    axis_names,
+    entries_of,
+    fill_free,
+    memory_space,
+    sharding_of,
+    spec_over,
+    with_entries,
+)
+from ._world import UNCOMMITTED, Uncommitted, current_world, sharding_under
 
 place_p = Primitive("place")
 place_p.multiple_results = True
@@ -26,17 +36,13 @@ place_p.multiple_results = True
 
 def place(
     arrays: Sequence[Any],
-    targets: Sequence[Target],
-    sources: Sequence[Sharding | None],
+    targets: Sequence[Target | Uncommitted],
+    sources: Sequence[Sharding | Uncommitted | None],
     may_alias: Sequence[bool | None],
 ) -> list[Any]:
     """Moves arrays that an eager transformation is looking at. Cotangents go back to `sources`;
     where that is None they stay where they are.
     """
-    return _bind(arrays, targets, sources, may_alias)
-
-
-def _bind(arrays: Sequence[Any], targets: Any, sources: Any, may_alias: Any) -> list[Any]:
     return place_p.bind(
         *arrays, targets=tuple(targets), sources=tuple(sources), may_alias=tuple(may_alias)
     )
@@ -46,8 +52,12 @@ def _bind(arrays: Sequence[Any], targets: Any, sources: Any, may_alias: Any) -> 
 def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.Array]:
     del sources
     placed = list(arrays)
+    homeless = [i for i, target in enumerate(targets) if target is UNCOMMITTED]
+    for i, y in zip(homeless, uncommitted([arrays[i] for i in homeless]), strict=True):
+        placed[i] = y
     kinds = [kind_of(x) for x in arrays]
-    moving = not_there(arrays, kinds, targets, range(len(arrays)))
+    placeable = [i for i in range(len(arrays)) if targets[i] is not UNCOMMITTED]
+    moving = not_there(arrays, kinds, targets, placeable)
     given, kinds, wanted, alias = _pick(moving, arrays, kinds, targets, may_alias)
     moved = move(given, kinds, wanted, [False] * len(moving), alias)
     for i, y in zip(moving, moved, strict=True):
@@ -61,7 +71,9 @@ def _abstract(*avals: Any, targets: Any, sources: Any, may_alias: Any) -> list[A
     return [_aval_at(aval, target) for aval, target in zip(avals, targets, strict=True)]
 
 
-def _aval_at(aval: Any, target: Target) -> Any:
+def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
+    if isinstance(target, Uncommitted):
+        return aval.update(memory_space=jax.memory.Space.Device, sharding=None)
     sharding = sharding_of(target)
     aval = aval.update(memory_space=memory_space(sharding))
     if not isinstance(sharding, NamedSharding):
@@ -73,10 +85,10 @@ def _aval_at(aval: Any, target: Target) -> Any:
 def _jvp(
     primals: Sequence[Any], tangents: Sequence[Any], *, targets: Any, sources: Any, may_alias: Any
 ) -> tuple[list[Any], list[Any]]:
-    out = _bind(primals, targets, sources, may_alias)
+    out = place(primals, targets, sources, may_alias)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
-    moved = _bind(*_pick(moving, tangents, targets, sources, may_alias)) if moving else []
+    moved = place(*_pick(moving, tangents, targets, sources, may_alias)) if moving else []
     for i, tangent in zip(moving, moved, strict=True):
         out_tangents[i] = tangent
     return out, out_tangents
@@ -88,7 +100,7 @@ def _transpose(
     results = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
     moving = [i for i, ct in enumerate(results) if ct is not None and sources[i] is not None]
     if moving:
-        moved = _bind(*_pick(moving, results, sources, targets, may_alias))
+        moved = place(*_pick(moving, results, sources, targets, may_alias))
         for i, ct in zip(moving, moved, strict=True):
             results[i] = ct
     return results
@@ -116,7 +128,7 @@ def _batch(
         _with_batch(source, dim, x, ())
         for source, dim, x in zip(sources, dims, arrays, strict=True)
     ]
-    return _bind(arrays, batched_targets, batched_sources, may_alias), dims
+    return place(arrays, batched_targets, batched_sources, may_alias), dims
 
 
 def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]) -> Any:
@@ -135,18 +147,41 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
             ]
         )
     # The batch dimension stays as it is, as far as its axes are not asked for elsewhere.
-    entries = list(target.spec) + [None] * (x.ndim - 1 - len(target.spec))
-    taken = {name for entry in entries for name in axis_names(entry)}
+    entries = list(entries_of(target.spec)) + [None] * (x.ndim - 1 - len(target.spec))
+    taken = axes_in(target.spec)
     here = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
     entries.insert(dim, spmd_axes or tuple(n for n in axis_names(here) if n not in taken) or None)
-    return target.update(spec=PartitionSpec(*entries))
+    return target.update(spec=with_entries(target.spec, entries))
 
 
 def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any]:
     # Reached where the linear part of an eager `linearize` or `vjp` is put under `jit` later.
     del sources, may_alias
-    filled = [fill_free(target, None, x.ndim) for x, target in zip(arrays, targets, strict=True)]
-    return constrain(arrays, filled, current_world())
+    placed = list(arrays)
+    index = [i for i, target in enumerate(targets) if target is not UNCOMMITTED]
+    given, wanted = _pick(index, arrays, targets)
+    _refuse_host_memory(given, wanted)
+    filled = [fill_free(target, None, x.ndim) for x, target in zip(given, wanted, strict=True)]
+    for i, y in zip(index, constrain(given, filled, current_world()), strict=True):
+        placed[i] = y
+    return placed
+
+
+def _refuse_host_memory(arrays: Sequence[Any], targets: Sequence[Target]) -> None:
+    # JAX finds the memory of a program's results by its own transfers, and would ignore this one.
+    faults = [
+        Fault(
+            "an array in a function that was linearized outside of jit",
+            tuple(x.shape),
+            str(target),
+            "jit can't tell that this function moves it to pinned_host memory",
+            "linearize inside of jit, or call the linear function without jit",
+        )
+        for x, target in zip(arrays, targets, strict=True)
+        if memory_space(sharding_of(target)) == jax.memory.Space.Host
+    ]
+    if faults:
+        raise PlacementError(faults)
 
 
 ad.primitive_jvps[place_p] = _jvp

@@ -92,6 +92,9 @@ def resolve_leaves(
     """`resolve` on a flattened tree. `refuse` yields (reason, mend) for a target that the calling
     verb can't serve.
     """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
+        raise PlacementError([Fault("", None, f"mesh={mesh!r}", reason, mend)])
     entries, misfits = spread_prefix(placement, leaves, _is_placement_leaf)
     return _Resolver(leaves, mesh, world, refuse).run(entries, misfits)
 

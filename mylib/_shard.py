@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from ._constrain import constrain
+from ._constrain import constrain, transfer_and_constrain
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaves, name_of, split
 from ._move import move, not_there, to_default_device
@@ -126,7 +126,7 @@ def filter_device_put(
     refuse = _refuse_unpinned if world.staged else None
     targets = resolve_leaves(leaves, placement, mesh, world, refuse)
     if world.staged:
-        return leaves.join(_constrain_all(leaves, targets, world, _transfer_and_constrain))
+        return leaves.join(_constrain_all(leaves, targets, world, transfer_and_constrain))
     return leaves.join(_move_all(leaves, targets, sources, gone, alias))
 
 
@@ -140,7 +140,11 @@ def _place_abstract(
         if target is None:
             continue
         if kind is Kind.ABSTRACT:
-            placed[i] = placed[i].update(sharding=target)
+            # Not `update`: it refuses to put a sharding in the place of a layout.
+            x = placed[i]
+            placed[i] = jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=target, weak_type=x.weak_type
+            )
         else:
             rest.append(i)
     return placed, rest
@@ -220,7 +224,7 @@ def _check_readable(
             reason = "the array has been deleted"
             mend = "if it was donated to a function, go on with what that function returned"
         elif several_processes and _out_of_reach(x, sharding_of(target)):
-            reason = "its shards are on several processes, and the target has other devices"
+            reason = "its shards are on other processes, and the target has other devices"
             mend = "place it over the same devices first, replicated; each process then has it all"
         else:
             continue
@@ -230,38 +234,20 @@ def _check_readable(
 
 
 def _out_of_reach(x: jax.Array, wanted: Sharding) -> bool:
-    elsewhere = not x.is_fully_addressable and not x.is_fully_replicated
-    return elsewhere and x.sharding.device_set != wanted.device_set
+    whole_here = x.is_fully_replicated and len(x.addressable_shards) > 0
+    readable = x.is_fully_addressable or whole_here
+    return not readable and x.sharding.device_set != wanted.device_set
 
 
 def _constrain_all(
     leaves: Leaves,
     targets: Sequence[Target | None],
     world: World,
-    constrain: Callable[[list[Any], list[Target], World], list[jax.Array]] = constrain,
+    how: Callable[[list[Any], list[Target], World], list[jax.Array]] = constrain,
 ) -> list[Any]:
     placed, rest = _place_abstract(leaves, targets)
-    _put_back(placed, rest, constrain(_pick(placed, rest), _pick(targets, rest), world))
+    _put_back(placed, rest, how(_pick(placed, rest), _pick(targets, rest), world))
     return placed
-
-
-def _transfer_and_constrain(
-    arrays: list[Any], targets: list[Target], world: World
-) -> list[jax.Array]:
-    """As `constrain`, and the values in the kind of memory that the targets say."""
-    on_device = [
-        x
-        if jax.typeof(x).memory_space == jax.memory.Space.Device
-        else jax.device_put(x, jax.memory.Space.Device)
-        for x in arrays
-    ]
-    constrained = constrain(on_device, targets, world)
-    return [
-        x
-        if memory_space(sharding_of(target)) == jax.memory.Space.Device
-        else jax.device_put(x, jax.memory.Space.Host)
-        for x, target in zip(constrained, targets, strict=True)
-    ]
 
 
 def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:

@@ -1,5 +1,6 @@
 """Targets: what a placement comes down to for one leaf, and what can be read off one."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -30,6 +31,19 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
+def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    # Going over the spec itself is refused where it names unreduced or reduced axes.
+    return tuple(spec.partitions)
+
+
+def axes_in(spec: PartitionSpec) -> set[Any]:
+    return {name for entry in entries_of(spec) for name in axis_names(entry)}
+
+
+def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
+    return PartitionSpec(*entries, unreduced=spec.unreduced, reduced=spec.reduced)
+
+
 def fill_free(wanted: T, here: Sharding | None, ndim: int) -> T:
     """`wanted` with its UNCONSTRAINED dimensions as they are in `here`, as far as the axes are not
     taken: outside of a compiled program nobody else chooses for them.
@@ -37,24 +51,26 @@ def fill_free(wanted: T, here: Sharding | None, ndim: int) -> T:
     filled: Any = wanted
     if isinstance(wanted, Format):
         filled = Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
-    elif isinstance(wanted, NamedSharding) and PartitionSpec.UNCONSTRAINED in wanted.spec:
+    elif isinstance(wanted, NamedSharding) and PartitionSpec.UNCONSTRAINED in entries_of(
+        wanted.spec
+    ):
         current = spec_over(wanted.mesh, here, ndim)
-        taken = {name for entry in wanted.spec for name in axis_names(entry)}
+        taken = axes_in(wanted.spec)
         entries = [
             tuple(name for name in axis_names(now) if name not in taken) or None
             if entry is PartitionSpec.UNCONSTRAINED
             else entry
-            for entry, now in zip(wanted.spec, current, strict=False)
+            for entry, now in zip(entries_of(wanted.spec), current, strict=False)
         ]
-        filled = wanted.update(spec=PartitionSpec(*entries))
+        filled = wanted.update(spec=with_entries(wanted.spec, entries))
     return filled
 
 
-def spec_over(mesh: AnyMesh, here: Sharding | None, ndim: int) -> list[Any]:
+def spec_over(mesh: AnyMesh, here: object, ndim: int) -> list[Any]:
     """How an array at `here` is split over `mesh`, one entry a dimension."""
     current: list[Any] = [None] * ndim
     if isinstance(here, NamedSharding) and here.mesh == mesh:
-        current[: len(here.spec)] = here.spec
+        current[: len(here.spec)] = entries_of(here.spec)
     return current
 
 
@@ -62,8 +78,12 @@ def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:
     """`mesh` with its axes of the types that they have in the surrounding code: `shard_map`,
     `auto_axes` and `explicit_axes` change them for what they wrap.
     """
-    same = world.staged and dict(world.mesh.shape) == dict(mesh.shape)
-    return world.mesh if same else mesh
+    return world.mesh if world.staged and same_axes(world.mesh, mesh) else mesh
+
+
+def same_axes(one: AnyMesh, other: AnyMesh) -> bool:
+    # In order, too: ("a", "b") and ("b", "a") number the devices differently.
+    return tuple(one.shape.items()) == tuple(other.shape.items())
 
 
 def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:

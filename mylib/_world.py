@@ -4,6 +4,7 @@ This is the one file that touches names which JAX keeps private. Each of them ha
 `tests/test_world.py` that says what to do when JAX moves it.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,10 @@ class World:
     staged: bool
     mesh: AbstractMesh
     devices: Mesh | None
+    # The mesh axes that a surrounding `vmap` splits its batch over: because the batch came so, on
+    # Explicit axes, and because of `spmd_axis_name`.
+    batch_axes: frozenset[Any] = frozenset()
+    spmd_axes: frozenset[Any] = frozenset()
 
     @property
     def manual_axes(self) -> frozenset[str]:
@@ -52,11 +57,26 @@ def current_world() -> World:
     if concrete.empty:
         # `with mesh:`, deprecated but still what much code has.
         concrete = mesh_lib.thread_resources.env.physical_mesh
+    batches = list(_batches(core.trace_ctx.trace))
     return World(
         staged=_is_staged(core.trace_ctx.trace),
+        batch_axes=_named(batch.explicit_mesh_axis for batch in batches),
+        spmd_axes=_named(batch.spmd_name for batch in batches),
         mesh=jax.sharding.get_abstract_mesh(),
         devices=None if concrete.empty else concrete,
     )
+
+
+def _batches(trace: Any) -> Iterator[Any]:
+    while trace is not None:
+        if isinstance(trace, batching.BatchTrace):
+            yield trace.axis_data
+        trace = getattr(trace, "parent_trace", None)
+
+
+def _named(axes: Iterable[Any]) -> frozenset[Any]:
+    names = [axis if isinstance(axis, tuple | list) else (axis,) for axis in axes]
+    return frozenset(name for group in names for name in group if name is not None)
 
 
 def _is_staged(trace: Any) -> bool:
@@ -67,7 +87,14 @@ def _is_staged(trace: Any) -> bool:
     return not (trace is None or isinstance(trace, core.EvalTrace))
 
 
-def sharding_under(x: Any) -> Sharding | None:
+class Uncommitted:
+    """The place of an array that JAX may move as it likes."""
+
+
+UNCOMMITTED = Uncommitted()
+
+
+def sharding_under(x: Any) -> Sharding | Uncommitted | None:
     """Where the concrete array behind `x` lies, seen without the dimensions that `vmap` has added;
     None if there is no array with a place of its own behind it.
     """
@@ -83,5 +110,5 @@ def sharding_under(x: Any) -> Sharding | None:
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
         )
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
-        return x.sharding
+        return x.sharding if x.committed else UNCOMMITTED
     return None

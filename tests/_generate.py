@@ -16,11 +16,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, Sing
 
 from mylib.rules import PASS
 
-_MESH_SHAPES = [(8,), (4,), (2,), (1,), (2, 4), (4, 2), (3, 2), (1, 2), (2, 2, 2), (2, 1, 3)]
+_MESH_SHAPES = ((8,), (4,), (2,), (1,), (2, 4), (4, 2), (3, 2), (1, 2), (2, 2, 2), (2, 1, 3))
 _SHAPES = [(24,), (8, 12), (16, 8), (4, 6, 8), (8, 3), (1, 8, 2), (2,), (3, 5), (8, 0), (0,), ()]
 _DTYPES = [*map(np.dtype, "float32 int32 uint8 bool complex64 float16 int64 float64".split())]
 _DTYPES += [jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.int4)]
-_TYPES = [AxisType.Auto, AxisType.Explicit]
+_AXIS_TYPES = [AxisType.Auto, AxisType.Explicit]
 _STATICS = ["text", 3, 2.5, True, None, len, AxisType.Auto, np.int64]
 _STATICS += [np.array(["a", "b"]), np.array(["2026-01-01"], "M8[D]"), np.array([{}, None])]
 
@@ -47,10 +47,10 @@ class Case:
 
 
 @st.composite
-def meshes(draw, shapes=tuple(_MESH_SHAPES), types=(AxisType.Auto, AxisType.Explicit)):
+def meshes(draw, shapes=_MESH_SHAPES):
     shape = draw(st.sampled_from(shapes))
     devices = draw(st.permutations(jax.devices()) | st.just(jax.devices()))
-    kinds = tuple(draw(st.sampled_from(types)) for _ in shape)
+    kinds = tuple(draw(st.sampled_from(_AXIS_TYPES)) for _ in shape)
     used = np.array(devices[: np.prod(shape)]).reshape(shape)
     return Mesh(used, ("x", "y", "z")[: len(shape)], axis_types=kinds)
 

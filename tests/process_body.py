@@ -110,7 +110,7 @@ def test_shards_elsewhere_are_an_error_with_the_same_words() -> None:
         mylib.filter_shard(x, jax.devices()[0])
     except mylib.PlacementError as error:
         text = str(error)
-    assert "['w'] (8,)" in text and "its shards are on several processes" in text
+    assert "['w'] (8,)" in text and "its shards are on other processes" in text
     (FOLDER / f"words{INDEX}").write_text(text)
 
 

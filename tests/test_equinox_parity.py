@@ -212,6 +212,31 @@ def test_an_unchanged_leaf_is_not_copied():
     assert mylib.filter_shard(x, on(P("x"))) is x
 
 
+def test_a_memory_kind_is_not_ignored_in_jit():
+    target = on(P("x"), memory_kind="pinned_host")
+    ignored = jax.jit(lambda x: eqx.filter_shard(x, target))(words())
+    assert ignored.sharding.memory_kind == "device"
+    with pytest.raises(mylib.PlacementError, match="filter_device_put"):
+        jax.jit(lambda x: mylib.filter_shard(x, target))(words())
+
+
+def test_an_eager_cotangent_goes_home():
+    x = jax.device_put(jnp.arange(8.0), on(P("y")))
+    theirs, ours = (
+        jax.grad(lambda x, f=f: (f(x, on(P("x"))) ** 2).sum())(x)
+        for f in (eqx.filter_shard, mylib.filter_shard)
+    )
+    assert theirs.sharding.spec == P("x")
+    assert ours.sharding.spec == P("y")
+    np.testing.assert_array_equal(ours, theirs)
+
+
+def test_an_abstract_leaf_is_placed():
+    x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    assert eqx.filter_shard(x, on(P("x"))) is x
+    assert mylib.filter_shard(x, on(P("x"))).sharding == on(P("x"))
+
+
 # jax.device_put
 
 

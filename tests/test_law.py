@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 from jax.experimental.layout import Format, Layout
-from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
 import mylib
 
@@ -151,13 +151,36 @@ TWICE = {
 
 
 @pytest.mark.parametrize("placement", TWICE.values(), ids=TWICE)
-@pytest.mark.parametrize("home", [None, NamedSharding(MESH, P())], ids=["device", "mesh"])
+@pytest.mark.parametrize("home", [None, P(), P("x")], ids=["device", "whole", "rows"])
 def test_donating_the_same_array_twice(placement, home):
+    home = home if home is None else NamedSharding(MESH, home)
     x = jax.device_put(jnp.arange(32.0).reshape(8, 4), home)
     expected = np.array(x)
     out = mylib.filter_device_put([x, x], placement, mesh=MESH, donate=True)
     for y in out:
         np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.parametrize("target", [P(), P("x")], ids=["whole", "rows"])
+@pytest.mark.parametrize("home", [P(), P("x")], ids=["whole", "rows"])
+def test_donating_for_a_layout(home, target):
+    """Without a word about memory that could not be used again."""
+    x = jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(MESH, home))
+    y = mylib.filter_device_put(x, Format(Layout((1, 0)), NamedSharding(MESH, target)), donate=True)
+    np.testing.assert_array_equal(y, np.arange(32.0).reshape(8, 4))
+    assert x.is_deleted()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spec", [P(), P("x")], ids=str)
+def test_keys_on_a_mesh_of_one_device(kind, spec):
+    mesh = Mesh(np.array(jax.devices()[1:2]), ("x",), axis_types=(kind,))
+    keys = jax.random.split(jax.random.key(0), 4)
+    out = mylib.filter_shard(keys, spec, mesh=mesh)
+    assert_same_value(out, keys)
+    assert_is_at(out, NamedSharding(mesh, spec))
+    assert len(out.sharding.spec) <= out.ndim
+    assert mylib.filter_shard(out, spec, mesh=mesh) is out
 
 
 @examples(50)

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import _pages
@@ -183,13 +183,15 @@ def close(tree, expected):
     return all(np.allclose(x, y, rtol=1e-4, atol=1e-4) for x, y in pairs)
 
 
-@lru_cache(maxsize=None)
+@cache
 def on_one_device(name):
     layer = LAYERS[name]
     return step(layer.call, *make(layer), layer.x)
 
 
 def outcome(name, mesh, weights, batch="data", mend=lambda call: call):
+    # Before any mesh: RotaryPositionalEmbedding keeps the tables of its first call.
+    expected = on_one_device(name)
     layer = LAYERS[name]
     with jax.set_mesh(mesh):
         model, state = mylib.filter_shard(make(layer), (weights, P()))
@@ -205,7 +207,7 @@ def outcome(name, mesh, weights, batch="data", mend=lambda call: call):
         trainable = eqx.filter(model, eqx.is_inexact_array)
         for g, w in zip(jax.tree.leaves(gradients), jax.tree.leaves(trainable), strict=True):
             assert g.sharding.is_equivalent_to(w.sharding, w.ndim)
-    return "runs" if close(found, on_one_device(name)) else "wrong"
+    return "runs" if close(found, expected) else "wrong"
 
 
 def table():

@@ -508,3 +508,74 @@ def test_deleted_arrays_are_named_before_anything_moves():
 def test_masked_arrays_are_static():
     masked = np.ma.masked_array([1.0, 2.0], [False, True])
     assert mylib.filter_shard(masked, TARGETS["sharded"]) is masked
+
+
+# --- what the transports of accelerators do, on CPU ---------------------------------------------
+
+
+@pytest.fixture
+def as_on_accelerators(monkeypatch):
+    """Takes CPU devices for accelerators, and every array for one that is worth a program: the
+    paths that no machine without a GPU would take otherwise.
+    """
+    monkeypatch.setattr("mylib._move._on_cpu", lambda sharding: False)
+    monkeypatch.setattr("mylib._move._WORTH_COMPILING", 0)
+
+
+@pytest.mark.usefixtures("as_on_accelerators")
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("target", [t for n, t in TARGETS.items() if n != "other_backend"])
+def test_on_accelerators(target, donate):
+    before = np.arange(4096.0, dtype=np.float32)
+    for source in [*TARGETS.values(), None]:
+        x = jnp.asarray(before) if source is None else mylib.filter_shard(before.copy(), source)
+        y = mylib.filter_device_put(x, target, donate=donate)
+        assert y.sharding.is_equivalent_to(target, 1) and y.committed
+        if y is x:
+            continue
+        assert x.is_deleted() == donate
+        z = jax.jit(lambda v: v + 1, donate_argnums=0)(y)
+        np.testing.assert_array_equal(z, before + 1)
+        if not donate:
+            np.testing.assert_array_equal(x, before)
+
+
+def test_a_donated_replica_is_cut_without_a_warning():
+    x = mylib.filter_shard(np.ones((4096, 1024), np.float32), NamedSharding(mesh_1d(), P()))
+    y = mylib.filter_device_put(x, NamedSharding(mesh_1d(), P("d")), donate=True)
+    assert x.is_deleted() and float(y.sum()) == 4096 * 1024
+
+
+def test_weak_arrays_compile_nothing():
+    source = [jnp.broadcast_to(jnp.asarray(1.0), (8 * n, 3)) for n in range(1, 20)]
+    jax.block_until_ready(source)
+    assert all(x.weak_type for x in source)
+    with counting_compilations() as compiled:
+        placed = mylib.filter_shard(source, TARGETS["sharded"])
+    assert [y.weak_type for y in placed] == [x.weak_type for x in source]
+    assert not compiled
+
+
+def test_the_cotangent_of_an_uncommitted_array_is_uncommitted():
+    x = jnp.arange(8.0)
+    g = jax.grad(lambda x: jnp.sum(mylib.filter_shard(x, TARGETS["sharded"]) ** 2))(x)
+    assert not g.committed
+    placed = mylib.filter_shard(x, TARGETS["sharded"])
+    np.testing.assert_array_equal(placed - g, -np.arange(8.0))
+    with jax.set_mesh(mesh_1d()):
+        jacobian = jax.jacrev(lambda x: mylib.filter_shard(x, P("d")) ** 2)(x)
+    np.testing.assert_array_equal(jacobian, np.diag(2 * np.arange(8.0)))
+
+
+def test_a_linear_part_put_under_jit_does_not_forget_the_kind_of_memory():
+    there = TARGETS["sharded"].with_memory_kind("pinned_host")
+    x = mylib.filter_shard(np.arange(8.0, dtype=np.float32), TARGETS["sharded"])
+    _, linear = jax.linearize(lambda x: mylib.filter_device_put(x, there), x)
+    assert linear(x).sharding.memory_kind == "pinned_host"
+    with pytest.raises(mylib.PlacementError, match="linearize inside of jit"):
+        jax.jit(linear)(x)
+
+
+def test_a_mesh_that_is_none():
+    with pytest.raises(mylib.PlacementError, match="a str is not a mesh"):
+        mylib.filter_shard(np.ones(8), P("d"), mesh="d")

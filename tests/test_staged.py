@@ -1,6 +1,7 @@
 """Placement inside programs where several meshes meet, and what a program is told."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -146,3 +147,80 @@ def test_an_abstract_mesh_that_nothing_fills_is_an_error(kind):
     with jax.set_mesh(grid(kind, kind)):
         y = jax.jit(lambda x: mylib.filter_shard(x, wanted))(X)
     assert y.sharding.is_equivalent_to(NamedSharding(grid(kind, kind), P("a")), 2)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_the_order_of_axes_counts(kind):
+    one = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind, kind))
+    other = jax.make_mesh((4, 2), ("b", "a"), axis_types=(kind, kind))
+    wanted = NamedSharding(other, P("a"))
+    with jax.set_mesh(one):
+        y = jax.jit(lambda x: mylib.filter_shard(jnp.sin(x), wanted))(X)
+    assert y.sharding.is_equivalent_to(wanted, 2)
+
+
+def test_a_mixed_constraint_holds_when_evaluated_step_by_step():
+    mesh = grid(EXPLICIT, AUTO)
+    x = mylib.filter_shard(X, NamedSharding(mesh, P()))
+    wanted = NamedSharding(mesh, P("a", "b"))
+    converted, consts = jax.closure_convert(lambda x: mylib.filter_shard(x * 1, wanted), x)
+    assert converted(x, *consts).sharding.is_equivalent_to(wanted, 2)
+
+
+def test_unreduced_and_reduced_axes():
+    mesh = grid(EXPLICIT, EXPLICIT)
+    with jax.set_mesh(mesh):
+        x, y = mylib.filter_shard((X, X), (P(None, "a"), P("a")))
+        multiply = jax.jit(
+            lambda x, y: jnp.einsum("ij,jk->ik", x, y, out_sharding=P(unreduced={"a"}))
+        )
+        z = multiply(x, y)
+        assert mylib.filter_shard(z, z.sharding) is z
+        whole = jax.jit(lambda z: mylib.filter_shard(z, P()))(z)
+        np.testing.assert_allclose(whole, X @ X)
+        inside = jax.jit(lambda x: mylib.filter_shard(x, P(unreduced={"a"})))
+        assert inside(mylib.filter_shard(X, P())).sharding.spec.unreduced == {"a"}
+
+
+def test_the_batch_axis_of_an_explicit_mesh_can_not_be_asked_for_again():
+    mesh = grid(EXPLICIT, EXPLICIT)
+    x = mylib.filter_shard(X, NamedSharding(mesh, P("a")))
+    over_a = jax.vmap(lambda row: mylib.filter_shard(row, NamedSharding(mesh, P("a"))))
+    with pytest.raises(mylib.PlacementError, match="is split over 'a' already"):
+        jax.jit(over_a)(x)
+    named = jax.vmap(
+        lambda row: mylib.filter_shard(row, NamedSharding(mesh, P("b"))), spmd_axis_name="a"
+    )
+    with pytest.raises(mylib.PlacementError, match="JAX forgets it when resharding"):
+        jax.jit(named)(X)
+
+
+def test_refs_are_left_alone():
+    mesh = grid(AUTO, AUTO)
+
+    @jax.jit
+    def program(x):
+        ref = jax.new_ref(x)
+        placed = mylib.filter_shard({"ref": ref, "x": x}, P("a"), mesh=mesh)
+        assert placed["ref"] is ref
+        return placed["x"] + ref[...]
+
+    np.testing.assert_array_equal(program(X), 2 * X)
+
+
+def test_symbolic_sizes_are_left_to_the_program():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AUTO,))
+    (size,) = jax.export.symbolic_shape("b")
+    struct = jax.ShapeDtypeStruct((size, 4), jnp.float32)
+    f = jax.jit(lambda x: mylib.filter_shard(x, NamedSharding(mesh, P("d"))))
+    exported = jax.export.export(f)(struct)
+    assert exported.nr_devices == 8
+
+
+def test_a_struct_with_a_layout_can_be_placed_again():
+    from jax.experimental.layout import Format, Layout
+
+    mesh = grid(AUTO, AUTO)
+    struct = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    first = mylib.filter_shard(struct, Format(Layout((1, 0)), NamedSharding(mesh, P("a"))))
+    assert mylib.filter_shard(first, P("b"), mesh=mesh).sharding == NamedSharding(mesh, P("b"))
