@@ -97,8 +97,18 @@ def move(
     for i, y in plan.carry_out():
         moved[i] = y
     for i in keys:
-        moved[i] = jax.random.wrap_key_data(moved[i], impl=jax.random.key_impl(arrays[i]))
+        moved[i] = _as_keys(moved[i], arrays[i])
     return moved
+
+
+def _as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
+    keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    here = keys.sharding
+    if isinstance(here, NamedSharding) and len(here.spec) > keys.ndim:
+        # On a mesh of one device, jax 0.10 leaves the keys with the spec of their data.
+        spec = with_entries(here.spec, entries_of(here.spec)[: keys.ndim])
+        keys = jax.device_put(keys, here.update(spec=spec))
+    return keys
 
 
 def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -> list[Any]:

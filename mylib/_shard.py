@@ -94,8 +94,8 @@ def filter_device_put(
     - `may_alias`: if True, the result may share memory with its source, which saves a copy. Writing
         to a NumPy source, or donating either side, may then change the other.
 
-    `src`, `donate` and `may_alias` may be PyTree prefixes of `tree`. Inside `jax.jit` they have no
-    effect.
+    `src`, `donate` and `may_alias` may be PyTree prefixes of `tree`. On traced values
+    `donate` has no effect, and inside `jax.jit` none of them has one.
 
     **Returns:**
 

@@ -1,7 +1,7 @@
 """Which world a call is made in: eager or staged, and which mesh surrounds it.
 
-This is the one file that touches names which JAX keeps private. Each of them has a test in
-`tests/test_world.py` that says what to do when JAX moves it.
+Beside `mylib.testing` this is the one file that touches names which JAX keeps private. Each of them
+has a test in `tests/test_world.py` that says what to do when JAX moves it.
 """
 
 from collections.abc import Iterable, Iterator

@@ -195,7 +195,7 @@ class Outcome:
 
 def _pull_back(place: Place, x: Any) -> Outcome:
     y, pull = jax.vjp(place, x)
-    return Outcome(y, pull(y)[0])
+    return Outcome(y, pull(y + y)[0])
 
 
 def _stack(x: Any) -> Any:
@@ -203,7 +203,7 @@ def _stack(x: Any) -> Any:
 
 
 def _eager_jvp(place: Place, x: Any, mesh: Mesh) -> Outcome:
-    y, tangent = jax.jvp(place, (x,), (x,))
+    y, tangent = jax.jvp(place, (x,), (x + x,))
     return Outcome(y, tangent)
 
 
@@ -212,16 +212,24 @@ def _jit_grad(place: Place, x: Any, mesh: Mesh) -> Outcome:
     return Outcome(y, cotangent)
 
 
+def _start(place: Place, x: Any, mesh: Mesh) -> Any:
+    # Explicit axes are part of the type that a carry keeps; on others, the body alone is to place.
+    return place(x) if EXPLICIT in mesh.axis_types else x
+
+
 def _scan(place: Place, x: Any, mesh: Mesh) -> Outcome:
     def body(carry: Any, _: Any) -> Any:
         return place(carry), None
 
-    return Outcome(jax.jit(lambda x: jax.lax.scan(body, place(x), length=2)[0])(x))
+    def loop(x: Any) -> Any:
+        return jax.lax.scan(body, _start(place, x, mesh), length=2)[0]
+
+    return Outcome(jax.jit(loop)(x))
 
 
 def _while_loop(place: Place, x: Any, mesh: Mesh) -> Outcome:
     def loop(x: Any) -> Any:
-        start = (jnp.int32(0), place(x))
+        start = (jnp.int32(0), _start(place, x, mesh))
         return jax.lax.while_loop(
             lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, place(carry[1])), start
         )[1]
@@ -439,10 +447,11 @@ def _bits(x: Any) -> np.ndarray:
 
 
 def _assert_values(outcome: Outcome, given: Any) -> None:
-    for value in (outcome.value, outcome.cotangent):
-        if value is not None:
-            assert value.dtype == given.dtype
-            np.testing.assert_array_equal(_bits(value), _bits(given))
+    assert outcome.value.dtype == given.dtype
+    np.testing.assert_array_equal(_bits(outcome.value), _bits(given))
+    if outcome.cotangent is not None:
+        assert outcome.cotangent.dtype == given.dtype
+        np.testing.assert_array_equal(_bits(outcome.cotangent), _bits(given + given))
 
 
 def _assert_sharding(cell: Cell, outcome: Outcome, request: Request, given: Any) -> None:

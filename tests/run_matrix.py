@@ -53,7 +53,7 @@ _PEERS: dict[str, Verb] = {
 def _failure(cell: Cell, verb: Verb) -> BaseException | None:
     try:
         check(cell, verb)
-    except (Exception, jax.errors.JaxRuntimeError) as error:
+    except Exception as error:
         return error
     return None
 
@@ -87,6 +87,7 @@ def _groups(cell: Cell) -> str:
 
 def compare(cells: Iterable[Cell]) -> int:
     verbs = {**_OURS, **_PEERS}
+    cells = [cell for cell in cells if cell.request != "nothing"]
     right: dict[str, Counter[str]] = defaultdict(Counter)
     total: Counter[str] = Counter()
     for n, cell in enumerate(cells):

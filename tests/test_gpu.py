@@ -1,0 +1,61 @@
+"""Moves between the memories of one device and of two backends; on a GPU where there is one.
+
+The same tests run on CPU, where they show that they can pass.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import mylib
+
+pytestmark = pytest.mark.parametrize("backend", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+SIZES = [8, 1024 * 1024]  # to either side of what is worth a program
+
+
+def over(backend: str, **kwargs: str) -> NamedSharding:
+    return NamedSharding(Mesh(np.array(jax.devices(backend)[:1]), ("d",)), P("d"), **kwargs)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_numpy_there_and_back(backend, size):
+    x = np.arange(size, dtype=np.float32)
+    y = mylib.filter_shard(x, over(backend))
+    x[:] = 0
+    np.testing.assert_array_equal(y, np.arange(size, dtype=np.float32))
+    z = mylib.filter_shard(y, jax.devices("other")[0])
+    assert z.devices() == {jax.devices("other")[0]}
+    np.testing.assert_array_equal(z, y)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("donate", [False, True])
+def test_onto_a_mesh_on_the_same_device(backend, size, donate):
+    x = jax.device_put(np.arange(size, dtype=np.float32), jax.devices(backend)[0])
+    y = mylib.filter_device_put(x, over(backend), donate=donate)
+    assert x.is_deleted() == donate
+    z = jax.jit(lambda v: v + 1, donate_argnums=0)(y)
+    np.testing.assert_array_equal(z, np.arange(size, dtype=np.float32) + 1)
+    if not donate:
+        np.testing.assert_array_equal(x, np.arange(size, dtype=np.float32))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pinned_host_memory(backend, size):
+    x = mylib.filter_shard(np.arange(size, dtype=np.float32), over(backend))
+    parked = mylib.filter_device_put(x, over(backend, memory_kind="pinned_host"))
+    assert parked.sharding.memory_kind == "pinned_host"
+    back = jax.jit(lambda v: mylib.filter_device_put(v, over(backend)) * 2)(parked)
+    np.testing.assert_array_equal(back, 2 * np.arange(size, dtype=np.float32))
+
+
+def test_keys_and_gradients(backend):
+    keys = jax.random.split(jax.random.key(0), 4)
+    placed = mylib.filter_shard(keys, over(backend))
+    np.testing.assert_array_equal(jax.random.key_data(placed), jax.random.key_data(keys))
+    x = jax.device_put(jnp.arange(8.0), jax.devices("other")[0])
+    g = jax.grad(lambda x: jnp.sum(mylib.filter_shard(x, over(backend)) ** 2))(x)
+    assert g.devices() == x.devices()
+    np.testing.assert_array_equal(g, 2 * np.arange(8.0))
