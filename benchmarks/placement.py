@@ -137,7 +137,7 @@ def duel(
 ) -> Row:
     """A row of ours against the best of its peers."""
     times = race([ours, *peers.values()], repeats, prepare, wait)
-    return min(compare(work, times, peers, limit), key=lambda row: -row.ratio)
+    return max(compare(work, times, peers, limit), key=lambda row: row.ratio)
 
 
 def compare(
@@ -406,7 +406,8 @@ def transports_of(
     def fresh() -> list[jax.Array]:
         return [copy() for copy in copies]
 
-    for donate in False, True:
+    # A whole copy on every device is too large to be used again for a part of it.
+    for donate in (False,) if source is REPLICATED else (False, True):
         # `device_put` passes the memory of a replicated array on, which is no copy.
         peers = reshards([target] * len(copies), donate)
         if source is REPLICATED:
