@@ -224,9 +224,12 @@ def _jit_grad(place: Place, x: Any, mesh: Mesh) -> Outcome:
     return Outcome(y, cotangent)
 
 
-def _start(place: Place, x: Any, mesh: Mesh) -> Any:
-    # Explicit axes are part of the type that a carry keeps; on others, the body alone is to place.
-    return place(x) if EXPLICIT in mesh.axis_types else x
+def _start(place: Place, given: Any, mesh: Mesh) -> Place:
+    """What a loop starts from: where that is free, something that the body alone is to place."""
+    # Explicit axes are part of the type that a carry keeps; and where start and body are told
+    # different things, the compiler has to choose.
+    told = isinstance(getattr(given, "sharding", None), NamedSharding)
+    return place if told or EXPLICIT in mesh.axis_types else lambda x: x
 
 
 def _scan(place: Place, x: Any, mesh: Mesh) -> Outcome:
@@ -234,18 +237,21 @@ def _scan(place: Place, x: Any, mesh: Mesh) -> Outcome:
         return place(carry), None
 
     def loop(x: Any) -> Any:
-        return jax.lax.scan(body, _start(place, x, mesh), length=2)[0]
+        return jax.lax.scan(body, start(x), length=2)[0]
 
+    start = _start(place, x, mesh)
     return Outcome(jax.jit(loop)(x))
 
 
 def _while_loop(place: Place, x: Any, mesh: Mesh) -> Outcome:
     def loop(x: Any) -> Any:
-        start = (jnp.int32(0), _start(place, x, mesh))
         return jax.lax.while_loop(
-            lambda carry: carry[0] < 2, lambda carry: (carry[0] + 1, place(carry[1])), start
+            lambda carry: carry[0] < 2,
+            lambda carry: (carry[0] + 1, place(carry[1])),
+            (jnp.int32(0), start(x)),
         )[1]
 
+    start = _start(place, x, mesh)
     return Outcome(jax.jit(loop)(x))
 
 

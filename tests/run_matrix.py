@@ -35,6 +35,9 @@ def _peer(function):
             return x
         # A peer is asked in its own words: no mesh beside the spec, no rules, no None.
         sharding = jax.sharding.NamedSharding(mesh, request.placement) if request.free else None
+        if jax.sharding.AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
+            # Inside shard_map JAX wants the bare spec.
+            return function(x, request.spec)
         if request.in_dict:
             return {"x": function(x["x"], request.sharding), "static": x["static"]}
         return function(x, sharding or request.sharding)
