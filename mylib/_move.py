@@ -46,8 +46,8 @@ from ._target import (
 
 # A buffer that starts on such a boundary is taken over by XLA's CPU client without a second copy.
 _ALIGNMENT = 64
-# Below this, aligning costs more than the copy that it saves.
-_WORTH_ALIGNING = 16 * 1024
+# Below this, XLA takes longer over memory that is not on such a boundary than a copy onto one does.
+_WORTH_SHARING = 32 * 1024
 # Below this, arrays on accelerators go through the host, where no shape compiles anything.
 _WORTH_COMPILING = 1024 * 1024
 # Above this, CPU devices that have a whole copy each cut their shards out of it by a program.
@@ -193,7 +193,7 @@ class _Plan:
         wanted, simple = self.read(target)
         if kind is Kind.HOST:
             if simple:
-                self.add_put(i, _host_copy(x, alias), wanted)
+                self.add_put(i, _host_copy(x, alias and _worth_sharing(x, wanted)), wanted)
                 return
             here, donate = None, False
         else:
@@ -343,6 +343,14 @@ def _may_share(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
     )
 
 
+def _worth_sharing(x: Any, wanted: Sharding) -> bool:
+    if x.nbytes < _WORTH_SHARING:
+        return False
+    # On a boundary all replicas share one buffer. Off it XLA makes a copy for each.
+    replicas = wanted.is_fully_replicated and wanted.num_devices > 1
+    return not replicas or x.ctypes.data % _ALIGNMENT == 0
+
+
 def _on_host(x: Any, share: bool) -> np.ndarray:
     """The whole of `x` in host memory: a copy that is ours alone, or, if sharing is allowed, the
     memory that it is in.
@@ -374,10 +382,7 @@ def _assemble(x: jax.Array, shards: Sequence[Any]) -> np.ndarray:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _WORTH_ALIGNING:
-        return np.empty(shape, dtype)
-    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    memory = np.empty(math.prod(shape) * dtype.itemsize + _ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % _ALIGNMENT
     return np.ndarray(shape, dtype, memory, start)
 
