@@ -20,24 +20,33 @@ def axes_of(tree: Any, path: tuple[Any, ...], ndim: int) -> tuple[str | None, ..
     dataclass, or what a container's annotation says of its elements.
     """
     annotation: Any = None
-    node = tree
-    for key in path:
-        if isinstance(key, jtu.GetAttrKey) and hasattr(node, key.name):
+    for node, key in steps(tree, path):
+        if isinstance(key, jtu.GetAttrKey):
             annotation = _field_annotations(type(node)).get(key.name)
-            node = getattr(node, key.name)
         elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
             annotation = _element_annotation(annotation, key.idx)
-            node = node[key.idx]
         elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
             annotation = _element_annotation(annotation, None)
-            node = node[key.key]
         else:
             annotation = None
-            node = _child(node, key)
     return _name_dimensions(annotation, ndim)
 
 
+def steps(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+    """The nodes on the way to the leaf at `path`, each with the key that leads on from it."""
+    node = tree
+    for key in path:
+        yield node, key
+        node = _child(node, key)
+
+
 def _child(node: Any, key: Any) -> Any:
+    if isinstance(key, jtu.GetAttrKey) and hasattr(node, key.name):
+        return getattr(node, key.name)
+    if isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
+        return node[key.idx]
+    if isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
+        return node[key.key]
     # Of a node whose keys say nothing of how it is read, `jax.tree_util.Partial` for one.
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
     return next(child for path, child in children if path == (key,))
@@ -88,12 +97,18 @@ def _element_annotation(annotation: Any, index: int | None) -> Any:
 
 
 def _name_dimensions(annotation: Any, ndim: int) -> tuple[str | None, ...] | None:
-    fits: list[tuple[int, tuple[str | None, ...]]] = []
-    for choice in _alternatives(annotation):
-        if isinstance(choice, type) and issubclass(choice, AbstractArray):
-            fits += _fit(choice.dim_str.split(), ndim)
+    choices = _alternatives(annotation)
+    arrays = [c for c in choices if isinstance(c, type) and issubclass(c, AbstractArray)]
+    fits = [fit for array in arrays for fit in _fit(array.dim_str.split(), ndim)]
     # Of `Float[Array, "a"] | Float[Array, "a b"]` the one that leaves the fewest dimensions over.
     return min(fits, key=lambda fit: fit[0])[1] if fits else None
+
+
+def name_dimensions(names: str, ndim: int) -> tuple[str | None, ...] | None:
+    """`names`, written as in a jaxtyping annotation, for an array of rank `ndim`; None if they are
+    more than its dimensions.
+    """
+    return next((fit for _, fit in _fit(names.split(), ndim)), None)
 
 
 def _fit(dims: Sequence[str], ndim: int) -> Iterator[tuple[int, tuple[str | None, ...]]]:

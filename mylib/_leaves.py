@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from ._axes import axes_of
+from ._axes import axes_of, steps
 
 KeyPath = tuple[Any, ...]
 
@@ -128,6 +128,23 @@ def name_of(path: KeyPath) -> str:
     return jtu.keystr(path) or "the array"
 
 
+def parts_of(path: KeyPath) -> tuple[str, ...]:
+    """A path as the texts of its keys: `("layers", "0", "weight")`."""
+    return tuple(_key_text(key) for key in path)
+
+
+def _key_text(key: Any) -> str:
+    match key:
+        case jtu.GetAttrKey():
+            return key.name
+        case jtu.SequenceKey():
+            return str(key.idx)
+        case jtu.DictKey() | jtu.FlattenedIndexKey():
+            return str(key.key)
+        case _:
+            return str(key)
+
+
 @dataclass(frozen=True)
 class Leaf:
     """What a rule sees of one array leaf.
@@ -139,10 +156,13 @@ class Leaf:
         `float32` unless `jax_enable_x64` is set).
     - `mesh`: the mesh that a `PartitionSpec` returned by the rule will be read over, or None.
     - `name`: the path as text, such as `.layers[0].weight`.
+    - `parts`: the path as the texts of its keys, such as `("layers", "0", "weight")`.
     - `ndim`, `size`, `nbytes`: as of an array.
     - `axes`: the names that the leaf's jaxtyping annotation gives its dimensions, one entry a
         dimension (None where it gives no name, and in front where there are more dimensions than
         annotated), or None if the leaf has no annotation that fits.
+    - `owners`: the classes of which the leaf is a part, from the outermost to the innermost, each
+        with the parts of the path that lead from there to the leaf.
 
     !!! Example
 
@@ -178,5 +198,19 @@ class Leaf:
         return self.size * self.dtype.itemsize
 
     @cached_property
+    def parts(self) -> tuple[str, ...]:
+        return parts_of(self.path)
+
+    @cached_property
     def axes(self) -> tuple[str | None, ...] | None:
         return None if self._tree is None else axes_of(self._tree, self.path, self.ndim)
+
+    @cached_property
+    def owners(self) -> tuple[tuple[type, tuple[str, ...]], ...]:
+        if self._tree is None:
+            return ()
+        return tuple(
+            (type(node), self.parts[depth:])
+            for depth, (node, key) in enumerate(steps(self._tree, self.path))
+            if isinstance(key, jtu.GetAttrKey)
+        )

@@ -1,6 +1,7 @@
 """What a placement may be, and `resolve`: one target for every array leaf, or every fault."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import jax
@@ -92,6 +93,30 @@ def resolve_leaves(
     """`resolve` on a flattened tree. `refuse` yields (reason, mend) for a target that the calling
     verb can't serve.
     """
+    decision = decide(leaves, placement, mesh, world, refuse)
+    if decision.faults:
+        raise PlacementError(decision.faults)
+    return decision.targets
+
+
+@dataclass
+class Decision:
+    """What was asked for each array leaf and what came of it; `mesh` is what specs refer to."""
+
+    entries: list[Any]
+    targets: list[Target | None]
+    faults: list[Fault]
+    mesh: AnyMesh | None
+
+
+def decide(
+    leaves: Leaves,
+    placement: PyTree[Placement],
+    mesh: AnyMesh | None,
+    world: World,
+    refuse: Refusal | None = None,
+) -> Decision:
+    """`resolve_leaves`, but for raising: what it finds wrong is part of the answer."""
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
         raise PlacementError([Fault("", None, f"mesh={mesh!r}", reason, mend)])
@@ -99,13 +124,19 @@ def resolve_leaves(
     return _Resolver(leaves, mesh, world, refuse).run(entries, misfits)
 
 
+def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
+    """What a rule is asked about."""
+    x = leaves.arrays[i]
+    return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, leaves.tree)
+
+
 def _is_placement_leaf(x: Any) -> bool:
     if x is None or isinstance(x, PartitionSpec | Sharding | jax.Device | Format):
         return True
-    return _is_rule(x)
+    return is_rule(x)
 
 
-def _is_rule(x: Any) -> bool:
+def is_rule(x: Any) -> bool:
     # A registered node that happens to be callable, such as a Module of shardings, is a prefix; and
     # a mesh can be called because it is a decorator.
     return callable(x) and not isinstance(x, Mesh) and jtu.all_leaves([x])
@@ -125,8 +156,10 @@ class _Resolver:
         # identity, since hashing a sharding costs more; what is keyed so is kept alive.
         self.verdicts: dict[Any, Verdict] = {}
         self.alive: list[Any] = []
+        # Rules write the same few specs over and over.
+        self.specs: dict[PartitionSpec, PartitionSpec] = {}
 
-    def run(self, entries: list[Any], misfits: list[Fault]) -> list[Target | None]:
+    def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
         faults = list(misfits)
         targets: list[Target | None] = []
         verdicts = self.verdicts
@@ -143,19 +176,12 @@ class _Resolver:
                 name = name_of(self.leaves.paths[i])
                 faults += [Fault(name, tuple(x.shape), *complaint) for complaint in complaints]
         for rule, seen in self.asked.values():
-            find_faults = getattr(rule, "faults", None)
-            if find_faults is not None:
-                faults += [
-                    Fault("", None, repr(rule), text, "mend the rule, or drop that part of it")
-                    for text in find_faults(seen)
-                ]
-        if faults:
-            raise PlacementError(faults)
-        return targets
+            faults += faults_of(rule, seen)
+        return Decision(entries, targets, faults, self.mesh)
 
     def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
         asked: list[Any] = []
-        while _is_rule(entry):
+        while is_rule(entry):
             if any(entry is rule for rule in asked):
                 return None, [(repr(entry), "the rule answers with itself", "return a placement")]
             asked.append(entry)
@@ -177,14 +203,14 @@ class _Resolver:
         return verdict
 
     def ask(self, i: int, rule: Rule) -> Any:
-        x, path = self.leaves.arrays[i], self.leaves.paths[i]
-        leaf = Leaf(path, tuple(x.shape), canonical_dtype(x), self.mesh, self.leaves.tree)
+        leaf = leaf_at(self.leaves, i, self.mesh)
         self.asked.setdefault(id(rule), (rule, []))[1].append(leaf)
         try:
-            return rule(leaf)
+            answer = rule(leaf)
         except Exception as error:
-            error.add_note(f"(raised by the rule {rule!r} for the leaf {name_of(path)})")
+            error.add_note(f"(raised by the rule {rule!r} for the leaf {name_of(leaf.path)})")
             raise
+        return self.specs.setdefault(answer, answer) if type(answer) is PartitionSpec else answer
 
     def try_target(self, entry: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
         request = show(entry, self.mesh)
@@ -246,6 +272,19 @@ class _Resolver:
 class _Misfit(Exception):
     def __init__(self, *reasons: tuple[str, str]):
         self.reasons = reasons
+
+
+def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
+    """What a rule that can tell finds wrong, having been asked about these leaves."""
+    find = getattr(rule, "faults", None)
+    if find is None:
+        return []
+    return [
+        fault
+        if isinstance(fault, Fault)
+        else Fault("", None, repr(rule), fault, "mend the rule, or drop that part of it")
+        for fault in find(leaves)
+    ]
 
 
 def _mesh_of_specs(mesh: AnyMesh | None, world: World) -> AnyMesh | None:

@@ -1,0 +1,237 @@
+"""`by_axes`: placements by the names of the dimensions."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import equinox as eqx
+from jax.sharding import PartitionSpec
+
+from .._axes import name_dimensions
+from .._errors import Fault
+from .._leaves import Leaf
+from .._placement import PASS
+from .._target import axis_names
+from ._path import Pattern, joined
+from ._rule import Rule
+from ._simple import Axes
+
+ClassNames = Mapping[type, Mapping[str, str]]
+Names = tuple[str | None, ...]
+
+_LINEAR = {"weight": "out in", "bias": "out"}
+_CONV = {"weight": "out in ...", "bias": "out ..."}
+
+EQUINOX_NAMES: ClassNames = {
+    eqx.nn.Linear: _LINEAR,
+    eqx.nn.Embedding: {"weight": "vocab embed"},
+    eqx.nn.MultiheadAttention: {
+        "query_proj.weight": "heads in",
+        "query_proj.bias": "heads",
+        "key_proj.weight": "heads in",
+        "key_proj.bias": "heads",
+        "value_proj.weight": "heads in",
+        "value_proj.bias": "heads",
+        "output_proj.weight": "out heads",
+    },
+    eqx.nn.Conv: _CONV,
+    eqx.nn.ConvTranspose: _CONV,
+    eqx.nn.GroupNorm: {"weight": "channels", "bias": "channels"},
+    eqx.nn.GRUCell: {
+        "weight_ih": "gates in",
+        "weight_hh": "gates hidden",
+        "bias": "gates",
+        "bias_n": "hidden",
+    },
+    eqx.nn.LSTMCell: {"weight_ih": "gates in", "weight_hh": "gates hidden", "bias": "gates"},
+    eqx.nn.WeightNorm: {"g": "out ..."},
+    eqx.nn.PReLU: {"negative_slope": "..."},
+}
+"""The names of the dimensions of `eqx.nn`'s layers that have none in their annotations."""
+
+
+def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None) -> Rule:
+    """Chooses placements by the names that the dimensions have in jaxtyping annotations.
+
+    A Module that is annotated needs no second description of its sharding:
+
+    ```python
+    class MLP(eqx.Module):
+        up: Float[Array, "mlp embed"]
+        down: Float[Array, "embed mlp"]
+
+    rule = mylib.rules.by_axes({"mlp": "model"})
+    ```
+
+    shards `up` by rows and `down` by columns, over the mesh axis "model". The names are also found
+    where the Modules stand in lists and dicts, and in an optimiser state. Dimensions whose names
+    are not mapped stay whole, and so do those in front of the annotated ones (of layers stacked by
+    `vmap`). On leaves without names, and on those of fewer dimensions than annotated (factored
+    moments), the rule has no opinion, but that leaves of rank 0 are replicated.
+
+    **Arguments:**
+
+    - `axes`: a mapping from names of dimensions to mesh axes (one, a tuple of several, or None).
+        An array uses each mesh axis once: of two names that ask for the same, the one that stands
+        first in `axes` has it, and of two dimensions of the same name the first.
+    - `names`: names for classes that are not annotated: a mapping from classes to mappings from
+        fields, or whole paths inside of the class, to names, written as in an annotation. The paths
+        may hold the `*` and `**` of [`mylib.rules.by_path`][]. What is given here counts more than
+        an annotation, and the outer class more than the inner, so that one can tell the
+        `eqx.nn.Linear` that goes up from the one that goes down:
+        `{Block: {"up.weight": "mlp embed", "down.weight": "embed mlp"}}`.
+
+    The layers of `equinox.nn` have names already:
+
+    | layer | names |
+    |---|---|
+    | `Linear` | `out in` |
+    | `Embedding` | `vocab embed` |
+    | `MultiheadAttention` | `heads in` for query, key and value, `out heads` for the output |
+    | `Conv`, `ConvTranspose` | `out in ...` |
+    | `GroupNorm` | `channels` |
+    | `GRUCell`, `LSTMCell` | `gates in`, `gates hidden`, `gates`, `hidden` |
+    | `BatchNorm` | `input_size`, its own annotation |
+    | `LayerNorm`, `RMSNorm`, `PReLU`, `WeightNorm` | none: they stay whole |
+
+    **Returns:**
+
+    A [`mylib.rules.Rule`][]. A name in `axes` that no dimension of any leaf has is an error when it
+    is used, and so is an entry of `names` that fits no leaf.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        attention = eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
+        rule = mylib.rules.by_axes({"heads": "model"})
+        attention = mylib.filter_shard(attention, rule, mesh=mesh)
+        assert attention.output_proj.weight.sharding.spec == P(None, "model")
+        ```
+    """
+    return ByAxes(tuple(axes.items()), _table(names or {}))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Names for what `pattern` leads to inside of a class."""
+
+    cls: type
+    pattern: Pattern
+    names: str
+
+
+def _table(names: ClassNames) -> tuple[Entry, ...]:
+    return tuple(
+        Entry(cls, Pattern(path), dims)
+        for cls, fields in names.items()
+        for path, dims in fields.items()
+    )
+
+
+_EQUINOX = _table(EQUINOX_NAMES)
+
+
+@dataclass(frozen=True, repr=False)
+class ByAxes(Rule):
+    axes: tuple[tuple[str, Axes | None], ...]
+    entries: tuple[Entry, ...]
+
+    def __call__(self, leaf: Leaf) -> Any:
+        names = self._names(leaf)
+        if names is None:
+            return PASS if leaf.ndim else PartitionSpec()
+        return PartitionSpec(*_trimmed([axes for axes, _ in self._assign(names)]))
+
+    def why(self, leaf: Leaf) -> str:
+        names = self._names(leaf)
+        if names is None:
+            return "no names" if leaf.ndim else "a leaf of rank 0"
+        shown = " ".join("_" if name is None else name for name in names)
+        refused = [told for _, told in self._assign(names) if told]
+        return "; ".join([f"names {shown!r}", *refused])
+
+    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        if all(leaf.ndim == 0 for leaf in leaves):
+            return []
+        found = {name for leaf in leaves for name in self._names(leaf) or () if name}
+        used = {entry for leaf in leaves for entry in _fitting(self.entries, leaf)}
+        return [*_missing(self.axes, sorted(found), len(leaves)), *_unused(self.entries, used)]
+
+    def _names(self, leaf: Leaf) -> Names | None:
+        given = next(_fitting(self.entries, leaf), None)
+        if given is None and leaf.axes is not None:
+            return leaf.axes
+        entry = given or next(_fitting(_EQUINOX, leaf), None)
+        return None if entry is None else name_dimensions(entry.names, leaf.ndim)
+
+    def _assign(self, names: Names) -> list[tuple[Any, str]]:
+        """For each dimension its mesh axes, and what kept it from having more."""
+        taken: dict[str, str] = {}
+        assigned: list[tuple[Any, str]] = [(None, "")] * len(names)
+        for name, axes in self.axes:
+            for dim in [dim for dim, other in enumerate(names) if other == name]:
+                wanted = axis_names(axes)
+                free = tuple(axis for axis in wanted if axis not in taken)
+                refused = "; ".join(
+                    f"{axis!r} goes to {taken[axis]!r}, not to {name!r}"
+                    for axis in wanted
+                    if axis in taken
+                )
+                taken |= dict.fromkeys(free, name)
+                assigned[dim] = (axes if free == wanted else free or None), refused
+        return assigned
+
+    def __repr__(self) -> str:
+        return f"by_axes({dict(self.axes)!r})"
+
+
+def _trimmed(entries: list[Any]) -> list[Any]:
+    while entries and entries[-1] is None:
+        entries.pop()
+    return entries
+
+
+def _fitting(entries: Sequence[Entry], leaf: Leaf) -> Iterator[Entry]:
+    """The entries that name the leaf, those for its outermost owner first, and of those for one
+    owner the most derived class.
+    """
+    for owner, parts in leaf.owners if entries else ():
+        mro = owner.__mro__
+        fits = [e for e in entries if e.cls in mro and e.pattern.matches(joined(parts))]
+        yield from sorted(fits, key=lambda entry: mro.index(entry.cls))
+
+
+def _missing(
+    axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int
+) -> Iterator[Fault]:
+    for name, wanted in axes:
+        if name not in found:
+            close = difflib.get_close_matches(name, found, 1)
+            listed = f"the names there are {', '.join(map(repr, found))}"
+            yield Fault(
+                "",
+                None,
+                f"by_axes: {name!r} over {wanted!r}",
+                f"no dimension of the {count} leaves that the rule was asked about has that name",
+                f"did you mean {close[0]!r}?"
+                if close
+                else listed
+                if found
+                else "annotate the fields, or give names for their classes in `names=`",
+            )
+
+
+def _unused(entries: Sequence[Entry], used: set[Entry]) -> Iterator[Fault]:
+    for entry in entries:
+        if entry not in used:
+            yield Fault(
+                "",
+                None,
+                f"by_axes: names {entry.names!r} for {entry.pattern.text!r} of "
+                f"{entry.cls.__qualname__}",
+                "none of the leaves that the rule was asked about is there",
+                "write the path from a field of the class to the array, or drop the entry",
+            )

@@ -1,0 +1,121 @@
+"""`like`: the placement that another tree has."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from .._errors import Fault
+from .._leaves import Kind, Leaf, parts_of, split
+from .._placement import PASS
+from .._target import AnyMesh, Target
+from .._world import sharding_under
+from ._path import spelled
+from ._rule import Rule
+
+Parts = tuple[str, ...]
+
+
+def like(tree: PyTree[Any], /) -> Rule:
+    """Puts leaves where another tree has those of the same path and shape.
+
+    A leaf is also like another whose path is the end of its own, so that an optimiser state follows
+    its model: `opt_state[0].mu.layers[0].weight` goes where `.layers[0].weight` is. Of several the
+    longest path counts. On other leaves the rule has no opinion, but that those of rank 0 are
+    replicated, if all of the tree is over one mesh.
+
+    **Arguments:**
+
+    - `tree`: arrays that have a place, or `jax.ShapeDtypeStruct`s with a sharding. Only shapes and
+        shardings are kept of it, not the arrays.
+
+    **Returns:**
+
+    A [`mylib.rules.Rule`][].
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        model = eqx.nn.MLP(64, 64, 512, 1, key=jax.random.key(0))
+        model = mylib.filter_shard(model, mylib.rules.fsdp("data"), mesh=mesh)
+        state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
+        state = mylib.filter_shard(state, mylib.rules.like(model))
+        assert state[0].mu.layers[0].weight.sharding == model.layers[0].weight.sharding
+        ```
+    """
+    leaves = split(tree)
+    places: dict[tuple[Parts, tuple[int, ...]], Target] = {}
+    for path, x, kind in zip(leaves.paths, leaves.arrays, leaves.kinds, strict=True):
+        place = _place_of(x, kind)
+        if place is not None:
+            places[parts_of(path), tuple(x.shape)] = place
+    if not places:
+        raise ValueError(
+            "like(tree): no array of the tree has a place to follow. Place it first, or give "
+            "`jax.ShapeDtypeStruct`s with shardings"
+        )
+    return Like(places)
+
+
+def _place_of(x: Any, kind: Kind) -> Target | None:
+    if kind is Kind.ABSTRACT:
+        return x.format if x.format.layout is not None else x.sharding
+    if kind is Kind.TRACED:
+        sharding = jax.typeof(x).sharding
+        return None if sharding.mesh.empty else sharding
+    place = sharding_under(x)
+    return place if isinstance(place, Sharding) else None
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Like(Rule):
+    places: dict[tuple[Parts, tuple[int, ...]], Target] = field(repr=False)
+
+    def __call__(self, leaf: Leaf) -> Any:
+        found = self._find(leaf)
+        if found is not None:
+            return self.places[found, leaf.shape]
+        mesh = self._mesh
+        if leaf.ndim == 0 and mesh is not None:
+            return NamedSharding(mesh, PartitionSpec())
+        return PASS
+
+    def why(self, leaf: Leaf) -> str:
+        found = self._find(leaf)
+        if found is not None:
+            return f"like {spelled(found) or 'the array'}"
+        return "a leaf of rank 0" if leaf.ndim == 0 else "like no other leaf"
+
+    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        arrays = [leaf for leaf in leaves if leaf.ndim]
+        if not arrays or any(self._find(leaf) is not None for leaf in leaves):
+            return []
+        path = next(iter(self.places))[0]
+        return [
+            Fault(
+                "",
+                None,
+                repr(self),
+                f"none of the {len(leaves)} leaves that the rule was asked about has the path and "
+                "shape of one of them",
+                f"give a tree whose paths end as its do: {'.'.join(path)!r} is the first",
+            )
+        ]
+
+    def _find(self, leaf: Leaf) -> Parts | None:
+        parts = leaf.parts
+        # An array by itself is like an array by itself, not like all of its shape.
+        ends = (parts[start:] for start in range(len(parts) or 1))
+        return next((end for end in ends if (end, leaf.shape) in self.places), None)
+
+    @property
+    def _mesh(self) -> AnyMesh | None:
+        meshes = {getattr(place, "mesh", None) for place in self.places.values()}
+        return meshes.pop() if len(meshes) == 1 else None
+
+    def __repr__(self) -> str:
+        return f"like(a tree of {len(self.places)} arrays)"

@@ -1,0 +1,223 @@
+"""Rules that look at shapes alone."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._errors import Fault
+from .._leaves import Leaf
+from .._placement import faults_of
+from .._target import axes_in, axis_names, entries_of, with_entries
+from ._rule import AnyRule, Rule, answer, fill, free_dimensions, why, with_entry
+
+Axes = str | tuple[str, ...]
+
+
+def replicated() -> Rule:
+    """Copies every leaf to every device of the mesh.
+
+    **Returns:**
+
+    A [`mylib.rules.Rule`][]. At the end of a chain, `... | replicated()`, it says what becomes of
+    the leaves on which nothing else has an opinion.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        model = eqx.nn.MLP(8, 8, 64, 1, key=jax.random.key(0))
+        model = mylib.filter_shard(model, mylib.rules.replicated(), mesh=mesh)
+        ```
+    """
+    return Replicated()
+
+
+@dataclass(frozen=True, repr=False)
+class Replicated(Rule):
+    def __call__(self, leaf: Leaf) -> PartitionSpec:
+        return PartitionSpec()
+
+    def __repr__(self) -> str:
+        return "replicated()"
+
+
+def batch(axis: Axes) -> Rule:
+    """Splits the first dimension of every leaf over a mesh axis; leaves of rank 0 are copied.
+
+    For batches, whose arrays may have different ranks.
+
+    **Arguments:**
+
+    - `axis`: the mesh axis, or a tuple of them.
+
+    **Returns:**
+
+    A [`mylib.rules.Rule`][].
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        examples = {"image": np.zeros((16, 28, 28)), "label": np.zeros(16), "scale": np.ones(())}
+        examples = mylib.filter_shard(examples, mylib.rules.batch("data"), mesh=mesh)
+        ```
+    """
+    return Batch(axis)
+
+
+@dataclass(frozen=True, repr=False)
+class Batch(Rule):
+    axis: Axes
+
+    def __call__(self, leaf: Leaf) -> PartitionSpec:
+        return PartitionSpec(self.axis) if leaf.ndim else PartitionSpec()
+
+    def why(self, leaf: Leaf) -> str:
+        return f"{self!r}: " + ("the first dimension" if leaf.ndim else "a leaf of rank 0")
+
+    def __repr__(self) -> str:
+        return f"batch({self.axis!r})"
+
+
+def fsdp(axis: Axes, *, min_size: int = 2**12) -> Rule:
+    """Shards the largest dimension that the axis divides, the first of equals.
+
+    A leaf with no such dimension, or with fewer than `min_size` elements, is replicated;
+    [`mylib.explain`][] says so.
+
+    On the right of `&` it chooses among the dimensions that the rule on the left leaves whole:
+    `by_path(...) & fsdp("data")`.
+
+    **Arguments:**
+
+    - `axis`: the mesh axis, or a tuple of them.
+    - `min_size`: how many elements a leaf must have to be worth sharding: a small one is gathered
+        for little less than a large one costs, and saves nothing.
+
+    **Returns:**
+
+    A [`mylib.rules.Rule`][].
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        model = eqx.nn.MLP(64, 64, 512, 1, key=jax.random.key(0))
+        model = mylib.filter_shard(model, mylib.rules.fsdp("data"), mesh=mesh)
+        assert model.layers[0].weight.sharding.spec == P("data")
+        ```
+    """
+    return Fsdp(axis, min_size)
+
+
+@dataclass(frozen=True, repr=False)
+class Fsdp(Rule):
+    axis: Axes
+    min_size: int
+
+    def __call__(self, leaf: Leaf) -> PartitionSpec:
+        return self.fill(leaf, PartitionSpec())
+
+    def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
+        parts = parts_of_axes(self.axis, leaf)
+        # A misspelt axis must not go unnoticed where all leaves are small.
+        too_small = leaf.size < self.min_size and parts is not None
+        if too_small or axes_in(spec).intersection(axis_names(self.axis)):
+            return spec
+        free = free_dimensions(spec, leaf.ndim)
+        dims = [dim for dim in free if leaf.shape[dim] % (parts or 1) == 0]
+        if not dims:
+            return spec
+        return with_entry(spec, max(dims, key=lambda dim: leaf.shape[dim]), self.axis)
+
+    def why(self, leaf: Leaf) -> str:
+        if leaf.size < self.min_size:
+            return f"{self!r}: replicated, fewer than {self.min_size} elements"
+        if self(leaf) == PartitionSpec():
+            parts = parts_of_axes(self.axis, leaf)
+            return f"{self!r}: replicated, {parts} divides no dimension"
+        return f"{self!r}: the largest dimension that divides"
+
+    def __repr__(self) -> str:
+        min_size = "" if self.min_size == 2**12 else f", min_size={self.min_size}"
+        return f"fsdp({self.axis!r}{min_size})"
+
+
+def where_even(rule: AnyRule) -> Rule:
+    """Another rule, but for dimensions that the mesh axes don't divide: they stay whole, where
+    they would be an error.
+
+    **Arguments:**
+
+    - `rule`: the rule that may ask for the impossible.
+
+    **Returns:**
+
+    A [`mylib.rules.Rule`][]. [`mylib.explain`][] says where it has made a difference.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        rule = mylib.rules.where_even(mylib.rules.batch("data"))
+        last = mylib.filter_shard(np.zeros((13, 4)), rule, mesh=mesh)
+        assert last.sharding.is_fully_replicated
+        ```
+    """
+    return WhereEven(rule)
+
+
+@dataclass(frozen=True, repr=False)
+class WhereEven(Rule):
+    rule: AnyRule
+
+    def __call__(self, leaf: Leaf) -> Any:
+        placement = answer(self.rule, leaf)
+        return _even(placement, leaf) if isinstance(placement, PartitionSpec) else placement
+
+    def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
+        return _even(fill(self.rule, leaf, spec), leaf)
+
+    def why(self, leaf: Leaf) -> str:
+        told = why(self.rule, leaf)
+        placement = answer(self.rule, leaf)
+        if not isinstance(placement, PartitionSpec):
+            return told
+        return told + "".join(
+            f"; whole, as {parts_of_axes(entries_of(placement)[dim], leaf)} does not divide "
+            f"{leaf.shape[dim]}"
+            for dim in _uneven(placement, leaf)
+        )
+
+    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        return faults_of(self.rule, leaves)
+
+    def __repr__(self) -> str:
+        return f"where_even({self.rule!r})"
+
+
+def parts_of_axes(entry: Any, leaf: Leaf) -> int | None:
+    """Into how many parts `entry` splits a dimension, or None if there is no mesh that knows its
+    axes; the spec is found fault with as it stands, then.
+    """
+    names = axis_names(entry)
+    if leaf.mesh is None or not set(names) <= set(leaf.mesh.axis_names):
+        return None
+    return math.prod(leaf.mesh.shape[name] for name in names)
+
+
+def _uneven(spec: PartitionSpec, leaf: Leaf) -> list[int]:
+    return [
+        dim
+        for dim, (entry, size) in enumerate(zip(entries_of(spec), leaf.shape, strict=False))
+        if size % (parts_of_axes(entry, leaf) or 1)
+    ]
+
+
+def _even(spec: PartitionSpec, leaf: Leaf) -> PartitionSpec:
+    uneven = _uneven(spec, leaf)
+    entries = [None if dim in uneven else entry for dim, entry in enumerate(entries_of(spec))]
+    return with_entries(spec, entries) if uneven else spec
