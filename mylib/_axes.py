@@ -5,22 +5,25 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import jax.tree_util as jtu
 from jaxtyping import AbstractArray
 
+Step = tuple[Any, Any]
+_ABSENT = object()
 
-def axes_of(tree: Any, path: tuple[Any, ...], ndim: int) -> tuple[str | None, ...] | None:
-    """The names of the dimensions of the leaf at `path`, or None if nothing names them.
+
+def axes_of(steps: Iterable[Step], ndim: int) -> tuple[str | None, ...] | None:
+    """The names of the dimensions of the leaf that `steps` lead to, or None if nothing names them.
 
     The innermost annotation on the way to the leaf counts: a field of a Module, or of another
     dataclass, or what a container's annotation says of its elements.
     """
     annotation: Any = None
-    for node, key in steps(tree, path):
+    for node, key in steps:
         if isinstance(key, jtu.GetAttrKey):
             annotation = _field_annotations(type(node)).get(key.name)
         elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
@@ -32,7 +35,7 @@ def axes_of(tree: Any, path: tuple[Any, ...], ndim: int) -> tuple[str | None, ..
     return _name_dimensions(annotation, ndim)
 
 
-def steps(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
+def steps_to(tree: Any, path: Iterable[Any]) -> Iterator[Step]:
     """The nodes on the way to the leaf at `path`, each with the key that leads on from it."""
     node = tree
     for key in path:
@@ -41,11 +44,13 @@ def steps(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, Any]]:
 
 
 def _child(node: Any, key: Any) -> Any:
-    if isinstance(key, jtu.GetAttrKey) and hasattr(node, key.name):
-        return getattr(node, key.name)
-    if isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
+    if isinstance(key, jtu.GetAttrKey):
+        child = getattr(node, key.name, _ABSENT)
+        if child is not _ABSENT:
+            return child
+    elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
         return node[key.idx]
-    if isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
+    elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
         return node[key.key]
     # Of a node whose keys say nothing of how it is read, `jax.tree_util.Partial` for one.
     children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
@@ -99,7 +104,7 @@ def _element_annotation(annotation: Any, index: int | None) -> Any:
 def _name_dimensions(annotation: Any, ndim: int) -> tuple[str | None, ...] | None:
     choices = _alternatives(annotation)
     arrays = [c for c in choices if isinstance(c, type) and issubclass(c, AbstractArray)]
-    fits = [fit for array in arrays for fit in _fit(array.dim_str.split(), ndim)]
+    fits = [fit for array in arrays for fit in _fit(array.dim_str, ndim)]
     # Of `Float[Array, "a"] | Float[Array, "a b"]` the one that leaves the fewest dimensions over.
     return min(fits, key=lambda fit: fit[0])[1] if fits else None
 
@@ -108,16 +113,22 @@ def name_dimensions(names: str, ndim: int) -> tuple[str | None, ...] | None:
     """`names`, written as in a jaxtyping annotation, for an array of rank `ndim`; None if they are
     more than its dimensions.
     """
-    return next((fit for _, fit in _fit(names.split(), ndim)), None)
+    return next((fit for _, fit in _fit(names, ndim)), None)
 
 
-def _fit(dims: Sequence[str], ndim: int) -> Iterator[tuple[int, tuple[str | None, ...]]]:
+@cache
+def _fit(dim_str: str, ndim: int) -> Sequence[tuple[int, tuple[str | None, ...]]]:
+    """How many dimensions an annotation leaves over, and the names that it gives; nothing if it
+    has more of them than the array.
+    """
+    dims = dim_str.split()
     names = [_dimension_name(dim) for dim in dims]
     at = next((i for i, dim in enumerate(dims) if _is_variadic(dim)), None)
     before, after = ([], names) if at is None else (names[:at], names[at + 1 :])
     extra = ndim - len(before) - len(after)
-    if extra >= 0:
-        yield (extra if at is None else 0), (*before, *[None] * extra, *after)
+    if extra < 0:
+        return ()
+    return (((extra if at is None else 0), (*before, *[None] * extra, *after)),)
 
 
 # "#" broadcasts, "*" stands for several, "?" varies from leaf to leaf, and "heads=4" says what a

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from ._axes import axes_of, steps
+from ._axes import Step, axes_of, steps_to
 
 KeyPath = tuple[Any, ...]
 
@@ -203,14 +203,16 @@ class Leaf:
 
     @cached_property
     def axes(self) -> tuple[str | None, ...] | None:
-        return None if self._tree is None else axes_of(self._tree, self.path, self.ndim)
+        return axes_of(self._steps, self.ndim)
 
     @cached_property
     def owners(self) -> tuple[tuple[type, tuple[str, ...]], ...]:
-        if self._tree is None:
-            return ()
         return tuple(
             (type(node), self.parts[depth:])
-            for depth, (node, key) in enumerate(steps(self._tree, self.path))
+            for depth, (node, key) in enumerate(self._steps)
             if isinstance(key, jtu.GetAttrKey)
         )
+
+    @cached_property
+    def _steps(self) -> tuple[Step, ...]:
+        return () if self._tree is None else tuple(steps_to(self._tree, self.path))

@@ -1,9 +1,8 @@
 """`by_axes`: placements by the names of the dimensions."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import equinox as eqx
@@ -111,7 +110,7 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
         assert attention.output_proj.weight.sharding.spec == P(None, "model")
         ```
     """
-    return ByAxes(tuple(axes.items()), _table(names or {}))
+    return ByAxes(tuple(axes.items()), Table(names or {}))
 
 
 @dataclass(frozen=True)
@@ -123,21 +122,43 @@ class Entry:
     names: str
 
 
-def _table(names: ClassNames) -> tuple[Entry, ...]:
-    return tuple(
-        Entry(cls, Pattern(path), dims)
-        for cls, fields in names.items()
-        for path, dims in fields.items()
-    )
+class Table:
+    """The entries of a mapping from classes to names."""
+
+    def __init__(self, names: ClassNames):
+        self.entries = [
+            Entry(cls, Pattern(path), dims)
+            for cls, fields in names.items()
+            for path, dims in fields.items()
+        ]
+        self._of_class: dict[type, list[Entry]] = {}
+
+    def fitting(self, leaf: Leaf) -> Iterator[Entry]:
+        """The entries that name the leaf, those for its outermost owner first, and of those for
+        one owner the most derived class.
+        """
+        for owner, parts in leaf.owners if self.entries else ():
+            entries = self._for(owner)
+            if entries:
+                path = joined(parts)
+                yield from (entry for entry in entries if entry.pattern.matches(path))
+
+    def _for(self, owner: type) -> list[Entry]:
+        entries = self._of_class.get(owner)
+        if entries is None:
+            mro = owner.__mro__
+            entries = [entry for cls in mro for entry in self.entries if entry.cls is cls]
+            self._of_class[owner] = entries
+        return entries
 
 
-_EQUINOX = _table(EQUINOX_NAMES)
+_EQUINOX = Table(EQUINOX_NAMES)
 
 
 @dataclass(frozen=True, repr=False)
 class ByAxes(Rule):
     axes: tuple[tuple[str, Axes | None], ...]
-    entries: tuple[Entry, ...]
+    given: Table
 
     def __call__(self, leaf: Leaf) -> Any:
         names = self._names(leaf)
@@ -153,19 +174,21 @@ class ByAxes(Rule):
         refused = [told for _, told in self._assign(names) if told]
         return "; ".join([f"names {shown!r}", *refused])
 
-    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if all(leaf.ndim == 0 for leaf in leaves):
             return []
-        found = {name for leaf in leaves for name in self._names(leaf) or () if name}
-        used = {entry for leaf in leaves for entry in _fitting(self.entries, leaf)}
-        return [*_missing(self.axes, sorted(found), len(leaves)), *_unused(self.entries, used)]
+        found: set[str | None] = set()
+        used: set[Entry] = set()
+        for leaf in leaves:
+            given = tuple(self.given.fitting(leaf))
+            found.update(_names(given, leaf) or ())
+            used.update(given)
+        names = sorted(name for name in found if name is not None)
+        unused = [entry for entry in self.given.entries if entry not in used]
+        return [*_missing(self.axes, names, len(leaves)), *map(_unused, unused)]
 
     def _names(self, leaf: Leaf) -> Names | None:
-        given = next(_fitting(self.entries, leaf), None)
-        if given is None and leaf.axes is not None:
-            return leaf.axes
-        entry = given or next(_fitting(_EQUINOX, leaf), None)
-        return None if entry is None else name_dimensions(entry.names, leaf.ndim)
+        return _names(self.given.fitting(leaf), leaf)
 
     def _assign(self, names: Names) -> list[tuple[Any, str]]:
         """For each dimension its mesh axes, and what kept it from having more."""
@@ -188,25 +211,21 @@ class ByAxes(Rule):
         return f"by_axes({dict(self.axes)!r})"
 
 
+def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
+    entry = next(iter(given), None)
+    if entry is None and leaf.axes is not None:
+        return leaf.axes
+    entry = entry or next(_EQUINOX.fitting(leaf), None)
+    return None if entry is None else name_dimensions(entry.names, leaf.ndim)
+
+
 def _trimmed(entries: list[Any]) -> list[Any]:
     while entries and entries[-1] is None:
         entries.pop()
     return entries
 
 
-def _fitting(entries: Sequence[Entry], leaf: Leaf) -> Iterator[Entry]:
-    """The entries that name the leaf, those for its outermost owner first, and of those for one
-    owner the most derived class.
-    """
-    for owner, parts in leaf.owners if entries else ():
-        mro = owner.__mro__
-        fits = [e for e in entries if e.cls in mro and e.pattern.matches(joined(parts))]
-        yield from sorted(fits, key=lambda entry: mro.index(entry.cls))
-
-
-def _missing(
-    axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int
-) -> Iterator[Fault]:
+def _missing(axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int) -> Iterator[Fault]:
     for name, wanted in axes:
         if name not in found:
             close = difflib.get_close_matches(name, found, 1)
@@ -215,7 +234,7 @@ def _missing(
                 "",
                 None,
                 f"by_axes: {name!r} over {wanted!r}",
-                f"no dimension of the {count} leaves that the rule was asked about has that name",
+                f"no dimension of the {count} leaves has that name",
                 f"did you mean {close[0]!r}?"
                 if close
                 else listed
@@ -224,14 +243,11 @@ def _missing(
             )
 
 
-def _unused(entries: Sequence[Entry], used: set[Entry]) -> Iterator[Fault]:
-    for entry in entries:
-        if entry not in used:
-            yield Fault(
-                "",
-                None,
-                f"by_axes: names {entry.names!r} for {entry.pattern.text!r} of "
-                f"{entry.cls.__qualname__}",
-                "none of the leaves that the rule was asked about is there",
-                "write the path from a field of the class to the array, or drop the entry",
-            )
+def _unused(entry: Entry) -> Fault:
+    return Fault(
+        "",
+        None,
+        f"by_axes: names {entry.names!r} for {entry.pattern.text!r} of {entry.cls.__qualname__}",
+        "no leaf is there",
+        "write the path from a field of the class to the array, or drop the entry",
+    )

@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError
-from .._leaves import Kind, KeyPath, Leaf, name_of, split
+from .._leaves import KeyPath, Kind, Leaf, name_of, split
 from .._placement import Placement, decide, is_rule, leaf_at
 from .._target import AnyMesh, Target, default_memory_kind, sharding_of
 from .._world import current_world
@@ -109,7 +108,7 @@ class Row:
         sharding = sharding_of(self.target)
         if not isinstance(sharding, NamedSharding):
             return str(sharding)
-        spec = str(sharding.spec).replace("PartitionSpec", "P")
+        spec = str(sharding.spec).replace("PartitionSpec", "P").replace(",)", ")")
         layout = ", with a layout" if isinstance(self.target, Format) else ""
         return spec + (f" in {sharding.memory_kind}" if self.offloaded else "") + layout
 
@@ -265,10 +264,11 @@ def _fold(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
         name = _starred(row.leaf.path)
         key = (name, row.leaf.shape, row.leaf.dtype, row.spec, row.why, row.devices)
         alike.setdefault(key, []).append(row)
-    times = Counter(name for name, *_ in alike)
+    labels = [_common_name(group) for group in alike.values()]
+    times = Counter(labels)
     return [
-        (name if len(group) > 1 and times[name] == 1 else _ends(group), group)
-        for (name, *_), group in alike.items()
+        (label if times[label] == 1 else _ends(group), group)
+        for label, group in zip(labels, alike.values(), strict=True)
     ]
 
 
@@ -282,11 +282,22 @@ def _is_index(key: Any) -> bool:
     )
 
 
+def _common_name(rows: Sequence[Row]) -> str:
+    """The name of the rows' leaves, with a star for each index in which they differ."""
+    levels = zip(*(row.leaf.path for row in rows), strict=True)
+    return (
+        "".join(
+            _starred(keys[:1]) if len(set(keys)) > 1 else jtu.keystr(keys[:1]) for keys in levels
+        )
+        or "the array"
+    )
+
+
 def _ends(rows: Sequence[Row]) -> str:
     first, last = name_of(rows[0].leaf.path), name_of(rows[-1].leaf.path)
     return first if len(rows) == 1 else f"{first} ... {last}"
 
 
-def _whereabouts(sharding: Sharding) -> AbstractMesh | frozenset[jax.Device]:
+def _whereabouts(sharding: Sharding) -> AbstractMesh | frozenset[Any]:
     mesh = getattr(sharding, "mesh", None)
     return mesh if isinstance(mesh, AbstractMesh) else frozenset(sharding.device_set)

@@ -1,6 +1,6 @@
 """`like`: the placement that another tree has."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,27 +90,18 @@ class Like(Rule):
             return f"like {spelled(found) or 'the array'}"
         return "a leaf of rank 0" if leaf.ndim == 0 else "like no other leaf"
 
-    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        arrays = [leaf for leaf in leaves if leaf.ndim]
-        if not arrays or any(self._find(leaf) is not None for leaf in leaves):
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        paths = {path for path, _ in self.places}
+        # Also of another shape: of factored moments not one may be like its weight.
+        known = any(end in paths for leaf in leaves for end in _ends(leaf))
+        if known or all(leaf.ndim == 0 for leaf in leaves):
             return []
-        path = next(iter(self.places))[0]
-        return [
-            Fault(
-                "",
-                None,
-                repr(self),
-                f"none of the {len(leaves)} leaves that the rule was asked about has the path and "
-                "shape of one of them",
-                f"give a tree whose paths end as its do: {'.'.join(path)!r} is the first",
-            )
-        ]
+        reason = f"no path of the {len(leaves)} leaves is, or ends like, a path of that tree"
+        mend = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"
+        return [Fault("", None, repr(self), reason, mend)]
 
     def _find(self, leaf: Leaf) -> Parts | None:
-        parts = leaf.parts
-        # An array by itself is like an array by itself, not like all of its shape.
-        ends = (parts[start:] for start in range(len(parts) or 1))
-        return next((end for end in ends if (end, leaf.shape) in self.places), None)
+        return next((end for end in _ends(leaf) if (end, leaf.shape) in self.places), None)
 
     @property
     def _mesh(self) -> AnyMesh | None:
@@ -119,3 +110,8 @@ class Like(Rule):
 
     def __repr__(self) -> str:
         return f"like(a tree of {len(self.places)} arrays)"
+
+
+def _ends(leaf: Leaf) -> Iterator[Parts]:
+    # An array by itself is like an array by itself, not like all of its shape.
+    return (leaf.parts[start:] for start in range(len(leaf.parts) or 1))

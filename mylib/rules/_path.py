@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault
 from .._leaves import Leaf
-from .._placement import PASS, Placement, faults_of, is_rule
-from ._rule import Rule, answer, fill, why
+from .._placement import PASS, Placement, is_rule
+from ._rule import Rule, answer, contradictions, fill, unused, why
 
 # A part is written plainly, or in brackets, where it may also be quoted: `.layers[0]['a.b']`.
 _PART = re.compile(
@@ -88,8 +88,8 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
     **Arguments:**
 
     - `patterns`: a mapping from patterns to placements, or to rules for the leaves that match. A
-        `PartitionSpec` that is too long for one of the leaves (a factored moment, of lower rank than
-        its weight) is no opinion on that leaf.
+        `PartitionSpec` that is too long for one of the leaves (a factored moment, of lower rank
+        than its weight) is no opinion on that leaf.
     - `ordered`: whether the first of several patterns that match wins. By default patterns that
         match the same leaf must agree.
 
@@ -126,7 +126,9 @@ class ByPath(Rule):
     def why(self, leaf: Leaf) -> str:
         matching = self._matching(leaf)
         if not matching:
-            return "no pattern matches; a leaf of rank 0" if leaf.ndim == 0 else "no pattern matches"
+            return (
+                "no pattern matches; a leaf of rank 0" if leaf.ndim == 0 else "no pattern matches"
+            )
         pattern, value = matching[0]
         told = f"pattern {pattern.text!r}"
         return f"{told}: {why(value, leaf)}" if is_rule(value) else told
@@ -135,25 +137,37 @@ class ByPath(Rule):
         value = self._value(leaf)
         return fill(value, leaf, spec) if is_rule(value) else super().fill(leaf, spec)
 
-    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        if all(leaf.ndim == 0 for leaf in leaves):
-            return []  # an optimiser state with nothing but a counter in it
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         found: list[Fault] = []
-        matched: dict[str, list[Leaf]] = {pattern.text: [] for pattern, _ in self.patterns}
-        nested: dict[int, tuple[Any, list[Leaf]]] = {}
         for leaf in leaves:
             matching = self._matching(leaf)
-            for pattern, _ in matching:
-                matched[pattern.text].append(leaf)
-            if matching and is_rule(matching[0][1]):
-                nested.setdefault(id(matching[0][1]), (matching[0][1], []))[1].append(leaf)
             if not self.ordered and any(value != matching[0][1] for _, value in matching):
                 found.append(_conflict(leaf, matching))
-        for pattern, value in self.patterns:
-            found += _unused(pattern, value, matched[pattern.text], leaves)
-        for rule, asked in nested.values():
-            found += faults_of(rule, asked)
+        for rule, asked in self._nested(leaves):
+            found += contradictions(rule, asked)
         return found
+
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        if all(leaf.ndim == 0 for leaf in leaves):
+            return []  # an optimiser state with nothing but a counter in it
+        paths = [joined(leaf.parts) for leaf in leaves]
+        found: list[Fault] = []
+        for pattern, value in self.patterns:
+            matched = [leaf for leaf, path in zip(leaves, paths, strict=True) if pattern.ends(path)]
+            found += _unused(pattern, value, matched, leaves)
+        for rule, asked in self._nested(leaves):
+            found += unused(rule, asked)
+        return found
+
+    def _nested(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Any, list[Leaf]]]:
+        """The rules among the values, each with the leaves that it decides about."""
+        nested: dict[int, tuple[Any, list[Leaf]]] = {}
+        if any(is_rule(value) for _, value in self.patterns):
+            for leaf in leaves:
+                value = self._value(leaf)
+                if is_rule(value):
+                    nested.setdefault(id(value), (value, []))[1].append(leaf)
+        return nested.values()
 
     def _matching(self, leaf: Leaf) -> list[tuple[Pattern, Any]]:
         path = joined(leaf.parts)
@@ -196,7 +210,7 @@ def _unused(
             "",
             None,
             request,
-            f"the pattern matches none of the {len(leaves)} leaves that the rule was asked about",
+            f"the pattern matches none of the {len(leaves)} leaves",
             f"did you mean {close[0]!r}?"
             if close
             else f"paths end like these: {', '.join(map(repr, known[:4]))}",

@@ -38,8 +38,18 @@ class Rule:
         """Why the rule answers so for `leaf`; [`mylib.explain`][] shows it."""
         return repr(self)
 
-    def faults(self, leaves: Sequence[Leaf]) -> Sequence[str | Fault]:
+    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         """What is wrong with the rule, given all the leaves that it was asked about."""
+        return [*self.contradictions(leaves), *self.unused(leaves)]
+
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        """What is wrong with its answers for these leaves."""
+        return ()
+
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        """Which of its parts say something of none of these leaves. In `a | b`, `b` is asked about
+        those, too, that `a` has taken: what is overruled is not misspelt.
+        """
         return ()
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
@@ -77,13 +87,16 @@ class FirstOf(Rule):
         rule = self._chosen(leaf)
         return spec if rule is None else fill(rule, leaf, spec)
 
-    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        *others, last = self.rules
         found: list[Fault] = []
-        for rule in self.rules:
-            if leaves:
-                found += faults_of(rule, leaves)
-                leaves = [leaf for leaf in leaves if answer(rule, leaf) is PASS]
-        return found
+        for rule in others:
+            found += contradictions(rule, leaves)
+            leaves = [leaf for leaf in leaves if answer(rule, leaf) is PASS]
+        return [*found, *contradictions(last, leaves)]
+
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        return [fault for rule in self.rules for fault in unused(rule, leaves)]
 
     def _answers(self, leaf: Leaf) -> Any:
         return (answer(rule, leaf) for rule in self.rules)
@@ -121,9 +134,12 @@ class Both(Rule):
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         return fill(self.second, leaf, fill(self.first, leaf, spec))
 
-    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         asked = [leaf for leaf in leaves if _can_be_filled(answer(self.first, leaf))]
-        return faults_of(self.first, leaves) + (faults_of(self.second, asked) if asked else [])
+        return [*contradictions(self.first, leaves), *contradictions(self.second, asked)]
+
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        return [*unused(self.first, leaves), *unused(self.second, leaves)]
 
     def __repr__(self) -> str:
         sides = (self.first, self.second)
@@ -152,6 +168,14 @@ def fill(rule: AnyRule, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
     return _merge(leaf, spec, answer(rule, leaf))
 
 
+def contradictions(rule: AnyRule, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+    return rule.contradictions(leaves) if isinstance(rule, Rule) else faults_of(rule, leaves)
+
+
+def unused(rule: AnyRule, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+    return rule.unused(leaves) if isinstance(rule, Rule) else ()
+
+
 def free_dimensions(spec: PartitionSpec, ndim: int) -> list[int]:
     """The dimensions that `spec` leaves whole."""
     entries = entries_of(spec)
@@ -178,4 +202,3 @@ def _merge(leaf: Leaf, spec: PartitionSpec, more: Any) -> PartitionSpec:
 
 def _can_be_filled(placement: Any) -> bool:
     return placement is PASS or isinstance(placement, PartitionSpec)
-

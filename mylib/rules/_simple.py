@@ -1,7 +1,7 @@
 """Rules that look at shapes alone."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +9,18 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault
 from .._leaves import Leaf
-from .._placement import faults_of
 from .._target import axes_in, axis_names, entries_of, with_entries
-from ._rule import AnyRule, Rule, answer, fill, free_dimensions, why, with_entry
+from ._rule import (
+    AnyRule,
+    Rule,
+    answer,
+    contradictions,
+    fill,
+    free_dimensions,
+    unused,
+    why,
+    with_entry,
+)
 
 Axes = str | tuple[str, ...]
 
@@ -176,10 +185,15 @@ class WhereEven(Rule):
 
     def __call__(self, leaf: Leaf) -> Any:
         placement = answer(self.rule, leaf)
-        return _even(placement, leaf) if isinstance(placement, PartitionSpec) else placement
+        if isinstance(placement, PartitionSpec):
+            return _without(placement, _uneven(placement, leaf))
+        return placement
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-        return _even(fill(self.rule, leaf, spec), leaf)
+        filled = fill(self.rule, leaf, spec)
+        # What the other rule has said stands, also where it can't be had.
+        added = set(free_dimensions(spec, leaf.ndim))
+        return _without(filled, added.intersection(_uneven(filled, leaf)))
 
     def why(self, leaf: Leaf) -> str:
         told = why(self.rule, leaf)
@@ -192,8 +206,11 @@ class WhereEven(Rule):
             for dim in _uneven(placement, leaf)
         )
 
-    def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return faults_of(self.rule, leaves)
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        return contradictions(self.rule, leaves)
+
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        return unused(self.rule, leaves)
 
     def __repr__(self) -> str:
         return f"where_even({self.rule!r})"
@@ -217,7 +234,6 @@ def _uneven(spec: PartitionSpec, leaf: Leaf) -> list[int]:
     ]
 
 
-def _even(spec: PartitionSpec, leaf: Leaf) -> PartitionSpec:
-    uneven = _uneven(spec, leaf)
-    entries = [None if dim in uneven else entry for dim, entry in enumerate(entries_of(spec))]
-    return with_entries(spec, entries) if uneven else spec
+def _without(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
+    entries = [None if dim in dims else entry for dim, entry in enumerate(entries_of(spec))]
+    return with_entries(spec, entries) if dims else spec

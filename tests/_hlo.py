@@ -1,0 +1,36 @@
+"""What a compiled program communicates, read from its text."""
+
+import re
+from collections import Counter
+from typing import Any, NamedTuple
+
+import equinox as eqx
+
+_KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+# `%name = f32[8,4]{1,0} all-gather(...)`, or a tuple of results where several were combined.
+_INSTRUCTION = re.compile(rf" = (?P<result>.+?) (?P<kind>{_KINDS})(?:-start)?\(")
+_SHAPE = re.compile(r"[a-z]+\d*\[([\d,]*)\]")
+
+
+class Collective(NamedTuple):
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]  # of what one device has afterwards
+
+
+def compiled_text(fun: Any, *args: Any) -> str:
+    return eqx.filter_jit(fun).lower(*args).compile().compiled.as_text()
+
+
+def collectives(text: str) -> list[Collective]:
+    found = []
+    for line in text.splitlines():
+        match = _INSTRUCTION.search(line)
+        if match is not None:
+            shapes = _SHAPE.findall(match["result"])
+            sizes = (tuple(int(n) for n in shape.split(",") if n) for shape in shapes)
+            found.append(Collective(match["kind"], tuple(sizes)))
+    return found
+
+
+def kinds(text: str) -> Counter[str]:
+    return Counter(collective.kind for collective in collectives(text))
