@@ -14,7 +14,7 @@ from .._leaves import Leaf
 from .._placement import PASS
 from .._target import axis_names
 from ._path import Pattern, joined
-from ._rule import Rule
+from ._rule import Rule, trimmed
 from ._simple import Axes
 
 ClassNames = Mapping[type, Mapping[str, str]]
@@ -164,7 +164,7 @@ class ByAxes(Rule):
         names = self._names(leaf)
         if names is None:
             return PASS if leaf.ndim else PartitionSpec()
-        return PartitionSpec(*_trimmed([axes for axes, _ in self._assign(names)]))
+        return PartitionSpec(*trimmed([axes for axes, _ in self._assign(names)]))
 
     def why(self, leaf: Leaf) -> str:
         names = self._names(leaf)
@@ -217,12 +217,6 @@ def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
         return leaf.axes
     entry = entry or next(_EQUINOX.fitting(leaf), None)
     return None if entry is None else name_dimensions(entry.names, leaf.ndim)
-
-
-def _trimmed(entries: list[Any]) -> list[Any]:
-    while entries and entries[-1] is None:
-        entries.pop()
-    return entries
 
 
 def _missing(axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int) -> Iterator[Fault]:

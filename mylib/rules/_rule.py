@@ -189,6 +189,13 @@ def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
     return with_entries(spec, entries)
 
 
+def trimmed(entries: Sequence[Any]) -> Sequence[Any]:
+    """The entries of a spec without those at its end that say nothing."""
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return entries
+
+
 def _merge(leaf: Leaf, spec: PartitionSpec, more: Any) -> PartitionSpec:
     if not isinstance(more, PartitionSpec):
         return spec

@@ -17,6 +17,7 @@ from ._rule import (
     contradictions,
     fill,
     free_dimensions,
+    trimmed,
     unused,
     why,
     with_entry,
@@ -236,4 +237,4 @@ def _uneven(spec: PartitionSpec, leaf: Leaf) -> list[int]:
 
 def _without(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
     entries = [None if dim in dims else entry for dim, entry in enumerate(entries_of(spec))]
-    return with_entries(spec, entries) if dims else spec
+    return with_entries(spec, trimmed(entries)) if dims else spec
