@@ -21,19 +21,29 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
 
 import argparse
-import gc
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from side_by_side import (
+    Call,
+    Row,
+    at_most,
+    compare,
+    duel,
+    print_header,
+    print_row,
+    race,
+    show,
+    stopwatch,
+)
 
 import mylib
 
@@ -42,24 +52,6 @@ LINE = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
 GRID = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
 ROWS, COLUMNS, REPLICATED = (NamedSharding(LINE, spec) for spec in (P("x"), P(None, "x"), P()))
 LAYOUTS = {"by rows": ROWS, "by columns": COLUMNS, "replicated": REPLICATED}
-
-Call = Callable[[Any], Any]
-
-
-class Row(NamedTuple):
-    """One line of the table. A row that promises nothing is there to explain the others."""
-
-    work: str
-    ours: str
-    peer: str
-    ratio: float
-    promise: str = ""
-    kept: bool | None = None
-
-    def cells(self) -> list[str]:
-        ratio = f"{self.ratio:.2g}" if self.ratio < 0.1 else f"{self.ratio:.2f}"
-        verdict = {None: "", True: "ok", False: "MISSED"}[self.kept]
-        return [self.work, self.ours, self.peer, ratio, self.promise, verdict]
 
 
 def main() -> None:
@@ -73,91 +65,10 @@ def main() -> None:
     if options.first_call:
         print(time_of_first_call(FIRST_CALLS[options.first_call]))
         return
-    versions = ".".join(map(str, sys.version_info[:2])), jax.__version__, eqx.__version__
-    print("Python {}, jax {}, equinox {}; 8 simulated CPU devices\n".format(*versions))
-    print_row(["work", "ours", "peer", "ratio", "must reach", "ok"])
-    print_row(["---"] * 6)
+    print_header("8 simulated CPU devices")
     for section in options.sections or SECTIONS:
         for row in SECTIONS[section](0.2 if options.quick else 1.0):
             print_row(row.cells())
-
-
-def print_row(cells: Sequence[str]) -> None:
-    print("|", " | ".join(cells), "|", flush=True)
-
-
-# Timing.
-
-
-def race(
-    calls: Sequence[Call],
-    repeats: float,
-    prepare: Callable[[], Any] = lambda: None,
-    wait: bool = True,
-) -> list[list[float]]:
-    """The seconds that each of the calls takes in each turn. Each gets what `prepare` returns, made
-    anew, and its results live until the clock has stopped.
-    """
-    times: list[list[float]] = [[] for _ in calls]
-    turns = max(3, round(repeats))
-    # Collecting garbage in between must not read all that JAX has allocated, and empty the caches.
-    gc.collect()
-    gc.freeze()
-    for turn in range(-1, turns):
-        gc.collect()
-        gc.disable()
-        # The first turn compiles and fills caches. Going first is no advantage to anyone.
-        for n in np.roll(range(len(calls)), turn):
-            seconds = stopwatch(calls[n], prepare(), wait)
-            if turn >= 0:
-                times[n].append(seconds)
-        gc.enable()
-    gc.unfreeze()
-    return times
-
-
-def stopwatch(call: Call, given: Any, wait: bool = True) -> float:
-    start = time.perf_counter()
-    result = call(given)
-    if wait:
-        jax.block_until_ready(result)
-    seconds = time.perf_counter() - start
-    del result
-    return seconds
-
-
-def duel(
-    work: str,
-    ours: Call,
-    peers: dict[str, Call],
-    repeats: float,
-    limit: float | None = None,
-    prepare: Callable[[], Any] = lambda: None,
-    wait: bool = True,
-) -> Row:
-    """A row of ours against the best of its peers."""
-    times = race([ours, *peers.values()], repeats, prepare, wait)
-    return max(compare(work, times, peers, limit), key=lambda row: row.ratio)
-
-
-def compare(
-    work: str, times: list[list[float]], peers: Iterable[str], limit: float | None = None
-) -> Iterator[Row]:
-    """A row for each of the peers, from the times of a race in which ours was the first."""
-    for name, theirs in zip(peers, times[1:], strict=True):
-        ratio = median(a / b for a, b in zip(times[0], theirs, strict=True))
-        peer = f"{name}, {show(median(theirs))}"
-        yield Row(work, show(median(times[0])), peer, ratio, *at_most(limit, ratio))
-
-
-def at_most(limit: float | None, ratio: float) -> tuple[str, bool | None]:
-    return ("", None) if limit is None else (f"≤ {limit:g}", ratio <= limit)
-
-
-def show(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
 
 
 # What is placed.

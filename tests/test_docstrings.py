@@ -10,8 +10,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import Float
 
 import mylib
 import mylib.testing
@@ -32,7 +35,10 @@ def _examples(value) -> list[str]:
 @pytest.mark.parametrize("value", _PUBLIC, ids=lambda v: v.__name__)
 def test_public_name(value):
     assert inspect.getdoc(value), "every public name says what it is for"
-    names = dict(jax=jax, jnp=jnp, np=np, eqx=eqx, P=P, NamedSharding=NamedSharding, mylib=mylib)
+    names = dict(
+        **dict(jax=jax, jnp=jnp, np=np, eqx=eqx, optax=optax, mylib=mylib),
+        **dict(P=P, NamedSharding=NamedSharding, Array=Array, Float=Float),
+    )
     for example in _examples(value):
         exec(compile(example, value.__name__, "exec"), names)
 

@@ -49,10 +49,7 @@ class TestRows:
             512,
             0,
         )
-        assert (
-            w.why
-            == "pattern 'w', then fsdp('data', min_size=64): the largest dimension that divides"
-        )
+        assert w.why == "pattern 'w', then fsdp('data', min_size=64): the largest free dimension"
         assert (b.spec, b.bytes_per_device, b.wasted) == ("P()", 24, 7 * 24)
         assert "fewer than 64 elements" in b.why
 

@@ -173,7 +173,8 @@ class Explanation:
         for place, size in by_place.items():
             for device in range(place.size) if isinstance(place, AbstractMesh) else place:
                 by_device[device] += size
-        return dict(by_device)
+        # A set of devices has no order of its own.
+        return dict(sorted(by_device.items(), key=lambda load: getattr(load[0], "id", load[0])))
 
     @property
     def most_loaded(self) -> tuple[Any, int] | None:

@@ -149,7 +149,7 @@ class Fsdp(Rule):
         if self(leaf) == PartitionSpec():
             parts = parts_of_axes(self.axis, leaf)
             return f"{self!r}: replicated, {parts} divides no dimension"
-        return f"{self!r}: the largest dimension that divides"
+        return f"{self!r}: the largest free dimension"
 
     def __repr__(self) -> str:
         min_size = "" if self.min_size == 2**12 else f", min_size={self.min_size}"
