@@ -35,26 +35,43 @@ def axes_of(steps: Iterable[Step], ndim: int) -> tuple[str | None, ...] | None:
     return _name_dimensions(annotation, ndim)
 
 
-def steps_to(tree: Any, path: Iterable[Any]) -> Iterator[Step]:
-    """The nodes on the way to the leaf at `path`, each with the key that leads on from it."""
-    node = tree
-    for key in path:
-        yield node, key
-        node = _child(node, key)
+class Walker:
+    """Finds the nodes on the way to the leaves of a tree."""
 
+    def __init__(self, tree: Any):
+        self.tree = tree
+        # Of the nodes whose keys say nothing of how they are read; each is kept, for its id.
+        self._flattened: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-def _child(node: Any, key: Any) -> Any:
-    if isinstance(key, jtu.GetAttrKey):
-        child = getattr(node, key.name, _ABSENT)
-        if child is not _ABSENT:
-            return child
-    elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
-        return node[key.idx]
-    elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
-        return node[key.key]
-    # Of a node whose keys say nothing of how it is read, `jax.tree_util.Partial` for one.
-    children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-    return next(child for path, child in children if path == (key,))
+    def steps_to(self, path: Iterable[Any]) -> Iterator[Step]:
+        """The nodes on the way to the leaf at `path`, each with the key that leads on from it, as
+        far as the keys lead.
+        """
+        node = self.tree
+        for key in path:
+            yield node, key
+            node = self._child(node, key)
+            if node is _ABSENT:
+                return
+
+    def _child(self, node: Any, key: Any) -> Any:
+        if isinstance(key, jtu.GetAttrKey):
+            child = getattr(node, key.name, _ABSENT)
+            if child is not _ABSENT:
+                return child
+        elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
+            return node[key.idx] if key.idx < len(node) else _ABSENT
+        elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
+            return node.get(key.key, _ABSENT)
+        return self._children(node).get(str(key), _ABSENT)
+
+    def _children(self, node: Any) -> dict[str, Any]:
+        known = self._flattened.get(id(node))
+        if known is None:
+            children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+            known = node, {str(path[0]): child for path, child in children if path}
+            self._flattened[id(node)] = known
+        return known[1]
 
 
 @cache
@@ -67,18 +84,45 @@ def _field_annotations(cls: type) -> Mapping[str, Any]:
             # imported for type checkers only) costs no other field its names.
             field = types.SimpleNamespace(__annotations__={name: written})
             try:
-                annotations |= typing.get_type_hints(field, names, dict(vars(base)))
+                hints = typing.get_type_hints(field, names, dict(vars(base)))
             except (AttributeError, NameError, SyntaxError, TypeError):
                 annotations.pop(name, None)
+            else:
+                annotations[name] = _filled_in(hints[name], _arguments(cls, base))
     return annotations
+
+
+def _arguments(cls: type, base: type) -> Mapping[Any, Any]:
+    """What `cls` has put in the place of the type variables of a generic base."""
+    for written in getattr(cls, "__orig_bases__", ()):
+        origin, args = typing.get_origin(written) or written, typing.get_args(written)
+        parameters = getattr(origin, "__parameters__", ())
+        if origin is base:
+            return dict(zip(parameters, args, strict=False))
+        if isinstance(origin, type) and issubclass(origin, base):
+            given = dict(zip(parameters, args, strict=False))
+            inner = _arguments(origin, base)
+            return {variable: _filled_in(arg, given) for variable, arg in inner.items()}
+    return {}
+
+
+def _filled_in(annotation: Any, arguments: Mapping[Any, Any]) -> Any:
+    if isinstance(annotation, typing.TypeVar):
+        return arguments.get(annotation, annotation)
+    variables = getattr(annotation, "__parameters__", ())
+    if not isinstance(annotation, type) and any(v in arguments for v in variables):
+        return annotation[tuple(arguments.get(v, v) for v in variables)]
+    return annotation
 
 
 def _alternatives(annotation: Any) -> list[Any]:
     if isinstance(annotation, typing.TypeVar):
         return _alternatives(annotation.__bound__)
+    if hasattr(annotation, "__supertype__"):  # NewType("Weight", Float[Array, "out in"])
+        return _alternatives(annotation.__supertype__)
     if hasattr(annotation, "__value__"):  # type Weight = Float[Array, "out in"]
         return _alternatives(annotation.__value__)
-    if typing.get_origin(annotation) is typing.Annotated:
+    if typing.get_origin(annotation) in (typing.Annotated, typing.Final):
         return _alternatives(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [a for arg in typing.get_args(annotation) for a in _alternatives(arg)]
@@ -96,7 +140,7 @@ def _element_annotation(annotation: Any, index: int | None) -> Any:
             return args[index] if index < len(args) else None
         if issubclass(origin, Mapping) and len(args) == 2:
             return args[1]
-        if issubclass(origin, Sequence) and len(args) == 1:
+        if issubclass(list, origin) and len(args) == 1:
             return args[0]
     return None
 

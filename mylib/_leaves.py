@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from ._axes import Step, axes_of, steps_to
+from ._axes import Step, Walker, axes_of
 
 KeyPath = tuple[Any, ...]
 
@@ -87,6 +87,10 @@ class Leaves:
         """The key path of every array leaf. Costly, so made only where a rule or an error asks."""
         with_paths, _ = jtu.tree_flatten_with_path(self.tree)
         return [with_paths[i][0] for i in self.positions]
+
+    @cached_property
+    def walker(self) -> Walker:
+        return Walker(self.tree)
 
     def join(self, arrays: Iterable[Any]) -> Any:
         """The same tree with other arrays in it."""
@@ -176,7 +180,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     mesh: Any
-    _tree: Any = field(default=None, repr=False, compare=False)
+    _walker: Walker | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -215,4 +219,4 @@ class Leaf:
 
     @cached_property
     def _steps(self) -> tuple[Step, ...]:
-        return () if self._tree is None else tuple(steps_to(self._tree, self.path))
+        return () if self._walker is None else tuple(self._walker.steps_to(self.path))

@@ -20,7 +20,7 @@ from jaxtyping import PyTree
 from ._errors import Fault, PlacementError
 from ._fit import show, show_mesh, unfit_layout, unfit_shape, unfit_spec, unfit_staged
 from ._leaves import Kind, Leaf, Leaves, canonical_dtype, name_of, split
-from ._prefix import spread_prefix
+from ._prefix import MISFIT, spread_prefix
 from ._target import AnyMesh, Target, sharding_of
 from ._world import World, current_world
 
@@ -106,6 +106,7 @@ class Decision:
     entries: list[Any]
     targets: list[Target | None]
     faults: list[Fault]
+    faulty: set[int]
     mesh: AnyMesh | None
 
 
@@ -127,7 +128,7 @@ def decide(
 def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
     """What a rule is asked about."""
     x = leaves.arrays[i]
-    return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, leaves.tree)
+    return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, leaves.walker)
 
 
 def _is_placement_leaf(x: Any) -> bool:
@@ -160,24 +161,27 @@ class _Resolver:
         self.specs: dict[PartitionSpec, PartitionSpec] = {}
 
     def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
-        faults = list(misfits)
+        faults, faulty = list(misfits), set[int]()
         targets: list[Target | None] = []
         verdicts = self.verdicts
         for i, (x, kind, entry) in enumerate(
             zip(self.leaves.arrays, self.leaves.kinds, entries, strict=True)
         ):
-            if entry is None:
+            if entry is None or entry is MISFIT:
                 targets.append(None)
+                if entry is MISFIT:
+                    faulty.add(i)
                 continue
             verdict = verdicts.get((id(entry), kind, x.shape)) or self.judge(i, x, kind, entry)
             target, complaints = verdict
             targets.append(target)
             if complaints:
+                faulty.add(i)
                 name = name_of(self.leaves.paths[i])
                 faults += [Fault(name, tuple(x.shape), *complaint) for complaint in complaints]
         for rule, seen in self.asked.values():
             faults += faults_of(rule, seen)
-        return Decision(entries, targets, faults, self.mesh)
+        return Decision(entries, targets, faults, faulty, self.mesh)
 
     def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
         asked: list[Any] = []
@@ -279,11 +283,12 @@ def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
     find = getattr(rule, "faults", None)
     if find is None:
         return []
+    found = find(leaves)
     return [
         fault
         if isinstance(fault, Fault)
         else Fault("", None, repr(rule), fault, "mend the rule, or drop that part of it")
-        for fault in find(leaves)
+        for fault in ([found] if isinstance(found, str) else found)
     ]
 
 

@@ -9,6 +9,8 @@ from ._errors import Fault, PlacementError
 from ._leaves import KeyPath, Kind, Leaves, kind_of, name_of
 
 IsLeaf = Callable[[Any], bool]
+MISFIT = object()
+"""Stands for the entry of a leaf where the prefix doesn't fit."""
 
 
 def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
@@ -23,7 +25,7 @@ def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
 
 def spread_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> tuple[list[Any], list[Fault]]:
     """One entry of `prefix` for every array leaf, and a fault for every place where the prefix
-    doesn't fit; the entries there are None.
+    doesn't fit; the entries there are MISFIT.
     """
     if is_leaf(prefix):
         return [prefix] * len(leaves.positions), []
@@ -67,7 +69,7 @@ def _spread_one_level(
         )
     )
     for _ in range(jtu.tree_structure(tree).num_leaves):
-        yield None
+        yield MISFIT
 
 
 def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:

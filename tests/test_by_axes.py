@@ -1,12 +1,15 @@
 """`by_axes`: the names of dimensions as the description of a model's sharding."""
 
-from typing import Generic, Optional, TypeVar
+import time
+from collections.abc import Collection
+from typing import Final, Generic, NewType, Optional, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import models
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
@@ -100,6 +103,67 @@ class TestAnnotations:
             **{f"['a'][1].content{name}": spec for name, spec in under.items()},
             "['a'][1].extra[0]": P("data"),
         }
+
+    def test_a_generic_base_filled_in(self):
+        T = TypeVar("T")
+        S = TypeVar("S")
+
+        class Base(eqx.Module, Generic[T, S]):
+            one: T
+            many: list[S]
+
+        class Half(Base[Float[Array, "out in"], S]):
+            pass
+
+        class Whole(Half[Float[Array, "in"]]):
+            pass
+
+        tree = Whole(jnp.zeros((8, 8)), [jnp.zeros(8)])
+        assert specs(tree, by_axes(AXES)) == {".one": P("model", "data"), ".many[0]": P("data")}
+
+    def test_other_ways_to_write_it(self):
+        Weight = NewType("Weight", Float[Array, "out in"])
+
+        class Layer(eqx.Module):
+            new: Weight
+            final: Final[Float[Array, "out"]]
+            some: Collection[Float[Array, "in"]]
+
+        tree = Layer(jnp.zeros((8, 8)), jnp.zeros(8), (jnp.zeros(8),))
+        assert list(specs(tree, by_axes(AXES)).values()) == [
+            P("model", "data"),
+            P("model"),
+            P("data"),
+        ]
+
+    def test_nodes_whose_keys_lead_nowhere(self):
+        class Key:
+            """Is equal to no other one, made anew every time."""
+
+            def __str__(self):
+                return "key"
+
+        class Node:
+            def __init__(self, child):
+                self.child = child
+
+        def flatten(node):
+            return [(Key(), node.child), (jtu.GetAttrKey("nowhere"), node.child)], None
+
+        jtu.register_pytree_with_keys(Node, flatten, lambda _, children: Node(children[0]))
+        layer = models.AnnotatedMLP(key=KEY)
+        explanation = mylib.explain(Node(layer), by_axes({"mlp": "model"}), MESH)
+        assert [row.spec for row in explanation.rows[:3]] == [
+            "P('model')",
+            "P('model')",
+            "P(None, 'model')",
+        ]
+
+    def test_the_state_of_a_stateful_model_takes_no_quadratic_time(self):
+        state = eqx.nn.State([eqx.nn.StateIndex(np.zeros(8, np.float32)) for _ in range(2000)])
+        start = time.perf_counter()
+        mylib.resolve(state, by_axes({}) | replicated(), mesh=MESH)
+        assert time.perf_counter() - start < 1
 
     def test_layers_stacked_by_vmap(self):
         make = eqx.filter_vmap(lambda key: models.AnnotatedMLP(key=key))
@@ -394,11 +458,21 @@ class TestNamesForOthers:
         assert found["['gates'][0].inner.up_bias"] == P()
         (wrong,) = faults(tree, by_axes({}, names={Gate: {"weight": "a b"}}) | replicated())
         assert wrong.request == "by_axes: names 'a b' for 'weight' of Gate"
-        assert wrong.reason == "no leaf is there"
+        assert wrong.reason == "no leaf with so many dimensions is there"
 
     def test_fewer_dimensions_than_named(self):
         rule = by_axes({"a": "model"}, names={eqx.nn.Linear: {"weight": "a b c", "bias": "a"}})
         assert {fault.path for fault in faults(eqx.nn.Linear(8, 8, key=KEY), rule)} >= {".weight"}
+
+    def test_names_of_too_many_dimensions_are_of_no_use(self):
+        names = {Gate: {"up.weight": "a b c"}}
+        (wrong,) = faults(Gate(key=KEY), by_axes({}, names=names) | replicated())
+        assert wrong.request == "by_axes: names 'a b c' for 'up.weight' of Gate"
+
+    @pytest.mark.parametrize("dims", ["out, in", ("out", "in")])
+    def test_what_is_no_annotation(self, dims):
+        with pytest.raises(ValueError, match="write names as in an annotation"):
+            by_axes({}, names={eqx.nn.Linear: {"weight": dims}})
 
     def test_the_state_of_one_who_is_named(self):
         state = optax.adamw(1e-3).init(eqx.filter(Gate(key=KEY), eqx.is_array))

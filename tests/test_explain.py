@@ -1,5 +1,6 @@
 """`explain`: the table, the totals, the reasons, and what a program reads of them."""
 
+import functools
 import time
 
 import equinox as eqx
@@ -167,6 +168,40 @@ class TestTotals:
         explanation = mylib.explain([array(1024, 1024)], P(), AbstractMesh((1,), ("data",)))
         assert explanation.replicated == ()
 
+    def test_a_traced_value_is_where_its_mesh_is(self):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        w = mylib.filter_shard(jnp.ones((64, 64)), P("data"), mesh=mesh)
+        rule = like({"w": w}) | replicated()
+        seen = []
+
+        @jax.jit
+        def inside(tree):
+            seen.append(mylib.explain(tree, rule))
+            return tree
+
+        with jax.set_mesh(mesh):
+            inside({"w": w, "b": w})
+        assert seen[0].bytes_by_device == dict.fromkeys(jax.devices(), 20 * 1024)
+
+    @pytest.mark.parametrize("partly", [False, True])
+    def test_inside_shard_map(self, partly):
+        axes = {"axis_names": {"data"}} if partly else {}
+
+        @jax.jit
+        @functools.partial(
+            jax.shard_map, mesh=MESH, in_specs=P("data"), out_specs=P("data"), **axes
+        )
+        def inside(x):
+            assert "array" in str(mylib.explain({"x": x}, replicated()))
+            return x
+
+        inside(jnp.ones((8, 8)))
+
+    def test_what_is_left_where_it_does_not_fit(self):
+        uneven = jax.ShapeDtypeStruct((6,), jnp.float32, sharding=NamedSharding(MESH, P("data")))
+        (row,) = mylib.explain(uneven, None).rows
+        assert row.bytes_per_device == 8
+
 
 class TestTable:
     def test_layers_share_a_line(self):
@@ -189,6 +224,24 @@ class TestTable:
         tree = ({"a": [array(8), array(8)]}, {"a": array(8)})
         lines = str(mylib.explain(tree, P(), ABSTRACT)).splitlines()[1:3]
         assert [line.split("  ")[0] for line in lines] == ["[0]['a'][*]", "[1]['a']"]
+
+    def test_layers_that_are_elsewhere_do_not_share_a_line(self):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        tree = [array(8, 128), array(8, 128)]
+        placement = [NamedSharding(mesh, P("data")), NamedSharding(MESH, P("data"))]
+        table = str(mylib.explain(tree, placement))
+        assert "512 B" in table and "1 KiB" in table and "2 x" not in table
+
+    def test_a_reason_of_several_lines_is_one_line(self):
+        class Wordy:
+            def __call__(self, leaf):
+                return P()
+
+            def why(self, leaf):
+                return "this\n  and that"
+
+        (row,) = mylib.explain(array(8), Wordy(), ABSTRACT).rows
+        assert row.why == "this and that"
 
     def test_alternating_layers_are_told_apart(self):
         tree = {"layers": [array(8), array(4), array(8), array(4)]}
@@ -235,8 +288,15 @@ class TestFaults:
         assert "a PartitionSpec needs a mesh" in fault.reason
 
     def test_a_prefix_that_does_not_fit(self):
-        explanation = mylib.explain({"a": array(8), "b": array(8)}, {"a": P()}, ABSTRACT)
+        tree = {"a": [array(8), array(8)], "b": array(8)}
+        explanation = mylib.explain(tree, {"a": [P()], "b": P()}, ABSTRACT)
         assert len(explanation.faults) == 1
+        assert [row.faulty for row in explanation.rows] == [True, True, False]
+
+    def test_of_an_array_by_itself(self):
+        rule = by_path({"**": P("data"), "**.**": P()})
+        (row,) = mylib.explain(array(8), rule, ABSTRACT).rows
+        assert row.faulty
 
     def test_what_is_no_mesh_is_an_error(self):
         with pytest.raises(mylib.PlacementError, match="is not a mesh"):

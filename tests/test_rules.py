@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
+from jax.experimental.layout import Format, Layout
 from jax.sharding import (
     AbstractMesh,
     AxisType,
@@ -247,8 +248,9 @@ class TestByPath:
         with pytest.raises(mylib.PlacementError) as caught:
             mylib.resolve(tree, rule, mesh=ABSTRACT)
         reasons = [fault.reason for fault in caught.value.faults]
-        assert len(reasons) == 5
-        assert sum("disagree" in reason for reason in reasons) == 2
+        assert len(reasons) == 4
+        # Not of `c`: a spec that is too long for it says nothing of it.
+        assert sum("disagree" in reason for reason in reasons) == 1
         assert sum("matches none" in reason for reason in reasons) == 1
         assert sum("does not divide" in reason for reason in reasons) == 1
         assert sum("no leaf that the pattern matches so many" in reason for reason in reasons) == 1
@@ -268,6 +270,36 @@ class TestByPath:
             "the spec has 2 entries, and no leaf that the pattern matches so many dimensions"
         )
         assert found.mend == "give at most 1"
+
+    def test_a_spec_too_long_leaves_the_leaf_to_other_patterns(self):
+        model = {"norm": {"weight": array(8)}, "linear": {"weight": array(8, 8)}}
+        for patterns in (
+            {"weight": P(None, "model"), "norm.*": P()},
+            {"weight": P(None, "model"), "**": P()},
+        ):
+            found = specs(model, by_path(patterns, ordered=True))
+            assert found == {"['norm']['weight']": P(), "['linear']['weight']": P(None, "model")}
+        assert len(specs(model, by_path({"weight": P(None, "model"), "norm.*": P()}))) == 2
+
+    def test_a_state_by_itself_may_have_none_of_what_a_spec_is_for(self):
+        state = optax.adafactor(1e-3).init({"w": jnp.zeros((256, 128))})
+        assert set(specs(state, by_path({"w": P("data", "model")}) | replicated()).values()) == {
+            P()
+        }
+        found = fault(state, by_path({"v": P("data", "model")}) | replicated())
+        assert found.mend.endswith("place the state with its model")
+
+    def test_specs_that_mean_the_same_agree(self):
+        tree = {"w": array(8, 8)}
+        assert specs(tree, by_path({"w": P("data"), "*": P("data", None)}))
+
+    @pytest.mark.parametrize(
+        "key", ["", "a.b", "it's", '"', "both ' and \"", "a\\b", "a\nb", "[0]"]
+    )
+    def test_a_path_as_it_is_printed_is_a_pattern(self, key):
+        tree = {key: {"w": array(8)}}
+        (name,) = specs(tree, replicated())
+        assert specs(tree, by_path({name: P("data")})) == {name: P("data")}
 
     def test_a_rule_for_a_subtree(self):
         tree = {"encoder": {"w": array(64, 128), "b": array(8)}, "head": array(8, 8)}
@@ -341,6 +373,39 @@ class TestSimple:
     @pytest.mark.parametrize("size", [3, 1000])
     def test_a_misspelt_axis_is_found(self, size):
         assert fault(array(size, size), fsdp("dta")).mend == "did you mean 'data'?"
+
+    @pytest.mark.parametrize("axis", [None, (), ("data", None), 3, leaf(8)])
+    @pytest.mark.parametrize("rule", [fsdp, batch])
+    def test_what_is_no_axis(self, rule, axis):
+        with pytest.raises(TypeError, match="is not a mesh axis"):
+            rule(axis)
+
+    def test_forgotten_parentheses(self):
+        for rule, told in ((batch, r"call it: batch\('data'\)"), (like, r"like\(model\)")):
+            with pytest.raises(TypeError, match=told):
+                mylib.resolve(array(8), rule, mesh=MESH)
+
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: by_path([("w", P())]),
+            lambda: by_axes("data"),
+            lambda: by_axes({"a": "b"}, names={eqx.nn.Linear: "out in"}),
+            lambda: where_even(P("data")),
+        ],
+    )
+    def test_other_types(self, make):
+        with pytest.raises(TypeError, match="take"):
+            make()
+
+    def test_symbolic_sizes(self):
+        (size,) = jax.export.symbolic_shape("b")
+        tree = {"x": jax.ShapeDtypeStruct((size, 64), jnp.float32)}
+        assert specs(tree, batch("data")) == {"['x']": P("data")}
+        assert specs(tree, where_even(batch("data"))) == {"['x']": P("data")}
+        assert specs(tree, fsdp("data")) == {"['x']": P(None, "data")}
+        explanation = mylib.explain(tree, batch("data"), MESH)
+        assert "symbolic" in str(explanation) and explanation.nbytes == 0
 
     @pytest.mark.parametrize("rule", [fsdp("data"), batch("data"), replicated()])
     def test_without_a_mesh(self, rule):
@@ -425,6 +490,31 @@ class TestLike:
             "ends like, a path of that tree"
             in fault({"w": np.ones(8)}, like(x) | replicated()).reason
         )
+
+    def test_places_in_a_list_are_no_path(self):
+        placed = [mylib.filter_shard(jnp.ones((8, 8)), P("data"), mesh=MESH)]
+        assert mylib.resolve([np.ones((8, 8))], like(placed)) == [placed[0].sharding]
+        tree = {"batches": [np.ones((8, 8))]}
+        assert "no path of the 1 leaves" in fault(tree, like(placed) | replicated()).reason
+        # But what a field holds is.
+        state = optax.trace(0.9).init(placed)
+        assert mylib.resolve(state, like(placed)).trace == [placed[0].sharding]
+
+    def test_scalars_go_where_the_tree_is(self):
+        state = {"mu": {"w": np.ones(8)}, "count": np.ones(())}
+        w = NamedSharding(MESH, P("data"))
+        on_device = SingleDeviceSharding(jax.devices()[3])
+        for place, count in (
+            (Format(Layout((0,)), w), NamedSharding(MESH, P())),
+            (on_device, on_device),
+        ):
+            tree = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=place)}
+            assert mylib.resolve(state, like(tree))["count"] == count
+        two = {
+            name: jax.device_put(jnp.ones(8), d)
+            for name, d in zip("wv", jax.devices()[:2], strict=True)
+        }
+        assert like(two)(leaf()) is PASS
 
     def test_like_nothing(self):
         model, _ = self.trained()
@@ -573,6 +663,23 @@ class TestComposition:
             leaf(8, 8)
         ) == P(P.UNCONSTRAINED, "data")
 
+    def test_what_can_not_fill_is_an_error(self):
+        tree = {"w": array(8, 8)}
+        first = by_path({"w": P("data")})
+        for second, told in [
+            (lambda leaf: "model", "can't shard what another rule leaves whole"),
+            (lambda leaf: NamedSharding(MESH, P(None, "model")), "can't shard what another"),
+            (lambda leaf: P(None, None, "model"), "has 3 entries, for an array of rank 2"),
+            (fsdp("dta"), "no axis 'dta'"),
+        ]:
+            assert told in fault(tree, first & second).reason
+        assert specs(tree, first & nothing) == specs(tree, first & alone) == {"['w']": P("data")}
+
+    def test_unreduced_axes_are_used(self):
+        spec = P(None, unreduced={"data"})
+        for second in (fsdp("data", min_size=0), batch("data"), last_dimension):
+            assert (by_path({"weight": spec}) & second)(leaf(8)) == spec
+
     def test_and_leaves_other_answers_alone(self):
         device = jax.devices()[2]
         assert (by_path({"w": device}) & fsdp("data"))(leaf(64, 64, path="w")) is device
@@ -597,6 +704,51 @@ class TestComposition:
             mylib.resolve(tree, rule, mesh=ABSTRACT)
         requests = {fault.request for fault in caught.value.faults}
         assert requests >= {"by_path: 'x'", "by_path: 'z'", "by_axes: 'y' over 'data'"}
+
+    @pytest.mark.parametrize(
+        "combine",
+        [
+            lambda rule: (lambda leaf: rule) | replicated(),
+            lambda rule: (lambda leaf: rule) & fsdp("data"),
+            lambda rule: where_even(lambda leaf: rule),
+            lambda rule: by_path({"**": lambda leaf: rule}),
+            lambda rule: lambda leaf: rule,
+        ],
+    )
+    def test_faults_of_a_rule_that_a_function_answers_with(self, combine):
+        tree = {"w": array(8, 8), "b": array(8)}
+        rule = by_path({"w": P("model"), "*": P(), "x": P()})
+        with pytest.raises(mylib.PlacementError) as caught:
+            mylib.resolve(tree, combine(rule), mesh=MESH)
+        requests = sorted(fault.request for fault in caught.value.faults)
+        assert len(requests) == 2 and requests[1] == "by_path: 'x'"
+
+    @pytest.mark.parametrize("base", [object, Rule])
+    def test_faults_of_a_rule_of_ones_own(self, base):
+        class Mine(base):
+            def __call__(self, leaf):
+                return P()
+
+            def faults(self, leaves):
+                assert leaves
+                return f"{len(leaves)} leaves are too many"
+
+        tree = {"w": array(8), "b": array(8)}
+        for rule in (Mine(), Mine() | replicated(), replicated() & Mine(), by_path({"*": Mine()})):
+            assert fault(tree, rule).reason == "2 leaves are too many"
+        assert specs(tree, replicated() | Mine())
+
+    def test_a_rule_that_answers_with_itself(self):
+        def one(leaf):
+            return other
+
+        def other(leaf):
+            return one
+
+        assert fault({"w": array(8)}, one).reason == "the rule answers with itself"
+        assert mylib.explain({"w": array(8)}, one, MESH).faults
+        with pytest.raises(ValueError, match="answers with itself"):
+            mylib.resolve({"w": array(8)}, one | replicated(), mesh=MESH)
 
     def test_what_is_overruled_is_not_misspelt(self):
         tree = {"w": array(8), "b": array(8)}

@@ -110,6 +110,9 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
         assert attention.output_proj.weight.sharding.spec == P(None, "model")
         ```
     """
+    for what in (axes, names or {}, *(names or {}).values()):
+        if not isinstance(what, Mapping):
+            raise TypeError(f"by_axes takes mappings, not {what!r}")
     return ByAxes(tuple(axes.items()), Table(names or {}))
 
 
@@ -131,6 +134,11 @@ class Table:
             for cls, fields in names.items()
             for path, dims in fields.items()
         ]
+        for entry in self.entries:
+            if not isinstance(entry.names, str) or "," in entry.names:
+                raise ValueError(
+                    f"by_axes: write names as in an annotation, 'out in', not {entry.names!r}"
+                )
         self._of_class: dict[type, list[Entry]] = {}
 
     def fitting(self, leaf: Leaf) -> Iterator[Entry]:
@@ -182,7 +190,7 @@ class ByAxes(Rule):
         for leaf in leaves:
             given = tuple(self.given.fitting(leaf))
             found.update(_names(given, leaf) or ())
-            used.update(given)
+            used.update(e for e in given if name_dimensions(e.names, leaf.ndim) is not None)
         names = sorted(name for name in found if name is not None)
         unused = [entry for entry in self.given.entries if entry not in used]
         return [*_missing(self.axes, names, len(leaves)), *map(_unused, unused)]
@@ -242,6 +250,6 @@ def _unused(entry: Entry) -> Fault:
         "",
         None,
         f"by_axes: names {entry.names!r} for {entry.pattern.text!r} of {entry.cls.__qualname__}",
-        "no leaf is there",
+        "no leaf with so many dimensions is there",
         "write the path from a field of the class to the array, or drop the entry",
     )

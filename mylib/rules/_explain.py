@@ -1,9 +1,11 @@
 """`explain`: where every leaf would go, why, and what that costs, before anything moves."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import jax.tree_util as jtu
@@ -14,9 +16,17 @@ from jaxtyping import PyTree
 from .._errors import Fault, PlacementError
 from .._leaves import KeyPath, Kind, Leaf, name_of, split
 from .._placement import Placement, decide, is_rule, leaf_at
-from .._target import AnyMesh, Target, default_memory_kind, sharding_of
-from .._world import current_world
-from ._rule import why
+from .._target import (
+    AnyMesh,
+    Target,
+    axis_names,
+    default_memory_kind,
+    entries_of,
+    same_axes,
+    sharding_of,
+)
+from .._world import World, current_world
+from ._rule import as_rule
 
 # From how many bytes on a leaf counts as large.
 _LARGE = 2**20
@@ -26,8 +36,8 @@ def explain(
     tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
 ) -> "Explanation":
     """Says where every array of a tree would go, which rule chose that and why, and how much memory
-    each device needs for it. Moves nothing, needs no device, and doesn't raise: what is wrong is
-    part of the answer.
+    each device needs for it. Moves nothing, needs no device, and raises no
+    [`mylib.PlacementError`][]: what is wrong is part of the answer.
 
     **Arguments:**
 
@@ -53,17 +63,18 @@ def explain(
     leaves = split(tree)
     # What is asked is where the arrays would go, not whether they can be moved there from here.
     abstract = replace(leaves, kinds=[Kind.ABSTRACT] * len(leaves.kinds))
-    decision = decide(abstract, placement, mesh, current_world())
-    faulty = {fault.path for fault in decision.faults}
+    world = current_world()
+    decision = decide(abstract, placement, mesh, world)
+    # Those that a rule finds fault with by itself.
+    named = {fault.path for fault in decision.faults}
     rows: list[Row] = []
     for i, (entry, target) in enumerate(zip(decision.entries, decision.targets, strict=True)):
         leaf = leaf_at(leaves, i, decision.mesh)
-        name = name_of(leaf.path)
-        if name in faulty:
-            target = place = None
+        if i in decision.faulty or name_of(leaf.path) in named:
+            rows.append(Row(leaf, None, None, "", True))
         else:
             place = target or _resting_place(leaves.arrays[i], leaves.kinds[i])
-        rows.append(Row(leaf, target, place, _reason(entry, leaf), name in faulty))
+            rows.append(Row(leaf, target, _grounded(place, world), _reason(entry, leaf), False))
     return Explanation(tuple(rows), tuple(decision.faults))
 
 
@@ -71,9 +82,27 @@ def _resting_place(x: Any, kind: Kind) -> Target | None:
     return x.sharding if kind in (Kind.DEVICE, Kind.ABSTRACT) else None
 
 
+def _grounded(place: Target | None, world: World) -> Sharding | None:
+    """A place over the devices that are meant by an abstract mesh, where that is known: values that
+    are being traced know their mesh as an abstract one.
+    """
+    if place is None:
+        return None
+    sharding, devices = sharding_of(place), world.devices
+    if (
+        isinstance(sharding, NamedSharding)
+        and isinstance(sharding.mesh, AbstractMesh)
+        and devices is not None
+        and same_axes(sharding.mesh, devices)
+    ):
+        return NamedSharding(devices, sharding.spec, memory_kind=sharding.memory_kind)
+    return sharding
+
+
 def _reason(entry: Any, leaf: Leaf) -> str:
     if is_rule(entry):
-        return why(entry, leaf)
+        # In one line of a table.
+        return " ".join(str(as_rule(entry).why(leaf)).split())
     return "" if entry is None else "given as such"
 
 
@@ -90,6 +119,7 @@ class Row:
     - `why`: which rule chose that, and why.
     - `faulty`: whether it can't be placed.
     - `spec`: the target as text.
+    - `nbytes`: the bytes of the whole leaf; 0 if its size is symbolic.
     - `devices`: how many devices hold a part of it; 0 if that is not known.
     - `bytes_per_device`: how much of each of them it takes.
     - `wasted`: how many bytes would be saved, over all devices, if each part were held once.
@@ -97,7 +127,7 @@ class Row:
 
     leaf: Leaf
     target: Target | None
-    place: Target | None
+    place: Sharding | None
     why: str
     faulty: bool
 
@@ -109,33 +139,47 @@ class Row:
         if not isinstance(sharding, NamedSharding):
             return str(sharding)
         spec = str(sharding.spec).replace("PartitionSpec", "P").replace(",)", ")")
-        layout = ", with a layout" if isinstance(self.target, Format) else ""
+        chosen = isinstance(self.target, Format) and self.target.layout is not None
+        layout = ", with a layout" if chosen else ""
         return spec + (f" in {sharding.memory_kind}" if self.offloaded else "") + layout
 
     @cached_property
     def devices(self) -> int:
-        return 0 if self.place is None else sharding_of(self.place).num_devices
+        return 0 if self.place is None else self.place.num_devices
 
     @cached_property
     def bytes_per_device(self) -> int:
-        if self.place is None:
+        if self.place is None or self.symbolic:
             return 0
-        size = self.leaf.dtype.itemsize
-        for dim in sharding_of(self.place).shard_shape(self.leaf.shape):
-            size *= dim
+        if not isinstance(self.place, NamedSharding):
+            return math.prod(self.place.shard_shape(self.leaf.shape)) * self.leaf.dtype.itemsize
+        # Not `shard_shape`: inside shard_map it is refused.
+        size, mesh = self.leaf.dtype.itemsize, self.place.mesh
+        entries = entries_of(self.place.spec)
+        for dim, entry in zip_longest(self.leaf.shape, entries[: self.leaf.ndim]):
+            size *= -(-dim // math.prod(mesh.shape[name] for name in axis_names(entry)))
         return size
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the whole leaf."""
+        return 0 if self.symbolic else self.leaf.nbytes
+
+    @property
+    def symbolic(self) -> bool:
+        """Whether its size is not known, as in `jax.export`; it counts as nothing, then."""
+        return not all(isinstance(dim, int) for dim in self.leaf.shape)
 
     @property
     def offloaded(self) -> bool:
         """Whether it lies in other memory than the devices' own."""
         if self.place is None:
             return False
-        sharding = sharding_of(self.place)
-        return sharding.memory_kind not in (None, default_memory_kind(sharding))
+        return self.place.memory_kind not in (None, default_memory_kind(self.place))
 
     @property
     def wasted(self) -> int:
-        return max(0, self.bytes_per_device * self.devices - self.leaf.nbytes)
+        return max(0, self.bytes_per_device * self.devices - self.nbytes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,14 +205,14 @@ class Explanation:
 
     @property
     def nbytes(self) -> int:
-        return sum(row.leaf.nbytes for row in self.rows)
+        return sum(row.nbytes for row in self.rows)
 
     @cached_property
     def bytes_by_device(self) -> dict[Any, int]:
         by_place: Counter[Any] = Counter()
         for row in self.rows:
             if row.place is not None and not row.offloaded:
-                by_place[_whereabouts(sharding_of(row.place))] += row.bytes_per_device
+                by_place[_whereabouts(row.place)] += row.bytes_per_device
         by_device: Counter[Any] = Counter()
         for place, size in by_place.items():
             for device in range(place.size) if isinstance(place, AbstractMesh) else place:
@@ -186,7 +230,7 @@ class Explanation:
         return tuple(
             row
             for row in self.rows
-            if row.devices > 1 and row.bytes_per_device == row.leaf.nbytes >= _LARGE
+            if row.devices > 1 and row.bytes_per_device == row.nbytes >= _LARGE
         )
 
     def __repr__(self) -> str:
@@ -210,7 +254,7 @@ class Explanation:
                 else f"; on {devices}, {show_bytes(most)} on the most loaded one ({device}) and "
                 f"{show_bytes(least)} on the least"
             )
-        offloaded = sum(row.leaf.nbytes for row in self.rows if row.offloaded)
+        offloaded = sum(row.nbytes for row in self.rows if row.offloaded)
         if offloaded:
             lines.append(f"{show_bytes(offloaded)} of the arrays in other memory than the devices'")
         return lines
@@ -232,12 +276,13 @@ def _cells(label: str, rows: Sequence[Row]) -> tuple[str, ...]:
     row, count = rows[0], len(rows)
     times = f"{count} x " if count > 1 else ""
     per_device = show_bytes(row.bytes_per_device) if row.place is not None else ""
+    nbytes = "symbolic" if row.symbolic else show_bytes(row.nbytes)
     return (
         label,
         str(row.leaf.shape),
         str(row.leaf.dtype),
         row.spec,
-        times + show_bytes(row.leaf.nbytes),
+        times + nbytes,
         per_device and times + per_device,
         row.why,
     )
@@ -263,7 +308,8 @@ def _fold(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
     alike: dict[Any, list[Row]] = {}
     for row in rows:
         name = _starred(row.leaf.path)
-        key = (name, row.leaf.shape, row.leaf.dtype, row.spec, row.why, row.devices)
+        size = (row.leaf.shape, row.leaf.dtype, row.devices, row.bytes_per_device)
+        key = (name, row.spec, row.why, row.offloaded, *size)
         alike.setdefault(key, []).append(row)
     labels = [_common_name(group) for group in alike.values()]
     times = Counter(labels)

@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
 from .._errors import Fault
 from .._leaves import Kind, Leaf, parts_of, split
 from .._placement import PASS
-from .._target import AnyMesh, Target
+from .._target import Target, sharding_of
 from .._world import sharding_under
 from ._path import spelled
 from ._rule import Rule
@@ -24,8 +25,8 @@ def like(tree: PyTree[Any], /) -> Rule:
 
     A leaf is also like another whose path is the end of its own, so that an optimiser state follows
     its model: `opt_state[0].mu.layers[0].weight` goes where `.layers[0].weight` is. Of several the
-    longest path counts. On other leaves the rule has no opinion, but that those of rank 0 are
-    replicated, if all of the tree is over one mesh.
+    longest path counts, and a place in a list is no path by itself. On other leaves the rule has no
+    opinion, but that those of rank 0 are replicated, if all of the tree is over one mesh.
 
     **Arguments:**
 
@@ -47,6 +48,8 @@ def like(tree: PyTree[Any], /) -> Rule:
         assert state[0].mu.layers[0].weight.sharding == model.layers[0].weight.sharding
         ```
     """
+    if isinstance(tree, Leaf):
+        raise TypeError("like: call it with the tree to follow, like(model)")
     leaves = split(tree)
     places: dict[tuple[Parts, tuple[int, ...]], Target] = {}
     for path, x, kind in zip(leaves.paths, leaves.arrays, leaves.kinds, strict=True):
@@ -79,16 +82,14 @@ class Like(Rule):
         found = self._find(leaf)
         if found is not None:
             return self.places[found, leaf.shape]
-        mesh = self._mesh
-        if leaf.ndim == 0 and mesh is not None:
-            return NamedSharding(mesh, PartitionSpec())
-        return PASS
+        everywhere = self._everywhere
+        return PASS if leaf.ndim or everywhere is None else everywhere
 
     def why(self, leaf: Leaf) -> str:
         found = self._find(leaf)
         if found is not None:
             return f"like {spelled(found) or 'the array'}"
-        return "a leaf of rank 0" if leaf.ndim == 0 else "like no other leaf"
+        return "like no other leaf" if self(leaf) is PASS else "a leaf of rank 0"
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         paths = {path for path, _ in self.places}
@@ -104,14 +105,27 @@ class Like(Rule):
         return next((end for end in _ends(leaf) if (end, leaf.shape) in self.places), None)
 
     @property
-    def _mesh(self) -> AnyMesh | None:
-        meshes = {getattr(place, "mesh", None) for place in self.places.values()}
-        return meshes.pop() if len(meshes) == 1 else None
+    def _everywhere(self) -> Sharding | None:
+        """Where a copy is wherever the tree is, if that is one mesh or one device."""
+        shardings = {sharding_of(place) for place in self.places.values()}
+        meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
+        others = {s for s in shardings if not isinstance(s, NamedSharding)}
+        if len(meshes) == 1 and not others:
+            return NamedSharding(meshes.pop(), PartitionSpec())
+        only = others.pop() if len(others) == 1 and not meshes else None
+        return only if isinstance(only, SingleDeviceSharding) else None
 
     def __repr__(self) -> str:
         return f"like(a tree of {len(self.places)} arrays)"
 
 
 def _ends(leaf: Leaf) -> Iterator[Parts]:
-    # An array by itself is like an array by itself, not like all of its shape.
-    return (leaf.parts[start:] for start in range(len(leaf.parts) or 1))
+    """The path and its ends. One that says nothing but places in lists counts only as what a field
+    holds, as the moments of `[weight, bias]` are in `.mu`.
+    """
+    yield leaf.parts
+    for start in range(1, len(leaf.parts)):
+        end = leaf.parts[start:]
+        of_a_field = isinstance(leaf.path[start - 1], GetAttrKey)
+        if of_a_field or not all(part.isdigit() for part in end):
+            yield end

@@ -1,5 +1,6 @@
 """`by_path`: placements by patterns over the paths of the leaves."""
 
+import ast
 import difflib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,13 +11,16 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
-from .._leaves import Leaf
+from .._leaves import Leaf, name_of
 from .._placement import PASS, Placement, is_rule
-from ._rule import Rule, answer, contradictions, fill, unused, why
+from .._target import entries_of, with_entries
+from ._rule import Rule, as_rule, asked_about, trimmed
 
 # A part is written plainly, or in brackets, where it may also be quoted: `.layers[0]['a.b']`.
 _PART = re.compile(
-    r"""\.?(?P<plain>[^.\[\]'"]+) | \[(?P<quote>['"]?)(?P<key>.+?)(?P=quote)\]""", re.VERBOSE
+    r"""\.?(?P<plain>[^.\[\]'"]+)
+    | \[ (?: (?P<quoted> '(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" ) | (?P<key>[^'"\]]+) ) \]""",
+    re.VERBOSE,
 )
 # Stands in front of every part of a path when it is matched: no key has it.
 _MARK = "\0"
@@ -44,7 +48,10 @@ class Pattern:
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
-        return tuple(m["plain"] or m["key"] for m in _PART.finditer(self.text))
+        return tuple(
+            ast.literal_eval(match["quoted"]) if match["quoted"] else match["plain"] or match["key"]
+            for match in _PART.finditer(self.text)
+        )
 
     @cached_property
     def ends(self) -> Callable[[str], Any]:
@@ -89,7 +96,7 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
 
     - `patterns`: a mapping from patterns to placements, or to rules for the leaves that match. A
         `PartitionSpec` that is too long for one of the leaves (a factored moment, of lower rank
-        than its weight) is no opinion on that leaf.
+        than its weight) says nothing of that leaf.
     - `ordered`: whether the first of several patterns that match wins. By default patterns that
         match the same leaf must agree.
 
@@ -109,7 +116,13 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
         model = mylib.filter_shard(model, rule, mesh=mesh)
         ```
     """
-    return ByPath(tuple((Pattern(text), value) for text, value in patterns.items()), ordered)
+    if not isinstance(patterns, Mapping):
+        raise TypeError(f"by_path takes a mapping from patterns to placements, not {patterns!r}")
+    return ByPath(tuple((Pattern(text), _value(v)) for text, v in patterns.items()), ordered)
+
+
+def _value(placement: Any) -> Any:
+    return as_rule(placement) if is_rule(placement) else placement
 
 
 @dataclass(frozen=True, repr=False)
@@ -119,32 +132,29 @@ class ByPath(Rule):
 
     def __call__(self, leaf: Leaf) -> Any:
         value = self._value(leaf)
-        if is_rule(value):
-            return answer(value, leaf)
-        return PASS if _is_too_long(value, leaf) else value
+        return value(leaf) if isinstance(value, Rule) else value
 
     def why(self, leaf: Leaf) -> str:
         matching = self._matching(leaf)
         if not matching:
-            return (
-                "no pattern matches; a leaf of rank 0" if leaf.ndim == 0 else "no pattern matches"
-            )
+            return "no pattern matches" + ("" if leaf.ndim else "; a leaf of rank 0")
         pattern, value = matching[0]
         told = f"pattern {pattern.text!r}"
-        return f"{told}: {why(value, leaf)}" if is_rule(value) else told
+        return f"{told}: {value.why(leaf)}" if isinstance(value, Rule) else told
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         value = self._value(leaf)
-        return fill(value, leaf, spec) if is_rule(value) else super().fill(leaf, spec)
+        return value.fill(leaf, spec) if isinstance(value, Rule) else super().fill(leaf, spec)
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         found: list[Fault] = []
-        for leaf in leaves:
-            matching = self._matching(leaf)
-            if not self.ordered and any(value != matching[0][1] for _, value in matching):
-                found.append(_conflict(leaf, matching))
+        if not self.ordered:
+            for leaf in leaves:
+                matching = self._matching(leaf)
+                if any(not _same(value, matching[0][1]) for _, value in matching):
+                    found.append(_conflict(leaf, matching))
         for rule, asked in self._nested(leaves):
-            found += contradictions(rule, asked)
+            found += rule.contradictions(asked)
         return found
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
@@ -156,29 +166,30 @@ class ByPath(Rule):
             matched = [leaf for leaf, path in zip(leaves, paths, strict=True) if pattern.ends(path)]
             found += _unused(pattern, value, matched, leaves)
         for rule, asked in self._nested(leaves):
-            found += unused(rule, asked)
+            found += rule.unused(asked)
         return found
 
-    def _nested(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Any, list[Leaf]]]:
+    def _nested(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
         """The rules among the values, each with the leaves that it decides about."""
-        nested: dict[int, tuple[Any, list[Leaf]]] = {}
-        if any(is_rule(value) for _, value in self.patterns):
-            for leaf in leaves:
-                value = self._value(leaf)
-                if is_rule(value):
-                    nested.setdefault(id(value), (value, []))[1].append(leaf)
-        return nested.values()
+        if not any(isinstance(value, Rule) for _, value in self.patterns):
+            return ()
+        values = ((self._value(leaf), leaf) for leaf in leaves)
+        return asked_about((value, leaf) for value, leaf in values if isinstance(value, Rule))
 
     def _matching(self, leaf: Leaf) -> list[tuple[Pattern, Any]]:
         path = joined(leaf.parts)
-        return [(pattern, value) for pattern, value in self.patterns if pattern.ends(path)]
+        return [
+            (pattern, value)
+            for pattern, value in self.patterns
+            if pattern.ends(path) and not _is_too_long(value, leaf)
+        ]
 
     def _value(self, leaf: Leaf) -> Any:
         path = joined(leaf.parts)
         for pattern, value in self.patterns:
-            if pattern.ends(path):
+            if pattern.ends(path) and not _is_too_long(value, leaf):
                 return value
-        return PartitionSpec() if leaf.ndim == 0 else PASS
+        return PASS if leaf.ndim else PartitionSpec()
 
     def __repr__(self) -> str:
         patterns = ", ".join(f"{pattern.text!r}: {value!r}" for pattern, value in self.patterns)
@@ -189,9 +200,15 @@ def _is_too_long(value: Any, leaf: Leaf) -> bool:
     return isinstance(value, PartitionSpec) and len(value) > leaf.ndim
 
 
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, PartitionSpec) and isinstance(other, PartitionSpec):
+        one, other = (with_entries(s, trimmed(entries_of(s))) for s in (one, other))
+    return one == other
+
+
 def _conflict(leaf: Leaf, matching: Sequence[tuple[Pattern, Any]]) -> Fault:
     return Fault(
-        leaf.name,
+        name_of(leaf.path),
         leaf.shape,
         "by_path: " + ", ".join(f"{pattern.text!r} says {value}" for pattern, value in matching),
         "these patterns all match, and disagree",
@@ -206,19 +223,16 @@ def _unused(
     if not matched:
         known = _spellings(pattern, leaves)
         close = difflib.get_close_matches(".".join(pattern.parts), known, 1, 0.5)
-        yield Fault(
-            "",
-            None,
-            request,
-            f"the pattern matches none of the {len(leaves)} leaves",
-            f"did you mean {close[0]!r}?"
-            if close
-            else f"paths end like these: {', '.join(map(repr, known[:4]))}",
-        )
-    elif all(_is_too_long(value, leaf) for leaf in matched):
+        mend = f"paths end like these: {', '.join(map(repr, known[:4]))}"
+        mend = f"did you mean {close[0]!r}?" if close else mend
+        if any(map(_is_in_a_state, leaves)):
+            mend += " If it is for a weight that has no state, place the state with its model"
+        reason = f"the pattern matches none of the {len(leaves)} leaves"
+        yield Fault("", None, request, reason, mend)
+    elif all(_is_too_long(value, leaf) and not _is_in_a_state(leaf) for leaf in matched):
         longest = max(matched, key=lambda leaf: leaf.ndim)
         yield Fault(
-            longest.name,
+            name_of(longest.path),
             longest.shape,
             f"{request}: {value}",
             f"the spec has {len(value)} entries, and no leaf that the pattern matches so many "
@@ -227,10 +241,18 @@ def _unused(
         )
 
 
+def _is_in_a_state(leaf: Leaf) -> bool:
+    """Whether the leaf is part of an optimiser state, which in optax are named tuples: there, a
+    moment may be factored, and weights may be missing.
+    """
+    return any(issubclass(owner, tuple) for owner, _ in leaf.owners)
+
+
 def _spellings(pattern: Pattern, leaves: Sequence[Leaf]) -> list[str]:
     """The ends of the paths, as long as `pattern`, written as patterns."""
     count = len(pattern.parts)
-    return list(dict.fromkeys(spelled(leaf.parts[-count:]) for leaf in leaves))
+    # No more than a person would look through, as comparing texts is slow.
+    return list(dict.fromkeys(spelled(leaf.parts[-count:]) for leaf in leaves))[:200]
 
 
 def spelled(parts: Sequence[str]) -> str:

@@ -1,14 +1,14 @@
 """What a rule is, beside a callable: how it explains itself, and how two of them combine."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
-from .._leaves import Leaf
+from .._leaves import Leaf, name_of
 from .._placement import PASS, faults_of, is_rule
 from .._target import axes_in, axis_names, entries_of, with_entries
 
@@ -54,54 +54,107 @@ class Rule:
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         """`spec` with more of its dimensions sharded: the right-hand side of `&`."""
-        return _merge(leaf, spec, answer(self, leaf))
+        return _merge(leaf, spec, self(leaf))
 
     def __or__(self, other: AnyRule) -> "Rule":
-        return FirstOf((self, other)) if is_rule(other) else NotImplemented
+        return FirstOf((as_rule(self), as_rule(other))) if is_rule(other) else NotImplemented
 
     def __ror__(self, other: AnyRule) -> "Rule":
-        return FirstOf((other, self)) if is_rule(other) else NotImplemented
+        return FirstOf((as_rule(other), as_rule(self))) if is_rule(other) else NotImplemented
 
     def __and__(self, other: AnyRule) -> "Rule":
-        return Both(self, other) if is_rule(other) else NotImplemented
+        return Both(as_rule(self), as_rule(other)) if is_rule(other) else NotImplemented
 
     def __rand__(self, other: AnyRule) -> "Rule":
-        return Both(other, self) if is_rule(other) else NotImplemented
+        return Both(as_rule(other), as_rule(self)) if is_rule(other) else NotImplemented
+
+
+def as_rule(rule: AnyRule) -> Rule:
+    """A rule of any kind as one that can be combined."""
+    if isinstance(rule, Rule) and type(rule).faults is Rule.faults:
+        return rule
+    return Plain(rule)
+
+
+@dataclass(frozen=True, repr=False)
+class Plain(Rule):
+    """A function, or whatever else can be called, and may answer with another rule."""
+
+    function: AnyRule
+
+    def __call__(self, leaf: Leaf) -> Any:
+        return self._chain(leaf)[1]
+
+    def why(self, leaf: Leaf) -> str:
+        rules, _ = self._chain(leaf)
+        tell = getattr(rules[-1], "why", None)
+        if tell is not None:
+            return tell(leaf)
+        return getattr(rules[-1], "__qualname__", None) or repr(rules[-1])
+
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        if not leaves:
+            return []
+        found = faults_of(self.function, leaves)
+        for rule, asked in self._answering(leaves):
+            found += rule.contradictions(asked)
+        return found
+
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        return [fault for rule, asked in self._answering(leaves) for fault in rule.unused(asked)]
+
+    def _chain(self, leaf: Leaf) -> tuple[list[AnyRule], Any]:
+        """The rules that were asked, and what the last of them says."""
+        rules, placement = [self.function], self.function(leaf)
+        while is_rule(placement):
+            if any(placement is rule for rule in rules):
+                raise ValueError(f"the rule {placement!r} answers with itself")
+            rules.append(placement)
+            placement = placement(leaf)
+        return rules, placement
+
+    def _answering(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
+        """The rules that the function answers with, each with the leaves that it is asked about."""
+        answers = ((self.function(leaf), leaf) for leaf in leaves)
+        return asked_about((as_rule(rule), leaf) for rule, leaf in answers if is_rule(rule))
+
+    def __repr__(self) -> str:
+        return repr(self.function)
 
 
 @dataclass(frozen=True, repr=False)
 class FirstOf(Rule):
-    rules: tuple[AnyRule, ...]
+    rules: tuple[Rule, ...]
 
     def __or__(self, other: AnyRule) -> Rule:
-        return FirstOf((*self.rules, other)) if is_rule(other) else NotImplemented
+        return FirstOf((*self.rules, as_rule(other))) if is_rule(other) else NotImplemented
 
     def __call__(self, leaf: Leaf) -> Any:
         return next((a for a in self._answers(leaf) if a is not PASS), PASS)
 
     def why(self, leaf: Leaf) -> str:
         rule = self._chosen(leaf)
-        return "no rule has an opinion" if rule is None else why(rule, leaf)
+        return "no rule has an opinion" if rule is None else rule.why(leaf)
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         rule = self._chosen(leaf)
-        return spec if rule is None else fill(rule, leaf, spec)
+        return spec if rule is None else rule.fill(leaf, spec)
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         *others, last = self.rules
         found: list[Fault] = []
         for rule in others:
-            found += contradictions(rule, leaves)
-            leaves = [leaf for leaf in leaves if answer(rule, leaf) is PASS]
-        return [*found, *contradictions(last, leaves)]
+            found += rule.contradictions(leaves)
+            leaves = [leaf for leaf in leaves if rule(leaf) is PASS]
+        return [*found, *last.contradictions(leaves)]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return [fault for rule in self.rules for fault in unused(rule, leaves)]
+        return [fault for rule in self.rules for fault in rule.unused(leaves)]
 
-    def _answers(self, leaf: Leaf) -> Any:
-        return (answer(rule, leaf) for rule in self.rules)
+    def _answers(self, leaf: Leaf) -> Iterator[Any]:
+        return (rule(leaf) for rule in self.rules)
 
-    def _chosen(self, leaf: Leaf) -> AnyRule | None:
+    def _chosen(self, leaf: Leaf) -> Rule | None:
         answers = zip(self.rules, self._answers(leaf), strict=True)
         return next((rule for rule, placement in answers if placement is not PASS), None)
 
@@ -111,69 +164,79 @@ class FirstOf(Rule):
 
 @dataclass(frozen=True, repr=False)
 class Both(Rule):
-    first: AnyRule
-    second: AnyRule
+    first: Rule
+    second: Rule
 
     def __call__(self, leaf: Leaf) -> Any:
-        placement = answer(self.first, leaf)
+        placement = self.first(leaf)
         if placement is PASS:
-            return answer(self.second, leaf)
+            return self.second(leaf)
         if isinstance(placement, PartitionSpec):
-            return fill(self.second, leaf, placement)
+            return self.second.fill(leaf, placement)
         return placement
 
     def why(self, leaf: Leaf) -> str:
-        placement = answer(self.first, leaf)
+        placement = self.first(leaf)
         if placement is PASS:
-            return why(self.second, leaf)
-        told = why(self.first, leaf)
+            return self.second.why(leaf)
+        told = self.first.why(leaf)
         if self(leaf) == placement:
             return told
-        return f"{told}, then {why(self.second, leaf)}"
+        return f"{told}, then {self.second.why(leaf)}"
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-        return fill(self.second, leaf, fill(self.first, leaf, spec))
+        return self.second.fill(leaf, self.first.fill(leaf, spec))
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        asked = [leaf for leaf in leaves if _can_be_filled(answer(self.first, leaf))]
-        return [*contradictions(self.first, leaves), *contradictions(self.second, asked)]
+        filled: list[Leaf] = []
+        passed: list[Leaf] = []
+        for leaf in leaves:
+            placement = self.first(leaf)
+            if placement is PASS:
+                passed.append(leaf)
+            elif isinstance(placement, PartitionSpec):
+                filled.append(leaf)
+        unfit = (self._unfit(leaf) for leaf in filled)
+        return [
+            *self.first.contradictions(leaves),
+            *self.second.contradictions([*filled, *passed]),
+            *(fault for fault in unfit if fault is not None),
+        ]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return [*unused(self.first, leaves), *unused(self.second, leaves)]
+        return [*self.first.unused(leaves), *self.second.unused(leaves)]
+
+    def _unfit(self, leaf: Leaf) -> Fault | None:
+        """What the second rule says of a leaf that the first has sharded, if it is no help."""
+        placement = self.second(leaf)
+        if placement is PASS or placement is None:
+            return None
+        request, name = f"... & {self.second!r}", name_of(leaf.path)
+        if not isinstance(placement, PartitionSpec):
+            reason = f"{placement!r} can't shard what another rule leaves whole"
+            return Fault(name, leaf.shape, request, reason, "answer with a PartitionSpec, or PASS")
+        if len(placement) > leaf.ndim:
+            reason = f"{placement} has {len(placement)} entries, for an array of rank {leaf.ndim}"
+            return Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
+        return None
 
     def __repr__(self) -> str:
         sides = (self.first, self.second)
         return " & ".join(f"({r!r})" if isinstance(r, FirstOf) else repr(r) for r in sides)
 
 
-def answer(rule: AnyRule, leaf: Leaf) -> Any:
-    """What a rule comes to: a rule may answer with another one."""
-    placement = rule(leaf)
-    return answer(placement, leaf) if is_rule(placement) else placement
+def asked_about(pairs: Iterable[tuple[Rule, Leaf]]) -> Iterable[tuple[Rule, list[Leaf]]]:
+    """Each rule with all of its leaves."""
+    asked: dict[int, tuple[Rule, list[Leaf]]] = {}
+    for rule, leaf in pairs:
+        key = id(rule.function if isinstance(rule, Plain) else rule)
+        asked.setdefault(key, (rule, []))[1].append(leaf)
+    return asked.values()
 
 
-def why(rule: AnyRule, leaf: Leaf) -> str:
-    tell = getattr(rule, "why", None)
-    if tell is not None:
-        return tell(leaf)
-    placement = rule(leaf)
-    if is_rule(placement):
-        return why(placement, leaf)
-    return getattr(rule, "__qualname__", None) or repr(rule)
-
-
-def fill(rule: AnyRule, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-    if isinstance(rule, Rule):
-        return rule.fill(leaf, spec)
-    return _merge(leaf, spec, answer(rule, leaf))
-
-
-def contradictions(rule: AnyRule, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-    return rule.contradictions(leaves) if isinstance(rule, Rule) else faults_of(rule, leaves)
-
-
-def unused(rule: AnyRule, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-    return rule.unused(leaves) if isinstance(rule, Rule) else ()
+def used_axes(spec: PartitionSpec) -> frozenset[Any]:
+    """The mesh axes that a dimension can't be split over any more."""
+    return frozenset(axes_in(spec)) | spec.unreduced | spec.reduced
 
 
 def free_dimensions(spec: PartitionSpec, ndim: int) -> list[int]:
@@ -202,10 +265,6 @@ def _merge(leaf: Leaf, spec: PartitionSpec, more: Any) -> PartitionSpec:
     for dim in free_dimensions(spec, leaf.ndim):
         entry = entries_of(more)[dim] if dim < len(more) else None
         names = axis_names(entry)
-        if names and not axes_in(spec).intersection(names):
+        if names and not used_axes(spec).intersection(names):
             spec = with_entry(spec, dim, entry)
     return spec
-
-
-def _can_be_filled(placement: Any) -> bool:
-    return placement is PASS or isinstance(placement, PartitionSpec)

@@ -8,20 +8,11 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
+from .._fit import unfit_spec
 from .._leaves import Leaf
-from .._target import axes_in, axis_names, entries_of, with_entries
-from ._rule import (
-    AnyRule,
-    Rule,
-    answer,
-    contradictions,
-    fill,
-    free_dimensions,
-    trimmed,
-    unused,
-    why,
-    with_entry,
-)
+from .._placement import is_rule
+from .._target import axis_names, entries_of, with_entries
+from ._rule import AnyRule, Rule, as_rule, free_dimensions, trimmed, used_axes, with_entry
 
 Axes = str | tuple[str, ...]
 
@@ -75,7 +66,7 @@ def batch(axis: Axes) -> Rule:
         examples = mylib.filter_shard(examples, mylib.rules.batch("data"), mesh=mesh)
         ```
     """
-    return Batch(axis)
+    return Batch(_checked("batch", axis))
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,7 +111,7 @@ def fsdp(axis: Axes, *, min_size: int = 2**12) -> Rule:
         assert model.layers[0].weight.sharding.spec == P("data")
         ```
     """
-    return Fsdp(axis, min_size)
+    return Fsdp(_checked("fsdp", axis), min_size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -132,22 +123,31 @@ class Fsdp(Rule):
         return self.fill(leaf, PartitionSpec())
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-        parts = parts_of_axes(self.axis, leaf)
-        # A misspelt axis must not go unnoticed where all leaves are small.
-        too_small = leaf.size < self.min_size and parts is not None
-        if too_small or axes_in(spec).intersection(axis_names(self.axis)):
+        taken = used_axes(spec).intersection(axis_names(self.axis))
+        if taken or self._is_small(leaf) or parts_of_axes(self.axis, leaf) is None:
             return spec
-        free = free_dimensions(spec, leaf.ndim)
-        dims = [dim for dim in free if leaf.shape[dim] % (parts or 1) == 0]
+        dims = [dim for dim in free_dimensions(spec, leaf.ndim) if _divides(self.axis, leaf, dim)]
         if not dims:
             return spec
         return with_entry(spec, max(dims, key=lambda dim: leaf.shape[dim]), self.axis)
 
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        # One fault of the rule, not one of every leaf; and none of small leaves would show it.
+        meshes = {leaf.mesh for leaf in leaves} - {None}
+        unknown = [fault for mesh in meshes for fault in unfit_spec(PartitionSpec(self.axis), mesh)]
+        return [Fault("", None, repr(self), reason, mend) for reason, mend in unknown]
+
+    def _is_small(self, leaf: Leaf) -> bool:
+        # A symbolic size, as in `jax.export`, may be anything.
+        return all(isinstance(n, int) for n in leaf.shape) and leaf.size < self.min_size
+
     def why(self, leaf: Leaf) -> str:
-        if leaf.size < self.min_size:
+        if self._is_small(leaf):
             return f"{self!r}: replicated, fewer than {self.min_size} elements"
+        parts = parts_of_axes(self.axis, leaf)
+        if parts is None:
+            return f"{self!r}: replicated, there is no such axis"
         if self(leaf) == PartitionSpec():
-            parts = parts_of_axes(self.axis, leaf)
             return f"{self!r}: replicated, {parts} divides no dimension"
         return f"{self!r}: the largest free dimension"
 
@@ -177,28 +177,30 @@ def where_even(rule: AnyRule) -> Rule:
         assert last.sharding.is_fully_replicated
         ```
     """
-    return WhereEven(rule)
+    if not is_rule(rule):
+        raise TypeError(f"where_even takes a rule, not {rule!r}")
+    return WhereEven(as_rule(rule))
 
 
 @dataclass(frozen=True, repr=False)
 class WhereEven(Rule):
-    rule: AnyRule
+    rule: Rule
 
     def __call__(self, leaf: Leaf) -> Any:
-        placement = answer(self.rule, leaf)
+        placement = self.rule(leaf)
         if isinstance(placement, PartitionSpec):
             return _without(placement, _uneven(placement, leaf))
         return placement
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-        filled = fill(self.rule, leaf, spec)
+        filled = self.rule.fill(leaf, spec)
         # What the other rule has said stands, also where it can't be had.
         added = set(free_dimensions(spec, leaf.ndim))
         return _without(filled, added.intersection(_uneven(filled, leaf)))
 
     def why(self, leaf: Leaf) -> str:
-        told = why(self.rule, leaf)
-        placement = answer(self.rule, leaf)
+        told = self.rule.why(leaf)
+        placement = self.rule(leaf)
         if not isinstance(placement, PartitionSpec):
             return told
         return told + "".join(
@@ -208,13 +210,21 @@ class WhereEven(Rule):
         )
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return contradictions(self.rule, leaves)
+        return self.rule.contradictions(leaves)
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return unused(self.rule, leaves)
+        return self.rule.unused(leaves)
 
     def __repr__(self) -> str:
         return f"where_even({self.rule!r})"
+
+
+def _checked(name: str, axis: Any) -> Axes:
+    names = axis_names(axis)
+    if isinstance(axis, Leaf) or not names or not all(isinstance(n, str) for n in names):
+        mend = f"call it: {name}('data')" if isinstance(axis, Leaf) else "write a name, or several"
+        raise TypeError(f"{name}: {axis!r} is not a mesh axis; {mend}")
+    return axis
 
 
 def parts_of_axes(entry: Any, leaf: Leaf) -> int | None:
@@ -228,11 +238,14 @@ def parts_of_axes(entry: Any, leaf: Leaf) -> int | None:
 
 
 def _uneven(spec: PartitionSpec, leaf: Leaf) -> list[int]:
-    return [
-        dim
-        for dim, (entry, size) in enumerate(zip(entries_of(spec), leaf.shape, strict=False))
-        if size % (parts_of_axes(entry, leaf) or 1)
-    ]
+    entries = entries_of(spec)[: leaf.ndim]
+    return [dim for dim, entry in enumerate(entries) if not _divides(entry, leaf, dim, True)]
+
+
+def _divides(entry: Any, leaf: Leaf, dim: int, symbolic: bool = False) -> bool:
+    """Whether a dimension can be split so; of one of symbolic size, `symbolic` is the answer."""
+    size = leaf.shape[dim]
+    return size % (parts_of_axes(entry, leaf) or 1) == 0 if isinstance(size, int) else symbolic
 
 
 def _without(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
