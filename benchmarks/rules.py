@@ -43,18 +43,18 @@ class Block(eqx.Module):
 NAMES = {Block: {"up.weight": "mlp embed", "up.bias": "mlp", "down.weight": "embed mlp"}}
 AXES = {"heads": "model", "mlp": "model"}
 RULES = {
-    "by_path(...) | replicated()": by_path(PATTERNS) | replicated(),
-    "by_path(...) & fsdp(...)": by_path(PATTERNS) & fsdp("data"),
-    "by_axes(...) | replicated()": by_axes(AXES, names=NAMES) | replicated(),
-    "fsdp(...)": fsdp("data"),
+    "by_path, the rest replicated": by_path(PATTERNS) | replicated(),
+    "by_path, filled by fsdp": by_path(PATTERNS) & fsdp("data"),
+    "by_axes, the rest replicated": by_axes(AXES, names=NAMES) | replicated(),
+    "fsdp": fsdp("data"),
     "a plain function": lambda leaf: P(),
 }
 # The limits are on the ratio at the largest size.
 LIMITS = {
-    "by_path(...) | replicated()": 6.0,
-    "by_path(...) & fsdp(...)": 8.0,
-    "by_axes(...) | replicated()": 15.0,
-    "fsdp(...)": 4.0,
+    "by_path, the rest replicated": 6.0,
+    "by_path, filled by fsdp": 8.0,
+    "by_axes, the rest replicated": 15.0,
+    "fsdp": 4.0,
 }
 LEAVES_OF_A_BLOCK = 10
 
@@ -65,8 +65,8 @@ def main() -> None:
     effort = 0.2 if parser.parse_args().quick else 1.0
     print_header("no devices")
     for name, rule in RULES.items():
-        print_rows(f"resolving by `{name}`", resolving(rule), LIMITS.get(name), effort)
-    print_rows("explaining `by_path(...) & fsdp(...)`", explaining, None, effort)
+        print_rows(f"resolved by {name}", resolving(rule), LIMITS.get(name), effort)
+    print_rows("explained, by_path, filled by fsdp", explaining, None, effort)
 
 
 Asking = Callable[[Any], Any]
@@ -77,7 +77,7 @@ def resolving(rule: Any) -> Asking:
 
 
 def explaining(model: Any) -> Any:
-    return mylib.explain(model, RULES["by_path(...) & fsdp(...)"], MESH)
+    return mylib.explain(model, RULES["by_path, filled by fsdp"], MESH)
 
 
 def print_rows(work: str, ours: Asking, limit: float | None, effort: float) -> None:
