@@ -121,7 +121,7 @@ def decide(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
         raise PlacementError([Fault("", None, f"mesh={mesh!r}", reason, mend)])
-    entries, misfits = spread_prefix(placement, leaves, _is_placement_leaf)
+    entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
     return _Resolver(leaves, mesh, world, refuse).run(entries, misfits)
 
 
@@ -131,7 +131,7 @@ def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
     return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, leaves.walker)
 
 
-def _is_placement_leaf(x: Any) -> bool:
+def is_placement_leaf(x: Any) -> bool:
     if x is None or isinstance(x, PartitionSpec | Sharding | jax.Device | Format):
         return True
     return is_rule(x)

@@ -63,9 +63,19 @@ def filter_shard(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | No
     leaves = split(tree)
     refuse = _refuse_memory_kinds if world.staged else None
     targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+    return leaves.join(place_leaves(leaves, targets, world))
+
+
+def place_leaves(
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    world: World,
+    donate: Sequence[bool] | None = None,
+) -> list[Any]:
+    """The array leaves at their targets, in the world that they were resolved for."""
     if world.staged:
-        return leaves.join(_constrain_all(leaves, targets, world))
-    return leaves.join(_move_all(leaves, targets))
+        return _constrain_all(leaves, targets, world)
+    return _move_all(leaves, targets, donate=donate)
 
 
 def filter_device_put(

@@ -1,14 +1,18 @@
 """Which world a call is made in: eager or staged, and which mesh surrounds it.
 
-Beside `mylib.testing` this is the one file that touches names which JAX keeps private. Each of them
-has a test in `tests/test_world.py` that says what to do when JAX moves it.
+Beside `mylib.testing` this is the one file that touches names which JAX and Equinox keep private.
+Each of them has a test in `tests/test_world.py` that says what to do when it is moved.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import equinox as eqx
 import jax
+import jax.tree_util as jtu
+from equinox import _jit as equinox_jit  # pyright: ignore[reportPrivateUsage]
 from jax._src import core, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax.core import Tracer
@@ -112,3 +116,46 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer):
         return x.sharding if x.committed else UNCOMMITTED
     return None
+
+
+def has_error_check(jaxpr: Any) -> bool:
+    """Whether a program raises by way of `equinox.error_if`."""
+    return any(_is_error_check(eqn) or _has_inner_check(eqn) for eqn in jaxpr.eqns)
+
+
+def _is_error_check(eqn: Any) -> bool:
+    callback = getattr(eqn.params.get("callback"), "callback_func", None)
+    return getattr(callback, "__module__", None) == "equinox._errors"
+
+
+def _has_inner_check(eqn: Any) -> bool:
+    inner = jtu.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
+    return any(has_error_check(getattr(x, "jaxpr", x)) for x in inner if _is_jaxpr(x))
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
+def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
+    """What `equinox.filter_jit` makes of the error that `equinox.error_if` raises at run time, or
+    None if this is another one. `jit_id` must have been the local variable `__equinox_jit_id__`
+    of a function that was running when the check was traced.
+    """
+    if "_EquinoxRuntimeError: " not in str(error) or equinox_jit.last_error_info is None:
+        return None
+    message, pieces = equinox_jit.last_error_info
+    own = pieces[: pieces.index(jit_id)] if jit_id in pieces else pieces
+    stack = "".join(piece for piece in reversed(own) if isinstance(piece, str))
+    text = equinox_jit._on_error_msg  # pyright: ignore[reportPrivateUsage]
+    return eqx.EquinoxRuntimeError(text.format(msg=message, stack=stack))
+
+
+def _keep_quiet(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != "_EquinoxRuntimeError"
+
+
+# JAX logs the error of every callback, also of those whose only job it is to raise one that is then
+# shown as it should be.
+logging.getLogger("jax._src.callback").addFilter(_keep_quiet)

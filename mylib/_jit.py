@@ -1,0 +1,429 @@
+"""`filter_jit`: `jax.jit` for functions of PyTrees, with placements in and out."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType, MethodType
+from typing import Any, Literal, ParamSpec, TypeVar, overload
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ._leaves import Kind, canonical_dtype, split
+from ._placement import Placement, is_placement_leaf, resolve_leaves
+from ._program import Arrays, Outline, Program, outlined
+from ._shard import filter_device_put, place_leaves
+from ._target import AnyMesh, Target
+from ._world import current_world
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+_DONATE = ("all", "all-except-first", "warn", "warn-except-first", "none")
+
+
+@overload
+def filter_jit(
+    *,
+    in_shardings: PyTree[Placement] = None,
+    out_shardings: PyTree[Placement] = None,
+    mesh: AnyMesh | None = None,
+    donate: Donate = "none",
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+@overload
+def filter_jit(
+    fun: Callable[P, T],
+    /,
+    *,
+    in_shardings: PyTree[Placement] = None,
+    out_shardings: PyTree[Placement] = None,
+    mesh: AnyMesh | None = None,
+    donate: Donate = "none",
+) -> Callable[P, T]: ...
+
+
+def filter_jit(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    in_shardings: PyTree[Placement] = None,
+    out_shardings: PyTree[Placement] = None,
+    mesh: AnyMesh | None = None,
+    donate: Donate = "none",
+) -> Callable[..., Any]:
+    """`jax.jit` for functions of PyTrees: arrays are traced, everything else is static.
+
+    Takes the place of `equinox.filter_jit`, and unlike it returns before the work is done, as
+    `jax.jit` does. (A program with an `equinox.error_if` in it is waited for, so that its error is
+    readable.)
+
+    **Arguments:**
+
+    - `fun`: the function, or method, or Module. Without it a decorator is returned.
+    - `in_shardings`: where the arguments go before the call: a placement for all of them, a tuple
+        with a prefix for each of the positional ones, or a dict from names of parameters to
+        prefixes. None leaves alone. What is elsewhere is moved there.
+    - `out_shardings`: where the results are to be: a prefix of what the function returns. What is
+        born there is never anywhere else: `filter_jit(Model, out_shardings=rule)(key)` makes a
+        model of which no device ever holds more than its share.
+    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+    - `donate`: whether the arguments' memory may be used for the results: `"all"`,
+        `"all-except-first"` (the first argument isn't donated), or `"none"`. `"warn"` and
+        `"warn-except-first"` also say which arrays could not be used.
+
+    **Returns:**
+
+    The compiled function. It has a method `lower`, which takes the same arguments and returns what
+    was lowered; its `compile()` returns the compiled function ahead of time.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        fsdp = mylib.rules.fsdp("data")
+        make = mylib.filter_jit(eqx.nn.MLP, out_shardings=fsdp, mesh=mesh)
+        model = make(64, 64, 512, 1, key=jax.random.key(0))
+        assert model.layers[0].weight.sharding.spec == P("data")
+
+        @mylib.filter_jit(in_shardings={"x": P("data")}, mesh=mesh)
+        def predict(model, x):
+            return jax.vmap(model)(x)
+
+        y = predict(model, np.ones((16, 64), np.float32))
+        ```
+    """
+    options = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+    if fun is None:
+        return functools.partial(filter_jit, **options, mesh=mesh, donate=donate)
+    if donate not in _DONATE:
+        raise ValueError(
+            f"filter_jit: donate={donate!r} is none of {', '.join(map(repr, _DONATE))}"
+        )
+    return Jitted.of(fun, in_shardings, out_shardings, mesh, donate)
+
+
+@jtu.register_pytree_node_class
+class Jitted:
+    """What [`mylib.filter_jit`][] returns. As it may hold arrays (a Module's), it is a PyTree."""
+
+    def __init__(self, arrays: Arrays, recipe: "Recipe"):
+        self.arrays = arrays
+        self.recipe = recipe
+        self.__dict__.update(recipe.about)
+
+    @classmethod
+    def of(
+        cls,
+        fun: Callable[..., Any],
+        in_shardings: Any,
+        out_shardings: Any,
+        mesh: AnyMesh | None,
+        donate: Donate,
+    ) -> "Jitted":
+        arrays, outline = outlined(fun)
+        about = {name: getattr(fun, name) for name in _ABOUT if hasattr(fun, name)}
+        signature = inspect.signature(fun)
+        recipe = Recipe(
+            outline, _code_of(fun), about, signature, in_shardings, out_shardings, mesh, donate
+        )
+        return cls(arrays, recipe.shared())
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.recipe.fun.fill(self.arrays)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        prepared, arrays = self.recipe.prepare(args, kwargs)
+        return prepared.program(arrays + self.arrays)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
+        """What the function is compiled from, for these arguments, some or all of which may be
+        `jax.ShapeDtypeStruct`s.
+        """
+        prepared, arrays = self.recipe.prepare(args, kwargs, abstract=True)
+        return Lowered(self, prepared, prepared.program.lower(arrays + self.arrays))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+    def __repr__(self) -> str:
+        return f"filter_jit({self.__wrapped__!r})"
+
+    def tree_flatten(self) -> tuple[tuple[Arrays], "Recipe"]:
+        return (self.arrays,), self.recipe
+
+    @classmethod
+    def tree_unflatten(cls, recipe: "Recipe", children: Any) -> "Jitted":
+        (arrays,) = children
+        return cls(arrays, recipe)
+
+
+class Lowered:
+    """A function lowered for some arguments; `lowered` is what JAX has made of it."""
+
+    def __init__(self, jitted: Jitted, prepared: "Prepared", lowered: jax.stages.Lowered):
+        self._jitted = jitted
+        self._prepared = prepared
+        self.lowered = lowered
+
+    def as_text(self) -> str:
+        return self.lowered.as_text() or ""
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
+        return Compiled(self._jitted, self._prepared, self.lowered.compile(compiler_options))
+
+
+class Compiled:
+    """A function compiled ahead of time; `compiled` is what JAX has made of it, for the memory that
+    it needs and the like.
+    """
+
+    def __init__(self, jitted: Jitted, prepared: "Prepared", compiled: jax.stages.Compiled):
+        self._jitted = jitted
+        self._prepared = prepared
+        self.compiled = compiled
+
+    def as_text(self) -> str:
+        return self.compiled.as_text() or ""
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        prepared, arrays = self._jitted.recipe.prepare(args, kwargs)
+        if prepared is not self._prepared:
+            raise TypeError(
+                f"{self._prepared.recipe.name} was compiled for other static arguments, or for "
+                "trees of another structure: compile it for these, too"
+            )
+        return prepared.program(arrays + self._jitted.arrays, self.compiled)
+
+
+_ABOUT = ("__module__", "__name__", "__qualname__", "__doc__")
+
+
+def _code_of(fun: Any) -> FunctionType | None:
+    """The Python function behind a callable, where there is one."""
+    fun = inspect.unwrap(fun)
+    while isinstance(fun, functools.partial | eqx.Partial):
+        fun = fun.func
+    if not isinstance(fun, FunctionType | MethodType | type):
+        fun = inspect.unwrap(inspect.getattr_static(type(fun), "__call__"))
+    fun = getattr(fun, "__func__", fun)
+    return fun if isinstance(fun, FunctionType) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """All of a compiled function but the arrays in it."""
+
+    fun: Outline
+    code: FunctionType | None
+    about: Mapping[str, Any]
+    signature: inspect.Signature
+    in_shardings: Any
+    out_shardings: Any
+    mesh: AnyMesh | None
+    donate: Donate
+    known: dict[Any, "Prepared"] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.about.get("__name__", "the function")
+
+    def shared(self) -> "Recipe":
+        """The recipe of an equal function, if there has been one: `filter_jit(filter_grad(f))` is a
+        new object every time, and need not be compiled every time.
+        """
+        if self.in_shardings is not None or self.out_shardings is not None:
+            return self
+        try:
+            return _first_of(_Same((self.fun.key, self.donate), self))
+        except TypeError:  # something in the function can't be hashed
+            return self
+
+    def prepare(self, args: Any, kwargs: Any, abstract: bool = False) -> tuple["Prepared", Arrays]:
+        """The program for these arguments, and the arrays among them, placed."""
+        if kwargs or self.in_shardings is not None:
+            bound = self.signature.bind(*args, **kwargs)
+            if self.in_shardings is not None:
+                bound.apply_defaults()
+            args, kwargs = bound.args, bound.kwargs
+        arrays, outline = outlined((args, kwargs), abstract)
+        key = outline.key
+        try:
+            prepared = self.known.get(key)
+        except TypeError as error:
+            error.add_note(self.unhashable(args, kwargs))
+            raise
+        if prepared is None:
+            prepared = self.known[key] = Prepared(self, outline, args)
+        if self.in_shardings is not None:
+            arrays = prepared.place(args, kwargs, arrays, abstract)
+        return prepared, arrays
+
+    def names(self, tree: Any) -> Iterator[tuple[str, Any]]:
+        """The leaves of (args, kwargs), each with what a reader would call it."""
+        parameters = list(self.signature.parameters.values())
+        several = [i for i, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL]
+        first = several[0] if several else len(parameters)
+        for (side, key, *rest), x in jtu.tree_flatten_with_path(tree)[0]:
+            if side.idx == 1:
+                name = key.key
+            elif key.idx < first:
+                name = parameters[key.idx].name
+            else:
+                name = f"{parameters[first].name}[{key.idx - first}]"
+            yield name + jtu.keystr(tuple(rest)), x
+
+    def captured(self) -> Iterator[tuple[str, Any]]:
+        """The arrays that the function finds outside of its arguments, by name."""
+        if self.code is None:
+            return
+        variables = inspect.getclosurevars(self.code)
+        for name, value in {**variables.globals, **variables.nonlocals}.items():
+            for path, x in jtu.tree_flatten_with_path(value)[0]:
+                yield name + jtu.keystr(path), x
+
+    def unhashable(self, args: Any, kwargs: Any) -> str:
+        for name, x in self.names((args, kwargs)):
+            try:
+                hash(x)
+            except TypeError:
+                return (
+                    f"({self.name} was given {name}, a {type(x).__name__}. What is not an array is "
+                    "static, and must have a hash)"
+                )
+        return f"(among what {self.name} was given)"
+
+
+@dataclass(frozen=True)
+class _Same:
+    key: Any
+    recipe: Recipe = field(compare=False)
+
+
+@functools.lru_cache(maxsize=512)
+def _first_of(same: _Same) -> Recipe:
+    return same.recipe
+
+
+class Prepared:
+    """A function for arguments of one structure."""
+
+    def __init__(self, recipe: Recipe, outline: Outline, args: Any):
+        self.recipe = recipe
+        self.outline = outline
+        self.count = outline.count
+        self.donated_from = _donated_from(recipe.donate, args)
+        self.program = Program(
+            self.call,
+            recipe.name,
+            self.names,
+            recipe.captured,
+            self.donated_from,
+            recipe.donate.startswith("warn"),
+        )
+        self.placed: tuple[Any, list[Target | None]] | None = None
+
+    def call(self, arrays: Arrays) -> Any:
+        recipe = self.recipe
+        args, kwargs = self.outline.fill(arrays[: self.count])
+        result = recipe.fun.fill(arrays[self.count :])(*args, **kwargs)
+        if recipe.out_shardings is None:
+            return result
+        return filter_device_put(result, recipe.out_shardings, mesh=recipe.mesh)
+
+    def names(self) -> list[str]:
+        places = [_Array()] * self.count
+        named = self.recipe.names(self.outline.fill(places))
+        own = self.recipe.fun.fill(_Array() for _ in range(self.recipe.fun.count))
+        return [name for name, x in named if isinstance(x, _Array)] + [
+            self.recipe.name + jtu.keystr(path)
+            for path, x in jtu.tree_flatten_with_path(own)[0]
+            if isinstance(x, _Array)
+        ]
+
+    def place(self, args: Any, kwargs: Any, arrays: Arrays, abstract: bool) -> Arrays:
+        leaves = split((args, kwargs))
+        world = current_world()
+        # Rules are asked once for the same shapes in the same surroundings.
+        asked = ([x.shape for x in leaves.arrays], leaves.kinds, world)
+        if self.placed is None or self.placed[0] != asked:
+            prefix = _prefix(self.recipe, args, kwargs)
+            self.placed = asked, resolve_leaves(leaves, prefix, self.recipe.mesh, world)
+        targets = self.placed[1]
+        if abstract:
+            return [_abstract(x, target) for x, target in zip(leaves.arrays, targets, strict=True)]
+        donated = [
+            self.donated_from is not None and i >= self.donated_from
+            for i in range(len(leaves.arrays))
+        ]
+        placed = place_leaves(leaves, targets, world, donated)
+        return [
+            x for x, kind in zip(placed, leaves.kinds, strict=True) if kind is not Kind.ABSTRACT
+        ]
+
+
+class _Array:
+    """Stands where an array was."""
+
+
+def _abstract(x: Any, target: Target | None) -> Any:
+    if target is None:
+        return x
+    dtype, weak = canonical_dtype(x), getattr(x, "weak_type", False)
+    return jax.ShapeDtypeStruct(x.shape, dtype, sharding=target, weak_type=weak)
+
+
+def _donated_from(donate: Donate, args: Any) -> int | None:
+    if donate == "none":
+        return None
+    return len(outlined(args[0])[0]) if donate.endswith("except-first") and args else 0
+
+
+def _prefix(recipe: Recipe, args: Any, kwargs: Any) -> Any:
+    """`in_shardings` as a prefix of (args, kwargs)."""
+    given = recipe.in_shardings
+    if is_placement_leaf(given):
+        return given
+    if isinstance(given, dict):
+        return _prefix_by_name(recipe, given, args, kwargs)
+    if type(given) in (tuple, list):
+        if len(given) != len(args):
+            raise TypeError(
+                f"{recipe.name}: in_shardings has {len(given)} entries, and there are {len(args)} "
+                "positional arguments. Give one for each, or a dict from names of parameters"
+            )
+        return tuple(given), dict.fromkeys(kwargs)
+    raise TypeError(
+        f"{recipe.name}: in_shardings is a {type(given).__name__}, which could be meant for the "
+        "first argument or for all. Write a tuple with an entry for each positional argument, or a "
+        "dict from names of parameters"
+    )
+
+
+def _prefix_by_name(recipe: Recipe, given: dict[Any, Any], args: Any, kwargs: Any) -> Any:
+    parameters = recipe.signature.parameters.values()
+    unknown = [name for name in given if name not in recipe.signature.parameters]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+    if unknown and not (rest and rest not in given and all(n in kwargs for n in unknown)):
+        raise TypeError(
+            f"{recipe.name} has no parameter {', '.join(map(repr, unknown))}: it has "
+            f"{', '.join(recipe.signature.parameters)}. To place the entries of an argument that "
+            "is a dict, write {'name of the parameter': {...}}"
+        )
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_position = [given.get(p.name) for p in positional[: len(args)]]
+    left = len(args) - len(by_position)
+    several: Any = next((given.get(p.name) for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    by_position += [several] * left if is_placement_leaf(several) else several
+    by_keyword = {name: given.get(name) for name in kwargs}
+    if rest in given:
+        others = given[rest]
+        for name in kwargs:
+            if name not in recipe.signature.parameters:
+                by_keyword[name] = others if is_placement_leaf(others) else others.get(name)
+    return tuple(by_position), by_keyword
