@@ -96,7 +96,7 @@ def loss_of(model: Transformer, text: Int[Array, "batch time+1"]) -> Float[Array
 
 
 # The old model and optimiser state are donated: the new ones take their memory.
-@eqx.filter_jit(donate="all-except-first")
+@mylib.filter_jit(donate="all-except-first", in_shardings={"text": batch("data")})
 def step(text: Array, model: Transformer, state: optax.OptState, kept: Rule, used: Rule) -> PyTree:
     def loss_as_used(model: Transformer) -> Float[Array, ""]:
         return loss_of(mylib.filter_shard(model, used), text)
@@ -106,6 +106,11 @@ def step(text: Array, model: Transformer, state: optax.OptState, kept: Rule, use
     model = eqx.apply_updates(model, updates)
     model, state = mylib.filter_shard((model, state), kept)
     return model, state, loss
+
+
+def make(key: PRNGKeyArray) -> tuple[Transformer, optax.OptState]:
+    model = Transformer(key)
+    return model, OPTIMISER.init(eqx.filter(model, eqx.is_array))
 
 
 def texts() -> list[np.ndarray]:
@@ -118,14 +123,12 @@ def texts() -> list[np.ndarray]:
 
 def train(mesh: Mesh, kept: Rule, used: Rule) -> tuple[mylib.rules.Explanation, list[float], float]:
     with jax.set_mesh(mesh):
-        model = Transformer(jax.random.key(0))
-        state = OPTIMISER.init(eqx.filter(model, eqx.is_array))
+        # Born where they are to be: no device ever holds more than its share.
+        model, state = mylib.filter_jit(make, out_shardings=kept)(jax.random.key(0))
         explanation = mylib.explain((model, state), kept)
-        model, state = mylib.filter_shard((model, state), kept)
         losses, seconds = [], []
         for text in texts():
             start = time.perf_counter()
-            text = mylib.filter_shard(text, batch("data"))
             model, state, loss = step(text, model, state, kept, used)
             losses.append(float(loss))
             seconds.append(time.perf_counter() - start)

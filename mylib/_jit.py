@@ -201,7 +201,7 @@ class Compiled:
         return prepared.program(arrays + self._jitted.arrays, self.compiled)
 
 
-_ABOUT = ("__module__", "__name__", "__qualname__", "__doc__")
+_ABOUT = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
 
 
 def _code_of(fun: Any) -> FunctionType | None:

@@ -1,0 +1,159 @@
+"""What `filter_jit` costs, beside `equinox.filter_jit` and `jax.jit`.
+
+    python benchmarks/jit.py            every row, some minutes
+    python benchmarks/jit.py --quick    fewer repeats, for a rough look
+
+How ours and the peers are timed is told in side_by_side.py. A ratio below 1 is in our favour.
+"""
+
+import sys
+from pathlib import Path
+
+# The example's model is the one that is trained here; it also asks for 8 simulated devices.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
+import strategies
+
+# isort: split
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from side_by_side import Call, Row, at_most, compare, duel, print_header, print_row, race, show
+
+import mylib
+from mylib.rules import fsdp, replicated
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    effort = 0.2 if parser.parse_args().quick else 1.0
+    print_header("8 simulated CPU devices")
+    for section in calling, returning, tracing, training, being_born:
+        for row in section(effort):
+            print_row(row.cells())
+
+
+def add_one(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x + 1 if eqx.is_array(x) else x, tree)
+
+
+def calling(effort: float) -> Iterator[Row]:
+    """Models of tiny layers: what is measured is not the work. The call returns, and the clock
+    stops; Equinox's own waits for the work, which takes 10 or 20 µs here.
+    """
+    for depth in 2, 49, 299:
+        model = eqx.nn.MLP(2, 2, 2, depth, key=jax.random.key(0))
+        arrays = eqx.filter(model, eqx.is_array)
+        flat = jax.tree.leaves(arrays)
+        peers = {
+            "equinox.filter_jit": (eqx.filter_jit(add_one), model),
+            "jax.jit of the arrays as a tree": (jax.jit(add_one), arrays),
+            "jax.jit of a list of arrays": (jax.jit(add_one), flat),
+        }
+        calls: list[Call] = [lambda _, f=mylib.filter_jit(add_one), x=model: f(x)]
+        calls += [lambda _, f=f, x=x: f(x) for f, x in peers.values()]
+        times = race(calls, 1001 * effort, wait=False)
+        work = f"a call with {len(flat)} arrays"
+        for row, limit in zip(compare(work, times, peers), (0.9, None, None), strict=True):
+            yield row._replace(
+                promise=at_most(limit, row.ratio)[0], kept=at_most(limit, row.ratio)[1]
+            )
+
+
+def returning(effort: float) -> Iterator[Row]:
+    def long(x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 100, lambda _, x: jnp.tanh(x @ x), x)
+
+    x = jnp.eye(500)
+    ours, theirs = mylib.filter_jit(long), eqx.filter_jit(long)
+    bare = jax.jit(long)
+    peers: dict[str, Call] = {
+        "equinox.filter_jit": lambda _: theirs(x),
+        "jax.jit": lambda _: bare(x),
+        "the work itself": lambda _: jax.block_until_ready(bare(x)),
+    }
+    times = race([lambda _: ours(x), *peers.values()], max(5, 15 * effort), wait=False)
+    yield from compare("until a call comes back", times, peers)
+
+
+def tracing(effort: float) -> Iterator[Row]:
+    tree = [jnp.ones((8 + 8 * (i % 10), 64)) for i in range(200)]
+    targets = [NamedSharding(MESH, P("data"))] * len(tree)
+
+    def ours(_: Any) -> Any:
+        return mylib.filter_jit(lambda t: add_one(t), out_shardings=targets).lower(tree)
+
+    def theirs(_: Any) -> Any:
+        return eqx.filter_jit(lambda t: eqx.filter_shard(add_one(t), targets[0])).lower(tree)
+
+    def bare(_: Any) -> Any:
+        return jax.jit(lambda t: add_one(t), out_shardings=targets).lower(tree)
+
+    work = "tracing and lowering 200 results with shardings"
+    peers = {"equinox.filter_jit and filter_shard": theirs, "jax.jit": bare}
+    times = race([ours, *peers.values()], 31 * effort, wait=False)
+    yield from compare(work, times, peers)
+
+
+def training(effort: float) -> Iterator[Row]:
+    text = strategies.texts()[0]
+    for name, (kept, used) in strategies.STRATEGIES.items():
+        with jax.set_mesh(MESH):
+            made = mylib.filter_jit(strategies.make, out_shardings=kept)
+            start = made(jax.random.key(0))
+            targets = mylib.resolve(start, kept)
+            tokens = mylib.filter_shard(text, P("data"))
+
+            def step(model: Any, state: Any, tokens: Any, used: Any = used) -> Any:
+                def loss(model: Any) -> Any:
+                    return strategies.loss_of(mylib.filter_shard(model, used), tokens)
+
+                grads = eqx.filter_grad(loss)(model)
+                arrays = eqx.filter(model, eqx.is_array)
+                updates, state = strategies.OPTIMISER.update(grads, state, arrays)
+                return eqx.apply_updates(model, updates), state
+
+            def pinned(model: Any, state: Any, tokens: Any, to: Any = targets) -> Any:
+                arrays, rest = eqx.partition(step(model, state, tokens), eqx.is_array)
+                return eqx.combine(jax.lax.with_sharding_constraint(arrays, to), rest)
+
+            ours = mylib.filter_jit(step, out_shardings=targets)
+            theirs = eqx.filter_jit(pinned)
+            yield duel(
+                f"a training step, {name}",
+                lambda _, f=ours, s=start, t=tokens: jax.tree.leaves(f(*s, t)),
+                {
+                    "equinox.filter_jit": lambda _, f=theirs, s=start, t=tokens: jax.tree.leaves(
+                        f(*s, t)
+                    )
+                },
+                max(9, 61 * effort),
+                1.0,
+            )
+
+
+def being_born(effort: float) -> Iterator[Row]:
+    """Memory, not time: what a device needs at most while a model of 32 MiB comes into being, by
+    the compiler's own count, and the eighth of the model that it holds in the end.
+    """
+    rule = fsdp(("data", "model"))
+    for name, placement, limit in ("born sharded", rule, 1.1), ("born whole", replicated(), None):
+        make = mylib.filter_jit(eqx.nn.MLP, out_shardings=placement, mesh=MESH)
+        lowered = make.lower(1024, 1024, 1024, 7, key=jax.random.key(0))
+        peak = lowered.compile().compiled.memory_analysis().peak_memory_in_bytes
+        model = eqx.filter_eval_shape(eqx.nn.MLP, 1024, 1024, 1024, 7, key=jax.random.key(0))
+        share = mylib.explain(model, rule, MESH).most_loaded[1]
+        ratio = peak / share
+        shown = (f"{peak / 2**20:.3g} MiB at most", f"its share, {share / 2**20:.3g} MiB")
+        yield Row(f"memory of a device for a model {name}", *shown, ratio, *at_most(limit, ratio))
+
+
+if __name__ == "__main__":
+    main()
