@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from side_by_side import Call, Row, at_most, compare, duel, print_header, print_row, race, show
+from side_by_side import Call, Row, at_most, compare, duel, print_header, print_row, race
 
 import mylib
 from mylib.rules import fsdp, replicated
@@ -57,8 +57,8 @@ def calling(effort: float) -> Iterator[Row]:
             "jax.jit of the arrays as a tree": (jax.jit(add_one), arrays),
             "jax.jit of a list of arrays": (jax.jit(add_one), flat),
         }
-        calls: list[Call] = [lambda _, f=mylib.filter_jit(add_one), x=model: f(x)]
-        calls += [lambda _, f=f, x=x: f(x) for f, x in peers.values()]
+        functions = [(mylib.filter_jit(add_one), model), *peers.values()]
+        calls: list[Call] = [lambda _, f=f, x=x: f(x) for f, x in functions]
         times = race(calls, 1001 * effort, wait=False)
         work = f"a call with {len(flat)} arrays"
         for row, limit in zip(compare(work, times, peers), (0.9, None, None), strict=True):

@@ -58,16 +58,14 @@ OPTIMISER = optax.adamw(3e-4, eps=1e-5)
 
 
 # The old model and optimiser state are donated: the new ones take their memory. The batch comes
-# first and is not donated, as nothing that comes out could use its memory.
-@eqx.filter_jit(donate="all-except-first")
+# first and is not donated, as nothing that comes out could use its memory. What goes round the loop
+# comes out as it went in: otherwise the compiler chooses, and where it chooses differently the next
+# call compiles again.
+@mylib.filter_jit(out_shardings=(spread, spread, None), donate="all-except-first")
 def step(batch: PyTree, model: eqx.nn.MLP, state: optax.OptState) -> PyTree:
     loss, grads = eqx.filter_value_and_grad(loss_fn)(model, *batch)
     updates, state = OPTIMISER.update(grads, state, eqx.filter(model, eqx.is_array))
-    model = eqx.apply_updates(model, updates)
-    # What goes round the loop comes out as it went in. Otherwise the compiler chooses, and where it
-    # chooses differently the next call compiles again.
-    model, state = mylib.filter_shard((model, state), spread)
-    return model, state, loss
+    return eqx.apply_updates(model, updates), state, loss
 
 
 class Trained(eqx.Module):

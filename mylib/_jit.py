@@ -84,7 +84,8 @@ def filter_jit(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        auto = (jax.sharding.AxisType.Auto,)
+        mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
         fsdp = mylib.rules.fsdp("data")
         make = mylib.filter_jit(eqx.nn.MLP, out_shardings=fsdp, mesh=mesh)
         model = make(64, 64, 512, 1, key=jax.random.key(0))

@@ -232,8 +232,8 @@ class Program:
         ]
         if kept:
             self._warn(
-                f"was given {', '.join(kept)}, and returns nothing of the same shape, dtype and "
-                "sharding that could take the memory.",
+                f"was given {_some(kept)}. It makes no use of them, or returns nothing of the same "
+                "shape, dtype and sharding that could take their memory.",
                 "Some donated buffers were not usable: ",
             )
 
@@ -249,13 +249,18 @@ class Program:
         if moved:
             self._warn(
                 "was compiled twice for the same shapes: what it returned is not where it was "
-                f"given. {'; '.join(moved)}. Place it before the first call, or give in_shardings "
+                f"given. {_some(moved)}. Place it before the first call, or give in_shardings "
                 "and out_shardings."
             )
             self._returned = []
 
     def _warn(self, told: str, what: str = "") -> None:
         warnings.warn(f"{what}{self._name} {told}", stacklevel=_outside())
+
+
+def _some(texts: list[str]) -> str:
+    more = f", and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return ", ".join(texts[:8]) + more
 
 
 def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
+import equinox._jit as equinox_jit
 import jax
 import jax.tree_util as jtu
-from equinox import _jit as equinox_jit  # pyright: ignore[reportPrivateUsage]
 from jax._src import core, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax.core import Tracer

@@ -594,6 +594,69 @@ class TestOutShardings:
             f(jnp.ones(7))
 
 
+MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+
+
+def under_grad(f, x):
+    return jax.value_and_grad(lambda x: f(x).sum())(x)[1]
+
+
+CONTEXTS = {
+    "eager": lambda f, x: f(x),
+    "jit": lambda f, x: jax.jit(f)(x),
+    "filter_jit": lambda f, x: mylib.filter_jit(f)(x),
+    "vmap": lambda f, x: jax.vmap(f)(x[None])[0],
+    "jit(vmap)": lambda f, x: jax.jit(jax.vmap(f))(x[None])[0],
+    "scan": lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
+    "cond": lambda f, x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x),
+    "while": lambda f, x: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (1, f(c[1])), (0, x))[1],
+    "checkpoint": lambda f, x: jax.checkpoint(f)(x),
+    "grad": under_grad,
+    "jit(grad)": lambda f, x: jax.jit(functools.partial(under_grad, f))(x),
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,))[1],
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+}
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_placements_in_every_context(context, mesh):
+    """In and out placements where the function is called from, values against no placement."""
+    x = np.arange(1.0, 65.0, dtype=np.float32).reshape(8, 8)
+    expected = CONTEXTS[context](lambda x: jnp.sin(x) * 2, x)
+    f = mylib.filter_jit(
+        lambda x: jnp.sin(x) * 2, in_shardings=P("data"), out_shardings=P("data", "model")
+    )
+    with jax.set_mesh(mesh):
+        result = CONTEXTS[context](f, mylib.filter_shard(x, P("data", "model")))
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
+    if context in ("eager", "jit", "filter_jit", "checkpoint"):
+        wanted = NamedSharding(mesh, P("data", "model"))
+        assert result.sharding.is_equivalent_to(wanted, 2)
+
+
+@given(st.data())
+def test_signatures(data):
+    """Whatever is given by position, by name, or not at all is placed as its parameter says."""
+    spec = st.sampled_from([None, P(), P("data"), P(None, "data")])
+    given_specs = data.draw(st.fixed_dictionaries({}, optional={n: spec for n in "abck"}))
+    default = np.ones((8, 8), np.float32)
+
+    def f(a, b=default, /, c=default, *, k=default, **others):
+        return {"a": a, "b": b, "c": c, "k": k}
+
+    by_position = data.draw(st.integers(1, 3))
+    by_name = data.draw(st.sets(st.sampled_from("ck" if by_position < 3 else "k")))
+    jitted = mylib.filter_jit(f, in_shardings=given_specs, mesh=FLAT)
+    out = jitted(*[default] * by_position, **dict.fromkeys(by_name, default))
+    for name, wanted in given_specs.items():
+        if wanted is not None:
+            assert out[name].sharding.is_equivalent_to(NamedSharding(FLAT, wanted), 2)
+
+
+FLAT = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+
+
 class TestBeingTold:
     def adam(self):
         optim = optax.adam(1e-3)

@@ -26,7 +26,13 @@ from jax.sharding import (
 
 import mylib
 import mylib.testing
-from mylib._world import UNCOMMITTED, current_world, sharding_under
+from mylib._world import (
+    UNCOMMITTED,
+    current_world,
+    has_error_check,
+    readable_error,
+    sharding_under,
+)
 
 AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
 AXES = ("data", "model")
@@ -38,6 +44,11 @@ PACKAGE = Path(mylib.__file__).parent
 
 # What each private name is used for. When JAX moves one, its test fails and says this.
 USES = {
+    "equinox._jit.last_error_info": (
+        "the message of the last error that `equinox.error_if` raised, and the stack inside of the "
+        "program, with `__equinox_jit_id__` between the frames"
+    ),
+    "equinox._jit._on_error_msg": "what `equinox.filter_jit` makes of these two",
     "jax._src.core.trace_ctx.trace": (
         "the innermost transformation that is going on. Find out how JAX itself now asks "
         "(`trace_state_clean` in the same file, for one)"
@@ -64,9 +75,9 @@ USES = {
 def advice(name):
     where = "mylib/_world.py" if "xla" not in name else "mylib/testing/_backend.py"
     return (
-        f"JAX {jax.__version__} has moved or changed {name}, which {where} uses: {USES[name]}. "
-        f"Find what took its place, use it there so that all supported versions of JAX pass "
-        f"this test, and change it here."
+        f"JAX {jax.__version__} or Equinox {eqx.__version__} has moved or changed {name}, which "
+        f"{where} uses: {USES[name]}. Find what took its place, use it there so that all supported "
+        f"versions pass this test, and change it here."
     )
 
 
@@ -88,7 +99,7 @@ def find(name):
 
 
 def private_names(path):
-    """The dotted names that a file uses of what JAX keeps private, `core.trace_ctx.trace`."""
+    """The dotted names that a file uses of what others keep private, `core.trace_ctx.trace`."""
     tree = ast.parse(path.read_text())
     modules = {}
     for node in ast.walk(tree):
@@ -133,6 +144,23 @@ class TestPrivateNames:
             assert not names or path.name in ("_world.py", "_backend.py"), (path, names)
             used |= names
         assert used == set(USES)
+
+    def test_the_error_of_a_check(self):
+        def f(x):
+            __equinox_jit_id__ = b"here"  # noqa: F841
+            return eqx.error_if(x, x < 0, "below zero")
+
+        assert has_error_check(jax.jit(f).trace(X).jaxpr.jaxpr)
+        assert not has_error_check(jax.jit(jnp.sin).trace(X).jaxpr.jaxpr)
+        with pytest.raises((ValueError, jax.errors.JaxRuntimeError)) as caught:
+            jax.block_until_ready(jax.jit(f)(-X - 1))
+        name = "equinox._jit.last_error_info"
+        message, pieces = find(name)
+        assert message == "below zero" and b"here" in pieces, advice(name)
+        text = str(readable_error(caught.value, b"here"))
+        assert "Below is the stack inside of JIT" in text, advice("equinox._jit._on_error_msg")
+        assert "below zero" in text and "pytest" not in text
+        assert readable_error(ValueError("another"), b"here") is None
 
     def test_eager(self):
         name = "jax._src.core.trace_ctx.trace"
