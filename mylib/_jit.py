@@ -2,22 +2,24 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FunctionType, MethodType
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from ._leaves import Kind, canonical_dtype, split
+from ._errors import PlacementError
+from ._leaves import Kind, Leaves, canonical_dtype, split
 from ._placement import Placement, is_placement_leaf, resolve_leaves
 from ._program import Arrays, Outline, Program, outlined
 from ._shard import filter_device_put, place_leaves
 from ._target import AnyMesh, Target
-from ._world import current_world
+from ._world import World, current_world
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,7 +34,7 @@ def filter_jit(
     out_shardings: PyTree[Placement] = None,
     mesh: AnyMesh | None = None,
     donate: Donate = "none",
-) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+) -> Callable[[Callable[P, T]], "Jitted[P, T]"]: ...
 
 
 @overload
@@ -44,7 +46,7 @@ def filter_jit(
     out_shardings: PyTree[Placement] = None,
     mesh: AnyMesh | None = None,
     donate: Donate = "none",
-) -> Callable[P, T]: ...
+) -> "Jitted[P, T]": ...
 
 
 def filter_jit(
@@ -109,7 +111,7 @@ def filter_jit(
 
 
 @jtu.register_pytree_node_class
-class Jitted:
+class Jitted(Generic[P, T]):
     """What [`mylib.filter_jit`][] returns. As it may hold arrays (a Module's), it is a PyTree."""
 
     def __init__(self, arrays: Arrays, recipe: "Recipe"):
@@ -125,7 +127,7 @@ class Jitted:
         out_shardings: Any,
         mesh: AnyMesh | None,
         donate: Donate,
-    ) -> "Jitted":
+    ) -> "Jitted[..., Any]":
         arrays, outline = outlined(fun)
         about = {name: getattr(fun, name) for name in _ABOUT if hasattr(fun, name)}
         signature = inspect.signature(fun)
@@ -135,10 +137,10 @@ class Jitted:
         return cls(arrays, recipe.shared())
 
     @property
-    def __wrapped__(self) -> Callable[..., Any]:
+    def __wrapped__(self) -> Callable[P, T]:
         return self.recipe.fun.fill(self.arrays)
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         prepared, arrays = self.recipe.prepare(args, kwargs)
         return prepared.program(arrays + self.arrays)
 
@@ -159,7 +161,7 @@ class Jitted:
         return (self.arrays,), self.recipe
 
     @classmethod
-    def tree_unflatten(cls, recipe: "Recipe", children: Any) -> "Jitted":
+    def tree_unflatten(cls, recipe: "Recipe", children: Any) -> "Jitted[..., Any]":
         (arrays,) = children
         return cls(arrays, recipe)
 
@@ -167,7 +169,7 @@ class Jitted:
 class Lowered:
     """A function lowered for some arguments; `lowered` is what JAX has made of it."""
 
-    def __init__(self, jitted: Jitted, prepared: "Prepared", lowered: jax.stages.Lowered):
+    def __init__(self, jitted: Jitted[..., Any], prepared: "Prepared", lowered: jax.stages.Lowered):
         self._jitted = jitted
         self._prepared = prepared
         self.lowered = lowered
@@ -184,7 +186,9 @@ class Compiled:
     it needs and the like.
     """
 
-    def __init__(self, jitted: Jitted, prepared: "Prepared", compiled: jax.stages.Compiled):
+    def __init__(
+        self, jitted: Jitted[..., Any], prepared: "Prepared", compiled: jax.stages.Compiled
+    ):
         self._jitted = jitted
         self._prepared = prepared
         self.compiled = compiled
@@ -214,6 +218,10 @@ def _code_of(fun: Any) -> FunctionType | None:
         fun = inspect.unwrap(inspect.getattr_static(type(fun), "__call__"))
     fun = getattr(fun, "__func__", fun)
     return fun if isinstance(fun, FunctionType) else None
+
+
+# The beginning of a path in (args, kwargs).
+_ARGUMENT = re.compile(r"\[0\]\[(?P<index>\d+)\]|\[1\]\['(?P<name>\w+)'\]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,17 +275,23 @@ class Recipe:
 
     def names(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of (args, kwargs), each with what a reader would call it."""
-        parameters = list(self.signature.parameters.values())
-        several = [i for i, p in enumerate(parameters) if p.kind is p.VAR_POSITIONAL]
-        first = several[0] if several else len(parameters)
-        for (side, key, *rest), x in jtu.tree_flatten_with_path(tree)[0]:
-            if side.idx == 1:
-                name = key.key
-            elif key.idx < first:
-                name = parameters[key.idx].name
-            else:
-                name = f"{parameters[first].name}[{key.idx - first}]"
-            yield name + jtu.keystr(tuple(rest)), x
+        for path, x in jtu.tree_flatten_with_path(tree)[0]:
+            yield self.readable(jtu.keystr(path)), x
+
+    def readable(self, path: str) -> str:
+        """A path in (args, kwargs), by name of the parameter: `model.layers[0].weight`."""
+        match = _ARGUMENT.match(path)
+        if match is None:
+            return path
+        if match["name"]:
+            return match["name"] + path[match.end() :]
+        index = int(match["index"])
+        names = list(self.signature.parameters)
+        kinds = [p.kind for p in self.signature.parameters.values()]
+        several = inspect.Parameter.VAR_POSITIONAL
+        first = kinds.index(several) if several in kinds else len(names)
+        name = names[index] if index < first else f"{names[first]}[{index - first}]"
+        return name + path[match.end() :]
 
     def captured(self) -> Iterator[tuple[str, Any]]:
         """The arrays that the function finds outside of its arguments, by name."""
@@ -353,8 +367,7 @@ class Prepared:
         # Rules are asked once for the same shapes in the same surroundings.
         asked = ([x.shape for x in leaves.arrays], leaves.kinds, world)
         if self.placed is None or self.placed[0] != asked:
-            prefix = _prefix(self.recipe, args, kwargs)
-            self.placed = asked, resolve_leaves(leaves, prefix, self.recipe.mesh, world)
+            self.placed = asked, self.resolve(leaves, _prefix(self.recipe, args, kwargs), world)
         targets = self.placed[1]
         if abstract:
             return [_abstract(x, target) for x, target in zip(leaves.arrays, targets, strict=True)]
@@ -366,6 +379,13 @@ class Prepared:
         return [
             x for x, kind in zip(placed, leaves.kinds, strict=True) if kind is not Kind.ABSTRACT
         ]
+
+    def resolve(self, leaves: Leaves, prefix: Any, world: World) -> list[Target | None]:
+        try:
+            return resolve_leaves(leaves, prefix, self.recipe.mesh, world)
+        except PlacementError as error:
+            faults = [replace(f, path=self.recipe.readable(f.path)) for f in error.faults]
+            raise PlacementError(faults) from None
 
 
 class _Array:

@@ -471,8 +471,22 @@ class TestInShardings:
         )
         with pytest.raises(mylib.PlacementError) as caught:
             f(x, jnp.ones(8))
-        assert [fault.path for fault in caught.value.faults] == ["[0][0]", "[0][1]"]
+        assert [fault.path for fault in caught.value.faults] == ["x", "y"]
         assert not x.is_deleted()
+
+    def test_faults_name_parameters(self):
+        @mylib.filter_jit(in_shardings=P("data"), mesh=MESH)
+        def f(model, *rest, extra, **options):
+            return model
+
+        odd = np.ones(6)
+        with pytest.raises(mylib.PlacementError) as caught:
+            f({"w": odd}, odd, [odd], extra=odd, other=odd)
+        paths = [fault.path for fault in caught.value.faults]
+        assert paths == ["model['w']", "rest[0]", "rest[1][0]", "extra", "other"]
+        prefix = mylib.filter_jit(f.__wrapped__, in_shardings={"model": {"v": P()}}, mesh=MESH)
+        with pytest.raises(mylib.PlacementError, match="^can't place 1 leaf:\n  model\n"):
+            prefix({"w": odd}, extra=1)
 
     def test_rules_are_asked_once(self):
         asked = []
