@@ -4,19 +4,21 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from types import FunctionType, MethodType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from ._errors import PlacementError
-from ._leaves import Kind, Leaves, canonical_dtype, split
+from ._leaves import Leaves, canonical_dtype, split
 from ._placement import Placement, is_placement_leaf, resolve_leaves
-from ._program import Arrays, Outline, Program, outlined
+from ._program import Arrays, Outline, Program, is_array, outlined
 from ._shard import filter_device_put, place_leaves
 from ._target import AnyMesh, Target
 from ._world import World, current_world
@@ -141,15 +143,14 @@ class Jitted(Generic[P, T]):
         return self.recipe.fun.fill(self.arrays)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        prepared, arrays = self.recipe.prepare(args, kwargs)
-        return prepared.program(arrays + self.arrays)
+        return self.recipe.prepare(args, kwargs)(self.arrays)
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         """What the function is compiled from, for these arguments, some or all of which may be
         `jax.ShapeDtypeStruct`s.
         """
-        prepared, arrays = self.recipe.prepare(args, kwargs, abstract=True)
-        return Lowered(self, prepared, prepared.program.lower(arrays + self.arrays))
+        call = self.recipe.prepare(args, kwargs, abstract=True)
+        return Lowered(self, call.prepared, call.lower(self.arrays))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -191,19 +192,21 @@ class Compiled:
     ):
         self._jitted = jitted
         self._prepared = prepared
+        self._called = False
         self.compiled = compiled
 
     def as_text(self) -> str:
         return self.compiled.as_text() or ""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        prepared, arrays = self._jitted.recipe.prepare(args, kwargs)
-        if prepared is not self._prepared:
+        call = self._jitted.recipe.prepare(args, kwargs)
+        if call.prepared is not self._prepared:
             raise TypeError(
                 f"{self._prepared.recipe.name} was compiled for other static arguments, or for "
                 "trees of another structure: compile it for these, too"
             )
-        return prepared.program(arrays + self._jitted.arrays, self.compiled)
+        first, self._called = not self._called, True
+        return call(self._jitted.arrays, self.compiled, first)
 
 
 _ABOUT = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
@@ -229,7 +232,7 @@ class Recipe:
     """All of a compiled function but the arrays in it."""
 
     fun: Outline
-    code: FunctionType | None
+    code: Any
     about: Mapping[str, Any]
     signature: inspect.Signature
     in_shardings: Any
@@ -240,7 +243,16 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        return self.about.get("__name__", "the function")
+        name = self.about.get("__name__")
+        return name if isinstance(name, str) else "the function"
+
+    def __deepcopy__(self, memo: Any) -> "Recipe":
+        return self
+
+    def __reduce__(self) -> Any:
+        # Without the programs, which can't be copied.
+        values = (getattr(self, f.name) for f in fields(self) if f.name != "known")
+        return Recipe, tuple(values)
 
     def shared(self) -> "Recipe":
         """The recipe of an equal function, if there has been one: `filter_jit(filter_grad(f))` is a
@@ -253,12 +265,14 @@ class Recipe:
         except TypeError:  # something in the function can't be hashed
             return self
 
-    def prepare(self, args: Any, kwargs: Any, abstract: bool = False) -> tuple["Prepared", Arrays]:
-        """The program for these arguments, and the arrays among them, placed."""
+    def prepare(self, args: Any, kwargs: Any, abstract: bool = False) -> "_Call":
+        """The program for these arguments, and the arrays among them. In what is only lowered they
+        may be abstract.
+        """
         if kwargs or self.in_shardings is not None:
             bound = self.signature.bind(*args, **kwargs)
             if self.in_shardings is not None:
-                bound.apply_defaults()
+                _give_defaults(bound, self.in_shardings)
             args, kwargs = bound.args, bound.kwargs
         arrays, outline = outlined((args, kwargs), abstract)
         key = outline.key
@@ -268,10 +282,10 @@ class Recipe:
             error.add_note(self.unhashable(args, kwargs))
             raise
         if prepared is None:
-            prepared = self.known[key] = Prepared(self, outline, args)
-        if self.in_shardings is not None:
-            arrays = prepared.place(args, kwargs, arrays, abstract)
-        return prepared, arrays
+            # Another thread may have been faster.
+            new = Prepared(self, outline, _donated_from(self.donate, args, abstract))
+            prepared = self.known.setdefault(key, new)
+        return _Call(prepared, args, kwargs, arrays)
 
     def names(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of (args, kwargs), each with what a reader would call it."""
@@ -290,20 +304,26 @@ class Recipe:
         kinds = [p.kind for p in self.signature.parameters.values()]
         several = inspect.Parameter.VAR_POSITIONAL
         first = kinds.index(several) if several in kinds else len(names)
-        name = names[index] if index < first else f"{names[first]}[{index - first}]"
+        if index < first:
+            name = names[index]
+        else:
+            name = f"{names[first]}[{index - first}]" if first < len(names) else f"args[{index}]"
         return name + path[match.end() :]
 
     def captured(self) -> Iterator[tuple[str, Any]]:
         """The arrays that the function finds outside of its arguments, by name."""
-        if self.code is None:
-            return
-        variables = inspect.getclosurevars(self.code)
-        for name, value in {**variables.globals, **variables.nonlocals}.items():
-            for path, x in jtu.tree_flatten_with_path(value)[0]:
+        for name, value in _variables(self.code):
+            try:
+                leaves = jtu.tree_flatten_with_path(value)[0]
+            except (TypeError, ValueError):
+                continue  # no tree: it can't be what was captured
+            for path, x in leaves:
                 yield name + jtu.keystr(path), x
 
     def unhashable(self, args: Any, kwargs: Any) -> str:
         for name, x in self.names((args, kwargs)):
+            if is_array(x):
+                continue
             try:
                 hash(x)
             except TypeError:
@@ -312,6 +332,18 @@ class Recipe:
                     "static, and must have a hash)"
                 )
         return f"(among what {self.name} was given)"
+
+
+def _variables(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
+    """What a function finds outside of itself, by name."""
+    if code is None:
+        return
+    for name, cell in zip(code.__code__.co_freevars, code.__closure__ or (), strict=True):
+        with suppress(ValueError):  # a cell that nothing has been put into
+            yield name, cell.cell_contents
+    for name in code.__code__.co_names:
+        if name in code.__globals__:
+            yield name, code.__globals__[name]
 
 
 @dataclass(frozen=True)
@@ -328,20 +360,20 @@ def _first_of(same: _Same) -> Recipe:
 class Prepared:
     """A function for arguments of one structure."""
 
-    def __init__(self, recipe: Recipe, outline: Outline, args: Any):
+    def __init__(self, recipe: Recipe, outline: Outline, donated_from: int | None):
         self.recipe = recipe
         self.outline = outline
         self.count = outline.count
-        self.donated_from = _donated_from(recipe.donate, args)
+        self.donated_from = donated_from
         self.program = Program(
             self.call,
             recipe.name,
             self.names,
             recipe.captured,
-            self.donated_from,
+            donated_from,
             recipe.donate.startswith("warn"),
         )
-        self.placed: tuple[Any, list[Target | None]] | None = None
+        self.resolved: tuple[Any, list[Target | None]] | None = None
 
     def call(self, arrays: Arrays) -> Any:
         recipe = self.recipe
@@ -361,24 +393,16 @@ class Prepared:
             if isinstance(x, _Array)
         ]
 
-    def place(self, args: Any, kwargs: Any, arrays: Arrays, abstract: bool) -> Arrays:
-        leaves = split((args, kwargs))
-        world = current_world()
-        # Rules are asked once for the same shapes in the same surroundings.
-        asked = ([x.shape for x in leaves.arrays], leaves.kinds, world)
-        if self.placed is None or self.placed[0] != asked:
-            self.placed = asked, self.resolve(leaves, _prefix(self.recipe, args, kwargs), world)
-        targets = self.placed[1]
-        if abstract:
-            return [_abstract(x, target) for x, target in zip(leaves.arrays, targets, strict=True)]
-        donated = [
-            self.donated_from is not None and i >= self.donated_from
-            for i in range(len(leaves.arrays))
-        ]
-        placed = place_leaves(leaves, targets, world, donated)
-        return [
-            x for x, kind in zip(placed, leaves.kinds, strict=True) if kind is not Kind.ABSTRACT
-        ]
+    def targets(self, leaves: Leaves, args: Any, kwargs: Any, world: World) -> list[Target | None]:
+        """Where `in_shardings` wants the arguments. Rules are asked once for the same shapes in the
+        same surroundings.
+        """
+        asked = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
+        resolved = self.resolved
+        if resolved is None or resolved[0] != asked:
+            prefix = _prefix(self.recipe, args, kwargs)
+            resolved = self.resolved = asked, self.resolve(leaves, prefix, world)
+        return resolved[1]
 
     def resolve(self, leaves: Leaves, prefix: Any, world: World) -> list[Target | None]:
         try:
@@ -386,6 +410,57 @@ class Prepared:
         except PlacementError as error:
             faults = [replace(f, path=self.recipe.readable(f.path)) for f in error.faults]
             raise PlacementError(faults) from None
+
+
+@dataclass
+class _Call:
+    """A function prepared for these arguments, whose arrays are `arrays`."""
+
+    prepared: Prepared
+    args: Any
+    kwargs: Any
+    arrays: Arrays
+
+    def __call__(
+        self, own: Arrays, ahead: jax.stages.Compiled | None = None, first: bool = False
+    ) -> Any:
+        """`own` are the arrays of the function itself; the rest as in `Program`."""
+        if self.prepared.recipe.in_shardings is None:
+            return self.prepared.program(self.arrays + own, ahead, first)
+        placed = self.placed(abstract=False)
+        result = self.prepared.program(placed + own, ahead, first)
+        self.let_go(placed)
+        return result
+
+    def lower(self, own: Arrays) -> jax.stages.Lowered:
+        given = self.prepared.recipe.in_shardings is not None
+        arrays = self.placed(abstract=True) if given else self.arrays
+        return self.prepared.program.lower(arrays + own)
+
+    def placed(self, abstract: bool) -> Arrays:
+        """The arguments' arrays where `in_shardings` wants them. If `abstract` nothing is moved."""
+        leaves, world = split((self.args, self.kwargs)), current_world()
+        targets = self.prepared.targets(leaves, self.args, self.kwargs, world)
+        if abstract:
+            values = [_abstract(x, to) for x, to in zip(leaves.arrays, targets, strict=True)]
+        else:
+            values = place_leaves(leaves, targets, world)
+        everything = list(leaves.all)
+        for position, x in zip(leaves.positions, values, strict=True):
+            everything[position] = x
+        static = {position for position, _ in self.prepared.outline.static}
+        return [x for i, x in enumerate(everything) if i not in static]
+
+    def let_go(self, placed: Arrays) -> None:
+        """What was donated and had to be moved is used up as well, now that all has gone well."""
+        start = self.prepared.donated_from
+        if start is None or any(isinstance(x, Tracer) for x in self.arrays):
+            return
+        kept = set(map(id, self.arrays[:start]))
+        for x, y in zip(self.arrays[start:], placed[start:], strict=True):
+            if isinstance(x, jax.Array) and x is not y and id(x) not in kept:
+                if not x.is_deleted():
+                    x.delete()
 
 
 class _Array:
@@ -399,10 +474,32 @@ def _abstract(x: Any, target: Target | None) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=target, weak_type=weak)
 
 
-def _donated_from(donate: Donate, args: Any) -> int | None:
+def _donated_from(donate: Donate, args: Any, abstract: bool) -> int | None:
     if donate == "none":
         return None
-    return len(outlined(args[0])[0]) if donate.endswith("except-first") and args else 0
+    return len(outlined(args[0], abstract)[0]) if donate.endswith("except-first") and args else 0
+
+
+def _give_defaults(bound: inspect.BoundArguments, in_shardings: Any) -> None:
+    """Adds the defaults that hold arrays and are to be placed; the others are left to Python."""
+    parameters = bound.signature.parameters.values()
+    if isinstance(in_shardings, dict):
+        placed = {name for name, given in in_shardings.items() if given is not None}
+    elif type(in_shardings) in (tuple, list):
+        placed = {p.name for p in list(parameters)[: len(in_shardings)]}
+    else:
+        placed = set(bound.signature.parameters)
+    before: list[inspect.Parameter] = []
+    for parameter in parameters:
+        if parameter.name in bound.arguments or parameter.default is parameter.empty:
+            continue
+        if parameter.name in placed and outlined(parameter.default)[0]:
+            bound.arguments[parameter.name] = parameter.default
+            # They can't be left out in front of it.
+            for other in before if parameter.kind is parameter.POSITIONAL_ONLY else ():
+                bound.arguments[other.name] = other.default
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            before.append(parameter)
 
 
 def _prefix(recipe: Recipe, args: Any, kwargs: Any) -> Any:
@@ -441,10 +538,21 @@ def _prefix_by_name(recipe: Recipe, given: dict[Any, Any], args: Any, kwargs: An
     left = len(args) - len(by_position)
     several: Any = next((given.get(p.name) for p in parameters if p.kind is p.VAR_POSITIONAL), None)
     by_position += [several] * left if is_placement_leaf(several) else several
-    by_keyword = {name: given.get(name) for name in kwargs}
-    if rest in given:
-        others = given[rest]
-        for name in kwargs:
-            if name not in recipe.signature.parameters:
-                by_keyword[name] = others if is_placement_leaf(others) else others.get(name)
-    return tuple(by_position), by_keyword
+    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    others = given.get(rest, {name: given[name] for name in unknown})
+    if isinstance(others, dict):
+        spare = [name for name in others if name in named or name not in kwargs]
+        if spare:
+            raise TypeError(f"{recipe.name} was given no {', '.join(map(repr, spare))} in **{rest}")
+    elif not is_placement_leaf(others):
+        raise TypeError(
+            f"{recipe.name}: write a placement for all of **{rest}, or a dict from its names, not "
+            f"a {type(others).__name__}"
+        )
+
+    def of_keyword(name: str) -> Any:
+        if name in named:
+            return given.get(name)
+        return others.get(name) if isinstance(others, dict) else others
+
+    return tuple(by_position), {name: of_keyword(name) for name in kwargs}

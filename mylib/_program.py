@@ -19,9 +19,10 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from ._leaves import Kind, kind_of
-from ._world import has_error_check, readable_error
+from ._world import current_world, has_error_check, parts_of, readable_error, value_under
 
 Arrays = list[Any]
+Captured = Callable[[], Iterable[tuple[str, Any]]]
 # From how many bytes on a captured array is worth a word.
 _LARGE = 2**20
 
@@ -57,7 +58,7 @@ def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Outline]:
     leaves, treedef = jtu.tree_flatten(tree)
     are_arrays = _which_are_arrays(tuple(map(type, leaves)), abstract)
     if are_arrays is None:
-        are_arrays = [_is_array(x, abstract) for x in leaves]
+        are_arrays = [is_array(x, abstract) for x in leaves]
     arrays = list(compress(leaves, are_arrays))
     if len(arrays) == len(leaves):
         return arrays, Outline(treedef, ())
@@ -77,42 +78,61 @@ def _is_array_type(t: type, abstract: bool) -> bool:
     return issubclass(t, jax.Array | Tracer) or (abstract and issubclass(t, jax.ShapeDtypeStruct))
 
 
-def _is_array(x: Any, abstract: bool) -> bool:
+def is_array(x: Any, abstract: bool = False) -> bool:
+    """Whether a leaf is traced; what isn't, is static."""
     if isinstance(x, np.ndarray | np.generic):
-        return kind_of(x) is not Kind.STATIC
+        # What there is no tangent of is nothing to place, but it is an array to JAX.
+        return kind_of(x) is not Kind.STATIC or x.dtype == jax.dtypes.float0
     return _is_array_type(type(x), abstract)
 
 
 def _key_of(x: Any) -> tuple[type, Any]:
     # Otherwise 1 and True and 1.0 are the same, and 0.0 and -0.0.
-    return type(x), repr(x) if isinstance(x, float | complex) else x
+    return type(x), repr(x) if type(x) in (float, complex) else x
+
+
+class _Place(NamedTuple):
+    """Where an array was; nowhere, if it was NumPy's."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+    committed: bool
+
+
+def _place(x: Any) -> _Place:
+    on_device = isinstance(x, jax.Array)
+    return _Place(x.shape, x.dtype, x.sharding if on_device else None, on_device and x.committed)
+
+
+def _show_place(place: _Place) -> str:
+    return f"{place.sharding}" + ("" if place.committed else ", not committed")
 
 
 class _Thread(threading.local):
-    """What JAX has done for this thread: the traces that it has made of our programs and nobody has
-    looked at yet, and how many programs it has compiled.
+    """What JAX does for this thread: how many of our programs it is tracing, how many traces it has
+    made of them that nobody has looked at yet, and how many programs it has compiled.
     """
 
     def __init__(self) -> None:
+        self.tracing = 0
+        self.traced = 0
         self.compiled = 0
         self.hushed: list[warnings.catch_warnings[Any]] = []
+        # What may have been captured by programs that are parts of the one that is being traced.
+        self.captured: list[Captured] = []
 
     def hush(self) -> None:
-        """Until `settle` is called JAX is not heard of donated buffers: it names no array, and says
-        nothing where it is the shardings that differ.
+        """JAX is not heard of donated buffers any more: it names no array, and says nothing where
+        it is the shardings that differ.
         """
         hushed = warnings.catch_warnings()
         hushed.__enter__()
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         self.hushed.append(hushed)
 
-    @property
-    def traced(self) -> int:
-        return len(self.hushed)
-
-    def settle(self, traced: int) -> None:
-        """Back to so many traces."""
-        while len(self.hushed) > traced:
+    def unhush(self, depth: int) -> None:
+        while len(self.hushed) > depth:
             self.hushed.pop().__exit__(None, None, None)
 
 
@@ -140,7 +160,7 @@ class Program:
         call: Callable[[Arrays], Any],
         name: str,
         names: Callable[[], list[str]],
-        captured: Callable[[], Iterable[tuple[str, Any]]],
+        captured: Captured,
         donated_from: int | None,
         tell_kept: bool,
     ):
@@ -150,78 +170,109 @@ class Program:
         self._donated_from = donated_from
         self._tell_kept = tell_kept
         self._checks_errors = False
+        # Large arrays that a trace has captured, until they have been told of.
+        self._large: list[Any] = []
+        self._inner: list[Captured] = []
         # Equinox looks for it on the stack, to show no more of it than what is inside the program.
         self._id = os.urandom(16)
         # Where the arguments were when this was compiled, and what it returned then.
-        self._places: list[Any] = []
+        self._places: list[_Place] = []
         self._returned: list[weakref.ref[Any]] = []
 
         def run(kept: Arrays, donated: Arrays) -> tuple[Arrays, Outline]:
-            result = outlined(call([*kept, *donated]))
-            _thread.hush()
+            if not _thread.tracing:
+                _thread.captured = []
+            _thread.tracing += 1
+            try:
+                result = outlined(call([*kept, *donated]))
+            finally:
+                _thread.tracing -= 1
+            if current_world().staged:  # it is not under `jax.disable_jit`
+                _thread.traced += 1
+                if donated:
+                    _thread.hush()  # what comes next is compiling
             return result
 
         run.__name__ = run.__qualname__ = name
         self._jitted = jax.jit(run, donate_argnums=1)
 
-    def __call__(self, arrays: Arrays, compiled: jax.stages.Compiled | None = None) -> Any:
-        """Calls the function; `compiled` is what to use of it if it was compiled ahead of time."""
+    def __call__(
+        self, arrays: Arrays, ahead: jax.stages.Compiled | None = None, first: bool = False
+    ) -> Any:
+        """Calls the function. `ahead` is what to use of it if it was compiled ahead of time, and
+        `first` whether that is used for the first time.
+        """
         __equinox_jit_id__ = self._id  # noqa: F841
         sides = self._sides(arrays)
-        before = _thread.traced, _thread.compiled
+        compiled = _thread.compiled
         try:
-            returned, outline = (compiled or self._jitted)(*sides)
-            if _thread.compiled != before[1]:
-                self._tell_what_moved(arrays)
-            if _thread.traced != before[0]:
-                _thread.settle(before[0])
-                self._first(sides, returned)
+            returned, outline = self._run(ahead or self._jitted, sides)
             if self._checks_errors:
                 # Errors come when the work is done; then only this place can make them readable.
-                jax.block_until_ready(returned)
+                jax.block_until_ready([value_under(x) for x in returned])
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             readable = readable_error(error, self._id)
             if readable is None:
                 raise
             raise readable from None
-        finally:
-            _thread.settle(before[0])
+        if self._large or first or _thread.compiled != compiled:
+            self._tell(arrays, returned, first or _thread.compiled != compiled)
         return outline.fill(returned)
 
     def lower(self, arrays: Arrays) -> jax.stages.Lowered:
         __equinox_jit_id__ = self._id  # noqa: F841
-        sides, traced = self._sides(arrays), _thread.traced
-        try:
-            self._look_at(self._jitted.trace(*sides).jaxpr)
-            return self._jitted.lower(*sides)
-        finally:
-            _thread.settle(traced)
+        sides = self._sides(arrays)
+        # What it captures is told of now: what comes of this may be called in another process.
+        lowered = self._run(self._jitted.lower, sides)
+        self._tell([], [], False)
+        return lowered
 
     def _sides(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         if self._donated_from is None:
             return arrays, []
         return arrays[: self._donated_from], arrays[self._donated_from :]
 
-    def _first(self, sides: tuple[Arrays, Arrays], returned: Arrays) -> None:
-        """What is to be done when the function has been traced, and called for the first time."""
-        # JAX has the trace still.
-        self._look_at(self._jitted.trace(*sides).jaxpr)
-        if not any(isinstance(x, Tracer) for x in (*sides[0], *sides[1], *returned)):
-            self._places = [_place(x) for side in sides for x in side]
-            self._returned = [weakref.ref(x) for x in returned]
-            if self._tell_kept:
-                self._tell_what_was_kept(sides[1])
+    def _run(self, call: Callable[..., Any], sides: tuple[Arrays, Arrays]) -> Any:
+        traced, hushed = _thread.traced, len(_thread.hushed)
+        if sides[1] and not self._places:
+            _thread.hush()  # it may have been traced already, by `jax.eval_shape` for one
+        try:
+            return call(*sides)
+        finally:
+            _thread.unhush(hushed)
+            if _thread.traced != traced:
+                _thread.traced = traced
+                # JAX has the trace still.
+                self._look_at(self._jitted.trace(*sides).jaxpr)
 
     def _look_at(self, closed: Any) -> None:
-        self._checks_errors |= has_error_check(closed.jaxpr)
-        large = [x for x in closed.consts if getattr(x, "nbytes", 0) >= _LARGE]
+        self._checks_errors |= has_error_check(closed)
+        if _thread.tracing:  # this is a part of a program, of which all will be told
+            _thread.captured.append(self._captured)
+            return
+        constants = (x for part in parts_of(closed) for x in getattr(part, "consts", ()))
+        self._large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
+        self._inner = _thread.captured
+
+    def _tell(self, arrays: Arrays, returned: Arrays, compiled: bool) -> None:
+        """Warns of what there is to warn of after a call for which something was compiled."""
+        large, self._large = self._large, []
         if large:
-            captured = list(self._captured())
+            captured = [named for look in (self._captured, *self._inner) for named in look()]
             shown = ", ".join(_show_constant(x, captured) for x in large)
             self._warn(
                 f"captures large arrays: {shown}. They become part of the compiled program, whole "
                 "on every device, and no report of its memory shows them. Pass them as arguments."
             )
+        if compiled and not any(isinstance(x, Tracer) for x in (*arrays, *returned)):
+            before, self._places = self._places, [_place(x) for x in arrays]
+            own, self._returned = (
+                self._returned,
+                [weakref.ref(x) for x in returned if isinstance(x, jax.Array)],
+            )
+            if self._tell_kept:
+                self._tell_what_was_kept(self._sides(arrays)[1])
+            self._tell_what_moved(arrays, before, {id(known()) for known in own})
 
     def _tell_what_was_kept(self, donated: Arrays) -> None:
         first = len(self._places) - len(donated)
@@ -237,14 +288,13 @@ class Program:
                 "Some donated buffers were not usable: ",
             )
 
-    def _tell_what_moved(self, arrays: Arrays) -> None:
-        if not self._returned or any(isinstance(x, Tracer) for x in arrays):
+    def _tell_what_moved(self, arrays: Arrays, before: list[_Place], own: set[int]) -> None:
+        if [place.shape for place in before] != [place.shape for place in self._places]:
             return
-        own = {id(known()) for known in self._returned}
         moved = [
-            f"{name}: {_show_place(before)}, then {_show_place(_place(x))}"
-            for name, x, before in zip(self._names(), arrays, self._places, strict=False)
-            if id(x) in own and before is not None and _has_moved(before, _place(x))
+            f"{name}: {_show_place(then)}, then {_show_place(now)}"
+            for name, x, then, now in zip(self._names(), arrays, before, self._places, strict=True)
+            if id(x) in own and then != now
         ]
         if moved:
             self._warn(
@@ -252,7 +302,6 @@ class Program:
                 f"given. {_some(moved)}. Place it before the first call, or give in_shardings "
                 "and out_shardings."
             )
-            self._returned = []
 
     def _warn(self, told: str, what: str = "") -> None:
         warnings.warn(f"{what}{self._name} {told}", stacklevel=_outside())
@@ -272,24 +321,6 @@ def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:
 def _is_same(constant: Any, x: Any) -> bool:
     # JAX wraps a NumPy array that it finds.
     return constant is x or (isinstance(x, np.ndarray) and np.may_share_memory(constant, x))
-
-
-class _Place(NamedTuple):
-    sharding: Sharding
-    committed: bool
-    shape: tuple[int, ...]
-
-
-def _place(x: Any) -> Any:
-    return _Place(x.sharding, x.committed, x.shape) if isinstance(x, jax.Array) else None
-
-
-def _has_moved(before: _Place, now: _Place) -> bool:
-    return before != now and before.shape == now.shape
-
-
-def _show_place(place: _Place) -> str:
-    return f"{place.sharding}" + ("" if place.committed else ", not committed")
 
 
 def _outside() -> int:

@@ -118,19 +118,38 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
     return None
 
 
-def has_error_check(jaxpr: Any) -> bool:
-    """Whether a program raises by way of `equinox.error_if`."""
-    return any(_is_error_check(eqn) or _has_inner_check(eqn) for eqn in jaxpr.eqns)
+def value_under(x: Any) -> Any:
+    """What an eager transformation has computed so far behind `x`."""
+    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
+        x = x.val if isinstance(x, batching.BatchTracer) else x.primal
+    return x
+
+
+def has_error_check(program: Any) -> bool:
+    """Whether a program, given as a jaxpr, raises by way of `equinox.error_if`."""
+    return any(_is_error_check(eqn) for part in parts_of(program) for eqn in _open(part).eqns)
+
+
+def parts_of(program: Any) -> list[Any]:
+    """The jaxprs that a jaxpr is made of, itself the first, each once."""
+    parts = {id(_open(program)): program}
+    queue = [program]
+    while queue:
+        for eqn in _open(queue.pop()).eqns:
+            for x in jtu.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
+                if _is_jaxpr(x) and id(_open(x)) not in parts:
+                    parts[id(_open(x))] = x
+                    queue.append(x)
+    return list(parts.values())
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def _is_error_check(eqn: Any) -> bool:
     callback = getattr(eqn.params.get("callback"), "callback_func", None)
     return getattr(callback, "__module__", None) == "equinox._errors"
-
-
-def _has_inner_check(eqn: Any) -> bool:
-    inner = jtu.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr)
-    return any(has_error_check(getattr(x, "jaxpr", x)) for x in inner if _is_jaxpr(x))
 
 
 def _is_jaxpr(x: Any) -> bool:

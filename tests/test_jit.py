@@ -1,8 +1,11 @@
 """`filter_jit`: all that `equinox.filter_jit` does; placements; returning at once; being told."""
 
+import concurrent.futures
 import contextlib
+import copy
 import functools
 import gc
+import pickle
 import time
 import warnings
 import weakref
@@ -38,6 +41,10 @@ class Counted:
     def __call__(self, *args, **kwargs):
         self.traces += 1
         return self.fun(*args, **kwargs)
+
+
+def add_zero(x):
+    return x + 0
 
 
 def counted(fun):
@@ -210,8 +217,6 @@ class TestTransformations:
         assert same(grads.__wrapped__.bias, jnp.ones(2))
 
     def test_in_a_thread_of_its_own(self):
-        import concurrent.futures
-
         f = mylib.filter_jit(lambda x: x + 1)
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             results = list(pool.map(lambda n: f(jnp.full(n, 1.0)), range(1, 9)))
@@ -225,7 +230,135 @@ class TestTransformations:
             assert outer(jnp.ones(())) == 4 and outer(jnp.ones(2)).shape == (2,)
 
 
+class TestOddities:
+    """Each of these went wrong once."""
+
+    def test_values_of_ones_own_that_are_floats(self):
+        class Money(float):
+            def __repr__(self):
+                return "$"
+
+        f = mylib.filter_jit(lambda x, m: x * float(m))
+        assert f(jnp.ones(()), Money(1.5)) == 1.5 and f(jnp.ones(()), Money(2.5)) == 2.5
+
+    def test_tangents_of_integers(self):
+        grads = jax.grad(lambda t: t["w"] * 1.0, allow_int=True)({"w": 1.0, "n": jnp.ones(2, int)})
+        assert mylib.filter_jit(lambda g: g["w"] + 1)(grads) == 2
+        f = mylib.filter_jit(lambda g: g["w"] + 1, in_shardings=P(), mesh=MESH)
+        assert f(grads) == 2
+
+    def test_without_jit(self):
+        f = counted(lambda x: x + 1 if x > 0 else np.float32(x))
+        jitted = mylib.filter_jit(f, donate="all")
+        with jax.disable_jit():
+            assert jitted(jnp.array(1.0)) == 2 and jitted(jnp.array(-1.0)) == -1
+        assert f.traces == 2
+
+    def test_too_many_arguments(self):
+        with pytest.raises(TypeError) as caught:
+            mylib.filter_jit(lambda x: x)(jnp.ones(1), {1})
+        assert "args[1], a set" in caught.value.__notes__[0]
+
+        def inner(x):
+            pass
+
+        @functools.wraps(inner)
+        def outer(x, y):
+            return x.sum() + y.sum()
+
+        with pytest.warns(UserWarning, match=r"x \(3,\), args\[1\] \(2,\)"):
+            mylib.filter_jit(outer, donate="warn")(jnp.ones(3), jnp.ones(2))
+
+    def test_names_of_captured_arrays_never_fail(self):
+        big = jnp.ones((1024, 512))
+        odd = {1: "a", "b": 2}
+
+        def f(x):
+            return big.sum() + len(odd) + (later if x is None else x)
+
+        with pytest.warns(UserWarning, match=r"captures large arrays: big \("):
+            mylib.filter_jit(f)(jnp.ones(()))
+        later = 3
+        assert later
+
+    def test_a_name_that_is_no_text(self):
+        class Odd:
+            __name__ = 3
+
+            def __call__(self, x):
+                return x + 1
+
+        assert mylib.filter_jit(Odd())(jnp.ones(())) == 2
+
+    def test_copies(self):
+        f = mylib.filter_jit(add_zero)
+        f(jnp.ones(2))
+        again = [copy.copy(f), copy.deepcopy(f), pickle.loads(pickle.dumps(f))]
+        assert [float(g(jnp.zeros(()))) for g in again] == [0.0] * 3
+
+    def test_a_reference(self):
+        @mylib.filter_jit(in_shardings=P(), mesh=MESH)
+        def read(ref, x):
+            return ref[...] + x
+
+        assert jax.jit(lambda x: read(jax.new_ref(x), x))(jnp.ones(())) == 2
+
+    def test_many_threads_place_as_each_asks(self):
+        def rule(leaf):
+            return P("data") if leaf.shape[0] == 8 else P("model")
+
+        f = mylib.filter_jit(lambda x: x, in_shardings=rule, mesh=MESH)
+
+        def run(size):
+            return all(
+                f(np.ones(size)).sharding.spec == P("data" if size == 8 else "model")
+                for _ in range(20)
+            )
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(run, [8, 6, 8, 6]))
+
+    def test_rules_may_look_at_the_dtype(self):
+        f = mylib.filter_jit(
+            lambda x: x,
+            in_shardings=lambda leaf: P("data") if leaf.dtype == jnp.float32 else P("model"),
+            mesh=MESH,
+        )
+        assert f(np.ones(8, np.float32)).sharding.spec == P("data")
+        assert f(np.ones(8, np.int32)).sharding.spec == P("model")
+
+    def test_shared_parts_of_a_program_are_looked_at_once(self):
+        f = jnp.sin
+        for _ in range(22):
+            f = jax.jit(lambda x, f=f: f(f(x)))
+        start = time.perf_counter()
+        mylib.filter_jit(f).lower(jnp.ones(()))
+        assert time.perf_counter() - start < 5
+
+
 class TestErrorChecks:
+    @pytest.mark.parametrize(
+        "around",
+        [
+            lambda f, x: f(x),
+            lambda f, x: jax.vmap(f)(x[None]),
+            lambda f, x: jax.grad(lambda x: f(x).sum())(x),
+            lambda f, x: jax.jvp(f, (x,), (x,)),
+            lambda f, x: jax.vjp(f, x)[0],
+            lambda f, x: jax.linearize(f, x)[0],
+        ],
+        ids=["plain", "vmap", "grad", "jvp", "vjp", "linearize"],
+    )
+    def test_of_values_that_are_not_there_yet(self, around):
+        long = jax.jit(TestReturnsAtOnce.long)
+        f = mylib.filter_jit(lambda x: eqx.error_if(x * 2, (x < 0).any(), "negative"))
+        negative = -jnp.ones(600)
+        # Also if the first call is the one that fails.
+        for _ in range(2):
+            x = long(jnp.eye(600))[0] * 0 + negative
+            with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+                around(f, x)
+
     def test_the_error_is_readable(self):
         @mylib.filter_jit
         def positive(x):
@@ -372,6 +505,72 @@ class TestDonation:
         y = f(x)
         assert x.is_deleted() and jnp.all(y == 2)
 
+    def test_abstract_arguments_do_not_count(self):
+        f = mylib.filter_jit(lambda a, b: (a + 1, b + 1), donate="all-except-first")
+        shape = jax.ShapeDtypeStruct((4,), jnp.float32)
+        compiled = f.lower(shape, shape).compile()
+        for call in (f, compiled):
+            x, y = jnp.ones(4), jnp.ones(4)
+            call(x, y)
+            assert not x.is_deleted() and y.is_deleted()
+        g = mylib.filter_jit(
+            lambda a, b: (a["x"] * 1, b * 1),
+            donate="all-except-first",
+            in_shardings=P("data"),
+            mesh=MESH,
+        )
+        x, y = jnp.ones(8), jnp.ones(8)
+        g({"s": shape, "x": x}, y)
+        assert not x.is_deleted() and y.is_deleted()
+
+    def test_nothing_is_used_up_by_a_call_that_fails(self):
+        def bad(x, y):
+            raise RuntimeError("bad")
+
+        x = jnp.ones(8)
+        options = dict(donate="all", in_shardings=P("data"), mesh=MESH)
+        with pytest.raises(RuntimeError, match="bad"):
+            mylib.filter_jit(bad, **options)(x, 1)
+        f = mylib.filter_jit(lambda w, x: (w * x).sum(), **options)
+        jax.grad(f)(jnp.ones(8), x)
+        compiled = mylib.filter_jit(lambda x, n: x * n, **options).lower(jnp.ones(8), 1).compile()
+        with pytest.raises(TypeError, match="other static"):
+            compiled(x, 2)
+        assert not x.is_deleted()
+
+    @pytest.mark.parametrize(
+        "before",
+        [
+            lambda f: jax.eval_shape(f, jnp.ones(3)),
+            lambda f: f.lower(jnp.ones(3)),
+            lambda f: jax.grad(f)(jnp.ones(3)),
+            lambda f: f(jnp.ones(4)),
+        ],
+        ids=["eval_shape", "lower", "grad", "another shape"],
+    )
+    def test_told_whatever_came_before(self, before):
+        quiet = mylib.filter_jit(lambda a: a.sum(), donate="all")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            before(quiet)
+            quiet(jnp.ones(3))
+        telling = mylib.filter_jit(lambda a: a.sum(), donate="warn")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            before(telling)
+        with pytest.warns(UserWarning, match=r"<lambda> was given a \(3,\)"):
+            telling(jnp.ones(3))
+
+    def test_told_ahead_of_time_and_of_other_shardings(self):
+        f = mylib.filter_jit(lambda a: a.sum(), donate="warn")
+        compiled = f.lower(jnp.ones(8)).compile()
+        with pytest.warns(UserWarning, match=r"was given a \(8,\)"):
+            compiled(jnp.ones(8))
+        g = mylib.filter_jit(lambda x: x + 1, donate="warn", out_shardings=P("data"), mesh=MESH)
+        g(mylib.filter_shard(jnp.ones((8, 8)), P("data"), mesh=MESH))
+        with pytest.warns(UserWarning, match=r"was given x \(8, 8\)"):
+            g(mylib.filter_shard(jnp.ones((8, 8)), P(None, "model"), mesh=MESH))
+
     def test_an_unknown_option(self):
         with pytest.raises(ValueError, match="donate='some' is none of 'all', "):
             mylib.filter_jit(lambda x: x, donate="some")
@@ -434,6 +633,33 @@ class TestInShardings:
         ]
         g = mylib.filter_jit(f.__wrapped__, in_shardings={"o": P("data")}, mesh=MESH)
         assert self.spec(g(o=np.ones(8))[3]["o"]) == P("data")
+
+    def test_names_that_are_given_twice(self):
+        def f(a, /, **rest):
+            return a, rest
+
+        given = {"a": P("data"), "rest": P("model")}
+        _, rest = mylib.filter_jit(f, in_shardings=given, mesh=MESH)(np.ones(8), a=np.ones(8))
+        assert self.spec(rest["a"]) == P("model")
+        given = {"rest": {"a": P("model")}}
+        _, rest = mylib.filter_jit(f, in_shardings=given, mesh=MESH)(np.ones(8), a=np.ones(8))
+        assert self.spec(rest["a"]) == P("model")
+
+    @pytest.mark.parametrize("given", [{"rest": {"b": P()}}, {"rest": (P(),)}, {"b": P()}])
+    def test_names_that_are_not_given(self, given):
+        f = mylib.filter_jit(lambda a, **rest: a, in_shardings=given, mesh=MESH)
+        with pytest.raises(TypeError, match="b|tuple"):
+            f(np.ones(8), c=np.ones(8))
+
+    def test_defaults_that_are_not_arrays_or_not_placed(self):
+        two = np.int64(2)
+
+        def f(x, n=two, names=frozenset("a"), *, flags=()):
+            return x * sum(1 for _ in range(n))
+
+        for placements in ({"x": P("data")}, (P("data"),)):
+            y = mylib.filter_jit(f, in_shardings=placements, mesh=MESH)(np.ones(8))
+            assert jnp.all(y == 2) and self.spec(y) == P("data")
 
     def test_of_a_method(self):
         class Model(eqx.Module):
@@ -713,6 +939,25 @@ class TestBeingTold:
             for _ in range(3):
                 model, state = step(model, state)
         assert fun.traces == 1
+
+    def test_another_shape_is_no_surprise(self):
+        f = mylib.filter_jit(lambda w, x: (w + x.sum(), x))
+        w, _ = f(jnp.ones(8), mylib.filter_shard(jnp.ones(8), P("data"), mesh=MESH))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            f(w, jnp.ones(9))
+
+    def test_captured_arrays_are_told_of_once(self):
+        big = jnp.ones((1024, 512))
+        inner = mylib.filter_jit(lambda x: big.sum() + x)
+        with pytest.warns(UserWarning) as caught:
+            mylib.filter_jit(lambda x: inner(x) * 2)(jnp.ones(()))
+        assert len(caught) == 1 and caught[0].filename == __file__
+        assert "big (float32[1024, 512], 2 MiB)" in str(caught[0].message)
+        # Also if the inner one is JAX's.
+        bare = jax.jit(lambda x: big.sum() + x)
+        with pytest.warns(UserWarning, match="captures large arrays: float32"):
+            mylib.filter_jit(lambda x: bare(x) * 2)(jnp.ones(()))
 
     def test_other_arguments_elsewhere_are_no_surprise(self):
         f = mylib.filter_jit(lambda x: x + 1)
