@@ -121,8 +121,7 @@ def training(effort: float) -> Iterator[Row]:
                 return eqx.apply_updates(model, updates), state
 
             def pinned(model: Any, state: Any, tokens: Any, to: Any = targets) -> Any:
-                arrays, rest = eqx.partition(step(model, state, tokens), eqx.is_array)
-                return eqx.combine(jax.lax.with_sharding_constraint(arrays, to), rest)
+                return eqx.filter_shard(step(model, state, tokens), to)
 
             ours = mylib.filter_jit(step, out_shardings=targets)
             theirs = eqx.filter_jit(pinned)
@@ -130,8 +129,8 @@ def training(effort: float) -> Iterator[Row]:
                 f"a training step, {name}",
                 lambda _, f=ours, s=start, t=tokens: jax.tree.leaves(f(*s, t)),
                 {
-                    "equinox.filter_jit": lambda _, f=theirs, s=start, t=tokens: jax.tree.leaves(
-                        f(*s, t)
+                    "equinox.filter_jit and filter_shard": lambda _, f=theirs, s=start, t=tokens: (
+                        jax.tree.leaves(f(*s, t))
                     )
                 },
                 max(9, 61 * effort),
