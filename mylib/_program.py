@@ -239,11 +239,11 @@ class Program:
         try:
             return call(*sides)
         finally:
-            _thread.unhush(hushed)
             if _thread.traced != traced:
-                _thread.traced = traced
                 # JAX has the trace still.
                 self._look_at(self._jitted.trace(*sides).jaxpr)
+                _thread.traced = traced
+            _thread.unhush(hushed)
 
     def _look_at(self, closed: Any) -> None:
         self._checks_errors |= has_error_check(closed)
