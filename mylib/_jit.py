@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -15,9 +14,10 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jaxtyping import PyTree
 
+from ._arguments import give_defaults, prefix_of, readable
 from ._errors import PlacementError
 from ._leaves import Leaves, canonical_dtype, split
-from ._placement import Placement, is_placement_leaf, resolve_leaves
+from ._placement import Placement, resolve_leaves
 from ._program import Arrays, Outline, Program, is_array, outlined
 from ._shard import filter_device_put, place_leaves
 from ._target import AnyMesh, Target
@@ -223,10 +223,6 @@ def _code_of(fun: Any) -> FunctionType | None:
     return fun if isinstance(fun, FunctionType) else None
 
 
-# The beginning of a path in (args, kwargs).
-_ARGUMENT = re.compile(r"\[0\]\[(?P<index>\d+)\]|\[1\]\['(?P<name>\w+)'\]")
-
-
 @dataclass(frozen=True, eq=False)
 class Recipe:
     """All of a compiled function but the arrays in it."""
@@ -272,7 +268,7 @@ class Recipe:
         if kwargs or self.in_shardings is not None:
             bound = self.signature.bind(*args, **kwargs)
             if self.in_shardings is not None:
-                _give_defaults(bound, self.in_shardings)
+                give_defaults(bound, self.in_shardings)
             args, kwargs = bound.args, bound.kwargs
         arrays, outline = outlined((args, kwargs), abstract)
         key = outline.key
@@ -293,22 +289,7 @@ class Recipe:
             yield self.readable(jtu.keystr(path)), x
 
     def readable(self, path: str) -> str:
-        """A path in (args, kwargs), by name of the parameter: `model.layers[0].weight`."""
-        match = _ARGUMENT.match(path)
-        if match is None:
-            return path
-        if match["name"]:
-            return match["name"] + path[match.end() :]
-        index = int(match["index"])
-        names = list(self.signature.parameters)
-        kinds = [p.kind for p in self.signature.parameters.values()]
-        several = inspect.Parameter.VAR_POSITIONAL
-        first = kinds.index(several) if several in kinds else len(names)
-        if index < first:
-            name = names[index]
-        else:
-            name = f"{names[first]}[{index - first}]" if first < len(names) else f"args[{index}]"
-        return name + path[match.end() :]
+        return readable(path, self.signature)
 
     def captured(self) -> Iterator[tuple[str, Any]]:
         """The arrays that the function finds outside of its arguments, by name."""
@@ -400,7 +381,9 @@ class Prepared:
         asked = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
         resolved = self.resolved
         if resolved is None or resolved[0] != asked:
-            prefix = _prefix(self.recipe, args, kwargs)
+            recipe = self.recipe
+            given = recipe.in_shardings
+            prefix = prefix_of(recipe.name, recipe.signature, given, args, kwargs)
             resolved = self.resolved = asked, self.resolve(leaves, prefix, world)
         return resolved[1]
 
@@ -478,81 +461,3 @@ def _donated_from(donate: Donate, args: Any, abstract: bool) -> int | None:
     if donate == "none":
         return None
     return len(outlined(args[0], abstract)[0]) if donate.endswith("except-first") and args else 0
-
-
-def _give_defaults(bound: inspect.BoundArguments, in_shardings: Any) -> None:
-    """Adds the defaults that hold arrays and are to be placed; the others are left to Python."""
-    parameters = bound.signature.parameters.values()
-    if isinstance(in_shardings, dict):
-        placed = {name for name, given in in_shardings.items() if given is not None}
-    elif type(in_shardings) in (tuple, list):
-        placed = {p.name for p in list(parameters)[: len(in_shardings)]}
-    else:
-        placed = set(bound.signature.parameters)
-    before: list[inspect.Parameter] = []
-    for parameter in parameters:
-        if parameter.name in bound.arguments or parameter.default is parameter.empty:
-            continue
-        if parameter.name in placed and outlined(parameter.default)[0]:
-            bound.arguments[parameter.name] = parameter.default
-            # They can't be left out in front of it.
-            for other in before if parameter.kind is parameter.POSITIONAL_ONLY else ():
-                bound.arguments[other.name] = other.default
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            before.append(parameter)
-
-
-def _prefix(recipe: Recipe, args: Any, kwargs: Any) -> Any:
-    """`in_shardings` as a prefix of (args, kwargs)."""
-    given = recipe.in_shardings
-    if is_placement_leaf(given):
-        return given
-    if isinstance(given, dict):
-        return _prefix_by_name(recipe, given, args, kwargs)
-    if type(given) in (tuple, list):
-        if len(given) != len(args):
-            raise TypeError(
-                f"{recipe.name}: in_shardings has {len(given)} entries, and there are {len(args)} "
-                "positional arguments. Give one for each, or a dict from names of parameters"
-            )
-        return tuple(given), dict.fromkeys(kwargs)
-    raise TypeError(
-        f"{recipe.name}: in_shardings is a {type(given).__name__}, which could be meant for the "
-        "first argument or for all. Write a tuple with an entry for each positional argument, or a "
-        "dict from names of parameters"
-    )
-
-
-def _prefix_by_name(recipe: Recipe, given: dict[Any, Any], args: Any, kwargs: Any) -> Any:
-    parameters = recipe.signature.parameters.values()
-    unknown = [name for name in given if name not in recipe.signature.parameters]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    if unknown and not (rest and rest not in given and all(n in kwargs for n in unknown)):
-        raise TypeError(
-            f"{recipe.name} has no parameter {', '.join(map(repr, unknown))}: it has "
-            f"{', '.join(recipe.signature.parameters)}. To place the entries of an argument that "
-            "is a dict, write {'name of the parameter': {...}}"
-        )
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_position = [given.get(p.name) for p in positional[: len(args)]]
-    left = len(args) - len(by_position)
-    several: Any = next((given.get(p.name) for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    by_position += [several] * left if is_placement_leaf(several) else several
-    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    others = given.get(rest, {name: given[name] for name in unknown})
-    if isinstance(others, dict):
-        spare = [name for name in others if name in named or name not in kwargs]
-        if spare:
-            raise TypeError(f"{recipe.name} was given no {', '.join(map(repr, spare))} in **{rest}")
-    elif not is_placement_leaf(others):
-        raise TypeError(
-            f"{recipe.name}: write a placement for all of **{rest}, or a dict from its names, not "
-            f"a {type(others).__name__}"
-        )
-
-    def of_keyword(name: str) -> Any:
-        if name in named:
-            return given.get(name)
-        return others.get(name) if isinstance(others, dict) else others
-
-    return tuple(by_position), {name: of_keyword(name) for name in kwargs}

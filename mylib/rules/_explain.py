@@ -36,8 +36,8 @@ def explain(
     tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
 ) -> "Explanation":
     """Says where every array of a tree would go, which rule chose that and why, and how much memory
-    each device needs for it. Moves nothing, needs no device, and raises no
-    [`mylib.PlacementError`][]: what is wrong is part of the answer.
+    each device needs for it. Moves nothing, needs no device, and doesn't raise where a placement
+    can't be had: what is wrong is part of the answer.
 
     **Arguments:**
 
