@@ -344,9 +344,9 @@ class Prepared:
     def __init__(self, recipe: Recipe, outline: Outline, donated_from: int | None):
         self.recipe = recipe
         self.outline = outline
-        self.count = outline.count
+        self.count: int = outline.count
         self.donated_from = donated_from
-        self.program = Program(
+        self.program: Program = Program(
             self.call,
             recipe.name,
             self.names,

@@ -1,6 +1,7 @@
 """Real models under the strategies that people train with: the same numbers as on one device, and
 no communication but what the strategy needs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -122,13 +123,18 @@ def step(data, case, optimiser, used, model, state):
     return eqx.apply_updates(model, updates), state, value
 
 
-def start(case, optimiser, kept):
-    def make():
-        model = case.make()
-        return model, optimiser.init(eqx.filter(model, eqx.is_array))
+@functools.cache
+def untrained(make):
+    """A model of NumPy arrays: what is trained on may be donated."""
+    return jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, make())
 
-    model, state = mylib.filter_jit(make, out_shardings=kept)()
-    return model, state, mylib.filter_shard(case.batch(), batch("data"))
+
+def start(case, optimiser, kept):
+    model = untrained(case.make)
+    state = optimiser.init(eqx.filter(model, eqx.is_array))
+    return *mylib.filter_shard((model, state), kept), mylib.filter_shard(
+        case.batch(), batch("data")
+    )
 
 
 def train(case, optimiser, kept, used):
@@ -205,7 +211,7 @@ def test_the_strategy_shards(name, strategy):
     """That the rules above do something: most of the model is split, and its state with it."""
     case = CASES[name]
     kept, _ = strategies(case)[strategy]
-    model = case.make()
+    model = untrained(case.make)
     state = OPTIMISERS["adamw"].init(eqx.filter(model, eqx.is_array))
     explanation = mylib.explain((model, state), kept, MESH)
     assert not explanation.faults
@@ -217,22 +223,28 @@ def test_the_strategy_shards(name, strategy):
     assert moments == [row.target for row in explanation.rows if row.leaf.name.startswith("[0]")]
 
 
-def compiled(name, strategy):
+def forward_pass(name, strategy):
+    """What the loss alone communicates."""
     case = CASES[name]
     kept, used = strategies(case)[strategy]
+
+    def forward(model, batch):
+        return case.loss(mylib.filter_shard(model, used), batch)
+
+    with jax.set_mesh(MESH):
+        model, _, data = start(case, OPTIMISERS["adamw"], kept)
+        return _hlo.collectives(_hlo.compiled_text(forward, model, data))
+
+
+def training_step(name, strategy):
+    """What a step of training communicates, and the model as it is kept."""
+    case = CASES[name]
+    kept, used = strategies(case)[strategy]
+    whole = mylib.filter_jit(step, out_shardings=(kept, kept, None))
     with jax.set_mesh(MESH):
         model, state, data = start(case, OPTIMISERS["adamw"], kept)
-
-        def forward(model, batch):
-            return case.loss(mylib.filter_shard(model, used), batch)
-
-        whole = mylib.filter_jit(step, out_shardings=(kept, kept, None))
         compiled = whole.lower(data, case, OPTIMISERS["adamw"], used, model, state).compile()
-        return (
-            _hlo.collectives(_hlo.compiled_text(forward, model, data)),
-            _hlo.collectives(compiled.as_text()),
-            model,
-        )
+    return _hlo.collectives(compiled.as_text()), model
 
 
 def kinds(collectives):
@@ -258,16 +270,17 @@ def local_shapes(model, rule, stored):
 
 class TestCommunication:
     def test_data_parallel_reduces_gradients_and_the_loss_only(self):
-        forward, whole, _ = compiled("transformer", "data parallel")
+        forward = forward_pass("transformer", "data parallel")
+        whole, model = training_step("transformer", "data parallel")
         assert kinds(forward) == kinds(whole) == {"all-reduce"}
         assert [c.shapes for c in forward] == [((),)]
         # Each gradient once.
-        model = CASES["transformer"].make()
         reduced = sum(np.prod(s, dtype=int) for c in whole for s in c.shapes)
         assert reduced == sum(x.size for x in arrays(model)) + 1
 
     def test_fsdp_gathers_each_weight_once(self):
-        forward, whole, model = compiled("transformer", "fsdp")
+        forward = forward_pass("transformer", "fsdp")
+        whole, model = training_step("transformer", "fsdp")
         split = local_shapes(model, replicated(), model)
         assert len(split) == 15
         assert gathered(forward) == gathered(whole) == split
@@ -277,20 +290,22 @@ class TestCommunication:
     def test_megatron_reduces_once_for_a_layer_forward(self):
         case = CASES["mlp"]
         with jax.set_mesh(MESH):
-            model = mylib.filter_shard(case.make(), case.tensor_parallel)
+            model = mylib.filter_shard(untrained(case.make), case.tensor_parallel)
             x = mylib.filter_shard(case.batch()[0], batch("data"))
             text = _hlo.compiled_text(lambda m, x: jax.vmap(m)(x), model, x)
         (only,) = _hlo.collectives(text)
         assert only.kind == "all-reduce" and only.shapes[0] in [(2, 8), (8, 2)]
 
     def test_megatron_transformer(self):
-        forward, whole, _ = compiled("transformer", "tensor parallel")
+        forward = forward_pass("transformer", "tensor parallel")
+        whole, _ = training_step("transformer", "tensor parallel")
         assert kinds(forward) == kinds(whole) == {"all-reduce"}
         # Two for each of two blocks, one for the embedding, one for the loss.
         assert len(forward) == 2 * 2 + 1 + 1
 
     def test_both_gather_over_data_and_reduce_over_model(self):
-        forward, whole, model = compiled("transformer", "both")
+        forward = forward_pass("transformer", "both")
+        whole, model = training_step("transformer", "both")
         shards = local_shapes(model, TRANSFORMER, model)
         assert gathered(forward) == gathered(whole) == shards
         assert kinds(whole) == {"all-gather", "all-reduce"}
@@ -298,7 +313,7 @@ class TestCommunication:
 
     def test_the_scanned_transformer_gathers_no_batch(self):
         for strategy in ("fsdp", "both"):
-            _, whole, model = compiled("scanned", strategy)
+            whole, model = training_step("scanned", strategy)
             used = strategies(CASES["scanned"])[strategy][1]
             assert gathered(whole) == local_shapes(model, used, model)
             assert kinds(whole) == {"all-gather", "all-reduce"}
