@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 # All are read once, when JAX starts. Of a flag given twice the last one counts, so ours go last.
-# Machine code that is not optimised is made in half the time, which is most of what the tests take. XLA's own
-# passes, which decide what is communicated and kept, are the same.
+# Machine code that is not optimised is made in half the time, which is most of what the tests
+# take. XLA's own passes, which decide what is communicated and kept, are the same.
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 # The threads that the simulated devices share; by default one for each core. With fewer
