@@ -1,42 +1,164 @@
-"""`in_shardings` over a function's own signature, and what its arguments are called."""
+"""Placements over a function's own signature, and what its arguments are called."""
 
 import inspect
 import re
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from ._placement import is_placement_leaf
+from ._errors import PlacementError
+from ._leaves import Leaves
+from ._placement import Decision, Placement, decide, is_placement_leaf
 from ._program import outlined
+from ._target import AnyMesh, Target
+from ._world import World
 
 # The beginning of a path in (args, kwargs).
 _ARGUMENT = re.compile(r"\[0\]\[(?P<index>\d+)\]|\[1\]\['(?P<name>\w+)'\]")
 
 
-def readable(path: str, signature: inspect.Signature) -> str:
-    """A path in (args, kwargs), by name of the parameter: `model.layers[0].weight`."""
-    match = _ARGUMENT.match(path)
-    if match is None:
-        return path
-    if match["name"]:
-        return match["name"] + path[match.end() :]
-    index = int(match["index"])
-    names = list(signature.parameters)
-    kinds = [p.kind for p in signature.parameters.values()]
-    several = inspect.Parameter.VAR_POSITIONAL
-    first = kinds.index(several) if several in kinds else len(names)
-    if index < first:
-        name = names[index]
-    else:
-        name = f"{names[first]}[{index - first}]" if first < len(names) else f"args[{index}]"
-    return name + path[match.end() :]
+@dataclass(frozen=True)
+class Function:
+    """What messages say of a function: its name, and those of its parameters."""
+
+    name: str
+    signature: inspect.Signature
+
+    @classmethod
+    def of(cls, fun: Any) -> "Function":
+        name = getattr(inspect.unwrap(fun), "__name__", None)
+        return cls(name if isinstance(name, str) else "the function", inspect.signature(fun))
+
+    def readable(self, path: str) -> str:
+        """A path in (args, kwargs), by name of the parameter: `model.layers[0].weight`."""
+        match = _ARGUMENT.match(path)
+        if match is None:
+            return path
+        if match["name"]:
+            return match["name"] + path[match.end() :]
+        index = int(match["index"])
+        names = list(self.signature.parameters)
+        kinds = [p.kind for p in self.signature.parameters.values()]
+        several = inspect.Parameter.VAR_POSITIONAL
+        first = kinds.index(several) if several in kinds else len(names)
+        if index < first:
+            name = names[index]
+        else:
+            name = f"{names[first]}[{index - first}]" if first < len(names) else f"args[{index}]"
+        return name + path[match.end() :]
 
 
-def give_defaults(bound: inspect.BoundArguments, in_shardings: Any) -> None:
-    """Adds the defaults that hold arrays and are to be placed; the others are left to Python."""
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """Where a function wants its arguments to be."""
+
+    placement: Any
+    mesh: AnyMesh | None
+
+    # What users write it as, and what it says of a parameter that it doesn't name.
+    option: ClassVar[str] = "in_shardings"
+    otherwise: ClassVar[Placement] = None
+
+    def bind(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments as positional ones and others. Defaults are added that hold arrays and are
+        to be placed; the other ones are left to Python.
+        """
+        bound = signature.bind(*args, **kwargs)
+        _give_defaults(bound, self.placement)
+        return bound.args, bound.kwargs
+
+    def resolve(
+        self, function: Function, leaves: Leaves, args: Any, kwargs: Any, world: World
+    ) -> list[Target | None]:
+        """Where the arguments' arrays, which are `leaves`, are wanted."""
+        prefix = self.prefix(function, args, kwargs)
+        decision = self.decide(function, leaves, prefix, world)
+        if decision.faults:
+            raise PlacementError(
+                [replace(f, path=function.readable(f.path)) for f in decision.faults]
+            )
+        return decision.targets
+
+    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        return decide(leaves, prefix, self.mesh, world)
+
+    def are_there(self, arrays: Sequence[Any], world: World) -> bool:
+        """Whether nothing is to be done about these arguments. False if that isn't known."""
+        return False
+
+    def missing(
+        self, function: Function, leaves: Leaves, targets: Sequence[Target | None]
+    ) -> Sequence[Target | None]:
+        """The targets of those that have to be moved before the call; None for the others."""
+        return targets
+
+    def prefix(self, function: Function, args: Any, kwargs: Any) -> Any:
+        """A prefix of (args, kwargs)."""
+        given, name = self.placement, function.name
+        if is_placement_leaf(given):
+            return given
+        if isinstance(given, dict):
+            return self._prefix_by_name(function, given, args, kwargs)
+        if type(given) in (tuple, list):
+            if len(given) != len(args):
+                raise TypeError(
+                    f"{name}: {self.option} has {len(given)} entries, and there are {len(args)} "
+                    "positional arguments. Give one for each, or a dict from names of parameters"
+                )
+            return tuple(given), dict.fromkeys(kwargs, self.otherwise)
+        raise TypeError(
+            f"{name}: {self.option} is a {type(given).__name__}, which could be meant for the "
+            "first argument or for all. Write a tuple with an entry for each positional argument, "
+            "or a dict from names of parameters"
+        )
+
+    def _prefix_by_name(
+        self, function: Function, given: dict[Any, Any], args: Any, kwargs: Any
+    ) -> Any:
+        name, known = function.name, function.signature.parameters
+        parameters = known.values()
+        unknown = [key for key in given if key not in known]
+        rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+        if unknown and not (rest and rest not in given and all(n in kwargs for n in unknown)):
+            raise TypeError(
+                f"{name} has no parameter {', '.join(map(repr, unknown))}: it has "
+                f"{', '.join(known)}. To place the entries of an argument that "
+                "is a dict, write {'name of the parameter': {...}}"
+            )
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        by_position = [given.get(p.name, self.otherwise) for p in positional[: len(args)]]
+        left = len(args) - len(by_position)
+        rest_of = (p.name for p in parameters if p.kind is p.VAR_POSITIONAL)
+        several: Any = given.get(next(rest_of, None), self.otherwise)
+        by_position += [several] * left if is_placement_leaf(several) else several
+        named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        others = given.get(rest, {key: given[key] for key in unknown})
+        if isinstance(others, dict):
+            spare = [key for key in others if key in named or key not in kwargs]
+            if spare:
+                raise TypeError(f"{name} was given no {', '.join(map(repr, spare))} in **{rest}")
+        elif not is_placement_leaf(others):
+            raise TypeError(
+                f"{name}: write a placement for all of **{rest}, or a dict from its names, not "
+                f"a {type(others).__name__}"
+            )
+
+        def of_keyword(key: str) -> Any:
+            if key in named:
+                return given.get(key, self.otherwise)
+            return others.get(key, self.otherwise) if isinstance(others, dict) else others
+
+        return tuple(by_position), {key: of_keyword(key) for key in kwargs}
+
+
+def _give_defaults(bound: inspect.BoundArguments, given: Any) -> None:
     parameters = bound.signature.parameters.values()
-    if isinstance(in_shardings, dict):
-        placed = {name for name, given in in_shardings.items() if given is not None}
-    elif type(in_shardings) in (tuple, list):
-        placed = {p.name for p in list(parameters)[: len(in_shardings)]}
+    if isinstance(given, dict):
+        placed = {name for name, placement in given.items() if placement is not None}
+    elif type(given) in (tuple, list):
+        placed = {p.name for p in list(parameters)[: len(given)]}
     else:
         placed = set(bound.signature.parameters)
     before: list[inspect.Parameter] = []
@@ -50,60 +172,3 @@ def give_defaults(bound: inspect.BoundArguments, in_shardings: Any) -> None:
                 bound.arguments[other.name] = other.default
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             before.append(parameter)
-
-
-def prefix_of(name: str, signature: inspect.Signature, given: Any, args: Any, kwargs: Any) -> Any:
-    """`in_shardings` as a prefix of (args, kwargs)."""
-    if is_placement_leaf(given):
-        return given
-    if isinstance(given, dict):
-        return _prefix_by_name(name, signature, given, args, kwargs)
-    if type(given) in (tuple, list):
-        if len(given) != len(args):
-            raise TypeError(
-                f"{name}: in_shardings has {len(given)} entries, and there are {len(args)} "
-                "positional arguments. Give one for each, or a dict from names of parameters"
-            )
-        return tuple(given), dict.fromkeys(kwargs)
-    raise TypeError(
-        f"{name}: in_shardings is a {type(given).__name__}, which could be meant for the "
-        "first argument or for all. Write a tuple with an entry for each positional argument, or a "
-        "dict from names of parameters"
-    )
-
-
-def _prefix_by_name(
-    name: str, signature: inspect.Signature, given: dict[Any, Any], args: Any, kwargs: Any
-) -> Any:
-    parameters = signature.parameters.values()
-    unknown = [key for key in given if key not in signature.parameters]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-    if unknown and not (rest and rest not in given and all(n in kwargs for n in unknown)):
-        raise TypeError(
-            f"{name} has no parameter {', '.join(map(repr, unknown))}: it has "
-            f"{', '.join(signature.parameters)}. To place the entries of an argument that "
-            "is a dict, write {'name of the parameter': {...}}"
-        )
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_position = [given.get(p.name) for p in positional[: len(args)]]
-    left = len(args) - len(by_position)
-    several: Any = next((given.get(p.name) for p in parameters if p.kind is p.VAR_POSITIONAL), None)
-    by_position += [several] * left if is_placement_leaf(several) else several
-    named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    others = given.get(rest, {key: given[key] for key in unknown})
-    if isinstance(others, dict):
-        spare = [key for key in others if key in named or key not in kwargs]
-        if spare:
-            raise TypeError(f"{name} was given no {', '.join(map(repr, spare))} in **{rest}")
-    elif not is_placement_leaf(others):
-        raise TypeError(
-            f"{name}: write a placement for all of **{rest}, or a dict from its names, not "
-            f"a {type(others).__name__}"
-        )
-
-    def of_keyword(key: str) -> Any:
-        if key in named:
-            return given.get(key)
-        return others.get(key) if isinstance(others, dict) else others
-
-    return tuple(by_position), {key: of_keyword(key) for key in kwargs}

@@ -51,10 +51,7 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, s
             yield f"the sharding does not fit: {error}", "give a sharding for this shape"
         return
     if len(sharding.spec) > len(shape):
-        yield (
-            f"the spec has {len(sharding.spec)} entries, for an array of rank {len(shape)}",
-            f"give at most {len(shape)}",
-        )
+        yield from unfit_rank(sharding.spec, shape)
         return
     for dim, entry in enumerate(entries_of(sharding.spec)):
         parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
@@ -66,6 +63,14 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, s
                 f"pad it to {-(-shape[dim] // parts) * parts}, shard another dimension, or write "
                 "None for this one",
             )
+
+
+def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    if len(spec) > len(shape):
+        yield (
+            f"the spec has {len(spec)} entries, for an array of rank {len(shape)}",
+            f"give at most {len(shape)}",
+        )
 
 
 def unfit_layout(layout: Any, x: Any) -> Iterator[tuple[str, str]]:

@@ -4,7 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from types import FunctionType, MethodType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -14,10 +14,9 @@ import jax.tree_util as jtu
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ._arguments import give_defaults, prefix_of, readable
-from ._errors import PlacementError
+from ._arguments import Function, Inputs
 from ._leaves import Leaves, canonical_dtype, split
-from ._placement import Placement, resolve_leaves
+from ._placement import Placement
 from ._program import Arrays, Outline, Program, is_array, outlined
 from ._shard import filter_device_put, place_leaves
 from ._target import AnyMesh, Target
@@ -109,7 +108,8 @@ def filter_jit(
         raise ValueError(
             f"filter_jit: donate={donate!r} is none of {', '.join(map(repr, _DONATE))}"
         )
-    return Jitted.of(fun, in_shardings, out_shardings, mesh, donate)
+    inputs = None if in_shardings is None else Inputs(in_shardings, mesh)
+    return Jitted.of(fun, inputs, out_shardings, mesh, donate)
 
 
 @jtu.register_pytree_node_class
@@ -125,16 +125,17 @@ class Jitted(Generic[P, T]):
     def of(
         cls,
         fun: Callable[..., Any],
-        in_shardings: Any,
-        out_shardings: Any,
-        mesh: AnyMesh | None,
-        donate: Donate,
+        inputs: Inputs | None = None,
+        out_shardings: Any = None,
+        mesh: AnyMesh | None = None,
+        donate: Donate = "none",
     ) -> "Jitted[..., Any]":
         arrays, outline = outlined(fun)
-        about = {name: getattr(fun, name) for name in _ABOUT if hasattr(fun, name)}
-        signature = inspect.signature(fun)
+        shown = inspect.unwrap(fun)
+        about = {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
+        function = Function.of(fun)
         recipe = Recipe(
-            outline, _code_of(fun), about, signature, in_shardings, out_shardings, mesh, donate
+            outline, _code_of(fun), about, function, inputs, out_shardings, mesh, donate
         )
         return cls(arrays, recipe.shared())
 
@@ -230,8 +231,8 @@ class Recipe:
     fun: Outline
     code: Any
     about: Mapping[str, Any]
-    signature: inspect.Signature
-    in_shardings: Any
+    function: Function
+    inputs: Inputs | None
     out_shardings: Any
     mesh: AnyMesh | None
     donate: Donate
@@ -239,8 +240,7 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        name = self.about.get("__name__")
-        return name if isinstance(name, str) else "the function"
+        return self.function.name
 
     def __deepcopy__(self, memo: Any) -> "Recipe":
         return self
@@ -254,7 +254,7 @@ class Recipe:
         """The recipe of an equal function, if there has been one: `filter_jit(filter_grad(f))` is a
         new object every time, and need not be compiled every time.
         """
-        if self.in_shardings is not None or self.out_shardings is not None:
+        if self.inputs is not None or self.out_shardings is not None:
             return self
         try:
             return _first_of(_Same((self.fun.key, self.donate), self))
@@ -265,10 +265,10 @@ class Recipe:
         """The program for these arguments, and the arrays among them. In what is only lowered they
         may be abstract.
         """
-        if kwargs or self.in_shardings is not None:
-            bound = self.signature.bind(*args, **kwargs)
-            if self.in_shardings is not None:
-                give_defaults(bound, self.in_shardings)
+        if self.inputs is not None:
+            args, kwargs = self.inputs.bind(self.function.signature, args, kwargs)
+        elif kwargs:
+            bound = self.function.signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
         arrays, outline = outlined((args, kwargs), abstract)
         key = outline.key
@@ -286,10 +286,7 @@ class Recipe:
     def names(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of (args, kwargs), each with what a reader would call it."""
         for path, x in jtu.tree_flatten_with_path(tree)[0]:
-            yield self.readable(jtu.keystr(path)), x
-
-    def readable(self, path: str) -> str:
-        return readable(path, self.signature)
+            yield self.function.readable(jtu.keystr(path)), x
 
     def captured(self) -> Iterator[tuple[str, Any]]:
         """The arrays that the function finds outside of its arguments, by name."""
@@ -374,25 +371,18 @@ class Prepared:
             if isinstance(x, _Array)
         ]
 
-    def targets(self, leaves: Leaves, args: Any, kwargs: Any, world: World) -> list[Target | None]:
-        """Where `in_shardings` wants the arguments. Rules are asked once for the same shapes in the
-        same surroundings.
+    def targets(
+        self, inputs: Inputs, leaves: Leaves, args: Any, kwargs: Any, world: World
+    ) -> list[Target | None]:
+        """Where `inputs` wants the arguments. Rules are asked once for the same shapes in the same
+        surroundings.
         """
         asked = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
         resolved = self.resolved
         if resolved is None or resolved[0] != asked:
-            recipe = self.recipe
-            given = recipe.in_shardings
-            prefix = prefix_of(recipe.name, recipe.signature, given, args, kwargs)
-            resolved = self.resolved = asked, self.resolve(leaves, prefix, world)
+            targets = inputs.resolve(self.recipe.function, leaves, args, kwargs, world)
+            resolved = self.resolved = asked, targets
         return resolved[1]
-
-    def resolve(self, leaves: Leaves, prefix: Any, world: World) -> list[Target | None]:
-        try:
-            return resolve_leaves(leaves, prefix, self.recipe.mesh, world)
-        except PlacementError as error:
-            faults = [replace(f, path=self.recipe.readable(f.path)) for f in error.faults]
-            raise PlacementError(faults) from None
 
 
 @dataclass
@@ -408,22 +398,26 @@ class _Call:
         self, own: Arrays, ahead: jax.stages.Compiled | None = None, first: bool = False
     ) -> Any:
         """`own` are the arrays of the function itself; the rest as in `Program`."""
-        if self.prepared.recipe.in_shardings is None:
-            return self.prepared.program(self.arrays + own, ahead, first)
         placed = self.placed(abstract=False)
         result = self.prepared.program(placed + own, ahead, first)
-        self.let_go(placed)
+        if placed is not self.arrays:
+            self.let_go(placed)
         return result
 
     def lower(self, own: Arrays) -> jax.stages.Lowered:
-        given = self.prepared.recipe.in_shardings is not None
-        arrays = self.placed(abstract=True) if given else self.arrays
-        return self.prepared.program.lower(arrays + own)
+        return self.prepared.program.lower(self.placed(abstract=True) + own)
 
     def placed(self, abstract: bool) -> Arrays:
-        """The arguments' arrays where `in_shardings` wants them. If `abstract` nothing is moved."""
-        leaves, world = split((self.args, self.kwargs)), current_world()
-        targets = self.prepared.targets(leaves, self.args, self.kwargs, world)
+        """The arguments' arrays where they are wanted. If `abstract` nothing is moved."""
+        inputs = self.prepared.recipe.inputs
+        if inputs is None:
+            return self.arrays
+        world = current_world()
+        if inputs.are_there(self.arrays, world):
+            return self.arrays
+        leaves = split((self.args, self.kwargs))
+        wanted = self.prepared.targets(inputs, leaves, self.args, self.kwargs, world)
+        targets = inputs.missing(self.prepared.recipe.function, leaves, wanted)
         if abstract:
             values = [_abstract(x, to) for x, to in zip(leaves.arrays, targets, strict=True)]
         else:

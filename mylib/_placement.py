@@ -45,6 +45,7 @@ prefix of these.
 Complaint = tuple[str, str, str]
 Verdict = tuple[Target | None, list[Complaint]]
 Refusal = Callable[[Target], Iterator[tuple[str, str]]]
+Fit = Callable[[Target, tuple[int, ...]], Iterator[tuple[str, str]]]
 
 
 def resolve(
@@ -116,13 +117,16 @@ def decide(
     mesh: AnyMesh | None,
     world: World,
     refuse: Refusal | None = None,
+    fit: Fit = unfit_shape,
 ) -> Decision:
-    """`resolve_leaves`, but for raising: what it finds wrong is part of the answer."""
+    """`resolve_leaves`, but for raising: what it finds wrong is part of the answer. `fit` yields
+    (reason, mend) for a target that an array of this shape can't have.
+    """
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
         raise PlacementError([Fault("", None, f"mesh={mesh!r}", reason, mend)])
     entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
-    return _Resolver(leaves, mesh, world, refuse).run(entries, misfits)
+    return _Resolver(leaves, mesh, world, refuse, fit).run(entries, misfits)
 
 
 def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
@@ -146,10 +150,18 @@ def is_rule(x: Any) -> bool:
 class _Resolver:
     """One `resolve`: what it was asked, and what it has found out so far."""
 
-    def __init__(self, leaves: Leaves, mesh: AnyMesh | None, world: World, refuse: Refusal | None):
+    def __init__(
+        self,
+        leaves: Leaves,
+        mesh: AnyMesh | None,
+        world: World,
+        refuse: Refusal | None,
+        fit: Fit,
+    ):
         self.leaves = leaves
         self.world = world
         self.refuse = refuse
+        self.fit = fit
         self.mesh = _mesh_of_specs(mesh, world)
         self.mesh_given = mesh is not None
         self.asked: dict[int, tuple[Any, list[Leaf]]] = {}
@@ -223,7 +235,7 @@ class _Resolver:
         except _Misfit as misfit:
             return None, [(request, reason, mend) for reason, mend in misfit.reasons]
         reasons = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
-        reasons = reasons or list(unfit_shape(target, tuple(x.shape)))
+        reasons = reasons or list(self.fit(target, tuple(x.shape)))
         if isinstance(target, Format) and target.layout is not None:
             reasons = reasons or list(unfit_layout(target.layout, x))
         return target, [(request, reason, mend) for reason, mend in reasons]

@@ -127,23 +127,28 @@ def value_under(x: Any) -> Any:
 
 def has_error_check(program: Any) -> bool:
     """Whether a program, given as a jaxpr, raises by way of `equinox.error_if`."""
-    return any(_is_error_check(eqn) for part in parts_of(program) for eqn in _open(part).eqns)
+    return any(_is_error_check(eqn) for part in parts_of(program) for eqn in opened(part).eqns)
 
 
 def parts_of(program: Any) -> list[Any]:
-    """The jaxprs that a jaxpr is made of, itself the first, each once."""
-    parts = {id(_open(program)): program}
+    """The jaxprs that a jaxpr is made of, itself the first, each once. What a kernel does inside is
+    not among them.
+    """
+    parts = {id(opened(program)): program}
     queue = [program]
     while queue:
-        for eqn in _open(queue.pop()).eqns:
+        for eqn in opened(queue.pop()).eqns:
+            if eqn.primitive.name == "pallas_call":
+                continue
             for x in jtu.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-                if _is_jaxpr(x) and id(_open(x)) not in parts:
-                    parts[id(_open(x))] = x
+                if _is_jaxpr(x) and id(opened(x)) not in parts:
+                    parts[id(opened(x))] = x
                     queue.append(x)
     return list(parts.values())
 
 
-def _open(jaxpr: Any) -> Any:
+def opened(jaxpr: Any) -> Any:
+    """A jaxpr, without the constants that may come with it."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

@@ -21,9 +21,11 @@ import mylib.testing
 
 _PUBLIC = [
     value
-    for module in (mylib, mylib.rules)
+    for module in (mylib, mylib.rules, mylib.loops)
     for name, value in vars(module).items()
-    if not name.startswith("_") and (inspect.isfunction(value) or inspect.isclass(value))
+    if name in getattr(module, "__all__", [name])
+    and not name.startswith("_")
+    and (inspect.isfunction(value) or inspect.isclass(value))
 ]
 
 

@@ -1,0 +1,176 @@
+"""`opaque`: calls that JAX can't look into, with types inside `shard_map`."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+import jax.tree_util as jtu
+
+from ._program import Arrays, Outline, outlined
+from ._varying import Axes, union, vary, varying
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@overload
+def opaque(
+    *, fwd: Callable[..., Any] | None = None, bwd: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+@overload
+def opaque(
+    fun: Callable[P, T],
+    /,
+    *,
+    fwd: Callable[..., Any] | None = None,
+    bwd: Callable[..., Any] | None = None,
+) -> Callable[P, T]: ...
+
+
+def opaque(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    fwd: Callable[..., Any] | None = None,
+    bwd: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Tells `shard_map` how a call that it can't look into varies over the mesh: as its arguments
+    do.
+
+    For functions that call `pallas_call`, `jax.pure_callback`, `jax.ffi.ffi_call` and the like.
+    JAX can't see how what they return differs between the devices; with this it knows, so that
+    `check_vma=True` works, and the gradient communicates what the mathematics needs and nothing
+    else.
+
+    **Arguments:**
+
+    - `fun`: a function of PyTrees. Without it a decorator is returned.
+    - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and what
+        is kept for `bwd`; `bwd(kept, cotangent)` returns a tuple with a cotangent for each
+        argument, or None where there is none. Opaque calls in them are covered, too.
+
+    **Returns:**
+
+    A function like `fun`. Outside of `shard_map` it is `fun` with that derivative.
+
+    A kernel's `out_shape` must have the type of its input, which inside of `fun` is one and the
+    same for all arguments: `jax.ShapeDtypeStruct(x.shape, x.dtype,
+    manual_axis_type=jax.typeof(x).manual_axis_type)`.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+        def on_host(f, x):
+            return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        def forward(x):
+            return sine(x), x
+
+        def backward(x, cotangent):
+            return (cotangent * on_host(np.cos, x),)
+
+        @mylib.opaque(fwd=forward, bwd=backward)
+        def sine(x):
+            return on_host(np.sin, x)
+
+        f = mylib.filter_shard_map(sine, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        x = jnp.arange(8.0)
+        assert jnp.allclose(f(x), jnp.sin(x), atol=1e-6)
+        assert jnp.allclose(jax.grad(lambda x: f(x).sum())(x), jnp.cos(x), atol=1e-6)
+        ```
+    """
+    if fun is None:
+        return functools.partial(opaque, fwd=fwd, bwd=bwd)
+    if (fwd is None) != (bwd is None):
+        raise TypeError("opaque: fwd and bwd are the two halves of a derivative: give both")
+    signature = inspect.signature(fun)
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bwd is not None and bound.kwargs:
+            raise TypeError(
+                f"opaque: {fun.__name__} has a derivative, which is by position, and parameters "
+                f"that are given by name only: {', '.join(bound.kwargs)}"
+            )
+        arrays, outline = outlined((bound.args, bound.kwargs))
+        axes = union(map(varying, arrays))
+        call = _Call(fun, fwd, bwd, outline, axes)
+        # Casting them is part of what is differentiated: where an argument is the same on all
+        # devices, its cotangents are added up here, and nowhere else.
+        return call(vary(arrays, axes))
+
+    return wrapped
+
+
+class _Call:
+    """One call of an opaque function, as functions of arrays that all vary over `axes`."""
+
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        fwd: Callable[..., Any] | None,
+        bwd: Callable[..., Any] | None,
+        outline: Outline,
+        axes: Axes,
+    ):
+        self._fun, self._fwd, self._bwd = fun, fwd, bwd
+        self._outline = outline
+        self._axes = axes
+        # The trees of what comes back, without their arrays: known when that has been traced.
+        self._result: Outline | None = None
+        self._kept: Outline | None = None
+
+    def __call__(self, arrays: Arrays) -> Any:
+        if self._fwd is None:
+            result = self._run(arrays)
+        else:
+            differentiable = jax.custom_vjp(self._run)
+            differentiable.defvjp(self._forward, self._backward)
+            result = differentiable(arrays)
+        assert self._result is not None
+        return self._result.fill(result)
+
+    def _cast(self, arrays: Arrays) -> Arrays:
+        return vary(arrays, self._axes)
+
+    def _run(self, arrays: Arrays) -> Arrays:
+        args, kwargs = self._outline.fill(arrays)
+        result, self._result = outlined(self._fun(*args, **kwargs))
+        return self._cast(result)
+
+    def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
+        assert self._fwd is not None
+        args, _ = self._outline.fill(arrays)
+        result, kept = self._fwd(*args)
+        result, self._result = outlined(result)
+        kept, self._kept = outlined(kept)
+        return self._cast(result), self._cast(kept)
+
+    def _backward(self, kept: Arrays, cotangents: Arrays) -> tuple[Arrays]:
+        assert self._bwd is not None and self._kept is not None and self._result is not None
+        found = self._bwd(self._kept.fill(kept), self._result.fill(cotangents))
+        return (self._cast(self._by_array(found)),)
+
+    def _by_array(self, cotangents: Any) -> Arrays:
+        """A cotangent, or None, for each array among the arguments."""
+        array = object()
+        args, _ = self._outline.fill([array] * self._outline.count)
+        if not isinstance(cotangents, tuple) or len(cotangents) != len(args):
+            raise TypeError(
+                f"opaque: bwd must return a tuple with a cotangent for each of the {len(args)} "
+                f"arguments, or None in its place, and returned {cotangents!r}"
+            )
+        by_array: Arrays = []
+        for arg, cotangent in zip(args, cotangents, strict=True):
+            leaves, treedef = jtu.tree_flatten(arg)
+            given = [None] * len(leaves) if cotangent is None else treedef.flatten_up_to(cotangent)
+            by_array += [g for g, leaf in zip(given, leaves, strict=True) if leaf is array]
+        return by_array
