@@ -1,10 +1,16 @@
 """Placements over a function's own signature, and what its arguments are called."""
 
+import functools
 import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar
+
+import jax
+from jax.core import Tracer
 
 from ._errors import PlacementError
 from ._leaves import Leaves
@@ -28,6 +34,14 @@ class Function:
     def of(cls, fun: Any) -> "Function":
         name = getattr(inspect.unwrap(fun), "__name__", None)
         return cls(name if isinstance(name, str) else "the function", inspect.signature(fun))
+
+    @cached_property
+    def has_array_defaults(self) -> bool:
+        return any(
+            outlined(p.default)[0]
+            for p in self.signature.parameters.values()
+            if p.default is not p.empty
+        )
 
     def readable(self, path: str) -> str:
         """A path in (args, kwargs), by name of the parameter: `model.layers[0].weight`."""
@@ -58,12 +72,16 @@ class Inputs:
     # What users write it as, and what it says of a parameter that it doesn't name.
     option: ClassVar[str] = "in_shardings"
     otherwise: ClassVar[Placement] = None
+    # What of an array decides whether it has to be moved.
+    decisive: ClassVar[Any] = staticmethod(attrgetter("shape", "dtype", "sharding", "committed"))
 
-    def bind(self, signature: inspect.Signature, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def bind(self, function: Function, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as positional ones and others. Defaults are added that hold arrays and are
         to be placed; the other ones are left to Python.
         """
-        bound = signature.bind(*args, **kwargs)
+        if not kwargs and not function.has_array_defaults:
+            return args, kwargs
+        bound = function.signature.bind(*args, **kwargs)
         _give_defaults(bound, self.placement)
         return bound.args, bound.kwargs
 
@@ -82,9 +100,15 @@ class Inputs:
     def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
         return decide(leaves, prefix, self.mesh, world)
 
-    def are_there(self, arrays: Sequence[Any], world: World) -> bool:
-        """Whether nothing is to be done about these arguments. False if that isn't known."""
+    def are_placed(self, world: World) -> bool:
+        """Whether nothing is to be done in this world before the call."""
         return False
+
+    def state_of(self, arrays: Sequence[Any], world: World) -> Any:
+        """Equal for arrays of which the same have to be moved; None if that can't be told."""
+        if _are_on_devices(frozenset(map(type, arrays))):
+            return world, list(map(self.decisive, arrays))
+        return None
 
     def missing(
         self, function: Function, leaves: Leaves, targets: Sequence[Target | None]
@@ -172,3 +196,8 @@ def _give_defaults(bound: inspect.BoundArguments, given: Any) -> None:
                 bound.arguments[other.name] = other.default
         elif parameter.kind is parameter.POSITIONAL_ONLY:
             before.append(parameter)
+
+
+@functools.lru_cache(maxsize=512)
+def _are_on_devices(types: frozenset[type]) -> bool:
+    return all(issubclass(t, jax.Array) and not issubclass(t, Tracer) for t in types)

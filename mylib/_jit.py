@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
 
@@ -12,6 +13,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
+from jax.experimental.layout import Format
 from jaxtyping import PyTree
 
 from ._arguments import Function, Inputs
@@ -266,7 +268,7 @@ class Recipe:
         may be abstract.
         """
         if self.inputs is not None:
-            args, kwargs = self.inputs.bind(self.function.signature, args, kwargs)
+            args, kwargs = self.inputs.bind(self.function, args, kwargs)
         elif kwargs:
             bound = self.function.signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
@@ -352,6 +354,8 @@ class Prepared:
             recipe.donate.startswith("warn"),
         )
         self.resolved: tuple[Any, list[Target | None]] | None = None
+        # The state of arguments of which nothing had to be moved.
+        self.in_place: Any = None
 
     def call(self, arrays: Arrays) -> Any:
         recipe = self.recipe
@@ -409,23 +413,31 @@ class _Call:
 
     def placed(self, abstract: bool) -> Arrays:
         """The arguments' arrays where they are wanted. If `abstract` nothing is moved."""
-        inputs = self.prepared.recipe.inputs
+        prepared, inputs = self.prepared, self.prepared.recipe.inputs
         if inputs is None:
             return self.arrays
         world = current_world()
-        if inputs.are_there(self.arrays, world):
+        if inputs.are_placed(world):
+            return self.arrays
+        state = inputs.state_of(self.arrays, world)
+        if state is not None and state == prepared.in_place:
             return self.arrays
         leaves = split((self.args, self.kwargs))
-        wanted = self.prepared.targets(inputs, leaves, self.args, self.kwargs, world)
-        targets = inputs.missing(self.prepared.recipe.function, leaves, wanted)
+        wanted = prepared.targets(inputs, leaves, self.args, self.kwargs, world)
+        targets = inputs.missing(prepared.recipe.function, leaves, wanted)
         if abstract:
             values = [_abstract(x, to) for x, to in zip(leaves.arrays, targets, strict=True)]
         else:
             values = place_leaves(leaves, targets, world)
+        if all(map(is_, values, leaves.arrays)):
+            # Layouts are not part of the state.
+            if not any(isinstance(target, Format) for target in wanted):
+                prepared.in_place = state
+            return self.arrays
         everything = list(leaves.all)
         for position, x in zip(leaves.positions, values, strict=True):
             everything[position] = x
-        static = {position for position, _ in self.prepared.outline.static}
+        static = {position for position, _ in prepared.outline.static}
         return [x for i, x in enumerate(everything) if i not in static]
 
     def let_go(self, placed: Arrays) -> None:

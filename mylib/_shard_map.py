@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ._arguments import Function, Inputs
@@ -225,6 +226,8 @@ class Specs(Inputs):
 
     option: ClassVar[str] = "in_specs"
     otherwise: ClassVar[Placement] = PartitionSpec()
+    # Those that are on the mesh are split by the program, whatever their shape.
+    decisive: ClassVar[Any] = staticmethod(attrgetter("sharding"))
 
     def region(self, function: Function, world: World) -> Region:
         mesh = self._mesh_in(function, world)
@@ -277,16 +280,16 @@ class Specs(Inputs):
         region = self.region(function, world)
         return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
 
-    def are_there(self, arrays: Sequence[Any], world: World) -> bool:
-        mesh = self.mesh if isinstance(self.mesh, Mesh) else world.devices
-        return world.staged or (mesh is not None and _all_on(mesh, arrays))
+    def are_placed(self, world: World) -> bool:
+        # Inside of a program placing the arguments is a part of the program.
+        return world.staged
 
     def missing(
         self, function: Function, leaves: Leaves, targets: Sequence[Target | None]
     ) -> Sequence[Target | None]:
         """Those on the mesh are resharded by the program."""
         missing = [
-            target if isinstance(target, NamedSharding) and not _all_on(target.mesh, [x]) else None
+            target if isinstance(target, NamedSharding) and not _is_on(target.mesh, x) else None
             for x, target in zip(leaves.arrays, targets, strict=True)
         ]
         faults = (
@@ -313,17 +316,13 @@ def _is_committed(x: jax.Array) -> bool:
     return not isinstance(x, Tracer) and x.committed
 
 
-def _all_on(mesh: AnyMesh, arrays: Sequence[Any]) -> bool:
-    kind = _memory_of(mesh)
-    for x in arrays:
-        here = (
-            x.sharding
-            if isinstance(x, jax.Array) and not isinstance(x, Tracer)
-            else sharding_under(x)
-        )
-        if not (isinstance(here, NamedSharding) and here.mesh == mesh and here.memory_kind == kind):
-            return False
-    return True
+def _is_on(mesh: AnyMesh, x: Any) -> bool:
+    """Whether an array is on this mesh, however it is split."""
+    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
+    here = x.sharding if concrete else sharding_under(x)
+    if not isinstance(here, NamedSharding) or here.mesh != mesh:
+        return False
+    return here.memory_kind in (None, _memory_of(mesh))
 
 
 @functools.lru_cache(maxsize=64)
@@ -357,7 +356,7 @@ class Mapped(eqx.Module):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         plan, world = self.plan, current_world()
         function, specs = plan.function, plan.specs
-        args, kwargs = specs.bind(function.signature, args, kwargs)
+        args, kwargs = specs.bind(function, args, kwargs)
         region = specs.region(function, world)
         asked = specs.resolve(function, split((args, kwargs)), args, kwargs, world)
         # The arrays of the function itself go in as arguments do, whole.
