@@ -4,6 +4,7 @@ Beside `mylib.testing` this is the one file that touches names which JAX and Equ
 Each of them has a test in `tests/test_world.py` that says what to do when it is moved.
 """
 
+import functools
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -61,14 +62,23 @@ def current_world() -> World:
     if concrete.empty:
         # `with mesh:`, deprecated but still what much code has.
         concrete = mesh_lib.thread_resources.env.physical_mesh
-    batches = list(_batches(core.trace_ctx.trace))
+    mesh, trace = jax.sharding.get_abstract_mesh(), core.trace_ctx.trace
+    if isinstance(trace, core.EvalTrace):
+        return _eager_world(mesh, concrete)
+    batches = list(_batches(trace))
     return World(
-        staged=_is_staged(core.trace_ctx.trace),
+        staged=_is_staged(trace),
         batch_axes=_named(batch.explicit_mesh_axis for batch in batches),
         spmd_axes=_named(batch.spmd_name for batch in batches),
-        mesh=jax.sharding.get_abstract_mesh(),
+        mesh=mesh,
         devices=None if concrete.empty else concrete,
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _eager_world(mesh: AbstractMesh, concrete: Mesh) -> World:
+    """The world of every call that no transformation surrounds; most ask for nothing else."""
+    return World(staged=False, mesh=mesh, devices=None if concrete.empty else concrete)
 
 
 def _batches(trace: Any) -> Iterator[Any]:
