@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 
 from ._program import Arrays, Outline, outlined
-from ._varying import Axes, union, vary, varying
+from ._varying import OPAQUE, Axes, union, vary, varying
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,12 +129,11 @@ class _Call:
         self._kept: Outline | None = None
 
     def __call__(self, arrays: Arrays) -> Any:
-        if self._fwd is None:
-            result = self._run(arrays)
-        else:
-            differentiable = jax.custom_vjp(self._run)
-            differentiable.defvjp(self._forward, self._backward)
-            result = differentiable(arrays)
+        run = _sealed(self._run)
+        if self._fwd is not None:
+            run = jax.custom_vjp(run)
+            run.defvjp(_sealed(self._forward), _sealed(self._backward))
+        result = run(arrays)
         assert self._result is not None
         return self._result.fill(result)
 
@@ -173,4 +172,15 @@ class _Call:
             leaves, treedef = jtu.tree_flatten(arg)
             given = [None] * len(leaves) if cotangent is None else treedef.flatten_up_to(cotangent)
             by_array += [g for g, leaf in zip(given, leaves, strict=True) if leaf is array]
-        return by_array
+        # What there is no tangent of has no cotangent either.
+        return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
+
+
+def _sealed(part: Callable[..., Any]) -> Any:
+    """A function of which `filter_shard_map` takes the types for granted: its results are cast."""
+
+    def sealed(*args: Any) -> Any:
+        return part(*args)
+
+    sealed.__name__ = OPAQUE
+    return jax.jit(sealed)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental.layout import Format
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -51,6 +53,11 @@ def place(
 @place_p.def_impl
 def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.Array]:
     del sources
+    # Of the Python numbers that are differentiated JAX makes something that is not quite an array.
+    arrays = tuple(
+        x if isinstance(x, np.ndarray | np.generic) or hasattr(x, "sharding") else jnp.asarray(x)
+        for x in arrays
+    )
     placed = list(arrays)
     homeless = [i for i, target in enumerate(targets) if target is UNCOMMITTED]
     for i, y in zip(homeless, uncommitted([arrays[i] for i in homeless]), strict=True):

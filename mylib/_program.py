@@ -47,10 +47,24 @@ class Outline:
             leaves.insert(position, x)
         return jtu.tree_unflatten(self.treedef, leaves)
 
+    def __reduce__(self) -> Any:
+        # As a tree: what is in a treedef can't always be copied.
+        return _outline_of, (self.fill([_Gap()] * self.count),)
+
     @property
     def key(self) -> Any:
         """Equal for trees that are the same but for their arrays."""
         return self.treedef, tuple([(i, *_key_of(x)) for i, x in self.static])
+
+
+class _Gap:
+    """Stands where an array was."""
+
+
+def _outline_of(tree: Any) -> Outline:
+    leaves, treedef = jtu.tree_flatten(tree)
+    static = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, _Gap))
+    return Outline(treedef, static)
 
 
 def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Outline]:

@@ -340,15 +340,28 @@ class Plan:
     check_vma: bool
 
 
-class Mapped(eqx.Module):
-    """A function of which each device runs its part."""
+@jtu.register_pytree_node_class
+class Mapped:
+    """A function of which each device runs its part. As it may hold arrays, it is a PyTree."""
 
-    fun: Callable[..., Any]
-    plan: Plan = eqx.field(static=True)
+    def __init__(self, fun: Callable[..., Any], plan: Plan):
+        self.fun = fun
+        self.plan = plan
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self.fun
+
+    def __repr__(self) -> str:
+        return f"filter_shard_map({self.fun!r})"
+
+    def tree_flatten(self) -> tuple[tuple[Callable[..., Any]], Plan]:
+        return (self.fun,), self.plan
+
+    @classmethod
+    def tree_unflatten(cls, plan: Plan, children: Any) -> "Mapped":
+        (fun,) = children
+        return cls(fun, plan)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -486,7 +499,7 @@ class _Outputs:
             along = ", ".join(map(repr, sorted(differs, key=str)))
             faults.append(
                 Fault(
-                    jtu.keystr(leaves.paths[i]),
+                    name_of(leaves.paths[i]),
                     tuple(x.shape),
                     "None" if target is None else f"{spec} over {show_mesh(region.mesh)}",
                     f"it differs between the devices along {along}, of which this says nothing"
@@ -501,8 +514,13 @@ class _Outputs:
                 )
             )
         if faults:
-            raise PlacementError([replace(f, path="the result" + f.path) for f in faults])
+            raise PlacementError([replace(f, path=_in_result(f.path)) for f in faults])
         return specs
+
+
+def _in_result(path: str) -> str:
+    # The rest are names of the root: "the array", "the tree".
+    return "the result" + path if path.startswith((".", "[")) else "the result"
 
 
 def _check(function: Function, program: Any) -> None:

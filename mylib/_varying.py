@@ -3,7 +3,7 @@ are wrong.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -31,7 +31,8 @@ def vary(tree: T, axis_names: Any, /) -> T:
 
     **Arguments:**
 
-    - `tree`: any PyTree. What is not an array comes back as the same object.
+    - `tree`: any PyTree. What is not an array, a Python number for instance, comes back as the same
+        object.
     - `axis_names`: a mesh axis, or several in a tuple.
 
     **Returns:**
@@ -98,30 +99,51 @@ def wrong_in(program: Any) -> list[str]:
     """What would run into a deadlock, and what JAX's types take for the same on all devices
     although it isn't, in a program of `shard_map` given as a jaxpr.
     """
-    return [text for part in parts_of(program) for text in _wrong_in_part(opened(part))]
+    seen = {id(opened(part)) for part in parts_of(program, without=_is_opaque)}
+    found = []
+    for part in map(opened, parts_of(program)):
+        casts = _Casts(part)
+        for eqn in part.eqns:
+            axes = _differs_over(eqn)
+            stuck = axes & union(map(communicates_over, _branches(eqn))) if axes else axes
+            if stuck:
+                found.append(_would_wait(eqn, stuck))
+            elif id(part) in seen and not all(
+                casts.heal(x, axes - _of_type(x.aval)) for x in eqn.outvars
+            ):
+                found.append(_is_mistaken(eqn, axes))
+    return list(dict.fromkeys(found))
 
 
-def _wrong_in_part(jaxpr: Any) -> Iterator[str]:
-    casts = _Casts(jaxpr)
-    for eqn in jaxpr.eqns:
-        axes = _differs_over(eqn)
-        if not axes:
-            continue
-        name, where = eqn.primitive.name, source_info_util.summarize(eqn.source_info)
-        stuck = union(map(communicates_over, _branches(eqn))) & axes
-        if stuck:
-            yield (
-                f"{_BRANCHING[name]} at {where} differs between the devices along {_show(stuck)}, "
-                f"and what it decides on communicates along it: some devices would wait for ever\n"
-                f"    instead: {_AGREE[name]}"
-            )
-        elif not all(casts.heal(x, axes - _of_type(x.aval)) for x in eqn.outvars):
-            what = _BRANCHING.get(name, f"what the {name} is given")
-            yield (
-                f"{what} at {where} differs between the devices along {_show(axes)}, and JAX takes "
-                "what comes of it for the same on all of them\n"
-                f"    instead: {_MENDS.get(name, _MEND_OF_CALLS)}"
-            )
+# The name of the functions whose types `mylib.opaque` sees to.
+OPAQUE = "mylib_opaque"
+
+
+def _is_opaque(eqn: Any) -> bool:
+    return eqn.params.get("name") == OPAQUE
+
+
+def _would_wait(eqn: Any, axes: Axes) -> str:
+    name = eqn.primitive.name
+    return (
+        f"{_BRANCHING[name]} at {_where(eqn)} differs between the devices along {_show(axes)}, "
+        f"and what it decides on communicates along it: some devices would wait for ever\n"
+        f"    instead: {_AGREE[name]}"
+    )
+
+
+def _is_mistaken(eqn: Any, axes: Axes) -> str:
+    name = eqn.primitive.name
+    what = _BRANCHING.get(name, f"what the {name} is given")
+    return (
+        f"{what} at {_where(eqn)} differs between the devices along {_show(axes)}, and JAX takes "
+        "what comes of it for the same on all of them\n"
+        f"    instead: {_MENDS.get(name, _MEND_OF_CALLS)}"
+    )
+
+
+def _where(eqn: Any) -> str:
+    return source_info_util.summarize(eqn.source_info)
 
 
 _BRANCHING = {"while": "the condition of the while_loop", "cond": "the predicate of the cond"}
@@ -130,8 +152,8 @@ _AGREE = {
     "cond": "communicate outside of it, or make the predicate the same everywhere: jax.lax.pmax",
 }
 _MENDS = {
-    "while": "mylib.loops.while_loop, or start with mylib.vary(init_val, axis)",
-    "cond": "in the branches return mylib.vary(result, axis)",
+    "while": "mylib.loops.while_loop, or start with mylib.vary(init_val, axis), of arrays",
+    "cond": "in the branches return mylib.vary(result, axis), of arrays",
 }
 _MEND_OF_CALLS = "wrap the function that makes this call with mylib.opaque"
 

@@ -6,7 +6,7 @@ Each of them has a test in `tests/test_world.py` that says what to do when it is
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
         return NamedSharding(
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
         )
-    if isinstance(x, jax.Array) and not isinstance(x, Tracer):
+    if hasattr(x, "committed"):  # not of tracers, nor of what JAX makes of Python's numbers
         return x.sharding if x.committed else UNCOMMITTED
     return None
 
@@ -140,15 +140,15 @@ def has_error_check(program: Any) -> bool:
     return any(_is_error_check(eqn) for part in parts_of(program) for eqn in opened(part).eqns)
 
 
-def parts_of(program: Any) -> list[Any]:
+def parts_of(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
     """The jaxprs that a jaxpr is made of, itself the first, each once. What a kernel does inside is
-    not among them.
+    not among them, nor what is inside of equations `without` which they are wanted.
     """
     parts = {id(opened(program)): program}
     queue = [program]
     while queue:
         for eqn in opened(queue.pop()).eqns:
-            if eqn.primitive.name == "pallas_call":
+            if eqn.primitive.name == "pallas_call" or without(eqn):
                 continue
             for x in jtu.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
                 if _is_jaxpr(x) and id(opened(x)) not in parts:

@@ -200,16 +200,18 @@ def _split(tree: Any) -> tuple[Any, Any]:
 def _same_static(tree: Any, static: Any, function: str, before: str) -> Any:
     """What a turn has made of what is carried, if it has left the rest alone."""
     carried, found = eqx.partition(tree, _is_carried)
-    if eqx.tree_equal(found, static) is not True:
-        changed = [
-            f"{jax.tree_util.keystr(path)}: {old!r}, then {new!r}"
-            for (path, old), (_, new) in zip(
-                *(jax.tree_util.tree_leaves_with_path(x) for x in (static, found)), strict=False
-            )
-            if old != new
-        ]
+    (olds, before_def), (news, after_def) = (
+        jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda x: x is None)
+        for x in (static, found)
+    )
+    # That the structures differ is said better by the loop itself.
+    changed = [
+        f"{jax.tree_util.keystr(path)}: {old!r}, then {new!r}"
+        for (path, old), (_, new) in zip(olds, news, strict=before_def == after_def)
+        if before_def == after_def and not (old is new or old == new)
+    ]
+    if changed:
         raise TypeError(
-            f"{function} must leave alone what is no array in {before}: "
-            + (", ".join(changed) or f"{found}, where {static} was given")
+            f"{function} must leave alone what is no array in {before}. {', '.join(changed)}"
         )
     return carried

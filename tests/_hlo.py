@@ -1,5 +1,6 @@
 """What a compiled program communicates, read from its text."""
 
+import math
 import re
 from collections import Counter
 from typing import Any, NamedTuple
@@ -34,3 +35,18 @@ def collectives(text: str) -> list[Collective]:
 
 def kinds(text: str) -> Counter[str]:
     return Counter(collective.kind for collective in collectives(text))
+
+
+def group_sizes(text: str) -> list[int]:
+    """How many devices take part in each collective."""
+    return [_group_size(line) for line in text.splitlines() if _INSTRUCTION.search(line)]
+
+
+def _group_size(line: str) -> int:
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
+    if listed is not None:
+        return len(listed[1].split(","))
+    # By the axes of a mesh, as in jax 0.12: mesh['data'=4,'model'=2] {'data'}
+    mesh, axes = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line).groups()
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))

@@ -18,6 +18,7 @@ import models
 import numpy as np
 import optax
 import pytest
+from contexts import CONTEXTS
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
@@ -835,27 +836,6 @@ class TestOutShardings:
 
 
 MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
-
-
-def under_grad(f, x):
-    return jax.value_and_grad(lambda x: f(x).sum())(x)[1]
-
-
-CONTEXTS = {
-    "eager": lambda f, x: f(x),
-    "jit": lambda f, x: jax.jit(f)(x),
-    "filter_jit": lambda f, x: mylib.filter_jit(f)(x),
-    "vmap": lambda f, x: jax.vmap(f)(x[None])[0],
-    "jit(vmap)": lambda f, x: jax.jit(jax.vmap(f))(x[None])[0],
-    "scan": lambda f, x: jax.lax.scan(lambda c, _: (f(c), None), x, length=1)[0],
-    "cond": lambda f, x: jax.lax.cond(x.sum() > 0, f, lambda x: x, x),
-    "while": lambda f, x: jax.lax.while_loop(lambda c: c[0] < 1, lambda c: (1, f(c[1])), (0, x))[1],
-    "checkpoint": lambda f, x: jax.checkpoint(f)(x),
-    "grad": under_grad,
-    "jit(grad)": lambda f, x: jax.jit(functools.partial(under_grad, f))(x),
-    "jvp": lambda f, x: jax.jvp(f, (x,), (x,))[1],
-    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
-}
 
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])

@@ -258,3 +258,12 @@ def test_what_cannot_be_had_is_refused_in_jit(case):
         assert_refused(mylib.filter_device_put, eqx.combine(arrays, static), *rest)
 
     jax.eval_shape(staged, arrays)
+
+
+@pytest.mark.parametrize("verb", [mylib.filter_shard, mylib.filter_device_put])
+def test_python_numbers_that_are_differentiated(verb):
+    """To `jax.grad` they are arrays, of a kind of their own."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    for transform in (jax.grad, jax.value_and_grad):
+        found = transform(lambda w: 3 * verb(w, P(), mesh=mesh))(0.5)
+        np.testing.assert_allclose(found, (1.5, 3.0) if isinstance(found, tuple) else 3.0)

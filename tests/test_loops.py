@@ -1,0 +1,215 @@
+"""`mylib.loops`: what is carried may come to differ; stopping is agreed; deadlocks are refused."""
+
+import _hlo
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mylib
+from mylib.loops import scan, while_loop
+
+AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
+CHECKED = pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+X = np.arange(1.0, 9.0, dtype=np.float32)
+
+
+ROWS = P("data")
+
+
+def mapped(fun, mesh=AUTO, checked=True, out_specs=ROWS):
+    return mylib.filter_shard_map(
+        fun, mesh=mesh, in_specs=ROWS, out_specs=out_specs, check_vma=checked
+    )
+
+
+def halve_while(condition, **options):
+    """Halves until the condition says stop, and counts."""
+
+    def f(x):
+        start = (x, 0, "static")
+        y, n, static = while_loop(
+            lambda s: condition(s[0]), lambda s: (s[0] / 2, s[1] + 1, s[2]), start, **options
+        )
+        assert static == "static"
+        return y, n[None]
+
+    return f
+
+
+class TestWhileLoop:
+    @MESHES
+    @CHECKED
+    def test_each_device_takes_its_own_number_of_turns(self, mesh, checked):
+        f = mapped(halve_while(lambda x: jnp.max(x) > 1), mesh, checked)
+        y, n = f(X)
+        assert n.tolist() == [1, 2, 3, 3]
+        np.testing.assert_allclose(y, X / 2.0 ** np.repeat(n, 2))
+
+    @MESHES
+    @CHECKED
+    @pytest.mark.parametrize(("sync", "turns"), [("any", 3), ("all", 1)])
+    def test_stopping_is_agreed(self, mesh, checked, sync, turns):
+        f = mapped(halve_while(lambda x: jnp.max(x) > 1, sync=sync), mesh, checked)
+        y, n = f(X)
+        assert n.tolist() == [turns] * 4
+        np.testing.assert_allclose(y, X / 2.0**turns)
+
+    @pytest.mark.parametrize("sync", ["any", "all"])
+    def test_what_is_agreed_costs_four_bytes(self, sync):
+        f = mapped(halve_while(lambda x: jnp.max(x) > 1, sync=sync))
+        text = f.lower(X).compile().as_text()
+        assert _hlo.collectives(text) == [_hlo.Collective("all-reduce", ((),))]
+        alike = mapped(halve_while(lambda x: lax.pmax(jnp.max(x), "data") > 1, sync=sync))
+        assert len(_hlo.collectives(alike.lower(X).compile().as_text())) == 1  # its own
+
+    @CHECKED
+    def test_turns_that_communicate(self, checked):
+        def average(**options):
+            def f(x):
+                def turn(state):
+                    x, n = state
+                    return (x + lax.pmean(x, "data")) / 2, n + 1
+
+                return while_loop(lambda s: jnp.max(jnp.abs(s[0])) > 5.5, turn, (x, 0), **options)
+
+            return mapped(f, checked=checked, out_specs=(P("data"), P()))
+
+        y, n = average(sync="any")(X)
+        mean, expected, turns = X.reshape(4, 2).mean(0), X.reshape(4, 2), 0
+        while expected.max() > 5.5:
+            expected, turns = (expected + mean) / 2, turns + 1
+        assert int(n) == turns > 2
+        np.testing.assert_allclose(y, expected.ravel(), rtol=1e-5)
+        words = "condition differs between" if checked else "check_vma=False nobody knows"
+        with pytest.raises(ValueError, match=f"along 'data', and .*{words}.*\n.*sync='any'"):
+            average()(X)
+
+    def test_a_condition_that_is_the_same_everywhere_may_communicate(self):
+        def f(x):
+            return while_loop(
+                lambda s: s[1] < 3, lambda s: (s[0] + lax.pmean(s[0], "data"), s[1] + 1), (x, 0)
+            )
+
+        y, n = mapped(f, out_specs=(P("data"), P()))(X)
+        assert int(n) == 3 and y.shape == (8,)
+
+    def test_modules_are_carried(self):
+        model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+
+        def f(x):
+            def shrink(model):
+                return jax.tree.map(lambda w: w * x[0] / 9 if eqx.is_array(w) else w, model)
+
+            out = while_loop(lambda m: jnp.abs(m.layers[0].weight).max() > 0.1, shrink, model)
+            assert out.activation is model.activation
+            return out.layers[0].weight[None]
+
+        weight = model.layers[0].weight
+        for i, found in enumerate(mapped(f)(X)):
+            expected = weight
+            while jnp.abs(expected).max() > 0.1:
+                expected = expected * X[2 * i] / 9
+            np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+    def test_outside_of_shard_map(self):
+        assert int(while_loop(lambda n: n < 7, lambda n: n + 2, 0)) == 8
+        assert int(jax.jit(lambda: while_loop(lambda n: n < 7, lambda n: n + 2, 0))()) == 8
+
+    def test_one_inside_another(self):
+        def f(x):
+            def outer(state):
+                total, n = state
+                inner = while_loop(lambda v: v < x.sum() * n, lambda v: v + 1.0, 0.0)
+                return total + inner, n + 1
+
+            return while_loop(lambda s: s[1] < 3, outer, (0.0, 0))[0][None]
+
+        expected = X.reshape(4, 2).sum(1)
+        np.testing.assert_allclose(mapped(f)(X), expected * (0 + 1 + 2))
+
+    def test_what_stays_must_stay(self):
+        def f(x):
+            return while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, "b"), (0, "a"))[0]
+
+        with pytest.raises(TypeError, match=r"body_fun must leave alone.*\[1\]: 'a', then 'b'"):
+            mapped(f)(X)
+        with pytest.raises(ValueError, match="sync='some' is none of"):
+            while_loop(lambda s: s < 1, lambda s: s + 1, 0, sync="some")
+        with pytest.raises(TypeError, match="carry"):  # JAX's own words
+            mapped(lambda x: while_loop(lambda s: s[0][0] < 1, lambda s: s[0], (x,)))(X)
+
+
+class TestScan:
+    @MESHES
+    @CHECKED
+    def test_what_is_carried_may_come_to_differ(self, mesh, checked):
+        def f(x):
+            def turn(carry, row):
+                total, previous, model = carry
+                return (total + row.sum(), total, model), (previous, "static")
+
+            start = (0.0, 0, {"f": jnp.sin, "w": jnp.ones(3)})
+            (total, _, model), (seen, static) = scan(turn, start, x)
+            assert model["f"] is jnp.sin and static == "static"
+            return total[None], seen[None]
+
+        rows = np.arange(24.0, dtype=np.float32).reshape(3, 8)
+        total, seen = mylib.filter_shard_map(
+            f, mesh=mesh, in_specs=P(None, "data"), out_specs=P("data"), check_vma=checked
+        )(rows)
+        parts = rows.reshape(3, 4, 2).sum(2)
+        np.testing.assert_allclose(total, parts.sum(0))
+        np.testing.assert_allclose(seen[:, 2], parts[0])
+
+    @CHECKED
+    def test_gradients(self, checked):
+        def f(w, x):
+            def turn(carry, row):
+                return jnp.tanh(carry * w + row), None
+
+            return lax.pmean(jnp.sum(scan(turn, jnp.zeros(()), x)[0]), "data")
+
+        mean = mylib.filter_shard_map(
+            f, mesh=AUTO, in_specs=(P(), P("data")), out_specs=P(), check_vma=checked
+        )
+
+        def plain(w, x):
+            def one(part):
+                return lax.scan(lambda c, r: (jnp.tanh(c * w + r), None), 0.0, part)[0]
+
+            return jnp.mean(jax.vmap(one)(x.reshape(4, 2)))
+
+        for argument in (0, 1):
+            ours, theirs = (jax.grad(g, argument)(0.7, jnp.asarray(X)) for g in (mean, plain))
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+
+    def test_the_body_is_traced_once_where_nothing_changes(self):
+        traces = []
+
+        def f(x):
+            def turn(carry, row):
+                traces.append(1)
+                return carry + row, None
+
+            return scan(turn, x[0] * 0, x)[0][None]
+
+        np.testing.assert_allclose(mapped(f)(X), X.reshape(4, 2).sum(1))
+        assert len(traces) == 1
+
+    def test_as_in_jax(self):
+        def turn(carry, row):
+            return carry + 1, carry
+
+        for options in ({"length": 4}, {"length": 4, "reverse": True, "unroll": 2}):
+            ours = mapped(lambda x: scan(turn, 0, **options)[1], out_specs=P())(X)  # noqa: B023
+            np.testing.assert_array_equal(ours, lax.scan(turn, 0, **options)[1])
+        np.testing.assert_array_equal(scan(turn, 0, length=4)[1], [0, 1, 2, 3])
+        with pytest.raises(TypeError, match="f must leave alone"):
+            scan(lambda c, _: ("b", None), "a", length=2)
