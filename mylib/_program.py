@@ -341,6 +341,6 @@ def _outside() -> int:
     """How far up the stack from `_warn` the code is that called this package."""
     frame, level = inspect.currentframe(), -1
     package = __name__.partition(".")[0]
-    while frame is not None and frame.f_globals["__name__"].startswith(package):
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(package):
         frame, level = frame.f_back, level + 1
     return level + 1

@@ -6,17 +6,17 @@ Each of them has a test in `tests/test_world.py` that says what to do when it is
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
 import equinox._jit as equinox_jit
 import jax
-import jax.tree_util as jtu
 from jax._src import core, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 
@@ -123,7 +123,8 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
         return NamedSharding(
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
         )
-    if hasattr(x, "committed"):  # not of tracers, nor of what JAX makes of Python's numbers
+    # What JAX makes of Python's numbers is a jax.Array without a place.
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and hasattr(x, "sharding"):
         return x.sharding if x.committed else UNCOMMITTED
     return None
 
@@ -148,13 +149,26 @@ def parts_of(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -
     queue = [program]
     while queue:
         for eqn in opened(queue.pop()).eqns:
-            if eqn.primitive.name == "pallas_call" or without(eqn):
+            inner = [x for value in eqn.params.values() for x in _jaxprs_in(value)]
+            if not inner or eqn.primitive.name == "pallas_call" or without(eqn):
                 continue
-            for x in jtu.tree_leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-                if _is_jaxpr(x) and id(opened(x)) not in parts:
+            for x in inner:
+                if id(opened(x)) not in parts:
                     parts[id(opened(x))] = x
                     queue.append(x)
     return list(parts.values())
+
+
+def _jaxprs_in(param: Any) -> Sequence[Any]:
+    """The jaxprs among an equation's parameters: programs are large, so this has to be quick."""
+    if isinstance(param, _JAXPRS):
+        return (param,)
+    if isinstance(param, tuple | list):
+        return [x for x in param if isinstance(x, _JAXPRS)]
+    return ()
+
+
+_JAXPRS = (Jaxpr, ClosedJaxpr)
 
 
 def opened(jaxpr: Any) -> Any:
@@ -165,10 +179,6 @@ def opened(jaxpr: Any) -> Any:
 def _is_error_check(eqn: Any) -> bool:
     callback = getattr(eqn.params.get("callback"), "callback_func", None)
     return getattr(callback, "__module__", None) == "equinox._errors"
-
-
-def _is_jaxpr(x: Any) -> bool:
-    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
 def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:

@@ -469,6 +469,62 @@ class TestOutSpecs:
         assert "the result\n    asked for: a prefix" in fault(lambda x: [x, x], (P("data"), P()))
 
 
+class TestWhatDoesNotWork:
+    """The table at the end of docs/transforming.md. Should one of these pass some day, it is to be
+    taken out there.
+    """
+
+    def mapped(self, fun, **options):
+        return mylib.filter_shard_map(
+            fun, mesh=AUTO, in_specs=P("data"), out_specs=P("data"), **options
+        )
+
+    def test_error_checks_on_what_differs(self):
+        def f(x):
+            return eqx.error_if(x, jnp.max(x) > 100, "too large")
+
+        with pytest.raises(TypeError, match="cond branches must have equal output types"):
+            self.mapped(f)(X)
+        unchecked = self.mapped(f, check_vma=False)
+        np.testing.assert_array_equal(unchecked(X), X)
+        with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
+            unchecked(1000 * X)
+
+    def test_reducing_over_an_axis_of_vmap(self):
+        def normed(axes, **options):
+            norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, axes, mode="batch")
+
+            def f(x, norm, state):
+                run = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+                return run(x, state)[0]
+
+            if options:
+                specs = dict(in_specs={"x": P("data")}, out_specs=P("data"))
+                f = mylib.filter_shard_map(f, mesh=AUTO, **specs, **options)
+            return f(jnp.asarray(X), norm, state)
+
+        with pytest.raises(ValueError, match="psum can only accept axis_name"):
+            normed(("batch", "data"), check_vma=True)
+        with pytest.raises(AssertionError):  # from within JAX, which says no more
+            normed("batch", check_vma=True)
+        ours = normed(("batch", "data"), check_vma=False)
+        np.testing.assert_allclose(ours, normed("batch"), rtol=1e-3, atol=1e-4)
+
+    def test_an_eager_gradient_on_explicit_axes(self):
+        f = mylib.filter_shard_map(
+            lambda x: lax.psum(jnp.sum(x), "data"),
+            mesh=EXPLICIT,
+            in_specs=P("data"),
+            out_specs=P(),
+        )
+        x = jnp.asarray(X)
+        with pytest.raises(ValueError, match="set_mesh"):
+            jax.grad(f)(x)
+        np.testing.assert_array_equal(jax.jit(jax.grad(f))(x), np.ones_like(X))
+        with jax.set_mesh(EXPLICIT):
+            np.testing.assert_array_equal(jax.grad(f)(x), np.ones_like(X))
+
+
 @given(st.data())
 def test_any_tree_under_any_prefix(data):
     """Each device is given its part of each leaf, and gives it back."""
