@@ -32,14 +32,14 @@ MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 @mylib.filter_shard_map(mesh=MESH, in_specs=P("data"), out_specs=P("data"))
 def kepler(
-    mean: Float[Array, "orbits"], eccentricity: Float[Array, "orbits"]
-) -> tuple[Float[Array, "orbits"], Int[Array, "devices"]]:
+    mean: Float[Array, " orbits"], eccentricity: Float[Array, " orbits"]
+) -> tuple[Float[Array, " orbits"], Int[Array, " devices"]]:
     """The positions E of planets, E - e sin E = M, and how many turns each device took."""
 
-    def error(position: Float[Array, "orbits"]) -> Float[Array, "orbits"]:
+    def error(position: Float[Array, " orbits"]) -> Float[Array, " orbits"]:
         return position - eccentricity * jnp.sin(position) - mean
 
-    def turn(state: tuple[Float[Array, "orbits"], int]) -> tuple[Float[Array, "orbits"], int]:
+    def turn(state: tuple[Float[Array, " orbits"], int]) -> tuple[Float[Array, " orbits"], int]:
         position, turns = state
         slope = 1 - eccentricity * jnp.cos(position)
         return position - error(position) / slope, turns + 1
@@ -50,13 +50,13 @@ def kepler(
     return position, turns[None]
 
 
-def curve(params: Float[Array, "2"], x: Float[Array, "points"]) -> Float[Array, "points"]:
+def curve(params: Float[Array, "2"], x: Float[Array, " points"]) -> Float[Array, " points"]:
     return params[0] * jnp.exp(-params[1] * x)
 
 
 @mylib.filter_shard_map(mesh=MESH, in_specs=(P(), P("data"), P("data")), out_specs=P())
 def fit(
-    params: Float[Array, "2"], x: Float[Array, "points"], y: Float[Array, "points"]
+    params: Float[Array, "2"], x: Float[Array, " points"], y: Float[Array, " points"]
 ) -> tuple[Float[Array, "2"], Int[Array, ""]]:
     """The parameters of the curve through the points, and the turns it took to find them."""
 

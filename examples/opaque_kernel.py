@@ -6,7 +6,7 @@ axis that a spec doesn't name, whether there is something to sum or not. `mylib.
 what comes out varies as what goes in. Then only what the mathematics needs is communicated.
 
 The kernel normalises rows and scales them. It runs on simulated devices on the CPU, in the mode in
-which Pallas simulates a TPU (`InterpretParams`); the mode `interpret=True` does not keep JAX's types.
+which Pallas simulates a TPU (`InterpretParams`); `interpret=True` does not keep JAX's types.
 """
 
 import os
@@ -33,7 +33,7 @@ import mylib
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
 Rows = Float[Array, "rows width"]
-Width = Float[Array, "width"]
+Width = Float[Array, " width"]
 
 
 def like(x: Array) -> jax.ShapeDtypeStruct:
