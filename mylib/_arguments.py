@@ -3,7 +3,8 @@
 import functools
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -12,7 +13,7 @@ from typing import Any, ClassVar
 import jax
 from jax.core import Tracer
 
-from ._errors import PlacementError
+from ._errors import Fault, PlacementError
 from ._leaves import Leaves
 from ._placement import Decision, Placement, decide, is_placement_leaf
 from ._program import outlined
@@ -42,6 +43,17 @@ class Function:
             for p in self.signature.parameters.values()
             if p.default is not p.empty
         )
+
+    def named(self, faults: Sequence[Fault]) -> list[Fault]:
+        """Faults of leaves of (args, kwargs), by name of the parameter."""
+        return [replace(fault, path=self.readable(fault.path)) for fault in faults]
+
+    @contextmanager
+    def named_in_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except PlacementError as error:
+            raise PlacementError(self.named(error.faults)) from None
 
     def readable(self, path: str) -> str:
         """A path in (args, kwargs), by name of the parameter: `model.layers[0].weight`."""
@@ -92,9 +104,7 @@ class Inputs:
         prefix = self.prefix(function, args, kwargs)
         decision = self.decide(function, leaves, prefix, world)
         if decision.faults:
-            raise PlacementError(
-                [replace(f, path=function.readable(f.path)) for f in decision.faults]
-            )
+            raise PlacementError(function.named(decision.faults))
         return decision.targets
 
     def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:

@@ -292,13 +292,7 @@ class Recipe:
 
     def captured(self) -> Iterator[tuple[str, Any]]:
         """The arrays that the function finds outside of its arguments, by name."""
-        for name, value in _variables(self.code):
-            try:
-                leaves = jtu.tree_flatten_with_path(value)[0]
-            except (TypeError, ValueError):
-                continue  # no tree: it can't be what was captured
-            for path, x in leaves:
-                yield name + jtu.keystr(path), x
+        return _captured(self.code)
 
     def unhashable(self, args: Any, kwargs: Any) -> str:
         for name, x in self.names((args, kwargs)):
@@ -312,6 +306,21 @@ class Recipe:
                     "static, and must have a hash)"
                 )
         return f"(among what {self.name} was given)"
+
+
+def captured_by(fun: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves of what a function finds outside of its arguments, by name."""
+    return _captured(_code_of(fun))
+
+
+def _captured(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
+    for name, value in _variables(code):
+        try:
+            leaves = jtu.tree_flatten_with_path(value)[0]
+        except (TypeError, ValueError):
+            continue  # no tree: it can't be what was captured
+        for path, x in leaves:
+            yield name + jtu.keystr(path), x
 
 
 def _variables(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
@@ -428,7 +437,8 @@ class _Call:
         if abstract:
             values = [_abstract(x, to) for x, to in zip(leaves.arrays, targets, strict=True)]
         else:
-            values = place_leaves(leaves, targets, world)
+            with prepared.recipe.function.named_in_errors():
+                values = place_leaves(leaves, targets, world)
         if all(map(is_, values, leaves.arrays)):
             # Layouts are not part of the state.
             if not any(isinstance(target, Format) for target in wanted):

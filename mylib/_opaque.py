@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 
 from ._program import Arrays, Outline, outlined
-from ._varying import OPAQUE, Axes, union, vary, varying
+from ._varying import OPAQUE, Axes, cast, union, varying
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -89,7 +89,12 @@ def opaque(
         return functools.partial(opaque, fwd=fwd, bwd=bwd)
     if (fwd is None) != (bwd is None):
         raise TypeError("opaque: fwd and bwd are the two halves of a derivative: give both")
-    signature = inspect.signature(fun)
+    signature, name = inspect.signature(fun), getattr(fun, "__name__", "the function")
+    if bwd is not None and outlined(fun)[0]:
+        raise TypeError(
+            f"opaque: {name} holds arrays, and bwd returns cotangents for arguments only. Write a "
+            "function that is given the Module, or what it is, as an argument"
+        )
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -97,15 +102,15 @@ def opaque(
         bound.apply_defaults()
         if bwd is not None and bound.kwargs:
             raise TypeError(
-                f"opaque: {fun.__name__} has a derivative, which is by position, and parameters "
+                f"opaque: {name} has a derivative, which is by position, and parameters "
                 f"that are given by name only: {', '.join(bound.kwargs)}"
             )
-        arrays, outline = outlined((bound.args, bound.kwargs))
+        arrays, outline = outlined((fun, bound.args, bound.kwargs))
         axes = union(map(varying, arrays))
-        call = _Call(fun, fwd, bwd, outline, axes)
+        call = _Call(fwd, bwd, outline, axes)
         # Casting them is part of what is differentiated: where an argument is the same on all
         # devices, its cotangents are added up here, and nowhere else.
-        return call(vary(arrays, axes))
+        return call(cast(arrays, axes))
 
     return wrapped
 
@@ -115,13 +120,12 @@ class _Call:
 
     def __init__(
         self,
-        fun: Callable[..., Any],
         fwd: Callable[..., Any] | None,
         bwd: Callable[..., Any] | None,
         outline: Outline,
         axes: Axes,
     ):
-        self._fun, self._fwd, self._bwd = fun, fwd, bwd
+        self._fwd, self._bwd = fwd, bwd
         self._outline = outline
         self._axes = axes
         # The trees of what comes back, without their arrays: known when that has been traced.
@@ -138,17 +142,23 @@ class _Call:
         return self._result.fill(result)
 
     def _cast(self, arrays: Arrays) -> Arrays:
-        return vary(arrays, self._axes)
+        return cast(arrays, self._axes)
 
     def _run(self, arrays: Arrays) -> Arrays:
-        args, kwargs = self._outline.fill(arrays)
-        result, self._result = outlined(self._fun(*args, **kwargs))
+        fun, args, kwargs = self._outline.fill(arrays)
+        result, self._result = outlined(fun(*args, **kwargs))
         return self._cast(result)
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self._fwd is not None
-        args, _ = self._outline.fill(arrays)
-        result, kept = self._fwd(*args)
+        _, args, _ = self._outline.fill(arrays)
+        returned = self._fwd(*args)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                "opaque: fwd must return a pair, the result and what is kept for bwd, and returned "
+                f"{returned!r}"
+            )
+        result, kept = returned
         result, self._result = outlined(result)
         kept, self._kept = outlined(kept)
         return self._cast(result), self._cast(kept)
@@ -161,17 +171,23 @@ class _Call:
     def _by_array(self, cotangents: Any) -> Arrays:
         """A cotangent, or None, for each array among the arguments."""
         array = object()
-        args, _ = self._outline.fill([array] * self._outline.count)
+        _, args, _ = self._outline.fill([array] * self._outline.count)
         if not isinstance(cotangents, tuple) or len(cotangents) != len(args):
             raise TypeError(
                 f"opaque: bwd must return a tuple with a cotangent for each of the {len(args)} "
                 f"arguments, or None in its place, and returned {cotangents!r}"
             )
         by_array: Arrays = []
-        for arg, cotangent in zip(args, cotangents, strict=True):
+        for i, (arg, cotangent) in enumerate(zip(args, cotangents, strict=True)):
             leaves, treedef = jtu.tree_flatten(arg)
-            given = [None] * len(leaves) if cotangent is None else treedef.flatten_up_to(cotangent)
-            by_array += [g for g, leaf in zip(given, leaves, strict=True) if leaf is array]
+            try:
+                given = treedef.flatten_up_to(cotangent) if cotangent is not None else leaves
+            except (ValueError, TypeError) as error:
+                raise TypeError(
+                    f"opaque: what bwd returned for argument {i} is no cotangent of it: {error}"
+                ) from None
+            pairs = zip(given, leaves, strict=True)
+            by_array += [None if g is leaf else g for g, leaf in pairs if leaf is array]
         # What there is no tangent of has no cotangent either.
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
 

@@ -2,41 +2,29 @@
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import attrgetter
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ._arguments import Function, Inputs
+from ._arguments import Function
 from ._errors import Fault, PlacementError
-from ._fit import show_mesh, unfit_rank, unfit_shape
-from ._jit import Jitted
+from ._fit import show_mesh
+from ._jit import Jitted, captured_by
 from ._leaves import Leaves, name_of, split
-from ._placement import Decision, Placement, decide, is_placement_leaf
+from ._placement import Placement, decide
 from ._program import Arrays, Outline, outlined
+from ._region import Region, Specs, entries_over, is_concrete, spec_in
 from ._shard import place_leaves
-from ._target import (
-    AnyMesh,
-    Target,
-    axes_in,
-    axis_names as names_of,
-    axis_types,
-    default_memory_kind,
-    entries_of,
-    memory_kind,
-    same_axes,
-    with_entries,
-)
+from ._target import AnyMesh, Target, axes_in
 from ._varying import varying, wrong_in
-from ._world import World, current_world, sharding_under
+from ._world import World, current_world
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -104,7 +92,7 @@ def filter_shard_map(
     - `reshard`: on Explicit axes, whether an argument that is split otherwise than `in_specs`
         says is resharded or refused. (On Auto axes the compiler reshards.)
     - `jit`: whether to compile the function. Outside of `jax.jit` it is slow otherwise, but can be
-        stepped through.
+        stepped through; of deadlocks and calls that JAX can't look into nothing is then known.
 
     **Returns:**
 
@@ -135,6 +123,8 @@ def filter_shard_map(
         return functools.partial(
             filter_shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
         )
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
     manual = None if axis_names is None else _names(axis_names)
     inputs = Specs(in_specs, mesh, manual, reshard)
     mapped = Mapped(fun, Plan(Function.of(fun), inputs, out_specs, check_vma))
@@ -146,188 +136,6 @@ def _names(axis_names: Collection[Any]) -> frozenset[Any]:
     if not names:
         raise ValueError("filter_shard_map: axis_names is empty. Leave it out to mean all axes")
     return names
-
-
-@dataclass(frozen=True)
-class Region:
-    """What is split over: a mesh, its axes of the types that they have around the call, and those
-    of its axes of which each device is given its own part.
-    """
-
-    mesh: AnyMesh
-    names: frozenset[Any]
-
-    @cached_property
-    def explicit(self) -> frozenset[Any]:
-        """Those of the axes of which the arrays' types say how they are split over them."""
-        types = axis_types(self.mesh)
-        return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
-
-    def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-        reasons = list(self._unfit(target))
-        yield from reasons or unfit_shape(target, shape)
-
-    def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-        reasons = list(self._unfit(target))
-        yield from reasons or unfit_rank(self.spec_of(target), shape)
-
-    def _unfit(self, target: Target) -> Iterator[tuple[str, str]]:
-        if not isinstance(target, NamedSharding):
-            yield "shard_map splits arrays over a mesh", "give a PartitionSpec"
-            return
-        if not same_axes(target.mesh, self.mesh):
-            yield (
-                f"shard_map splits over {show_mesh(self.mesh)} here",
-                "give a PartitionSpec over that",
-            )
-            return
-        if target.memory_kind is not None and (memory_kind(target) != default_memory_kind(target)):
-            yield (
-                "the parts of an array are in the devices' own memory inside shard_map",
-                "leave out the memory kind, and use mylib.filter_device_put before or after",
-            )
-        if PartitionSpec.UNCONSTRAINED in entries_of(target.spec):
-            yield "shard_map leaves no choice to the compiler", "write the axes, or None"
-        others = sorted(axes_in(target.spec) - self.names, key=str)
-        for name in others:
-            yield (
-                f"{name!r} is not among the axes that are split over here, "
-                f"{tuple(sorted(self.names, key=str))}",
-                "leave it out of the spec, or name it in axis_names",
-            )
-
-    @staticmethod
-    def spec_of(target: Any) -> PartitionSpec:
-        return target.spec
-
-    def beside(self, target: NamedSharding, here: PartitionSpec) -> NamedSharding:
-        """The target of an array that is `here`, which stays split over all other axes as it is."""
-        spec, taken = target.spec, axes_in(target.spec) | self.names
-        count = max(len(spec), len(here))
-        asked, found = ([*entries_of(s), *[None] * (count - len(s))] for s in (spec, here))
-        entries = [
-            (*names_of(a), *(n for n in names_of(f) if n not in taken)) or None
-            for a, f in zip(asked, found, strict=True)
-        ]
-        return target.update(spec=with_entries(spec, entries))
-
-
-def _refuse(function: Function, reason: str, mend: str) -> NoReturn:
-    request = f"filter_shard_map of {function.name}"
-    raise PlacementError([Fault("", None, request, reason, mend)])
-
-
-@dataclass(frozen=True, eq=False)
-class Specs(Inputs):
-    """How the arguments are split, over the axes `manual` (None: all)."""
-
-    manual: frozenset[Any] | None
-    reshard: bool
-
-    option: ClassVar[str] = "in_specs"
-    otherwise: ClassVar[Placement] = PartitionSpec()
-    # Those that are on the mesh are split by the program, whatever their shape.
-    decisive: ClassVar[Any] = staticmethod(attrgetter("sharding"))
-
-    def region(self, function: Function, world: World) -> Region:
-        mesh = self._mesh_in(function, world)
-        free = frozenset(n for n, kind in axis_types(mesh).items() if kind != AxisType.Manual)
-        names = free if self.manual is None else self.manual
-        if not names or not names <= free:
-            _refuse(
-                function,
-                f"it is to split over {tuple(sorted(names, key=str))}, and the axes of "
-                f"{show_mesh(mesh)} that are not split over yet are "
-                f"{tuple(sorted(free, key=str))}",
-                "name some of these in axis_names",
-            )
-        return Region(mesh, names)
-
-    def _mesh_in(self, function: Function, world: World) -> AnyMesh:
-        around = world.mesh
-        given = self.mesh or self._mesh_of_specs()
-        if around.empty:
-            mesh = given or world.devices
-            if mesh is None:
-                _refuse(
-                    function,
-                    "there is no mesh here",
-                    "pass `mesh=`, or call it under `jax.set_mesh(mesh)`",
-                )
-            return mesh
-        devices = world.devices
-        if given is not None and not (
-            same_axes(given, around)
-            and (
-                devices is None
-                or isinstance(given, AbstractMesh)
-                or list(given.devices.flat) == list(devices.devices.flat)
-            )
-        ):
-            _refuse(
-                function,
-                f"the mesh in force here is {show_mesh(around)}, and it is to split over another: "
-                f"{show_mesh(given)}, or the same one with its devices in another order",
-                "leave out `mesh=`, or call it outside of `jax.set_mesh`",
-            )
-        return around if world.staged or devices is None else devices
-
-    def _mesh_of_specs(self) -> AnyMesh | None:
-        given = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
-        return next((x.mesh for x in given if isinstance(x, NamedSharding)), None)
-
-    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
-        region = self.region(function, world)
-        return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
-
-    def are_placed(self, world: World) -> bool:
-        # Inside of a program placing the arguments is a part of the program.
-        return world.staged
-
-    def missing(
-        self, function: Function, leaves: Leaves, targets: Sequence[Target | None]
-    ) -> Sequence[Target | None]:
-        """Those on the mesh are resharded by the program."""
-        missing = [
-            target if isinstance(target, NamedSharding) and not _is_on(target.mesh, x) else None
-            for x, target in zip(leaves.arrays, targets, strict=True)
-        ]
-        faults = (
-            [
-                Fault(
-                    function.readable(name_of(path)),
-                    x.shape,
-                    f"{target.spec} over {show_mesh(target.mesh)}",
-                    f"it is elsewhere, at {x.sharding}, and reshard=False",
-                    "move it before, or leave out reshard=False",
-                )
-                for x, path, target in zip(leaves.arrays, leaves.paths, missing, strict=True)
-                if target is not None and isinstance(x, jax.Array) and _is_committed(x)
-            ]
-            if not self.reshard
-            else []
-        )
-        if faults:
-            raise PlacementError(faults)
-        return missing
-
-
-def _is_committed(x: jax.Array) -> bool:
-    return not isinstance(x, Tracer) and x.committed
-
-
-def _is_on(mesh: AnyMesh, x: Any) -> bool:
-    """Whether an array is on this mesh, however it is split."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    here = x.sharding if concrete else sharding_under(x)
-    if not isinstance(here, NamedSharding) or here.mesh != mesh:
-        return False
-    return here.memory_kind in (None, _memory_of(mesh))
-
-
-@functools.lru_cache(maxsize=64)
-def _memory_of(mesh: AnyMesh) -> str:
-    return default_memory_kind(NamedSharding(mesh, PartitionSpec()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -384,19 +192,53 @@ class Mapped:
             return outputs.take(fun(*args, **kwargs))
 
         part.__name__ = part.__qualname__ = function.name
+        with _captured_named(self.fun):
+            returned = self._map(part, arrays, in_specs, outputs.specs, region, world)
+        return outputs.outline.fill(returned)
+
+    def _map(
+        self,
+        part: Callable[[Arrays], Arrays],
+        arrays: Arrays,
+        in_specs: list[PartitionSpec],
+        out_specs: list[PartitionSpec],
+        region: Region,
+        world: World,
+    ) -> Arrays:
+        plan = self.plan
         mapped = jax.shard_map(
             part,
             mesh=None if not world.mesh.empty else region.mesh,
             in_specs=(in_specs,),
-            out_specs=outputs.specs,
+            out_specs=out_specs,
             axis_names=set(region.names),
             check_vma=plan.check_vma,
         )
         if plan.check_vma and world.staged:
             mapped = jax.jit(mapped)
-            _check(function, mapped.trace(arrays).jaxpr)
-        returned = mapped(arrays)
-        return outputs.outline.fill(returned)
+            _check(plan.function, mapped.trace(arrays).jaxpr)
+        return mapped(arrays)
+
+
+@contextmanager
+def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
+    """JAX refuses arrays on the mesh that a function finds outside of its arguments, and names
+    none.
+    """
+    try:
+        yield
+    except ValueError as error:
+        found = [
+            name
+            for name, x in captured_by(fun)
+            if is_concrete(x) and isinstance(x.sharding, NamedSharding)
+        ]
+        if found and "mesh" in str(error) and not isinstance(error, PlacementError):
+            error.add_note(
+                f"({Function.of(fun).name} finds {', '.join(found)} outside of its arguments, on "
+                "a mesh already: pass it as an argument)"
+            )
+        raise
 
 
 def _enter(
@@ -414,17 +256,19 @@ def _enter(
         faults.append(Fault(name, shape, request, reason, mend))
 
     for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
-        here = _spec_of(x, region)
+        here = region.spec_of(x)
         if target is None:
             if region.explicit != region.names:
                 reason = "only of Explicit axes it is known how an array lies"
                 refuse(i, "None: split as it lies", reason, "write a PartitionSpec")
-            specs.append(PartitionSpec(*_entries(here, region.names)))
+            specs.append(PartitionSpec(*entries_over(here, region.names)))
             wanted.append(None)
             continue
         # On Auto axes a program is resharded by its compiler.
         visible = region.explicit if world.staged else region.names
-        lies_so = here is not None and _entries(here, visible) == _entries(target.spec, visible)
+        lies_so = here is not None and entries_over(here, visible) == entries_over(
+            target.spec, visible
+        )
         if region.explicit and not (plan.specs.reshard or lies_so or here is None):
             refuse(
                 i,
@@ -438,31 +282,6 @@ def _enter(
     if faults:
         raise PlacementError(faults)
     return place_leaves(leaves, wanted, world), specs
-
-
-def _entries(spec: PartitionSpec | None, names: frozenset[Any]) -> tuple[tuple[Any, ...], ...]:
-    """What a spec says of some axes; equal where it means the same."""
-    entries = [
-        tuple(name for name in names_of(entry) if name in names)
-        for entry in (entries_of(spec) if spec is not None else ())
-    ]
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)
-
-
-def _spec_of(x: Any, region: Region) -> PartitionSpec | None:
-    """How an array is split over the region's mesh, where that is known."""
-    concrete = isinstance(x, jax.Array) and not isinstance(x, Tracer)
-    here = x.sharding if concrete else jax.typeof(x).sharding
-    if not isinstance(here, NamedSharding) or here.mesh.empty:
-        return None
-    types = axis_types(here.mesh)
-    if not same_axes(here.mesh, region.mesh) or any(
-        types[name] != AxisType.Explicit for name in region.explicit
-    ):
-        return None
-    return here.spec
 
 
 class _Outputs:
@@ -482,7 +301,7 @@ class _Outputs:
         return arrays
 
     def _specs_of(self, arrays: Arrays) -> list[PartitionSpec]:
-        region, checked = self._region, self._plan.check_vma
+        region = self._region
         shapes = self.outline.fill(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
         leaves = split(shapes)
         decision = decide(
@@ -491,31 +310,36 @@ class _Outputs:
         faults = list(decision.faults)
         specs: list[PartitionSpec] = []
         for i, (x, target) in enumerate(zip(arrays, decision.targets, strict=True)):
-            spec = PartitionSpec() if target is None else region.spec_of(target)
+            spec = PartitionSpec() if target is None else spec_in(target)
             specs.append(spec)
-            differs = (varying(x) & region.names) - axes_in(spec) - set(spec.unreduced)
-            if i in decision.faulty or not (differs or (target is None and not checked)):
-                continue
-            along = ", ".join(map(repr, sorted(differs, key=str)))
-            faults.append(
-                Fault(
-                    name_of(leaves.paths[i]),
-                    tuple(x.shape),
-                    "None" if target is None else f"{spec} over {show_mesh(region.mesh)}",
-                    f"it differs between the devices along {along}, of which this says nothing"
-                    if checked
-                    else "with check_vma=False nobody knows whether all devices return the same",
-                    f"name {along} in its spec"
-                    + ("" if x.ndim else ", having given it a dimension (x[None]),")
-                    + " or make it the same everywhere: jax.lax.psum, pmean, "
-                    "all_gather(..., to='invarying')"
-                    if checked
-                    else "write P() to promise that they do",
-                )
-            )
+            if i not in decision.faulty:
+                request = "None" if target is None else f"{spec} over {show_mesh(region.mesh)}"
+                place = name_of(leaves.paths[i]), tuple(x.shape), request
+                faults += [Fault(*place, *why) for why in self._promises(x, spec, target is None)]
         if faults:
             raise PlacementError([replace(f, path=_in_result(f.path)) for f in faults])
         return specs
+
+    def _promises(
+        self, x: jax.Array, spec: PartitionSpec, by_default: bool
+    ) -> Iterator[tuple[str, str]]:
+        """Why it isn't so that all devices return the same, where the spec promises it."""
+        if not self._plan.check_vma:
+            if by_default:
+                yield (
+                    "with check_vma=False nobody knows whether all devices return the same",
+                    "write P() to promise that they do",
+                )
+            return
+        differs = (varying(x) & self._region.names) - axes_in(spec) - set(spec.unreduced)
+        if differs:
+            along = ", ".join(map(repr, sorted(differs, key=str)))
+            given = "" if x.ndim else ", having given it a dimension (x[None]),"
+            yield (
+                f"it differs between the devices along {along}, of which this says nothing",
+                f"name {along} in its spec{given} or make it the same everywhere: "
+                "jax.lax.psum, pmean, all_gather(..., to='invarying')",
+            )
 
 
 def _in_result(path: str) -> str:
@@ -524,6 +348,6 @@ def _in_result(path: str) -> str:
 
 
 def _check(function: Function, program: Any) -> None:
-    wrong = dict.fromkeys(wrong_in(program))
+    wrong = wrong_in(program)
     if wrong:
         raise ValueError("\n  ".join([f"{function.name} can't run on several devices:", *wrong]))

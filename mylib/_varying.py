@@ -3,7 +3,7 @@ are wrong.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 
 from ._leaves import Kind, kind_of
-from ._world import opened, parts_of
+from ._world import jaxprs_in, opened, parts_of
 
 T = TypeVar("T")
 Axes = frozenset[Any]
@@ -53,15 +53,34 @@ def vary(tree: T, axis_names: Any, /) -> T:
         assert gradient(1.0 * jnp.ones(()), jnp.arange(8.0)) == 3.5
         ```
     """
-    axes = axis_names if isinstance(axis_names, tuple | list | set | frozenset) else (axis_names,)
+    axes = axis_names if isinstance(axis_names, tuple | list) else (axis_names,)
+    known = manual_axes()
+    unknown = [axis for axis in axes if axis not in known]
+    if unknown:
+        raise ValueError(
+            f"vary: {', '.join(map(repr, unknown))} is none of the axes that are split over here; "
+            + (f"there are {known}" if known else "there are none: call it in filter_shard_map")
+        )
+    return cast(tree, axes)
 
-    def cast(x: Any) -> Any:
+
+def cast(tree: T, axes: Iterable[Any]) -> T:
+    """`vary`, over axes that are there."""
+    # In the same order in every process: else their programs differ.
+    ordered = [axis for axis in manual_axes() if axis in frozenset(axes)]
+
+    def cast_one(x: Any) -> Any:
         if kind_of(x) is Kind.STATIC:
             return x
-        missing = tuple(axis for axis in axes if axis not in varying(x))
+        missing = tuple(axis for axis in ordered if axis not in varying(x))
         return jax.lax.pcast(jnp.asarray(x), missing, to="varying") if missing else x
 
-    return jax.tree.map(cast, tree)
+    return jax.tree.map(cast_one, tree)
+
+
+def manual_axes() -> tuple[Any, ...]:
+    """The axes that the code around is given its part of, in the order of the mesh."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def varying(x: Any) -> Axes:
@@ -95,79 +114,48 @@ def _axes_named_by(eqn: Any) -> Axes:
     return frozenset(axis for axis in several if not isinstance(axis, int))
 
 
-def wrong_in(program: Any) -> list[str]:
-    """What would run into a deadlock, and what JAX's types take for the same on all devices
-    although it isn't, in a program of `shard_map` given as a jaxpr.
-    """
-    seen = {id(opened(part)) for part in parts_of(program, without=_is_opaque)}
-    found = []
-    for part in map(opened, parts_of(program)):
-        casts = _Casts(part)
-        for eqn in part.eqns:
-            axes = _differs_over(eqn)
-            stuck = axes & union(map(communicates_over, _branches(eqn))) if axes else axes
-            if stuck:
-                found.append(_would_wait(eqn, stuck))
-            elif id(part) in seen and not all(
-                casts.heal(x, axes - _of_type(x.aval)) for x in eqn.outvars
-            ):
-                found.append(_is_mistaken(eqn, axes))
-    return list(dict.fromkeys(found))
-
-
 # The name of the functions whose types `mylib.opaque` sees to.
 OPAQUE = "mylib_opaque"
 
 
-def _is_opaque(eqn: Any) -> bool:
-    return eqn.params.get("name") == OPAQUE
-
-
-def _would_wait(eqn: Any, axes: Axes) -> str:
-    name = eqn.primitive.name
-    return (
-        f"{_BRANCHING[name]} at {_where(eqn)} differs between the devices along {_show(axes)}, "
-        f"and what it decides on communicates along it: some devices would wait for ever\n"
-        f"    instead: {_AGREE[name]}"
-    )
-
-
-def _is_mistaken(eqn: Any, axes: Axes) -> str:
-    name = eqn.primitive.name
-    what = _BRANCHING.get(name, f"what the {name} is given")
-    return (
-        f"{what} at {_where(eqn)} differs between the devices along {_show(axes)}, and JAX takes "
-        "what comes of it for the same on all of them\n"
-        f"    instead: {_MENDS.get(name, _MEND_OF_CALLS)}"
-    )
-
-
-def _where(eqn: Any) -> str:
-    return source_info_util.summarize(eqn.source_info)
-
-
-_BRANCHING = {"while": "the condition of the while_loop", "cond": "the predicate of the cond"}
-_AGREE = {
-    "while": "mylib.loops.while_loop(..., sync='any'), or 'all'",
-    "cond": "communicate outside of it, or make the predicate the same everywhere: jax.lax.pmax",
-}
-_MENDS = {
-    "while": "mylib.loops.while_loop, or start with mylib.vary(init_val, axis), of arrays",
-    "cond": "in the branches return mylib.vary(result, axis), of arrays",
-}
-_MEND_OF_CALLS = "wrap the function that makes this call with mylib.opaque"
+def wrong_in(program: Any) -> list[str]:
+    """What would run into a deadlock, and what JAX's types take for the same on all devices
+    although it isn't, in a program of `shard_map` given as a jaxpr.
+    """
+    looked_into = {id(opened(part)) for part in parts_of(program, without=_is_opaque)}
+    found: list[str] = []
+    for part in map(opened, parts_of(program)):
+        values = _Values(part)
+        for eqn in part.eqns:
+            axes = _differs_over(eqn)
+            if not axes:
+                continue
+            stuck = axes & union(map(communicates_over, _branches(eqn)))
+            if stuck:
+                found.append(_would_wait(eqn, stuck))
+            elif id(part) in looked_into:
+                found += _mistakes(eqn, axes, values)
+    return list(dict.fromkeys(found))
 
 
 def _differs_over(eqn: Any) -> Axes:
     """The axes along which the results of an equation may differ, whatever their types say."""
     name = eqn.primitive.name
     if name in _CALLS:
-        return union(_of_type(x.aval) for x in eqn.invars)
+        return _of_types(eqn.invars)
     if name == "cond":
-        return _of_type(eqn.invars[0].aval)
+        return _of_types(eqn.invars[:1])
     if name == "while":
-        return _of_type(eqn.params["cond_jaxpr"].out_avals[0])
+        return union(map(_of_type, eqn.params["cond_jaxpr"].out_avals[:1]))
+    if _is_opaque(eqn):
+        inside = [e for part in parts_of(eqn.params["jaxpr"]) for e in opened(part).eqns]
+        places = [_axes_named_by(e) for e in inside if e.primitive.name == "axis_index"]
+        return _of_types(eqn.invars) | union(places)
     return frozenset()
+
+
+def _is_opaque(eqn: Any) -> bool:
+    return eqn.params.get("name") == OPAQUE
 
 
 def _branches(eqn: Any) -> list[Any]:
@@ -176,8 +164,46 @@ def _branches(eqn: Any) -> list[Any]:
     return list(eqn.params.get("branches", ()))
 
 
-class _Casts:
-    """Of which values of a jaxpr every use says that they vary."""
+def _mistakes(eqn: Any, axes: Axes, values: "_Values") -> Iterator[str]:
+    if eqn.primitive.name == "cond":
+        alike = [x for x in eqn.invars if _is_differentiable(x) and axes - _of_types([x])]
+        if any(_casts(branch, axes) for branch in _branches(eqn)):
+            yield _would_add_up(eqn, axes)
+            return
+    else:
+        alike = []
+    mistaken = [x for x in eqn.outvars if axes - _of_types([x])]
+    # Said of a result afterwards, it is right for the result, but not for its gradient.
+    if any(alike or not values.are_told(x, axes - _of_types([x])) for x in mistaken):
+        yield _is_mistaken(eqn, axes)
+
+
+def _casts(branch: Any, axes: Axes) -> bool:
+    """Whether a branch says of something differentiable that it gets that it varies: then in its
+    gradient devices would communicate, which take another branch maybe.
+    """
+    jaxpr = opened(branch)
+    given = {id(x) for x in jaxpr.invars if _is_differentiable(x) and axes - _of_types([x])}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "stop_gradient" or not any(id(x) in given for x in eqn.invars):
+            continue
+        inner = [e for part in _inner_parts(eqn) for e in opened(part).eqns]
+        if any(_cast_to(e) & axes for e in (eqn, *inner)):
+            return True
+        given |= {id(x) for x in eqn.outvars if _is_differentiable(x)}
+    return False
+
+
+def _inner_parts(eqn: Any) -> list[Any]:
+    return [part for inner in jaxprs_in(eqn) for part in parts_of(inner)]
+
+
+def _is_differentiable(x: Any) -> bool:
+    return jnp.issubdtype(getattr(x.aval, "dtype", jnp.int32), jnp.inexact)
+
+
+class _Values:
+    """Of which values of a jaxpr it is said, before anything relies on it, that they vary."""
 
     def __init__(self, jaxpr: Any):
         self._jaxpr = jaxpr
@@ -190,15 +216,100 @@ class _Casts:
                 uses[id(x)].append(eqn)
         return uses
 
-    def heal(self, x: Any, axes: Axes) -> bool:
-        if not axes:
-            return True
-        returned = any(x is y for y in self._jaxpr.outvars)
-        return not returned and all(axes <= _casts_to(eqn) for eqn in self._uses[id(x)])
+    def are_told(self, x: Any, axes: Axes) -> bool:
+        return self._untold(x, axes) == set()
+
+    def _untold(self, x: Any, axes: Axes) -> set[int] | None:
+        """Through which of the jaxpr's results `x`, or what is made of it, leaves without its
+        having been said; None if something has relied on it before.
+        """
+        returned: set[int] = set()
+        queue, seen = [x], {id(x)}
+        while queue:
+            x = queue.pop()
+            returned |= {i for i, y in enumerate(self._jaxpr.outvars) if x is y}
+            for eqn in self._uses[id(x)]:
+                made = [] if axes <= _cast_to(eqn) else self._made_of(x, eqn, axes)
+                if made is None:
+                    return None
+                queue += [y for y in made if id(y) not in seen]
+                seen |= set(map(id, made))
+        return returned
+
+    def _made_of(self, x: Any, eqn: Any, axes: Axes) -> list[Any] | None:
+        inner = jaxprs_in(eqn)
+        if not inner:
+            return eqn.outvars
+        if eqn.primitive.name not in ("jit", "pjit", "custom_jvp_call"):
+            return None
+        part = opened(inner[0])
+        returned: set[int] = set()
+        for given, own in zip(eqn.invars, part.invars, strict=True):
+            untold = _Values(part)._untold(own, axes) if given is x else set[int]()
+            if untold is None:
+                return None
+            returned |= untold
+        return [eqn.outvars[i] for i in returned]
 
 
-def _casts_to(eqn: Any) -> Axes:
+def _cast_to(eqn: Any) -> Axes:
     return frozenset(eqn.params["axes"]) if eqn.primitive.name == "pvary" else frozenset()
+
+
+def _of_types(values: Iterable[Any]) -> Axes:
+    return union(_of_type(x.aval) for x in values)
+
+
+def _would_wait(eqn: Any, axes: Axes) -> str:
+    name = eqn.primitive.name
+    return (
+        f"{_BRANCHING[name]} {_where(eqn)} differs between the devices along {_show(axes)}, "
+        f"and what it decides on communicates along it: some devices would wait for ever\n"
+        f"    instead: {_AGREE[name]}"
+    )
+
+
+def _would_add_up(eqn: Any, axes: Axes) -> str:
+    return (
+        f"{_BRANCHING['cond']} {_where(eqn)} differs between the devices along {_show(axes)}, and "
+        "its branches use arrays that are the same on all of them: a gradient would be added up "
+        "over devices that took another branch\n"
+        "    instead: use mylib.vary(array, axis) in the branches, made before the cond"
+    )
+
+
+def _is_mistaken(eqn: Any, axes: Axes) -> str:
+    name = "opaque" if _is_opaque(eqn) else eqn.primitive.name
+    what = _BRANCHING.get(name, f"what the {name} is given")
+    return (
+        f"{what} {_where(eqn)} differs between the devices along {_show(axes)}, and JAX takes what "
+        "comes of it for the same on all of them\n"
+        f"    instead: {_MENDS.get(name, _MEND_OF_CALLS)}"
+    )
+
+
+def _where(eqn: Any) -> str:
+    known = source_info_util.summarize(eqn.source_info)
+    return f"at {known}" if known else "(JAX doesn't know the line)"
+
+
+_BRANCHING = {
+    "while": "the condition of the while_loop",
+    "cond": "the predicate of the cond",
+    "opaque": "what the function in mylib.opaque finds outside of its arguments",
+}
+_AGREE = {
+    "while": "mylib.loops.while_loop(..., sync='any'), or 'all'",
+    "cond": "communicate outside of it, or make the predicate the same everywhere (jax.lax.pmax); "
+    "if it is a gradient that communicates, use mylib.vary(array, axis), made before the cond",
+}
+_MENDS = {
+    "while": "mylib.loops.while_loop, or start with mylib.vary(init_val, axis), of arrays",
+    "cond": "in the branches use mylib.vary(array, axis), made before the cond, or return "
+    "mylib.vary(result, axis), of arrays",
+    "opaque": "pass it as an argument",
+}
+_MEND_OF_CALLS = "wrap the function that makes this call with mylib.opaque"
 
 
 def _show(axes: Axes) -> str:

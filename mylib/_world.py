@@ -6,7 +6,7 @@ Each of them has a test in `tests/test_world.py` that says what to do when it is
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,7 +149,7 @@ def parts_of(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -
     queue = [program]
     while queue:
         for eqn in opened(queue.pop()).eqns:
-            inner = [x for value in eqn.params.values() for x in _jaxprs_in(value)]
+            inner = jaxprs_in(eqn)
             if not inner or eqn.primitive.name == "pallas_call" or without(eqn):
                 continue
             for x in inner:
@@ -159,13 +159,15 @@ def parts_of(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -
     return list(parts.values())
 
 
-def _jaxprs_in(param: Any) -> Sequence[Any]:
-    """The jaxprs among an equation's parameters: programs are large, so this has to be quick."""
-    if isinstance(param, _JAXPRS):
-        return (param,)
-    if isinstance(param, tuple | list):
-        return [x for x in param if isinstance(x, _JAXPRS)]
-    return ()
+def jaxprs_in(eqn: Any) -> list[Any]:
+    """The jaxprs among an equation's parameters. Programs are large, so this has to be quick."""
+    found: list[Any] = []
+    for param in eqn.params.values():
+        if isinstance(param, _JAXPRS):
+            found.append(param)
+        elif isinstance(param, tuple | list):
+            found += [x for x in param if isinstance(x, _JAXPRS)]
+    return found
 
 
 _JAXPRS = (Jaxpr, ClosedJaxpr)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from ._leaves import Kind, kind_of
-from ._varying import communicates_over, vary, varying
+from ._varying import cast, communicates_over, manual_axes, varying
 
 __all__ = ["scan", "while_loop"]
 
@@ -69,7 +69,7 @@ def while_loop(
     def cond(carry: Any) -> Any:
         return cond_fun(eqx.combine(carry, static))
 
-    axes = _manual_axes()
+    axes = manual_axes()
     if axes:
         # Compiled functions, so that looking at them and looping over them is one trace.
         body, cond = jax.jit(body), jax.jit(cond)
@@ -84,17 +84,19 @@ def _agreed(
     """The condition, the same on all devices if need be, and the carry for it."""
     checked = _is_checked(axes)
     differs = varying(jax.eval_shape(cond, carry)) if checked else frozenset(axes)
+    # In the same order in every process: else their programs differ.
+    ordered = tuple(axis for axis in axes if axis in differs)
     if sync is not None and differs:
         reduce = {"any": jax.lax.pmax, "all": jax.lax.pmin}[sync]
 
         def agreed(carry: Any) -> Any:
             wish = jnp.asarray(cond(carry))
-            return reduce(wish.astype(jnp.int32), tuple(differs)).astype(wish.dtype)
+            return reduce(wish.astype(jnp.int32), ordered).astype(wish.dtype)
 
         return agreed, carry
     talks = communicates_over(body.trace(carry).jaxpr) | communicates_over(cond.trace(carry).jaxpr)
     if differs & talks:
-        along = ", ".join(map(repr, sorted(differs & talks, key=str)))
+        along = ", ".join(repr(axis) for axis in ordered if axis in talks)
         doubt = (
             "its condition differs between the devices"
             if checked
@@ -107,7 +109,7 @@ def _agreed(
         )
     # What counts the turns differs where their number does.
     if checked:
-        carry = _promoted(functools.partial(jax.eval_shape, body), vary(carry, differs))
+        carry = _promoted(functools.partial(jax.eval_shape, body), cast(carry, differs))
     return cond, carry
 
 
@@ -150,21 +152,22 @@ def scan(
     static_result: list[Any] = []
 
     def step(carry: Any, row: Any) -> tuple[Any, Any]:
-        carry, y = f(eqx.combine(carry, static), eqx.combine(row, row_static))
+        result = f(eqx.combine(carry, static), eqx.combine(row, row_static))
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(
+                f"scan: f must return a pair, what is carried and a result, and returned {result!r}"
+            )
+        carry, y = result
         y, static_y = eqx.partition(y, eqx.is_array)
         static_result[:] = [static_y]
         return _same_static(carry, static, "f", "init"), y
 
-    if _manual_axes():
+    if manual_axes():
         step = jax.jit(step)
-        first = jax.eval_shape(lambda rows: jax.tree.map(lambda x: x[0], rows), rows)
+        first = jax.tree.map(_row_of, rows)
         carry = _promoted(lambda carry: jax.eval_shape(step, carry, first)[0], carry)
     carry, ys = jax.lax.scan(step, carry, rows, length, reverse, unroll)
     return eqx.combine(carry, static), eqx.combine(ys, static_result[0])
-
-
-def _manual_axes() -> tuple[Any, ...]:
-    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def _is_checked(axes: tuple[Any, ...]) -> bool:
@@ -180,11 +183,19 @@ def _promoted(turn: Callable[[Any], Any], carry: Any) -> Any:
         after = turn(carry)
         if jax.tree.structure(after) != jax.tree.structure(carry):
             return carry  # the loop itself says so, and where
-        grown = jax.tree.map(lambda x, y: vary(x, varying(y)), carry, after)
+        grown = jax.tree.map(lambda x, y: cast(x, varying(y)), carry, after)
         before = map(varying, jax.tree.leaves(carry))
         if list(before) == list(map(varying, jax.tree.leaves(grown))):
             return grown
         carry = grown
+
+
+def _row_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of a row, of which there may be none."""
+    if x.shape[0] == 0:
+        varies = jax.typeof(x).manual_axis_type
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, manual_axis_type=varies)
+    return jax.eval_shape(lambda x: x[0], x)
 
 
 def _is_carried(x: Any) -> bool:
@@ -208,7 +219,7 @@ def _same_static(tree: Any, static: Any, function: str, before: str) -> Any:
     changed = [
         f"{jax.tree_util.keystr(path)}: {old!r}, then {new!r}"
         for (path, old), (_, new) in zip(olds, news, strict=before_def == after_def)
-        if before_def == after_def and not (old is new or old == new)
+        if before_def == after_def and not (old is new or eqx.tree_equal(old, new))
     ]
     if changed:
         raise TypeError(

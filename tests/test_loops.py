@@ -1,5 +1,10 @@
 """`mylib.loops`: what is carried may come to differ; stopping is agreed; deadlocks are refused."""
 
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
 import _hlo
 import equinox as eqx
 import jax
@@ -90,6 +95,34 @@ class TestWhileLoop:
         words = "condition differs between" if checked else "check_vma=False nobody knows"
         with pytest.raises(ValueError, match=f"along 'data', and .*{words}.*\n.*sync='any'"):
             average()(X)
+
+    def test_every_process_makes_the_same_program(self, checkout_env):
+        """Whatever the order in which Python goes over its sets."""
+        program = """
+            import hashlib
+            import jax.numpy as jnp
+            import mylib
+            from test_loops import AUTO, P
+            from mylib.loops import while_loop
+            f = mylib.filter_shard_map(
+                lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x, sync="any"),
+                mesh=AUTO, in_specs=P("data", "model"), out_specs=P("data", "model"),
+            )
+            print(hashlib.md5(f.lower(jnp.ones((4, 2))).as_text().encode()).hexdigest())
+        """
+        made = {
+            subprocess.run(
+                [sys.executable, "-c", textwrap.dedent(program)],
+                env={**checkout_env, "PYTHONHASHSEED": seed},
+                cwd=Path(__file__).parent,
+                check=True,
+                capture_output=True,
+                text=True,
+                timeout=60,
+            ).stdout
+            for seed in ("0", "3")
+        }
+        assert len(made) == 1
 
     def test_a_condition_that_is_the_same_everywhere_may_communicate(self):
         def f(x):
@@ -202,6 +235,32 @@ class TestScan:
 
         np.testing.assert_allclose(mapped(f)(X), X.reshape(4, 2).sum(1))
         assert len(traces) == 1
+
+    @CHECKED
+    def test_no_turn_at_all(self, checked):
+        def f(x):
+            keys = jax.random.split(jax.random.key(0), 0)
+            carry, ys = scan(lambda c, r: (c, r[0]), x, (jnp.zeros((0, 3)), keys))
+            return carry, jnp.zeros(2) + ys.sum()
+
+        carry, total = mapped(f, checked=checked)(X)
+        np.testing.assert_array_equal(carry, X)
+        assert not total.any()
+
+    def test_faults(self):
+        with pytest.raises(TypeError, match="scan: f must return a pair.*returned"):
+            mapped(lambda x: scan(lambda c, r: c, x, x))(X)
+        names = np.array(["a", "b"])
+
+        def turn(carry, row):
+            return (carry[0] + row, np.array(["a", "b"])), None
+
+        def f(x):
+            (total, found), _ = scan(turn, (0.0, names), x)
+            return lax.psum(total, "data"), found
+
+        total, found = mapped(f, out_specs=P())(X)
+        assert float(total) == X.sum() and found is names
 
     def test_as_in_jax(self):
         def turn(carry, row):

@@ -194,6 +194,42 @@ class TestOpaque:
         expected = jax.grad(lambda w: jnp.sum(2 * X @ w.T))(linear.weight)
         np.testing.assert_allclose(grads.weight, expected, rtol=1e-5)
 
+    def test_what_is_found_elsewhere_is_refused(self):
+        """Of arguments it is known how they vary; else the result would be taken for the same."""
+        total = callback_sum(jax.pure_callback)
+
+        def closes_over(x):
+            return mylib.opaque(lambda w: total(x * w))(2.0 * jnp.ones(()))
+
+        def asks_where_it_is(x):
+            index = jnp.ones(3) * jnp.float32(2)
+            return mylib.opaque(lambda w: total(w * lax.axis_index("data")))(index)
+
+        for f in (closes_over, asks_where_it_is):
+            mapped = mylib.filter_shard_map(f, mesh=AUTO, in_specs=P("data"), out_specs=P())
+            with pytest.raises(ValueError, match="finds outside of its arguments.*\n.*pass it"):
+                mapped(X)
+
+    def test_functions_that_hold_arrays(self):
+        class Total(eqx.Module):
+            w: jax.Array
+
+            def __call__(self, x):
+                return callback_sum(jax.pure_callback)(self.w * x)
+
+        def f(w, x):
+            in_module = mylib.opaque(Total(w))(jnp.ones(()))
+            return (in_module + mylib.opaque(eqx.Partial(Total(x[0, 0]), x))())[None]
+
+        mapped = mylib.filter_shard_map(
+            f, mesh=AUTO, in_specs=(P("data"), P("data")), out_specs=P("data")
+        )
+        parts = X.reshape(4, 2, 4)
+        expected = X[:, 0].reshape(4, 2).sum(1) + parts[:, 0, 0] * parts.sum((1, 2))
+        np.testing.assert_allclose(mapped(X[:, 0], X), expected, rtol=1e-5)
+        with pytest.raises(TypeError, match="holds arrays, and bwd"):
+            mylib.opaque(Total(jnp.ones(())), fwd=times_forward, bwd=times_backward)
+
     def test_faults(self):
         with pytest.raises(TypeError, match="give both"):
             mylib.opaque(times, fwd=times_forward)
@@ -207,6 +243,12 @@ class TestOpaque:
         f = mylib.opaque(lambda x, y: x, fwd=lambda x, y: (x, None), bwd=lambda _, g: g)
         with pytest.raises(TypeError, match="a cotangent for each of the 2 arguments"):
             jax.grad(f)(1.0 * jnp.ones(()), 2.0)
+        f = mylib.opaque(lambda x: x["a"], fwd=lambda x: (x["a"], None), bwd=lambda _, g: (g,))
+        with pytest.raises(TypeError, match="what bwd returned for argument 0 is no cotangent"):
+            jax.grad(f)({"a": 1.0})
+        f = mylib.opaque(lambda x: x, fwd=lambda x: x, bwd=lambda _, g: (g,))
+        with pytest.raises(TypeError, match="fwd must return a pair"):
+            jax.grad(f)(1.0)
 
 
 class TestVary:
@@ -224,6 +266,15 @@ class TestVary:
                 f, mesh=AUTO, in_specs=P("data"), out_specs=P("data", "model"), check_vma=check
             )
             assert mapped(X).shape == (4, 2, 3) and found == [[axes, axes]]
+
+    def test_axes_that_are_not_there(self):
+        with pytest.raises(ValueError, match="vary: 'data' is none .* there are none: call it in"):
+            mylib.vary(X, "data")
+        f = mylib.filter_shard_map(
+            lambda x: mylib.vary(x, ("data", "dta")), mesh=AUTO, in_specs=P(), out_specs=P()
+        )
+        with pytest.raises(ValueError, match=r"'dta' is none .*there are \('data', 'model'\)"):
+            f(X)
 
     # The mean gradient of 4 devices, or what else comes of it, as multiples of the mean.
     FORMS = {
@@ -368,6 +419,80 @@ class TestHoles:
             mylib.filter_shard_map(f, mesh=AUTO, in_specs=P("data"), out_specs=P())(X)
         assert str(caught.value).count("instead:") == len(HOLES)
         assert str(caught.value).startswith("f can't run on several devices:")
+
+    @pytest.mark.parametrize("branches", ["one", "both", "switch"])
+    def test_gradients_of_what_branches_share(self, branches):
+        """JAX adds them up inside the branches: over devices that took another one."""
+        threshold = X[3].sum() + X[4].sum()
+
+        def choose(w, x):
+            which = x.sum() > threshold
+            if branches == "switch":
+                rules = [lambda x, i=i: w * (i + 1) * x for i in range(3)]
+                return lax.switch(lax.axis_index("data") % 3, rules, x)
+            return lax.cond(which, lambda: 2 * w * x, lambda: w * x if branches == "both" else x)
+
+        def ready(w, x):
+            return choose(mylib.vary(w, "data"), x)
+
+        specs = dict(mesh=AUTO, in_specs=(P(), P("data")), out_specs=P("data"))
+        with pytest.raises(ValueError, match="predicate of the cond at .*\n.*made before the cond"):
+            mylib.filter_shard_map(choose, **specs)(jnp.asarray(1.0), X)
+        f = mylib.filter_shard_map(ready, **specs)
+        parts = X.reshape(4, 2, 4)
+        factors = (
+            [1, 2, 3, 1]
+            if branches == "switch"
+            else [
+                2 if part.sum() > threshold else (1 if branches == "both" else 0) for part in parts
+            ]
+        )
+        expected = sum(k * part.sum() for k, part in zip(factors, parts, strict=True))
+        assert len(set(factors)) > 1
+        for grad in (jax.grad, lambda g: jax.jit(jax.grad(g))):
+            np.testing.assert_allclose(grad(lambda w: f(w, X).sum())(1.0), expected, rtol=1e-5)
+
+    def test_constants_to_choose_from_are_none(self):
+        def f(x):
+            which = x.sum() > 4
+            factor = lax.cond(which, lambda: 1.0, lambda: 0.0)
+            count = lax.cond(which, lambda: 1, lambda: 2)
+            nested = lax.cond(which, lambda: 3.0, lambda: 1.0)
+            return x * factor * count * jax.jit(lambda n: n * 2)(nested) + jax.nn.relu(factor) * x
+
+        specs = dict(mesh=AUTO, in_specs=P("data"), out_specs=P("data"))
+        ours = mylib.filter_shard_map(f, **specs)
+        expected = np.concatenate([p * 7 if p.sum() > 4 else p * 0 for p in X.reshape(4, 2, 4)])
+        np.testing.assert_allclose(ours(X), expected, rtol=1e-5)
+        np.testing.assert_allclose(ours(X[:, 0]), np.asarray(jax.vmap(lambda p: p)(ours(X[:, 0]))))
+
+    def test_the_rules_of_custom_derivatives_are_not_looked_into(self):
+        """Said in docs/transforming.md. `opaque` covers what is called in its `fwd` and `bwd`."""
+
+        @jax.custom_vjp
+        def h(w, x):
+            return w * x
+
+        def backward(kept, g):
+            w, x = kept
+            total = jax.pure_callback(
+                lambda x, g: np.float32((x * g).sum()), jax.ShapeDtypeStruct((), jnp.float32), x, g
+            )
+            return total, g * w
+
+        h.defvjp(lambda w, x: (w * x, (w, x)), backward)
+        f = mylib.filter_shard_map(h, mesh=AUTO, in_specs=(P(), P("data")), out_specs=P("data"))
+        found = jax.grad(lambda w: f(w, jnp.asarray(X)).sum())(1.0)
+        np.testing.assert_allclose(found, X[:2].sum(), rtol=1e-5)  # of the first device alone
+
+    def test_a_line_that_jax_does_not_know(self):
+        def f(x):
+            on_row = callback_sum(lambda *a: jax.pure_callback(*a, vmap_method="sequential"))
+            return jax.vmap(on_row)(x)
+
+        mapped = mylib.filter_shard_map(f, mesh=AUTO, in_specs=P("data"), out_specs=P())
+        with pytest.raises(ValueError, match="pure_callback is given .*differs"):
+            mapped(X)
 
     def test_what_is_cast_at_once_is_none(self):
         def f(x):

@@ -372,6 +372,29 @@ class TestInSpecs:
         with pytest.raises(TypeError, match="part has no parameter 'y': it has x"):
             mylib.filter_shard_map(part, mesh=AUTO, in_specs={"y": P()}, out_specs=P())(X)
 
+    def test_what_is_no_mesh(self):
+        with pytest.raises(TypeError, match="mesh='data' is a str, not a mesh"):
+            mylib.filter_shard_map(part, mesh="data", in_specs=P(), out_specs=P())
+
+    def test_arrays_that_are_gone_are_named(self):
+        f = mylib.filter_shard_map(
+            lambda tree: None, mesh=AUTO, in_specs=P("data"), out_specs=P("data")
+        )
+        x = jnp.asarray(X)
+        x.delete()
+        with pytest.raises(mylib.PlacementError, match=r"tree\['a'\] .*\n.*\n.*been deleted"):
+            f({"a": x})
+
+    def test_what_is_captured_is_named(self):
+        table = mylib.filter_shard(X, P("data"), mesh=AUTO)
+        f = mylib.filter_shard_map(
+            lambda x: x + table[:2], mesh=AUTO, in_specs=P("data"), out_specs=P("data")
+        )
+        with pytest.raises(ValueError) as caught:
+            f(X)
+        (note,) = [n for n in caught.value.__notes__ if "outside of its arguments" in n]
+        assert "finds table outside" in note and "pass it as an argument" in note
+
     def test_nothing_is_split_over_twice(self):
         @mylib.filter_shard_map(mesh=AUTO, in_specs=P("data"), out_specs=P("data"))
         def outer(x):

@@ -1,0 +1,235 @@
+"""What `filter_shard_map` splits over, and how the arguments are to be split."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, ClassVar, NoReturn
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from ._arguments import Function, Inputs
+from ._errors import Fault, PlacementError
+from ._fit import show_mesh, unfit_rank, unfit_shape
+from ._leaves import Leaves, name_of
+from ._placement import Decision, Placement, decide, is_placement_leaf
+from ._target import (
+    AnyMesh,
+    Target,
+    axes_in,
+    axis_names as names_of,
+    axis_types,
+    default_memory_kind,
+    entries_of,
+    memory_kind,
+    same_axes,
+    with_entries,
+)
+from ._world import World, sharding_under
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is split over: a mesh, its axes of the types that they have around the call, and those
+    of its axes of which each device is given its own part.
+    """
+
+    mesh: AnyMesh
+    names: frozenset[Any]
+
+    @cached_property
+    def explicit(self) -> frozenset[Any]:
+        """Those of the axes of which the arrays' types say how they are split over them."""
+        types = axis_types(self.mesh)
+        return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
+
+    def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+        reasons = list(self._unfit(target))
+        yield from reasons or unfit_shape(target, shape)
+
+    def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+        reasons = list(self._unfit(target))
+        yield from reasons or unfit_rank(spec_in(target), shape)
+
+    def _unfit(self, target: Target) -> Iterator[tuple[str, str]]:
+        if not isinstance(target, NamedSharding):
+            yield "shard_map splits arrays over a mesh", "give a PartitionSpec"
+            return
+        if not same_axes(target.mesh, self.mesh):
+            yield (
+                f"shard_map splits over {show_mesh(self.mesh)} here",
+                "give a PartitionSpec over that",
+            )
+            return
+        if target.memory_kind is not None and (memory_kind(target) != default_memory_kind(target)):
+            yield (
+                "the parts of an array are in the devices' own memory inside shard_map",
+                "leave out the memory kind, and use mylib.filter_device_put before or after",
+            )
+        if PartitionSpec.UNCONSTRAINED in entries_of(target.spec):
+            yield "shard_map leaves no choice to the compiler", "write the axes, or None"
+        others = sorted(axes_in(target.spec) - self.names, key=str)
+        for name in others:
+            yield (
+                f"{name!r} is not among the axes that are split over here, "
+                f"{tuple(sorted(self.names, key=str))}",
+                "leave it out of the spec, or name it in axis_names",
+            )
+
+    def spec_of(self, x: Any) -> PartitionSpec | None:
+        """How an array is split over the mesh, where that is known."""
+        here = x.sharding if is_concrete(x) else jax.typeof(x).sharding
+        if not isinstance(here, NamedSharding) or not same_axes(here.mesh, self.mesh):
+            return None
+        types = axis_types(here.mesh)
+        known = all(types[name] == AxisType.Explicit for name in self.explicit)
+        return here.spec if known else None
+
+    def beside(self, target: NamedSharding, here: PartitionSpec) -> NamedSharding:
+        """The target of an array that is `here`, which stays split over all other axes as it is."""
+        spec, taken = target.spec, axes_in(target.spec) | self.names
+        count = max(len(spec), len(here))
+        asked, found = ([*entries_of(s), *[None] * (count - len(s))] for s in (spec, here))
+        entries = [
+            (*names_of(a), *(n for n in names_of(f) if n not in taken)) or None
+            for a, f in zip(asked, found, strict=True)
+        ]
+        return target.update(spec=with_entries(spec, entries))
+
+
+def _refuse(function: Function, reason: str, mend: str) -> NoReturn:
+    request = f"filter_shard_map of {function.name}"
+    raise PlacementError([Fault("", None, request, reason, mend)])
+
+
+@dataclass(frozen=True, eq=False)
+class Specs(Inputs):
+    """How the arguments are split, over the axes `manual` (None: all)."""
+
+    manual: frozenset[Any] | None
+    reshard: bool
+
+    option: ClassVar[str] = "in_specs"
+    otherwise: ClassVar[Placement] = PartitionSpec()
+    # Those that are on the mesh are split by the program, whatever their shape.
+    decisive: ClassVar[Any] = staticmethod(attrgetter("sharding"))
+
+    def region(self, function: Function, world: World) -> Region:
+        mesh = self._mesh_in(function, world)
+        free = frozenset(n for n, kind in axis_types(mesh).items() if kind != AxisType.Manual)
+        names = free if self.manual is None else self.manual
+        if not names or not names <= free:
+            _refuse(
+                function,
+                f"it is to split over {tuple(sorted(names, key=str))}, and the axes of "
+                f"{show_mesh(mesh)} that are not split over yet are "
+                f"{tuple(sorted(free, key=str))}",
+                "name some of these in axis_names",
+            )
+        return Region(mesh, names)
+
+    def _mesh_in(self, function: Function, world: World) -> AnyMesh:
+        around = world.mesh
+        given = self.mesh or self._mesh_of_specs()
+        if around.empty:
+            mesh = given or world.devices
+            if mesh is None:
+                _refuse(
+                    function,
+                    "there is no mesh here",
+                    "pass `mesh=`, or call it under `jax.set_mesh(mesh)`",
+                )
+            return mesh
+        devices = world.devices
+        if given is not None and not (
+            same_axes(given, around)
+            and (
+                devices is None
+                or isinstance(given, AbstractMesh)
+                or list(given.devices.flat) == list(devices.devices.flat)
+            )
+        ):
+            _refuse(
+                function,
+                f"the mesh in force here is {show_mesh(around)}, and it is to split over another: "
+                f"{show_mesh(given)}, or the same one with its devices in another order",
+                "leave out `mesh=`, or call it outside of `jax.set_mesh`",
+            )
+        return around if world.staged or devices is None else devices
+
+    def _mesh_of_specs(self) -> AnyMesh | None:
+        given = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
+        return next((x.mesh for x in given if isinstance(x, NamedSharding)), None)
+
+    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        region = self.region(function, world)
+        return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
+
+    def are_placed(self, world: World) -> bool:
+        # Inside of a program placing the arguments is a part of the program.
+        return world.staged
+
+    def missing(
+        self, function: Function, leaves: Leaves, targets: Sequence[Target | None]
+    ) -> Sequence[Target | None]:
+        """Those on the mesh are resharded by the program."""
+        missing = [
+            target if isinstance(target, NamedSharding) and not _is_on(target.mesh, x) else None
+            for x, target in zip(leaves.arrays, targets, strict=True)
+        ]
+        if not self.reshard:
+            self._refuse_to_move(function, leaves, missing)
+        return missing
+
+    def _refuse_to_move(
+        self, function: Function, leaves: Leaves, targets: Sequence[NamedSharding | None]
+    ) -> None:
+        faults = [
+            Fault(
+                function.readable(name_of(path)),
+                x.shape,
+                f"{target.spec} over {show_mesh(target.mesh)}",
+                f"it is elsewhere, at {x.sharding}, and reshard=False",
+                "move it before, or leave out reshard=False",
+            )
+            for x, path, target in zip(leaves.arrays, leaves.paths, targets, strict=True)
+            if target is not None and is_concrete(x) and x.committed
+        ]
+        if faults:
+            raise PlacementError(faults)
+
+
+def spec_in(target: Any) -> PartitionSpec:
+    """Of a target that `Region` has found to fit."""
+    return target.spec
+
+
+def entries_over(spec: PartitionSpec | None, names: frozenset[Any]) -> tuple[tuple[Any, ...], ...]:
+    """What a spec says of some axes; equal where it means the same."""
+    entries = [
+        tuple(name for name in names_of(entry) if name in names)
+        for entry in (entries_of(spec) if spec is not None else ())
+    ]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)
+
+
+def is_concrete(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def _is_on(mesh: AnyMesh, x: Any) -> bool:
+    """Whether an array is on this mesh, however it is split."""
+    here = x.sharding if is_concrete(x) else sharding_under(x)
+    if not isinstance(here, NamedSharding) or here.mesh != mesh:
+        return False
+    return here.memory_kind in (None, _memory_of(mesh))
+
+
+@functools.lru_cache(maxsize=64)
+def _memory_of(mesh: AnyMesh) -> str:
+    return default_memory_kind(NamedSharding(mesh, PartitionSpec()))
