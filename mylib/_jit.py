@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from ._arguments import Function, Inputs
 from ._leaves import Leaves, canonical_dtype, split
 from ._placement import Placement
-from ._program import Arrays, Outline, Program, is_array, outlined
+from ._program import Arrays, Outline, Program, is_array, key_of, outlined, parted
 from ._shard import filter_device_put, place_leaves
 from ._target import AnyMesh, Target
 from ._world import World, current_world
@@ -259,7 +259,7 @@ class Recipe:
         if self.inputs is not None or self.out_shardings is not None:
             return self
         try:
-            return _first_of(_Same((self.fun.key, self.donate), self))
+            return _first_of(_Same((key_of(self.fun.treedef, self.fun.static), self.donate), self))
         except TypeError:  # something in the function can't be hashed
             return self
 
@@ -272,8 +272,8 @@ class Recipe:
         elif kwargs:
             bound = self.function.signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        arrays, outline = outlined((args, kwargs), abstract)
-        key = outline.key
+        arrays, treedef, static = parted((args, kwargs), abstract)
+        key = key_of(treedef, static)
         try:
             prepared = self.known.get(key)
         except TypeError as error:
@@ -281,6 +281,7 @@ class Recipe:
             raise
         if prepared is None:
             # Another thread may have been faster.
+            outline = Outline(treedef, static)
             new = Prepared(self, outline, _donated_from(self.donate, args, abstract))
             prepared = self.known.setdefault(key, new)
         return _Call(prepared, args, kwargs, arrays)

@@ -22,6 +22,7 @@ from ._leaves import Kind, kind_of
 from ._world import current_world, has_error_check, parts_of, readable_error, value_under
 
 Arrays = list[Any]
+Static = tuple[tuple[int, Any], ...]
 Captured = Callable[[], Iterable[tuple[str, Any]]]
 # From how many bytes on a captured array is worth a word.
 _LARGE = 2**20
@@ -33,7 +34,7 @@ class Outline:
     """A tree without its arrays: its structure, and its other leaves with their positions."""
 
     treedef: Any
-    static: tuple[tuple[int, Any], ...]
+    static: Static
 
     @property
     def count(self) -> int:
@@ -51,11 +52,6 @@ class Outline:
         # As a tree: what is in a treedef can't always be copied.
         return _outline_of, (self.fill([_Gap()] * self.count),)
 
-    @property
-    def key(self) -> Any:
-        """Equal for trees that are the same but for their arrays."""
-        return self.treedef, tuple([(i, *_key_of(x)) for i, x in self.static])
-
 
 class _Gap:
     """Stands where an array was."""
@@ -69,15 +65,25 @@ def _outline_of(tree: Any) -> Outline:
 
 def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Outline]:
     """A tree's arrays, and the rest of it. `jax.ShapeDtypeStruct`s are arrays if `abstract`."""
+    arrays, treedef, static = parted(tree, abstract)
+    return arrays, Outline(treedef, static)
+
+
+def parted(tree: Any, abstract: bool = False) -> tuple[Arrays, Any, Static]:
+    """`outlined`, for what has to be quick."""
     leaves, treedef = jtu.tree_flatten(tree)
     are_arrays = _which_are_arrays(tuple(map(type, leaves)), abstract)
     if are_arrays is None:
         are_arrays = [is_array(x, abstract) for x in leaves]
     arrays = list(compress(leaves, are_arrays))
     if len(arrays) == len(leaves):
-        return arrays, Outline(treedef, ())
-    static = tuple(compress(enumerate(leaves), map(not_, are_arrays)))
-    return arrays, Outline(treedef, static)
+        return leaves, treedef, ()
+    return arrays, treedef, tuple(compress(enumerate(leaves), map(not_, are_arrays)))
+
+
+def key_of(treedef: Any, static: Static) -> Any:
+    """Equal for trees that are the same but for their arrays."""
+    return treedef, tuple([(i, *_key_of(x)) for i, x in static]) if static else ()
 
 
 @lru_cache(maxsize=4096)
