@@ -215,11 +215,12 @@ def _same_static(tree: Any, static: Any, function: str, before: str) -> Any:
         jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda x: x is None)
         for x in (static, found)
     )
-    # That the structures differ is said better by the loop itself.
+    if before_def != after_def:
+        return carried  # the loop itself says where they differ
     changed = [
         f"{jax.tree_util.keystr(path)}: {old!r}, then {new!r}"
-        for (path, old), (_, new) in zip(olds, news, strict=before_def == after_def)
-        if before_def == after_def and not (old is new or eqx.tree_equal(old, new))
+        for (path, old), (_, new) in zip(olds, news, strict=True)
+        if not (old is new or eqx.tree_equal(old, new))
     ]
     if changed:
         raise TypeError(
