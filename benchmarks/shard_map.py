@@ -16,7 +16,6 @@ import evolution_strategies as evolution
 
 # isort: split
 import argparse
-import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -156,11 +155,10 @@ def evolving(effort: float) -> Iterator[Row]:
 
 def sent_in(text: str) -> int:
     """The bytes of one device's own part, in all collectives of a program."""
-    total = 0
-    for collective in _hlo.collectives(text):
-        count = sum(math.prod(shape) for shape in collective.shapes)
-        total += 4 * count // (8 if collective.kind == "all-gather" else 1)
-    return total
+    return sum(
+        collective.nbytes // (8 if collective.kind == "all-gather" else 1)
+        for collective in _hlo.collectives(text)
+    )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,9 @@ def main() -> None:
         compiled = mylib.filter_jit(functools.partial(gradient, mapped))
         for ours, theirs in zip(compiled(x, scale), wanted, strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
-        count = compiled.lower(x, scale).compile().as_text().count(" all-reduce(")
+        text = compiled.lower(x, scale).compile().as_text()
+        count = text.count(" all-reduce(") + text.count(" all-reduce-start(")
+        assert count == (1 if checked else 2)
         print(f"  check_vma={checked}: {count}")
     print("The one that is left sums the gradient of the scale over 'data'.")
 

@@ -24,6 +24,15 @@ from ._world import World
 _ARGUMENT = re.compile(r"\[0\]\[(?P<index>\d+)\]|\[1\]\['(?P<name>\w+)'\]")
 
 
+_ABOUT = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
+
+
+def about(fun: Any) -> dict[str, Any]:
+    """What Python says of a function, for what is made of it."""
+    shown = inspect.unwrap(fun)
+    return {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
+
+
 @dataclass(frozen=True)
 class Function:
     """What messages say of a function: its name, and those of its parameters."""
@@ -121,10 +130,20 @@ class Inputs:
         return None
 
     def missing(
-        self, function: Function, leaves: Leaves, targets: Sequence[Target | None]
+        self,
+        function: Function,
+        leaves: Leaves,
+        targets: Sequence[Target | None],
+        world: World,
     ) -> Sequence[Target | None]:
         """The targets of those that have to be moved before the call; None for the others."""
         return targets
+
+    def missing_own(
+        self, function: Function, own: Sequence[Any], world: World
+    ) -> Sequence[Target | None]:
+        """The same for the arrays of the function itself."""
+        return [None] * len(own)
 
     def prefix(self, function: Function, args: Any, kwargs: Any) -> Any:
         """A prefix of (args, kwargs)."""

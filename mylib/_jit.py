@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from operator import is_
@@ -16,7 +16,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 from jaxtyping import PyTree
 
-from ._arguments import Function, Inputs
+from ._arguments import Function, Inputs, about
 from ._leaves import Leaves, canonical_dtype, split
 from ._placement import Placement
 from ._program import Arrays, Outline, Program, is_array, key_of, outlined, parted
@@ -116,7 +116,9 @@ def filter_jit(
 
 @jtu.register_pytree_node_class
 class Jitted(Generic[P, T]):
-    """What [`mylib.filter_jit`][] returns. As it may hold arrays (a Module's), it is a PyTree."""
+    """What `filter_jit` and `filter_shard_map` return. As it may hold arrays (a Module's), it is a
+    PyTree.
+    """
 
     def __init__(self, arrays: Arrays, recipe: "Recipe"):
         self.arrays = arrays
@@ -133,11 +135,15 @@ class Jitted(Generic[P, T]):
         donate: Donate = "none",
     ) -> "Jitted[..., Any]":
         arrays, outline = outlined(fun)
-        shown = inspect.unwrap(fun)
-        about = {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
-        function = Function.of(fun)
         recipe = Recipe(
-            outline, _code_of(fun), about, function, inputs, out_shardings, mesh, donate
+            outline,
+            _code_of(fun),
+            about(fun),
+            Function.of(fun),
+            inputs,
+            out_shardings,
+            mesh,
+            donate,
         )
         return cls(arrays, recipe.shared())
 
@@ -210,9 +216,6 @@ class Compiled:
             )
         first, self._called = not self._called, True
         return call(self._jitted.arrays, self.compiled, first)
-
-
-_ABOUT = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
 
 
 def _code_of(fun: Any) -> FunctionType | None:
@@ -412,44 +415,61 @@ class _Call:
         self, own: Arrays, ahead: jax.stages.Compiled | None = None, first: bool = False
     ) -> Any:
         """`own` are the arrays of the function itself; the rest as in `Program`."""
-        placed = self.placed(abstract=False)
-        result = self.prepared.program(placed + own, ahead, first)
+        placed, own = self.placed(own, abstract=False)
+        try:
+            result = self.prepared.program(placed + own, ahead, first)
+        except RuntimeError as error:
+            self.name_deleted(error)
+            raise
         if placed is not self.arrays:
             self.let_go(placed)
         return result
 
     def lower(self, own: Arrays) -> jax.stages.Lowered:
-        return self.prepared.program.lower(self.placed(abstract=True) + own)
+        placed, own = self.placed(own, abstract=True)
+        return self.prepared.program.lower(placed + own)
 
-    def placed(self, abstract: bool) -> Arrays:
-        """The arguments' arrays where they are wanted. If `abstract` nothing is moved."""
+    def name_deleted(self, error: RuntimeError) -> None:
+        """Adds to JAX's error which of the arguments are meant."""
+        gone = [
+            name
+            for name, x in self.prepared.recipe.names((self.args, self.kwargs))
+            if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+        ]
+        if gone and "deleted" in str(error):
+            error.add_note(f"({self.prepared.recipe.name} was given {', '.join(gone)})")
+
+    def placed(self, own: Arrays, abstract: bool) -> tuple[Arrays, Arrays]:
+        """The arrays of the arguments, and the function's own, where they are wanted. If `abstract`
+        nothing is moved.
+        """
         prepared, inputs = self.prepared, self.prepared.recipe.inputs
         if inputs is None:
-            return self.arrays
+            return self.arrays, own
         world = current_world()
         if inputs.are_placed(world):
-            return self.arrays
-        state = inputs.state_of(self.arrays, world)
+            return self.arrays, own
+        state = inputs.state_of(self.arrays + own, world)
         if state is not None and state == prepared.in_place:
-            return self.arrays
-        leaves = split((self.args, self.kwargs))
+            return self.arrays, own
+        leaves = split((self.args, self.kwargs), prepared.outline.positions)
         wanted = prepared.targets(inputs, leaves, self.args, self.kwargs, world)
-        targets = inputs.missing(prepared.recipe.function, leaves, wanted)
-        if abstract:
-            values = [_abstract(x, to) for x, to in zip(leaves.arrays, targets, strict=True)]
-        else:
-            with prepared.recipe.function.named_in_errors():
-                values = place_leaves(leaves, targets, world)
-        if all(map(is_, values, leaves.arrays)):
+        function = prepared.recipe.function
+        targets = inputs.missing(function, leaves, wanted, world)
+        with function.named_in_errors():
+            values = _at(leaves, targets, world, abstract)
+        own_leaves = split(own)
+        own_values = _at(own_leaves, inputs.missing_own(function, own, world), world, abstract)
+        if all(map(is_, values + own_values, leaves.arrays + own)):
             # Layouts are not part of the state.
             if not any(isinstance(target, Format) for target in wanted):
                 prepared.in_place = state
-            return self.arrays
+            return self.arrays, own
         everything = list(leaves.all)
         for position, x in zip(leaves.positions, values, strict=True):
             everything[position] = x
-        static = {position for position, _ in prepared.outline.static}
-        return [x for i, x in enumerate(everything) if i not in static]
+        static = prepared.outline.positions
+        return [x for i, x in enumerate(everything) if i not in static], own_values
 
     def let_go(self, placed: Arrays) -> None:
         """What was donated and had to be moved is used up as well, now that all has gone well."""
@@ -465,6 +485,14 @@ class _Call:
 
 class _Array:
     """Stands where an array was."""
+
+
+def _at(
+    leaves: Leaves, targets: Sequence[Target | None], world: World, abstract: bool
+) -> list[Any]:
+    if abstract:
+        return [_abstract(x, target) for x, target in zip(leaves.arrays, targets, strict=True)]
+    return place_leaves(leaves, targets, world)
 
 
 def _abstract(x: Any, target: Target | None) -> Any:

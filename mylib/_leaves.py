@@ -1,6 +1,6 @@
 """A PyTree's array leaves with their paths; the static rest; joining them again."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -106,14 +106,15 @@ class Leaves:
         return jtu.tree_unflatten(self.treedef, leaves)
 
 
-def split(tree: Any) -> Leaves:
+def split(tree: Any, static: Container[int] = ()) -> Leaves:
+    """`tree`, flattened. The leaves at the positions `static` are none to place."""
     leaves, treedef = jtu.tree_flatten(tree)
     positions: list[int] = []
     arrays: list[Any] = []
     kinds: list[Kind] = []
     for i, x in enumerate(leaves):
         kind = kind_of(x)
-        if kind is not Kind.STATIC:
+        if kind is not Kind.STATIC and i not in static:
             positions.append(i)
             arrays.append(x)
             kinds.append(kind)

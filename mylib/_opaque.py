@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 
 from ._program import Arrays, Outline, outlined
-from ._varying import OPAQUE, Axes, cast, union, varying
+from ._varying import OPAQUE, Axes, cast, manual_axes, union, varying
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -133,25 +134,35 @@ class _Call:
         self._kept: Outline | None = None
 
     def __call__(self, arrays: Arrays) -> Any:
-        run = _sealed(self._run)
+        # Outside of `shard_map` there are no types to see to.
+        seal = _sealed if manual_axes() else _bare
+        run = seal(self._run)
         if self._fwd is not None:
             run = jax.custom_vjp(run)
-            run.defvjp(_sealed(self._forward), _sealed(self._backward))
+            run.defvjp(seal(self._forward), seal(self._backward))
         result = run(arrays)
+        return self._result_outline.fill(result)
+
+    @property
+    def _result_outline(self) -> Outline:
         assert self._result is not None
-        return self._result.fill(result)
+        return self._result
 
     def _cast(self, arrays: Arrays) -> Arrays:
         return cast(arrays, self._axes)
 
+    def _filled(self, arrays: Arrays) -> Any:
+        # Of the Python numbers that are differentiated JAX makes something that is no array quite.
+        return self._outline.fill(map(jnp.asarray, arrays))
+
     def _run(self, arrays: Arrays) -> Arrays:
-        fun, args, kwargs = self._outline.fill(arrays)
+        fun, args, kwargs = self._filled(arrays)
         result, self._result = outlined(fun(*args, **kwargs))
         return self._cast(result)
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self._fwd is not None
-        _, args, _ = self._outline.fill(arrays)
+        _, args, _ = self._filled(arrays)
         returned = self._fwd(*args)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
@@ -159,13 +170,20 @@ class _Call:
                 f"{returned!r}"
             )
         result, kept = returned
-        result, self._result = outlined(result)
+        if self._result is None:
+            jax.eval_shape(self._run, arrays)
+        result, outline = outlined(result)
+        if outline.treedef != self._result_outline.treedef:
+            raise TypeError(
+                "opaque: fwd must return what the function returns, "
+                f"{self._result_outline.treedef}, and what is kept; it returned {outline.treedef}"
+            )
         kept, self._kept = outlined(kept)
         return self._cast(result), self._cast(kept)
 
     def _backward(self, kept: Arrays, cotangents: Arrays) -> tuple[Arrays]:
-        assert self._bwd is not None and self._kept is not None and self._result is not None
-        found = self._bwd(self._kept.fill(kept), self._result.fill(cotangents))
+        assert self._bwd is not None and self._kept is not None
+        found = self._bwd(self._kept.fill(kept), self._result_outline.fill(cotangents))
         return (self._cast(self._by_array(found)),)
 
     def _by_array(self, cotangents: Any) -> Arrays:
@@ -190,6 +208,10 @@ class _Call:
             by_array += [None if g is leaf else g for g, leaf in pairs if leaf is array]
         # What there is no tangent of has no cotangent either.
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
+
+
+def _bare(part: Callable[..., Any]) -> Any:
+    return part
 
 
 def _sealed(part: Callable[..., Any]) -> Any:

@@ -41,6 +41,11 @@ class Outline:
         """How many arrays there were."""
         return self.treedef.num_leaves - len(self.static)
 
+    @property
+    def positions(self) -> set[int]:
+        """Those of the leaves that are no arrays."""
+        return {position for position, _ in self.static}
+
     def fill(self, arrays: Iterable[Any]) -> Any:
         leaves = list(arrays)
         # In order, so that each comes where it was. There are few of them, mostly.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
@@ -173,33 +173,43 @@ class Specs(Inputs):
         return world.staged
 
     def missing(
-        self, function: Function, leaves: Leaves, targets: Sequence[Target | None]
+        self,
+        function: Function,
+        leaves: Leaves,
+        targets: Sequence[Target | None],
+        world: World,
     ) -> Sequence[Target | None]:
         """Those on the mesh are resharded by the program."""
-        missing = [
-            target if isinstance(target, NamedSharding) and not _is_on(target.mesh, x) else None
-            for x, target in zip(leaves.arrays, targets, strict=True)
-        ]
-        if not self.reshard:
-            self._refuse_to_move(function, leaves, missing)
-        return missing
-
-    def _refuse_to_move(
-        self, function: Function, leaves: Leaves, targets: Sequence[NamedSharding | None]
-    ) -> None:
+        mesh = self.region(function, world).mesh
+        elsewhere = [not is_on(mesh, x) for x in leaves.arrays]
         faults = [
-            Fault(
-                function.readable(name_of(path)),
-                x.shape,
-                f"{target.spec} over {show_mesh(target.mesh)}",
-                f"it is elsewhere, at {x.sharding}, and reshard=False",
-                "move it before, or leave out reshard=False",
-            )
-            for x, path, target in zip(leaves.arrays, leaves.paths, targets, strict=True)
-            if target is not None and is_concrete(x) and x.committed
+            replace(fault, path=function.readable(name_of(leaves.paths[i])))
+            for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
+            if elsewhere[i]
+            for fault in self.unmovable(x, target)
         ]
         if faults:
             raise PlacementError(faults)
+        return [to if away else None for to, away in zip(targets, elsewhere, strict=True)]
+
+    def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
+        """Why an array that is not on the mesh is not moved there."""
+        if not is_concrete(x) or not x.committed or (target is not None and self.reshard):
+            return
+        reason = f"it is elsewhere, at {x.sharding}"
+        if target is None:
+            request, mend = "None: split as it lies", "write a PartitionSpec"
+        else:
+            request, mend = f"{spec_in(target)}", "leave out reshard=False"
+            reason += ", and reshard=False"
+        yield Fault("", x.shape, request, reason, f"move it before, or {mend}")
+
+    def missing_own(
+        self, function: Function, own: Sequence[Any], world: World
+    ) -> Sequence[Target | None]:
+        mesh = self.region(function, world).mesh
+        whole = NamedSharding(mesh, PartitionSpec())
+        return [None if is_on(mesh, x) else whole for x in own]
 
 
 def spec_in(target: Any) -> PartitionSpec:
@@ -222,7 +232,7 @@ def is_concrete(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 
-def _is_on(mesh: AnyMesh, x: Any) -> bool:
+def is_on(mesh: AnyMesh, x: Any) -> bool:
     """Whether an array is on this mesh, however it is split."""
     here = x.sharding if is_concrete(x) else sharding_under(x)
     if not isinstance(here, NamedSharding) or here.mesh != mesh:

@@ -1,7 +1,7 @@
 """`filter_shard_map`: `jax.shard_map` for functions of PyTrees."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, overload
@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ._arguments import Function
+from ._arguments import Function, about
 from ._errors import Fault, PlacementError
 from ._fit import show_mesh
 from ._jit import Jitted, captured_by
@@ -80,8 +80,8 @@ def filter_shard_map(
     - `mesh`: by default that of `jax.set_mesh`.
     - `in_specs`: how the arguments are split: a placement for all of them, a tuple with a prefix
         for each of the positional ones, or a dict from names of parameters to prefixes. Parameters
-        that aren't named, and arrays in `fun` itself, are whole on every device. None is as the
-        array lies, which is known on Explicit axes.
+        that aren't named, and arrays in `fun` itself, are whole on every device. A placement of
+        None is as the array lies, which is known on Explicit axes.
     - `out_specs`: how the results are put together: a prefix of what `fun` returns. A rule is asked
         with the shapes that one device returns. `P()` says that all devices return the same, which
         is checked.
@@ -89,8 +89,8 @@ def filter_shard_map(
         default all. The other ones go on as outside.
     - `check_vma`: whether JAX keeps account of what differs between devices. Without it nothing is
         checked, and gradients communicate more.
-    - `reshard`: on Explicit axes, whether an argument that is split otherwise than `in_specs`
-        says is resharded or refused. (On Auto axes the compiler reshards.)
+    - `reshard`: whether an argument that is committed elsewhere, or on Explicit axes is split
+        otherwise than `in_specs` says, is moved or refused. (On Auto axes the compiler reshards.)
     - `jit`: whether to compile the function. Outside of `jax.jit` it is slow otherwise, but can be
         stepped through; of deadlocks and calls that JAX can't look into nothing is then known.
 
@@ -127,7 +127,7 @@ def filter_shard_map(
         raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
     manual = None if axis_names is None else _names(axis_names)
     inputs = Specs(in_specs, mesh, manual, reshard)
-    mapped = Mapped(fun, Plan(Function.of(fun), inputs, out_specs, check_vma))
+    mapped = Mapped(fun, Plan(Function.of(fun), about(fun), inputs, out_specs, check_vma))
     return Jitted.of(mapped, inputs) if jit else mapped
 
 
@@ -143,6 +143,7 @@ class Plan:
     """All of a mapped function but the function."""
 
     function: Function
+    about: Mapping[str, Any]
     specs: Specs
     out_specs: Any
     check_vma: bool
@@ -155,6 +156,7 @@ class Mapped:
     def __init__(self, fun: Callable[..., Any], plan: Plan):
         self.fun = fun
         self.plan = plan
+        self.__dict__.update(plan.about)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -179,9 +181,11 @@ class Mapped:
         function, specs = plan.function, plan.specs
         args, kwargs = specs.bind(function, args, kwargs)
         region = specs.region(function, world)
-        asked = specs.resolve(function, split((args, kwargs)), args, kwargs, world)
+        given = args, kwargs
+        asked = specs.resolve(function, split(given, _static(given)), args, kwargs, world)
         # The arrays of the function itself go in as arguments do, whole.
-        leaves = split((self.fun, (args, kwargs)))
+        everything = self.fun, given
+        leaves = split(everything, _static(everything))
         whole = NamedSharding(region.mesh, PartitionSpec())
         targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
         arrays, in_specs = _enter(plan, leaves, targets, region, world)
@@ -192,8 +196,7 @@ class Mapped:
             return outputs.take(fun(*args, **kwargs))
 
         part.__name__ = part.__qualname__ = function.name
-        with _captured_named(self.fun):
-            returned = self._map(part, arrays, in_specs, outputs.specs, region, world)
+        returned = self._map(part, arrays, in_specs, outputs.specs, region, world)
         return outputs.outline.fill(returned)
 
     def _map(
@@ -214,9 +217,13 @@ class Mapped:
             axis_names=set(region.names),
             check_vma=plan.check_vma,
         )
-        if plan.check_vma and world.staged:
-            mapped = jax.jit(mapped)
-            _check(plan.function, mapped.trace(arrays).jaxpr)
+        if not plan.check_vma or not world.staged:
+            with _captured_named(self.fun):
+                return mapped(arrays)
+        mapped = jax.jit(mapped)
+        with _captured_named(self.fun):
+            traced = mapped.trace(arrays)
+        _check(plan.function, traced.jaxpr)
         return mapped(arrays)
 
 
@@ -233,12 +240,16 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
             for name, x in captured_by(fun)
             if is_concrete(x) and isinstance(x.sharding, NamedSharding)
         ]
-        if found and "mesh" in str(error) and not isinstance(error, PlacementError):
+        if found and "should match the mesh of sharding" in str(error):
             error.add_note(
                 f"({Function.of(fun).name} finds {', '.join(found)} outside of its arguments, on "
                 "a mesh already: pass it as an argument)"
             )
         raise
+
+
+def _static(tree: Any) -> set[int]:
+    return outlined(tree)[1].positions
 
 
 def _enter(
@@ -257,6 +268,9 @@ def _enter(
 
     for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
         here = region.spec_of(x)
+        if here is None:
+            for fault in plan.specs.unmovable(x, target):
+                refuse(i, fault.request, fault.reason, fault.mend)
         if target is None:
             if region.explicit != region.names:
                 reason = "only of Explicit axes it is known how an array lies"
@@ -270,12 +284,9 @@ def _enter(
             target.spec, visible
         )
         if region.explicit and not (plan.specs.reshard or lies_so or here is None):
-            refuse(
-                i,
-                f"{target.spec} over {show_mesh(region.mesh)}",
-                f"it lies as {here}, and reshard=False",
-                "call mylib.filter_shard on it before, or leave out reshard=False",
-            )
+            request = f"{target.spec} over {show_mesh(region.mesh)}"
+            mend = "call mylib.filter_shard on it before, or leave out reshard=False"
+            refuse(i, request, f"it lies as {here}, and reshard=False", mend)
         specs.append(target.spec)
         left_alone = world.staged and (lies_so or not region.explicit)
         wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))
@@ -303,7 +314,7 @@ class _Outputs:
     def _specs_of(self, arrays: Arrays) -> list[PartitionSpec]:
         region = self._region
         shapes = self.outline.fill(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
-        leaves = split(shapes)
+        leaves = split(shapes, self.outline.positions)
         decision = decide(
             leaves, self._plan.out_specs, region.mesh, self._world, fit=region.unfit_output
         )

@@ -2,7 +2,7 @@
 are wrong.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
+from jax.extend.core import Literal
 
 from ._leaves import Kind, kind_of
 from ._world import jaxprs_in, opened, parts_of
@@ -123,6 +124,7 @@ def wrong_in(program: Any) -> list[str]:
     although it isn't, in a program of `shard_map` given as a jaxpr.
     """
     looked_into = {id(opened(part)) for part in parts_of(program, without=_is_opaque)}
+    constants = _Constants(program)
     found: list[str] = []
     for part in map(opened, parts_of(program)):
         values = _Values(part)
@@ -134,7 +136,7 @@ def wrong_in(program: Any) -> list[str]:
             if stuck:
                 found.append(_would_wait(eqn, stuck))
             elif id(part) in looked_into:
-                found += _mistakes(eqn, axes, values)
+                found += _mistakes(eqn, axes, values, constants)
     return list(dict.fromkeys(found))
 
 
@@ -164,26 +166,29 @@ def _branches(eqn: Any) -> list[Any]:
     return list(eqn.params.get("branches", ()))
 
 
-def _mistakes(eqn: Any, axes: Axes, values: "_Values") -> Iterator[str]:
+def _mistakes(eqn: Any, axes: Axes, values: "_Values", constants: "_Constants") -> Iterator[str]:
+    alike: list[int] = []
     if eqn.primitive.name == "cond":
-        alike = [x for x in eqn.invars if _is_differentiable(x) and axes - _of_types([x])]
-        if any(_casts(branch, axes) for branch in _branches(eqn)):
+        alike = [
+            i
+            for i, x in enumerate(eqn.invars[1:])
+            if _is_differentiable(x) and axes - _of_types([x]) and not constants.has(x)
+        ]
+        if any(_casts(branch, alike, axes) for branch in _branches(eqn)):
             yield _would_add_up(eqn, axes)
             return
-    else:
-        alike = []
     mistaken = [x for x in eqn.outvars if axes - _of_types([x])]
     # Said of a result afterwards, it is right for the result, but not for its gradient.
     if any(alike or not values.are_told(x, axes - _of_types([x])) for x in mistaken):
         yield _is_mistaken(eqn, axes)
 
 
-def _casts(branch: Any, axes: Axes) -> bool:
-    """Whether a branch says of something differentiable that it gets that it varies: then in its
+def _casts(branch: Any, alike: list[int], axes: Axes) -> bool:
+    """Whether a branch says of what it is given, and made of these, that it varies: then in its
     gradient devices would communicate, which take another branch maybe.
     """
     jaxpr = opened(branch)
-    given = {id(x) for x in jaxpr.invars if _is_differentiable(x) and axes - _of_types([x])}
+    given = {id(jaxpr.invars[i]) for i in alike}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "stop_gradient" or not any(id(x) in given for x in eqn.invars):
             continue
@@ -200,6 +205,48 @@ def _inner_parts(eqn: Any) -> list[Any]:
 
 def _is_differentiable(x: Any) -> bool:
     return jnp.issubdtype(getattr(x.aval, "dtype", jnp.int32), jnp.inexact)
+
+
+class _Constants:
+    """The values in a program that depend on nothing that it is given: there is no gradient with
+    respect to them.
+    """
+
+    def __init__(self, program: Any):
+        self._program = program
+
+    def has(self, x: Any) -> bool:
+        return isinstance(x, Literal) or id(x) in self._known
+
+    @cached_property
+    def _known(self) -> set[int]:
+        calls = Counter(
+            id(opened(inner))
+            for part in parts_of(self._program)
+            for eqn in opened(part).eqns
+            for inner in jaxprs_in(eqn)
+        )
+        known: set[int] = set()
+        queue = [opened(self._program)]
+        while queue:
+            jaxpr = queue.pop()
+            known |= set(map(id, jaxpr.constvars))
+            for eqn in jaxpr.eqns:
+                are_known = [isinstance(x, Literal) or id(x) in known for x in eqn.invars]
+                if all(are_known):
+                    known |= set(map(id, eqn.outvars))
+                for inner in map(opened, jaxprs_in(eqn)):
+                    # What is called from several places may be given something there.
+                    if eqn.primitive.name in _PASS_ON and calls[id(inner)] == 1:
+                        given = are_known[len(eqn.invars) - len(inner.invars) :]
+                        pairs = zip(inner.invars, given, strict=True)
+                        known |= {id(x) for x, is_known in pairs if is_known}
+                        queue.append(inner)
+        return known
+
+
+# Equations whose programs are given what they are given themselves; a cond decides by the first.
+_PASS_ON = ("jit", "pjit", "shard_map", "cond", "checkpoint", "remat2", "custom_jvp_call")
 
 
 class _Values:

@@ -10,12 +10,13 @@ import equinox as eqx
 _KINDS = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
 # `%name = f32[8,4]{1,0} all-gather(...)`, or a tuple of results where several were combined.
 _INSTRUCTION = re.compile(rf" = (?P<result>.+?) (?P<kind>{_KINDS})(?:-start)?\(")
-_SHAPE = re.compile(r"[a-z]+\d*\[([\d,]*)\]")
+_SHAPE = re.compile(r"([a-z]+)(\d*)\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
     kind: str
     shapes: tuple[tuple[int, ...], ...]  # of what one device has afterwards
+    nbytes: int
 
 
 def compiled_text(fun: Any, *args: Any) -> str:
@@ -27,9 +28,12 @@ def collectives(text: str) -> list[Collective]:
     for line in text.splitlines():
         match = _INSTRUCTION.search(line)
         if match is not None:
-            shapes = _SHAPE.findall(match["result"])
-            sizes = (tuple(int(n) for n in shape.split(",") if n) for shape in shapes)
-            found.append(Collective(match["kind"], tuple(sizes)))
+            kept = _SHAPE.findall(match["result"])
+            shapes = tuple(tuple(int(n) for n in dims.split(",") if n) for *_, dims in kept)
+            # A pred is a byte; other types say their bits.
+            bits = [int(size or 8) for _, size, _ in kept]
+            nbytes = sum(b // 8 * math.prod(shape) for b, shape in zip(bits, shapes, strict=True))
+            found.append(Collective(match["kind"], shapes, nbytes))
     return found
 
 

@@ -16,9 +16,6 @@ import mylib
 
 DEVICES, STEPS = 8, 10
 OPTIM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2, eps=1e-4))
-TYPES = pytest.mark.parametrize(
-    "kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"]
-)
 
 
 def loss_of(model, tokens, key):

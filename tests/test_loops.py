@@ -70,7 +70,7 @@ class TestWhileLoop:
     def test_what_is_agreed_costs_four_bytes(self, sync):
         f = mapped(halve_while(lambda x: jnp.max(x) > 1, sync=sync))
         text = f.lower(X).compile().as_text()
-        assert _hlo.collectives(text) == [_hlo.Collective("all-reduce", ((),))]
+        assert _hlo.collectives(text) == [_hlo.Collective("all-reduce", ((),), nbytes=4)]
         alike = mapped(halve_while(lambda x: lax.pmax(jnp.max(x), "data") > 1, sync=sync))
         assert len(_hlo.collectives(alike.lower(X).compile().as_text())) == 1  # its own
 

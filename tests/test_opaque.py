@@ -118,7 +118,7 @@ class TestOpaque:
         np.testing.assert_allclose(dx, 2 * (2 * X) * 2, rtol=1e-5)
         np.testing.assert_allclose(dw, np.sum(2 * (2 * X) * X), rtol=1e-5)
         (only,) = _hlo.collectives(text)
-        assert only == _hlo.Collective("all-reduce", ((),))
+        assert only == _hlo.Collective("all-reduce", ((),), nbytes=4)
         assert _hlo.group_sizes(text) == [4]  # over "data" alone
 
     @pytest.mark.parametrize("checked", [True, False])
@@ -129,6 +129,18 @@ class TestOpaque:
         np.testing.assert_allclose(f(X, 3.0 * jnp.ones(())), 3 * X, rtol=1e-6)
         np.testing.assert_allclose(dx, 18 * X, rtol=1e-5)
         np.testing.assert_allclose(dw, 6 * np.sum(X * X), rtol=1e-5)
+
+    def test_outside_of_shard_map_it_is_the_function(self):
+        f = mylib.opaque(lambda x: on_host(np.sin, x) if x[0] >= 0 else -x)
+        compiled = []
+        jax.monitoring.register_event_duration_secs_listener(
+            lambda event, *_, **__: compiled.append(event)
+        )
+        for _ in range(3):
+            np.testing.assert_allclose(f(jnp.ones(3)), np.sin(np.ones(3)), rtol=1e-6)
+            if not _:
+                compiled.clear()
+        assert not [event for event in compiled if "backend_compile" in event]
 
     def test_outside_of_shard_map(self):
         assert float(times(jnp.ones((2, 2)), jnp.asarray(3.0)).sum()) == 12
@@ -246,6 +258,10 @@ class TestOpaque:
         f = mylib.opaque(lambda x: x["a"], fwd=lambda x: (x["a"], None), bwd=lambda _, g: (g,))
         with pytest.raises(TypeError, match="what bwd returned for argument 0 is no cotangent"):
             jax.grad(f)({"a": 1.0})
+        f = mylib.opaque(lambda x: (x, x), fwd=lambda x: ([x, x], None), bwd=lambda _, g: (g[0],))
+        for transform in (lambda g: g, jax.jit):
+            with pytest.raises(TypeError, match="fwd must return what the function returns"):
+                transform(jax.grad(lambda x: f(x)[0]))(1.0)
         f = mylib.opaque(lambda x: x, fwd=lambda x: x, bwd=lambda _, g: (g,))
         with pytest.raises(TypeError, match="fwd must return a pair"):
             jax.grad(f)(1.0)
@@ -464,7 +480,26 @@ class TestHoles:
         ours = mylib.filter_shard_map(f, **specs)
         expected = np.concatenate([p * 7 if p.sum() > 4 else p * 0 for p in X.reshape(4, 2, 4)])
         np.testing.assert_allclose(ours(X), expected, rtol=1e-5)
-        np.testing.assert_allclose(ours(X[:, 0]), np.asarray(jax.vmap(lambda p: p)(ours(X[:, 0]))))
+        parts = X[:, 0].reshape(4, 2)
+        expected = np.concatenate([p * 7 if p.sum() > 4 else p * 0 for p in parts])
+        np.testing.assert_allclose(ours(X[:, 0]), expected, rtol=1e-5)
+
+    def test_tables_to_choose_from_are_none(self):
+        """They are operands of the cond as weights are, but nobody differentiates them."""
+        table, other = np.arange(4.0, dtype=np.float32), jnp.arange(4.0)
+
+        def f(x):
+            which = x.sum() > 4
+            one = lax.cond(which, lambda: x * table, lambda: x * jnp.asarray([1.0, 2.0, 3.0, 4.0]))
+            two = jax.jit(lambda x: lax.cond(which, lambda: x * (other + 1), lambda: x))(x)
+            return one + two
+
+        ours = mylib.filter_shard_map(f, mesh=AUTO, in_specs=P("data"), out_specs=P("data"))
+        scale = [2 * table + 1 if p.sum() > 4 else table + 2 for p in X.reshape(4, 2, 4)]
+        factors = np.repeat(np.stack(scale), 2, axis=0)
+        np.testing.assert_allclose(ours(X), X * factors, rtol=1e-5)
+        gradient = jax.grad(lambda x: ours(x).sum())(jnp.asarray(X))
+        np.testing.assert_allclose(gradient, factors, rtol=1e-5)
 
     def test_the_rules_of_custom_derivatives_are_not_looked_into(self):
         """Said in docs/transforming.md. `opaque` covers what is called in its `fwd` and `bwd`."""
