@@ -17,7 +17,7 @@ from jax.experimental.layout import Format
 from jaxtyping import PyTree
 
 from ._arguments import Function, Inputs, about
-from ._leaves import Leaves, canonical_dtype, split
+from ._leaves import Kind, Leaves, canonical_dtype, kind_of, split
 from ._placement import Placement
 from ._program import Arrays, Outline, Program, is_array, key_of, outlined, parted
 from ._shard import filter_device_put, place_leaves
@@ -137,7 +137,7 @@ class Jitted(Generic[P, T]):
         arrays, outline = outlined(fun)
         recipe = Recipe(
             outline,
-            _code_of(fun),
+            code_of(fun),
             about(fun),
             Function.of(fun),
             inputs,
@@ -218,7 +218,7 @@ class Compiled:
         return call(self._jitted.arrays, self.compiled, first)
 
 
-def _code_of(fun: Any) -> FunctionType | None:
+def code_of(fun: Any) -> FunctionType | None:
     """The Python function behind a callable, where there is one."""
     fun = inspect.unwrap(fun)
     while isinstance(fun, functools.partial | eqx.Partial):
@@ -295,8 +295,7 @@ class Recipe:
             yield self.function.readable(jtu.keystr(path)), x
 
     def captured(self) -> Iterator[tuple[str, Any]]:
-        """The arrays that the function finds outside of its arguments, by name."""
-        return _captured(self.code)
+        return captured_by(self.code)
 
     def unhashable(self, args: Any, kwargs: Any) -> str:
         for name, x in self.names((args, kwargs)):
@@ -312,12 +311,8 @@ class Recipe:
         return f"(among what {self.name} was given)"
 
 
-def captured_by(fun: Any) -> Iterator[tuple[str, Any]]:
+def captured_by(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
     """The leaves of what a function finds outside of its arguments, by name."""
-    return _captured(_code_of(fun))
-
-
-def _captured(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
     for name, value in _variables(code):
         try:
             leaves = jtu.tree_flatten_with_path(value)[0]
@@ -434,7 +429,7 @@ class _Call:
         gone = [
             name
             for name, x in self.prepared.recipe.names((self.args, self.kwargs))
-            if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted()
+            if kind_of(x) is Kind.DEVICE and x.is_deleted()
         ]
         if gone and "deleted" in str(error):
             error.add_note(f"({self.prepared.recipe.name} was given {', '.join(gone)})")

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from ._holes import OPAQUE
 from ._program import Arrays, Outline, outlined
-from ._varying import OPAQUE, Axes, cast, manual_axes, union, varying
+from ._varying import Axes, cast, manual_axes, union, varying
 
 P = ParamSpec("P")
 T = TypeVar("T")

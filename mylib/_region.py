@@ -8,13 +8,12 @@ from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from ._arguments import Function, Inputs
 from ._errors import Fault, PlacementError
 from ._fit import show_mesh, unfit_rank, unfit_shape
-from ._leaves import Leaves, name_of
+from ._leaves import Kind, Leaves, kind_of, name_of
 from ._placement import Decision, Placement, decide, is_placement_leaf
 from ._target import (
     AnyMesh,
@@ -81,7 +80,7 @@ class Region:
 
     def spec_of(self, x: Any) -> PartitionSpec | None:
         """How an array is split over the mesh, where that is known."""
-        here = x.sharding if is_concrete(x) else jax.typeof(x).sharding
+        here = x.sharding if kind_of(x) is Kind.DEVICE else jax.typeof(x).sharding
         if not isinstance(here, NamedSharding) or not same_axes(here.mesh, self.mesh):
             return None
         types = axis_types(here.mesh)
@@ -181,7 +180,7 @@ class Specs(Inputs):
     ) -> Sequence[Target | None]:
         """Those on the mesh are resharded by the program."""
         mesh = self.region(function, world).mesh
-        elsewhere = [not is_on(mesh, x) for x in leaves.arrays]
+        elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
         faults = [
             replace(fault, path=function.readable(name_of(leaves.paths[i])))
             for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
@@ -194,7 +193,11 @@ class Specs(Inputs):
 
     def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
         """Why an array that is not on the mesh is not moved there."""
-        if not is_concrete(x) or not x.committed or (target is not None and self.reshard):
+        if (
+            kind_of(x) is not Kind.DEVICE
+            or not x.committed
+            or (target is not None and self.reshard)
+        ):
             return
         reason = f"it is elsewhere, at {x.sharding}"
         if target is None:
@@ -209,7 +212,7 @@ class Specs(Inputs):
     ) -> Sequence[Target | None]:
         mesh = self.region(function, world).mesh
         whole = NamedSharding(mesh, PartitionSpec())
-        return [None if is_on(mesh, x) else whole for x in own]
+        return [None if _is_on(mesh, x) else whole for x in own]
 
 
 def spec_in(target: Any) -> PartitionSpec:
@@ -228,13 +231,9 @@ def entries_over(spec: PartitionSpec | None, names: frozenset[Any]) -> tuple[tup
     return tuple(entries)
 
 
-def is_concrete(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
-
-
-def is_on(mesh: AnyMesh, x: Any) -> bool:
+def _is_on(mesh: AnyMesh, x: Any) -> bool:
     """Whether an array is on this mesh, however it is split."""
-    here = x.sharding if is_concrete(x) else sharding_under(x)
+    here = x.sharding if kind_of(x) is Kind.DEVICE else sharding_under(x)
     if not isinstance(here, NamedSharding) or here.mesh != mesh:
         return False
     return here.memory_kind in (None, _memory_of(mesh))

@@ -16,14 +16,15 @@ from jaxtyping import PyTree
 from ._arguments import Function, about
 from ._errors import Fault, PlacementError
 from ._fit import show_mesh
-from ._jit import Jitted, captured_by
-from ._leaves import Leaves, name_of, split
+from ._holes import wrong_in
+from ._jit import Jitted, captured_by, code_of
+from ._leaves import Kind, Leaves, kind_of, name_of, split
 from ._placement import Placement, decide
 from ._program import Arrays, Outline, outlined
-from ._region import Region, Specs, entries_over, is_concrete, spec_in
+from ._region import Region, Specs, entries_over, spec_in
 from ._shard import place_leaves
 from ._target import AnyMesh, Target, axes_in
-from ._varying import varying, wrong_in
+from ._varying import varying
 from ._world import World, current_world
 
 P = ParamSpec("P")
@@ -237,8 +238,8 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
     except ValueError as error:
         found = [
             name
-            for name, x in captured_by(fun)
-            if is_concrete(x) and isinstance(x.sharding, NamedSharding)
+            for name, x in captured_by(code_of(fun))
+            if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding)
         ]
         if found and "should match the mesh of sharding" in str(error):
             error.add_note(

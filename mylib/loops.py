@@ -10,8 +10,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from ._holes import communicates_over
 from ._leaves import Kind, kind_of
-from ._varying import cast, communicates_over, manual_axes, varying
+from ._varying import cast, manual_axes, varying
 
 __all__ = ["scan", "while_loop"]
 

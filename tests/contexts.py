@@ -1,18 +1,24 @@
-"""What a function can be called in: each as a call of `f` on `x` that gives what `f` or its
-derivative gives.
-"""
+"""What a function can be called in, and on which meshes."""
 
 import functools
 
 import jax
+import pytest
+from jax.sharding import AxisType
 
 import mylib
+
+AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
 
 
 def under_grad(f, x):
     return jax.value_and_grad(lambda x: f(x).sum())(x)[1]
 
 
+# Each a call of `f` on `x` that gives what `f`, or its derivative, gives.
 CONTEXTS = {
     "eager": lambda f, x: f(x),
     "jit": lambda f, x: jax.jit(f)(x),

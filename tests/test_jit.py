@@ -18,7 +18,7 @@ import models
 import numpy as np
 import optax
 import pytest
-from contexts import CONTEXTS
+from contexts import AUTO as MESH, CONTEXTS, EXPLICIT, MIXED
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
@@ -26,8 +26,6 @@ import mylib
 from mylib.rules import batch, by_path, fsdp, like, replicated
 
 KEY = jax.random.key(0)
-MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 MESHES = pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
 
 
@@ -833,9 +831,6 @@ class TestOutShardings:
         f = mylib.filter_jit(lambda x: {"y": x}, out_shardings=P("data"), mesh=MESH)
         with pytest.raises(mylib.PlacementError, match=r"\['y'\] \(7,\)"):
             f(jnp.ones(7))
-
-
-MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
 
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])

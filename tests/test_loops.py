@@ -11,16 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import AUTO, MESHES
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import mylib
 from mylib.loops import scan, while_loop
 
-AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
-MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
 CHECKED = pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
 X = np.arange(1.0, 9.0, dtype=np.float32)
 

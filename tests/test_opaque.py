@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import AUTO, MESHES
 from jax import lax
 from jax.experimental import io_callback, pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -18,10 +19,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import mylib
 
-AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
-MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
 X = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4) / 32
 
 

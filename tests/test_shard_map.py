@@ -10,18 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contexts import CONTEXTS
+from contexts import AUTO, CONTEXTS, EXPLICIT, MESHES
 from hypothesis import given, strategies as st
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib.rules import batch, by_path, fsdp, like, replicated
 
-AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
-MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
 KEY = jax.random.key(0)
 X = np.arange(1.0, 65.0, dtype=np.float32).reshape(8, 8) / 64
 
@@ -124,8 +120,13 @@ class TestTrees:
 
         out = f(default, c=default, z=default)
         assert out == {
-            "a": (8,), "b": (2,), "rest": (), "c": (4,), "k": (2,), "others": {"z": (8,)}
-        }  # fmt: skip
+            "a": (8,),
+            "b": (2,),
+            "rest": (),
+            "c": (4,),
+            "k": (2,),
+            "others": {"z": (8,)},
+        }
         assert f(default, default, default, c=default)["rest"] == ((8,),)
 
     def test_methods(self):
@@ -250,8 +251,10 @@ class TestInSpecs:
         assert shapes_of({"tree": specs}, tree) == wanted
         by_name = by_path({"a": P("data"), "c": P("model")}) | replicated()
         assert shapes_of(by_name, {"a": X, "c": X, "d": X}) == {
-            "a": (2, 8), "c": (4, 8), "d": (8, 8)
-        }  # fmt: skip
+            "a": (2, 8),
+            "c": (4, 8),
+            "d": (8, 8),
+        }
         placed = mylib.filter_shard(tree, fsdp("data", min_size=0), mesh=AUTO)
         assert shapes_of((like(placed),), tree) == shapes_of(fsdp("data", min_size=0), tree)
 
@@ -323,8 +326,9 @@ class TestInSpecs:
         x = mylib.filter_shard(X, P("model", "data"), mesh=EXPLICIT)
         assert shapes_of(None, x, mesh=EXPLICIT) == (4, 2)
         assert shapes_of((None,), {"x": x, "y": jnp.ones(3)}, mesh=EXPLICIT) == {
-            "x": (4, 2), "y": (3,)
-        }  # fmt: skip
+            "x": (4, 2),
+            "y": (3,),
+        }
         away = jax.device_put(X, jax.devices()[3])
         for jit in (True, False):
             with pytest.raises(
