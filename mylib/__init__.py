@@ -1,6 +1,10 @@
 """Puts the arrays of any PyTree where they belong, and keeps them there."""
 
 from . import loops as loops, rules as rules
+from ._checkpoint import (
+    filter_checkpoint as filter_checkpoint,
+    recompute_resharded as recompute_resharded,
+)
 from ._errors import Fault as Fault, PlacementError as PlacementError
 from ._jit import filter_jit as filter_jit
 from ._leaves import Leaf as Leaf
