@@ -23,9 +23,10 @@ Policy = Callable[..., Any]
 
 # Names of JAX's primitives whose results are what went in, elsewhere,
 _RESHARDING = frozenset(
-    "sharding_constraint layout_constraint reshard relayout mesh_cast pvary preduced "
-    "reduced_vary_cast all_gather all_gather_invariant all_gather_reduced all_gather_start "
-    "all_gather_reduced_start all_gather_done".split()
+    "sharding_constraint layout_constraint reshard relayout mesh_cast "
+    "all_gather all_gather_invariant all_gather_reduced "
+    "all_gather_start all_gather_reduced_start all_gather_done "
+    "pvary preduced reduced_vary_cast reduced_vary_cast_p".split()
 )
 # and of those whose results are what went in, arranged otherwise and no smaller.
 _REARRANGING = frozenset(

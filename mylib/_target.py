@@ -78,7 +78,12 @@ def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:
     """`mesh` with its axes of the types that they have in the surrounding code: `shard_map`,
     `auto_axes` and `explicit_axes` change them for what they wrap.
     """
-    return world.mesh if world.staged and same_axes(world.mesh, mesh) else mesh
+    if not (world.staged and same_axes(world.mesh, mesh)):
+        return mesh
+    # With its devices, if they are the same: what is written down here may be evaluated step by
+    # step (`jax.checkpoint`), on arrays that are elsewhere.
+    unchanged = mesh == world.devices and mesh.axis_types == world.mesh.axis_types
+    return mesh if unchanged else world.mesh
 
 
 def same_axes(one: AnyMesh, other: AnyMesh) -> bool:

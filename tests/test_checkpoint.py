@@ -14,14 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from contexts import CONTEXTS, MESHES
-from hypothesis import given, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
 import mylib
-from mylib import filter_checkpoint, filter_shard, recompute_resharded
+from mylib import PlacementError, filter_checkpoint, filter_shard, recompute_resharded
+from mylib._world import jaxprs_in, opened, parts_of
 
 WIDTH, HIDDEN, HEADS, DEPTH = 128, 512, 4, 4
 ROWS = P("data")
@@ -61,7 +62,7 @@ class Block(eqx.Module):
         ]
         weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / 6)
         x = x + jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ self.out
-        return x + jax.nn.gelu(normalised(x) @ self.up) @ self.down
+        return x + jax.nn.gelu(checkpoint_name(normalised(x) @ self.up, "product")) @ self.down
 
 
 def normalised(x):
@@ -270,7 +271,7 @@ def test_activations_are_gathered_again_and_not_kept(axis_type, stacking):
     if (axis_type, stacking) == (AxisType.Auto, "scan"):
         # Here it is the backward pass that decides.
         spared = peer.needed_bytes - ours.needed_bytes
-    assert spared == pytest.approx(whole * 3 / 4, rel=0.01)
+    assert spared == pytest.approx(whole * 3 / 4, rel=0.03)
 
 
 @STACKINGS
@@ -279,3 +280,403 @@ def test_on_explicit_axes_nothing_needs_to_be_pinned(stacking):
         sequence_parallel(AxisType.Explicit, stacking, how) for how in ("pinned", "unpinned")
     )
     assert with_pin[1:] == without[1:]
+
+
+def residuals(fun: Callable[..., Any], *args: Any) -> list[Any]:
+    """The types of what is kept between the two passes, but for numbers."""
+    types = jax.make_jaxpr(lambda *args: jax.vjp(fun, *args)[1])(*args).out_avals
+    return [x for x in types if x.ndim]
+
+
+def kept(fun: Callable[..., Any], *args: Any) -> list[tuple[tuple[int, ...], str]]:
+    return sorted((x.shape, str(x.dtype)) for x in residuals(fun, *args))
+
+
+WEIGHT = jnp.arange(128.0).reshape(16, 8) / 100
+INPUT = jnp.ones((4, 8))
+
+# Each makes of a matrix with eight columns another one.
+FORMS = {
+    "transposed": lambda w: jnp.transpose(w).T,
+    "in two": lambda w: jnp.concatenate(jnp.split(w, 2)[::-1]),
+    "in rows": lambda w: jnp.stack(jnp.unstack(w)),
+    "reshaped": lambda w: w.reshape(-1, 4)[None].reshape(w.shape),
+    "reversed": lambda w: jnp.flip(w, 0),
+    "repeated": lambda w: jnp.tile(w, (2, 1)),
+    "broadcast": lambda w: jnp.broadcast_to(w, (2, *w.shape)).reshape(-1, 8),
+    "copied": jnp.copy,
+    "wider": lambda w: w.astype(jnp.float32),
+    "named": lambda w: checkpoint_name(w, "gathered"),
+    "placed again": lambda w: filter_shard(w, P(None, "data"), mesh=AUTO),
+}
+
+
+@given(
+    st.lists(st.sampled_from(sorted(FORMS)), min_size=1, max_size=4),
+    st.sampled_from([jnp.float32, jnp.bfloat16]),
+)
+@example(["transposed"], jnp.float32)
+@example(["wider", "named"], jnp.bfloat16)
+@settings(max_examples=25)
+def test_another_form_of_what_was_gathered_is_not_kept(names, dtype):
+    def product(w, x):
+        w = filter_shard(w, P(), mesh=AUTO)
+        for name in names:
+            w = FORMS[name](w)
+        return jnp.sum(jnp.sin(x @ w.T))
+
+    w, x = WEIGHT.astype(dtype), INPUT.astype(dtype)
+    ours = filter_checkpoint(product, policy=recompute_resharded())
+    # The weight, and what is narrow enough: the input, and what the sine needs.
+    assert [shape for shape, _ in kept(ours, w, x) if shape[0] > 4] == [(16, 8)]
+    gradient, expected = jax.jit(jax.grad(ours))(w, x), jax.jit(jax.grad(product))(w, x)
+    np.testing.assert_array_equal(gradient.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+def test_a_narrower_type_is_kept_unless_it_comes_first():
+    def cast_last(w, x):
+        return jnp.sin(x @ filter_shard(w, P(), mesh=AUTO).astype(jnp.bfloat16).T)
+
+    def cast_first(w, x):
+        return jnp.sin(x @ filter_shard(w.astype(jnp.bfloat16), P(), mesh=AUTO).T)
+
+    x = INPUT.astype(jnp.bfloat16)
+    last, first = (
+        kept(filter_checkpoint(f, policy=recompute_resharded()), WEIGHT, x)
+        for f in (cast_last, cast_first)
+    )
+    # Either way it is one copy in bfloat16: here of the whole, there of what each device has.
+    assert last.count(((16, 8), "bfloat16")) == first.count(((16, 8), "bfloat16")) == 1
+
+
+def gathers(to):
+    return lambda w: jax.lax.all_gather(w, "data", tiled=True, to=to)
+
+
+# What a function that each device runs may do to have all of its weight.
+WHOLE = {
+    "all_gather": gathers("varying"),
+    "to the same": gathers("invarying"),
+    "to the same, varied": lambda w: jax.lax.pcast(gathers("invarying")(w), "data", to="varying"),
+    "reduced": gathers("reduced"),
+    "vary": lambda w: mylib.vary(gathers("invarying")(w), "data"),
+}
+
+
+@pytest.mark.parametrize("how", WHOLE)
+def test_what_a_device_gathers_is_not_kept(how):
+    @mylib.filter_shard_map(mesh=AUTO, in_specs=ROWS, out_specs=P())
+    def loss(w, x):
+        step = filter_checkpoint(
+            lambda w, x: jnp.sin(x @ WHOLE[how](w).T), policy=recompute_resharded()
+        )
+        return jax.lax.psum(jnp.sum(step(w, x)), "data")
+
+    x = jnp.ones((32, 8))
+    # As one array of all devices' parts, what is gathered would have 8 x 16 rows.
+    assert max(shape[0] for shape, _ in kept(loss, WEIGHT, x)) == 32
+    for gradient, expected in zip(
+        jax.jit(jax.grad(loss, (0, 1)))(WEIGHT, x),
+        jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w.T)), (0, 1))(WEIGHT, x),
+        strict=True,
+    ):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+
+
+@MESHES
+def test_the_policy_knows_what_filter_shard_is_made_of(mesh):
+    """When this fails, JAX has given its primitives other names: add them to `_RESHARDING`."""
+    policy = recompute_resharded()
+    placing = jax.make_jaxpr(lambda x: filter_shard(x, ROWS, mesh=mesh))(WEIGHT)
+    for part in parts_of(placing):
+        for eqn in opened(part).eqns:
+            if not jaxprs_in(eqn):
+                avals = [x.aval for x in eqn.invars]
+                assert policy(eqn.primitive, *avals, **eqn.params) is False, eqn
+
+
+def test_the_base_policy_decides_on_the_rest():
+    def named(x):
+        return checkpoint_name(jnp.sin(x), "sine") * checkpoint_name(jnp.cos(x), "cosine")
+
+    def of(policy):
+        return len(kept(filter_checkpoint(lambda x: jnp.sum(named(x) ** 2), policy=policy), INPUT))
+
+    for base in (
+        policies.everything_saveable,
+        policies.nothing_saveable,
+        policies.save_only_these_names("sine"),
+        policies.save_any_names_but_these("sine"),
+        policies.save_from_both_policies(
+            policies.save_only_these_names("sine"), policies.dots_saveable
+        ),
+    ):
+        assert of(recompute_resharded(base)) == of(base)
+
+
+def test_equal_policies_are_equal():
+    """JAX keeps what it has worked out for a policy."""
+    dots = policies.dots_saveable
+    assert recompute_resharded(dots) == recompute_resharded(dots)
+    assert hash(recompute_resharded(dots)) == hash(recompute_resharded(dots))
+    assert recompute_resharded(dots) != recompute_resharded()
+
+
+OFFLOADING = {
+    "dots": policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+    "names": policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["product"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+@MODES
+@STACKINGS
+@pytest.mark.parametrize("what", OFFLOADING)
+def test_offloaded(mode, stacking, what):
+    """On CPU all memory is the host's; that it is asked for is seen in the types. The rest is in
+    test_gpu.py.
+    """
+    base = OFFLOADING[what]
+    checkpoint = functools.partial(
+        filter_checkpoint,
+        policy=recompute_resharded(base),
+        prevent_cse=stacking == "unrolled",
+    )
+    loss = loss_of(mode, stacking, checkpoint)
+    args = sharded_blocks(EXPLICIT if mode == "explicit" else AUTO, stacking)
+    offloaded = [x for x in residuals(loss, *args) if x.memory_space == jax.memory.Space.Host]
+    # Of a block's six products with weights the last is not needed; one has a name.
+    each = 5 if what == "dots" else 1
+    assert len(offloaded) == (each if stacking == "scan" else each * DEPTH)
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1)))(*args)
+    assert_close(compiled, measured(mode, stacking, None, False).results)
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_weights_in_host_memory_are_fetched_again(mesh):
+    there = NamedSharding(mesh, ROWS, memory_kind="pinned_host")
+    w = mylib.filter_device_put(WEIGHT, there)
+
+    def loss(w, x):
+        w = mylib.filter_device_put(w, P(), mesh=mesh)
+        return jnp.sum(jnp.sin(x @ w.T))
+
+    ours = filter_checkpoint(loss, policy=recompute_resharded())
+    types = {x.shape: x.memory_space for x in residuals(ours, w, INPUT)}
+    assert types.pop((16, 8)) == jax.memory.Space.Host
+    assert set(types.values()) == {jax.memory.Space.Device}
+
+
+def test_what_is_sent_to_the_host_is_kept_there():
+    def loss(x):
+        y = jax.device_put(jnp.sin(x), jax.memory.Space.Host)
+        y = jax.device_put(y, jax.memory.Space.Device)
+        return jnp.sum(y * y)
+
+    ours = filter_checkpoint(loss, policy=recompute_resharded())
+    spaces = [x.memory_space for x in residuals(ours, INPUT)]
+    assert sorted(spaces, key=str) == [jax.memory.Space.Device, jax.memory.Space.Host]
+
+
+# Arguments, and where they are kept
+
+
+def test_arguments_wait_as_in_shardings_says():
+    """On Auto axes the compiler otherwise keeps them as they are used: here whole."""
+
+    def chain(**kept):
+        step = filter_checkpoint(
+            lambda w, x: jnp.tanh(filter_shard(x, P(), mesh=AUTO) @ w),
+            policy=recompute_resharded(),
+            mesh=AUTO,
+            **kept,
+        )
+        weights = [jnp.eye(WIDTH)] * DEPTH
+        return measure(lambda x: jnp.mean(through_all(step, weights, x) ** 2), x)
+
+    x = filter_shard(jnp.ones((64, WIDTH)), ROWS, mesh=AUTO)
+    pinned, free = chain(in_shardings={"x": ROWS}), chain()
+    assert_close(pinned.results, free.results)
+    # Once, and from then on every device has all of it, and computes all.
+    assert free.gathers == 1
+    assert pinned.gathers == 2 * DEPTH - 1
+    # Whichever of the two programs shows it: the second is free in how it hands on what it keeps.
+    spared = max(free.needed_bytes - pinned.needed_bytes, free.kept_bytes - pinned.kept_bytes)
+    assert spared >= (DEPTH - 1) * x.nbytes * 7 / 8
+
+
+@pytest.mark.parametrize(
+    "in_shardings",
+    [P("data"), (P("data"), None), {"w": P("data")}, {"w": mylib.rules.fsdp("data", min_size=0)}],
+    ids=["for all", "by position", "by name", "a rule"],
+)
+@pytest.mark.parametrize("context", CONTEXTS)
+@MESHES
+def test_in_every_context(mesh, context, in_shardings):
+    x = jnp.arange(32.0).reshape(8, 4) / 32
+    w = jnp.cos(x)
+
+    def product(w, x):
+        return jnp.sin(filter_shard(w, P(), mesh=mesh)) * x
+
+    ours = filter_checkpoint(
+        product, policy=recompute_resharded(), in_shardings=in_shardings, mesh=mesh
+    )
+
+    def call(fun):
+        weighted = CONTEXTS[context](lambda w: fun(w, x), w)
+        return weighted, CONTEXTS[context](lambda x: fun(w, x), x)
+
+    expected = call(lambda w, x: jnp.sin(w) * x)
+    with jax.set_mesh(mesh):
+        assert_close(call(ours), expected)
+
+
+def test_eager_arguments_are_moved():
+    one, other = jax.devices()[:2]
+    w = jax.device_put(WEIGHT, one)
+    ours = filter_checkpoint(lambda w, x: x @ w.T, in_shardings=other)
+    gradient = jax.grad(lambda w: jnp.sum(ours(w, jax.device_put(INPUT, one))))(w)
+    assert gradient.devices() == {one}
+    assert ours(w, np.asarray(INPUT)).devices() == {other}
+
+
+def test_every_argument_that_can_not_be_kept_so_is_named():
+    model = eqx.nn.MLP(4, 6, 5, 1, key=jax.random.key(0))
+    step = filter_checkpoint(
+        lambda model, *, x: jax.vmap(model)(x),
+        in_shardings={"model": P("data"), "x": P("dada")},
+        mesh=AUTO,
+    )
+    for call in (step, eqx.filter_jit(step), eqx.filter_vmap(step, in_axes=None, axis_size=2)):
+        with pytest.raises(PlacementError) as error:
+            call(model, x=jnp.ones((8, 4)))
+        message = str(error.value)
+        assert "model.layers[0].weight (5, 4)" in message
+        assert "model.layers[1].bias (6,)" in message
+        assert "x (8, 4)" in message and "has no axis 'dada'" in message
+
+
+def test_parameters_that_are_not_there():
+    with pytest.raises(TypeError, match="has no parameter 'y': it has x"):
+        filter_checkpoint(lambda x: x, in_shardings={"y": P()}, mesh=AUTO)(INPUT)
+    with pytest.raises(TypeError, match="in_shardings has 2 entries, and there are 1 positional"):
+        filter_checkpoint(lambda x: x, in_shardings=(P(), P()), mesh=AUTO)(INPUT)
+
+
+def test_the_maker_of_policies_is_no_policy():
+    with pytest.raises(TypeError, match=r"Write policy=recompute_resharded\(\)"):
+        filter_checkpoint(jnp.sin, policy=recompute_resharded)
+
+
+# In place of `equinox.filter_checkpoint`
+
+
+class Scale(eqx.Module):
+    factor: jax.Array
+    name: str = eqx.field(static=True)
+
+    @filter_checkpoint
+    def method(self, x, /, *, power=2):
+        "Scales."
+        return self.factor * x**power, self.name, power
+
+    @filter_checkpoint(policy=policies.dots_saveable)
+    def __call__(self, x):
+        return self.factor * jnp.sin(x)
+
+
+@pytest.mark.parametrize("checkpoint", [eqx.filter_checkpoint, filter_checkpoint])
+def test_as_equinox_has_it(checkpoint):
+    calls = []
+
+    @checkpoint
+    def fun(tree, *rest, flag, function):
+        "What it does."
+        calls.append(flag)
+        y = function(tree["x"]) * len(rest)
+        return {"y": y, "flag": flag, "function": function, "tree": tree}
+
+    assert (fun.__name__, fun.__doc__) == ("fun", "What it does.")
+    tree = {"x": jnp.ones(3), "text": "a", "number": 2, "none": None, "np": np.arange(3)}
+    result = fun(tree, 1, None, flag=True, function=jnp.sin)
+    np.testing.assert_allclose(result["y"], 2 * jnp.sin(jnp.ones(3)), rtol=1e-6)
+    assert result["flag"] is True and result["function"] is jnp.sin
+    assert {k: v for k, v in result["tree"].items() if k not in ("x", "np")} == {
+        "text": "a",
+        "number": 2,
+        "none": None,
+    }
+    gradient = jax.grad(lambda x: fun({"x": x}, 1, flag=1, function=jnp.sin)["y"])(2.0)
+    np.testing.assert_allclose(gradient, np.cos(2.0), rtol=1e-6)
+    batched = eqx.filter_vmap(lambda x: fun({"x": x}, 1, flag=1, function=jnp.sin)["y"])
+    np.testing.assert_allclose(batched(INPUT), jnp.sin(INPUT), rtol=1e-6)
+
+
+def test_methods_and_modules():
+    scale = Scale(jnp.array(3.0), "triple")
+    value, name, power = scale.method(jnp.array(2.0), power=3)
+    assert (float(value), name, power) == (24.0, "triple", 3)
+    assert Scale.method.__doc__ == "Scales."
+
+    @eqx.filter_grad
+    def loss(scale, x):
+        return scale(x) + scale.method(x)[0]
+
+    np.testing.assert_allclose(loss(scale, 0.5).factor, np.sin(0.5) + 0.25, rtol=1e-6)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, eqx.filter_jit, mylib.filter_jit])
+def test_a_module_is_differentiated(transform):
+    mlp = eqx.nn.MLP(1, 2, 5, 2, key=jax.random.key(0))
+
+    def loss(mlp, x):
+        return jnp.sum(mlp(x))
+
+    def checkpointed(mlp, x):
+        return jnp.sum(filter_checkpoint(mlp)(x))
+
+    x = jnp.array([1.0])
+    ours, theirs = (transform(eqx.filter_grad(f))(mlp, x) for f in (checkpointed, loss))
+    assert_close(ours, theirs)
+    # Its arrays are those of a tree, as an optimiser's are that is made for it.
+    checkpoint = filter_checkpoint(mlp)
+    again = jax.tree.map(lambda x: x, checkpoint)
+    np.testing.assert_array_equal(again(x), mlp(x))
+    assert jax.tree.structure(checkpoint) == jax.tree.structure(filter_checkpoint(mlp))
+
+
+def test_only_the_arguments_are_kept_by_default():
+    def loss(x):
+        return jnp.sum(jnp.sin(jnp.sin(x)))
+
+    assert kept(filter_checkpoint(loss), INPUT) == [((4, 8), "float32")]
+    assert len(kept(loss, INPUT)) > 1
+
+
+def test_traced_once_a_call():
+    traces = []
+
+    @filter_checkpoint(policy=recompute_resharded(), in_shardings=P(), mesh=AUTO)
+    def fun(x):
+        traces.append(x)
+        return jnp.sin(x)
+
+    step = mylib.filter_jit(jax.grad(lambda x: jnp.sum(fun(x))))
+    step(INPUT), step(INPUT + 1)
+    assert len(traces) == 1
+
+
+def test_checks_at_run_time_are_kept():
+    @filter_checkpoint(policy=recompute_resharded())
+    def positive(x):
+        return jnp.sqrt(eqx.error_if(x, jnp.any(x < 0), "it is negative"))
+
+    gradient = mylib.filter_jit(jax.grad(lambda x: jnp.sum(positive(x))))
+    np.testing.assert_allclose(gradient(INPUT), 0.5)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="it is negative"):
+        gradient(-INPUT)
