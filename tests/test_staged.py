@@ -224,3 +224,16 @@ def test_a_struct_with_a_layout_can_be_placed_again():
     struct = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     first = mylib.filter_shard(struct, Format(Layout((1, 0)), NamedSharding(mesh, P("a"))))
     assert mylib.filter_shard(first, P("b"), mesh=mesh).sharding == NamedSharding(mesh, P("b"))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_checkpoint_that_is_evaluated_step_by_step(kind):
+    """Under `set_mesh`, on an array that is not on the mesh yet."""
+    mesh = grid(kind, kind)
+    checkpoint = jax.checkpoint(lambda x: 2 * mylib.filter_shard(x, P("a"), mesh=mesh))
+    with jax.set_mesh(mesh):
+        result = checkpoint(X)
+        gradient = jax.grad(lambda x: checkpoint(x).sum())(X)
+    assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("a")), 2)
+    np.testing.assert_array_equal(result, 2 * X)
+    np.testing.assert_array_equal(gradient, np.full_like(X, 2))
