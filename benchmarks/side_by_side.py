@@ -30,11 +30,14 @@ class Row(NamedTuple):
         return [self.work, self.ours, self.peer, ratio, self.promise, verdict]
 
 
-def print_header(where: str) -> None:
+_COLUMNS = ("work", "ours", "peer", "ratio", "must reach", "ok")
+
+
+def print_header(where: str, columns: Sequence[str] = _COLUMNS) -> None:
     versions = ".".join(map(str, sys.version_info[:2])), jax.__version__, eqx.__version__
     print("Python {}, jax {}, equinox {}; {}\n".format(*versions, where))
-    print_row(["work", "ours", "peer", "ratio", "must reach", "ok"])
-    print_row(["---"] * 6)
+    print_row(columns)
+    print_row(["---"] * len(columns))
 
 
 def print_row(cells: Sequence[str]) -> None:

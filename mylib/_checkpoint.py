@@ -1,38 +1,29 @@
 """`filter_checkpoint`: `jax.checkpoint` that knows where arrays are kept, and where used."""
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ._arguments import Function, Inputs
-from ._leaves import split
-from ._placement import Placement
+from ._leaves import Leaves, split
+from ._placement import Decision, Placement, decide
 from ._program import outlined
+from ._region import entries_over
 from ._shard import place_leaves
-from ._target import AnyMesh
+from ._target import AnyMesh, Target, axis_types, default_memory_kind, mesh_in_force, sharding_of
 from ._world import World, current_world
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Policy = Callable[..., Any]
 
-# Names of JAX's primitives whose results are what went in, elsewhere,
-_RESHARDING = frozenset(
-    "sharding_constraint layout_constraint reshard relayout mesh_cast "
-    "all_gather all_gather_invariant all_gather_reduced "
-    "all_gather_start all_gather_reduced_start all_gather_done "
-    "pvary preduced reduced_vary_cast reduced_vary_cast_p".split()
-)
-# and of those whose results are what went in, arranged otherwise and no smaller.
-_REARRANGING = frozenset(
-    "transpose reshape squeeze broadcast_in_dim tile rev copy split unstack concatenate "
-    "stack".split()
-)
 _SAVE_ALL = jax.checkpoint_policies.everything_saveable
 
 
@@ -47,8 +38,8 @@ def recompute_resharded(policy: Policy = _SAVE_ALL) -> Policy:
 
     Resharding is [`mylib.filter_shard`][] and what it is made of (`with_sharding_constraint`,
     `reshard`), a transfer from host memory, and inside `shard_map` `all_gather` and `pcast`. What
-    is only another form of a value and no smaller (transposed, reshaped, of a wider type) isn't
-    kept either: it would be a copy of what was gathered.
+    is only another form of a value (transposed, reshaped, taken apart, of a wider type) isn't kept
+    either: it would be a copy of what was gathered.
 
     **Arguments:**
 
@@ -66,6 +57,11 @@ def recompute_resharded(policy: Policy = _SAVE_ALL) -> Policy:
         jax.checkpoint(jnp.sin, policy=mylib.recompute_resharded(dots))
         ```
     """
+    if not callable(policy) or policy is recompute_resharded:
+        raise TypeError(
+            f"recompute_resharded: {policy!r} is no policy. Give one of jax.checkpoint_policies, "
+            "or nothing: then all may be saved that was not resharded"
+        )
     return _RecomputeResharded(policy)
 
 
@@ -75,25 +71,62 @@ class _RecomputeResharded:
     policy: Policy
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
-        if _is_elsewhere(primitive.name, avals) or _is_rearranged(primitive.name, avals, params):
+        name = primitive.name
+        if name in _MADE_AGAIN and _MADE_AGAIN[name](avals, params):
             return False
-        if primitive.name == "name" and self.policy is _SAVE_ALL:
-            # The one who saves everything asks for no name; what has it would be a copy.
+        if name == "name" and self.policy(jax.lax.neg_p, *avals) is True:
+            # One who saves whatever comes asks for no name; what bears it would be a copy.
             return False
         return self.policy(primitive, *avals, **params)
 
 
-def _is_elsewhere(name: str, avals: Any) -> bool:
-    if name == "device_put":
-        # On its way to the host a value is to be saved there.
-        return all(aval.memory_space == jax.memory.Space.Host for aval in avals)
-    return name in _RESHARDING
+def _always(avals: Any, params: Any) -> bool:
+    del avals, params
+    return True
 
 
-def _is_rearranged(name: str, avals: Any, params: Any) -> bool:
-    if name == "convert_element_type":
-        return params["new_dtype"].itemsize >= avals[0].dtype.itemsize
-    return name in _REARRANGING
+def _is_gathered(avals: Any, params: Any) -> bool:
+    """Whether each device has as much as before, at least, and nothing was added up for it."""
+    here, there = avals[0].sharding, params["dst_sharding"]
+    before, after = (math.prod(s.shard_shape(avals[0].shape)) for s in (here, there))
+    return after >= before and not here.spec.unreduced
+
+
+def _is_to_device(avals: Any, params: Any) -> bool:
+    """On its way to the host a value is to be kept there."""
+    return not any(
+        x is jax.memory.Space.Host or "host" in str(getattr(x, "memory_kind", None))
+        for x in params["devices"]
+    )
+
+
+def _is_no_narrower(avals: Any, params: Any) -> bool:
+    return params["new_dtype"].itemsize >= avals[0].dtype.itemsize
+
+
+def _is_large_part(avals: Any, params: Any) -> bool:
+    """Whether it is a part like those of weights that are gathered as one."""
+    bounds = zip(params["start_indices"], params["limit_indices"], strict=True)
+    return math.prod(stop - start for start, stop in bounds) * 8 >= avals[0].size
+
+
+# Of JAX's primitives, by name, when what comes out of them is not saved: it is what went in,
+# elsewhere or arranged otherwise.
+_MADE_AGAIN: dict[str, Callable[[Any, Any], bool]] = {
+    **dict.fromkeys(
+        "sharding_constraint layout_constraint relayout mesh_cast "
+        "all_gather all_gather_invariant all_gather_reduced "
+        "all_gather_start all_gather_reduced_start all_gather_done "
+        "pvary preduced reduced_vary_cast reduced_vary_cast_p "
+        "transpose reshape squeeze broadcast_in_dim tile pad rev copy split unstack concatenate "
+        "stack bitcast_convert_type reduce_precision stop_gradient optimization_barrier".split(),
+        _always,
+    ),
+    "reshard": _is_gathered,
+    "device_put": _is_to_device,
+    "convert_element_type": _is_no_narrower,
+    "slice": _is_large_part,
+}
 
 
 @overload
@@ -179,49 +212,79 @@ def filter_checkpoint(
             "filter_checkpoint: policy=recompute_resharded is what makes the policy. Write "
             "policy=recompute_resharded(), with what may be saved of the rest in it"
         )
-    inputs = None if in_shardings is None else Inputs(in_shardings, mesh)
-    return eqx.module_update_wrapper(_Checkpointed(fun, prevent_cse, policy, inputs))
+    wrapped = _Checkpointed(fun, prevent_cse, policy, in_shardings, mesh)
+    return eqx.module_update_wrapper(wrapped)
 
 
 class _Checkpointed(eqx.Module):
+    # No field is static, so that two of these are trees of one structure.
     fun: Callable[..., Any]
-    prevent_cse: bool = eqx.field(static=True)
-    policy: Policy | None = eqx.field(static=True)
-    inputs: Inputs | None = eqx.field(static=True)
+    prevent_cse: bool
+    policy: Policy | None
+    in_shardings: PyTree[Placement]
+    mesh: AnyMesh | None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         return self.fun
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        world = current_world()
-        # In a program the constraints belong inside, behind what keeps the compiler from merging
-        # the two passes. Outside they would be one value more to keep.
-        given = (args, kwargs) if world.staged else self._kept(args, kwargs, world)
-        arrays, rest = eqx.partition((self.fun, given), eqx.is_array)
+        arrays, rest = eqx.partition(self._kept(args, kwargs, before=True), eqx.is_array)
         static = None
 
         def computed(arrays: Any) -> Any:
             nonlocal static
-            fun, (args, kwargs) = eqx.combine(arrays, rest)
-            args, kwargs = self._kept(args, kwargs, current_world())
-            returned, static = eqx.partition(fun(*args, **kwargs), eqx.is_array)
+            args, kwargs = self._kept(*eqx.combine(arrays, rest))
+            returned, static = eqx.partition(self.fun(*args, **kwargs), eqx.is_array)
             return returned
 
         checkpoint = jax.checkpoint(computed, prevent_cse=self.prevent_cse, policy=self.policy)
         returned = checkpoint(arrays)
         return eqx.combine(returned, static)
 
-    def _kept(self, args: Any, kwargs: Any, world: World) -> tuple[Any, Any]:
-        """The arguments, where they are to be kept."""
-        if self.inputs is None:
+    def _kept(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:
+        """The arguments, where they are to be kept: as they are in the checkpoint, or before."""
+        if self.in_shardings is None:
             return args, kwargs
-        function = Function.of(self.fun)
-        given = self.inputs.bind(function, args, kwargs)
+        function, world = Function.of(self.fun), current_world()
+        inputs = _Kept(self.in_shardings, self.mesh)
+        given = inputs.bind(function, args, kwargs)
         leaves = split(given, outlined(given)[1].positions)
-        targets = self.inputs.resolve(function, leaves, *given, world)
+        targets = inputs.resolve(function, leaves, *given, world)
+        if before and world.staged:
+            # On Auto axes the constraint belongs behind what keeps the compiler from merging the
+            # two passes; before it would only make one value more to keep.
+            pairs = zip(leaves.arrays, targets, strict=True)
+            targets = [t if _has_another_type(x, t, world) else None for x, t in pairs]
         with function.named_in_errors():
             return leaves.join(place_leaves(leaves, targets, world))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
+
+
+class _Kept(Inputs):
+    """Where the arguments are while they wait: where a program can compute with them."""
+
+    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        return decide(leaves, prefix, self.mesh, world, _refuse_memory_kinds)
+
+
+def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
+    sharding = sharding_of(target)
+    if sharding.memory_kind not in (None, default_memory_kind(sharding)):
+        yield (
+            f"in {sharding.memory_kind} memory nothing is computed",
+            "have a policy move there what is kept (jax.checkpoint_policies.offload_...), or call "
+            "mylib.filter_device_put before, and in the function",
+        )
+
+
+def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
+    """Whether on Explicit axes `x` is split otherwise: as it would be kept then, too."""
+    if target is None or not isinstance(sharding := sharding_of(target), NamedSharding):
+        return False
+    here = jax.typeof(x).sharding
+    types = axis_types(mesh_in_force(sharding.mesh, world))
+    explicit = frozenset(name for name in types if types[name] == AxisType.Explicit)
+    return entries_over(here.spec, explicit) != entries_over(sharding.spec, explicit)

@@ -3,11 +3,12 @@
 What a program communicates, keeps and computes is read from what XLA has compiled.
 """
 
+import copy
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
-import _hlo
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -17,20 +18,26 @@ from contexts import CONTEXTS, MESHES
 from hypothesis import example, given, settings, strategies as st
 from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxtyping import Array, Float
+from jax.sharding import NamedSharding, PartitionSpec as P
+from stacks import (
+    AUTO,
+    EXPLICIT,
+    ROWS,
+    Measured,
+    Size,
+    gathered_activations,
+    gathered_weights,
+    measure,
+    not_at_all,
+    through_all,
+)
 
 import mylib
 from mylib import PlacementError, filter_checkpoint, filter_shard, recompute_resharded
 from mylib._world import jaxprs_in, opened, parts_of
 
-WIDTH, HIDDEN, HEADS, DEPTH = 128, 512, 4, 4
-ROWS = P("data")
-MATRICES = 6 * DEPTH
-WEIGHTS = DEPTH * (4 * WIDTH**2 + 2 * WIDTH * HIDDEN) * 4  # bytes
-
-AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+SIZE = Size(width=128, hidden=512, heads=4, depth=4, batch=16, time=16)
+LONG = replace(SIZE, time=64)
 
 BASES = {
     "everything": policies.everything_saveable,
@@ -39,120 +46,18 @@ BASES = {
 }
 
 
-class Block(eqx.Module):
-    """Attention and an MLP, made of matrices only."""
-
-    query: Float[Array, "embed embed"]
-    key: Float[Array, "embed embed"]
-    value: Float[Array, "embed embed"]
-    out: Float[Array, "embed embed"]
-    up: Float[Array, "embed mlp"]
-    down: Float[Array, "mlp embed"]
-
-    def __init__(self, key):
-        shapes = [(WIDTH, WIDTH)] * 4 + [(WIDTH, HIDDEN), (HIDDEN, WIDTH)]
-        keys = jax.random.split(key, 6)
-        made = [jax.random.normal(k, s) / s[0] ** 0.5 for k, s in zip(keys, shapes, strict=True)]
-        self.query, self.key, self.value, self.out, self.up, self.down = made
-
-    def __call__(self, x: Float[Array, "batch time embed"]):
-        y = normalised(x)
-        q, k, v = [
-            (y @ w).reshape(*x.shape[:2], HEADS, -1) for w in (self.query, self.key, self.value)
-        ]
-        weights = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / 6)
-        x = x + jnp.einsum("bhts,bshd->bthd", weights, v).reshape(x.shape) @ self.out
-        return x + jax.nn.gelu(checkpoint_name(normalised(x) @ self.up, "product")) @ self.down
-
-
-def normalised(x):
-    mean, variance = jnp.mean(x, -1, keepdims=True), jnp.var(x, -1, keepdims=True)
-    return (x - mean) * jax.lax.rsqrt(variance + 1e-5)
-
-
-class Measured(NamedTuple):
-    results: Any
-    gathers: int
-    gathered_bytes: int
-    kept_bytes: int  # by a device, between the forward and the backward pass
-    needed_bytes: int  # at the most, beside arguments and results
-    flops: float
-
-
-def measure(fun: Callable[..., Any], *args: Any) -> Measured:
-    """The gradients of all arguments, where these are, and what it takes to compute them."""
-    gradients = jax.value_and_grad(fun, tuple(range(len(args))))
-    wanted = jax.tree.map(lambda x: x.sharding, args)
-    compiled = jax.jit(gradients, out_shardings=(None, wanted)).lower(*args).compile()
-    # Arguments that are kept are no results.
-    forward = jax.jit(lambda *args: jax.vjp(fun, *args)).lower(*args).compile()
-    kept = forward.memory_analysis().output_size_in_bytes
-    needed = compiled.memory_analysis().temp_size_in_bytes
-    results = jax.tree.map(np.asarray, compiled(*args))
-    gathered = _hlo.gathered(compiled.as_text())
-    return Measured(results, *gathered, kept, needed, compiled.cost_analysis()["flops"])
-
-
 def assert_close(ours: Any, theirs: Any) -> None:
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
-def sharded_blocks(mesh: jax.sharding.Mesh, stacking: str) -> tuple[Any, jax.Array]:
-    blocks = [Block(key) for key in jax.random.split(jax.random.key(0), DEPTH)]
-    params, kept = blocks, ROWS
-    if stacking == "scan":
-        params, kept = jax.tree.map(lambda *xs: jnp.stack(xs), *blocks), P(None, "data")
-    x = jax.random.normal(jax.random.key(1), (16, 16, WIDTH))
-    return filter_shard(params, kept, mesh=mesh), filter_shard(x, ROWS, mesh=mesh)
-
-
-def through_all(step: Callable[..., Any], params: Any, x: jax.Array) -> jax.Array:
-    if isinstance(params, list):
-        for block in params:
-            x = step(block, x)
-        return x
-    return jax.lax.scan(lambda x, block: (step(block, x), None), x, params)[0]
-
-
-def loss_of(mode: str, stacking: str, checkpoint: Callable[..., Any]) -> Callable[..., jax.Array]:
-    """The loss of a stack of blocks, whose weights are gathered before each of them."""
-    mesh = EXPLICIT if mode == "explicit" else AUTO
-    if mode == "shard_map":
-
-        def step(block, x):
-            gathered = jax.tree.map(lambda w: jax.lax.all_gather(w, "data", tiled=True), block)
-            return gathered(x)
-
-        step = checkpoint(step)
-
-        def mapped(params, x):
-            return jax.lax.pmean(jnp.mean(through_all(step, params, x) ** 2), "data")
-
-        split = P(None, "data") if stacking == "scan" else ROWS
-        return mylib.filter_shard_map(mapped, mesh=mesh, in_specs=(split, ROWS), out_specs=P())
-
-    def gathering(block, x):
-        return filter_shard(block, P(), mesh=mesh)(x)
-
-    step = checkpoint(gathering, in_shardings=(ROWS, ROWS), mesh=mesh)
-    return lambda params, x: jnp.mean(through_all(step, params, x) ** 2)
-
-
-def not_at_all(fun, **_):
-    return fun
-
-
 @functools.cache
-def measured(mode: str, stacking: str, base: str | None, recomputing: bool) -> Measured:
-    mesh = EXPLICIT if mode == "explicit" else AUTO
+def of_weights(mode: str, stacking: str, base: str | None, recomputing: bool) -> Measured:
     checkpoint = not_at_all
     if base is not None:
         policy = recompute_resharded(BASES[base]) if recomputing else BASES[base]
-        checkpoint = functools.partial(
-            filter_checkpoint, policy=policy, prevent_cse=stacking == "unrolled"
-        )
-    return measure(loss_of(mode, stacking, checkpoint), *sharded_blocks(mesh, stacking))
+        checkpoint = functools.partial(filter_checkpoint, policy=policy)
+    return measure(*gathered_weights(SIZE, mode, stacking, checkpoint))
 
 
 MODES = pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
@@ -163,29 +68,29 @@ STACKINGS = pytest.mark.parametrize("stacking", ["scan", "unrolled"])
 @STACKINGS
 @pytest.mark.parametrize("base", BASES)
 def test_weights_are_gathered_again_and_not_kept(mode, stacking, base):
-    plain = measured(mode, stacking, None, False)
-    theirs = measured(mode, stacking, base, False)
-    ours = measured(mode, stacking, base, True)
+    plain = of_weights(mode, stacking, None, False)
+    theirs = of_weights(mode, stacking, base, False)
+    ours = of_weights(mode, stacking, base, True)
 
     assert_close(ours.results, plain.results)
-    assert (plain.gathers, plain.gathered_bytes) == (MATRICES, WEIGHTS)
+    assert (plain.gathers, plain.gathered_bytes) == (SIZE.matrices, SIZE.weights)
     if (mode, stacking) == ("shard_map", "unrolled") and jax.__version_info__ < (0, 11):
         # XLA's CPU compiler of then takes gathers that a barrier keeps apart for the same: it
         # removes the barrier first. When this fails, the version can be left out of here.
-        assert (ours.gathers, ours.gathered_bytes) == (MATRICES, WEIGHTS)
+        assert (ours.gathers, ours.gathered_bytes) == (SIZE.matrices, SIZE.weights)
         return
-    assert (ours.gathers, ours.gathered_bytes) == (2 * MATRICES, 2 * WEIGHTS)
+    assert (ours.gathers, ours.gathered_bytes) == (2 * SIZE.matrices, 2 * SIZE.weights)
     assert ours.needed_bytes <= theirs.needed_bytes
     if base != "everything":
         # These don't keep what was gathered, whoever asks.
         assert ours.kept_bytes == theirs.kept_bytes
     else:
         # The shards in place of the whole.
-        assert theirs.kept_bytes - ours.kept_bytes == pytest.approx(WEIGHTS * 7 / 8, rel=0.01)
+        assert theirs.kept_bytes - ours.kept_bytes == pytest.approx(SIZE.weights * 7 / 8, rel=0.01)
         if stacking == "scan":
             # Unrolled it is a matter of the order in which the CPU's compiler computes: it has
             # gathered again before it must.
-            assert theirs.needed_bytes - ours.needed_bytes > 0.95 * WEIGHTS
+            assert theirs.needed_bytes - ours.needed_bytes > 0.95 * SIZE.weights
     assert ours.flops < 1.01 * theirs.flops
 
 
@@ -200,99 +105,47 @@ def remat3():
 @MODES
 def test_with_the_checkpoint_that_jax_will_have(remat3, mode):
     """It asks the policy about few operations, and computes the others again."""
-    plain = measured(mode, "scan", None, False)
-    checkpoint = functools.partial(
-        filter_checkpoint, policy=recompute_resharded(), prevent_cse=False
-    )
-    mesh = EXPLICIT if mode == "explicit" else AUTO
-    ours = measure(loss_of(mode, "scan", checkpoint), *sharded_blocks(mesh, "scan"))
+    plain = of_weights(mode, "scan", None, False)
+    checkpoint = functools.partial(filter_checkpoint, policy=recompute_resharded())
+    ours = measure(*gathered_weights(SIZE, mode, "scan", checkpoint))
     assert_close(ours.results, plain.results)
-    assert ours.gathered_bytes == 2 * WEIGHTS
+    assert ours.gathered_bytes == 2 * SIZE.weights
     # In 0.10 it asks about names only.
     assert ours.flops < (1.01 if jax.__version_info__ >= (0, 11) else 1.25) * plain.flops
-    assert ours.needed_bytes < plain.needed_bytes - 0.95 * WEIGHTS
-
-
-class Attention(eqx.Module):
-    """Each device along "tensor" has some of the heads."""
-
-    query: Float[Array, "embed heads size"]
-    key: Float[Array, "embed heads size"]
-    value: Float[Array, "embed heads size"]
-    out: Float[Array, "heads size embed"]
-    mesh: jax.sharding.Mesh = eqx.field(static=True)
-
-    def __init__(self, mesh, key):
-        keys = jax.random.split(key, 4)
-        shape = (WIDTH, HEADS, WIDTH // HEADS)
-        self.query, self.key, self.value = (jax.random.normal(k, shape) / 11 for k in keys[:3])
-        self.out = jax.random.normal(keys[3], (HEADS, WIDTH // HEADS, WIDTH)) / 11
-        self.mesh = mesh
-
-    def __call__(self, x: Float[Array, "batch time embed"]):
-        q, k, v = (
-            self.product("btd,dhe->bthe", x, w, P("data", None, "tensor"))
-            for w in (self.query, self.key, self.value)
-        )
-        scores = self.product("bthe,bshe->bhts", q, k, P("data", "tensor"))
-        weighted = jax.nn.softmax(scores / 6)
-        mixed = self.product("bhts,bshe->bthe", weighted, v, P("data", None, "tensor"))
-        return self.product("bthe,hed->btd", mixed, self.out, P("data", "tensor"))
-
-    def product(self, subscripts, x, y, spec):
-        if self.mesh.axis_types[0] == AxisType.Auto:
-            return jnp.einsum(subscripts, x, y)
-        return jnp.einsum(subscripts, x, y, out_sharding=NamedSharding(self.mesh, spec))
+    assert ours.needed_bytes < plain.needed_bytes - 0.95 * SIZE.weights
 
 
 @functools.cache
-def sequence_parallel(axis_type: AxisType, stacking: str, how: str) -> Measured:
-    """The case of https://github.com/jax-ml/jax/issues/25010."""
-    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(axis_type,) * 2)
-    apart, together = P("data", "tensor"), P("data")
-
-    def block(attention, x):
-        y = normalised(filter_shard(x, apart, mesh=mesh))
-        if how == "pinned":
-            y = filter_shard(y, apart, mesh=mesh)
-        return x + attention(filter_shard(y, together, mesh=mesh))
-
-    checkpoint = not_at_all if how == "plain" else filter_checkpoint
-    step = checkpoint(
-        block,
-        policy=recompute_resharded(),
-        in_shardings={"x": apart},
-        mesh=mesh,
-        prevent_cse=stacking == "unrolled",
+def of_activations(mode: str, stacking: str, how: str) -> Measured:
+    checkpoint = functools.partial(filter_checkpoint, policy=recompute_resharded())
+    return measure(
+        *gathered_activations(
+            LONG,
+            mode,
+            stacking,
+            not_at_all if how == "plain" else checkpoint,
+            pinned=how == "pinned",
+        )
     )
-    layers = [Attention(mesh, key) for key in jax.random.split(jax.random.key(0), DEPTH)]
-    rest = {"**": P(None, "tensor")}
-    by_heads = mylib.rules.by_path({"out": P("tensor"), **rest}, ordered=True)
-    params = filter_shard(layers, by_heads, mesh=mesh)
-    if stacking == "scan":
-        params = jax.jit(lambda layers: jax.tree.map(lambda *xs: jnp.stack(xs), *layers))(params)
-    x = jax.random.normal(jax.random.key(1), (16, 64, WIDTH))
-    x = filter_shard(x, apart, mesh=mesh)
-    return measure(lambda params, x: jnp.mean(through_all(step, params, x) ** 2), params, x)
 
 
 @STACKINGS
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_activations_are_gathered_again_and_not_kept(axis_type, stacking):
-    plain = sequence_parallel(axis_type, stacking, "plain")
-    ours = sequence_parallel(axis_type, stacking, "pinned")
-    unpinned = sequence_parallel(axis_type, stacking, "unpinned")
+@pytest.mark.parametrize("mode", ["auto", "explicit"])
+def test_activations_are_gathered_again_and_not_kept(mode, stacking):
+    plain = of_activations(mode, stacking, "plain")
+    ours = of_activations(mode, stacking, "pinned")
+    unpinned = of_activations(mode, stacking, "unpinned")
     # On Explicit axes the type says how a value is kept. On Auto axes the compiler would keep it as
     # it is used, and plainly it does as it likes.
-    peer = plain if axis_type == AxisType.Explicit else unpinned
+    peer = plain if mode == "explicit" else unpinned
 
     assert_close(ours.results, plain.results)
-    assert ours.gathers == peer.gathers + DEPTH
+    assert ours.gathers == peer.gathers + LONG.depth
     assert ours.flops < 1.01 * plain.flops
-    whole = DEPTH * 8 * 64 * WIDTH * 4
+    whole = LONG.activations // 2  # along "data" it stays split
     assert ours.gathered_bytes == peer.gathered_bytes + whole
     spared = peer.kept_bytes - ours.kept_bytes
-    if (axis_type, stacking) == (AxisType.Auto, "scan"):
+    if (mode, stacking) == ("auto", "scan"):
         # Here it is the backward pass that decides.
         spared = peer.needed_bytes - ours.needed_bytes
     assert spared == pytest.approx(whole * 3 / 4, rel=0.03)
@@ -301,7 +154,7 @@ def test_activations_are_gathered_again_and_not_kept(axis_type, stacking):
 @STACKINGS
 def test_on_explicit_axes_nothing_needs_to_be_pinned(stacking):
     with_pin, without = (
-        sequence_parallel(AxisType.Explicit, stacking, how) for how in ("pinned", "unpinned")
+        of_activations("explicit", stacking, how) for how in ("pinned", "unpinned")
     )
     assert with_pin[1:] == without[1:]
 
@@ -329,6 +182,11 @@ FORMS = {
     "repeated": lambda w: jnp.tile(w, (2, 1)),
     "broadcast": lambda w: jnp.broadcast_to(w, (2, *w.shape)).reshape(-1, 8),
     "copied": jnp.copy,
+    "behind a barrier": jax.lax.optimization_barrier,
+    "in halves": lambda w: jnp.concatenate([w[len(w) // 2 :], w[: len(w) // 2]]),
+    "padded": lambda w: jnp.pad(w, ((0, 1), (0, 0))),
+    "rolled": lambda w: jnp.roll(w, 3, axis=0),
+    "put again": lambda w: jax.device_put(w, NamedSharding(AUTO, P())),
     "wider": lambda w: w.astype(jnp.float32),
     "named": lambda w: checkpoint_name(w, "gathered"),
     "placed again": lambda w: filter_shard(w, P(None, "data"), mesh=AUTO),
@@ -355,6 +213,50 @@ def test_another_form_of_what_was_gathered_is_not_kept(names, dtype):
     assert [shape for shape, _ in kept(ours, w, x) if shape[0] > 4] == [(16, 8)]
     gradient, expected = jax.jit(jax.grad(ours))(w, x), jax.jit(jax.grad(product))(w, x)
     np.testing.assert_array_equal(gradient.astype(jnp.float32), expected.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_weights_that_are_gathered_as_one(mesh):
+    def attended(w, x):
+        w = filter_shard(w, P(), mesh=mesh)
+        q, k, v = x @ w[:16].T, x @ w[16:32].T, x @ jax.lax.stop_gradient(w[32:]).T
+        return jnp.sum(jnp.sin(q) * jnp.sin(k) * jnp.sin(v))
+
+    ours = filter_checkpoint(attended, policy=recompute_resharded())
+    w = filter_shard(jnp.ones((48, 8)), ROWS, mesh=mesh)
+    x = filter_shard(INPUT, P(), mesh=mesh)
+    assert [shape for shape, _ in kept(ours, w, x) if shape[0] > 4] == [(48, 8)]
+
+
+def test_a_small_part_is_kept_and_not_the_whole():
+    def loss(x):
+        last = jnp.sin(x)[-1:]
+        return jnp.sum(last * last)
+
+    ours = filter_checkpoint(loss, policy=recompute_resharded())
+    assert all(shape[0] < 64 for shape, _ in kept(ours, jnp.ones((64, 8)))[:-1])
+
+
+def test_what_is_resharded_to_something_smaller_is_kept():
+    """On Explicit axes, where that is known: there is nothing to gain, and sums would be made
+    again.
+    """
+
+    def loss(w, x, *specs):
+        y = jnp.einsum("bi,oi->bo", x, w, out_sharding=NamedSharding(EXPLICIT, specs[0]))
+        y = jax.sharding.reshard(y, NamedSharding(EXPLICIT, specs[1]))
+        return jnp.sum(y * y)
+
+    w = filter_shard(jnp.ones((16, 8)), P(None, "data"), mesh=EXPLICIT)
+    x = filter_shard(jnp.ones((32, 8)), P(None, "data"), mesh=EXPLICIT)
+    ours = filter_checkpoint(loss, policy=recompute_resharded())
+    for before, after in [(P(), ROWS), (P(unreduced={"data"}), ROWS), (P(unreduced={"data"}), P())]:
+        of_product = [
+            t.sharding.spec
+            for t in residuals(lambda w, x: ours(w, x, before, after), w, x)  # noqa: B023
+            if t.shape == (32, 16)
+        ]
+        assert of_product == [P(*after, *[None] * (2 - len(after)))]
 
 
 def test_a_narrower_type_is_kept_unless_it_comes_first():
@@ -411,7 +313,8 @@ def test_what_a_device_gathers_is_not_kept(how):
 def test_the_policy_knows_what_filter_shard_is_made_of(mesh):
     """When this fails, JAX has given its primitives other names: add them to `_RESHARDING`."""
     policy = recompute_resharded()
-    placing = jax.make_jaxpr(lambda x: filter_shard(x, ROWS, mesh=mesh))(WEIGHT)
+    shards = filter_shard(WEIGHT, ROWS, mesh=mesh)
+    placing = jax.make_jaxpr(lambda x: filter_shard(x, P(), mesh=mesh))(shards)
     for part in parts_of(placing):
         for eqn in opened(part).eqns:
             if not jaxprs_in(eqn):
@@ -431,11 +334,28 @@ def test_the_base_policy_decides_on_the_rest():
         policies.nothing_saveable,
         policies.save_only_these_names("sine"),
         policies.save_any_names_but_these("sine"),
+        policies.save_anything_except_these_names("tangent"),
         policies.save_from_both_policies(
             policies.save_only_these_names("sine"), policies.dots_saveable
         ),
     ):
         assert of(recompute_resharded(base)) == of(base)
+
+
+@pytest.mark.parametrize(
+    "base", [policies.everything_saveable, policies.save_anything_except_these_names("x")]
+)
+def test_who_saves_everything_asks_for_no_name(base):
+    def product(w, x):
+        w = checkpoint_name(filter_shard(w, P(), mesh=AUTO), "gathered")
+        return jnp.sum(jnp.sin(x @ w.T))
+
+    def rows(policy):
+        ours = filter_checkpoint(product, policy=policy)
+        return [shape[0] for shape, _ in kept(ours, WEIGHT, INPUT)].count(16)
+
+    assert rows(recompute_resharded(base)) == 1
+    assert rows(recompute_resharded(policies.save_only_these_names("gathered"))) == 2 - 1
 
 
 def test_equal_policies_are_equal():
@@ -464,20 +384,15 @@ def test_offloaded(mode, stacking, what):
     """On CPU all memory is the host's; that it is asked for is seen in the types. The rest is in
     test_gpu.py.
     """
-    base = OFFLOADING[what]
-    checkpoint = functools.partial(
-        filter_checkpoint,
-        policy=recompute_resharded(base),
-        prevent_cse=stacking == "unrolled",
-    )
-    loss = loss_of(mode, stacking, checkpoint)
-    args = sharded_blocks(EXPLICIT if mode == "explicit" else AUTO, stacking)
+    policy = recompute_resharded(OFFLOADING[what])
+    checkpoint = functools.partial(filter_checkpoint, policy=policy)
+    loss, *args = gathered_weights(SIZE, mode, stacking, checkpoint)
     offloaded = [x for x in residuals(loss, *args) if x.memory_space == jax.memory.Space.Host]
     # Of a block's six products with weights the last is not needed; one has a name.
     each = 5 if what == "dots" else 1
-    assert len(offloaded) == (each if stacking == "scan" else each * DEPTH)
+    assert len(offloaded) == (each if stacking == "scan" else each * SIZE.depth)
     compiled = jax.jit(jax.value_and_grad(loss, (0, 1)))(*args)
-    assert_close(compiled, measured(mode, stacking, None, False).results)
+    assert_close(compiled, of_weights(mode, stacking, None, False).results)
 
 
 @pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
@@ -519,18 +434,18 @@ def test_arguments_wait_as_in_shardings_says():
             mesh=AUTO,
             **kept,
         )
-        weights = [jnp.eye(WIDTH)] * DEPTH
+        weights = [jnp.eye(SIZE.width)] * SIZE.depth
         return measure(lambda x: jnp.mean(through_all(step, weights, x) ** 2), x)
 
-    x = filter_shard(jnp.ones((64, WIDTH)), ROWS, mesh=AUTO)
+    x = filter_shard(jnp.ones((64, SIZE.width)), ROWS, mesh=AUTO)
     pinned, free = chain(in_shardings={"x": ROWS}), chain()
     assert_close(pinned.results, free.results)
     # Once, and from then on every device has all of it, and computes all.
     assert free.gathers == 1
-    assert pinned.gathers == 2 * DEPTH - 1
+    assert pinned.gathers == 2 * SIZE.depth - 1
     # Whichever of the two programs shows it: the second is free in how it hands on what it keeps.
     spared = max(free.needed_bytes - pinned.needed_bytes, free.kept_bytes - pinned.kept_bytes)
-    assert spared >= (DEPTH - 1) * x.nbytes * 7 / 8
+    assert spared >= (SIZE.depth - 1) * x.nbytes * 7 / 8
 
 
 @pytest.mark.parametrize(
@@ -569,6 +484,31 @@ def test_eager_arguments_are_moved():
     assert ours(w, np.asarray(INPUT)).devices() == {other}
 
 
+def test_on_explicit_axes_the_type_says_where_arguments_wait():
+    def chain(**kept):
+        step = filter_checkpoint(
+            lambda w, x: jnp.tanh(filter_shard(x, P(), mesh=EXPLICIT) @ w), mesh=EXPLICIT, **kept
+        )
+        return lambda w, x: jnp.sum(step(w, step(w, x)))
+
+    w, x = filter_shard((jnp.eye(8), jnp.ones((64, 8))), P(), mesh=EXPLICIT)
+
+    def specs(fun):
+        return [t.sharding.spec for t in residuals(fun, w, x) if t.shape == x.shape]
+
+    assert specs(chain(in_shardings={"x": ROWS})) == [P("data", None)] * 2
+    assert specs(chain()) == [P(None, None)] * 2
+
+
+@pytest.mark.parametrize("kind", ["pinned_host", "unpinned_host"])
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit, jax.grad])
+def test_arguments_do_not_wait_in_host_memory(kind, transform):
+    there = NamedSharding(AUTO, ROWS, memory_kind=kind)
+    ours = filter_checkpoint(lambda w: jnp.sum(w**2), in_shardings=there)
+    with pytest.raises(PlacementError, match=f"(?s)w \\(16, 8\\).*in {kind} memory nothing is"):
+        transform(ours)(WEIGHT)
+
+
 def test_every_argument_that_can_not_be_kept_so_is_named():
     model = eqx.nn.MLP(4, 6, 5, 1, key=jax.random.key(0))
     step = filter_checkpoint(
@@ -595,6 +535,9 @@ def test_parameters_that_are_not_there():
 def test_the_maker_of_policies_is_no_policy():
     with pytest.raises(TypeError, match=r"Write policy=recompute_resharded\(\)"):
         filter_checkpoint(jnp.sin, policy=recompute_resharded)
+    for wrong in (None, recompute_resharded):
+        with pytest.raises(TypeError, match="is no policy. Give one of jax.checkpoint_policies"):
+            recompute_resharded(wrong)
 
 
 # In place of `equinox.filter_checkpoint`
@@ -672,6 +615,48 @@ def test_a_module_is_differentiated(transform):
     again = jax.tree.map(lambda x: x, checkpoint)
     np.testing.assert_array_equal(again(x), mlp(x))
     assert jax.tree.structure(checkpoint) == jax.tree.structure(filter_checkpoint(mlp))
+
+
+def test_what_a_module_holds_is_concrete():
+    class Reshape(eqx.Module):
+        shape: np.ndarray
+        transpose: jax.Array
+
+        def __call__(self, x):
+            x = x.reshape(tuple(int(n) for n in self.shape))
+            return x.T if self.transpose else x
+
+    ours = filter_checkpoint(Reshape(np.array([2, 4]), jnp.array(True)))
+    assert eqx.filter_jit(lambda x: ours(x))(jnp.ones(8)).shape == (4, 2)
+
+
+def test_trees_of_one_structure():
+    def make(key):
+        layer = eqx.nn.Linear(3, 3, key=jax.random.key(key))
+        policy = recompute_resharded(policies.save_only_these_names("a"))
+        return filter_checkpoint(layer, policy=policy, in_shardings={"x": ROWS}, mesh=AUTO)
+
+    one, other = make(0), make(1)
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    arrays = [eqx.filter(x, eqx.is_array) for x in (one, other, copy.deepcopy(one))]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *arrays)
+    assert stacked.fun.weight.shape == (3, 3, 3)
+
+
+def test_made_anew_it_is_not_compiled_anew():
+    traces = []
+
+    def double(x):
+        traces.append(x)
+        return 2 * x
+
+    call = eqx.filter_jit(lambda fun, x: fun(x))
+    for _ in range(3):
+        call(
+            filter_checkpoint(double, policy=recompute_resharded(), in_shardings=P(), mesh=AUTO),
+            INPUT,
+        )
+    assert len(traces) == 1
 
 
 def test_only_the_arguments_are_kept_by_default():
