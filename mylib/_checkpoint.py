@@ -24,10 +24,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Policy = Callable[..., Any]
 
-_SAVE_ALL = jax.checkpoint_policies.everything_saveable
 
-
-def recompute_resharded(policy: Policy = _SAVE_ALL) -> Policy:
+def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_saveable) -> Policy:
     """A policy for `jax.checkpoint` that saves what `policy` saves, but not the results of
     resharding: they are gathered again, from where they are kept.
 
@@ -168,10 +166,10 @@ def filter_checkpoint(
         undo it. Inside of `jax.lax.scan` it can't do so, and False is faster.
     - `policy`: what is kept all the same: [`mylib.recompute_resharded`][] of any policy, or one of
         `jax.checkpoint_policies`. By default only the arguments.
-    - `in_shardings`: where the arguments are kept between the two passes, over the signature of
-        `fun` as for [`mylib.filter_jit`][]: a placement for all of them, a tuple with a prefix for
-        each of the positional ones, or a dict from names of parameters to prefixes. On Auto axes
-        the compiler otherwise decides, and may keep them as `fun` uses them, gathered.
+    - `in_shardings`: where on its devices the arguments are kept between the two passes, over the
+        signature of `fun` as for [`mylib.filter_jit`][]: a placement for all of them, a tuple with
+        a prefix for each of the positional ones, or a dict from names of parameters to prefixes. On
+        Auto axes the compiler otherwise decides, and may keep them as `fun` uses them, gathered.
     - `mesh`: for placements that are no shardings; by default that of `jax.set_mesh`.
 
     **Returns:**
@@ -185,7 +183,7 @@ def filter_checkpoint(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
         kept = mylib.rules.fsdp("data")
 
         @mylib.filter_checkpoint(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 
@@ -59,3 +59,29 @@ def test_keys_and_gradients(backend):
     g = jax.grad(lambda x: jnp.sum(mylib.filter_shard(x, over(backend)) ** 2))(x)
     assert g.devices() == x.devices()
     np.testing.assert_array_equal(g, 2 * np.arange(8.0))
+
+
+@pytest.mark.parametrize("mesh_kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_what_is_kept_can_wait_in_host_memory(backend, mesh_kind):
+    mesh = Mesh(np.array(jax.devices(backend)[:1]), ("d",), axis_types=(mesh_kind,))
+    to_host = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+    @mylib.filter_checkpoint(policy=mylib.recompute_resharded(to_host), prevent_cse=False)
+    def layer(w, x):
+        return jnp.sin(x @ mylib.filter_shard(w, P(), mesh=mesh))
+
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (layer(w, x), None), x, w)[0])
+
+    def unkept(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (jnp.sin(x @ w), None), x, w)[0])
+
+    ws = mylib.filter_shard(jnp.ones((8, 256, 256)) / 256, P(None, "d"), mesh=mesh)
+    x = mylib.filter_shard(jnp.ones((1024, 256)), P("d"), mesh=mesh)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss)).lower(ws, x).compile()
+        expected = jax.jit(jax.grad(unkept))(ws, x)
+    np.testing.assert_allclose(compiled(ws, x), expected, rtol=1e-5)
+    if backend == "gpu":
+        # Eight products of a megabyte each.
+        assert compiled.memory_analysis().host_temp_size_in_bytes >= 8 * x.nbytes
