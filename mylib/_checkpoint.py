@@ -117,7 +117,7 @@ _MADE_AGAIN: dict[str, Callable[[Any, Any], bool]] = {
         "all_gather_start all_gather_reduced_start all_gather_done "
         "pvary preduced reduced_vary_cast reduced_vary_cast_p "
         "transpose reshape squeeze broadcast_in_dim tile pad rev copy split unstack concatenate "
-        "stack bitcast_convert_type reduce_precision stop_gradient optimization_barrier".split(),
+        "stack stop_gradient optimization_barrier".split(),
         _always,
     ),
     "reshard": _is_gathered,
