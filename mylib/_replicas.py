@@ -1,6 +1,8 @@
 """`check_replicas`: whether copies that should be equal are."""
 
 import functools
+import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,18 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, PyTree, UInt32
+from jaxtyping import PyTree
 
-from ._errors import Fault, PlacementError
+from ._errors import Fault, ReplicaError
 from ._leaves import Kind, Leaves, name_of, split
 
-Devices = tuple[jax.Device, ...]
-
-
-class ReplicaError(PlacementError):
-    """Copies of an array that should be equal differ. `faults` names every such array."""
-
-    _title = "the copies differ of"
+# Of `jax.Device`s, which type checkers take for no type.
+Devices = tuple[Any, ...]
+# Up to how many bytes arrays are copied together.
+_SMALL = 2**16
 
 
 def check_replicas(tree: PyTree[Any], /) -> None:
@@ -106,8 +105,11 @@ def _parts(sharding: Sharding, shape: tuple[int, ...], devices: Devices) -> list
 def _checksums(arrays: Sequence[jax.Array], devices: Devices) -> np.ndarray:
     """Two numbers for what each of the devices has of each array."""
     mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
-    side_by_side = [_side_by_side(x, mesh) for x in arrays]
-    return np.asarray(_compute(mesh)(side_by_side))
+    parts = [_side_by_side(x, mesh) for x in arrays]
+    # Those of one kind next to each other, for the program.
+    order = sorted(range(len(parts)), key=lambda n: (str(parts[n].dtype), parts[n].shape))
+    sums = np.asarray(_program(mesh)([parts[n] for n in order]))
+    return sums[:, np.argsort(order)]
 
 
 def _side_by_side(x: jax.Array, mesh: Mesh) -> jax.Array:
@@ -124,18 +126,27 @@ def _side_by_side(x: jax.Array, mesh: Mesh) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=64)
-def _compute(mesh: Mesh) -> Any:
-    def on_each(parts: list[jax.Array]) -> UInt32[Array, "devices arrays 2"]:
-        return jax.lax.all_gather(jnp.stack([_checksum(x) for x in parts]), "device")
+def _program(mesh: Mesh) -> Any:
+    def on_each(parts: list[jax.Array]) -> jax.Array:
+        return jax.lax.all_gather(jnp.concatenate(list(_sums(parts))), "device")
 
-    split_so = PartitionSpec("device")
-    mapped = jax.shard_map(
-        on_each, mesh=mesh, in_specs=split_so, out_specs=PartitionSpec(), check_vma=False
-    )
+    apart, together = PartitionSpec("device"), PartitionSpec()
+    mapped = jax.shard_map(on_each, mesh=mesh, in_specs=apart, out_specs=together, check_vma=False)
     return jax.jit(mapped)
 
 
-def _checksum(x: jax.Array) -> UInt32[Array, "2"]:
+def _sums(parts: list[jax.Array]) -> Iterator[jax.Array]:
+    """Checksums in the order of the arrays. Of small ones that are alike as of one array: there are
+    many of them, and a compiler takes as long for each as for a large one.
+    """
+    for (shape, dtype), group in itertools.groupby(parts, lambda x: (x.shape, x.dtype)):
+        if math.prod(shape) * dtype.itemsize <= _SMALL:
+            yield jax.vmap(_checksum)(jnp.stack(list(group)))
+        else:
+            yield jnp.stack([_checksum(x) for x in group])
+
+
+def _checksum(x: jax.Array) -> jax.Array:
     """Of the bits, and of where they are: NaN is equal to itself, and -0.0 isn't 0.0."""
     words = _words(jax.device_put(x, jax.memory.Space.Device)).reshape(-1).astype(jnp.uint32)
     position = jax.lax.iota(jnp.uint32, words.size)
@@ -169,7 +180,7 @@ def _fault(
     sharding = leaves.arrays[i].sharding
     request = str(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
     part, *others = differing
-    by_value: dict[tuple[int, ...], list[jax.Device]] = {}
+    by_value: dict[tuple[int, ...], list[Any]] = {}
     for n in part:
         by_value.setdefault(held[n], []).append(devices[n])
     told = "; ".join(_told(group) for group in by_value.values())
@@ -177,20 +188,17 @@ def _fault(
     return Fault(
         name_of(leaves.paths[i]),
         tuple(leaves.arrays[i].shape),
-        f"{request}: equal copies",
+        request,
         f"there are {len(by_value)} values of it: {told}{more}",
         "make it from the same numbers in every process, or place the values of one of them again",
     )
 
 
-def _told(devices: Sequence[jax.Device]) -> str:
-    return ", ".join(_told_of(process, devices) for process in _processes(devices))
+def _told(devices: Sequence[Any]) -> str:
+    processes = sorted({device.process_index for device in devices})
+    return " and ".join(_told_of(process, devices) for process in processes)
 
 
-def _processes(devices: Sequence[jax.Device]) -> Iterator[int]:
-    yield from sorted({device.process_index for device in devices})
-
-
-def _told_of(process: int, devices: Sequence[jax.Device]) -> str:
+def _told_of(process: int, devices: Sequence[Any]) -> str:
     ids = [str(device.id) for device in devices if device.process_index == process]
     return f"process {process} on device{'s' * (len(ids) > 1)} {', '.join(ids)}"

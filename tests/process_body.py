@@ -120,6 +120,37 @@ def test_grad_across_processes() -> None:
     assert g.sharding.is_equivalent_to(x.sharding, 1) and same(g, 2 * np.arange(8.0))
 
 
+def test_copies_are_compared_across_processes() -> None:
+    def made(value: float) -> jax.Array:
+        """Replicated, it says: each process believes itself."""
+        local = np.full((4, 2), value, np.float32)
+        return jax.make_array_from_process_local_data(NamedSharding(MESH, P()), local, (4, 2))
+
+    mine = MESH.devices.reshape(2, 4)[INDEX]
+    own = mylib.filter_shard(np.full(4, INDEX), P(), mesh=Mesh(mine, ("d",)))
+    tree = {
+        "same": [made(i) for i in range(20)],
+        "nan": made(np.nan),
+        "sharded": mylib.filter_shard(np.arange(8), P("data"), mesh=MESH),
+        "own": own,
+    }
+    mylib.check_replicas(tree)
+    tree["differs"] = made(INDEX)
+    try:
+        mylib.check_replicas(tree)
+    except mylib.ReplicaError as error:
+        (fault,) = error.faults
+        (FOLDER / f"differs{INDEX}").write_text(str(error))
+    assert fault.path == "['differs']"
+    told = "process 0 on devices 0, 1, 2, 3; process 1 on devices 2048, 2049, 2050, 2051"
+    assert told in fault.reason, fault.reason
+
+
+def test_copies_that_the_other_process_has_none_of() -> None:
+    mesh = Mesh(MESH.devices.reshape(2, 4)[0], ("d",))
+    mylib.check_replicas(mylib.filter_shard(np.ones(4), P(), mesh=mesh))
+
+
 for name, test in list(globals().items()):
     if name.startswith("test_"):
         test()

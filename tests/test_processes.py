@@ -57,4 +57,5 @@ def test_in_both_processes(outputs, name):
 
 def test_both_processes_are_told_the_same(outputs):
     _, folder = outputs
-    assert (folder / "words0").read_text() == (folder / "words1").read_text()
+    for said in "words", "differs":
+        assert (folder / f"{said}0").read_text() == (folder / f"{said}1").read_text()
