@@ -260,6 +260,10 @@ class _Checkpointed(eqx.Module):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
 
+    def __hash__(self) -> int:
+        # Placements may be in dicts and lists, and `jax.jit` wants its functions hashable.
+        return hash((self.fun, self.prevent_cse, self.policy))
+
 
 class _Kept(Inputs):
     """Where the arguments are while they wait: where a program can compute with them."""
