@@ -17,7 +17,7 @@ from ._placement import Decision, Placement, decide
 from ._program import outlined
 from ._region import entries_over
 from ._shard import place_leaves
-from ._target import AnyMesh, Target, axis_types, default_memory_kind, mesh_in_force, sharding_of
+from ._target import AnyMesh, Target, axis_types, mesh_in_force, sharding_of, unusual_memory_kind
 from ._world import World, current_world
 
 P = ParamSpec("P")
@@ -273,10 +273,10 @@ class _Kept(Inputs):
 
 
 def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
-    sharding = sharding_of(target)
-    if sharding.memory_kind not in (None, default_memory_kind(sharding)):
+    kind = unusual_memory_kind(target)
+    if kind is not None:
         yield (
-            f"in {sharding.memory_kind} memory nothing is computed",
+            f"in {kind} memory nothing is computed",
             "have a policy move there what is kept (jax.checkpoint_policies.offload_...), or call "
             "mylib.filter_device_put before, and in the function",
         )

@@ -23,8 +23,8 @@ from ._target import (
     axis_types,
     default_memory_kind,
     entries_of,
-    memory_kind,
     same_axes,
+    unusual_memory_kind,
     with_entries,
 )
 from ._world import World, sharding_under
@@ -63,7 +63,7 @@ class Region:
                 "give a PartitionSpec over that",
             )
             return
-        if target.memory_kind is not None and (memory_kind(target) != default_memory_kind(target)):
+        if unusual_memory_kind(target) is not None:
             yield (
                 "the parts of an array are in the devices' own memory inside shard_map",
                 "leave out the memory kind, and use mylib.filter_device_put before or after",

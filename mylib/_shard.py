@@ -16,7 +16,15 @@ from ._move import move, not_there, to_default_device
 from ._place import place
 from ._placement import Placement, resolve_leaves
 from ._prefix import broadcast_prefix
-from ._target import AnyMesh, Target, default_memory_kind, memory_kind, memory_space, sharding_of
+from ._target import (
+    AnyMesh,
+    Target,
+    default_memory_kind,
+    memory_kind,
+    memory_space,
+    sharding_of,
+    unusual_memory_kind,
+)
 from ._world import World, current_world, sharding_under
 
 T = TypeVar("T")
@@ -261,8 +269,8 @@ def _constrain_all(
 
 
 def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
-    kind = sharding_of(target).memory_kind
-    if kind is not None and kind != default_memory_kind(sharding_of(target)):
+    kind = unusual_memory_kind(target)
+    if kind is not None:
         can_be_staged = memory_space(sharding_of(target)) == jax.memory.Space.Host
         yield (
             f"filter_shard can't move an array to {kind} memory inside a transformed function",
@@ -273,8 +281,8 @@ def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
 
 
 def _refuse_unpinned(target: Target) -> Iterator[tuple[str, str]]:
-    kind = sharding_of(target).memory_kind
-    if kind not in (None, "pinned_host", default_memory_kind(sharding_of(target))):
+    kind = unusual_memory_kind(target)
+    if kind not in (None, "pinned_host"):
         yield (
             f"a compiled program can't put a value in {kind} memory: JAX ignores it there",
             "write memory_kind='pinned_host', or move the array outside of the function",

@@ -105,6 +105,13 @@ def default_memory_kind(sharding: Sharding) -> str:
     return device.default_memory().kind
 
 
+def unusual_memory_kind(target: Target) -> str | None:
+    """The kind of memory that a target asks for, if it isn't the one that programs compute in."""
+    sharding = sharding_of(target)
+    kind = sharding.memory_kind
+    return None if kind is None or kind == default_memory_kind(sharding) else kind
+
+
 def memory_space(sharding: Sharding) -> Any:
     """What a compiled program calls the memory that `sharding` speaks of."""
     pinned = sharding.memory_kind == "pinned_host"

@@ -212,3 +212,8 @@ def measure(fun: Loss, *args: Any) -> Measured:
     results = jax.tree.map(np.asarray, compiled(*args))
     gathered = _hlo.gathered(compiled.as_text())
     return Measured(results, *gathered, kept, needed, compiled.cost_analysis()["flops"])
+
+
+def assert_close(ours: Any, theirs: Any, rtol: float = 1e-4) -> None:
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10 * np.abs(b).max())

@@ -25,6 +25,7 @@ from stacks import (
     ROWS,
     Measured,
     Size,
+    assert_close,
     gathered_activations,
     gathered_weights,
     measure,
@@ -44,11 +45,6 @@ BASES = {
     "dots": policies.dots_with_no_batch_dims_saveable,
     "nothing": policies.nothing_saveable,
 }
-
-
-def assert_close(ours: Any, theirs: Any) -> None:
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
 
 
 @functools.cache

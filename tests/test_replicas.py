@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contexts import MESHES
+from contexts import AUTO, MESHES
 from hypothesis import given, settings, strategies as st
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib import ReplicaError, _replicas, check_replicas, filter_shard
 
-AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 DTYPES = [
     *("bool int8 uint8 int16 uint16 int32 uint32 float16 float32 complex64".split()),
     *("bfloat16 float8_e4m3fn float8_e5m2 int4 uint4".split()),
