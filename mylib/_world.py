@@ -13,7 +13,7 @@ from typing import Any
 import equinox as eqx
 import equinox._jit as equinox_jit
 import jax
-from jax._src import core, mesh as mesh_lib
+from jax._src import core, distributed, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr
@@ -134,6 +134,13 @@ def value_under(x: Any) -> Any:
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
         x = x.val if isinstance(x, batching.BatchTracer) else x.primal
     return x
+
+
+def coordination_client() -> Any:
+    """Through which processes talk to each other without their devices; None if there is one
+    process only, or they have not been joined.
+    """
+    return distributed.global_state.client
 
 
 def has_error_check(program: Any) -> bool:

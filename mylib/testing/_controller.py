@@ -1,0 +1,348 @@
+"""The pytest session that the user has started: it hands marked tests to processes, and reports."""
+
+import importlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ._group import Guard
+from ._pool import NotStarted, Pool, Result, Session
+from ._report import Merger, report_of
+from ._topology import Request, Topology, Unavailable
+
+# Kept warm at once. An accelerator's memory is for one.
+_POOLS = {"cpu": 2}
+# How often a topology may fail to start before its other tests are not even tried.
+_ATTEMPTS = 2
+
+# Options that say which tests run and how the session shows them, not what happens in a test.
+_OWN_OPTIONS = {
+    "basetemp",
+    "cacheclear",
+    "cacheshow",
+    "capture",
+    "collectonly",
+    "deselect",
+    "dist",
+    "failedfirst",
+    "file_or_dir",
+    "inifilename",
+    "keyword",
+    "lf",
+    "looponfail",
+    "markexpr",
+    "maxfail",
+    "maxprocesses",
+    "newfirst",
+    "numprocesses",
+    "override_ini",
+    "plugins",
+    "rootdir",
+    "stepwise",
+    "stepwise_skip",
+    "trace",
+    "usepdb",
+    "xmlpath",
+}
+
+_given = pytest.StashKey[Request]()
+_limit = pytest.StashKey[float]()
+
+
+class Controller:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._guard: Guard | None = None
+        # In the order in which they were used last.
+        self._pools: dict[Topology, Pool] = {}
+        self._refused: dict[Topology, list[str]] = {}
+        self._items: list[pytest.Item] = []
+        self._started = self._served = 0
+        self._starting = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._items = [item for item in session.items if is_marked(item)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(
+        self, item: pytest.Item, nextitem: pytest.Item | None
+    ) -> bool | None:
+        if not is_marked(item):
+            return None
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        try:
+            reports = self._run(item, nextitem)
+        except BaseException:
+            # Ctrl-C, or the end of pytest for whatever reason.
+            self._kill_all()
+            raise
+        for report in reports:
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
+        """The limit of pytest-timeout is kept here, where all processes can be looked at."""
+        if not is_marked(item):
+            return None
+        item.stash[_limit] = settings.timeout
+        return True
+
+    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> Sequence[pytest.TestReport]:
+        start = time.time()
+        request = item.stash[_given]
+        try:
+            topology = request.topology(platform_of(self._config))
+            pool = self._pool(topology, fresh=request.fresh)
+        except Unavailable as reason:
+            path, line, _ = item.location
+            skip = (path, line or 0, f"Skipped: {reason}")
+            return _set_up_only(item, "skipped", skip, start)
+        except NotStarted as reason:
+            return _set_up_only(item, "failed", f"the processes can't be had: {reason}", start)
+        debugging = self._debugged() is not None
+        timeout = None if debugging else self._timeout(item, request)
+        grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
+        following = None if request.fresh else self._following(item, topology, nextitem)
+        result = pool.run(
+            item.nodeid,
+            following.nodeid if following else None,
+            timeout=timeout,
+            grace=grace,
+            talk=self._talk,
+        )
+        self._served += 1
+        if request.fresh or not result.kept:
+            del self._pools[topology]
+            if result.kept:
+                pool.close()
+        self._pass_on(result)
+        reports = Merger(item, result, timeout=timeout, grace=grace, start=start).reports()
+        if self._config.option.capture == "no":
+            _print(reports)
+        return reports
+
+    def _timeout(self, item: pytest.Item, request: Request) -> float:
+        own = request.timeout or item.stash.get(_limit, None)
+        return own or float(self._config.getini("multihost_timeout"))
+
+    def _following(
+        self, item: pytest.Item, topology: Topology, nextitem: pytest.Item | None
+    ) -> pytest.Item | None:
+        """Which test the same processes get next: it decides which fixtures they keep."""
+        if hasattr(self._config, "workerinput"):
+            # Under xdist nobody knows what comes after the next one.
+            later = [nextitem] if nextitem is not None and is_marked(nextitem) else []
+        else:
+            later = self._items[self._items.index(item) + 1 :]
+        for other in later:
+            if self._asks_for(other, topology) and not other.stash[_given].fresh:
+                return other
+        return None
+
+    def _asks_for(self, item: pytest.Item, topology: Topology) -> bool:
+        try:
+            return item.stash[_given].topology(platform_of(self._config)) == topology
+        except Unavailable:
+            return False
+
+    # --- pools ----------------------------------------------------------------------------------
+
+    def _pool(self, topology: Topology, *, fresh: bool) -> Pool:
+        pool = self._pools.pop(topology, None)
+        if pool is not None and fresh:
+            pool.close()
+            pool = None
+        if pool is None:
+            self._make_room(topology.platform)
+            pool = self._start(topology)
+        self._pools[topology] = pool
+        return pool
+
+    def _make_room(self, platform: str) -> None:
+        while len(self._pools) >= _POOLS.get(platform, 1):
+            oldest = next(iter(self._pools))
+            self._pools.pop(oldest).close()
+
+    def _start(self, topology: Topology) -> Pool:
+        refused = self._refused.setdefault(topology, [])
+        if len(refused) >= _ATTEMPTS:
+            raise NotStarted(
+                f"not tried again, since {_ATTEMPTS} starts have failed. {refused[-1]}"
+            )
+        before = time.monotonic()
+        self._guard = self._guard or Guard()
+        try:
+            pool = Pool(topology, self._session(topology), self._guard)
+        except NotStarted as reason:
+            refused.append(str(reason))
+            raise
+        self._started += 1
+        self._starting += time.monotonic() - before
+        return pool
+
+    def _session(self, topology: Topology) -> Session:
+        config, option = self._config, self._config.option
+        files = [item.path for item in self._items if self._asks_for(item, topology)]
+        # No screen. Output straight to files, or the last words of a crash would be lost. And what
+        # addopts asks for has been done here, or is among the options.
+        arguments = [*map(str, dict.fromkeys(files)), "-p", "no:terminal", "--capture=no"]
+        arguments += ["-o", "addopts=", f"--import-mode={option.importmode}"]
+        arguments += ["--rootdir", str(config.rootpath)]
+        if config.inipath is not None:
+            arguments += ["-c", str(config.inipath)]
+        if option.confcutdir:
+            arguments.append(f"--confcutdir={option.confcutdir}")
+        for flag, values in (
+            ("-p", option.plugins),
+            ("-W", option.pythonwarnings),
+            ("-o", option.override_ini),
+        ):
+            for value in values or ():
+                arguments += [flag, value]
+        return Session(
+            arguments,
+            {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
+            str(config.invocation_params.dir),
+            self._debugged(),
+        )
+
+    def _debugged(self) -> int | None:
+        option = self._config.option
+        if option.multihost_debug is not None:
+            return option.multihost_debug
+        return -1 if option.usepdb else None
+
+    def _talk(self, index: int, text: str | None) -> str:
+        """The terminal of this session, for a debugger in process `index`."""
+        capture: Any = self._config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        try:
+            if text is None:
+                return sys.stdin.readline() or "quit\n"
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return ""
+        finally:
+            if capture is not None:
+                capture.resume_global_capture()
+
+    def _pass_on(self, result: Result) -> None:
+        """Warnings, once for all processes that give them; and a request to stop."""
+        told = [json.dumps(warning) for o in result.outcomes for warning in o.warnings]
+        for warning in map(json.loads, dict.fromkeys(told)):
+            self._config.hook.pytest_warning_recorded.call_historic(
+                kwargs={
+                    "warning_message": _as_warning(warning),
+                    "when": "runtest",
+                    "nodeid": warning["test"],
+                    "location": None,
+                }
+            )
+        for outcome in result.outcomes:
+            if outcome.stop is not None:
+                pytest.exit(f"process {outcome.index} has asked for it:\n{outcome.stop}")
+
+    # --- the end --------------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self) -> None:
+        while self._pools:
+            topology, pool = self._pools.popitem()
+            trouble = pool.close()
+            if trouble:
+                text = f"mylib.testing: {topology} ended in disorder: {trouble}\n"
+                sys.stderr.write(text)
+
+    def pytest_unconfigure(self) -> None:
+        self._kill_all()
+        if self._guard is not None:
+            self._guard.close()
+
+    def _kill_all(self) -> None:
+        while self._pools:
+            self._pools.popitem()[1].kill()
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        if self._started:
+            terminalreporter.write_line(
+                f"{self._served} tests in several processes; these were started "
+                f"{self._started} times, which took {self._starting:.1f} s"
+            )
+
+
+def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
+    """Reads the marks of all tests, before anybody changes their names or their order."""
+    faults: list[str] = []
+    for item in items:
+        # Outer marks first, so that what is nearer to the test wins.
+        marks = list(item.iter_markers("multihost"))[::-1]
+        if not marks or item.get_closest_marker("skip"):
+            continue
+        given = {name: value for mark in marks for name, value in mark.kwargs.items()}
+        try:
+            item.stash[_given] = Request(*(x for mark in marks for x in mark.args), **given)
+        except (TypeError, ValueError) as error:
+            text = str(error).removeprefix("Request.__init__() ")
+            faults.append(f"{item.nodeid}: @pytest.mark.multihost: {text}")
+        if config.pluginmanager.hasplugin("xdist"):
+            # With --dist=loadgroup one of its workers has all the processes.
+            item.add_marker(pytest.mark.xdist_group("multihost"))
+    if faults:
+        raise pytest.UsageError(*faults)
+
+
+def is_marked(item: pytest.Item) -> bool:
+    return _given in item.stash
+
+
+def platform_of(config: pytest.Config) -> str:
+    return config.option.multihost_platform
+
+
+def _is_passed_on(name: str, value: Any) -> bool:
+    if name in _OWN_OPTIONS or name.startswith("multihost"):
+        return False
+    parts = value if isinstance(value, list) else [value]
+    return all(x is None or isinstance(x, str | int | float | bool) for x in parts)
+
+
+def _set_up_only(
+    item: pytest.Item, outcome: str, text: Any, start: float
+) -> list[pytest.TestReport]:
+    duration = time.time() - start
+    return [
+        report_of(item, "setup", outcome, text, start=start, duration=duration),
+        report_of(item, "teardown", "passed", start=start),
+    ]
+
+
+def _as_warning(told: dict[str, Any]) -> warnings.WarningMessage:
+    category: Any = UserWarning
+    try:
+        found = getattr(importlib.import_module(told["module"]), told["category"], None)
+    except ImportError:
+        found = None
+    if isinstance(found, type) and issubclass(found, Warning):
+        category = found
+    try:
+        message = category(told["text"])
+    except TypeError:
+        # It wants to be made of something else than its text.
+        message = UserWarning(told["text"])
+    return warnings.WarningMessage(message, category, told["file"], told["line"])
+
+
+def _print(reports: Sequence[pytest.TestReport]) -> None:
+    for report in reports:
+        for name, text in report.sections:
+            print(f"\n{name}:\n{text}", flush=True)

@@ -1,0 +1,342 @@
+"""One report of a test for what several processes say of it.
+
+What "some failed, some were skipped, one died" means is decided here and nowhere else:
+
+| the processes say                | the test                                              |
+|----------------------------------|-------------------------------------------------------|
+| all passed                       | has passed                                            |
+| one or more failed               | has failed: the first to fail first, equal texts once |
+| one died                         | has failed: how it died, what it printed last         |
+| some have not finished           | has failed: where they are                            |
+| all skipped, xfailed or xpassed  | the same                                              |
+| some skipped, others not         | has failed: the processes disagree                    |
+| some xfailed, others passed      | has xfailed                                           |
+| one died or hung, xfail expected | has xfailed                                           |
+| all passed, but not in step      | has passed, with an error in its tear-down            |
+"""
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ._pool import Outcome, Result, named_status
+
+_PHASES = ("setup", "call", "teardown")
+# Frames that are ours or pytest's, and what libraries say at their end.
+_NOISE = (
+    "/_pytest/",
+    "/pluggy/",
+    "/pytest/__main__.py",
+    "/mylib/testing/_worker.py",
+    "<frozen runpy>",
+    "Extension modules:",
+    "    @     0x",
+    "*** Check failure stack",
+)
+_STACK = 30
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+_LAST_WORDS = 4000
+
+
+@dataclass(frozen=True)
+class _Crash:
+    message: str
+
+
+class Text:
+    """What a report says of a failure: a line that is also the summary's, and all the rest."""
+
+    def __init__(self, summary: str, sections: Sequence["Section"]) -> None:
+        # Where pytest and its JUnit file look for the line.
+        self.reprcrash = _Crash(summary)
+        self._sections = sections
+
+    def toterminal(self, writer: Any) -> None:
+        writer.line(self.reprcrash.message, bold=True, red=True)
+        for heading, body in self._sections:
+            writer.line()
+            writer.line(f"--- {heading} ---", bold=True)
+            if hasattr(body, "toterminal"):
+                body.toterminal(writer)
+            elif body:
+                writer.line(str(body))
+
+    def __str__(self) -> str:
+        sections = [f"--- {heading} ---\n{body}".rstrip() for heading, body in self._sections]
+        return "\n\n".join([self.reprcrash.message, *sections])
+
+
+# A heading, and text or what pytest has made of an exception.
+Section = tuple[str, Any]
+
+
+class Merger:
+    """Makes the reports of one test."""
+
+    def __init__(
+        self,
+        item: pytest.Item,
+        result: Result,
+        *,
+        timeout: float | None,
+        grace: float,
+        start: float,
+    ) -> None:
+        self._item, self._result = item, result
+        self._count = len(result.outcomes)
+        self._start = start
+        if result.timed_out:
+            self._late = f"after {timeout:g} s"
+        else:
+            self._late = f"{grace:g} s after the first failure"
+        hook = item.config.hook
+        self._reports = {
+            o.index: [
+                hook.pytest_report_from_serializable(config=item.config, data=data)
+                for data in o.reports
+            ]
+            for o in result.outcomes
+        }
+
+    def reports(self) -> list[pytest.TestReport]:
+        merged = [self._merge(key, group) for key, group in self._by_phase()]
+        _count_subtests(merged)
+        lost = [o for o in self._result.outcomes if not o.finished or o.trouble]
+        if lost and not any(report.failed for report in merged):
+            merged = [r for r in merged if r.when == "setup" and r.passed]
+            merged.append(self._lost(lost))
+        if not any(report.when == "teardown" for report in merged):
+            merged.append(report_of(self._item, "teardown", "passed", start=self._start))
+        if self._result.out_of_step and merged[-1].passed:
+            merged[-1].outcome = "failed"
+            merged[-1].longrepr = str(self._disorder(self._result.out_of_step))
+        return merged
+
+    def _by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
+        """What the processes say of each phase, and of each subtest in it."""
+        phases: dict[Any, dict[int, pytest.TestReport]] = {}
+        for index, reports in self._reports.items():
+            times: dict[Any, int] = {}
+            for report in reports:
+                name = (report.when, repr(getattr(report, "context", None)))
+                times[name] = times.get(name, 0) + 1
+                phases.setdefault((*name, times[name]), {})[index] = report
+        for key in sorted(phases, key=lambda key: _PHASES.index(key[0])):
+            yield key, phases[key]
+
+    def _merge(self, key: Any, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
+        failed = {i: r for i, r in reports.items() if r.failed}
+        skipped = {i: r for i, r in reports.items() if r.skipped}
+        expected = {i: r for i, r in reports.items() if hasattr(r, "wasxfail")}
+        outcome, text, reason = "passed", None, None
+        if failed:
+            outcome, text = "failed", self._failure(failed)
+        elif skipped and len(skipped) < len(reports) and not expected:
+            outcome, text = "failed", self._disagreement(skipped, reports)
+        elif skipped:
+            outcome = "skipped"
+            skip = next(iter(skipped.values()))
+            # JSON has no tuples, and pytest knows a skip's place by one.
+            text = tuple(skip.longrepr) if isinstance(skip.longrepr, list) else skip.longrepr
+        if expected and not failed:
+            reason = next(iter(expected.values())).wasxfail
+        merged = report_of(
+            self._item,
+            key[0],
+            outcome,
+            text,
+            start=self._start,
+            duration=max(r.duration for r in reports.values()),
+            sections=[
+                (f"{name} [process {i}]", printed)
+                for i, r in reports.items()
+                for name, written in r.sections
+                if (printed := _without_gloo(written))
+            ],
+            properties=self._properties(reports),
+            reason=reason,
+        )
+        first = next(iter(reports.values()))
+        if hasattr(first, "context"):
+            return _as_subtest(first, merged)
+        return merged
+
+    def _properties(self, reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, object]]:
+        told = [tuple(pair) for r in reports.values() for pair in r.user_properties]
+        return [(str(name), value) for name, value in dict.fromkeys(told)]
+
+    def _lost(self, lost: Sequence[Outcome]) -> pytest.TestReport:
+        sections = [
+            (f"Captured {name} call [process {o.index}]", text)
+            for o in lost
+            if o.status is None
+            for name, written in (("stdout", o.output), ("stderr", o.errors))
+            if (text := _without_gloo(written))
+        ]
+        report = report_of(
+            self._item,
+            "call",
+            "failed",
+            self._failure({}),
+            start=self._start,
+            duration=max(0.0, time.time() - self._start),
+            sections=sections,
+        )
+        mark = self._item.get_closest_marker("xfail")
+        if mark and _expects_everything(mark):
+            report.outcome = "skipped"
+            report.wasxfail = mark.kwargs.get("reason", "")
+        return report
+
+    def _disagreement(
+        self, skipped: Mapping[int, pytest.TestReport], reports: Mapping[int, pytest.TestReport]
+    ) -> Text:
+        others = [i for i in reports if i not in skipped]
+        told = [f"process {i}: {_skip_reason(r)}" for i, r in skipped.items()]
+        return Text(f"the processes disagree: {'; '.join(told)}; but {_named(others)} ran", [])
+
+    def _disorder(self, reason: str) -> Text:
+        return Text(
+            f"the test has left its processes out of step: {reason}. Something was begun in some "
+            "of them only (a computation that nobody waited for, perhaps), or in another order. "
+            "They have been killed.",
+            [],
+        )
+
+    def _failure(self, failed: Mapping[int, pytest.TestReport]) -> Text:
+        """Of all that went wrong, the first to go wrong first."""
+        told = list(self._told(failed))
+        sections = [section for _, section in told]
+        fine = [
+            o.index
+            for o in self._result.outcomes
+            if o.finished and not o.trouble and o.index not in failed
+        ]
+        if fine:
+            sections.append((f"{_named(fine)} did not fail", ""))
+        return Text("; ".join([head for head, _ in told if head][:3]), sections)
+
+    def _told(self, failed: Mapping[int, pytest.TestReport]) -> Iterator[tuple[str, Section]]:
+        texts = {i: _ADDRESS.sub("0x", r.longreprtext) for i, r in failed.items()}
+        told: set[str] = set()
+        for order, outcome in enumerate(self._result.by_time):
+            name = self._one_of(outcome.index)
+            if outcome.index in failed:
+                text = texts[outcome.index]
+                if text not in told:
+                    told.add(text)
+                    who = self._all_of(sorted(i for i in texts if texts[i] == text))
+                    report = failed[outcome.index]
+                    yield f"{who}: {_headline(report)}", (f"{who} failed", report.longrepr)
+            elif outcome.status is not None:
+                head = f"{name} died: {named_status(outcome.status)}"
+                after = ", after another had failed" if order else ""
+                yield head, (head + after, _last_words(outcome))
+            elif outcome.trouble:
+                text = outcome.trouble.strip()
+                yield f"{name}: {text.splitlines()[-1]}", (name, text)
+            elif not outcome.finished:
+                head = f"{name} had not finished {self._late}"
+                where = _stack(outcome.stack or "") or "(it does not even answer signals)"
+                yield head if self._result.timed_out else "", (f"{head}; it was here", where)
+
+    def _one_of(self, index: int) -> str:
+        return f"process {index} of {self._count}"
+
+    def _all_of(self, indices: Sequence[int]) -> str:
+        if len(indices) == 1:
+            return self._one_of(indices[0])
+        return "all processes" if len(indices) == self._count else _named(indices)
+
+
+def report_of(
+    item: pytest.Item,
+    when: Any,
+    outcome: Any,
+    text: Any = None,
+    *,
+    start: float,
+    duration: float = 0.0,
+    sections: Sequence[tuple[str, str]] = (),
+    properties: Sequence[tuple[str, object]] = (),
+    reason: str | None = None,
+) -> pytest.TestReport:
+    report = pytest.TestReport(
+        nodeid=item.nodeid,
+        location=item.location,
+        keywords={name: 1 for name in item.keywords},
+        outcome=outcome,
+        longrepr=text,
+        when=when,
+        sections=list(sections),
+        duration=duration,
+        start=start,
+        stop=start + duration,
+        user_properties=list(properties),
+    )
+    if reason is not None:
+        report.wasxfail = reason
+    return report
+
+
+def _as_subtest(subtest: pytest.TestReport, merged: pytest.TestReport) -> pytest.TestReport:
+    subtest.outcome, subtest.longrepr = merged.outcome, merged.longrepr
+    subtest.sections = merged.sections
+    return subtest
+
+
+def _count_subtests(reports: Sequence[pytest.TestReport]) -> None:
+    """A test with subtests that have failed has failed. Each process's pytest says so only when it
+    shows the test, which it doesn't.
+    """
+    failed = sum(hasattr(r, "context") and r.failed for r in reports)
+    for report in reports:
+        if failed and report.when == "call" and report.passed and not hasattr(report, "context"):
+            report.outcome = "failed"
+            report.longrepr = f"contains {failed} failed subtest{'s' * (failed > 1)}"
+
+
+def _expects_everything(mark: pytest.Mark) -> bool:
+    """Whether an xfail mark is about this failure, too, of which there is no exception to see."""
+    return not mark.args and mark.kwargs.get("run", True) and not mark.kwargs.get("raises")
+
+
+def _headline(report: pytest.TestReport) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    message = crash.message if crash is not None else report.longreprtext
+    lines = message.strip().splitlines()
+    return lines[0] if lines else "failed"
+
+
+def _skip_reason(report: pytest.TestReport) -> str:
+    text = report.longrepr
+    return str(text[2]) if isinstance(text, tuple | list) else str(text)
+
+
+def _named(indices: Sequence[int]) -> str:
+    plural = "es" if len(indices) > 1 else ""
+    return f"process{plural} {', '.join(map(str, indices))}"
+
+
+def _last_words(outcome: Outcome) -> str:
+    return _without_noise(outcome.output + outcome.errors)[-_LAST_WORDS:].strip()
+
+
+def _stack(text: str) -> str:
+    """The main thread's part of what faulthandler has printed, which puts it last."""
+    return "\n".join(_without_noise(text.strip().split("\n\n")[-1]).splitlines()[:_STACK])
+
+
+def _without_noise(text: str) -> str:
+    lines = _without_gloo(text).splitlines()
+    return "\n".join(line for line in lines if not any(noise in line for noise in _NOISE))
+
+
+def _without_gloo(text: str) -> str:
+    """Without the line that gloo prints for each set of processes that meet."""
+    lines = text.splitlines()
+    return "\n".join(x for x in lines if "peer ranks" not in x or "Rank" not in x).strip()

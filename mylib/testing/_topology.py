@@ -1,0 +1,187 @@
+"""Which processes a test asks for, and what each of them finds in its environment.
+
+Neither JAX nor pytest is needed here: whoever starts processes must not take their devices.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+HOST = "127.0.0.1"
+_OF_THIS_SESSION = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """So many processes with so many devices each. Tests with equal topologies share processes."""
+
+    processes: int
+    devices: int
+    platform: str = "cpu"
+    env: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        return f"{_count(self.processes, 'process')} of {self.devices} on {self.platform}"
+
+
+class Unavailable(Exception):
+    """Why a test can't run on this machine."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `@pytest.mark.multihost` says. None: whatever is there, or the platform's usual."""
+
+    processes: int | None = None
+    devices_per_process: int | None = None
+    platform: str | None = None
+    timeout: float | None = None
+    fresh: bool = False
+    env: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        for name in "processes", "devices_per_process":
+            value = getattr(self, name)
+            if value is not None and not (_is_int(value) and value > 0):
+                raise ValueError(f"{name}={value!r}: write a positive number, or leave it out")
+        if self.platform not in (None, *PLATFORMS):
+            raise ValueError(f"platform={self.platform!r}: write one of {', '.join(PLATFORMS)}")
+        if self.timeout is not None and not (_is_number(self.timeout) and self.timeout > 0):
+            raise ValueError(f"timeout={self.timeout!r}: write a number of seconds")
+        if not isinstance(self.fresh, bool):
+            raise ValueError(f"fresh={self.fresh!r}: write True or False")
+        pairs = dict(self.env or {}).items()
+        if not all(isinstance(k, str) and isinstance(v, str) for k, v in pairs):
+            raise ValueError(f"env={self.env!r}: write a dict of strings")
+
+    def topology(self, platform: str) -> Topology:
+        """The processes that this request means on this machine, `platform` being the usual one."""
+        platform = self.platform or platform
+        env = tuple(sorted((self.env or {}).items()))
+        processes, devices = self.processes, self.devices_per_process
+        if platform == "cpu":
+            return Topology(processes or 2, devices or 4, platform, env)
+        there = len(chips(platform))
+        processes = processes or max(1, there // (devices or 1))
+        devices = devices or max(1, there // processes)
+        if processes * devices > there:
+            raise Unavailable(
+                f"needs {_count(processes, 'process')} with {_count(devices, 'device')} each; "
+                f"for {platform} this machine has {there}"
+            )
+        if platform == "tpu" and (processes, devices) not in _TPU_BOUNDS:
+            known = ", ".join(f"{n} x {k}" for n, k in _TPU_BOUNDS)
+            raise Unavailable(
+                f"no layout is known for {processes} x {devices} TPU chips on one host, "
+                f"processes x chips: {known}"
+            )
+        return Topology(processes, devices, platform, env)
+
+
+def chips(platform: str) -> list[str]:
+    """The numbers of this machine's accelerators, without asking JAX, which would take them."""
+    if platform == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:
+            return [x.strip() for x in visible.split(",") if x.strip() not in ("", "-1")]
+        return _numbered("/dev", "nvidia")
+    return _numbered("/dev", "accel") or _numbered("/dev/vfio", "")
+
+
+def _numbered(folder: str, prefix: str) -> list[str]:
+    pattern = re.compile(re.escape(prefix) + r"(\d+)")
+    names = os.listdir(folder) if Path(folder).is_dir() else []
+    numbers = [int(m[1]) for name in names if (m := pattern.fullmatch(name))]
+    return [str(n) for n in sorted(numbers)]
+
+
+def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
+    """What process `index` of several on this machine is started with. `ports` are free, one for
+    each.
+    """
+    # What is said of this pytest's session is not for others.
+    env = {k: v for k, v in os.environ.items() if k not in _OF_THIS_SESSION}
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in sys.path if p))
+    env["PYTHONUNBUFFERED"] = "1"
+    # Different on purpose: a program that follows the order of a set is another in each process,
+    # and should fail here rather than on a cluster.
+    env["PYTHONHASHSEED"] = str(index + 1)
+    for name in "no_proxy", "NO_PROXY":
+        # What the processes tell each other goes through no proxy.
+        env[name] = ",".join(filter(None, [env.get(name), HOST, "localhost"]))
+    env["JAX_PLATFORMS"] = topology.platform
+    env.update(_PLATFORM_ENVIRONMENT[topology.platform](index, topology, ports))
+    env.update(topology.env)
+    return env
+
+
+def _cpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
+    del index, ports
+    return {
+        # Which wins over a number in XLA_FLAGS.
+        "JAX_NUM_CPU_DEVICES": str(topology.devices),
+        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
+        # Threads that the simulated devices share. With fewer threads than devices JAX 0.10 aborts
+        # when programs with collectives follow each other closely.
+        "NPROC": str(max(32, 4 * topology.devices)),
+    }
+
+
+def _cuda(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
+    del ports
+    first = index * topology.devices
+    mine = chips("cuda")[first : first + topology.devices]
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(mine),
+        "JAX_LOCAL_DEVICE_IDS": ",".join(str(n) for n in range(len(mine))),
+        # Otherwise the first processes leave no memory for those of another topology.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+# How the chips of one host are shared out: (processes, chips of each) -> the grid of processes, and
+# the grid of each one's chips. As JAX's own tests on TPU have it; not tried by us.
+_TPU_BOUNDS = {
+    (1, 1): ("1,1,1", "1,1,1"),
+    (4, 1): ("2,2,1", "1,1,1"),
+    (2, 2): ("2,1,1", "1,2,1"),
+    (1, 4): ("1,1,1", "2,2,1"),
+    (8, 1): ("4,2,1", "1,1,1"),
+    (2, 4): ("1,2,1", "2,2,1"),
+    (1, 8): ("1,1,1", "2,4,1"),
+}
+
+
+def _tpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
+    grid, own = _TPU_BOUNDS[topology.processes, topology.devices]
+    first = index * topology.devices
+    return {
+        "CLOUD_TPU_TASK_ID": str(index),
+        "TPU_PROCESS_BOUNDS": grid,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": own,
+        "TPU_PROCESS_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
+        "TPU_PROCESS_PORT": str(ports[index]),
+        "TPU_VISIBLE_CHIPS": ",".join(chips("tpu")[first : first + topology.devices]),
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+
+
+_PLATFORM_ENVIRONMENT = {"cpu": _cpu, "cuda": _cuda, "tpu": _tpu}
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool)
+
+
+def _count(n: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{n} {noun if n == 1 else plural}"

@@ -1,0 +1,312 @@
+"""What goes on inside of one of the processes that run a test together.
+
+Each is an ordinary pytest session, so that fixtures, parameters, rewritten assertions and plugins
+work; but it is told from outside which of its tests to run, and what became of them it says there.
+"""
+
+import faulthandler
+import json
+import os
+import pdb
+import signal
+import socket
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import get_abstract_mesh
+
+from .._world import coordination_client
+
+_JOIN = 60
+# JAX's default of five minutes would be spent at the end of tests that have failed.
+_LEAVE = 10
+# Of what a process prints in one phase of a test, this much is passed on.
+_PRINTED = 100_000
+
+
+class Worker:
+    """Obeys the pool (`_pool.py`)."""
+
+    def __init__(self, channel: int) -> None:
+        os.set_inheritable(channel, False)
+        self._channel = Connection(channel)
+        beginning = self._told()
+        self.index: int = beginning["index"]
+        self.folder = Path(beginning["folder"])
+        self.number = 0
+        self._processes: int = beginning["processes"]
+        self._options: dict[str, Any] = beginning["options"]
+        self._debug: bool = beginning["debug"]
+        self._following: str | None = None
+        self._printed = (0, 0)
+        self._files = [
+            os.open(self.folder / f"{self.index}.{end}", os.O_RDONLY) for end in ("out", "err")
+        ]
+        # Of a fatal signal the stack goes to the errors; on request it goes to a file.
+        faulthandler.enable(file=sys.__stderr__ or 2, all_threads=True)
+        stack = (self.folder / f"{self.index}.stack").open("w")
+        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+        _join(beginning["coordinator"], self._processes, self.index)
+
+    def _told(self) -> dict[str, Any]:
+        try:
+            return json.loads(self._channel.recv_bytes())
+        except (EOFError, OSError):
+            # Whoever has started us is no more.
+            os._exit(1)
+
+    def say(self, what: str, **more: Any) -> None:
+        try:
+            self._channel.send_bytes(json.dumps({"say": what, **more}, default=str).encode())
+        except OSError:
+            os._exit(1)
+
+    # --- pytest's hooks -------------------------------------------------------------------------
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._config = config
+        vars(config.option).update(self._options)
+        if config.pluginmanager.hasplugin("hypothesispytest"):
+            _draw_the_same_everywhere()
+
+    def pytest_sessionstart(self) -> None:
+        # After the conftest.py files, which may have something to say about the backends, and
+        # before the tests are imported, which may look at them. All processes have to do it.
+        jax.devices()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.say("ready", trouble=f"collection failed\n{report.longreprtext}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        # From here on nothing may change in one process only.
+        self._settings = _settings()
+        self.say("ready")
+        while (order := self._told())["do"] != "end":
+            if order["do"] == "step":
+                self.say("step", trouble=self._out_of_step(order["number"], order["timeout"]))
+            else:
+                self._run(session, items, order)
+        return True
+
+    def _run(
+        self, session: pytest.Session, items: dict[str, pytest.Item], order: dict[str, Any]
+    ) -> None:
+        self.number = order["number"]
+        item, following = items.get(order["test"]), items.get(order["following"] or "")
+        trouble = stop = None
+        self._printed = self._end_of_files()
+        self.say("started", printed=self._printed)
+        if item is None:
+            trouble = f"this test was not collected there: {order['test']}"
+        else:
+            if self._following not in (None, item.nodeid):
+                # Another test than was announced (a plugin runs one again): fixtures that were
+                # kept for that one are in the way. Public API has no word for it.
+                session._setupstate.teardown_exact(None)  # pyright: ignore[reportPrivateUsage]
+            self._following = None if following is None else following.nodeid
+            try:
+                item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            except (KeyboardInterrupt, pytest.exit.Exception):
+                stop = traceback.format_exc()
+            except Exception:
+                trouble = traceback.format_exc()
+        self.say("done", trouble=trouble, stop=stop)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        end = self._end_of_files()
+        # What a subtest prints belongs to the test around it.
+        if not hasattr(report, "context"):
+            for file, name, start, stop in zip(
+                self._files, ("stdout", "stderr"), self._printed, end, strict=True
+            ):
+                if stop > start:
+                    size = min(stop - start, _PRINTED)
+                    text = os.pread(file, size, stop - size).decode(errors="replace")
+                    report.sections.append((f"Captured {name} {report.when}", text))
+            self._printed = end
+        hook = self._config.hook
+        data = hook.pytest_report_to_serializable(config=self._config, report=report)
+        self.say("report", report=data, printed=end)
+
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: Any
+    ) -> None:
+        if when == "runtest":
+            category = warning_message.category
+            self.say(
+                "warning",
+                warning={
+                    "text": str(warning_message.message),
+                    "module": category.__module__,
+                    "category": category.__qualname__,
+                    "file": warning_message.filename,
+                    "line": warning_message.lineno,
+                    "test": nodeid,
+                },
+            )
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        # The limit is kept by those who can look at all processes.
+        return True
+
+    def pytest_exception_interact(
+        self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport
+    ) -> None:
+        if self._debug and isinstance(node, pytest.Item) and call.excinfo is not None:
+            self.say("debugger?")
+            if self._told()["debug"]:
+                self._interact(call.excinfo, report)
+
+    def _interact(self, excinfo: pytest.ExceptionInfo[Any], report: pytest.TestReport) -> None:
+        terminal = _Terminal(self)
+        terminal.write(f"\n{report.longreprtext}\n\n")
+        debugger = pdb.Pdb(stdin=terminal, stdout=terminal, nosigint=True)  # pyright: ignore[reportArgumentType]
+        debugger.use_rawinput = False
+        debugger.prompt = f"(Pdb, process {self.index}) "
+        debugger.reset()
+        debugger.interaction(None, excinfo.tb)
+        self.say("debugged")
+
+    def ask(self) -> str:
+        self.say("ask")
+        return self._told()["line"]
+
+    # --- between tests --------------------------------------------------------------------------
+
+    def _out_of_step(self, number: int, timeout: float) -> str | None:
+        try:
+            changed = [k for k, v in _settings().items() if self._settings.get(k, v) != v]
+            everybodys = self._exchanged(number, changed, timeout)
+        except jax.errors.JaxRuntimeError as error:
+            return f"the others can't be reached: {error}"
+        if any(theirs != everybodys[0] for theirs in everybodys):
+            told = "; ".join(f"process {i}: {', '.join(x)}" for i, x in enumerate(everybodys) if x)
+            return f"the test has changed settings in some processes only: {told}"
+        try:
+            return self._pending(number)
+        except jax.errors.JaxRuntimeError as error:
+            return f"the check failed: {error}"
+
+    def _exchanged(self, number: int, changed: list[str], timeout: float) -> list[Any]:
+        client, key = coordination_client(), f"mylib/testing/{number}"
+        mine = json.dumps({name: str(_settings()[name]) for name in changed})
+        client.key_value_set(f"{key}/{self.index}", mine)
+        limit = int(timeout * 1000)
+        # All have read what was exchanged before, or they would not be here.
+        client.key_value_delete(f"mylib/testing/{number - 1}/")
+        client.wait_at_barrier(f"{key}/barrier", limit)
+        keys = [f"{key}/{index}" for index in range(self._processes)]
+        return [json.loads(client.blocking_key_value_get(key, limit)) for key in keys]
+
+    def _pending(self, number: int) -> str | None:
+        """A collective in which each process says something new: one that was left behind by the
+        test would be taken for it.
+        """
+        mine = np.array([number, self.index], np.int32)
+        got = np.asarray(multihost_utils.process_allgather(mine))
+        wanted = np.array([[number, index] for index in range(self._processes)])
+        if np.array_equal(got, wanted):
+            return None
+        return f"a collective came back with {got.tolist()} in place of {wanted.tolist()}"
+
+    def _end_of_files(self) -> tuple[int, int]:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        out, err = (os.fstat(file).st_size for file in self._files)
+        return out, err
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        # A barrier, so that nobody sees the coordinator vanish.
+        trouble = None
+        try:
+            if jax.distributed.is_initialized():
+                jax.distributed.shutdown()
+        except jax.errors.JaxRuntimeError as error:
+            trouble = f"leaving the others failed: {error}"
+        self.say("end", trouble=trouble)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # What JAX does at exit waits for the others once more.
+        os._exit(0)
+
+
+class _Terminal:
+    """The terminal of whoever started pytest, for a debugger in this process."""
+
+    encoding = "utf-8"
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def write(self, text: str) -> int:
+        self._worker.say("show", text=text)
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+    def readline(self) -> str:
+        return self._worker.ask()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.readline, "")
+
+
+def _join(coordinator: str, processes: int, index: int) -> None:
+    if index:
+        _wait_for(coordinator)
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        index,
+        # Variables of a cluster's job in which the tests may run are not about these processes.
+        cluster_detection_method="deactivate",
+        # The default is every network of the machine.
+        coordinator_bind_address=coordinator,
+        initialization_timeout=_JOIN,
+        shutdown_timeout_seconds=_LEAVE,
+    )
+
+
+def _wait_for(address: str) -> None:
+    """Until somebody listens there. Who asks JAX's coordinator too early waits for a second."""
+    host, port = address.rsplit(":", 1)
+    deadline = time.monotonic() + _JOIN
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, int(port)), timeout=1):
+                return
+        except OSError:
+            time.sleep(0.01)
+
+
+def _settings() -> dict[str, Any]:
+    """What has to be the same in all processes for them to run the same programs."""
+    mesh = get_abstract_mesh()
+    return {**jax.config.values, "the mesh in force": None if mesh.empty else str(mesh)}
+
+
+def _draw_the_same_everywhere() -> None:
+    from hypothesis import settings
+
+    # Examples from a database, and fewer of them for want of time, would differ.
+    settings.register_profile(
+        "mylib.testing", settings.default, derandomize=True, database=None, deadline=None
+    )
+    settings.load_profile("mylib.testing")

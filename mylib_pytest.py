@@ -1,0 +1,89 @@
+"""The pytest plugin of `mylib.testing`, which pytest loads wherever mylib is installed.
+
+It is no part of the package because pytest would then import JAX in every session, before any
+`conftest.py` can set the variables that JAX reads when it is imported.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# The Worker, in a session that is one of several.
+_worker = pytest.StashKey[Any]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("multihost", "tests that run in several processes (mylib.testing)")
+    group.addoption(
+        "--multihost",
+        choices=["spawn", "member", "skip"],
+        default="spawn",
+        help="spawn: start the processes here (default). member: this is one of the processes, all "
+        "of which a cluster has started with the same command. skip: skip such tests",
+    )
+    group.addoption(
+        "--multihost-platform",
+        choices=["cpu", "cuda", "tpu"],
+        default="cpu",
+        help="where tests run that don't name a platform (default: cpu)",
+    )
+    group.addoption(
+        "--multihost-debug",
+        type=int,
+        metavar="PROCESS",
+        help="open a debugger where a test fails in this process; --pdb takes the first that fails",
+    )
+    parser.addini("multihost_timeout", "seconds that one test may take (120)", default="120")
+    parser.addini(
+        "multihost_grace",
+        "seconds that the other processes get when one has failed (3)",
+        default="3",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    # Before a conftest.py can look at JAX's devices. Not for what this process starts:
+    channel = os.environ.pop("MYLIB_TESTING_CHANNEL", None)
+    if channel is not None:
+        from mylib.testing._worker import Worker
+
+        worker = early_config.stash[_worker] = Worker(int(channel))
+        early_config.pluginmanager.register(worker)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "multihost(processes=2, devices_per_process=4, platform=None, timeout=None, fresh=False, "
+        "env={}): run this test in so many processes at once, joined by jax.distributed",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _worker in config.stash or not any(x.get_closest_marker("multihost") for x in items):
+        return
+    if config.option.multihost == "skip":
+        skip = pytest.mark.skip(reason="--multihost=skip")
+        for item in items:
+            if item.get_closest_marker("multihost"):
+                item.add_marker(skip)
+        return
+    from mylib.testing._controller import Controller, mark
+
+    mark(config, items)
+    config.pluginmanager.register(Controller(config))
+
+
+@pytest.fixture
+def multihost_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder that all processes of a test share; `tmp_path` is each one's own."""
+    worker = request.config.stash.get(_worker, None)
+    if worker is None:
+        return tmp_path
+    shared = worker.folder / f"shared{worker.number}"
+    shared.mkdir(exist_ok=True)
+    return shared
