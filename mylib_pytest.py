@@ -4,7 +4,9 @@ It is no part of the package because pytest would then import JAX in every sessi
 `conftest.py` can set the variables that JAX reads when it is imported.
 """
 
+import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +89,58 @@ def multihost_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     shared = worker.folder / f"shared{worker.number}"
     shared.mkdir(exist_ok=True)
     return shared
+
+
+@pytest.fixture
+def mesh(request: pytest.FixtureRequest) -> Any:
+    """A mesh of JAX's devices. By default they all lie along one axis, `data`; other meshes are
+    given as indirect parameters: dicts from names to sizes, of which one may be -1 (what is left),
+    or to pairs of a size and an `AxisType`.
+    """
+    import jax
+
+    axes: dict[str, Any] = getattr(request, "param", {"data": -1})
+    pairs = [axis if isinstance(axis, tuple) else (axis, None) for axis in axes.values()]
+    sizes, kinds = zip(*pairs, strict=True)
+    there, known = jax.device_count(), math.prod(size for size in sizes if size != -1)
+    if known > there or (-1 in sizes and there % known):
+        pytest.skip(f"needs a mesh of {axes}, and there are {there} devices")
+    sizes = [there // known if size == -1 else size for size in sizes]
+    usual = jax.make_mesh((1,), ("a",), devices=jax.devices()[:1]).axis_types[0]
+    types = tuple(usual if kind is None else kind for kind in kinds)
+    return jax.make_mesh(sizes, tuple(axes), axis_types=types)
+
+
+@pytest.fixture
+def second_backend() -> list[Any]:
+    """The devices of a backend that isn't JAX's default one: the CPU beside an accelerator, or else
+    more CPU devices, of a backend called `other`.
+    """
+    import jax
+
+    from mylib.testing import second_backend
+
+    if jax.default_backend() != "cpu":
+        return jax.devices("cpu")
+    try:
+        return jax.devices("other")
+    except RuntimeError:
+        second_backend("other")
+        return jax.devices("other")
+
+
+@pytest.fixture
+def clean_distributed(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The process as it was before it joined the others, for tests of `jax.distributed` itself.
+    Gives an address at which a coordinator may listen. The test has to be `fresh`.
+    """
+    worker = request.config.stash.get(_worker, None)
+    marks = request.node.iter_markers("multihost")
+    if worker is None or not any(mark.kwargs.get("fresh") for mark in marks):
+        pytest.fail("clean_distributed is for tests with @pytest.mark.multihost(fresh=True)")
+    from jax.extend.backend import clear_backends
+
+    worker.leave()
+    clear_backends()
+    yield worker.coordinator
+    worker.leave()

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from ._errors import Fault, ReplicaError
+from ._exchange import Processes, everybodys_faults
 from ._leaves import Kind, Leaves, name_of, split
 
 # Of `jax.Device`s, which type checkers take for no type.
@@ -53,7 +54,9 @@ def check_replicas(tree: PyTree[Any], /) -> None:
     """
     leaves = split(tree)
     faults: dict[int, Fault] = {}
+    groups: set[Processes] = set()
     for devices, members in _by_devices(leaves).items():
+        groups.add(tuple(sorted({device.process_index for device in devices})))
         if all(device.process_index != jax.process_index() for device in devices):
             continue
         sums = _checksums([leaves.arrays[i] for i in members], devices)
@@ -64,8 +67,13 @@ def check_replicas(tree: PyTree[Any], /) -> None:
             differing = [part for part in parts if len({held[n] for n in part}) > 1]
             if differing:
                 faults[i] = _fault(leaves, i, differing, held, devices)
-    if faults:
-        raise ReplicaError([faults[i] for i in sorted(faults)])
+    told = [faults[i] for i in sorted(faults)]
+    # Also to those who have no part of an array that differs.
+    everybody = tuple(sorted({p for group in groups if len(group) > 1 for p in group}))
+    if jax.process_index() in everybody:
+        told = everybodys_faults("check_replicas", told, {}, everybody)
+    if told:
+        raise ReplicaError(told)
 
 
 def _by_devices(leaves: Leaves) -> dict[Devices, list[int]]:

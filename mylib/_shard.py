@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from ._agreement import agree
 from ._constrain import constrain, transfer_and_constrain
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaves, name_of, split
@@ -16,6 +17,7 @@ from ._move import move, not_there, to_default_device
 from ._place import place
 from ._placement import Placement, resolve_leaves
 from ._prefix import broadcast_prefix
+from ._replicas import check_replicas
 from ._target import (
     AnyMesh,
     Target,
@@ -30,7 +32,14 @@ from ._world import World, current_world, sharding_under
 T = TypeVar("T")
 
 
-def filter_shard(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
+def filter_shard(
+    tree: T,
+    placement: PyTree[Placement],
+    /,
+    *,
+    mesh: AnyMesh | None = None,
+    check: bool | None = None,
+) -> T:
     """Puts the arrays of a PyTree where `placement` says, in whatever context this is called.
 
     Outside of `jax.jit` the arrays are moved there; inside, the compiled values are constrained to
@@ -46,6 +55,11 @@ def filter_shard(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | No
         alone), a rule (a callable from [`mylib.Leaf`][] to any of these), or a PyTree prefix of
         all of these.
     - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+    - `check`: how far it is checked that copies that should be equal are. Where several processes
+        put values of their own onto devices of all of them, they compare by default what the arrays
+        are and where they go, and the numbers of NumPy arrays that more than one of them puts; on
+        the host, once a call. If True, the numbers on the devices are compared as well, by
+        [`mylib.check_replicas`][]; if False, nothing is.
 
     **Returns:**
 
@@ -55,7 +69,8 @@ def filter_shard(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | No
     **Raises:**
 
     [`mylib.PlacementError`][] before anything has moved, naming every leaf whose placement can't
-    be had.
+    be had, or that isn't the same in all processes. `TimeoutError`, if a process does not come to
+    compare. [`mylib.ReplicaError`][], if `check` is True and copies differ.
 
     !!! Example
 
@@ -71,7 +86,10 @@ def filter_shard(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | No
     leaves = split(tree)
     refuse = _refuse_memory_kinds if world.staged else None
     targets = resolve_leaves(leaves, placement, mesh, world, refuse)
-    return leaves.join(place_leaves(leaves, targets, world))
+    if world.staged:
+        _refuse_check(check)
+        return leaves.join(_constrain_all(leaves, targets, world))
+    return _checked(leaves.join(_move_all(leaves, targets, check=check)), check)
 
 
 def place_leaves(
@@ -95,6 +113,7 @@ def filter_device_put(
     src: PyTree[Any] = None,
     donate: PyTree[bool] = False,
     may_alias: PyTree[bool | None] = None,
+    check: bool | None = None,
 ) -> T:
     """[`mylib.filter_shard`][] as a transfer, with the arguments of `jax.device_put`.
 
@@ -103,8 +122,8 @@ def filter_device_put(
 
     **Arguments:**
 
-    - `tree`, `placement`, `mesh`: as in [`mylib.filter_shard`][]. Without a placement arrays go
-        to JAX's default device, if they are not on a device already.
+    - `tree`, `placement`, `mesh`, `check`: as in [`mylib.filter_shard`][]. Without a placement
+        arrays go to JAX's default device, if they are not on a device already.
     - `src`: where the cotangents of an eager transfer go back to, a device or sharding; by default
         where the arrays come from.
     - `donate`: whether the arrays may be used up. Their memory is freed or reused, and they can't
@@ -121,8 +140,7 @@ def filter_device_put(
 
     **Raises:**
 
-    [`mylib.PlacementError`][] before anything has moved, naming every leaf whose placement can't
-    be had.
+    As [`mylib.filter_shard`][].
 
     !!! Example
 
@@ -144,8 +162,23 @@ def filter_device_put(
     refuse = _refuse_unpinned if world.staged else None
     targets = resolve_leaves(leaves, placement, mesh, world, refuse)
     if world.staged:
+        _refuse_check(check)
         return leaves.join(_constrain_all(leaves, targets, world, transfer_and_constrain))
-    return leaves.join(_move_all(leaves, targets, sources, gone, alias))
+    return _checked(leaves.join(_move_all(leaves, targets, sources, gone, alias, check)), check)
+
+
+def _refuse_check(check: bool | None) -> None:
+    if check:
+        raise TypeError(
+            "check=True compares values, and inside a transformed function there are none yet. "
+            "Leave it out there, and call mylib.check_replicas on what the function returns"
+        )
+
+
+def _checked(tree: T, check: bool | None) -> T:
+    if check:
+        check_replicas(tree)
+    return tree
 
 
 def _place_abstract(
@@ -183,6 +216,7 @@ def _move_all(
     sources: Sequence[Any] | None = None,
     donate: Sequence[bool] | None = None,
     may_alias: Sequence[bool | None] | None = None,
+    check: bool | None = None,
 ) -> list[Any]:
     count = len(leaves.arrays)
     sources = sources or [None] * count
@@ -192,7 +226,11 @@ def _move_all(
     traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
     concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
     moving = not_there(placed, leaves.kinds, targets, concrete)
-    _check_readable(leaves, targets, moving)
+    faults = _unreadable(leaves, targets, moving)
+    if check is not False and moving and jax.process_count() > 1:
+        agree(leaves, targets, moving, faults)
+    elif faults:
+        raise PlacementError(faults)
     if traced:
         homes = [
             _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
@@ -228,10 +266,10 @@ def _near(target: Target | None) -> Sharding | None:
     return sharding.with_memory_kind(default_memory_kind(sharding))
 
 
-def _check_readable(
+def _unreadable(
     leaves: Leaves, targets: Sequence[Target | None], concrete: Sequence[int]
-) -> None:
-    """That the arrays have values, and that these can be had by this process."""
+) -> list[Fault]:
+    """Which of the arrays have no values, or none that can be had by this process."""
     faults: list[Fault] = []
     several_processes = jax.process_count() > 1
     for i in concrete:
@@ -247,8 +285,7 @@ def _check_readable(
         else:
             continue
         faults.append(Fault(name_of(leaves.paths[i]), x.shape, str(target), reason, mend))
-    if faults:
-        raise PlacementError(faults)
+    return faults
 
 
 def _out_of_reach(x: jax.Array, wanted: Sharding) -> bool:

@@ -28,6 +28,7 @@ import mylib
 import mylib.testing
 from mylib._world import (
     UNCOMMITTED,
+    coordination_client,
     current_world,
     has_error_check,
     readable_error,
@@ -54,6 +55,10 @@ USES = {
         "(`trace_state_clean` in the same file, for one)"
     ),
     "jax._src.core.EvalTrace": "the trace that computes at once: no transformation goes on",
+    "jax._src.distributed.global_state.client": (
+        "the service through which processes find each other: a store of keys and values, and "
+        "barriers. tests/test_processes.py uses it in several processes"
+    ),
     "jax._src.interpreters.ad.JVPTrace": "`jax.jvp`; eager if `.parent_trace` is",
     "jax._src.interpreters.ad.JVPTracer": "a value under `jax.jvp`; `.primal` is the value itself",
     "jax._src.interpreters.ad.LinearizeTrace": "`jax.grad`; eager if `.parent_trace` is",
@@ -66,7 +71,9 @@ USES = {
     ),
     "jax._src.mesh.get_concrete_mesh": "the mesh of `jax.set_mesh`, with its devices",
     "jax._src.mesh.thread_resources.env.physical_mesh": "the mesh of the deprecated `with mesh:`",
-    "jax._src.xla_bridge.backends_are_initialized": "whether it is too late to add a backend",
+    "jax._src.xla_bridge._backends": "the backends that JAX has started, by name",
+    "jax._src.xla_bridge._init_backend": "starts one of those that have been added",
+    "jax._src.xla_bridge.backends_are_initialized": "whether JAX has started its backends",
     "jax._src.xla_bridge.register_backend_factory": "adds a backend",
     "jaxlib.xla_client.make_cpu_client": "makes a backend of CPU devices",
 }
@@ -250,9 +257,18 @@ class TestPrivateNames:
         y = jax.device_put(X, others[1])
         assert y.devices() == {others[1]}, advice(name)
 
-    def test_a_second_backend_that_comes_too_late(self):
-        with pytest.raises(RuntimeError, match="has to be called before JAX first looks"):
-            mylib.testing.second_backend("late")
+    def test_a_second_backend_that_comes_late(self):
+        jax.devices()
+        mylib.testing.second_backend("late", devices=2)
+        late = jax.devices("late")
+        assert len(late) == 2, advice("jax._src.xla_bridge._init_backend")
+        assert set(late).isdisjoint([*jax.devices(), *jax.devices("other")])
+        y = mylib.filter_shard(X, late[1])
+        assert y.devices() == {late[1]}, advice("jax._src.xla_bridge._backends")
+
+    def test_one_process_has_nobody_to_talk_to(self):
+        name = "jax._src.distributed.global_state.client"
+        assert coordination_client() is None, advice(name)
 
 
 @contextlib.contextmanager

@@ -1,3 +1,18 @@
-"""Tools for testing code that places arrays."""
+"""Tools for testing code that places arrays, on one device or in many processes.
 
+The pytest plugin that goes with it is `mylib_pytest`.
+"""
+
+from ._assertions import (
+    assert_placed as assert_placed,
+    assert_same_everywhere as assert_same_everywhere,
+)
 from ._backend import second_backend as second_backend
+from ._body import (
+    Info as Info,
+    all_equal as all_equal,
+    barrier as barrier,
+    gather as gather,
+    info as info,
+    same_program as same_program,
+)

@@ -9,10 +9,10 @@ from jax._src import xla_bridge
 
 def second_backend(name: str = "other", *, devices: int = 4) -> None:
     """Registers a second backend, so that moves between backends can be tested without an
-    accelerator.
+    accelerator. It is never the default backend.
 
-    Call it before JAX's first look at its devices, in `conftest.py` for example. It is never the
-    default backend.
+    The fixture of this name does so where there is no accelerator, and gives the devices of a
+    backend that isn't the default one.
 
     **Arguments:**
 
@@ -26,11 +26,9 @@ def second_backend(name: str = "other", *, devices: int = 4) -> None:
         jax.devices("other")  # four devices that `jax.devices()` doesn't list
         ```
     """
-    if xla_bridge.backends_are_initialized():
-        raise RuntimeError(
-            "second_backend() has to be called before JAX first looks at its devices, "
-            "for example at the top of conftest.py"
-        )
     xla_bridge.register_backend_factory(
         name, lambda: jaxlib.xla_client.make_cpu_client(num_devices=devices), priority=-100
     )
+    if xla_bridge.backends_are_initialized():
+        # JAX has looked for its backends already, and does so once.
+        xla_bridge._backends[name] = xla_bridge._init_backend(name)  # pyright: ignore[reportPrivateUsage]

@@ -56,7 +56,8 @@ class Worker:
         faulthandler.enable(file=sys.__stderr__ or 2, all_threads=True)
         stack = (self.folder / f"{self.index}.stack").open("w")
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        _join(beginning["coordinator"], self._processes, self.index)
+        self.coordinator: str = beginning["coordinator"]
+        _join(self.coordinator, self._processes, self.index)
 
     def _told(self) -> dict[str, Any]:
         try:
@@ -189,6 +190,9 @@ class Worker:
     # --- between tests --------------------------------------------------------------------------
 
     def _out_of_step(self, number: int, timeout: float) -> str | None:
+        if not jax.distributed.is_initialized():
+            # The test has left the others, and is the last that this process serves.
+            return None
         try:
             changed = [k for k, v in _settings().items() if self._settings.get(k, v) != v]
             everybodys = self._exchanged(number, changed, timeout)
@@ -224,6 +228,12 @@ class Worker:
             return None
         return f"a collective came back with {got.tolist()} in place of {wanted.tolist()}"
 
+    def leave(self) -> None:
+        """Leaves the other processes, if it has joined any."""
+        if jax.distributed.is_initialized():
+            # All wait for all, so that nobody sees the coordinator vanish.
+            jax.distributed.shutdown()
+
     def _end_of_files(self) -> tuple[int, int]:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -232,11 +242,9 @@ class Worker:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        # A barrier, so that nobody sees the coordinator vanish.
         trouble = None
         try:
-            if jax.distributed.is_initialized():
-                jax.distributed.shutdown()
+            self.leave()
         except jax.errors.JaxRuntimeError as error:
             trouble = f"leaving the others failed: {error}"
         self.say("end", trouble=trouble)

@@ -1,0 +1,108 @@
+"""That processes mean the same when they place values over all of their devices."""
+
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from ._errors import Fault, PlacementError
+from ._exchange import Facts, Processes, everybodys_faults
+from ._leaves import Kind, Leaves, canonical_dtype, name_of
+from ._target import Target, fill_free, sharding_of
+
+
+def agree(
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    moving: Sequence[int],
+    faults: Sequence[Fault],
+) -> None:
+    """Raises the same error in all processes that would get devices of an array, if one of them
+    has found a fault, or they don't mean the same.
+    """
+    wanted = {
+        i: fill_free(target, None, len(leaves.arrays[i].shape))
+        for i in moving
+        if (target := targets[i]) is not None and _comes_from_each(leaves, i, target)
+    }
+    groups = {i: processes_of(sharding_of(target)) for i, target in wanted.items()}
+    everybody = tuple(sorted({index for group in groups.values() for index in group}))
+    if len(everybody) > 1 and jax.process_index() in everybody:
+        facts = _facts(leaves, wanted, groups)
+        faults = everybodys_faults("placement", faults, facts, everybody)
+    if faults:
+        raise PlacementError(faults)
+
+
+def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:
+    """Whether each process puts its part of an array from a value of its own."""
+    if leaves.kinds[i] is Kind.HOST:
+        return True
+    return leaves.arrays[i].sharding.device_set != sharding_of(target).device_set
+
+
+def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, Processes]) -> Facts:
+    """Of each leaf what it is and where it is to go; and a checksum of each part that several
+    processes put, since nobody looks at these again.
+    """
+    facts: dict[Processes, dict[str, str]] = {}
+    me = jax.process_index()
+    for i, group in groups.items():
+        if me not in group:
+            continue
+        x, target = leaves.arrays[i], targets[i]
+        name, dtype = name_of(leaves.paths[i]), canonical_dtype(x)
+        what = f"{dtype}{list(x.shape)} as {_described(target)}"
+        facts.setdefault(group, {})[name] = what
+        if leaves.kinds[i] is Kind.HOST:
+            for sharers, parts in _shared_parts(sharding_of(target), x.shape, me).items():
+                numbers = checksum([x[part] for part in parts], dtype)
+                said = facts.setdefault(sharers, {})
+                said[name] = f"{said.get(name, dtype)} (checksum {numbers})"
+    return {group: said for group, said in facts.items() if len(group) > 1}
+
+
+@functools.lru_cache(maxsize=1024)
+def processes_of(sharding: Sharding) -> Processes:
+    return tuple(sorted({device.process_index for device in sharding.device_set}))
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(target: Target) -> str:
+    sharding = sharding_of(target)
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return f"{target} on devices {[device.id for device in sharding.mesh.devices.flat]}"
+    return f"{target} on devices {sorted(device.id for device in sharding.device_set)}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _shared_parts(
+    sharding: Sharding, shape: tuple[int, ...], me: int
+) -> dict[Processes, list[tuple[slice, ...]]]:
+    """The parts of an array that this process has in common with others, by all who have them."""
+    indices = sharding.devices_indices_map(shape)
+    owners: dict[Any, set[int]] = {}
+    parts: dict[Any, tuple[slice, ...]] = {}
+    for device, index in indices.items():
+        part = () if index is None else tuple(index)
+        bounds = tuple((s.start, s.stop) for s in part)
+        parts[bounds] = part
+        owners.setdefault(bounds, set()).add(device.process_index)
+    shared: dict[Processes, list[tuple[slice, ...]]] = {}
+    for bounds, who in sorted(owners.items()):
+        if me in who and len(who) > 1:
+            shared.setdefault(tuple(sorted(who)), []).append(parts[bounds])
+    return shared
+
+
+def checksum(parts: Sequence[Any], dtype: Any) -> str:
+    """Of the bits: NaN is equal to itself, and -0.0 isn't 0.0."""
+    total = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        numbers = np.ascontiguousarray(part, dtype)
+        total.update(numbers.reshape(-1).view(np.uint8).data)
+    return total.hexdigest()

@@ -1,0 +1,142 @@
+"""What the body of a test that runs in several processes needs to know and to say."""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._exchange import Processes, exchange, gather as _gather
+
+_PATIENCE = 60.0
+_DIFFERENCE = 40
+
+
+@dataclass(frozen=True)
+class Info:
+    """Which process this is, among which.
+
+    **Attributes:**
+
+    - `process_index`, `process_count`: of JAX's processes.
+    - `local_device_count`, `device_count`: devices of this process, and of all.
+    - `platform`: of the devices.
+    """
+
+    process_index: int
+    process_count: int
+    local_device_count: int
+    device_count: int
+    platform: str
+
+
+def info() -> Info:
+    """Which process this is, among which.
+
+    !!! Example
+
+        ```python
+        if mylib.testing.info().process_index == 0:
+            print("only once")
+        ```
+    """
+    return Info(
+        jax.process_index(),
+        jax.process_count(),
+        jax.local_device_count(),
+        jax.device_count(),
+        jax.default_backend(),
+    )
+
+
+def barrier(timeout: float = _PATIENCE) -> None:
+    """Waits until all processes have come here. No device takes part, so it also works where
+    devices are busy, or waiting for each other.
+
+    **Arguments:**
+
+    - `timeout`: after so many seconds it is a `TimeoutError`, which names who is missing.
+
+    !!! Example
+
+        ```python
+        mylib.testing.barrier()
+        ```
+    """
+    gather(None, timeout)
+
+
+def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
+    """What each process says, in the order of the processes, in all of them.
+
+    **Arguments:**
+
+    - `value`: anything small that JSON can say.
+    - `timeout`: after so many seconds it is a `TimeoutError`, which names who is missing.
+
+    !!! Example
+
+        ```python
+        assert mylib.testing.gather(jax.process_index()) == list(range(jax.process_count()))
+        ```
+    """
+    return _gather("testing", value, _everybody(), timeout=timeout)
+
+
+def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
+    """Asserts that all processes say the same; if not, it fails in all of them.
+
+    **Arguments:**
+
+    - `value`, `timeout`: as of [`mylib.testing.gather`][].
+
+    !!! Example
+
+        ```python
+        mylib.testing.all_equal(str(jax.tree.structure({"a": 1})))
+        ```
+    """
+    said = gather(value, timeout)
+    if any(value != said[0] for value in said):
+        told = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(said))
+        raise AssertionError(f"the processes disagree:\n{told}")
+
+
+def same_program(
+    fun: Callable[..., Any], /, *args: Any, timeout: float = _PATIENCE, **kwargs: Any
+) -> None:
+    """Asserts that all processes lower a call to the same program; if not, it fails in all.
+
+    JAX does not notice that processes run different programs: they wait for each other for ever, or
+    take one number for another.
+
+    **Arguments:**
+
+    - `fun`: a function, or what `jax.jit` or [`mylib.filter_jit`][] makes of one.
+    - `args`, `kwargs`: what it is called with.
+    - `timeout`: as of [`mylib.testing.gather`][].
+
+    !!! Example
+
+        ```python
+        mylib.testing.same_program(lambda x: x + 1, jnp.ones(8))
+        ```
+    """
+    jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
+    mine = jitted.lower(*args, **kwargs).as_text()
+    first = exchange("same_program", mine, _everybody(), lambda said: said[0], timeout=timeout)
+    differing = [i for i, same in enumerate(gather(mine == first, timeout)) if not same]
+    if differing:
+        lines = difflib.unified_diff(
+            first.splitlines(), mine.splitlines(), "process 0", "this process", lineterm="", n=1
+        )
+        difference = "\n".join([*lines][:_DIFFERENCE])
+        raise AssertionError(
+            f"process 0 has another program than process {', '.join(map(str, differing))}\n"
+            f"{difference}".rstrip()
+        )
+
+
+def _everybody() -> Processes:
+    return tuple(range(jax.process_count()))
