@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-# The Worker, in a session that is one of several.
+# In a session that is one of several: what speaks with the others.
 _worker = pytest.StashKey[Any]()
+_member = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +55,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
 
         worker = early_config.stash[_worker] = Worker(int(channel))
         early_config.pluginmanager.register(worker)
+    elif early_config.known_args_namespace.multihost == "member":
+        from mylib.testing._member import Member
+
+        member = early_config.stash[_member] = Member()
+        early_config.pluginmanager.register(member)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,18 +83,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     from mylib.testing._controller import Controller, mark
 
     mark(config, items)
-    config.pluginmanager.register(Controller(config))
+    if _member not in config.stash:
+        config.pluginmanager.register(Controller(config))
 
 
 @pytest.fixture
 def multihost_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder that all processes of a test share; `tmp_path` is each one's own."""
-    worker = request.config.stash.get(_worker, None)
-    if worker is None:
-        return tmp_path
-    shared = worker.folder / f"shared{worker.number}"
-    shared.mkdir(exist_ok=True)
-    return shared
+    stash = request.config.stash
+    if _member in stash:
+        return stash[_member].shared_folder(tmp_path)
+    return stash[_worker].shared_folder() if _worker in stash else tmp_path
 
 
 @pytest.fixture

@@ -98,7 +98,7 @@ class Controller:
 
     def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> Sequence[pytest.TestReport]:
         start = time.time()
-        request = item.stash[_given]
+        request = given_to(item)
         try:
             topology = request.topology(platform_of(self._config))
             pool = self._pool(topology, fresh=request.fresh)
@@ -144,13 +144,13 @@ class Controller:
         else:
             later = self._items[self._items.index(item) + 1 :]
         for other in later:
-            if self._asks_for(other, topology) and not other.stash[_given].fresh:
+            if self._asks_for(other, topology) and not given_to(other).fresh:
                 return other
         return None
 
     def _asks_for(self, item: pytest.Item, topology: Topology) -> bool:
         try:
-            return item.stash[_given].topology(platform_of(self._config)) == topology
+            return given_to(item).topology(platform_of(self._config)) == topology
         except Unavailable:
             return False
 
@@ -303,6 +303,10 @@ def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
 
 def is_marked(item: pytest.Item) -> bool:
     return _given in item.stash
+
+
+def given_to(item: pytest.Item) -> Request:
+    return item.stash[_given]
 
 
 def platform_of(config: pytest.Config) -> str:

@@ -99,7 +99,11 @@ class Pool:
         try:
             self._group.start(
                 lambda index: [*command, *self._places(index)],
-                lambda index: {"MYLIB_TESTING_CHANNEL": str(theirs[index].fileno())},
+                lambda index: {
+                    "MYLIB_TESTING_CHANNEL": str(theirs[index].fileno()),
+                    # What can be imported here can be imported there.
+                    "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
+                },
                 cwd=session.directory,
                 keep=lambda index: [theirs[index].fileno()],
             )

@@ -103,7 +103,7 @@ class Merger:
         }
 
     def reports(self) -> list[pytest.TestReport]:
-        merged = [self._merge(key, group) for key, group in self._by_phase()]
+        merged = [self.merge(key[0], group) for key, group in self.by_phase()]
         _count_subtests(merged)
         lost = [o for o in self._result.outcomes if not o.finished or o.trouble]
         if lost and not any(report.failed for report in merged):
@@ -116,7 +116,7 @@ class Merger:
             merged[-1].longrepr = str(self._disorder(self._result.out_of_step))
         return merged
 
-    def _by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
+    def by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
         """What the processes say of each phase, and of each subtest in it."""
         phases: dict[Any, dict[int, pytest.TestReport]] = {}
         for index, reports in self._reports.items():
@@ -128,7 +128,7 @@ class Merger:
         for key in sorted(phases, key=lambda key: _PHASES.index(key[0])):
             yield key, phases[key]
 
-    def _merge(self, key: Any, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
+    def merge(self, phase: str, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
         failed = {i: r for i, r in reports.items() if r.failed}
         skipped = {i: r for i, r in reports.items() if r.skipped}
         expected = {i: r for i, r in reports.items() if hasattr(r, "wasxfail")}
@@ -146,7 +146,7 @@ class Merger:
             reason = next(iter(expected.values())).wasxfail
         merged = report_of(
             self._item,
-            key[0],
+            phase,
             outcome,
             text,
             start=self._start,
@@ -241,7 +241,7 @@ class Merger:
                 yield f"{name}: {text.splitlines()[-1]}", (name, text)
             elif not outcome.finished:
                 head = f"{name} had not finished {self._late}"
-                where = _stack(outcome.stack or "") or "(it does not even answer signals)"
+                where = stack_of(outcome.stack or "") or "(it does not even answer signals)"
                 yield head if self._result.timed_out else "", (f"{head}; it was here", where)
 
     def _one_of(self, index: int) -> str:
@@ -326,7 +326,7 @@ def _last_words(outcome: Outcome) -> str:
     return _without_noise(outcome.output + outcome.errors)[-_LAST_WORDS:].strip()
 
 
-def _stack(text: str) -> str:
+def stack_of(text: str) -> str:
     """The main thread's part of what faulthandler has printed, which puts it last."""
     return "\n".join(_without_noise(text.strip().split("\n\n")[-1]).splitlines()[:_STACK])
 

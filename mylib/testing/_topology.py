@@ -5,7 +5,6 @@ Neither JAX nor pytest is needed here: whoever starts processes must not take th
 
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +105,6 @@ def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, s
     """
     # What is said of this pytest's session is not for others.
     env = {k: v for k, v in os.environ.items() if k not in _OF_THIS_SESSION}
-    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(p for p in sys.path if p))
     env["PYTHONUNBUFFERED"] = "1"
     # Different on purpose: a program that follows the order of a set is another in each process,
     # and should fail here rather than on a cluster.

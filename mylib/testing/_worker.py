@@ -41,23 +41,23 @@ class Worker:
         os.set_inheritable(channel, False)
         self._channel = Connection(channel)
         beginning = self._told()
-        self.index: int = beginning["index"]
-        self.folder = Path(beginning["folder"])
-        self.number = 0
+        self._index: int = beginning["index"]
+        self._folder = Path(beginning["folder"])
+        self._number = 0
         self._processes: int = beginning["processes"]
         self._options: dict[str, Any] = beginning["options"]
         self._debug: bool = beginning["debug"]
         self._following: str | None = None
         self._printed = (0, 0)
         self._files = [
-            os.open(self.folder / f"{self.index}.{end}", os.O_RDONLY) for end in ("out", "err")
+            os.open(self._folder / f"{self._index}.{end}", os.O_RDONLY) for end in ("out", "err")
         ]
         # Of a fatal signal the stack goes to the errors; on request it goes to a file.
         faulthandler.enable(file=sys.__stderr__ or 2, all_threads=True)
-        stack = (self.folder / f"{self.index}.stack").open("w")
+        stack = (self._folder / f"{self._index}.stack").open("w")
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         self.coordinator: str = beginning["coordinator"]
-        _join(self.coordinator, self._processes, self.index)
+        _join(self.coordinator, self._processes, self._index)
 
     def _told(self) -> dict[str, Any]:
         try:
@@ -79,7 +79,7 @@ class Worker:
         self._config = config
         vars(config.option).update(self._options)
         if config.pluginmanager.hasplugin("hypothesispytest"):
-            _draw_the_same_everywhere()
+            draw_the_same_everywhere()
 
     def pytest_sessionstart(self) -> None:
         # After the conftest.py files, which may have something to say about the backends, and
@@ -106,7 +106,7 @@ class Worker:
     def _run(
         self, session: pytest.Session, items: dict[str, pytest.Item], order: dict[str, Any]
     ) -> None:
-        self.number = order["number"]
+        self._number = order["number"]
         item, following = items.get(order["test"]), items.get(order["following"] or "")
         trouble = stop = None
         self._printed = self._end_of_files()
@@ -178,7 +178,7 @@ class Worker:
         terminal.write(f"\n{report.longreprtext}\n\n")
         debugger = pdb.Pdb(stdin=terminal, stdout=terminal, nosigint=True)  # pyright: ignore[reportArgumentType]
         debugger.use_rawinput = False
-        debugger.prompt = f"(Pdb, process {self.index}) "
+        debugger.prompt = f"(Pdb, process {self._index}) "
         debugger.reset()
         debugger.interaction(None, excinfo.tb)
         self.say("debugged")
@@ -186,6 +186,12 @@ class Worker:
     def ask(self) -> str:
         self.say("ask")
         return self._told()["line"]
+
+    def shared_folder(self) -> Path:
+        """A folder for the test that is running, the same in all processes."""
+        shared = self._folder / f"shared{self._number}"
+        shared.mkdir(exist_ok=True)
+        return shared
 
     # --- between tests --------------------------------------------------------------------------
 
@@ -209,7 +215,7 @@ class Worker:
     def _exchanged(self, number: int, changed: list[str], timeout: float) -> list[Any]:
         client, key = coordination_client(), f"mylib/testing/{number}"
         mine = json.dumps({name: str(_settings()[name]) for name in changed})
-        client.key_value_set(f"{key}/{self.index}", mine)
+        client.key_value_set(f"{key}/{self._index}", mine)
         limit = int(timeout * 1000)
         # All have read what was exchanged before, or they would not be here.
         client.key_value_delete(f"mylib/testing/{number - 1}/")
@@ -221,7 +227,7 @@ class Worker:
         """A collective in which each process says something new: one that was left behind by the
         test would be taken for it.
         """
-        mine = np.array([number, self.index], np.int32)
+        mine = np.array([number, self._index], np.int32)
         got = np.asarray(multihost_utils.process_allgather(mine))
         wanted = np.array([[number, index] for index in range(self._processes)])
         if np.array_equal(got, wanted):
@@ -310,7 +316,7 @@ def _settings() -> dict[str, Any]:
     return {**jax.config.values, "the mesh in force": None if mesh.empty else str(mesh)}
 
 
-def _draw_the_same_everywhere() -> None:
+def draw_the_same_everywhere() -> None:
     from hypothesis import settings
 
     # Examples from a database, and fewer of them for want of time, would differ.

@@ -1,0 +1,144 @@
+"""`python -m mylib.testing launch`: a script in several processes on this machine."""
+
+import argparse
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ._group import Group, Guard
+from ._pool import named_status
+from ._topology import HOST, PLATFORMS, Request, Topology, Unavailable
+
+# Runs a script, or a module after -m, as Python itself would, but for its end: after an exception
+# JAX waits five minutes for the other processes, and they for this one.
+_RUN = """
+import os, runpy, sys, traceback
+arguments = sys.argv[1:]
+try:
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        runpy.run_path(arguments[0], run_name="__main__")
+except SystemExit as end:
+    code = end.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    if code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+except BaseException:
+    traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+"""
+# How long the others may go on when one has failed.
+_GRACE = 3.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m mylib.testing launch",
+        description="Runs a script in several processes on this machine, for each of which "
+        "jax.distributed.initialize() finds the others.",
+    )
+    parser.add_argument("-n", "--processes", type=int, required=True, metavar="N")
+    parser.add_argument("--devices-per-process", type=int, metavar="K", help="on cpu 1 by default")
+    parser.add_argument("--platform", choices=PLATFORMS, default="cpu")
+    rest = argparse.REMAINDER
+    parser.add_argument("-m", dest="module", nargs=rest, help="a module to run, and its arguments")
+    parser.add_argument("script", nargs=rest, help="or a script, and its arguments")
+    given = parser.parse_args(arguments)
+    command = ["-m", *given.module] if given.module else given.script
+    if not command:
+        parser.error("name a script, or a module after -m")
+    devices = given.devices_per_process
+    if devices is None and given.platform == "cpu":
+        devices = 1
+    try:
+        topology = Request(given.processes, devices).topology(given.platform)
+    except (ValueError, Unavailable) as error:
+        parser.error(str(error))
+    return _launch(command, topology)
+
+
+def _launch(command: Sequence[str], topology: Topology) -> int:
+    guard = Guard()
+    group = Group(topology, guard)
+    # As by Ctrl-C: everything below is tidied up.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        group.start(
+            lambda index: [sys.executable, "-c", _RUN, *command],
+            lambda index: _joining(group, index),
+        )
+        return _follow(group)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        group.end()
+        guard.close()
+
+
+def _joining(group: Group, index: int) -> dict[str, str]:
+    """What `jax.distributed.initialize()` looks at: a step of a SLURM job on one machine."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": group.coordinator,
+        "JAX_COORDINATOR_BIND_ADDRESS": group.coordinator,
+        "SLURM_JOB_ID": "1",
+        "SLURM_STEP_NODELIST": HOST,
+        "SLURM_NTASKS": str(group.topology.processes),
+        "SLURM_PROCID": str(index),
+        "SLURM_LOCALID": str(index),
+    }
+
+
+def _follow(group: Group) -> int:
+    """Shows what the processes print until all have ended. The status of the first that fails."""
+    screens = [
+        _Screen(index, process.output, sys.stdout) for index, process in enumerate(group.processes)
+    ]
+    screens += [
+        _Screen(index, process.errors, sys.stderr) for index, process in enumerate(group.processes)
+    ]
+    failed, deadline = 0, float("inf")
+    while True:
+        statuses = [process.status() for process in group.processes]
+        for screen in screens:
+            screen.show()
+        for index, status in enumerate(statuses):
+            if status and not failed:
+                failed = status if status > 0 else 128 - status
+                deadline = time.monotonic() + _GRACE
+                print(f"process {index} ended with {named_status(status)}", file=sys.stderr)
+        if None not in statuses:
+            return failed
+        if time.monotonic() > deadline:
+            running = [str(i) for i, status in enumerate(statuses) if status is None]
+            print(f"stopping process {', '.join(running)}", file=sys.stderr)
+            return failed
+        time.sleep(0.05)
+
+
+class _Screen:
+    """What a process writes to a file, line by line with its index in front."""
+
+    def __init__(self, index: int, path: Path, where: Any) -> None:
+        self._prefix = f"[{index}] "
+        self._file: BinaryIO = path.open("rb")
+        self._where = where
+        self._rest = b""
+
+    def show(self) -> None:
+        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        for line in lines:
+            self._where.write(f"{self._prefix}{line.decode(errors='replace')}\n")
+        self._where.flush()

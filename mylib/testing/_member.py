@@ -1,0 +1,235 @@
+"""A session that is one of several which a cluster has started with the same command.
+
+All of them run the marked tests together, and after each phase of a test they tell each other what
+came of it: what they report is the same, so that they also stop at the same test. Nothing can be
+started again here. When a process does not answer, the whole session ends.
+"""
+
+import faulthandler
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import pytest
+
+from .._world import coordination_client
+from ._controller import given_to, is_marked
+from ._pool import Outcome, Result
+from ._report import Merger, stack_of
+from ._worker import draw_the_same_everywhere
+
+_ABORT = "mylib/member/abort"
+# Beside those that pytest itself has.
+_ABORTED = 70
+# How long the others have to say what became of a phase, beyond the limit of the test.
+_SLACK = 30.0
+
+
+class Member:
+    def __init__(self) -> None:
+        if not jax.distributed.is_initialized():
+            try:
+                jax.distributed.initialize()
+            except ValueError as error:
+                raise pytest.UsageError(
+                    f"--multihost=member: JAX finds no other processes ({error}). Start pytest on "
+                    "each host of a job (srun, mpirun, a TPU pod), or with "
+                    "python -m mylib.testing launch"
+                ) from error
+        self._number = 0
+        self._running: tuple[str, float] | None = None
+        self._ended = threading.Event()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self._config = config
+        # All processes make their devices known to each other, at once.
+        self._me, self._count = jax.process_index(), jax.process_count()
+        self._timeout = float(config.getini("multihost_timeout"))
+        self._grace = float(config.getini("multihost_grace"))
+        if config.pluginmanager.hasplugin("hypothesispytest"):
+            draw_the_same_everywhere()
+        self._header = self._gather("header", _where(), self._timeout)
+        if self._me:
+            # Process 0 says the same.
+            config.pluginmanager.unregister(name="terminalreporter")
+        self._watch = threading.Thread(target=self._look_out, daemon=True)
+        self._watch.start()
+
+    def pytest_report_header(self) -> list[str]:
+        return [f"multihost: {line}" for line in self._header]
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        others = [item for item in items if not is_marked(item)]
+        if others and self._count > 1:
+            # Each process would run them, all at the same time and with the same files.
+            self._config.hook.pytest_deselected(items=others)
+            items[:] = [item for item in items if is_marked(item)]
+        for item in items:
+            reason = is_marked(item) and self._why_not(item)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+    def _why_not(self, item: pytest.Item) -> str | None:
+        """Why a test can't be run by these processes."""
+        given = given_to(item)
+        asked = {
+            "processes": (given.processes, self._count),
+            "devices a process": (given.devices_per_process, jax.local_device_count()),
+        }
+        for what, (wanted, there) in asked.items():
+            if wanted not in (None, there):
+                return f"needs {wanted} {what}, this job has {there}"
+        on = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
+        if given.platform not in (None, on):
+            return f"is for {given.platform}, this job is on {on}"
+        if given.fresh or given.env:
+            return "needs processes of its own, and these have been started by somebody else"
+        return None
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        names = [item.nodeid for item in session.items]
+        collected = self._gather("collected", names, self._timeout)
+        for index, theirs in enumerate(collected):
+            if theirs != names:
+                differing = sorted(set(theirs) ^ set(names)) or ["the same ones, in another order"]
+                raise pytest.UsageError(
+                    f"process {index} has collected other tests than process {self._me}: "
+                    + ", ".join(differing[:5])
+                )
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        self._number += 1
+        self._reports = 0
+        limit = given_to(item).timeout if is_marked(item) else None
+        self._running = item.nodeid, time.monotonic() + (limit or self._timeout)
+        try:
+            return (yield)
+        finally:
+            self._running = None
+
+    @pytest.hookimpl(optionalhook=True, tryfirst=True)
+    def pytest_timeout_set_timer(self) -> bool:
+        # It would end one process; here all have to.
+        return True
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
+        report = yield
+        if self._count == 1 or self._running is None:
+            return report
+        hook = self._config.hook
+        mine = hook.pytest_report_to_serializable(config=self._config, report=report)
+        left = self._running[1] - time.monotonic() + _SLACK
+        patience = self._grace if report.failed else left
+        try:
+            # More than one of a phase, if it has subtests.
+            self._reports += 1
+            everybodys = self._gather(f"{self._number}/{self._reports}", mine, patience)
+        except TimeoutError as error:
+            if not report.failed:
+                self._abort(f"{item.nodeid}: {error}")
+            self._abort(f"{item.nodeid} failed here, and {error}\n{report.longreprtext}")
+        outcomes = [Outcome(i, [r], finished=True) for i, r in enumerate(everybodys)]
+        for outcome, theirs in zip(outcomes, everybodys, strict=True):
+            outcome.failed_at = 0.0 if theirs["outcome"] == "failed" else None
+        result = Result(outcomes, timed_out=False)
+        merger = Merger(item, result, timeout=None, grace=self._grace, start=call.start)
+        ((_, group),) = merger.by_phase()
+        return merger.merge(report.when, group)
+
+    def _gather(self, what: str, mine: Any, timeout: float) -> list[Any]:
+        """What all say. Not by way of a barrier, whose patience would be that of the first."""
+        client, deadline = coordination_client(), time.monotonic() + timeout
+        place = f"mylib/member/{what}"
+        client.key_value_set(f"{place}/{self._me}", json.dumps(mine, default=str))
+        said: list[Any] = []
+        for index in range(self._count):
+            left = max(1, int(1000 * (deadline - time.monotonic())))
+            try:
+                said.append(json.loads(client.blocking_key_value_get(f"{place}/{index}", left)))
+            except jax.errors.JaxRuntimeError as error:
+                raise TimeoutError(
+                    f"process {index} had not come as far as that after {timeout:g} s"
+                ) from error
+        return said
+
+    # --- the end --------------------------------------------------------------------------------
+
+    def _look_out(self) -> None:
+        """In a thread of its own: whether somebody has ended the session, or a test takes too
+        long.
+        """
+        client = coordination_client()
+        while not self._ended.wait(0.2):
+            try:
+                reason = client.key_value_try_get(_ABORT)
+            except jax.errors.JaxRuntimeError as error:
+                # Nobody has, or the coordinator has gone; then JAX ends this process by itself.
+                reason = None
+                if "NOT_FOUND" not in str(error):
+                    return
+            if reason is not None:
+                self._die(reason)
+            running = self._running
+            if running is not None and time.monotonic() > running[1] + self._grace:
+                self._abort(f"{running[0]} has not finished within its limit")
+
+    def _abort(self, reason: str) -> NoReturn:
+        client = coordination_client()
+        client.key_value_set(_ABORT, f"process {self._me}: {reason}", True)
+        self._die(f"process {self._me}: {reason}")
+
+    def _die(self, reason: str) -> NoReturn:
+        capture: Any = self._config.pluginmanager.getplugin("capturemanager")
+        if capture is not None:
+            capture.suspend_global_capture(in_=True)
+        screen = sys.__stderr__
+        assert screen is not None
+        name = f"process {self._me} of {self._count}"
+        screen.write(f"\nmultihost: the session ends. {reason}\n--- {name} is here ---\n")
+        screen.write(f"{_my_stack()}\n")
+        screen.flush()
+        if self._me == 0:
+            # It is the coordinator: with its end the others end, and they have things to say.
+            time.sleep(1.0)
+        os._exit(_ABORTED)
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        self._ended.set()
+        if hasattr(self, "_watch"):
+            self._watch.join(5)
+        jax.distributed.shutdown()
+
+    def shared_folder(self, mine: Path) -> Path:
+        """Process 0's folder, if all can see it."""
+        first = Path(self._gather(f"{self._number}/folder", str(mine), self._timeout)[0])
+        if not all(self._gather(f"{self._number}/seen", first.is_dir(), self._timeout)):
+            pytest.fail(
+                f"{first} is not there on all hosts: set TMPDIR to a folder that they share"
+            )
+        return first
+
+
+def _my_stack() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file=file)
+        file.seek(0)
+        return stack_of(file.read())
+
+
+def _where() -> str:
+    return (
+        f"process {jax.process_index()} of {jax.process_count()} on {socket.gethostname()}, with "
+        f"{jax.local_device_count()} of {jax.device_count()} devices ({jax.default_backend()})"
+    )
