@@ -15,6 +15,7 @@ import pytest
 # In a session that is one of several: what speaks with the others.
 _worker = pytest.StashKey[Any]()
 _member = pytest.StashKey[Any]()
+name_in_processes = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,6 +71,15 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("multihost"):
+        # Now, since xdist goes on to change the name.
+        item.stash[name_in_processes] = item.nodeid
+        if item.config.pluginmanager.hasplugin("xdist"):
+            # With --dist=loadgroup one of its workers has all the processes.
+            item.add_marker(pytest.mark.xdist_group("multihost"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _worker in config.stash or not any(x.get_closest_marker("multihost") for x in items):
@@ -82,7 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     from mylib.testing._controller import Controller, mark
 
-    mark(config, items)
+    mark(items)
     if _member not in config.stash:
         config.pluginmanager.register(Controller(config))
 

@@ -1,15 +1,20 @@
 """The pytest plugin: what a session reports of tests that run in several processes."""
 
 import json
+import math
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+
+from mylib.testing import _topology
+from mylib.testing._topology import Request, Topology, Unavailable, environment
 
 HERE = Path(__file__).parent
 # Sessions of a few processes each, on machines that are busy.
@@ -22,7 +27,7 @@ sys.path.insert(0, {tests!r})
 
 def pytest_configure(config):
     global controls
-    controls = config.pluginmanager.hasplugin("terminalreporter")
+    controls = config.pluginmanager.hasplugin("terminal")
 
 def pytest_runtest_logreport(report):
     if not controls:
@@ -73,7 +78,7 @@ class Session:
         return last["outcome"]
 
     def said(self, test: str) -> str:
-        return "\n".join(r["text"] for r in self.reports if r["test"] == test)
+        return "\n".join(r["text"] for r in self.reports if r["test"] == test).strip()
 
     def seconds(self, test: str) -> float:
         return sum(r["seconds"] for r in self.reports if r["test"] == test)
@@ -149,7 +154,7 @@ OUTCOMES = {
     "test_mesh_by_default": "passed",
     "test_second_backend": "passed",
     "test_clean_distributed": "passed",
-    "test_clean_distributed_of_shared_processes": "failed",
+    "test_clean_distributed_of_shared_processes": "error at setup",
     "test_environment": "passed",
     "test_passes_last": "passed",
 }
@@ -163,3 +168,497 @@ class TestOutcomes:
     def test_none_is_forgotten(self, faults):
         assert {r["test"] for r in faults.reports} == set(OUTCOMES)
         assert faults.status == 1, faults.text
+
+
+class TestWords:
+    """What is shown of a failure."""
+
+    def test_the_process_that_failed_comes_first(self, faults):
+        text = faults.said("test_one_raises_and_the_other_waits_for_it")
+        first = text.splitlines()[0]
+        assert first == "process 1 of 2: ValueError: process 1 raises"
+        assert text.index("--- process 1 of 2 failed ---") < text.index("process 0 of 2 had not")
+        assert 'raise ValueError("process 1 raises")' in text
+        assert "1 s after the first failure; it was here" in text
+        # Where the other one was: in the collective.
+        assert re.search(r"test_faults.py\", line \d+ in meet", text)
+
+    def test_equal_failures_are_shown_once(self, faults):
+        text = faults.said("test_is_asserted_with_values")
+        assert text.startswith("all processes: assert [1, 2, 3] == [1, 2, 4]")
+        assert "At index 2 diff: 3 != 4" in text
+        assert text.count("left, right") == 1
+
+    def test_who_did_not_fail(self, faults):
+        text = faults.said("test_one_fails_and_the_other_passes")
+        assert text.startswith("process 1 of 2: AssertionError: only process 1")
+        assert "--- process 0 did not fail ---" in text
+
+    def test_output_of_each_process(self, faults):
+        sections = faults.sections("test_says_what_it_prints")
+        for index in (0, 1):
+            out = sections[f"Captured stdout call [process {index}]"]
+            assert out == f"printed by {index}\nwritten past Python"
+            err = sections[f"Captured stderr call [process {index}]"]
+            assert err == f"complained by {index}"
+
+    def test_a_warning_is_given_once(self, faults):
+        assert len(re.findall("FutureWarning: said twice", faults.text)) == 1
+
+    @pytest.mark.parametrize(
+        "test, head",
+        {
+            "test_one_exits": "process 1 of 2 died: exit status 3",
+            "test_one_asks_to_exit": "process 1 of 2: SystemExit: 5",
+            "test_one_is_killed": "process 1 of 2 died: SIGKILL",
+            "test_one_segfaults": "process 1 of 2 died: SIGSEGV",
+            "test_the_coordinator_is_killed": "process 0 of 2 died: SIGKILL",
+            "test_one_is_skipped": "the processes disagree: process 1: Skipped: only here; but",
+            "test_one_fails_at_the_beginning": "process 1 of 2: RuntimeError: the beginning fails",
+            "test_fails_at_the_end": "all processes: RuntimeError: the end fails everywhere",
+            "test_passes_against_strict_expectation": "all processes: [XPASS(strict)] known",
+            "test_one_waits_in_a_collective": "process 0 of 2 had not finished after 2 s",
+            "test_clean_distributed_of_shared_processes": "all processes: Failed: clean_distri",
+        }.items(),
+    )
+    def test_of_the_first_line(self, faults, test, head):
+        assert faults.said(test).startswith(head), faults.said(test)
+        assert head[:40] in faults.text
+
+    def test_last_words(self, faults):
+        text = faults.said("test_one_exits")
+        assert "last words" in text
+        assert "Segmentation fault" in faults.said("test_one_segfaults")
+        assert "in test_one_segfaults" in faults.said("test_one_segfaults")
+
+    @pytest.mark.parametrize(
+        "test, where",
+        [
+            ("test_one_sleeps", "in hang"),
+            ("test_one_spins", "in test_one_spins"),
+            ("test_one_sleeps", "in meet"),
+            ("test_one_stops_answering", "(it does not even answer signals)"),
+            ("test_pytest_timeout_is_heeded", "in hang"),
+        ],
+    )
+    def test_where_a_stuck_process_was(self, faults, test, where):
+        text = faults.said(test)
+        assert where in text and "_pytest/" not in text, text
+
+    def test_out_of_step(self, faults):
+        text = faults.said("test_one_leaves_something_running")
+        assert "has left its processes out of step" in text and ": no answer from process" in text
+        text = faults.said("test_one_changes_a_setting")
+        assert "in some processes only: process 1: jax_enable_x64. Each has to do" in text
+
+
+class TestEnds:
+    """A test ends within its limit, and nothing is left of it."""
+
+    def test_in_time(self, faults):
+        # A limit or a second's grace, and new processes for some.
+        for test, outcome in OUTCOMES.items():
+            if outcome in ("failed", "xfailed"):
+                assert faults.seconds(test) < 30, test
+
+    def test_children_of_killed_processes_are_gone(self, faults):
+        pids = [int(line) for line in faults.children.read_text().split()]
+        assert len(pids) == 2
+        assert not any(map(_lives, pids))
+
+    def test_no_folder_is_left(self, faults):
+        assert not re.search("mylib-processes", faults.text)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        # A process that nobody has waited for yet is dead all the same.
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def _gone(pids: list[int], seconds: float = 10) -> bool:
+    deadline = time.monotonic() + seconds
+    while any(map(_lives, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+WAITING = """
+import os, pathlib, subprocess, time
+import jax, pytest
+
+@pytest.mark.multihost(processes=2, devices_per_process=1)
+def test_waits():
+    child = subprocess.Popen(["sleep", "1000"])
+    address = jax._src.distributed.global_state.coordinator_address
+    pathlib.Path(f"pids{jax.process_index()}").write_text(f"{os.getpid()} {child.pid} {address}")
+    while True:
+        # Holding Python's lock, so that only the kernel can end it.
+        pass
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_end_of_pytest_is_the_end_of_all(tmp_path, env, number):
+    (tmp_path / "test_waiting.py").write_text(WAITING)
+    (tmp_path / "conftest.py").write_text("")
+    session = subprocess.Popen(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={**env, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        paths = [tmp_path / "pids0", tmp_path / "pids1"]
+        deadline = time.monotonic() + 60
+        while not all(path.exists() and path.read_text() for path in paths):
+            assert time.monotonic() < deadline and session.poll() is None
+            time.sleep(0.05)
+        told = [path.read_text().split() for path in paths]
+        session.send_signal(number)
+        text = session.communicate(timeout=30)[0]
+    finally:
+        if session.poll() is None:
+            os.killpg(session.pid, signal.SIGKILL)
+    assert _gone([int(pid) for pids in told for pid in pids[:2]]), text
+    if number == signal.SIGINT:
+        assert session.returncode == pytest.ExitCode.INTERRUPTED and "KeyboardInterrupt" in text
+    # The port can be had again, and no folder is left.
+    host, port = told[0][2].rsplit(":", 1)
+    with socket.socket() as s:
+        # What was said over it may still be on its way.
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind((host, int(port)))
+        s.listen()
+    deadline = time.monotonic() + 10
+    while list(tmp_path.glob("mylib-processes-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+SMALL = """
+import warnings
+import jax, pytest
+
+pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
+
+def test_one(): assert jax.process_count() == 2
+
+def test_two(): assert jax.process_count() == 3
+
+def test_three(request): assert request.config.getoption("fruit") == "apple"
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_four(n): assert n == 1
+"""
+OPTION = """
+def pytest_addoption(parser):
+    parser.addoption("--fruit", default="pear")
+"""
+
+
+@pytest.fixture
+def small(pytester, env, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", env["PYTHONPATH"])
+    for name in ("XLA_FLAGS", "NPROC", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    pytester.makepyfile(test_small=SMALL)
+    pytester.makeconftest(OPTION)
+    return pytester
+
+
+def test_options_of_pytest(small):
+    """-k, --lf, -x, the JUnit file, addopts, and options of a conftest.py."""
+    small.makeini("[pytest]\naddopts = --fruit=apple -ra\nmultihost_grace = 0.5\n")
+    done = small.runpytest_subprocess("--junitxml=report.xml", "-v", timeout=120)
+    done.assert_outcomes(passed=3, failed=2)
+    done.stdout.fnmatch_lines(["*all processes: assert 2 == 3*"])
+    done.stdout.fnmatch_lines(["*5 tests in several processes; these were started 1 times*"])
+    junit = (small.path / "report.xml").read_text()
+    assert 'message="all processes: assert 2 == 3' in junit and 'tests="5"' in junit
+    again = small.runpytest_subprocess("--lf", "-x", timeout=120)
+    again.assert_outcomes(failed=1)
+    chosen = small.runpytest_subprocess("-k", "one or four", "--maxfail=1", timeout=120)
+    chosen.assert_outcomes(passed=2, failed=1, deselected=2)
+
+
+def test_a_debugger(small):
+    """In the process that fails first, or in a chosen one."""
+    for option in "--pdb", "--multihost-debug=1":
+        done = small.run(
+            sys.executable,
+            *["-m", "pytest", "-p", "no:cacheprovider", "-k", "two or four", option],
+            stdin=b"p 'here is', jax.process_index()\nq\n" * 3,
+            timeout=120,
+        )
+        found = re.findall(r"\(Pdb, process (\d)\) \('here is', (\d)\)", done.stdout.str())
+        # Two tests fail, each in one debugger's hands.
+        assert len(found) == 2 and all(prompt == said for prompt, said in found)
+        assert option == "--pdb" or found == [("1", "1")] * 2
+        assert done.ret == 1
+
+
+def test_several_sessions_at_once(small):
+    """Under xdist each session has processes and ports of its own."""
+    done = small.runpytest_subprocess("-n2", "--fruit=apple", timeout=200)
+    done.assert_outcomes(passed=3, failed=2)
+    # For --dist=loadgroup, so that one of its workers has all the processes.
+    done = small.runpytest_subprocess("--collect-only", "-q", "-m", "xdist_group", timeout=60)
+    done.stdout.fnmatch_lines(["5 tests collected*"])
+
+
+def test_marks_that_can_not_be(small):
+    small.makepyfile(
+        test_small="""
+        import pytest
+        @pytest.mark.multihost(procs=2)
+        def test_a(): pass
+        @pytest.mark.multihost(processes=0)
+        def test_b(): pass
+        @pytest.mark.multihost(platform="gpu")
+        def test_c(): pass
+        @pytest.mark.multihost(env={"A": 1})
+        def test_d(): pass
+        @pytest.mark.multihost(fresh=1, timeout=5)
+        def test_e(): pass
+        """
+    )
+    done = small.runpytest_subprocess(timeout=60)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(
+        [
+            "*test_small.py::test_a: @pytest.mark.multihost: *unexpected*'procs'*",
+            "*test_b: *processes=0: write a positive number*",
+            "*test_c: *platform='gpu': write one of cpu, cuda, tpu*",
+            "*test_d: *write a dict of strings*",
+            "*test_e: *fresh=1: write True or False*",
+        ]
+    )
+
+
+def test_processes_that_do_not_start(small):
+    small.makepyfile(
+        test_small="""
+        import jax, pytest
+        pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
+        if jax.distributed.is_initialized():
+            raise RuntimeError("not in here")
+        @pytest.mark.parametrize("n", range(4))
+        def test_a(n): pass
+        @pytest.mark.skip(reason="a skipped test starts nothing")
+        def test_b(): pass
+        """
+    )
+    done = small.runpytest_subprocess(timeout=100)
+    done.assert_outcomes(errors=4, skipped=1)
+    text = done.stdout.str()
+    assert text.count("RuntimeError: not in here") >= 3
+    assert text.count("not tried again, since 2 starts have failed") >= 2
+
+
+def test_skipped_on_request(small):
+    small.runpytest_subprocess("--multihost=skip", timeout=60).assert_outcomes(skipped=5)
+
+
+def test_a_session_without_such_tests_imports_nothing(small):
+    """JAX reads variables when it is imported: a plugin must not be the first to do so."""
+    small.makepyfile(
+        test_small="""
+        import sys
+        def test_a(): assert "jax" not in sys.modules and "mylib" not in sys.modules
+        """
+    )
+    small.runpytest_subprocess(timeout=60).assert_outcomes(passed=1)
+
+
+# --- processes that somebody else has started ----------------------------------------------------
+
+
+def _launch(small, *command: str, processes: int = 2):
+    return small.run(
+        sys.executable,
+        *["-m", "mylib.testing", "launch", "-n", str(processes), "--devices-per-process=2"],
+        *command,
+        timeout=120,
+    )
+
+
+def test_member_sessions(small):
+    small.makepyfile(
+        test_small="""
+        import jax, pytest
+        from mylib.testing import all_equal
+        pytestmark = pytest.mark.multihost
+        def test_passes(tmp_path, multihost_tmp_path):
+            assert jax.device_count() == 4
+            all_equal(str(multihost_tmp_path))
+        def test_fails_in_one():
+            assert jax.process_index() == 0
+        def test_skipped_in_one():
+            if jax.process_index() == 1: pytest.skip("only here")
+        @pytest.fixture
+        def broken():
+            assert jax.process_index() == 0
+        def test_fails_at_the_beginning_in_one(broken): pass
+        def test_subtests(subtests):
+            for i in range(2):
+                with subtests.test(i=i): assert i == 0
+        @pytest.mark.xfail(reason="known")
+        def test_expected(): assert False
+        @pytest.mark.multihost(processes=3)
+        def test_too_many(): pass
+        @pytest.mark.multihost(fresh=True)
+        def test_fresh(): pass
+        """
+    )
+    small.makepyfile(test_other="def test_unmarked(): pass")
+    done = _launch(small, "-m", "pytest", "--multihost=member", "-rs", "-v")
+    text = done.stdout.str()
+    assert done.ret == 1, text
+    assert "[0] multihost: process 1 of 2 on" in text and "with 2 of 4 devices (cpu)" in text
+    # Process 0 speaks for all.
+    assert not any(line.startswith("[1]") for line in done.outlines)
+    summary = "4 failed, 1 passed, 2 skipped, 1 deselected, 1 xfailed, 1 error"
+    assert re.search(summary, text), text
+    assert "process 1 of 2: assert 1 == 0" in text
+    assert "the processes disagree: process 1: Skipped: only here; but process 0 ran" in text
+    assert "needs 3 processes, this job has 2" in text
+    assert "needs processes of its own" in text
+
+
+def test_member_sessions_end_together(small):
+    small.makepyfile(
+        test_small="""
+        import jax, numpy as np, pytest
+        from jax.experimental import multihost_utils
+        pytestmark = pytest.mark.multihost(timeout=60)
+        def test_waits():
+            if jax.process_index() == 1: raise ValueError("in process 1")
+            multihost_utils.process_allgather(np.ones(1))
+        def test_never_reached(): pass
+        """
+    )
+    done = _launch(small, "-m", "pytest", "--multihost=member", "-o", "multihost_grace=1")
+    text = done.stdout.str() + done.stderr.str()
+    assert done.ret == 70
+    assert "ValueError: in process 1" in text
+    for index in (0, 1):
+        assert f"[{index}] multihost: the session ends. process 1: " in text
+    assert re.search(r"\[0\] .*line \d+ in test_waits", text), text
+
+
+def test_member_sessions_without_others(small):
+    done = small.runpytest_subprocess("--multihost=member", timeout=60)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines(["*JAX finds no other processes*mylib.testing launch*"])
+
+
+SCRIPT = """
+import os, subprocess, sys, time
+import jax
+jax.distributed.initialize()
+me = jax.process_index()
+print("process", me, "of", jax.process_count(), "with", jax.local_device_count(), sys.argv[1:])
+if sys.argv[1] == "fail" and me == 1:
+    raise ValueError("in process 1")
+if sys.argv[1] == "exit" and me == 1:
+    sys.exit(7)
+if sys.argv[1] != "end":
+    time.sleep(1000)
+"""
+
+
+def test_launch(small):
+    small.makepyfile(script=SCRIPT)
+    done = _launch(small, "script.py", "end", "--processes", "3", processes=3)
+    assert done.ret == 0
+    for index in range(3):
+        line = f"[{index}] process {index} of 3 with 2 ['end', '--processes', '3']"
+        assert line in done.outlines
+
+
+@pytest.mark.parametrize("how, status", [("fail", 1), ("exit", 7)])
+def test_launch_of_a_script_that_fails(small, how, status):
+    small.makepyfile(script=SCRIPT)
+    start = time.monotonic()
+    done = _launch(small, "script.py", how)
+    assert done.ret == status
+    # JAX would have waited for five minutes.
+    assert time.monotonic() - start < 60
+    done.stderr.fnmatch_lines([f"process 1 ended with exit status {status}", "stopping process 0"])
+    if how == "fail":
+        done.stderr.fnmatch_lines(["[[]1] ValueError: in process 1"])
+
+
+def test_launch_of_nothing(small):
+    for arguments in ["-n", "2"], ["script.py"], ["-n", "0", "script.py"]:
+        done = small.run(sys.executable, "-m", "mylib.testing", "launch", *arguments, timeout=60)
+        assert done.ret == 2
+
+
+# --- what processes are started with -------------------------------------------------------------
+
+
+class TestEnvironment:
+    PORTS = list(range(7000, 7008))
+
+    def test_cpu(self, monkeypatch):
+        monkeypatch.setenv("https_proxy", "http://proxy:1")
+        env = environment(1, Topology(2, 4, env=(("A", "b"),)), self.PORTS)
+        assert env["JAX_PLATFORMS"] == "cpu" and env["JAX_NUM_CPU_DEVICES"] == "4"
+        assert env["A"] == "b" and "127.0.0.1" in env["no_proxy"]
+
+    def test_gpus_are_shared_out(self, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+        topology = Request(devices_per_process=2).topology("cuda")
+        assert topology == Topology(2, 2, "cuda")
+        seen = [environment(i, topology, self.PORTS) for i in range(2)]
+        assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == ["4,5", "6,7"]
+        assert all(env["JAX_LOCAL_DEVICE_IDS"] == "0,1" for env in seen)
+        assert all(env["JAX_PLATFORMS"] == "cuda" for env in seen)
+
+    @pytest.mark.parametrize(
+        "visible, request_, topology",
+        [
+            ("0", Request(), Topology(1, 1, "cuda")),
+            ("0,1,2", Request(), Topology(3, 1, "cuda")),
+            ("0,1,2,3", Request(processes=2), Topology(2, 2, "cuda")),
+            ("0,1", Request(platform="cpu"), Topology(2, 4, "cpu")),
+        ],
+    )
+    def test_what_is_not_named_is_chosen(self, monkeypatch, visible, request_, topology):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert request_.topology("cuda") == topology
+
+    def test_why_not(self, monkeypatch):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+        with pytest.raises(Unavailable, match="needs 2 processes with 1 device each; for cuda "):
+            Request(processes=2).topology("cuda")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        with pytest.raises(Unavailable, match="needs 1 process with 1 device each.* has 0"):
+            Request().topology("cuda")
+
+    def test_chips_of_a_tpu_are_shared_out(self, monkeypatch):
+        # As JAX's own tests have it; never tried on a TPU.
+        monkeypatch.setattr(_topology, "_numbered", lambda folder, prefix: list("0123"))
+        topology = Request().topology("tpu")
+        assert topology == Topology(4, 1, "tpu")
+        env = environment(2, topology, self.PORTS)
+        assert env["TPU_PROCESS_BOUNDS"] == "2,2,1"
+        assert env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
+        assert env["TPU_VISIBLE_CHIPS"] == "2" and env["CLOUD_TPU_TASK_ID"] == "2"
+        assert env["TPU_PROCESS_PORT"] == "7002"
+        pair = environment(1, Request(processes=2).topology("tpu"), self.PORTS)
+        assert pair["TPU_VISIBLE_CHIPS"] == "2,3"
+        with pytest.raises(Unavailable, match="no layout is known for 3 x 1"):
+            Request(processes=3, devices_per_process=1).topology("tpu")
+        for (processes, chips), (grid, own) in _topology._TPU_BOUNDS.items():
+            sizes = [math.prod(map(int, bounds.split(","))) for bounds in (grid, own)]
+            assert sizes == [processes, chips]

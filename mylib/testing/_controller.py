@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from mylib_pytest import name_in_processes
+
 from ._group import Guard
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
@@ -113,8 +115,8 @@ class Controller:
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
         following = None if request.fresh else self._following(item, topology, nextitem)
         result = pool.run(
-            item.nodeid,
-            following.nodeid if following else None,
+            item.stash[name_in_processes],
+            following.stash[name_in_processes] if following else None,
             timeout=timeout,
             grace=grace,
             talk=self._talk,
@@ -280,8 +282,8 @@ class Controller:
             )
 
 
-def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
-    """Reads the marks of all tests, before anybody changes their names or their order."""
+def mark(items: Sequence[pytest.Item]) -> None:
+    """Reads the marks of all tests."""
     faults: list[str] = []
     for item in items:
         # Outer marks first, so that what is nearer to the test wins.
@@ -294,9 +296,6 @@ def mark(config: pytest.Config, items: Sequence[pytest.Item]) -> None:
         except (TypeError, ValueError) as error:
             text = str(error).removeprefix("Request.__init__() ")
             faults.append(f"{item.nodeid}: @pytest.mark.multihost: {text}")
-        if config.pluginmanager.hasplugin("xdist"):
-            # With --dist=loadgroup one of its workers has all the processes.
-            item.add_marker(pytest.mark.xdist_group("multihost"))
     if faults:
         raise pytest.UsageError(*faults)
 

@@ -292,8 +292,9 @@ class _Run:
         self._pool, self._grace, self._talk = pool, grace, talk
         self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
         self._running = set(range(count))
-        # The one process that may use the terminal.
-        self._debugging: int | None = None
+        # The one process that may open a debugger, and whether it has it open.
+        self._debugger: int | None = None
+        self._debugging = False
 
     def follow(self) -> None:
         """Until all have finished, or it is too late."""
@@ -308,7 +309,7 @@ class _Run:
                     self._heard(index, message)
 
     def _until(self) -> float:
-        if self._debugging is not None:
+        if self._debugging:
             return float("inf")
         failures = [o.failed_at for o in self.outcomes if o.failed_at is not None]
         return min([self._deadline, *(t + self._grace for t in failures)])
@@ -340,16 +341,16 @@ class _Run:
                     self._failed(outcome)
                 self._running.discard(index)
             case "debugger?":
-                free = self._debugging is None
-                if free:
-                    self._debugging = index
-                self._pool.tell(index, {"debug": free})
+                self._debugging = self._debugger is None
+                if self._debugging:
+                    self._debugger = index
+                self._pool.tell(index, {"debug": self._debugging})
             case "show":
                 self._talk(index, message["text"])
             case "ask":
                 self._pool.tell(index, {"line": self._talk(index, None)})
             case "debugged":
-                self._debugging = None
+                self._debugging = False
                 # The others have been waiting for whoever typed.
                 self._deadline = float("inf")
                 for other in self.outcomes:

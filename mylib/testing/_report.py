@@ -201,9 +201,8 @@ class Merger:
 
     def _disorder(self, reason: str) -> Text:
         return Text(
-            f"the test has left its processes out of step: {reason}. Something was begun in some "
-            "of them only (a computation that nobody waited for, perhaps), or in another order. "
-            "They have been killed.",
+            f"the test has left its processes out of step, and they have been killed: {reason}. "
+            "Each has to do the same, and to wait for what it has begun",
             [],
         )
 

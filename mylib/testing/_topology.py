@@ -109,9 +109,10 @@ def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, s
     # Different on purpose: a program that follows the order of a set is another in each process,
     # and should fail here rather than on a cluster.
     env["PYTHONHASHSEED"] = str(index + 1)
-    for name in "no_proxy", "NO_PROXY":
-        # What the processes tell each other goes through no proxy.
-        env[name] = ",".join(filter(None, [env.get(name), HOST, "localhost"]))
+    if any(name.lower().endswith("_proxy") for name in env):
+        # What the processes tell each other goes through none.
+        for name in "no_proxy", "NO_PROXY":
+            env[name] = ",".join(filter(None, [env.get(name), HOST, "localhost"]))
     env["JAX_PLATFORMS"] = topology.platform
     env.update(_PLATFORM_ENVIRONMENT[topology.platform](index, topology, ports))
     env.update(topology.env)
