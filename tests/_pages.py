@@ -24,7 +24,7 @@ _FENCE = re.compile(
 )
 # At the end of what stands in front of a block.
 _NOTE = re.compile(
-    r"<!--\s*(?P<kind>not run|command):\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z", re.DOTALL
+    r"<!--\s*(?P<kind>not run|command|test file):\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z", re.DOTALL
 )
 
 
@@ -34,6 +34,7 @@ class Block(NamedTuple):
     line: int  # of its first line of code
     not_run: str | None  # the reason that `<!-- not run: reason -->` gives in front of it
     command: str | None  # the name that `<!-- command: name -->` gives in front of it
+    test_file: str | None  # the same of `<!-- test file: name -->`: pytest runs it
 
 
 def blocks(page: Path) -> list[Block]:
@@ -51,6 +52,7 @@ def blocks(page: Path) -> list[Block]:
                 line=text.count("\n", 0, match.start("text")) + 1,
                 not_run=said if kind == "not run" else None,
                 command=said if kind == "command" else None,
+                test_file=said if kind == "test file" else None,
             )
         )
     return found
@@ -68,7 +70,7 @@ def run(page: Path) -> None:
     module = types.ModuleType("page")
     sys.modules["page"] = module
     for block in blocks(page):
-        if block.language == "python" and block.not_run is None:
+        if block.language == "python" and block.not_run is None and block.test_file is None:
             # Moved down to where it stands in the page, so that tracebacks show its lines.
             source = "\n" * (block.line - 1) + block.text
             exec(compile(source, str(page), "exec"), module.__dict__)

@@ -31,6 +31,19 @@ def test_page_runs(page, checkout_env):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_test_files_of_the_pages(pytester, checkout_env, monkeypatch):
+    """What the pages show as tests is run by pytest, in a project that has nothing else."""
+    files = {block.test_file: block.text for _, block in _PYTHON if block.test_file}
+    for name, text in files.items():
+        (pytester.path / name).write_text(text)
+    for name in ("XLA_FLAGS", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", checkout_env["PYTHONPATH"])
+    done = pytester.runpytest_subprocess("-W", "error", "-v", timeout=110)
+    done.assert_outcomes(passed=len(files))
+    assert len(files) >= 2
+
+
 _NOT_RUN = [
     pytest.param(block.not_run, id=f"{_name(page)}:{block.line}")
     for page, block in _PYTHON
@@ -58,6 +71,7 @@ def test_readme_has_its_example_and_both_commands():
 @pytest.mark.parametrize(
     "text, language, line, not_run, command",
     [
+        ("<!-- test file: test_a.py -->\n```python\nx\n```\n", "python", 3, None, None),
         ("```python\nx\n```\n", "python", 2, None, None),
         ("<!-- not run: needs a TPU -->\n```python\nx\n```\n", "python", 3, "needs a TPU", None),
         (
@@ -80,6 +94,7 @@ def test_blocks(tmp_path, text, language, line, not_run, command):
     expected = (language, line, not_run, command)
     assert (block.language, block.line, block.not_run, block.command) == expected
     assert "x\n" in block.text and not block.text.startswith(" ")
+    assert block.test_file == ("test_a.py" if "test file" in text else None)
 
 
 def test_a_note_is_about_the_next_block_only(tmp_path):

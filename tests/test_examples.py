@@ -68,3 +68,28 @@ def test_notebook_is_committed_without_outputs(path):
 
 def test_there_are_examples():
     assert {path.name for path in [*_SCRIPTS, *_NOTEBOOKS]} >= {"train.py", "shard_a_model.ipynb"}
+
+
+@pytest.mark.timeout(300)
+def test_many_processes(newcomer_env):
+    """The same numbers in one process and in several."""
+    script = str(_EXAMPLES / "many_processes.py")
+    launch = ["-m", "mylib.testing", "launch", "-n2", "--devices-per-process=4"]
+    said = [
+        subprocess.run(
+            [sys.executable, *how, script],
+            env=newcomer_env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=True,
+        ).stdout.splitlines()
+        for how in ([], launch)
+    ]
+    alone, losses = said[0]
+    # Gloo, by which these processes exchange what devices would, has things to say as well.
+    together, same = [line for line in said[1] if "[Gloo]" not in line]
+    assert alone == "8 devices in 1 process(es)"
+    assert together == "[0] 8 devices in 2 process(es)"
+    assert same == f"[0] {losses}"

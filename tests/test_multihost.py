@@ -11,8 +11,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec as P
 
+import mylib
 from mylib.testing import _topology
 from mylib.testing._topology import Request, Topology, Unavailable, environment
 
@@ -662,3 +667,24 @@ class TestEnvironment:
         for (processes, chips), (grid, own) in _topology._TPU_BOUNDS.items():
             sizes = [math.prod(map(int, bounds.split(","))) for bounds in (grid, own)]
             assert sizes == [processes, chips]
+
+
+# --- on real GPUs --------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.multihost(platform="cuda")
+def test_on_all_gpus_of_the_machine():
+    """One process for each; skipped, with the reason, where there is none."""
+    assert jax.default_backend() == "gpu" and jax.local_device_count() == 1
+    met = multihost_utils.process_allgather(np.array(jax.process_index()))
+    assert np.ravel(met).tolist() == list(range(jax.process_count()))
+
+
+@pytest.mark.gpu
+@pytest.mark.multihost(platform="cuda", processes=2, devices_per_process=1)
+def test_on_two_gpus():
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = mylib.filter_shard(np.arange(8.0, dtype=np.float32), P("d"), mesh=mesh)
+    assert float(x.sum()) == 28
+    mylib.check_replicas(mylib.filter_shard(x, P(), mesh=mesh))

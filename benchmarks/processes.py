@@ -1,0 +1,130 @@
+"""What several processes cost: tests that run in them, and placing over the devices of all.
+
+    python benchmarks/processes.py            every row, a minute or two
+    python benchmarks/processes.py --quick    fewer repeats, for a rough look
+
+Ours and the peer take turns, and a ratio is the median over the turns of our time by the peer's in
+the same turn. The times beside it are medians too, and only rough. `ok` says whether the ratio is
+what the library promises; a promise that is broken is shown as MISSED.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# What is started here must not take what is meant for this process.
+os.environ.pop("XLA_FLAGS", None)
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from side_by_side import Call, Row, compare, duel, print_header, print_row
+
+import mylib
+
+TESTS = 10
+BODY = """
+import jax, numpy as np, pytest
+from jax.experimental import multihost_utils
+
+@pytest.mark.parametrize("n", range({tests}))
+@pytest.mark.multihost(processes=2, devices_per_process=4, fresh={fresh})
+def test_meets(n):
+    assert multihost_utils.process_allgather(np.array(n)).tolist() == [n, n]
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer repeats")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    scale = 0.2 if options.quick else 1.0
+    if options.rows:
+        jax.distributed.initialize()
+        rows = [row.cells() for row in (*placing(scale), *checking(scale))]
+        if jax.process_index() == 0:
+            options.rows.write_text(json.dumps(rows))
+        return
+    print_header("2 processes with 4 simulated CPU devices each")
+    for row in testing(scale):
+        print_row(row.cells())
+    for cells in in_processes(options.quick):
+        print_row(cells)
+
+
+def testing(scale: float) -> Iterator[Row]:
+    """A session of ten tests, its start included."""
+
+    def session(fresh: bool) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "test_them.py").write_text(BODY.format(tests=TESTS, fresh=fresh))
+            start = time.perf_counter()
+            command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+            subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+            return (time.perf_counter() - start) / TESTS
+
+    turns = [(session(False), session(True)) for _ in range(max(1, round(3 * scale)))]
+    warm, cold = map(list, zip(*turns, strict=True))
+    yield from compare(
+        f"a test, {TESTS} in a session", [warm, cold], ["new processes for each"], limit=0.2
+    )
+
+
+def placing(scale: float) -> Iterator[Row]:
+    yield from placed(P(), "replicated", scale, limit=0.1)
+    yield from placed(P("x"), "split", scale)
+
+
+def placed(spec: P, where: str, scale: float, limit: float | None = None) -> Iterator[Row]:
+    sharding = NamedSharding(line(), spec)
+    tree = leaves(200)
+
+    def ours(check: bool | None) -> Call:
+        return lambda _: mylib.filter_shard(tree, sharding, check=check)
+
+    peers = {"device_put": lambda _: jax.device_put(tree, sharding)}
+    yield duel(f"place 200 NumPy arrays, {where}", ours(None), peers, 10 * scale, limit)
+    peers = {"with the check": ours(None)}
+    yield duel(f"the same, check=False, {where}", ours(False), peers, 10 * scale)
+
+
+def checking(scale: float) -> Iterator[Row]:
+    sharding = NamedSharding(line(), P())
+    tree = leaves(1000)
+    there = mylib.filter_shard(tree, sharding)
+    yield duel(
+        "compare the copies of 1000 arrays",
+        lambda _: mylib.check_replicas(there),
+        {"device_put, which compares": lambda _: jax.device_put(tree, sharding)},
+        5 * scale,
+        limit=0.05,
+    )
+
+
+def line() -> Mesh:
+    return jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+
+def leaves(count: int) -> list[np.ndarray]:
+    """Small arrays of ten shapes, 2 to 20 KB each."""
+    return [np.full((8 + 8 * (i % 10), 64), i, np.float32) for i in range(count)]
+
+
+def in_processes(quick: bool) -> list[list[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        launch = [sys.executable, "-m", "mylib.testing", "launch", "-n2", "--devices-per-process=4"]
+        script = [__file__, "--rows", str(path), *(["--quick"] if quick else [])]
+        subprocess.run([*launch, *script], check=True, stdout=subprocess.DEVNULL)
+        return json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""One training script for a laptop, and for every process of a job on many hosts.
+
+    python examples/many_processes.py
+    python -m mylib.testing launch -n 2 --devices-per-process 4 examples/many_processes.py
+    srun --ntasks=16 --gpus-per-task=1 python examples/many_processes.py
+
+It prints the same losses each time: the model is born in its places, each process puts its own part
+of a batch, and what should be equal in all of them is checked.
+"""
+
+import os
+
+if "SLURM_NTASKS" in os.environ:
+    # One of several processes. `launch` sets what SLURM would set.
+    import jax
+
+    jax.distributed.initialize()
+else:
+    # Read when JAX starts, so they come before it is imported: see train.py.
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+    os.environ["NPROC"] = "32"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mylib
+from mylib.rules import fsdp, replicated
+
+STEPS = 40
+BATCH = 64
+OPTIM = optax.adamw(1e-2)
+
+# Over the devices of all processes, in each of them.
+mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
+def make(key: jax.Array) -> tuple[eqx.nn.MLP, optax.OptState]:
+    model = eqx.nn.MLP(8, 1, 128, 2, key=key)
+    return model, OPTIM.init(eqx.filter(model, eqx.is_array))
+
+
+def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
+    """What a data loader gives: the same in every process, or it is an error that says where."""
+    x = np.random.default_rng(step % 4).normal(size=(BATCH, 8)).astype(np.float32)
+    return x, np.sin(x.sum(axis=1, keepdims=True))
+
+
+@mylib.filter_jit(
+    in_shardings={"x": P("data"), "y": P("data")},
+    out_shardings=(fsdp("data"), fsdp("data"), P()),
+    mesh=mesh,
+    donate="all",
+)
+def step(model, state, x, y):
+    def loss(model):
+        model = mylib.filter_shard(model, replicated(), mesh=mesh)
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    value, grads = eqx.filter_value_and_grad(loss)(model)
+    updates, state = OPTIM.update(grads, state, eqx.filter(model, eqx.is_array))
+    return eqx.apply_updates(model, updates), state, value
+
+
+def main() -> None:
+    # Born in their places: no process ever has all of the model.
+    model, state = mylib.filter_jit(make, out_shardings=fsdp("data"), mesh=mesh)(jax.random.key(0))
+    losses = []
+    for i in range(STEPS):
+        model, state, loss = step(model, state, *batch(i))
+        losses.append(loss)
+    # Every so often, and after a restart: are the copies equal that should be?
+    mylib.check_replicas((model, state))
+    # A number that is replicated can be read in every process; one of them is enough to print it.
+    values = [float(loss) for loss in losses]
+    if jax.process_index() == 0:
+        print(f"{jax.device_count()} devices in {jax.process_count()} process(es)")
+        print("losses", " ".join(f"{value:.4f}" for value in values[::10]), f"{values[-1]:.4f}")
+
+
+if __name__ == "__main__":
+    main()
