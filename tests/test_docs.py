@@ -63,7 +63,7 @@ def test_readme_has_its_example_and_both_commands():
 
     demo, test = _pages.command("demo"), _pages.command("test")
     assert demo.endswith("examples/train.py")
-    assert test.endswith("-m pytest")
+    assert test.endswith("-m pytest -n 2 --dist=loadfile")
     # Each does the whole set-up by itself.
     assert demo.rsplit("&&", 1)[0] == test.rsplit("&&", 1)[0]
 

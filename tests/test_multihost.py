@@ -311,8 +311,13 @@ def test_waits():
 def test_the_end_of_pytest_is_the_end_of_all(tmp_path, env, number):
     (tmp_path / "test_waiting.py").write_text(WAITING)
     (tmp_path / "conftest.py").write_text("")
+    # Whoever runs these tests may not care for Ctrl-C, and that is inherited.
+    program = (
+        "import signal, sys, pytest; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "sys.exit(pytest.main(['-p', 'no:cacheprovider']))"
+    )
     session = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"],
+        [sys.executable, "-c", program],
         cwd=tmp_path,
         env={**env, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
