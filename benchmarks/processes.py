@@ -28,7 +28,7 @@ from side_by_side import Call, Row, compare, duel, print_header, print_row
 
 import mylib
 
-TESTS = 10
+TESTS = {"kept": 20, "new": 5}
 BODY = """
 import jax, numpy as np, pytest
 from jax.experimental import multihost_utils
@@ -60,21 +60,21 @@ def main() -> None:
 
 
 def testing(scale: float) -> Iterator[Row]:
-    """A session of ten tests, its start included."""
+    """A test, the start of its processes and of its session shared among those of the session."""
 
-    def session(fresh: bool) -> float:
+    def session(processes: str) -> float:
+        tests, fresh = TESTS[processes], processes == "new"
         with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "test_them.py").write_text(BODY.format(tests=TESTS, fresh=fresh))
+            Path(folder, "test_them.py").write_text(BODY.format(tests=tests, fresh=fresh))
             start = time.perf_counter()
             command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
             subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-            return (time.perf_counter() - start) / TESTS
+            return (time.perf_counter() - start) / tests
 
-    turns = [(session(False), session(True)) for _ in range(max(1, round(3 * scale)))]
-    warm, cold = map(list, zip(*turns, strict=True))
-    yield from compare(
-        f"a test, {TESTS} in a session", [warm, cold], ["new processes for each"], limit=0.2
-    )
+    turns = [(session("kept"), session("new")) for _ in range(max(1, round(3 * scale)))]
+    kept, new = map(list, zip(*turns, strict=True))
+    work = f"one of {TESTS['kept']} tests, in processes that are kept"
+    yield from compare(work, [kept, new], ["in new ones"], limit=0.2)
 
 
 def placing(scale: float) -> Iterator[Row]:

@@ -262,12 +262,6 @@ def test_one_crashes_as_expected():
     meet()
 
 
-@pytest.mark.xfail(reason="known to hang")
-@pytest.mark.multihost(timeout=2)
-def test_hangs_as_expected():
-    hang()
-
-
 @pytest.mark.multihost(timeout=60)
 @pytest.mark.timeout(1)
 def test_the_mark_wins_over_pytest_timeout():

@@ -150,7 +150,6 @@ OUTCOMES = {
     "test_one_waits_in_a_collective": "failed",
     "test_one_stops_answering": "failed",
     "test_one_crashes_as_expected": "xfailed",
-    "test_hangs_as_expected": "xfailed",
     "test_the_mark_wins_over_pytest_timeout": "passed",
     "test_pytest_timeout_is_heeded": "failed",
     "test_mesh[mesh0]": "passed",
@@ -422,6 +421,29 @@ def test_several_sessions_at_once(small):
     # For --dist=loadgroup, so that one of its workers has all the processes.
     done = small.runpytest_subprocess("--collect-only", "-q", "-m", "xdist_group", timeout=60)
     done.stdout.fnmatch_lines(["5 tests collected*"])
+
+
+def test_among_other_tests(small):
+    """Fixtures of the session itself end when they should, whatever runs elsewhere in between."""
+    small.makepyfile(
+        test_a="""
+        import pytest
+        @pytest.fixture(scope="module")
+        def up(request):
+            yield
+            assert not request.config.getoption("fruit") == "plum", "the end of the module"
+        def test_here(up): pass
+        @pytest.mark.multihost(processes=2, devices_per_process=1)
+        def test_there(up): pass
+        """,
+        test_small="""
+        def test_elsewhere(): pass
+        """,
+    )
+    small.runpytest_subprocess(timeout=60).assert_outcomes(passed=3)
+    done = small.runpytest_subprocess("--fruit=plum", timeout=60)
+    done.assert_outcomes(passed=3, errors=2)
+    done.stdout.fnmatch_lines(["*the end of the module*"])
 
 
 def test_marks_that_can_not_be(small):

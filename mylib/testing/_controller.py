@@ -85,6 +85,7 @@ class Controller:
             # Ctrl-C, or the end of pytest for whatever reason.
             self._kill_all()
             raise
+        reports += _torn_down(item, nextitem)
         for report in reports:
             hook.pytest_runtest_logreport(report=report)
         hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -98,7 +99,7 @@ class Controller:
         item.stash[_limit] = settings.timeout
         return True
 
-    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> Sequence[pytest.TestReport]:
+    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         start = time.time()
         request = given_to(item)
         try:
@@ -280,6 +281,17 @@ class Controller:
                 f"{self._served} tests in several processes; these were started "
                 f"{self._started} times, which took {self._starting:.1f} s"
             )
+
+
+def _torn_down(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+    """Ends what tests of this session before `item` have left up for it, and `nextitem` won't need:
+    the fixtures of its module. They are not left to `item`'s own tear-down, which is elsewhere.
+    """
+    call = pytest.CallInfo.from_call(
+        lambda: item.session._setupstate.teardown_exact(nextitem),  # pyright: ignore[reportPrivateUsage]
+        when="teardown",
+    )
+    return [pytest.TestReport.from_item_and_call(item, call)] if call.excinfo else []
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
