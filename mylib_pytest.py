@@ -15,7 +15,7 @@ import pytest
 # In a session that is one of several: what speaks with the others.
 _worker = pytest.StashKey[Any]()
 _member = pytest.StashKey[Any]()
-name_in_processes = pytest.StashKey[str]()
+_name = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -71,16 +71,20 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+def name_in_processes(item: pytest.Item) -> str:
+    return item.stash.get(_name, item.nodeid)
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("multihost"):
         # Now, since xdist goes on to change the name.
-        item.stash[name_in_processes] = item.nodeid
+        item.stash[_name] = item.nodeid
         if item.config.pluginmanager.hasplugin("xdist"):
             # With --dist=loadgroup one of its workers has all the processes.
             item.add_marker(pytest.mark.xdist_group("multihost"))
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _worker in config.stash or not any(x.get_closest_marker("multihost") for x in items):
         return

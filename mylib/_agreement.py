@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -36,6 +36,22 @@ def agree(
         faults = everybodys_faults("placement", faults, facts, everybody)
     if faults:
         raise PlacementError(faults)
+
+
+def tell_all(error: PlacementError, mesh: Any) -> NoReturn:
+    """Raises in all processes with devices of a mesh what one of them has found to be wrong before
+    it knew where anything goes; the others are on their way to compare. If they aren't, it is
+    raised here alone.
+    """
+    if isinstance(mesh, Mesh):
+        everybody = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+        if len(everybody) > 1 and jax.process_index() in everybody:
+            try:
+                faults = everybodys_faults("placement", error.faults, {}, everybody)
+            except TimeoutError:
+                raise error from None
+            raise PlacementError(faults) from error
+    raise error
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:

@@ -6,12 +6,11 @@ process that doesn't come is named after a while; nobody waits for it for ever.
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,9 +27,23 @@ Facts = Mapping[Processes, Mapping[str, str]]
 # compile for the first time, are minutes apart.
 _DEFAULT_TIMEOUT = 300.0
 
-# How often some processes have met for a purpose.
-_turns: defaultdict[tuple[str, Processes], Iterator[int]] = defaultdict(itertools.count)
-_lock = threading.Lock()
+
+@dataclasses.dataclass
+class _Meetings:
+    """How often some processes have met for a purpose, and how often in vain since the last time:
+    all of them have met as often, since nobody meets alone.
+    """
+
+    turn: int = 0
+    attempt: int = 0
+    # One thread at a time.
+    lock: Any = dataclasses.field(default_factory=threading.Lock)
+
+
+_meetings: dict[tuple[str, Processes], _Meetings] = {}
+
+# Who comes to a meeting that the others have given up is told so at once.
+_AT_ONCE = 0.1
 
 _MEND = (
     "make it in the same way, from the same numbers, in every process; where it is meant to "
@@ -60,23 +73,50 @@ def exchange(
             "start of each, or place with check=False"
         )
     timeout = _timeout() if timeout is None else timeout
-    me, limit = jax.process_index(), int(timeout * 1000)
-    with _lock:
-        turn = next(_turns[purpose, processes])
-    place = f"mylib/{purpose}/{_digest(processes)}"
-    client.key_value_set(f"{place}/{turn}/said/{me}", mine)
-    try:
-        client.wait_at_barrier(f"{place}/{turn}", limit, list(processes))
-    except jax.errors.JaxRuntimeError as error:
-        said = _said(client, f"{place}/{turn}")
-        raise TimeoutError(_nobody_came(purpose, processes, said, timeout)) from error
-    if me != processes[0]:
-        return client.blocking_key_value_get(f"{place}/{turn}/judgement", limit)
-    judgement = judge(_said(client, f"{place}/{turn}"))
-    client.key_value_set(f"{place}/{turn}/judgement", judgement)
-    # Whoever is here has heard all that was judged before.
-    client.key_value_delete(f"{place}/{turn - 1}/")
-    return judgement
+    meetings = _meetings.setdefault((purpose, processes), _Meetings())
+    with meetings.lock:
+        place = f"mylib/{purpose}/{_digest(processes)}"
+        here = _meet(client, place, meetings, mine, processes, timeout)
+        if here is None:
+            said = _said(client, f"{place}/{meetings.turn}/{meetings.attempt - 1}")
+            raise TimeoutError(_nobody_came(purpose, processes, said, timeout))
+        if jax.process_index() != processes[0]:
+            return client.blocking_key_value_get(f"{here}/judgement", int(timeout * 1000))
+        judgement = judge(_said(client, here))
+        client.key_value_set(f"{here}/judgement", judgement)
+        # Whoever is here has heard all that was judged before.
+        client.key_value_delete(f"{place}/{meetings.turn - 2}/")
+        return judgement
+
+
+def _meet(
+    client: Any,
+    place: str,
+    meetings: _Meetings,
+    mine: str,
+    processes: Processes,
+    timeout: float,
+) -> str | None:
+    """Says something, and waits for the others. Returns where that was, or None if some of them did
+    not come.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        here = f"{place}/{meetings.turn}/{meetings.attempt}"
+        client.key_value_set(f"{here}/said/{jax.process_index()}", mine)
+        start = time.monotonic()
+        left = max(1, int(1000 * (deadline - start)))
+        try:
+            client.wait_at_barrier(here, left, list(processes))
+        except jax.errors.JaxRuntimeError:
+            meetings.attempt += 1
+            if time.monotonic() - start > _AT_ONCE or time.monotonic() > deadline:
+                return None
+            # The others have waited here in vain, for something that this process has never done.
+            # They are further on by now.
+        else:
+            meetings.turn, meetings.attempt = meetings.turn + 1, 0
+            return here
 
 
 def gather(
@@ -126,6 +166,9 @@ def _judge_briefly(said: dict[int, str]) -> str:
 def _judge(said: dict[int, str]) -> str:
     full = {index: json.loads(text) for index, text in sorted(said.items())}
     faults = {json.dumps(fault): fault for f in full.values() for fault in f["faults"]}
+    if faults:
+        # Who has found some may not have come as far as to know what it would place.
+        return json.dumps(list(faults.values()))
     groups = dict.fromkeys(group for f in full.values() for group in f["facts"])
     for group in groups:
         members = {i: full[i]["facts"].get(group, {}) for i in _members(group) if i in full}
@@ -157,11 +200,11 @@ def _nobody_came(
     purpose: str, processes: Processes, said: Mapping[int, str], timeout: float
 ) -> str:
     missing = [index for index in processes if index not in said]
-    who = _named(missing) if missing else "another process, which had given up before,"
     return (
-        f"{who} did not come within {timeout:g} s to compare ({purpose}). Every process with "
-        "devices of the mesh has to make the same calls in the same order. If it is slow, set "
-        "MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place with check=False"
+        f"{_named(missing or processes)} did not come within {timeout:g} s to compare ({purpose}). "
+        "Every process with devices of the mesh has to make the same calls in the same order. If "
+        "one is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place "
+        "with check=False"
     )
 
 

@@ -9,7 +9,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from ._agreement import agree
+from ._agreement import agree, tell_all
 from ._constrain import constrain, transfer_and_constrain
 from ._errors import Fault, PlacementError
 from ._leaves import Kind, Leaves, name_of, split
@@ -85,7 +85,7 @@ def filter_shard(
     world = current_world()
     leaves = split(tree)
     refuse = _refuse_memory_kinds if world.staged else None
-    targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+    targets = _resolved(leaves, placement, mesh, world, refuse, check)
     if world.staged:
         _refuse_check(check)
         return leaves.join(_constrain_all(leaves, targets, world))
@@ -160,11 +160,27 @@ def filter_device_put(
     if placement is ...:
         return leaves.join(to_default_device(leaves.arrays, alias))
     refuse = _refuse_unpinned if world.staged else None
-    targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+    targets = _resolved(leaves, placement, mesh, world, refuse, check)
     if world.staged:
         _refuse_check(check)
         return leaves.join(_constrain_all(leaves, targets, world, transfer_and_constrain))
     return _checked(leaves.join(_move_all(leaves, targets, sources, gone, alias, check)), check)
+
+
+def _resolved(
+    leaves: Leaves,
+    placement: Any,
+    mesh: AnyMesh | None,
+    world: World,
+    refuse: Callable[[Target], Iterator[tuple[str, str]]] | None,
+    check: bool | None,
+) -> list[Target | None]:
+    try:
+        return resolve_leaves(leaves, placement, mesh, world, refuse)
+    except PlacementError as error:
+        if world.staged or check is False or jax.process_count() == 1:
+            raise
+        tell_all(error, world.devices if mesh is None else mesh)
 
 
 def _refuse_check(check: bool | None) -> None:

@@ -182,9 +182,17 @@ def test_one_changes_a_setting():
         jax.config.update("jax_enable_x64", True)
 
 
-def test_all_change_a_setting():
+def test_all_change_settings():
     assert not jax.config.jax_enable_x64
     jax.config.update("jax_default_matmul_precision", "float32")
+    jax.config.update("jax_default_device", jax.local_devices()[0])
+    jax.config.update("jax_disable_jit", True)
+
+
+def test_prints_a_lot():
+    jax.config.update("jax_disable_jit", False)
+    print("begin" + "x" * 200_000 + "end")
+    assert me() == -1
 
 
 # --- one dies, or does not end -------------------------------------------------------------------
@@ -196,6 +204,19 @@ def test_one_exits():
         print("last words", flush=True)
         os._exit(3)
     meet()
+
+
+def test_one_exits_and_leaves_a_child_that_holds_its_pipe():
+    if me() == 1:
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        os._exit(4)
+    meet()
+
+
+def test_all_leave_each_other():
+    jax.distributed.shutdown()
 
 
 def test_one_asks_to_exit():

@@ -139,8 +139,11 @@ OUTCOMES = {
     "test_one_leaves_something_running": "error at teardown",
     "test_passes_after_that": "passed",
     "test_one_changes_a_setting": "error at teardown",
-    "test_all_change_a_setting": "passed",
+    "test_all_change_settings": "passed",
+    "test_prints_a_lot": "failed",
     "test_one_exits": "failed",
+    "test_one_exits_and_leaves_a_child_that_holds_its_pipe": "failed",
+    "test_all_leave_each_other": "error at teardown",
     "test_one_asks_to_exit": "failed",
     "test_one_is_killed": "failed",
     "test_one_segfaults": "failed",
@@ -206,6 +209,11 @@ class TestWords:
             err = sections[f"Captured stderr call [process {index}]"]
             assert err == f"complained by {index}"
 
+    def test_much_output_is_cut_and_says_so(self, faults):
+        text = faults.sections("test_prints_a_lot")["Captured stdout call [process 0]"]
+        assert text.endswith("end") and "begin" not in text
+        assert text.startswith("(100009 bytes are left out here)")
+
     def test_a_warning_is_given_once(self, faults):
         assert len(re.findall("FutureWarning: said twice", faults.text)) == 1
 
@@ -213,6 +221,7 @@ class TestWords:
         "test, head",
         {
             "test_one_exits": "process 1 of 2 died: exit status 3",
+            "test_one_exits_and_leaves_a_child_that_holds_its_pipe": "process 1 of 2 died: exit",
             "test_one_asks_to_exit": "process 1 of 2: SystemExit: 5",
             "test_one_is_killed": "process 1 of 2 died: SIGKILL",
             "test_one_segfaults": "process 1 of 2 died: SIGSEGV",
@@ -252,6 +261,7 @@ class TestWords:
     def test_out_of_step(self, faults):
         text = faults.said("test_one_leaves_something_running")
         assert "has left its processes out of step" in text and ": no answer from process" in text
+        assert "shutdown(). Mark it fresh=True" in faults.said("test_all_leave_each_other")
         text = faults.said("test_one_changes_a_setting")
         assert "in some processes only: process 1: jax_enable_x64. Each has to do" in text
 
@@ -446,6 +456,60 @@ def test_among_other_tests(small):
     done.stdout.fnmatch_lines(["*the end of the module*"])
 
 
+def test_marks_from_everywhere(small):
+    """What is nearest to the test wins, also by position; and a conftest.py may add marks."""
+    small.makeconftest(
+        OPTION
+        + """
+import pytest
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.name == "test_added":
+            item.add_marker(pytest.mark.multihost(processes=2, devices_per_process=1))
+"""
+    )
+    small.makepyfile(
+        test_small="""
+        import jax, pytest
+        def count(processes, devices):
+            assert (jax.process_count(), jax.local_device_count()) == (processes, devices)
+        def test_added(): count(2, 1)
+        @pytest.mark.multihost(1, 3)
+        class TestThem:
+            @pytest.mark.multihost(2, devices_per_process=1)
+            def test_inner(self): count(2, 1)
+            def test_outer(self): count(1, 3)
+            @pytest.mark.multihost(processes=2)
+            @pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.multihost(1, 3))])
+            def test_parameter(self, n): count(1, 3)
+        """
+    )
+    small.runpytest_subprocess(timeout=100).assert_outcomes(passed=4)
+
+
+def test_more_options_of_pytest(small):
+    small.makeini("[pytest]\naddopts = --strict-config\n")
+    small.makepyfile(
+        test_small="""
+        import logging, pytest
+        @pytest.fixture
+        def fixture(): return 1
+        def test_here(): logging.warning("said here")
+        @pytest.mark.multihost(processes=2, devices_per_process=1)
+        def test_there(fixture):
+            logging.warning("said there")
+            assert fixture == 2
+        @pytest.mark.multihost(processes=2, devices_per_process=1)
+        def test_stops(): pytest.exit("enough", returncode=42)
+        """
+    )
+    options = ["-p", "no:cacheprovider", "--setup-show", "--log-file=log.txt", "--tb=line"]
+    done = small.runpytest_subprocess(*options, timeout=100)
+    assert done.ret == 42
+    done.stdout.fnmatch_lines(["all processes: assert 1 == 2", "*has asked for it: enough*"])
+    assert "said here" in (small.path / "log.txt").read_text()
+
+
 def test_marks_that_can_not_be(small):
     small.makepyfile(
         test_small="""
@@ -586,6 +650,20 @@ def test_member_sessions_end_together(small):
     assert re.search(r"\[0\] .*line \d+ in test_waits", text), text
 
 
+def test_member_sessions_that_are_asked_to_stop(small):
+    small.makepyfile(
+        test_small="""
+        import jax, pytest
+        pytestmark = pytest.mark.multihost
+        def test_stops():
+            if jax.process_index() == 1: pytest.exit("enough")
+        """
+    )
+    done = _launch(small, "-m", "pytest", "--multihost=member")
+    assert done.ret == 70
+    assert "pytest was asked to stop" in done.stderr.str() and "enough" in done.stderr.str()
+
+
 def test_member_sessions_without_others(small):
     done = small.runpytest_subprocess("--multihost=member", timeout=60)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
@@ -627,6 +705,30 @@ def test_launch_of_a_script_that_fails(small, how, status):
     done.stderr.fnmatch_lines([f"process 1 ended with exit status {status}", "stopping process 0"])
     if how == "fail":
         done.stderr.fnmatch_lines(["[[]1] ValueError: in process 1"])
+
+
+def test_launch_and_ctrl_c(small):
+    small.makepyfile(
+        script="""
+        import sys, time
+        sys.stdout.write("begun")
+        sys.stdout.flush()
+        try: time.sleep(1000)
+        finally: sys.stdout.write(" and tidied up")
+        """
+    )
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from mylib.testing._launch import main; sys.exit(main(['-n2', '--', 'script.py']))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=small.path
+    ) as launch:
+        time.sleep(5)
+        launch.send_signal(signal.SIGINT)
+        text = launch.communicate(timeout=30)[0]
+    assert launch.returncode == 130
+    assert sorted(text.splitlines()) == [f"[{i}] begun and tidied up" for i in range(2)]
 
 
 def test_launch_of_nothing(small):

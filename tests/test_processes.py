@@ -232,12 +232,42 @@ def test_a_process_that_does_not_come_is_named(mesh, processes, monkeypatch):
             mylib.filter_shard({"w": np.zeros(8, np.float32)}, P(), mesh=mesh)
     barrier()
     if jax.process_index() == absent:
-        with pytest.raises(TimeoutError, match="had given up before"):
+        # Late: those who come next are the ones to meet, and nobody does.
+        with pytest.raises(TimeoutError, match="process(es)? 0"):
             mylib.filter_shard({"w": np.zeros(8, np.float32)}, P(), mesh=mesh)
+    barrier()
     # And then they go on together.
     monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
-    y = mylib.filter_shard({"w": np.zeros(8, np.float32)}, P(), mesh=mesh)
-    assert _same(y["w"], np.zeros(8))
+    for _ in range(2):
+        y = mylib.filter_shard({"w": np.zeros(8, np.float32)}, P(), mesh=mesh)
+        assert _same(y["w"], np.zeros(8))
+
+
+@pytest.mark.parametrize("verb", [mylib.filter_shard, mylib.filter_device_put])
+def test_a_request_that_one_process_can_not_serve_is_told_to_all(mesh, processes, verb):
+    """The last batch of one loader, say, which is shorter than the others'."""
+    last = jax.process_index() == processes - 1
+    tree = {"x": np.ones(7 if last else 8, np.float32), "y": np.ones(8, np.float32)}
+    text = _fails(mylib.PlacementError, verb, tree, P("data"), mesh=mesh)
+    assert "['x'] (7,)" in text and "does not divide" in text and "['y']" not in text
+    spec = P("modle" if last else "model")
+    with jax.set_mesh(mesh):
+        text = _fails(mylib.PlacementError, verb, {"y": tree["y"]}, spec)
+    assert "did you mean 'model'" in text
+    text = _fails(mylib.PlacementError, verb, {"y": tree["y"]}, P("modle"), mesh=mesh)
+    assert text.count("did you mean 'model'") == 1
+    assert_placed(verb({"y": tree["y"]}, P(), mesh=mesh), P(), mesh=mesh)
+
+
+def test_a_request_that_one_process_alone_makes(mesh, monkeypatch):
+    monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
+    if jax.process_index() == 1:
+        with pytest.raises(mylib.PlacementError, match="did you mean 'model'"):
+            mylib.filter_shard(np.ones(8), P("modle"), mesh=mesh)
+    barrier()
+    monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
+    # The meeting to which nobody came is forgotten.
+    assert_placed(mylib.filter_shard(np.ones(8), P("model"), mesh=mesh), P("model"), mesh=mesh)
 
 
 # --- copies --------------------------------------------------------------------------------------

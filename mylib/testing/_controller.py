@@ -1,7 +1,9 @@
 """The pytest session that the user has started: it hands marked tests to processes, and reports."""
 
+import dataclasses
 import importlib
 import json
+import os
 import sys
 import time
 import warnings
@@ -36,6 +38,7 @@ _OWN_OPTIONS = {
     "inifilename",
     "keyword",
     "lf",
+    "log_file",
     "looponfail",
     "markexpr",
     "maxfail",
@@ -45,6 +48,9 @@ _OWN_OPTIONS = {
     "override_ini",
     "plugins",
     "rootdir",
+    "setuponly",
+    "setupplan",
+    "setupshow",
     "stepwise",
     "stepwise_skip",
     "trace",
@@ -116,8 +122,8 @@ class Controller:
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
         following = None if request.fresh else self._following(item, topology, nextitem)
         result = pool.run(
-            item.stash[name_in_processes],
-            following.stash[name_in_processes] if following else None,
+            name_in_processes(item),
+            name_in_processes(following) if following else None,
             timeout=timeout,
             grace=grace,
             talk=self._talk,
@@ -199,9 +205,9 @@ class Controller:
         # addopts asks for has been done here, or is among the options.
         arguments = [*map(str, dict.fromkeys(files)), "-p", "no:terminal", "--capture=no"]
         arguments += ["-o", "addopts=", f"--import-mode={option.importmode}"]
-        arguments += ["--rootdir", str(config.rootpath)]
-        if config.inipath is not None:
-            arguments += ["-c", str(config.inipath)]
+        arguments += ["--rootdir", str(config.rootpath), "-o", "log_file="]
+        # Without one here there is none there either, wherever the tests lie.
+        arguments += ["-c", str(config.inipath or os.devnull)]
         if option.confcutdir:
             arguments.append(f"--confcutdir={option.confcutdir}")
         for flag, values in (
@@ -216,6 +222,7 @@ class Controller:
             {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
             str(config.invocation_params.dir),
             self._debugged(),
+            config.pluginmanager.hasplugin("cacheprovider"),
         )
 
     def _debugged(self) -> int | None:
@@ -253,7 +260,8 @@ class Controller:
             )
         for outcome in result.outcomes:
             if outcome.stop is not None:
-                pytest.exit(f"process {outcome.index} has asked for it:\n{outcome.stop}")
+                reason, status = outcome.stop
+                pytest.exit(f"process {outcome.index} has asked for it: {reason}", status)
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -298,18 +306,28 @@ def mark(items: Sequence[pytest.Item]) -> None:
     """Reads the marks of all tests."""
     faults: list[str] = []
     for item in items:
-        # Outer marks first, so that what is nearer to the test wins.
-        marks = list(item.iter_markers("multihost"))[::-1]
-        if not marks or item.get_closest_marker("skip"):
+        if not item.get_closest_marker("multihost") or item.get_closest_marker("skip"):
             continue
-        given = {name: value for mark in marks for name, value in mark.kwargs.items()}
         try:
-            item.stash[_given] = Request(*(x for mark in marks for x in mark.args), **given)
+            item.stash[_given] = _request_of(item)
         except (TypeError, ValueError) as error:
             text = str(error).removeprefix("Request.__init__() ")
             faults.append(f"{item.nodeid}: @pytest.mark.multihost: {text}")
     if faults:
         raise pytest.UsageError(*faults)
+
+
+def _request_of(item: pytest.Item) -> Request:
+    """What is said nearest to the test wins, of each argument."""
+    names = [field.name for field in dataclasses.fields(Request)]
+    given: dict[str, Any] = {}
+    for node in item.listchain():
+        # A function's own marks, then those of its parameters.
+        for mark in node.own_markers:
+            if mark.name == "multihost":
+                given.update(zip(names, mark.args, strict=False))
+                given.update(mark.kwargs)
+    return Request(**given)
 
 
 def is_marked(item: pytest.Item) -> bool:

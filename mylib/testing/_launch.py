@@ -20,11 +20,11 @@ arguments = sys.argv[1:]
 try:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
-        sys.path.insert(0, os.getcwd())
+        sys.path[0] = os.getcwd()
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = arguments
-        sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
 except SystemExit as end:
     code = end.code
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-m", dest="module", nargs=rest, help="a module to run, and its arguments")
     parser.add_argument("script", nargs=rest, help="or a script, and its arguments")
     given = parser.parse_args(arguments)
-    command = ["-m", *given.module] if given.module else given.script
+    script = given.script[1:] if given.script[:1] == ["--"] else given.script
+    command = ["-m", *given.module] if given.module else script
     if not command:
         parser.error("name a script, or a module after -m")
     devices = given.devices_per_process
@@ -81,7 +82,7 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
             lambda index: [sys.executable, "-c", _RUN, *command],
             lambda index: _joining(group, index),
         )
-        return _follow(group)
+        return _Watch(group).follow()
     finally:
         signal.signal(signal.SIGTERM, before)
         group.end()
@@ -101,31 +102,50 @@ def _joining(group: Group, index: int) -> dict[str, str]:
     }
 
 
-def _follow(group: Group) -> int:
-    """Shows what the processes print until all have ended. The status of the first that fails."""
-    screens = [
-        _Screen(index, process.output, sys.stdout) for index, process in enumerate(group.processes)
-    ]
-    screens += [
-        _Screen(index, process.errors, sys.stderr) for index, process in enumerate(group.processes)
-    ]
-    failed, deadline = 0, float("inf")
-    while True:
-        statuses = [process.status() for process in group.processes]
-        for screen in screens:
-            screen.show()
+class _Watch:
+    """Shows what processes print until all have ended, or are to be ended."""
+
+    def __init__(self, group: Group) -> None:
+        self._processes = group.processes
+        self._screens = [
+            _Screen(index, path, where)
+            for index, process in enumerate(group.processes)
+            for path, where in ((process.output, sys.stdout), (process.errors, sys.stderr))
+        ]
+        self._status = 0
+        self._deadline = float("inf")
+
+    def follow(self) -> int:
+        """The status of the first that fails."""
+        while True:
+            try:
+                if self._is_over():
+                    return self._status
+                time.sleep(0.05)
+            except KeyboardInterrupt:
+                # They lead sessions of their own, and don't hear the terminal's.
+                for process in self._processes:
+                    process.signal(signal.SIGINT)
+                self._fail(128 + signal.SIGINT)
+
+    def _is_over(self) -> bool:
+        statuses = [process.status() for process in self._processes]
+        ended = None not in statuses
+        for screen in self._screens:
+            screen.show(all_of_it=ended)
         for index, status in enumerate(statuses):
-            if status and not failed:
-                failed = status if status > 0 else 128 - status
-                deadline = time.monotonic() + _GRACE
+            if status and not self._status:
+                self._fail(status if status > 0 else 128 - status)
                 print(f"process {index} ended with {named_status(status)}", file=sys.stderr)
-        if None not in statuses:
-            return failed
-        if time.monotonic() > deadline:
+        late = not ended and time.monotonic() > self._deadline
+        if late:
             running = [str(i) for i, status in enumerate(statuses) if status is None]
             print(f"stopping process {', '.join(running)}", file=sys.stderr)
-            return failed
-        time.sleep(0.05)
+        return ended or late
+
+    def _fail(self, status: int) -> None:
+        self._status = self._status or status
+        self._deadline = min(self._deadline, time.monotonic() + _GRACE)
 
 
 class _Screen:
@@ -137,8 +157,10 @@ class _Screen:
         self._where = where
         self._rest = b""
 
-    def show(self) -> None:
+    def show(self, all_of_it: bool) -> None:
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        if all_of_it and self._rest:
+            lines, self._rest = [*lines, self._rest], b""
         for line in lines:
             self._where.write(f"{self._prefix}{line.decode(errors='replace')}\n")
         self._where.flush()

@@ -147,6 +147,11 @@ class Member:
         ((_, group),) = merger.by_phase()
         return merger.merge(report.when, group)
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Ctrl-C, or `pytest.exit`, here: the others would wait."""
+        if self._count > 1:
+            self._abort(f"pytest was asked to stop: {excinfo.exconly()}")
+
     def _gather(self, what: str, mine: Any, timeout: float) -> list[Any]:
         """What all say. Not by way of a barrier, whose patience would be that of the first."""
         client, deadline = coordination_client(), time.monotonic() + timeout

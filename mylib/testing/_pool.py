@@ -24,6 +24,8 @@ _START_EACH = 15.0
 # After a test that has passed; two milliseconds is what it takes.
 _IN_STEP = 10.0
 _END = 15.0
+# How often it is looked whether a process that says nothing has ended.
+_LOOK = 0.5
 # How much of what a process has printed is shown when it has died.
 _TAIL = 20_000
 
@@ -46,8 +48,8 @@ class Outcome:
     status: int | None = None
     # What kept it from running the test.
     trouble: str | None = None
-    # Of pytest.exit() and the like.
-    stop: str | None = None
+    # Of pytest.exit() and the like: why, and the status that the session is to have.
+    stop: tuple[str, int | None] | None = None
     # Where it was when it was given up.
     stack: str | None = None
     # What it has printed since its last report.
@@ -79,6 +81,8 @@ class Session:
     directory: str
     # Which process opens a debugger when a test fails: its index, -1 for the first that fails.
     debug: int | None
+    # Whether it has pytest's cache, which each process then has for itself.
+    cached: bool
 
 
 class Pool:
@@ -98,7 +102,7 @@ class Pool:
         command = [sys.executable, "-P", "-m", "pytest", *session.arguments]
         try:
             self._group.start(
-                lambda index: [*command, *self._places(index)],
+                lambda index: [*command, *self._places(index, session.cached)],
                 lambda index: {
                     "MYLIB_TESTING_CHANNEL": str(theirs[index].fileno()),
                     # What can be imported here can be imported there.
@@ -119,14 +123,11 @@ class Pool:
             self.kill()
             raise
 
-    def _places(self, index: int) -> list[str]:
+    def _places(self, index: int, cached: bool) -> list[str]:
         """Folders for a process's pytest alone."""
         folder = self._group.folder
-        return [
-            f"--basetemp={folder / f'tmp{index}'}",
-            "-o",
-            f"cache_dir={folder / f'cache{index}'}",
-        ]
+        cache = ["-o", f"cache_dir={folder / f'cache{index}'}"] if cached else []
+        return [f"--basetemp={folder / f'tmp{index}'}", *cache]
 
     def _beginning(self, index: int, session: Session) -> dict[str, Any]:
         return {
@@ -254,14 +255,21 @@ class Pool:
     ) -> Iterator[tuple[int, dict[str, Any] | None]]:
         """What those processes say next; None of one that has gone."""
         connections = {self._connections[index]: index for index in sorted(indices)}
-        left = max(0.0, deadline - time.monotonic())
-        for connection in wait(list(connections), None if left == float("inf") else left):
-            assert isinstance(connection, Connection)
-            index = connections[connection]
-            try:
-                yield index, json.loads(connection.recv_bytes())
-            except (EOFError, OSError):
-                yield index, None
+        while True:
+            left = deadline - time.monotonic()
+            heard = wait(list(connections), min(max(0.0, left), _LOOK))
+            for connection in heard:
+                assert isinstance(connection, Connection)
+                index = connections[connection]
+                try:
+                    yield index, json.loads(connection.recv_bytes())
+                except (EOFError, OSError):
+                    yield index, None
+            # A child that a process has forked holds its end of the pipe, too.
+            gone = [] if heard else [i for i in indices if self._group.processes[i].has_ended()]
+            yield from ((index, None) for index in gone)
+            if heard or gone or left <= 0:
+                return
 
     def status_of(self, index: int) -> int | None:
         return self._group.processes[index].status(2.0)
@@ -336,7 +344,8 @@ class _Run:
                 outcome.warnings.append(message["warning"])
             case "done":
                 outcome.finished = True
-                outcome.trouble, outcome.stop = message["trouble"], message["stop"]
+                outcome.trouble = message["trouble"]
+                outcome.stop = message["stop"] and tuple(message["stop"])
                 if outcome.trouble:
                     self._failed(outcome)
                 self._running.discard(index)

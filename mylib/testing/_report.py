@@ -46,6 +46,9 @@ _LAST_WORDS = 4000
 class _Crash:
     message: str
 
+    def __str__(self) -> str:
+        return self.message
+
 
 class Text:
     """What a report says of a failure: a line that is also the summary's, and all the rest."""

@@ -4,6 +4,7 @@ Each is an ordinary pytest session, so that fixtures, parameters, rewritten asse
 work; but it is told from outside which of its tests to run, and what became of them it says there.
 """
 
+import atexit
 import faulthandler
 import json
 import os
@@ -48,6 +49,7 @@ class Worker:
         self._options: dict[str, Any] = beginning["options"]
         self._debug: bool = beginning["debug"]
         self._following: str | None = None
+        self._ready = self._left = False
         self._printed = (0, 0)
         self._files = [
             os.open(self._folder / f"{self._index}.{end}", os.O_RDONLY) for end in ("out", "err")
@@ -93,6 +95,7 @@ class Worker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
+        self._ready = True
         # From here on nothing may change in one process only.
         self._settings = _settings()
         self.say("ready")
@@ -121,8 +124,10 @@ class Worker:
             self._following = None if following is None else following.nodeid
             try:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-            except (KeyboardInterrupt, pytest.exit.Exception):
-                stop = traceback.format_exc()
+            except pytest.exit.Exception as error:
+                stop = str(error), error.returncode
+            except KeyboardInterrupt:
+                stop = traceback.format_exc(), None
             except Exception:
                 trouble = traceback.format_exc()
         self.say("done", trouble=trouble, stop=stop)
@@ -137,6 +142,8 @@ class Worker:
                 if stop > start:
                     size = min(stop - start, _PRINTED)
                     text = os.pread(file, size, stop - size).decode(errors="replace")
+                    if stop - start > size:
+                        text = f"({stop - start - size} bytes are left out here)\n{text}"
                     report.sections.append((f"Captured {name} {report.when}", text))
             self._printed = end
         hook = self._config.hook
@@ -197,8 +204,10 @@ class Worker:
 
     def _out_of_step(self, number: int, timeout: float) -> str | None:
         if not jax.distributed.is_initialized():
-            # The test has left the others, and is the last that this process serves.
-            return None
+            if self._left:
+                # This was the last test that this process serves.
+                return None
+            return "the test has called jax.distributed.shutdown(). Mark it fresh=True"
         try:
             changed = [k for k, v in _settings().items() if self._settings.get(k, v) != v]
             everybodys = self._exchanged(number, changed, timeout)
@@ -214,7 +223,7 @@ class Worker:
 
     def _exchanged(self, number: int, changed: list[str], timeout: float) -> list[Any]:
         client, key = coordination_client(), f"mylib/testing/{number}"
-        mine = json.dumps({name: str(_settings()[name]) for name in changed})
+        mine = json.dumps({name: _text_of(_settings()[name]) for name in changed})
         client.key_value_set(f"{key}/{self._index}", mine)
         limit = int(timeout * 1000)
         # All have read what was exchanged before, or they would not be here.
@@ -228,7 +237,9 @@ class Worker:
         test would be taken for it.
         """
         mine = np.array([number, self._index], np.int32)
-        got = np.asarray(multihost_utils.process_allgather(mine))
+        # A setting that all have changed is no disorder.
+        with jax.disable_jit(False):
+            got = np.asarray(multihost_utils.process_allgather(mine))
         wanted = np.array([[number, index] for index in range(self._processes)])
         if np.array_equal(got, wanted):
             return None
@@ -236,28 +247,42 @@ class Worker:
 
     def leave(self) -> None:
         """Leaves the other processes, if it has joined any."""
+        self._left = True
         if jax.distributed.is_initialized():
             # All wait for all, so that nobody sees the coordinator vanish.
             jax.distributed.shutdown()
 
     def _end_of_files(self) -> tuple[int, int]:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        _flush()
         out, err = (os.fstat(file).st_size for file in self._files)
         return out, err
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
+        if not self._ready:
+            # pytest has something to say about that, and says it when all has been taken down.
+            atexit.register(_end, 1)
+            return
         trouble = None
         try:
             self.leave()
         except jax.errors.JaxRuntimeError as error:
             trouble = f"leaving the others failed: {error}"
         self.say("end", trouble=trouble)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # What JAX does at exit waits for the others once more.
-        os._exit(0)
+        _end(0)
+
+
+def _end(status: int) -> None:
+    # What JAX does at exit waits for the others once more.
+    _flush()
+    os._exit(status)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        # Tests do strange things to them.
+        if not stream.closed:
+            stream.flush()
 
 
 class _Terminal:
@@ -314,6 +339,11 @@ def _settings() -> dict[str, Any]:
     """What has to be the same in all processes for them to run the same programs."""
     mesh = get_abstract_mesh()
     return {**jax.config.values, "the mesh in force": None if mesh.empty else str(mesh)}
+
+
+def _text_of(value: Any) -> str:
+    # Each process has devices of its own.
+    return "a device" if isinstance(value, jax.Device) else str(value)
 
 
 def draw_the_same_everywhere() -> None:
