@@ -504,9 +504,12 @@ def test_more_options_of_pytest(small):
         """
     )
     options = ["-p", "no:cacheprovider", "--setup-show", "--log-file=log.txt", "--tb=line"]
-    done = small.runpytest_subprocess(*options, timeout=100)
+    done = small.runpytest_subprocess(*options, "-k", "stops", timeout=100)
     assert done.ret == 42
-    done.stdout.fnmatch_lines(["all processes: assert 1 == 2", "*has asked for it: enough*"])
+    done.stdout.fnmatch_lines(["*process 0 has asked for it: enough*"])
+    done = small.runpytest_subprocess(*options, "-k", "here", timeout=100)
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["all processes: assert 1 == 2"])
     assert "said here" in (small.path / "log.txt").read_text()
 
 
