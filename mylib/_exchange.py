@@ -108,7 +108,9 @@ def _meet(
         left = max(1, int(1000 * (deadline - start)))
         try:
             client.wait_at_barrier(here, left, list(processes))
-        except jax.errors.JaxRuntimeError:
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
             meetings.attempt += 1
             if time.monotonic() - start > _AT_ONCE or time.monotonic() > deadline:
                 return None
@@ -145,10 +147,13 @@ def everybodys_faults(
     told = {_text(group): dict(said) for group, said in facts.items()}
     full = {"faults": [dataclasses.asdict(fault) for fault in faults], "facts": told}
     judgement = exchange(purpose, json.dumps(full), processes, _judge)
-    return [
-        Fault(**{**fault, "shape": fault["shape"] and tuple(fault["shape"])})
-        for fault in json.loads(judgement)
-    ]
+    return [_fault(told) for told in json.loads(judgement)]
+
+
+def _fault(told: dict[str, Any]) -> Fault:
+    # JSON has no tuples.
+    shape = told["shape"]
+    return Fault(**{**told, "shape": None if shape is None else tuple(shape)})
 
 
 def _judge_briefly(said: dict[int, str]) -> str:

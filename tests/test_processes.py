@@ -254,6 +254,9 @@ def test_a_request_that_one_process_can_not_serve_is_told_to_all(mesh, processes
     with jax.set_mesh(mesh):
         text = _fails(mylib.PlacementError, verb, {"y": tree["y"]}, spec)
     assert "did you mean 'model'" in text
+    scalar = {"s": np.float32(1)}
+    text = _fails(mylib.PlacementError, verb, scalar, P("data") if last else P(), mesh=mesh)
+    assert "['s'] ()" in text
     text = _fails(mylib.PlacementError, verb, {"y": tree["y"]}, P("modle"), mesh=mesh)
     assert text.count("did you mean 'model'") == 1
     assert_placed(verb({"y": tree["y"]}, P(), mesh=mesh), P(), mesh=mesh)
