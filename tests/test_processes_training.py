@@ -13,17 +13,15 @@ from mylib.rules import by_path, fsdp, like, replicated
 from mylib.testing import all_equal, assert_placed, assert_same_everywhere, same_program
 
 
-def _in(processes: int, devices: int):
+def _on(processes: int, devices: int, kind: AxisType):
     mark = pytest.mark.multihost(processes=processes, devices_per_process=devices)
-    return pytest.param(processes, id=f"{processes}x{devices}", marks=mark)
+    return pytest.param(kind, id=f"{processes}x{devices}-{kind.name}", marks=mark)
 
 
-@pytest.fixture(params=[_in(2, 4), _in(4, 2)], autouse=True)
-def processes(request) -> int:
-    return request.param
-
-
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+# Four processes take turns on the cores of a small machine: once is enough.
+@pytest.fixture(
+    params=[_on(2, 4, AxisType.Auto), _on(2, 4, AxisType.Explicit), _on(4, 2, AxisType.Auto)]
+)
 def mesh(request) -> Mesh:
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(request.param,) * 2)
 
