@@ -190,7 +190,7 @@ def _disagreement(name: str, values: Mapping[int, str | None]) -> Fault:
     for index, value in values.items():
         by_value.setdefault(value, []).append(index)
     told = "; ".join(
-        f"{_named(indices)}: {'nothing of that name' if value is None else value}"
+        f"{named(indices)}: {'nothing of that name' if value is None else value}"
         for value, indices in by_value.items()
     )
     return Fault(name, None, "the same in all processes", f"it differs between them: {told}", _MEND)
@@ -206,7 +206,7 @@ def _nobody_came(
 ) -> str:
     missing = [index for index in processes if index not in said]
     return (
-        f"{_named(missing or processes)} did not come within {timeout:g} s to compare ({purpose}). "
+        f"{named(missing or processes)} did not come within {timeout:g} s to compare ({purpose}). "
         "Every process with devices of the mesh has to make the same calls in the same order. If "
         "one is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place "
         "with check=False"
@@ -229,5 +229,5 @@ def _members(group: str) -> list[int]:
     return [int(index) for index in group.split(",")]
 
 
-def _named(indices: Sequence[int]) -> str:
+def named(indices: Sequence[int]) -> str:
     return f"process{'es' * (len(indices) > 1)} {', '.join(map(str, indices))}"

@@ -23,6 +23,7 @@ from typing import Any
 
 import pytest
 
+from .._exchange import named
 from ._pool import Outcome, Result, named_status
 
 _PHASES = ("setup", "call", "teardown")
@@ -200,7 +201,7 @@ class Merger:
     ) -> Text:
         others = [i for i in reports if i not in skipped]
         told = [f"process {i}: {_skip_reason(r)}" for i, r in skipped.items()]
-        return Text(f"the processes disagree: {'; '.join(told)}; but {_named(others)} ran", [])
+        return Text(f"the processes disagree: {'; '.join(told)}; but {named(others)} ran", [])
 
     def _disorder(self, reason: str) -> Text:
         return Text(
@@ -219,7 +220,7 @@ class Merger:
             if o.finished and not o.trouble and o.index not in failed
         ]
         if fine:
-            sections.append((f"{_named(fine)} did not fail", ""))
+            sections.append((f"{named(fine)} did not fail", ""))
         return Text("; ".join([head for head, _ in told if head][:3]), sections)
 
     def _told(self, failed: Mapping[int, pytest.TestReport]) -> Iterator[tuple[str, Section]]:
@@ -252,7 +253,7 @@ class Merger:
     def _all_of(self, indices: Sequence[int]) -> str:
         if len(indices) == 1:
             return self._one_of(indices[0])
-        return "all processes" if len(indices) == self._count else _named(indices)
+        return "all processes" if len(indices) == self._count else named(indices)
 
 
 def report_of(
@@ -317,11 +318,6 @@ def _headline(report: pytest.TestReport) -> str:
 def _skip_reason(report: pytest.TestReport) -> str:
     text = report.longrepr
     return str(text[2]) if isinstance(text, tuple | list) else str(text)
-
-
-def _named(indices: Sequence[int]) -> str:
-    plural = "es" if len(indices) > 1 else ""
-    return f"process{plural} {', '.join(map(str, indices))}"
 
 
 def _last_words(outcome: Outcome) -> str:
