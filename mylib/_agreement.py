@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ._errors import Fault, PlacementError
-from ._exchange import Facts, Processes, everybodys_faults
+from ._exchange import Facts, Processes, everybodys_faults, processes_of
 from ._leaves import Kind, Leaves, canonical_dtype, name_of
 from ._target import Target, fill_free, sharding_of
 
@@ -29,7 +29,7 @@ def agree(
         for i in moving
         if (target := targets[i]) is not None and _comes_from_each(leaves, i, target)
     }
-    groups = {i: processes_of(sharding_of(target)) for i, target in wanted.items()}
+    groups = {i: _owners(sharding_of(target)) for i, target in wanted.items()}
     everybody = tuple(sorted({index for group in groups.values() for index in group}))
     if len(everybody) > 1 and jax.process_index() in everybody:
         facts = _facts(leaves, wanted, groups)
@@ -44,7 +44,7 @@ def tell_all(error: PlacementError, mesh: Any) -> NoReturn:
     raised here alone.
     """
     if isinstance(mesh, Mesh):
-        everybody = tuple(sorted({device.process_index for device in mesh.devices.flat}))
+        everybody = processes_of(mesh.devices.flat)
         if len(everybody) > 1 and jax.process_index() in everybody:
             try:
                 faults = everybodys_faults("placement", error.faults, {}, everybody)
@@ -83,8 +83,8 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
 
 
 @functools.lru_cache(maxsize=1024)
-def processes_of(sharding: Sharding) -> Processes:
-    return tuple(sorted({device.process_index for device in sharding.device_set}))
+def _owners(sharding: Sharding) -> Processes:
+    return processes_of(sharding.device_set)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -211,6 +211,14 @@ def _nobody_came(
         "one is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place "
         "with check=False"
     )
+
+
+def everybody() -> Processes:
+    return tuple(range(jax.process_count()))
+
+
+def processes_of(devices: Iterable[Any]) -> Processes:
+    return tuple(sorted({device.process_index for device in devices}))
 
 
 def _timeout() -> float:

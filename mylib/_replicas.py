@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from ._errors import Fault, ReplicaError
-from ._exchange import Processes, everybodys_faults
+from ._exchange import Processes, everybodys_faults, processes_of
 from ._leaves import Kind, Leaves, name_of, split
 
 # Of `jax.Device`s, which type checkers take for no type.
@@ -56,7 +56,7 @@ def check_replicas(tree: PyTree[Any], /) -> None:
     faults: dict[int, Fault] = {}
     groups: set[Processes] = set()
     for devices, members in _by_devices(leaves).items():
-        groups.add(tuple(sorted({device.process_index for device in devices})))
+        groups.add(processes_of(devices))
         if all(device.process_index != jax.process_index() for device in devices):
             continue
         sums = _checksums([leaves.arrays[i] for i in members], devices)

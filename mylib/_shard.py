@@ -88,8 +88,7 @@ def filter_shard(
     targets = _resolved(leaves, placement, mesh, world, refuse, check)
     if world.staged:
         _refuse_check(check)
-        return leaves.join(_constrain_all(leaves, targets, world))
-    return _checked(leaves.join(_move_all(leaves, targets, check=check)), check)
+    return _checked(leaves.join(place_leaves(leaves, targets, world, check=check)), check)
 
 
 def place_leaves(
@@ -97,11 +96,12 @@ def place_leaves(
     targets: Sequence[Target | None],
     world: World,
     donate: Sequence[bool] | None = None,
+    check: bool | None = None,
 ) -> list[Any]:
     """The array leaves at their targets, in the world that they were resolved for."""
     if world.staged:
         return _constrain_all(leaves, targets, world)
-    return _move_all(leaves, targets, donate=donate)
+    return _move_all(leaves, targets, donate=donate, check=check)
 
 
 def filter_device_put(

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._exchange import Processes, exchange, gather as _gather
+from .._exchange import everybody, exchange, gather as _gather
 
 _PATIENCE = 60.0
 _DIFFERENCE = 40
@@ -81,7 +81,7 @@ def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
         assert mylib.testing.gather(jax.process_index()) == list(range(jax.process_count()))
         ```
     """
-    return _gather("testing", value, _everybody(), timeout=timeout)
+    return _gather("testing", value, everybody(), timeout=timeout)
 
 
 def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
@@ -125,7 +125,7 @@ def same_program(
     """
     jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
     mine = jitted.lower(*args, **kwargs).as_text()
-    first = exchange("same_program", mine, _everybody(), lambda said: said[0], timeout=timeout)
+    first = exchange("same_program", mine, everybody(), lambda said: said[0], timeout=timeout)
     differing = [i for i, same in enumerate(gather(mine == first, timeout)) if not same]
     if differing:
         lines = difflib.unified_diff(
@@ -136,7 +136,3 @@ def same_program(
             f"process 0 has another program than process {', '.join(map(str, differing))}\n"
             f"{difference}".rstrip()
         )
-
-
-def _everybody() -> Processes:
-    return tuple(range(jax.process_count()))

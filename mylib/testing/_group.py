@@ -127,9 +127,6 @@ class Process:
         except subprocess.TimeoutExpired:
             return None
 
-    def has_ended(self) -> bool:
-        return self._popen.poll() is not None
-
     def kill(self) -> None:
         # Also when the process itself has ended: what it started is in its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -139,9 +139,10 @@ class Member:
             if not report.failed:
                 self._abort(f"{item.nodeid}: {error}")
             self._abort(f"{item.nodeid} failed here, and {error}\n{report.longreprtext}")
-        outcomes = [Outcome(i, [r], finished=True) for i, r in enumerate(everybodys)]
-        for outcome, theirs in zip(outcomes, everybodys, strict=True):
-            outcome.failed_at = 0.0 if theirs["outcome"] == "failed" else None
+        outcomes = [
+            Outcome(i, [r], finished=True, failed_at=0.0 if r["outcome"] == "failed" else None)
+            for i, r in enumerate(everybodys)
+        ]
         result = Result(outcomes, timed_out=False)
         merger = Merger(item, result, timeout=None, grace=self._grace, start=call.start)
         ((_, group),) = merger.by_phase()

@@ -266,7 +266,8 @@ class Pool:
                 except (EOFError, OSError):
                     yield index, None
             # A child that a process has forked holds its end of the pipe, too.
-            gone = [] if heard else [i for i in indices if self._group.processes[i].has_ended()]
+            processes = self._group.processes
+            gone = [] if heard else [i for i in indices if processes[i].status() is not None]
             yield from ((index, None) for index in gone)
             if heard or gone or left <= 0:
                 return

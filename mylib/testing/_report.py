@@ -117,7 +117,7 @@ class Merger:
             merged.append(report_of(self._item, "teardown", "passed", start=self._start))
         if self._result.out_of_step and merged[-1].passed:
             merged[-1].outcome = "failed"
-            merged[-1].longrepr = str(self._disorder(self._result.out_of_step))
+            merged[-1].longrepr = _disorder(self._result.out_of_step)
         return merged
 
     def by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
@@ -203,13 +203,6 @@ class Merger:
         told = [f"process {i}: {_skip_reason(r)}" for i, r in skipped.items()]
         return Text(f"the processes disagree: {'; '.join(told)}; but {named(others)} ran", [])
 
-    def _disorder(self, reason: str) -> Text:
-        return Text(
-            f"the test has left its processes out of step, and they have been killed: {reason}. "
-            "Each has to do the same, and to wait for what it has begun",
-            [],
-        )
-
     def _failure(self, failed: Mapping[int, pytest.TestReport]) -> Text:
         """Of all that went wrong, the first to go wrong first."""
         told = list(self._told(failed))
@@ -284,6 +277,13 @@ def report_of(
     if reason is not None:
         report.wasxfail = reason
     return report
+
+
+def _disorder(reason: str) -> str:
+    return (
+        f"the test has left its processes out of step, and they have been killed: {reason}. "
+        "Each has to do the same, and to wait for what it has begun"
+    )
 
 
 def _as_subtest(subtest: pytest.TestReport, merged: pytest.TestReport) -> pytest.TestReport:

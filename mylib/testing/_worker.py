@@ -26,7 +26,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import get_abstract_mesh
 
-from .._world import coordination_client
+from .._exchange import everybody, gather
 
 _JOIN = 60
 # JAX's default of five minutes would be spent at the end of tests that have failed.
@@ -209,9 +209,8 @@ class Worker:
                 return None
             return "the test has called jax.distributed.shutdown(). Mark it fresh=True"
         try:
-            changed = [k for k, v in _settings().items() if self._settings.get(k, v) != v]
-            everybodys = self._exchanged(number, changed, timeout)
-        except jax.errors.JaxRuntimeError as error:
+            everybodys = gather("settings", self._changed(), everybody(), timeout=timeout)
+        except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             return f"the others can't be reached: {error}"
         if any(theirs != everybodys[0] for theirs in everybodys):
             told = "; ".join(f"process {i}: {', '.join(x)}" for i, x in enumerate(everybodys) if x)
@@ -221,16 +220,10 @@ class Worker:
         except jax.errors.JaxRuntimeError as error:
             return f"the check failed: {error}"
 
-    def _exchanged(self, number: int, changed: list[str], timeout: float) -> list[Any]:
-        client, key = coordination_client(), f"mylib/testing/{number}"
-        mine = json.dumps({name: _text_of(_settings()[name]) for name in changed})
-        client.key_value_set(f"{key}/{self._index}", mine)
-        limit = int(timeout * 1000)
-        # All have read what was exchanged before, or they would not be here.
-        client.key_value_delete(f"mylib/testing/{number - 1}/")
-        client.wait_at_barrier(f"{key}/barrier", limit)
-        keys = [f"{key}/{index}" for index in range(self._processes)]
-        return [json.loads(client.blocking_key_value_get(key, limit)) for key in keys]
+    def _changed(self) -> dict[str, str]:
+        """The settings that are others than before the first test."""
+        now = _settings().items()
+        return {k: _text_of(v) for k, v in now if self._settings.get(k, v) != v}
 
     def _pending(self, number: int) -> str | None:
         """A collective in which each process says something new: one that was left behind by the
