@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from ._errors import Fault, PlacementError
-from ._exchange import Facts, Processes, everybodys_faults, processes_of
+from ._exchange import Facts, Processes, everybodys_faults, meeting, processes_of
 from ._leaves import Kind, Leaves, canonical_dtype, name_of
 from ._target import Target, fill_free, sharding_of
 
@@ -29,11 +29,11 @@ def agree(
         for i in moving
         if (target := targets[i]) is not None and _comes_from_each(leaves, i, target)
     }
-    groups = {i: _owners(sharding_of(target)) for i, target in wanted.items()}
+    groups = {i: owners(sharding_of(target)) for i, target in wanted.items()}
     everybody = tuple(sorted({index for group in groups.values() for index in group}))
     if len(everybody) > 1 and jax.process_index() in everybody:
         facts = _facts(leaves, wanted, groups)
-        faults = everybodys_faults("placement", faults, facts, everybody)
+        faults = everybodys_faults(meeting("placement", everybody), faults, facts)
     if faults:
         raise PlacementError(faults)
 
@@ -47,7 +47,7 @@ def tell_all(error: PlacementError, mesh: Any) -> NoReturn:
         everybody = processes_of(mesh.devices.flat)
         if len(everybody) > 1 and jax.process_index() in everybody:
             try:
-                faults = everybodys_faults("placement", error.faults, {}, everybody)
+                faults = everybodys_faults(meeting("placement", everybody), error.faults, {})
             except TimeoutError:
                 raise error from None
             raise PlacementError(faults) from error
@@ -72,10 +72,10 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
             continue
         x, target = leaves.arrays[i], targets[i]
         name, dtype = name_of(leaves.paths[i]), canonical_dtype(x)
-        what = f"{dtype}{list(x.shape)} as {_described(target)}"
+        what = f"{dtype}{list(x.shape)} as {described(target)}"
         facts.setdefault(group, {})[name] = what
         if leaves.kinds[i] is Kind.HOST:
-            for sharers, parts in _shared_parts(sharding_of(target), x.shape, me).items():
+            for sharers, parts in shared_parts(sharding_of(target), x.shape, me).items():
                 numbers = checksum([x[part] for part in parts], dtype)
                 said = facts.setdefault(sharers, {})
                 said[name] = f"{said.get(name, dtype)} (checksum {numbers})"
@@ -83,12 +83,12 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
 
 
 @functools.lru_cache(maxsize=1024)
-def _owners(sharding: Sharding) -> Processes:
+def owners(sharding: Sharding) -> Processes:
     return processes_of(sharding.device_set)
 
 
 @functools.lru_cache(maxsize=1024)
-def _described(target: Target) -> str:
+def described(target: Target) -> str:
     sharding = sharding_of(target)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return f"{target} on devices {[device.id for device in sharding.mesh.devices.flat]}"
@@ -96,7 +96,7 @@ def _described(target: Target) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def _shared_parts(
+def shared_parts(
     sharding: Sharding, shape: tuple[int, ...], me: int
 ) -> dict[Processes, list[tuple[slice, ...]]]:
     """The parts of an array that this process has in common with others, by all who have them."""

@@ -22,6 +22,10 @@ from ._world import coordination_client
 Processes = tuple[int, ...]
 # What has to be the same in all of some processes: a name and what is said of it.
 Facts = Mapping[Processes, Mapping[str, str]]
+# What one process makes of what all have said.
+Judge = Callable[[dict[int, str]], str]
+# Says something to the other processes, and returns what one of them makes of it all.
+Meet = Callable[[str, Judge], str]
 
 # As long as JAX itself waits for processes to start and to end. Hosts that read a checkpoint, or
 # compile for the first time, are minutes apart.
@@ -55,7 +59,7 @@ def exchange(
     purpose: str,
     mine: str,
     processes: Processes,
-    judge: Callable[[dict[int, str]], str],
+    judge: Judge,
     *,
     timeout: float | None = None,
 ) -> str:
@@ -132,22 +136,31 @@ def gather(
     return json.loads(exchange(purpose, json.dumps(mine), processes, judge, timeout=timeout))
 
 
-def everybodys_faults(
-    purpose: str, faults: Sequence[Fault], facts: Facts, processes: Processes
-) -> list[Fault]:
+def meeting(purpose: str, processes: Processes) -> Meet:
+    """`exchange` between those who come for one purpose."""
+    return lambda mine, judge: exchange(purpose, mine, processes, judge)
+
+
+def everybodys_faults(meet: Meet, faults: Sequence[Fault], facts: Facts) -> list[Fault]:
     """The faults that any of the processes has found, and one for each fact that is not the same in
     all that it is about. All of them get the same.
 
     At first only checksums are exchanged: mostly there is nothing to tell.
     """
-    sums = {_text(group): _digest(sorted(said.items())) for group, said in facts.items()}
-    brief = {"faulty": bool(faults), "sums": sums}
-    if exchange(purpose, json.dumps(brief), processes, _judge_briefly) == "fine":
+    if meet(json.dumps(in_brief(faults, facts)), _judge_briefly) == "fine":
         return []
+    return faults_in_full(meet, faults, facts)
+
+
+def in_brief(faults: Sequence[Fault], facts: Facts) -> dict[str, Any]:
+    sums = {_text(group): _digest(sorted(said.items())) for group, said in facts.items()}
+    return {"faulty": bool(faults), "sums": sums}
+
+
+def faults_in_full(meet: Meet, faults: Sequence[Fault], facts: Facts) -> list[Fault]:
     told = {_text(group): dict(said) for group, said in facts.items()}
     full = {"faults": [dataclasses.asdict(fault) for fault in faults], "facts": told}
-    judgement = exchange(purpose, json.dumps(full), processes, _judge)
-    return [_fault(told) for told in json.loads(judgement)]
+    return [_fault(told) for told in json.loads(meet(json.dumps(full), _judge))]
 
 
 def _fault(told: dict[str, Any]) -> Fault:
@@ -157,15 +170,18 @@ def _fault(told: dict[str, Any]) -> Fault:
 
 
 def _judge_briefly(said: dict[int, str]) -> str:
-    brief = {index: json.loads(text) for index, text in said.items()}
+    return "fine" if all_fine({i: json.loads(text) for i, text in said.items()}) else "faulty"
+
+
+def all_fine(brief: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Whether nobody has found a fault, and all facts agree; from what each says `in_brief`."""
     if any(b["faulty"] for b in brief.values()):
-        return "faulty"
+        return False
     groups = {group for b in brief.values() for group in b["sums"]}
-    alike = all(
+    return all(
         len({brief[index]["sums"].get(group) for index in _members(group) if index in brief}) == 1
         for group in groups
     )
-    return "fine" if alike else "faulty"
 
 
 def _judge(said: dict[int, str]) -> str:

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from ._errors import Fault, ReplicaError
-from ._exchange import Processes, everybodys_faults, processes_of
+from ._exchange import Processes, everybodys_faults, meeting, processes_of
 from ._leaves import Kind, Leaves, name_of, split
 
 # Of `jax.Device`s, which type checkers take for no type.
@@ -71,7 +71,7 @@ def check_replicas(tree: PyTree[Any], /) -> None:
     # Also to those who have no part of an array that differs.
     everybody = tuple(sorted({p for group in groups if len(group) > 1 for p in group}))
     if jax.process_index() in everybody:
-        told = everybodys_faults("check_replicas", told, {}, everybody)
+        told = everybodys_faults(meeting("check_replicas", everybody), told, {})
     if told:
         raise ReplicaError(told)
 

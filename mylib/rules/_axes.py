@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 from .._axes import name_dimensions
 from .._errors import Fault
 from .._leaves import Leaf
+from .._pattern import Pattern, joined
 from .._placement import PASS
 from .._target import axis_names
-from ._path import Pattern, joined
 from ._rule import Rule, trimmed
 from ._simple import Axes
 

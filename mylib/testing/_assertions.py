@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from .._agreement import checksum
 from .._errors import Fault
-from .._exchange import everybody, everybodys_faults
+from .._exchange import everybody, everybodys_faults, meeting
 from .._leaves import Kind, name_of, split
 from .._move import not_there
 from .._placement import Placement, resolve_leaves
@@ -85,7 +85,8 @@ def assert_same_everywhere(tree: PyTree[Any], /) -> None:
     all_of_them = everybody()
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
     facts = {name_of(path): _said_of(x) for path, x in paths}
-    faults = everybodys_faults("assert_same_everywhere", [], {all_of_them: facts}, all_of_them)
+    meet = meeting("assert_same_everywhere", all_of_them)
+    faults = everybodys_faults(meet, [], {all_of_them: facts})
     if faults:
         raise AssertionError("\n".join(map(_line, faults)))
     check_replicas(tree)
