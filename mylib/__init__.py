@@ -1,6 +1,6 @@
 """Puts the arrays of any PyTree where they belong, and keeps them there."""
 
-from . import loops as loops, rules as rules
+from . import data as data, loops as loops, rules as rules
 from ._checkpoint import (
     filter_checkpoint as filter_checkpoint,
     recompute_resharded as recompute_resharded,

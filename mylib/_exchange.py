@@ -5,6 +5,7 @@ process that doesn't come is named after a while; nobody waits for it for ever.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -76,10 +77,10 @@ def exchange(
             "the processes can't talk to each other: call jax.distributed.initialize() at the "
             "start of each, or place with check=False"
         )
-    timeout = _timeout() if timeout is None else timeout
+    timeout = patience() if timeout is None else timeout
     meetings = _meetings.setdefault((purpose, processes), _Meetings())
     with meetings.lock:
-        place = f"mylib/{purpose}/{_digest(processes)}"
+        place = f"mylib/{purpose}/{digest(processes)}"
         here = _meet(client, place, meetings, mine, processes, timeout)
         if here is None:
             said = _said(client, f"{place}/{meetings.turn}/{meetings.attempt - 1}")
@@ -141,26 +142,29 @@ def meeting(purpose: str, processes: Processes) -> Meet:
     return lambda mine, judge: exchange(purpose, mine, processes, judge)
 
 
-def everybodys_faults(meet: Meet, faults: Sequence[Fault], facts: Facts) -> list[Fault]:
+def everybodys_faults(
+    meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
+) -> list[Fault]:
     """The faults that any of the processes has found, and one for each fact that is not the same in
-    all that it is about. All of them get the same.
+    all that it is about, to be mended so. All of them get the same.
 
     At first only checksums are exchanged: mostly there is nothing to tell.
     """
     if meet(json.dumps(in_brief(faults, facts)), _judge_briefly) == "fine":
         return []
-    return faults_in_full(meet, faults, facts)
+    return faults_in_full(meet, faults, facts, mend)
 
 
 def in_brief(faults: Sequence[Fault], facts: Facts) -> dict[str, Any]:
-    sums = {_text(group): _digest(sorted(said.items())) for group, said in facts.items()}
+    sums = {_text(group): digest(sorted(said.items())) for group, said in facts.items()}
     return {"faulty": bool(faults), "sums": sums}
 
 
-def faults_in_full(meet: Meet, faults: Sequence[Fault], facts: Facts) -> list[Fault]:
+def faults_in_full(meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str) -> list[Fault]:
     told = {_text(group): dict(said) for group, said in facts.items()}
     full = {"faults": [dataclasses.asdict(fault) for fault in faults], "facts": told}
-    return [_fault(told) for told in json.loads(meet(json.dumps(full), _judge))]
+    judge = functools.partial(_judge, mend)
+    return [_fault(told) for told in json.loads(meet(json.dumps(full), judge))]
 
 
 def _fault(told: dict[str, Any]) -> Fault:
@@ -184,7 +188,7 @@ def all_fine(brief: Mapping[int, Mapping[str, Any]]) -> bool:
     )
 
 
-def _judge(said: dict[int, str]) -> str:
+def _judge(mend: str, said: dict[int, str]) -> str:
     full = {index: json.loads(text) for index, text in sorted(said.items())}
     faults = {json.dumps(fault): fault for f in full.values() for fault in f["faults"]}
     if faults:
@@ -196,12 +200,12 @@ def _judge(said: dict[int, str]) -> str:
         for name in dict.fromkeys(name for facts in members.values() for name in facts):
             values = {i: facts.get(name) for i, facts in members.items()}
             if len(set(values.values())) > 1:
-                fault = dataclasses.asdict(_disagreement(name, values))
+                fault = dataclasses.asdict(_disagreement(name, values, mend))
                 faults[json.dumps(fault)] = fault
     return json.dumps(list(faults.values()))
 
 
-def _disagreement(name: str, values: Mapping[int, str | None]) -> Fault:
+def _disagreement(name: str, values: Mapping[int, str | None], mend: str) -> Fault:
     by_value: dict[str | None, list[int]] = {}
     for index, value in values.items():
         by_value.setdefault(value, []).append(index)
@@ -209,7 +213,7 @@ def _disagreement(name: str, values: Mapping[int, str | None]) -> Fault:
         f"{named(indices)}: {'nothing of that name' if value is None else value}"
         for value, indices in by_value.items()
     )
-    return Fault(name, None, "the same in all processes", f"it differs between them: {told}", _MEND)
+    return Fault(name, None, "the same in all processes", f"it differs between them: {told}", mend)
 
 
 def _said(client: Any, place: str) -> dict[int, str]:
@@ -237,11 +241,11 @@ def processes_of(devices: Iterable[Any]) -> Processes:
     return tuple(sorted({device.process_index for device in devices}))
 
 
-def _timeout() -> float:
+def patience() -> float:
     return float(os.environ.get("MYLIB_EXCHANGE_TIMEOUT", _DEFAULT_TIMEOUT))
 
 
-def _digest(x: Any) -> str:
+def digest(x: Any) -> str:
     return hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest()
 
 

@@ -15,9 +15,9 @@ Never more than one program of a tree is in flight: simulated devices can deadlo
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def move(
     keys: list[int] = []
     plan = _Plan()
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if kinds[i] is Kind.DEVICE and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if kinds[i] is Kind.DEVICE and _is_of_keys(x):
             keys.append(i)
             x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
         plan.add(i, x, kinds[i], target, donate[i], bool(may_alias[i]))
@@ -393,26 +393,56 @@ def _put_local(leaves: Sequence[tuple[int, np.ndarray, Sharding]]) -> list[tuple
     Every process puts the shards of its own devices; none asks another anything, so nothing here
     finds out whether the values agree.
     """
+    parts = [
+        Part(own, own.shape, wanted, wanted.addressable_devices_indices_map(own.shape))
+        for _, own, wanted in leaves
+    ]
+    return list(zip([i for i, _, _ in leaves], _put_parts(parts), strict=True))
+
+
+class Part(NamedTuple):
+    """What this process has of an array of a certain shape, and which of it each device gets."""
+
+    own: Any
+    shape: tuple[int, ...]
+    wanted: Sharding
+    indices: Mapping[Any, tuple[slice, ...] | None]
+
+
+def assemble(parts: Sequence[Part], may_alias: bool) -> list[jax.Array]:
+    """Arrays that reach beyond this process, from the part of each that this process has."""
+    done = _put_parts([_numbers_of(part, may_alias) for part in parts])
+    return [
+        _as_keys(y, part.own) if _is_of_keys(part.own) else y
+        for y, part in zip(done, parts, strict=True)
+    ]
+
+
+def _is_of_keys(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _numbers_of(part: Part, may_alias: bool) -> Part:
+    own, shape, wanted, indices = part
+    if _is_of_keys(own):
+        own = jax.random.key_data(own)
+        wanted = sharding_of(_over_key_data(wanted, len(shape)))
+        shape += own.shape[len(shape) :]
+    return Part(_on_host(own, may_alias), shape, wanted, indices)
+
+
+def _put_parts(parts: Sequence[Part]) -> list[jax.Array]:
     pieces: list[np.ndarray] = []
     places: list[Sharding] = []
-    counts: list[int] = []
-    for _, own, wanted in leaves:
-        indices = wanted.addressable_devices_indices_map(own.shape)
+    for own, _, wanted, indices in parts:
         pieces += [own[index if index is not None else ...] for index in indices.values()]
         places += [SingleDeviceSharding(d, memory_kind=wanted.memory_kind) for d in indices]
-        counts.append(len(indices))
     shards = iter(jax.device_put(pieces, places))
     return [
-        (
-            i,
-            jax.make_array_from_single_device_arrays(
-                own.shape,
-                wanted,
-                [next(shards) for _ in range(count)],
-                dtype=canonical_dtype(own),
-            ),
+        jax.make_array_from_single_device_arrays(
+            shape, wanted, [next(shards) for _ in indices], dtype=canonical_dtype(own)
         )
-        for (i, own, wanted), count in zip(leaves, counts, strict=True)
+        for own, shape, wanted, indices in parts
     ]
 
 

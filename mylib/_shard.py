@@ -95,13 +95,13 @@ def place_leaves(
     leaves: Leaves,
     targets: Sequence[Target | None],
     world: World,
-    donate: Sequence[bool] | None = None,
+    may_alias: Sequence[bool | None] | None = None,
     check: bool | None = None,
 ) -> list[Any]:
     """The array leaves at their targets, in the world that they were resolved for."""
     if world.staged:
         return _constrain_all(leaves, targets, world)
-    return _move_all(leaves, targets, donate=donate, check=check)
+    return _move_all(leaves, targets, may_alias=may_alias, check=check)
 
 
 def filter_device_put(

@@ -1,0 +1,75 @@
+"""What stands in a batch, as arrays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .._errors import Fault
+from .._leaves import KeyPath, Kind, kind_of, name_of, parts_of
+from .._pattern import Pattern, joined
+
+
+def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list[Fault]]:
+    """The batch with arrays of other libraries as NumPy arrays, and so the Python numbers that are
+    `named`; which of its leaves these numbers are; and what is wrong with the names.
+    """
+    if not named:
+        return jtu.tree_map_with_path(_as_numpy, batch), set(), []
+    paths_and_leaves, treedef = jtu.tree_flatten_with_path(batch)
+    paths = [path for path, _ in paths_and_leaves]
+    leaves = [_as_numpy(path, x) for path, x in paths_and_leaves]
+    texts = [joined(parts_of(path)) for path in paths]
+    numbers: set[int] = set()
+    faults: list[Fault] = []
+    for pattern in named:
+        matching = [i for i, text in enumerate(texts) if pattern.ends(text)]
+        if not matching:
+            mend = f"its leaves are {', '.join(map(name_of, paths[:8]))}"
+            reason = "no leaf of the batch has that name"
+            faults.append(Fault("", None, _request(pattern), reason, mend))
+        for i in matching:
+            if kind_of(leaves[i]) is Kind.STATIC:
+                numbers.add(i)
+                leaves[i] = _as_array(leaves[i], pattern, paths[i], faults)
+    return jtu.tree_unflatten(treedef, leaves), numbers, faults
+
+
+def _as_array(x: Any, pattern: Pattern, path: KeyPath, faults: list[Fault]) -> Any:
+    if not isinstance(x, bool | int | float | complex):
+        reason, mend = f"it is a {type(x).__name__}, not a number", "name Python numbers"
+        faults.append(Fault(name_of(path), None, _request(pattern), reason, mend))
+        return x
+    try:
+        return np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(type(x))))
+    except OverflowError as error:
+        mend = "give a NumPy array of the dtype that you mean"
+        faults.append(Fault(name_of(path), (), _request(pattern), str(error), mend))
+        return x
+
+
+def _request(pattern: Pattern) -> str:
+    return f"arrays={pattern.text!r}"
+
+
+def _as_numpy(path: KeyPath, x: Any) -> Any:
+    ours = kind_of(x) is not Kind.STATIC or isinstance(x, np.ndarray | np.generic)
+    if ours or not hasattr(type(x), "__array__"):
+        return x
+    try:
+        y = _values(x)
+    except Exception as error:
+        error.add_note(f"(raised by the {type(x).__name__} {name_of(path)} of the batch)")
+        raise
+    # A table of texts, say, stays what it is.
+    return x if kind_of(y) is Kind.STATIC else y
+
+
+def _values(x: Any) -> np.ndarray:
+    try:
+        return np.asarray(x)
+    except TypeError:
+        # NumPy knows neither bfloat16 nor memory other than the host's.
+        return np.asarray(jax.dlpack.from_dlpack(x))

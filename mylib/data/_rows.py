@@ -1,0 +1,206 @@
+"""Which rows of a global batch each process reads.
+
+The shardings of a batch split its rows into blocks. A process needs the blocks that its devices
+hold; processes that need some of the same are one reader, and read the same.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from .._errors import Fault, PlacementError
+from .._fit import show
+from .._leaves import split
+from .._placement import Placement, decide, is_placement_leaf, is_rule
+from .._target import AnyMesh, Target, axis_names, entries_of, sharding_of
+from .._world import current_world
+
+Blocks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ReaderShard:
+    """What one process reads of each global batch: the share of one of several readers.
+
+    Processes whose devices hold the same rows, such as those along a model axis, are the same
+    reader.
+
+    **Attributes:**
+
+    - `index`, `count`: which reader this is, of how many. All of them read equally much.
+    - `blocks`, `block_count`: into how many equal blocks the rows of a batch are split, and which
+        of these this reader reads, in order.
+    """
+
+    index: int
+    count: int
+    blocks: Blocks
+    block_count: int
+
+    def rows(self, global_rows: int) -> tuple[slice, ...]:
+        """The rows that this process reads of a global batch of `global_rows` rows: ranges in
+        order. One after the other they make the part of the batch that [`mylib.data.to_global`][]
+        takes.
+
+        !!! Example
+
+            ```python
+            mesh = jax.make_mesh((8,), ("data",))
+            batch = np.arange(64)
+            shard = mylib.data.reader_shard(P("data"), mesh=mesh)
+            part = batch[np.r_[shard.rows(len(batch))]]
+            ```
+        """
+        if global_rows % self.block_count:
+            raise ValueError(
+                f"{global_rows} rows do not split into the {self.block_count} blocks that this "
+                f"placement makes of them: read a multiple of {self.block_count} rows"
+            )
+        size = global_rows // self.block_count
+        ranges: list[slice] = []
+        for block in self.blocks:
+            start, stop = block * size, (block + 1) * size
+            if ranges and ranges[-1].stop == start:
+                start = ranges.pop().start
+            ranges.append(slice(start, stop))
+        return tuple(ranges)
+
+
+def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> ReaderShard:
+    """Works out which part of each global batch this process reads, for any mesh: the same in
+    every process, whichever way the axes run across them.
+
+    **Arguments:**
+
+    - `placement`: where the batch goes: a `PartitionSpec`, a `jax.sharding.Sharding`, a device, or
+        a PyTree of these. A rule looks at arrays: give what [`mylib.resolve`][] makes of it for an
+        example of a batch.
+    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+
+    **Returns:**
+
+    A [`mylib.data.ReaderShard`][]. Its `index` and `count` are what `grain.sharding.ShardOptions`
+    and `torch.utils.data.DistributedSampler` ask for, its `rows` the rows themselves.
+
+    Where readers can't be equal (a mesh that takes one device of a process and two of another),
+    there is one reader, and every process reads the whole batch.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][], if the placement is none, or if this process has no device of the
+    mesh.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        shard = mylib.data.reader_shard(P("data"), mesh=mesh)
+        examples = list(range(1000))[shard.index :: shard.count]
+        ```
+    """
+    readers = readers_of(_shardings_in(placement, mesh))
+    mine = readers.get(jax.process_index())
+    if mine is None:
+        reason = f"process {jax.process_index()} has none of its devices"
+        mend = "read in the processes of the mesh only, or give a mesh with devices of all"
+        raise PlacementError([Fault("", None, show(placement, mesh), reason, mend)])
+    return mine
+
+
+def _shardings_in(placement: PyTree[Placement], mesh: AnyMesh | None) -> list[Sharding]:
+    """What a placement comes down to if it is asked of no array in particular."""
+    entries = jtu.tree_leaves(placement, is_leaf=is_placement_leaf)
+    rules = [entry for entry in entries if is_rule(entry)]
+    if rules:
+        reason = "a rule chooses by the arrays, and there are none here"
+        mend = "give mylib.resolve(example, rule, mesh=mesh), of an example of a batch"
+        raise PlacementError([Fault("", None, repr(rule), reason, mend) for rule in rules])
+    # Any array does: no shape is compared.
+    stand_ins = jtu.tree_map(lambda _: np.zeros(()), placement, is_leaf=is_placement_leaf)
+    decision = decide(split(stand_ins), placement, mesh, current_world(), fit=fits_all)
+    shardings = [sharding_of(target) for target in decision.targets if target is not None]
+    faults = decision.faults + [
+        Fault("", None, repr(sharding), reason, mend)
+        for sharding in shardings
+        for reason, mend in unfit_rows(sharding)
+    ]
+    if faults:
+        raise PlacementError(faults)
+    return shardings
+
+
+def fits_all(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    """No shape is at fault, because it is not known yet."""
+    yield from ()
+
+
+def readers_of(shardings: Iterable[Sharding]) -> Mapping[int, ReaderShard]:
+    """What each process with devices of any of these reads, so that it has the rows for all."""
+    return _readers_of(tuple(dict.fromkeys(shardings)))
+
+
+@functools.lru_cache(maxsize=256)
+def _readers_of(shardings: tuple[Sharding, ...]) -> Mapping[int, ReaderShard]:
+    count = math.lcm(*map(row_blocks, shardings))
+    needs: dict[int, set[int]] = {}
+    for sharding in shardings:
+        # An array whose rows are not split is given whole by everybody, and says nothing here.
+        splits = row_blocks(sharding) > 1 or count == 1
+        for device, blocks in _blocks_of_devices(sharding, count).items():
+            needs.setdefault(device.process_index, set()).update(blocks if splits else ())
+    shares = _shares(list(needs.values()), count)
+    readers = [ReaderShard(i, len(shares), share, count) for i, share in enumerate(shares)]
+    return {
+        process: next(reader for reader in readers if need <= set(reader.blocks))
+        for process, need in sorted(needs.items())
+    }
+
+
+def _shares(needs: Sequence[set[int]], count: int) -> list[Blocks]:
+    """The blocks in shares of equal size, such that everybody's needs are within one of them."""
+    shares: list[set[int]] = []
+    for need in filter(None, needs):
+        touched = [share for share in shares if share & need]
+        shares = [share for share in shares if not share & need] + [need.union(*touched)]
+    if len({len(share) for share in shares}) > 1:
+        shares = [set(range(count))]
+    return sorted(tuple(sorted(share)) for share in shares)
+
+
+def row_blocks(sharding: Sharding) -> int:
+    """Into how many blocks a sharding splits the rows."""
+    if not isinstance(sharding, NamedSharding):
+        return 1
+    return math.prod(sharding.mesh.shape[name] for name in axis_names(row_entry(sharding)))
+
+
+def unfit_rows(sharding: Sharding) -> Iterator[tuple[str, str]]:
+    if not isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+        yield (
+            "it does not say how it splits the rows before it knows how many there are",
+            "give a `jax.sharding.NamedSharding`",
+        )
+
+
+def row_entry(sharding: NamedSharding) -> Any:
+    """The mesh axes that split the rows, as a `PartitionSpec` names them."""
+    entries = entries_of(sharding.spec)
+    return entries[0] if entries and entries[0] is not PartitionSpec.UNCONSTRAINED else None
+
+
+def _blocks_of_devices(sharding: Sharding, count: int) -> dict[Any, range]:
+    if not isinstance(sharding, NamedSharding):
+        return dict.fromkeys(sharding.device_set, range(count))
+    rows = NamedSharding(sharding.mesh, PartitionSpec(row_entry(sharding)))
+    return {
+        device: range(count)[index[0]]
+        for device, index in rows.devices_indices_map((count,)).items()
+    }

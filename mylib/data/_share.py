@@ -1,0 +1,385 @@
+"""This process's share of a batch: looked through, and placed."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import PyTree
+
+from .._agreement import checksum, described, owners, shared_parts
+from .._errors import Fault, PlacementError
+from .._exchange import Facts, Processes, everybody, processes_of
+from .._fit import show, unfit_shape
+from .._leaves import Kind, Leaves, canonical_dtype, name_of, split
+from .._move import Part, assemble, not_there
+from .._pattern import Pattern
+from .._placement import Placement, decide, is_placement_leaf, is_rule
+from .._shard import place_leaves
+from .._target import AnyMesh, Target, fill_free, sharding_of
+from .._world import current_world
+from ._arrays import as_arrays
+from ._rows import ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows
+
+Tail = Literal["error", "drop", "pad"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for every batch of a loader. `processes` are those that have a share of it."""
+
+    placement: Any
+    mesh: AnyMesh | None
+    tail: Tail
+    arrays: tuple[Pattern, ...]
+    may_alias: bool | None
+    check: bool | None
+    processes: Processes
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process compares nothing with others."""
+        return len(self.processes) == 1 or self.check is False
+
+
+def request_of(
+    placement: PyTree[Placement],
+    mesh: AnyMesh | None,
+    tail: Tail,
+    arrays: Sequence[str],
+    may_alias: bool | None,
+    check: bool | None,
+) -> Request:
+    if tail not in get_args(Tail):
+        raise ValueError(f"tail={tail!r}: write one of {get_args(Tail)}")
+    if isinstance(arrays, str):
+        raise TypeError(f"arrays={arrays!r}: write a sequence of names, [{arrays!r}]")
+    patterns = tuple(map(Pattern, arrays))
+    mesh = current_world().devices if mesh is None else mesh
+    processes = _processes_in(placement, mesh)
+    if jax.process_index() not in processes:
+        reason = f"process {jax.process_index()} has none of its devices"
+        mend = "make batches in the processes of the mesh only, or give a mesh with devices of all"
+        raise PlacementError([Fault("", None, show(placement, mesh), reason, mend)])
+    return Request(placement, mesh, tail, patterns, may_alias, check, processes)
+
+
+def _processes_in(placement: PyTree[Placement], mesh: AnyMesh | None) -> Processes:
+    devices: set[Any] = set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
+    for entry in jtu.tree_leaves(placement, is_leaf=is_placement_leaf):
+        if is_rule(entry) and mesh is None:
+            # It may answer with anything.
+            return everybody()
+        if isinstance(entry, jax.Device):
+            devices.add(entry)
+        sharding = getattr(entry, "sharding", entry)
+        if isinstance(sharding, Sharding):
+            devices |= sharding.device_set
+    return processes_of(devices)
+
+
+@dataclass(frozen=True)
+class Share:
+    """This process's share of a batch, and what is to become of it.
+
+    `spanning` are the leaves that are to reach beyond this process, `row_leaves` those whose rows
+    are left off or filled up, `rows` how many they have. `sharers` are the processes that read the
+    same rows.
+    """
+
+    request: Request
+    leaves: Leaves
+    targets: list[Target | None]
+    spanning: list[int]
+    reader: ReaderShard
+    sharers: Processes
+    row_leaves: list[int]
+    rows: int | None
+    faults: list[Fault]
+
+    def facts(self) -> Facts:
+        """What has to be the same in all processes, or in some."""
+        facts: dict[Processes, dict[str, str]] = {}
+        rows_vary = self.request.tail != "error"
+        for i in self.spanning:
+            x, target = self.leaves.arrays[i], self.target(i)
+            shape = list(map(str, x.shape))
+            if rows_vary and i in self.row_leaves:
+                shape[0] = "rows"
+            said = f"{canonical_dtype(x)}[{', '.join(shape)}] as {described(target)}"
+            facts.setdefault(owners(sharding_of(target)), {})[self.name(i)] = said
+        facts.setdefault(self.request.processes, {})["what becomes of a tail"] = self.request.tail
+        if rows_vary:
+            facts.setdefault(self.sharers, {})["the number of rows"] = str(self.rows)
+        return {group: said for group, said in facts.items() if len(group) > 1}
+
+    def values(self) -> Facts:
+        """Checksums of what more than one process has."""
+        facts: dict[Processes, dict[str, str]] = {}
+        me = jax.process_index()
+        for i in self.spanning:
+            sharding = sharding_of(self.target(i))
+            x = numbers_of(self.leaves.arrays[i])
+            for sharers, parts in shared_parts(sharding, self.global_shape(i), me).items():
+                said = checksum([x[self.within(i, part)] for part in parts], canonical_dtype(x))
+                facts.setdefault(sharers, {})[self.name(i)] = f"checksum {said}"
+        return facts
+
+    def global_shape(self, i: int) -> tuple[int, ...]:
+        shape = tuple(self.leaves.arrays[i].shape)
+        return (shape[0] * self.reader.count, *shape[1:]) if self._is_part(i) else shape
+
+    def within(self, i: int, index: tuple[slice, ...] | None) -> Any:
+        """What of the share of a leaf is at `index` of the whole array."""
+        if not index or not self._is_part(i):
+            return index or ...
+        size = self.leaves.arrays[i].shape[0] // len(self.reader.blocks)
+        start, stop, _ = index[0].indices(self.global_shape(i)[0])
+        first = self.reader.blocks.index(start // size) * size if size else 0
+        return slice(first, first + stop - start), *index[1:]
+
+    def fitting(self, rows: int) -> "Share":
+        """The share with so many rows: the last ones left off, or filled up with zeros; and, if
+        that may happen, with a mask beside it.
+        """
+        arrays = list(self.leaves.arrays)
+        for i in self.row_leaves:
+            arrays[i] = _with_rows(arrays[i], rows)
+        tree = self.leaves.join(arrays)
+        if self.request.tail != "pad":
+            return replace(self, leaves=split(tree), rows=rows)
+        i = len(arrays)
+        return replace(
+            self,
+            leaves=split((tree, np.arange(rows) < (self.rows or 0))),
+            rows=rows,
+            targets=[*self.targets, _of_rows(self.target(self.row_leaves[0]))],
+            spanning=[*self.spanning, *([i] if self.row_leaves[0] in self.spanning else [])],
+        )
+
+    def without_rows(self) -> "Share":
+        arrays = list(self.leaves.arrays)
+        for i in self.row_leaves:
+            arrays[i] = _with_rows(arrays[i], 0)
+        return replace(self, leaves=split(self.leaves.join(arrays)), rows=0)
+
+    def placed(self) -> Any:
+        """The batch, its arrays where they were asked for."""
+        alias = self.request.may_alias
+        leaves = self._assembled(bool(alias)) if self.spanning else self.leaves
+        each = [alias] * len(leaves.arrays)
+        return leaves.join(
+            place_leaves(leaves, self.targets, current_world(), may_alias=each, check=False)
+        )
+
+    def _assembled(self, may_alias: bool) -> Leaves:
+        arrays = list(self.leaves.arrays)
+        parts: list[Part] = []
+        for i in self.spanning:
+            sharding, shape = sharding_of(self.target(i)), self.global_shape(i)
+            indices = sharding.addressable_devices_indices_map(shape)
+            own = {device: self.within(i, index) for device, index in indices.items()}
+            parts.append(Part(arrays[i], shape, sharding, own))
+        for i, y in zip(self.spanning, assemble(parts, may_alias), strict=True):
+            arrays[i] = y
+        return split(self.leaves.join(arrays))
+
+    @property
+    def is_empty(self) -> bool:
+        return self.request.tail == "drop" and self.rows == 0
+
+    def multiple_of(self, i: int) -> int:
+        """What the number of rows of a leaf has to be a multiple of, in this process."""
+        blocks = _blocks(self.target(i))
+        return len(self.reader.blocks) if self._is_part(i) else blocks
+
+    def rounded(self, rows: int) -> int:
+        """So many rows, or, so that they can be split, as few less or more as need be."""
+        multiple = math.lcm(*map(self.multiple_of, self.row_leaves))
+        least = rows // multiple * multiple
+        return least + multiple if rows > least and self.request.tail == "pad" else least
+
+    def _is_part(self, i: int) -> bool:
+        """Whether this process has but some of the rows of a leaf."""
+        return self.reader.count > 1 and i in self.spanning and _blocks(self.target(i)) > 1
+
+    def target(self, i: int) -> Target:
+        target = self.targets[i]
+        assert target is not None
+        return fill_free(target, None, len(self.leaves.arrays[i].shape))
+
+    def name(self, i: int) -> str:
+        return name_of(self.leaves.paths[i])
+
+
+def look_through(batch: Any, request: Request) -> Share:
+    """Finds out what is to become of a batch, and whether it can."""
+    leaves, numbers, faults = _flattened(batch, request)
+    world = current_world()
+    if world.staged or Kind.TRACED in leaves.kinds:
+        raise TypeError(
+            "a batch is made of values, and inside a transformed function there are none yet: use "
+            "mylib.filter_shard there"
+        )
+    simple = jax.process_count() == 1 and request.tail == "error" and not numbers
+    fit = _unfit_batch if simple else fits_all
+    decision = decide(leaves, request.placement, request.mesh, world, fit=fit)
+    faults += decision.faults
+    if simple:
+        return Share(request, leaves, decision.targets, [], _ALONE, (0,), [], None, faults)
+    targets = [
+        _everywhere(target) if position in numbers else target
+        for target, position in zip(decision.targets, leaves.positions, strict=True)
+    ]
+    placed: dict[int, Target] = {}
+    for i, target in enumerate(targets):
+        if target is None or leaves.kinds[i] not in (Kind.HOST, Kind.DEVICE):
+            continue
+        found = list(_unfit_for_shares(leaves, i, target))
+        faults += found
+        if not found and not _is_over_several(leaves.arrays[i]):
+            placed[i] = target
+    spanning = [i for i, t in placed.items() if not sharding_of(t).is_fully_addressable]
+    readers = readers_of(sharding_of(placed[i]) for i in spanning)
+    me = jax.process_index()
+    reader = readers.get(me, _ALONE)
+    sharers = tuple(process for process, other in readers.items() if other == reader) or (me,)
+    with_rows = [i for i in placed if leaves.arrays[i].ndim]
+    row_leaves = [i for i in with_rows if _blocks(placed[i]) > 1] or with_rows
+    rows = leaves.arrays[row_leaves[0]].shape[0] if row_leaves else None
+    share = Share(request, leaves, targets, spanning, reader, sharers, row_leaves, rows, faults)
+    for i, target in placed.items():
+        shape = tuple(leaves.arrays[i].shape)
+        for reason, mend in _unfit_shape(target, shape, share.multiple_of(i), request.tail):
+            faults.append(Fault(share.name(i), shape, show(target, None), reason, mend))
+    if request.tail != "error":
+        faults += _unequal_rows(share)
+    if reader.count > 1 and any(map(is_rule, decision.entries)):
+        faults += _undecided_rules(share)
+    return share
+
+
+def _flattened(batch: Any, request: Request) -> tuple[Leaves, set[int], list[Fault]]:
+    leaves = split(batch)
+    if len(leaves.arrays) == len(leaves.all) and not request.arrays:
+        return leaves, set(), []
+    batch, numbers, faults = as_arrays(batch, request.arrays)
+    return split(batch), numbers, faults
+
+
+def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]:
+    x, sharding = leaves.arrays[i], sharding_of(target)
+    name, request = name_of(leaves.paths[i]), show(target, None)
+    for reason, mend in [] if sharding.is_fully_addressable else unfit_rows(sharding):
+        yield Fault(name, tuple(x.shape), request, reason, mend)
+    if _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
+        reason = "it is an array over several processes already, and no share of one"
+        mend = "move it by mylib.filter_shard, before or after"
+        yield Fault(name, tuple(x.shape), request, reason, mend)
+
+
+def _unfit_batch(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    return _unfit_shape(target, shape, _blocks(target), "error")
+
+
+def _unfit_shape(
+    target: Target, shape: tuple[int, ...], multiple: int, tail: Tail
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with the shape of a share, whose rows have to be a multiple of something, if
+    they are not left off or filled up.
+    """
+    if shape and multiple > 1:
+        if shape[0] % multiple and tail == "error":
+            fewer = shape[0] // multiple * multiple
+            yield (
+                f"its {shape[0]} rows are not a multiple of {multiple}",
+                f"give such batches; or write tail='drop', which keeps {fewer} of the rows, or "
+                f"tail='pad', which fills up to {fewer + multiple} and says so in a mask",
+            )
+        shape = _blocks(target), *shape[1:]
+    yield from unfit_shape(target, shape)
+
+
+def _unequal_rows(share: Share) -> Iterator[Fault]:
+    request = f"tail={share.request.tail!r}"
+    if not share.row_leaves and share.request.tail == "pad":
+        mend = "leave tail= out, or give a batch with arrays in it"
+        yield Fault("", None, request, "the batch has no rows that could be filled up", mend)
+    for i in share.row_leaves:
+        x = share.leaves.arrays[i]
+        if x.shape[0] != share.rows:
+            first = share.name(share.row_leaves[0])
+            reason = f"it has {x.shape[0]} rows, and {first} has {share.rows}"
+            mend = "give the same number of rows to all arrays that are split by rows"
+            yield Fault(share.name(i), tuple(x.shape), request, reason, mend)
+
+
+def _undecided_rules(share: Share) -> Iterator[Fault]:
+    """Rules that look at how many rows there are have seen a share so far."""
+    whole = [
+        jax.ShapeDtypeStruct(share.global_shape(i), canonical_dtype(x))
+        for i, x in enumerate(share.leaves.arrays)
+    ]
+    leaves = split(share.leaves.join(whole))
+    request = share.request
+    decision = decide(leaves, request.placement, request.mesh, current_world(), fit=fits_all)
+    for i in share.spanning:
+        one, other = share.targets[i], decision.targets[i]
+        if is_rule(decision.entries[i]) and one != other:
+            reason = (
+                f"for the share of a process it says {one and show(one, None)}, for the whole, "
+                f"{whole[i].shape}, {other and show(other, None)}"
+            )
+            mend = "give what mylib.resolve says of an example of a whole batch"
+            request = repr(decision.entries[i])
+            yield Fault(share.name(i), tuple(share.leaves.arrays[i].shape), request, reason, mend)
+
+
+_ALONE = ReaderShard(0, 1, (0,), 1)
+
+
+def _is_over_several(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
+
+
+def _blocks(target: Target) -> int:
+    sharding = sharding_of(target)
+    return row_blocks(sharding) if isinstance(sharding, NamedSharding) else 1
+
+
+def _everywhere(target: Target | None) -> Target | None:
+    sharding = None if target is None else sharding_of(target)
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return sharding.update(spec=PartitionSpec())
+
+
+def _of_rows(target: Target) -> Sharding:
+    """Where one value a row goes, beside an array that goes to `target`."""
+    sharding = sharding_of(target)
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(row_entry(sharding)))
+
+
+def numbers_of(x: Any) -> np.ndarray:
+    """The numbers of an array that is here, on the host; those that keys are made of."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
+
+
+def _with_rows(x: Any, rows: int) -> Any:
+    if x.shape[0] == rows:
+        return x
+    numbers = numbers_of(x)
+    fill = np.zeros((max(0, rows - len(numbers)), *numbers.shape[1:]), numbers.dtype)
+    numbers = np.concatenate([numbers[:rows], fill])
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(x))
+    return numbers
