@@ -1,8 +1,8 @@
 """How the loaders of several processes keep in step.
 
-As in `mylib._exchange`, they meet at JAX's coordination service. But here a thread of each waits for
-as long as it takes, since it is the consumer that loses patience; and whoever leaves wakes up all
-who wait.
+As in `mylib._exchange`, they meet at JAX's coordination service. But here a thread of each waits
+for as long as it takes, since it is the consumer that loses patience; and whoever leaves wakes up
+all who wait.
 """
 
 import threading
@@ -26,15 +26,18 @@ class Left(RuntimeError):
     """A process does not come to any more meetings."""
 
 
-class Channel:
-    """Meetings of some processes, one after the other. All of them open their channels in the same
-    order.
-    """
+def new_place(processes: Processes) -> str:
+    """Where some processes meet for a new purpose. All of them have to ask in the same order."""
+    _opened[processes] += 1
+    return f"mylib/prefetch/{digest(processes)}/{_opened[processes]}"
 
-    def __init__(self, processes: Processes):
-        _opened[processes] += 1
+
+class Channel:
+    """Meetings of some processes at one place, one after the other."""
+
+    def __init__(self, place: str, processes: Processes):
         self._processes = processes
-        self._place = f"mylib/prefetch/{digest(processes)}/{_opened[processes]}"
+        self._place = place
         self._turn = 0
         self._left = threading.Event()
         self._since: float | None = None

@@ -20,11 +20,11 @@ from jaxtyping import PyTree
 from .._exchange import patience
 from .._placement import Placement
 from .._target import AnyMesh
-from ._channel import Channel
+from ._channel import Channel, new_place
 from ._settle import settle, settle_end, settle_failure
 from ._share import Request, Share, Tail, look_through, request_of
 
-# For so long a thread is waited for that has been told to end. It may be in the midst of its source.
+# How long a thread is waited for that was told to end. It may be in the midst of its source.
 _PATIENCE = 5.0
 # How much of what was measured counts for the next batch.
 _MEMORY = 0.9
@@ -178,14 +178,13 @@ class _Maker:
 class _Feed:
     """A thread, what it fills, and how to end it."""
 
-    def __init__(self, source: Iterator[Any], request: Request, size: int):
-        alone = (jax.process_index(),)
+    def __init__(self, source: Iterator[Any], request: Request, size: int, channel: Channel):
         self.buffer = _Buffer(size)
-        self.channel = Channel(alone if request.is_alone else request.processes)
+        self.channel = channel
         maker = _Maker(source, request, self.channel)
         context = contextvars.copy_context()
-        # JAX keeps this one for each thread.
-        wide = bool(jax.config.jax_enable_x64)
+        # JAX keeps this setting for each thread.
+        wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
         self.thread = threading.Thread(
             target=context.run,
             args=(_fill, maker, self.buffer, self.channel, wide),
@@ -231,11 +230,21 @@ def _make_one(maker: _Maker, buffer: _Buffer) -> bool:
     return not item.is_last
 
 
-_NO_STATE = object()
+@dataclass(frozen=True)
+class _NoState:
+    """Why there is no state to go on from."""
+
+    reason: Exception
 
 
 def _state_of(iterator: Any) -> Any:
-    return iterator.get_state() if hasattr(iterator, "get_state") else _NO_STATE
+    if not hasattr(iterator, "get_state"):
+        return _NoState(TypeError(_stateless(iterator, "get_state")))
+    try:
+        return iterator.get_state()
+    except (TypeError, NotImplementedError) as error:
+        # It has a source in turn that has none. Nobody may ever ask.
+        return _NoState(error)
 
 
 class Prefetch(Iterator[Any]):
@@ -254,6 +263,11 @@ class Prefetch(Iterator[Any]):
         self._is_over = False
         self._state: Any = None
         self._clock = _Clock()
+        alone = (jax.process_index(),)
+        self._processes = alone if request.is_alone else request.processes
+        # Now, and not when it is first needed: this line is passed in the same order everywhere.
+        self._place = new_place(self._processes)
+        self._starts = 0
 
     def __iter__(self) -> "Prefetch":
         return self
@@ -300,13 +314,13 @@ class Prefetch(Iterator[Any]):
         return self._clock.timing()
 
     def get_state(self) -> Any:
-        """Where the source was after the batch that the loop had last, whatever has been read since:
-        what the source's iterator said in its own `get_state`, as those of grain have it. Each
+        """Where the source was after the batch that the loop had last, whatever has been read
+        since: what `get_state` of the source's iterator, as those of grain have it, said then. Each
         process has its own.
         """
         state = _state_of(self._iterated()) if self._feed is None else self._state
-        if state is _NO_STATE:
-            raise TypeError(_stateless(self._iterator, "get_state"))
+        if isinstance(state, _NoState):
+            raise state.reason
         return state
 
     def set_state(self, state: Any) -> None:
@@ -325,7 +339,9 @@ class Prefetch(Iterator[Any]):
     def _start(self) -> _Feed:
         iterator = self._iterated()
         self._state = _state_of(iterator)
-        self._feed = _Feed(iterator, self._request, self._size)
+        self._starts += 1
+        channel = Channel(f"{self._place}/{self._starts}", self._processes)
+        self._feed = _Feed(iterator, self._request, self._size, channel)
         self._stop = weakref.finalize(self, self._feed.stop)
         return self._feed
 
@@ -335,7 +351,7 @@ class Prefetch(Iterator[Any]):
             self._stop()
 
     def _iterated(self) -> Any:
-        # In the consumer's thread: some sources start processes, which is best done in the main one.
+        # In the consumer's thread, which mostly is the main one: some sources start processes.
         if self._iterator is None:
             if self._source is None:
                 raise ValueError("these batches have been closed")
@@ -357,7 +373,7 @@ class _Clock:
         self._batches = 0
         self._begun: float | None = None
         self._asked = self._given = 0.0
-        self._waited = self._idle = 0.0
+        self._waited = self._last_waited = self._idle = 0.0
         # The same, but that what was long ago counts less: a first step that compiles says little.
         self._waited_lately = self._idle_lately = 0.0
 
@@ -371,7 +387,8 @@ class _Clock:
 
     def count(self, idle: float) -> None:
         self._batches += 1
-        self._waited_lately = _MEMORY * self._waited_lately + self._given - self._asked
+        self._last_waited = self._given - self._asked
+        self._waited_lately = _MEMORY * self._waited_lately + self._last_waited
         self._idle_lately = _MEMORY * self._idle_lately + idle - self._idle
         self._idle = idle
 
@@ -380,7 +397,7 @@ class _Clock:
             self._batches,
             self._given - (self._begun or 0.0),
             self._waited,
-            self._given - self._asked,
+            self._last_waited,
             self._idle,
             "loader" if self._waited_lately > self._idle_lately else "step",
         )

@@ -80,7 +80,8 @@ def _processes_in(placement: PyTree[Placement], mesh: AnyMesh | None) -> Process
         sharding = getattr(entry, "sharding", entry)
         if isinstance(sharding, Sharding):
             devices |= sharding.device_set
-    return processes_of(devices)
+    # If it is to leave everything as it is, that is this process's own affair.
+    return processes_of(devices) or (jax.process_index(),)
 
 
 @dataclass(frozen=True)
@@ -293,7 +294,7 @@ def _unfit_shape(
     """What is wrong with the shape of a share, whose rows have to be a multiple of something, if
     they are not left off or filled up.
     """
-    if shape and multiple > 1:
+    if shape and _blocks(target) > 1:
         if shape[0] % multiple and tail == "error":
             fewer = shape[0] // multiple * multiple
             yield (
