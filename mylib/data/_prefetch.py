@@ -234,17 +234,17 @@ def _make_one(maker: _Maker, buffer: _Buffer) -> bool:
 class _NoState:
     """Why there is no state to go on from."""
 
-    reason: Exception
+    reason: str
 
 
 def _state_of(iterator: Any) -> Any:
     if not hasattr(iterator, "get_state"):
-        return _NoState(TypeError(_stateless(iterator, "get_state")))
+        return _NoState(_stateless(iterator, "get_state"))
     try:
         return iterator.get_state()
     except (TypeError, NotImplementedError) as error:
         # It has a source in turn that has none. Nobody may ever ask.
-        return _NoState(error)
+        return _NoState(str(error))
 
 
 class Prefetch(Iterator[Any]):
@@ -320,7 +320,7 @@ class Prefetch(Iterator[Any]):
         """
         state = _state_of(self._iterated()) if self._feed is None else self._state
         if isinstance(state, _NoState):
-            raise state.reason
+            raise TypeError(state.reason)
         return state
 
     def set_state(self, state: Any) -> None:
