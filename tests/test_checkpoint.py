@@ -57,13 +57,18 @@ def of_weights(mode: str, stacking: str, base: str | None, recomputing: bool) ->
 
 
 MODES = pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
-STACKINGS = pytest.mark.parametrize("stacking", ["scan", "unrolled"])
+# Unrolled layers take long to compile.
+UNROLLED = pytest.param("unrolled", marks=pytest.mark.thorough)
+STACKINGS = pytest.mark.parametrize("stacking", ["scan", UNROLLED])
 
 
 @MODES
 @pytest.mark.parametrize(
     "stacking, base",
-    [("scan", base) for base in BASES] + [("unrolled", "everything")],
+    [
+        *[("scan", base) for base in BASES],
+        pytest.param("unrolled", "everything", marks=pytest.mark.thorough),
+    ],
 )
 def test_weights_are_gathered_again_and_not_kept(mode, stacking, base):
     plain = of_weights(mode, stacking, None, False)

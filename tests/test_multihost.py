@@ -316,7 +316,10 @@ def test_waits():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+_SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, _SIGTERM, signal.SIGKILL])
 def test_the_end_of_pytest_is_the_end_of_all(tmp_path, env, number):
     (tmp_path / "test_waiting.py").write_text(WAITING)
     (tmp_path / "conftest.py").write_text("")
@@ -431,6 +434,7 @@ def test_a_debugger(small):
         assert done.ret == 1
 
 
+@pytest.mark.thorough
 def test_several_sessions_at_once(small):
     """Under xdist each session has processes and ports of its own."""
     done = small.runpytest_subprocess("-n2", "--fruit=apple", timeout=200)
@@ -494,6 +498,7 @@ def pytest_collection_modifyitems(items):
     small.runpytest_subprocess(timeout=100).assert_outcomes(passed=4)
 
 
+@pytest.mark.thorough
 def test_more_options_of_pytest(small):
     small.makeini("[pytest]\naddopts = --strict-config\n")
     small.makepyfile(
@@ -704,7 +709,9 @@ def test_launch(small):
         assert line in done.outlines
 
 
-@pytest.mark.parametrize("how, status", [("fail", 1), ("exit", 7)])
+@pytest.mark.parametrize(
+    "how, status", [("fail", 1), pytest.param("exit", 7, marks=pytest.mark.thorough)]
+)
 def test_launch_of_a_script_that_fails(small, how, status):
     small.makepyfile(script=SCRIPT)
     start = time.monotonic()

@@ -181,9 +181,20 @@ def arrays(tree):
     return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
 
 
-# Every model under every strategy, and the transformer with every optimiser, too.
+# Every model under every strategy, and the transformer with every optimiser, too. Every day, each
+# of them once.
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
+]
+EVERYDAY = {"transformer": ["fsdp", "tensor parallel", "both"], "scanned": ["both"]}
+TRAINED = [
+    pytest.param(
+        name,
+        strategy,
+        optimiser,
+        marks=[] if strategy in EVERYDAY.get(name, STRATEGIES) else pytest.mark.thorough,
+    )
+    for name, strategy, optimiser in TRAINED
 ]
 
 
