@@ -1,5 +1,7 @@
 """Batches in one process: shares, tails, and loaders that are ahead of the loop."""
 
+import copy
+import enum
 import gc
 import importlib.util
 import resource
@@ -20,7 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib.data import prefetch, reader_shard, to_global
@@ -98,6 +101,16 @@ def test_what_is_no_placement_to_read_by(mesh):
     assert "no devices" in text
     text = _fails(mylib.PlacementError, reader_shard, "data", mesh=mesh)
     assert "PartitionSpec('data')" in text
+
+
+def test_placements_that_say_little(mesh):
+    for placement in None, {}, {"x": None}, jax.devices()[2]:
+        shard = reader_shard(placement, mesh=mesh)
+        assert (shard.index, shard.count, shard.rows(7)) == (0, 1, (slice(0, 7),))
+    layout = Format(Layout((1, 0)), NamedSharding(mesh, P("data")))
+    assert reader_shard(layout).rows(8) == (slice(0, 8),)
+    out = to_global({"x": np.ones((8, 4))}, layout)
+    assert_placed(out, layout)
 
 
 # --- to_global ------------------------------------------------------------------------------------
@@ -217,9 +230,22 @@ def test_arguments(mesh):
     assert "buffer=0" in _fails(ValueError, prefetch, [], P(), mesh=mesh, buffer=0)
     text = _fails(TypeError, jax.jit(lambda x: to_global(x, P("data"), mesh=mesh)), np.ones(8))
     assert "mylib.filter_shard" in text
+    for flag in "may_alias", "check":
+        text = _fails(TypeError, to_global, 1, P(), mesh=mesh, **{flag: {"x": True}})
+        assert f"{flag}={{'x': True}}" in text
     deleted = jnp.ones(8)
     deleted.delete()
-    assert "deleted" in _fails(mylib.PlacementError, to_global, deleted, P("data"), mesh=mesh)
+    for tail in "error", "pad":
+        text = _fails(mylib.PlacementError, to_global, deleted, P("data"), mesh=mesh, tail=tail)
+        assert "the array (8,)" in text and "deleted" in text
+
+
+class Colour(enum.IntEnum):
+    RED, GREEN = 1, 2
+
+
+class Fraction(float):
+    pass
 
 
 def test_numbers_that_become_arrays(mesh):
@@ -251,6 +277,8 @@ def test_numbers_that_become_arrays(mesh):
         batch["lr"] = lr
         step(to_global(batch, P("data"), mesh=mesh))
     assert len(traces) == 4
+    odd = to_global({"c": Colour.GREEN, "f": Fraction(0.5)}, P(), mesh=mesh, arrays=["c", "f"])
+    assert [(str(y.dtype), float(y)) for y in odd.values()] == [("int32", 2), ("float32", 0.5)]
     batch["lr"] = "fast"
     batch["step"] = 2**40
     text = _fails(
@@ -274,6 +302,7 @@ def test_arrays_of_other_libraries(mesh):
         "x": torch.arange(16.0).reshape(8, 2),
         "half": torch.arange(8).to(torch.bfloat16),
         "long": torch.arange(8),
+        "strided": torch.arange(16).to(torch.bfloat16)[::2],
         "table": table,
     }
     out = to_global(batch, P("data"), mesh=mesh)
@@ -281,6 +310,9 @@ def test_arrays_of_other_libraries(mesh):
     assert out["half"].dtype == jnp.bfloat16 and out["table"] is table
     np.testing.assert_array_equal(out["x"], batch["x"])
     np.testing.assert_array_equal(out["long"], np.arange(8))
+    np.testing.assert_array_equal(out["strided"], np.arange(0, 16, 2))
+    with pytest.raises(TypeError, match="to_dense"):
+        to_global(torch.ones(8).to_sparse(), P("data"), mesh=mesh)
     batch["x"][:] = 0
     assert float(out["x"].sum()) == 120
     with pytest.raises(RuntimeError, match="requires grad") as caught:
@@ -367,7 +399,8 @@ def test_an_error_of_the_source_has_its_place(mesh):
     next(batches)
     with pytest.raises(KeyboardInterrupt):
         next(batches)
-    assert "not iterable" in _fails(TypeError, next, prefetch(3, P(), mesh=mesh))
+    for source in 3, None:
+        assert "not iterable" in _fails(TypeError, next, prefetch(source, P(), mesh=mesh))
 
 
 @pytest.mark.parametrize("how", ["close", "with", "error in with", "break", "del", "cycle"])
@@ -417,6 +450,76 @@ def test_an_iterator_that_is_left(mesh, how):
     assert not _threads() and len(jax.live_arrays()) == before
     gc.collect()
     assert alive == []
+
+
+@pytest.mark.parametrize("where", ["source", "end"])
+def test_closed_while_it_is_waited_for(mesh, where):
+    """By another thread, or by the handler of a signal."""
+    go_on = threading.Event()
+
+    def source():
+        yield np.ones(8)
+        if where == "source":
+            go_on.wait(20)
+            yield np.ones(8)
+        time.sleep(0.3)
+
+    batches = prefetch(source(), P("data"), mesh=mesh)
+    next(batches)
+    left = []
+    waiting = [threading.Thread(target=lambda: left.append(list(batches))) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.1)
+    if where == "source":
+        threading.Timer(0.1, go_on.set).start()
+        batches.close()
+    for thread in waiting:
+        thread.join(10)
+    assert left == [[], []]
+
+
+def test_threads_that_share_it(mesh):
+    batches = prefetch(_source(60), P("data"), mesh=mesh)
+    seen, start = [], threading.Barrier(4)
+
+    def take():
+        start.wait()
+        for batch in batches:
+            seen.append(batch["i"])
+
+    threads = [threading.Thread(target=take) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(seen) == list(range(60))
+
+
+def test_batches_of_which_nothing_is_left(mesh):
+    """The thread of a source that has no other ones ends as well."""
+    batches = prefetch((np.ones(3) for _ in iter(int, 1)), P("data"), mesh=mesh, tail="drop")
+    waiting = threading.Thread(target=lambda: list(batches))
+    waiting.start()
+    time.sleep(0.1)
+    batches.close()
+    waiting.join(10)
+    assert not waiting.is_alive() and not _threads()
+
+
+def test_a_stop_that_is_not_the_sources(mesh):
+    def rule(leaf):
+        return next(spec for name, spec in [("other", P())] if name == leaf.name)
+
+    batches = prefetch([np.ones(8)] * 3, rule, mesh=mesh)
+    with pytest.raises(RuntimeError, match="could not be made") as caught:
+        next(batches)
+    assert isinstance(caught.value.__cause__, StopIteration)
+
+
+def test_no_copies(mesh):
+    batches = prefetch(_source(3), P("data"), mesh=mesh)
+    assert batches and "can't be copied" in _fails(TypeError, copy.copy, batches)
 
 
 def test_a_source_that_does_not_come_back(mesh, monkeypatch):
@@ -495,6 +598,7 @@ def test_who_is_slower(mesh):
     assert step.batches == loader.batches == 15
     assert "batch 15: waited" in str(loader) and "the loader is slower" in str(loader)
     fresh = prefetch([], P(), mesh=mesh).timing
+    assert fresh.last_waited == fresh.idle == 0.0
     assert (fresh.batches, fresh.total, fresh.waited) == (0, 0.0, 0.0) and "batch 0" in str(fresh)
 
 
@@ -511,6 +615,14 @@ def test_settings_of_the_thread_that_asked(mesh):
         batches = prefetch([np.ones(8)], P("data"), mesh=mesh)
         assert next(batches).dtype == np.float64
     assert next(prefetch([np.ones(8)], P("data"), mesh=mesh)).dtype == np.float32
+
+
+def test_the_mesh_of_the_thread_that_asked(mesh):
+    def source():
+        yield mylib.filter_shard(np.ones(8), P("model"))
+
+    with jax.set_mesh(mesh):
+        assert_placed(next(prefetch(source(), P("data"))), P("data"))
 
 
 def test_tails_of_a_loader(mesh):
@@ -558,6 +670,36 @@ def test_a_state_to_go_on_from(mesh):
     batches.close()
     assert batches.get_state() == states[3]
     assert "closed" in _fails(ValueError, batches.set_state, states[0])
+
+
+def test_a_state_that_goes_on_changing(mesh):
+    class Source:
+        def __init__(self):
+            self.state = {"i": 0}
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            self.state["i"] += 1
+            return np.full(8, self.state["i"])
+
+        def get_state(self):
+            return self.state
+
+        def set_state(self, state):
+            self.state["i"] = state["i"] + 0
+
+    batches = prefetch(Source(), P("data"), mesh=mesh, buffer=4)
+    next(batches), time.sleep(0.05)
+    assert batches.get_state() == {"i": 1}
+    idle = batches.timing.idle
+    with pytest.raises(KeyError):
+        batches.set_state({})
+    assert "set_state has failed" in _fails(RuntimeError, next, batches)
+    batches.set_state({"i": 7})
+    assert next(batches).tolist() == [8] * 8 and batches.timing.idle >= idle
+    batches.close()
 
 
 def test_a_state_that_is_none(mesh):
@@ -639,8 +781,10 @@ next(batches)
 """
 
 
-def test_python_ends_in_the_midst(checkout_env):
-    process = _run(_LOOP.format(delay=0) + "print('end', flush=True)", checkout_env)
+@pytest.mark.parametrize("before", ["", "import tempfile; t = tempfile.TemporaryDirectory()"])
+def test_python_ends_in_the_midst(checkout_env, before):
+    """Also where what ends with Python was begun before JAX was imported."""
+    process = _run(before + _LOOP.format(delay=0) + "print('end', flush=True)", checkout_env)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and out == "end\n" and err == ""
 

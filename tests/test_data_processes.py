@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
+from mylib._world import coordination_client
 from mylib.data import prefetch, reader_shard, to_global
 from mylib.testing import all_equal, assert_placed, assert_same_everywhere, barrier, gather
 
@@ -200,6 +201,21 @@ def test_a_step_on_what_came(axis_type):
         batches = prefetch((x[np.r_[shard.rows(ROWS)]] * i for i in range(4)), P("data"))
         step = mylib.filter_jit(lambda b: jnp.sum(b**2), out_shardings=P())
         assert [float(step(b)) for b in batches] == [float(np.sum((x * i) ** 2)) for i in range(4)]
+
+
+def test_placements_of_what_is_no_array():
+    """What a process reads does not depend on what else is in the batch."""
+    mesh = _mesh("data across")
+    placement = {"x": P("data"), "y": P("model")}
+    shard = reader_shard(placement, mesh=mesh)
+    assert shard.count == 1
+    x = np.arange(8.0, dtype=np.float32)
+    for y in "text", x, 3:
+        out = to_global({"x": x[np.r_[shard.rows(8)]], "y": y}, placement, mesh=mesh)
+        _assert_is(out["x"], x)
+    mine = NamedSharding(Mesh(np.array(jax.local_devices()), ("here",)), P("here"))
+    assert reader_shard({"x": P("data"), "mine": mine}, mesh=mesh).count > 1
+    assert (reader_shard(mine).index, reader_shard(mine).count) == (0, 1)
 
 
 def test_arrays_of_devices_and_numbers(processes):
@@ -455,6 +471,49 @@ def test_a_process_that_does_not_come(monkeypatch):
             next(batches)
         barrier()
     batches.close()
+
+
+def test_a_loader_that_only_one_has(monkeypatch):
+    """The next ones find each other again."""
+    mesh = _mesh("data across")
+    monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
+    one = jax.process_index() == 1
+    unused = prefetch(_source(3), P("data"), mesh=mesh) if one else None
+    assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
+    if one:
+        with pytest.raises(TimeoutError, match="in the same order"):
+            next(unused)
+        unused.close()
+    barrier()
+    for _ in range(2):
+        assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
+
+
+def test_nothing_is_left_behind():
+    """Neither of loaders that have ended, nor of those that were left."""
+    mesh = _mesh("data across")
+    for _ in range(3):
+        list(prefetch(_source(3), P("data"), mesh=mesh))
+        for _ in prefetch(_source(9), P("data"), mesh=mesh):
+            break
+        del _
+    deadline = time.monotonic() + 10
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    barrier()
+    assert coordination_client().key_value_dir_get("mylib/prefetch/") == []
+
+
+def test_a_rule_that_fails_in_one_process():
+    mesh = _mesh("data across")
+
+    def rule(leaf):
+        return {0: P("data")}[jax.process_index()]
+
+    error = KeyError if jax.process_index() else RuntimeError
+    with pytest.raises(error) as caught:
+        to_global(np.ones(4), rule, mesh=mesh)
+    assert jax.process_index() or "process 1: KeyError" in str(caught.value)
 
 
 def test_several_at_once():

@@ -38,12 +38,14 @@ def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list
 
 
 def _as_array(x: Any, pattern: Pattern, path: KeyPath, faults: list[Fault]) -> Any:
-    if not isinstance(x, bool | int | float | complex):
+    # Also what is made of one, such as a member of an IntEnum.
+    number: Any = next((kind for kind in (bool, int, float, complex) if isinstance(x, kind)), None)
+    if number is None:
         reason, mend = f"it is a {type(x).__name__}, not a number", "name Python numbers"
         faults.append(Fault(name_of(path), None, _request(pattern), reason, mend))
         return x
     try:
-        return np.asarray(x, jax.dtypes.canonicalize_dtype(np.result_type(type(x))))
+        return np.asarray(number(x), jax.dtypes.canonicalize_dtype(np.result_type(number)))
     except OverflowError as error:
         mend = "give a NumPy array of the dtype that you mean"
         faults.append(Fault(name_of(path), (), _request(pattern), str(error), mend))
@@ -70,6 +72,12 @@ def _as_numpy(path: KeyPath, x: Any) -> Any:
 def _values(x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
-    except TypeError:
-        # NumPy knows neither bfloat16 nor memory other than the host's.
-        return np.asarray(jax.dlpack.from_dlpack(x))
+    except TypeError as error:
+        # PyTorch can't say bfloat16 to NumPy, nor what is not in host memory. JAX knows both.
+        if not hasattr(x, "__dlpack__"):
+            raise
+        try:
+            compact = x.contiguous() if hasattr(x, "contiguous") else x
+            return np.asarray(jax.dlpack.from_dlpack(compact))
+        except (TypeError, BufferError, RuntimeError):
+            raise error from None

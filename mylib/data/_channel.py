@@ -8,6 +8,7 @@ all who wait.
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ _LEFT = "left by process "
 # For so many milliseconds a thread waits without looking whether it still should.
 _LONG = 10_000
 
+# How many channels some processes have opened.
 _opened: Counter[Processes] = Counter()
 
 
@@ -26,34 +28,32 @@ class Left(RuntimeError):
     """A process does not come to any more meetings."""
 
 
-def new_place(processes: Processes) -> str:
-    """Where some processes meet for a new purpose. All of them have to ask in the same order."""
-    _opened[processes] += 1
-    return f"mylib/prefetch/{digest(processes)}/{_opened[processes]}"
-
-
 class Channel:
-    """Meetings of some processes at one place, one after the other."""
+    """Meetings of some processes, one after the other.
 
-    def __init__(self, place: str, processes: Processes):
+    All of them have to open their channels in the same order. A channel at which others have waited
+    in vain, and have left before the first meeting, is passed over.
+    """
+
+    def __init__(self, processes: Processes):
         self._processes = processes
-        self._place = place
-        self._turn = 0
+        # Asked for now: when Python ends, JAX may have been taken down already.
+        self._me = jax.process_index()
+        self._open()
         self._left = threading.Event()
+        self._ended = False
         self._since: float | None = None
 
     def meet(self, mine: str, judge: Judge) -> str:
         """Says something to the others, and returns what the last to come makes of it all."""
         if len(self._processes) == 1:
-            return judge({self._processes[0]: mine})
-        if self._left.is_set():
-            self.leave()
+            return judge({self._me: mine})
         self._since = time.monotonic()
-        client, here = self._client(), self._here()
-        client.key_value_set(f"{here}/said/{jax.process_index()}", mine)
-        if client.key_value_increment(f"{here}/count", 1) == len(self._processes):
-            self._conclude(judge(self._said()))
-        judgement = self._judgement()
+        judgement = self._meet(mine, judge)
+        while judgement.startswith(_LEFT) and self._turn == 0 and not self._left.is_set():
+            self._close()
+            self._open()
+            judgement = self._meet(mine, judge)
         self._since = None
         if judgement.startswith(_LEFT):
             raise Left(
@@ -61,16 +61,22 @@ class Channel:
                 "batches. Let all processes leave it after the same batch"
             )
         self._turn += 1
-        if jax.process_index() == self._processes[0] and self._turn > 1:
+        if self._me == self._processes[0] and self._turn > 1:
             # Whoever has been here has heard all that was judged before.
-            client.key_value_delete(f"{self._place}/{self._turn - 2}/")
+            self._client().key_value_delete(f"{self._place}/{self._turn - 2}/")
         return judgement
 
     def leave(self) -> None:
         """Ends the next meeting, or the one that is under way, for all who are or will be there."""
         self._left.set()
-        if len(self._processes) > 1 and coordination_client() is not None:
-            self._conclude(f"{_LEFT}{jax.process_index()}")
+        if not self._ended:
+            self._quietly(lambda: self._conclude(f"{_LEFT}{self._me}"))
+
+    def end(self) -> None:
+        """Leaves, for the thread that meets: it does not come back."""
+        self.leave()
+        self._ended = True
+        self._quietly(self._close)
 
     def waited(self, since: float) -> float:
         """For how many seconds the others have been waited for, counted from `since`."""
@@ -81,6 +87,52 @@ class Channel:
         """Who has not come yet."""
         said = self._said()
         return named([i for i in self._processes if i not in said] or self._processes)
+
+    def _open(self) -> None:
+        _opened[self._processes] += 1
+        number = _opened[self._processes]
+        self._place, self._turn = f"mylib/prefetch/{digest(self._processes)}/{number}", 0
+
+    def _close(self) -> None:
+        # The last one tidies up.
+        client = self._client()
+        if client.key_value_increment(f"{self._place}/closed", 1) == len(self._processes):
+            client.key_value_delete(f"{self._place}/")
+
+    def _quietly(self, tell: Callable[[], None]) -> None:
+        if len(self._processes) > 1 and coordination_client() is not None:
+            try:
+                tell()
+            except jax.errors.JaxRuntimeError:
+                # Where they meet is gone: whoever waits there has had an error of their own.
+                pass
+
+    def _meet(self, mine: str, judge: Judge) -> str:
+        client, here = self._client(), self._here()
+        if self._left.is_set():
+            # When that was said, the meeting was another one.
+            self._conclude(f"{_LEFT}{self._me}")
+        client.key_value_set(f"{here}/said/{self._me}", mine)
+        if client.key_value_increment(f"{here}/count", 1) == len(self._processes):
+            self._conclude(judge(self._said()))
+        while True:
+            try:
+                return client.blocking_key_value_get(f"{here}/judgement", _LONG)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+    def _conclude(self, judgement: str) -> None:
+        try:
+            self._client().key_value_set(f"{self._here()}/judgement", judgement)
+        except jax.errors.JaxRuntimeError as error:
+            # Somebody was quicker, and that holds.
+            if "ALREADY_EXISTS" not in str(error):
+                raise
+
+    def _said(self) -> dict[int, str]:
+        said = self._client().key_value_dir_get(f"{self._here()}/said/")
+        return {int(key.rsplit("/", 1)[1]): value for key, value in said}
 
     def _here(self) -> str:
         return f"{self._place}/{self._turn}"
@@ -93,23 +145,3 @@ class Channel:
                 "start of each, or write check=False"
             )
         return client
-
-    def _said(self) -> dict[int, str]:
-        said = self._client().key_value_dir_get(f"{self._here()}/said/")
-        return {int(key.rsplit("/", 1)[1]): value for key, value in said}
-
-    def _conclude(self, judgement: str) -> None:
-        try:
-            self._client().key_value_set(f"{self._here()}/judgement", judgement)
-        except jax.errors.JaxRuntimeError as error:
-            # Somebody was quicker, and that holds.
-            if "ALREADY_EXISTS" not in str(error):
-                raise
-
-    def _judgement(self) -> str:
-        while True:
-            try:
-                return self._client().blocking_key_value_get(f"{self._here()}/judgement", _LONG)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise

@@ -9,7 +9,7 @@ from .._errors import Fault, PlacementError
 from .._exchange import meeting
 from .._placement import Placement
 from .._target import AnyMesh
-from ._settle import settle
+from ._settle import settle, settle_failure
 from ._share import Share, Tail, look_through, request_of
 
 # What has been compared once, number by number.
@@ -74,8 +74,14 @@ def to_global(
         ```
     """
     request = request_of(placement, mesh, tail, arrays, may_alias, check)
-    share = look_through(batch, request)
-    settled = settle(share, meeting("to_global", request.processes), _compared)
+    meet = meeting("to_global", request.processes)
+    try:
+        share = look_through(batch, request)
+    except Exception as error:
+        if not request.is_alone:
+            settle_failure(error, tail, meet)
+        raise
+    settled = settle(share, meet, _compared)
     assert settled is not None
     if settled.is_empty:
         raise PlacementError([_nothing_left(share)])

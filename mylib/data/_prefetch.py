@@ -4,23 +4,28 @@ A thread reads from the source and places what it has read. It knows nothing of 
 the consumer has, so that this can be collected, which ends the thread.
 """
 
+import atexit
 import contextvars
+import copy
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from .._exchange import patience
 from .._placement import Placement
 from .._target import AnyMesh
-from ._channel import Channel, new_place
+from .._world import current_world
+from ._channel import Channel
 from ._settle import settle, settle_end, settle_failure
 from ._share import Request, Share, Tail, look_through, request_of
 
@@ -108,10 +113,10 @@ class _Buffer:
     def take(self, timeout: float) -> _Item | None:
         """The next item, or None if there is none for so long."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._items, timeout):
+            if not self._changed.wait_for(lambda: self._items or self._closed, timeout):
                 return None
             self._changed.notify_all()
-            return self._items.popleft()
+            return self._items.popleft() if self._items else _Item(is_last=True)
 
     def close(self) -> None:
         with self._changed:
@@ -142,17 +147,18 @@ class _Maker:
         self._nothing: Share | None = None
 
     def make(self) -> _Item | None:
-        """The next batch, or None if there is no more."""
-        settled = None
-        while settled is None or settled.is_empty:
-            share, ended = self._read()
-            if share is None:
-                settle_end(self._request.tail, self._channel.meet)
-                return None
-            settled = settle(share, self._channel.meet, self._compared, self._rows, ended)
-            if settled is None:
-                return None
-            self._remember(share, settled)
+        """What comes next; None if it is a batch of which nothing is left."""
+        share, ended = self._read()
+        if share is None:
+            settle_end(self._request.tail, self._channel.meet)
+            return _Item(is_last=True)
+        settled = settle(share, self._channel.meet, self._compared, self._rows, ended)
+        if settled is None:
+            return _Item(is_last=True)
+        if settled.is_empty:
+            return None
+        if self._request.tail == "pad" and self._nothing is None:
+            self._rows, self._nothing = settled.rows or 0, share.without_rows()
         return _Item(settled.placed(), _state_of(self._source))
 
     def _read(self) -> tuple[Share | None, bool]:
@@ -169,29 +175,26 @@ class _Maker:
             settle_failure(error, self._request.tail, self._channel.meet)
             raise
 
-    def _remember(self, share: Share, settled: Share) -> None:
-        if self._request.tail == "pad" and self._nothing is None:
-            self._rows = settled.rows or 0
-            self._nothing = share.without_rows()
-
 
 class _Feed:
     """A thread, what it fills, and how to end it."""
 
-    def __init__(self, source: Iterator[Any], request: Request, size: int, channel: Channel):
+    def __init__(self, source: Iterator[Any], request: Request, size: int):
+        alone = (jax.process_index(),)
         self.buffer = _Buffer(size)
-        self.channel = channel
+        self.channel = Channel(alone if request.is_alone else request.processes)
         maker = _Maker(source, request, self.channel)
         context = contextvars.copy_context()
-        # JAX keeps this setting for each thread.
-        wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
+        # JAX keeps these for each thread.
+        mesh, wide = current_world().devices, jax.dtypes.canonicalize_dtype("float64") == "float64"
         self.thread = threading.Thread(
             target=context.run,
-            args=(_fill, maker, self.buffer, self.channel, wide),
+            args=(_fill, maker, self.buffer, self.channel, mesh, wide),
             name="mylib.data.prefetch",
             daemon=True,
         )
         self.thread.start()
+        _feeds.add(self)
 
     def take(self) -> _Item:
         begun, limit = time.monotonic(), patience()
@@ -202,7 +205,8 @@ class _Feed:
             if self.channel.waited(begun) > limit:
                 raise TimeoutError(
                     f"{self.channel.missing()} did not come within {limit:g} s with the next "
-                    "batch. If a loader is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
+                    "batch. All processes have to begin their loops in the same order. If a loader "
+                    "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
                 )
 
     def stop(self) -> None:
@@ -212,20 +216,37 @@ class _Feed:
             self.thread.join(_PATIENCE)
 
 
-def _fill(maker: _Maker, buffer: _Buffer, channel: Channel, wide: bool) -> None:
-    with jax.enable_x64(wide):
+_feeds: weakref.WeakSet[_Feed] = weakref.WeakSet()
+
+
+# Before JAX takes down what the threads use: it was imported earlier, so its turn comes later.
+@atexit.register
+def _stop_all() -> None:
+    for feed in list(_feeds):
+        feed.stop()
+
+
+def _fill(maker: _Maker, buffer: _Buffer, channel: Channel, mesh: Mesh | None, wide: bool) -> None:
+    with jax.enable_x64(wide), nullcontext() if mesh is None else jax.set_mesh(mesh):
         going = True
         while going and buffer.wait_for_room():
             going = _make_one(maker, buffer)
-    channel.leave()
+    channel.end()
 
 
 def _make_one(maker: _Maker, buffer: _Buffer) -> bool:
     """Puts the next item into the buffer, and keeps none of it. Whether there may be more."""
     try:
-        item = maker.make() or _Item(is_last=True)
+        item = maker.make()
+    except StopIteration as error:
+        # To the loop it would mean the end.
+        item = _Item(is_last=True, error=RuntimeError("a batch could not be made"))
+        assert item.error is not None
+        item.error.__cause__ = error
     except BaseException as error:
         item = _Item(is_last=True, error=error)
+    if item is None:
+        return True
     buffer.put(item)
     return not item.is_last
 
@@ -241,7 +262,8 @@ def _state_of(iterator: Any) -> Any:
     if not hasattr(iterator, "get_state"):
         return _NoState(_stateless(iterator, "get_state"))
     try:
-        return iterator.get_state()
+        # It may go on writing to what it has returned.
+        return copy.deepcopy(iterator.get_state())
     except (TypeError, NotImplementedError) as error:
         # It has a source in turn that has none. Nobody may ever ask.
         return _NoState(str(error))
@@ -253,26 +275,29 @@ class Prefetch(Iterator[Any]):
     """
 
     def __init__(self, source: Iterable[Any], request: Request, buffer: int):
-        self._source = source
+        self._source: Any = source
         self._request = request
         self._size = buffer
         self._iterator: Any = None
         self._feed: _Feed | None = None
-        # Runs when this is collected, and when Python ends.
+        # Runs when this is collected.
         self._stop: weakref.finalize[Any, Any] | None = None
-        self._is_over = False
+        self._is_over = self._is_lost = self._is_closed = False
+        self._taking = threading.Lock()
         self._state: Any = None
         self._clock = _Clock()
-        alone = (jax.process_index(),)
-        self._processes = alone if request.is_alone else request.processes
-        # Now, and not when it is first needed: this line is passed in the same order everywhere.
-        self._place = new_place(self._processes)
-        self._starts = 0
 
     def __iter__(self) -> "Prefetch":
         return self
 
     def __next__(self) -> Any:
+        # Several threads may share the batches.
+        with self._taking:
+            return self._next()
+
+    def _next(self) -> Any:
+        if self._is_lost:
+            raise RuntimeError("set_state has failed, so nobody knows where the source is")
         if self._is_over:
             raise StopIteration
         with self._clock:
@@ -288,7 +313,16 @@ class Prefetch(Iterator[Any]):
         return item.batch
 
     def __len__(self) -> int:
-        return len(self._source)  # pyright: ignore[reportArgumentType]
+        if self._is_closed:
+            raise TypeError("batches that have been closed have no len()")
+        return len(self._source)
+
+    def __bool__(self) -> bool:
+        # Whether or not the source has a length.
+        return True
+
+    def __reduce__(self) -> Any:
+        raise TypeError("batches that are on their way can't be copied: make them anew")
 
     def __enter__(self) -> "Prefetch":
         return self
@@ -306,6 +340,7 @@ class Prefetch(Iterator[Any]):
         source ends when that returns.
         """
         self._end()
+        self._is_closed = True
         self._iterator = self._source = None
 
     @property
@@ -333,16 +368,17 @@ class Prefetch(Iterator[Any]):
         self._end()
         if self._feed is not None and self._feed.thread.is_alive():
             raise TimeoutError(f"the source has not come back within {_PATIENCE:g} s")
+        self._is_lost = True
         iterator.set_state(state)
-        self._feed, self._is_over = None, False
+        self._feed, self._is_over, self._is_lost = None, False, False
+        self._clock.restart()
 
     def _start(self) -> _Feed:
         iterator = self._iterated()
         self._state = _state_of(iterator)
-        self._starts += 1
-        channel = Channel(f"{self._place}/{self._starts}", self._processes)
-        self._feed = _Feed(iterator, self._request, self._size, channel)
+        self._feed = _Feed(iterator, self._request, self._size)
         self._stop = weakref.finalize(self, self._feed.stop)
+        self._stop.atexit = False
         return self._feed
 
     def _end(self) -> None:
@@ -353,7 +389,7 @@ class Prefetch(Iterator[Any]):
     def _iterated(self) -> Any:
         # In the consumer's thread, which mostly is the main one: some sources start processes.
         if self._iterator is None:
-            if self._source is None:
+            if self._is_closed:
                 raise ValueError("these batches have been closed")
             self._iterator = iter(self._source)
         return self._iterator
@@ -373,7 +409,9 @@ class _Clock:
         self._batches = 0
         self._begun: float | None = None
         self._asked = self._given = 0.0
-        self._waited = self._last_waited = self._idle = 0.0
+        self._waited = self._last_waited = 0.0
+        # Of threads that have ended, and of the one that makes batches now.
+        self._idle_before = self._idle = 0.0
         # The same, but that what was long ago counts less: a first step that compiles says little.
         self._waited_lately = self._idle_lately = 0.0
 
@@ -385,6 +423,9 @@ class _Clock:
         self._given = time.perf_counter()
         self._waited += self._given - self._asked
 
+    def restart(self) -> None:
+        self._idle_before, self._idle = self._idle_before + self._idle, 0.0
+
     def count(self, idle: float) -> None:
         self._batches += 1
         self._last_waited = self._given - self._asked
@@ -395,10 +436,11 @@ class _Clock:
     def timing(self) -> Timing:
         return Timing(
             self._batches,
-            self._given - (self._begun or 0.0),
+            # Not before the first batch has come.
+            max(0.0, self._given - (self._begun or 0.0)),
             self._waited,
             self._last_waited,
-            self._idle,
+            self._idle_before + self._idle,
             "loader" if self._waited_lately > self._idle_lately else "step",
         )
 

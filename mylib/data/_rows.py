@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError
+from .._exchange import processes_of
 from .._fit import show
 from .._leaves import split
 from .._placement import Placement, decide, is_placement_leaf, is_rule
@@ -106,35 +108,57 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
         examples = list(range(1000))[shard.index :: shard.count]
         ```
     """
-    readers = readers_of(_shardings_in(placement, mesh))
-    mine = readers.get(jax.process_index())
-    if mine is None:
-        reason = f"process {jax.process_index()} has none of its devices"
-        mend = "read in the processes of the mesh only, or give a mesh with devices of all"
-        raise PlacementError([Fault("", None, show(placement, mesh), reason, mend)])
-    return mine
-
-
-def _shardings_in(placement: PyTree[Placement], mesh: AnyMesh | None) -> list[Sharding]:
-    """What a placement comes down to if it is asked of no array in particular."""
-    entries = jtu.tree_leaves(placement, is_leaf=is_placement_leaf)
-    rules = [entry for entry in entries if is_rule(entry)]
+    rules = [entry for entry in _entries_in(placement) if is_rule(entry)]
     if rules:
         reason = "a rule chooses by the arrays, and there are none here"
         mend = "give mylib.resolve(example, rule, mesh=mesh), of an example of a batch"
         raise PlacementError([Fault("", None, repr(rule), reason, mend) for rule in rules])
+    shardings, faults = shardings_in(placement, mesh)
+    me = jax.process_index()
+    if shardings and me not in processes_of(d for s in shardings for d in s.device_set):
+        reason = f"process {me} has none of its devices"
+        mend = "read in the processes of the mesh only, or give a mesh with devices of all"
+        faults.append(Fault("", None, show(placement, mesh), reason, mend))
+    if faults:
+        raise PlacementError(faults)
+    return readers_of(shardings).get(me, ALONE)
+
+
+# What a process reads of a batch that is its own.
+ALONE = ReaderShard(0, 1, (0,), 1)
+
+
+def shardings_in(
+    placement: PyTree[Placement], mesh: AnyMesh | None
+) -> tuple[list[Sharding], list[Fault]]:
+    """What the entries of a placement come down to, asked of no array in particular, and what is
+    wrong with them. Rules say nothing.
+    """
+    plain = jtu.tree_map(_plain, placement, is_leaf=is_placement_leaf)
     # Any array does: no shape is compared.
     stand_ins = jtu.tree_map(lambda _: np.zeros(()), placement, is_leaf=is_placement_leaf)
-    decision = decide(split(stand_ins), placement, mesh, current_world(), fit=fits_all)
-    shardings = [sharding_of(target) for target in decision.targets if target is not None]
+    decision = decide(split(stand_ins), plain, mesh, current_world(), fit=fits_all)
+    shardings = [
+        sharding_of(target)
+        for i, target in enumerate(decision.targets)
+        if target is not None and i not in decision.faulty
+    ]
     faults = decision.faults + [
         Fault("", None, repr(sharding), reason, mend)
         for sharding in shardings
         for reason, mend in unfit_rows(sharding)
     ]
-    if faults:
-        raise PlacementError(faults)
-    return shardings
+    return shardings, faults
+
+
+def _entries_in(placement: PyTree[Placement]) -> list[Any]:
+    return jtu.tree_leaves(placement, is_leaf=is_placement_leaf)
+
+
+def _plain(entry: Any) -> Any:
+    if isinstance(entry, Format):
+        return entry.sharding
+    return None if is_rule(entry) else entry
 
 
 def fits_all(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
@@ -143,8 +167,12 @@ def fits_all(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]
 
 
 def readers_of(shardings: Iterable[Sharding]) -> Mapping[int, ReaderShard]:
-    """What each process with devices of any of these reads, so that it has the rows for all."""
-    return _readers_of(tuple(dict.fromkeys(shardings)))
+    """What each process with devices of any of these reads, so that it has the rows for all.
+
+    What lies within one process says nothing of what others read, if there is anything else.
+    """
+    each = tuple(dict.fromkeys(shardings))
+    return _readers_of(tuple(s for s in each if len(processes_of(s.device_set)) > 1) or each)
 
 
 @functools.lru_cache(maxsize=256)

@@ -29,7 +29,7 @@ def settle(
         return None if ended else _fitting(share, rows, share.rows)
     facts = share.facts()
     brief = in_brief(share.faults, facts)
-    kind = json.dumps(brief)
+    kind = share.kind()
     news = bool(share.request.check) or kind not in compared
     said = {**brief, "rows": share.rows, "news": news, "ended": ended}
     judgement = _judged(said, share.request.tail, meet)

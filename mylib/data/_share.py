@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._agreement import checksum, described, owners, shared_parts
 from .._errors import Fault, PlacementError
-from .._exchange import Facts, Processes, everybody, processes_of
+from .._exchange import Facts, Processes, digest, everybody, processes_of
 from .._fit import show, unfit_shape
 from .._leaves import Kind, Leaves, canonical_dtype, name_of, split
 from .._move import Part, assemble, not_there
@@ -24,14 +24,25 @@ from .._shard import place_leaves
 from .._target import AnyMesh, Target, fill_free, sharding_of
 from .._world import current_world
 from ._arrays import as_arrays
-from ._rows import ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows
+from ._rows import (
+    ALONE,
+    ReaderShard,
+    fits_all,
+    readers_of,
+    row_blocks,
+    row_entry,
+    shardings_in,
+    unfit_rows,
+)
 
 Tail = Literal["error", "drop", "pad"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for every batch of a loader. `processes` are those that have a share of it."""
+    """What is asked for every batch of a loader. `shardings` are those in its placement, as far as
+    that is known without a batch; `processes` are those that have a share of one.
+    """
 
     placement: Any
     mesh: AnyMesh | None
@@ -39,6 +50,7 @@ class Request:
     arrays: tuple[Pattern, ...]
     may_alias: bool | None
     check: bool | None
+    shardings: tuple[Sharding, ...]
     processes: Processes
 
     @property
@@ -59,27 +71,29 @@ def request_of(
         raise ValueError(f"tail={tail!r}: write one of {get_args(Tail)}")
     if isinstance(arrays, str):
         raise TypeError(f"arrays={arrays!r}: write a sequence of names, [{arrays!r}]")
+    for name, flag in {"may_alias": may_alias, "check": check}.items():
+        if flag not in (None, True, False):
+            raise TypeError(f"{name}={flag!r}: write True or False, for the whole batch")
     patterns = tuple(map(Pattern, arrays))
     mesh = current_world().devices if mesh is None else mesh
-    processes = _processes_in(placement, mesh)
+    # What is wrong with them is found with the first batch, which all processes then hear of.
+    shardings, _ = shardings_in(placement, mesh)
+    processes = _processes_in(placement, mesh, shardings)
     if jax.process_index() not in processes:
         reason = f"process {jax.process_index()} has none of its devices"
         mend = "make batches in the processes of the mesh only, or give a mesh with devices of all"
         raise PlacementError([Fault("", None, show(placement, mesh), reason, mend)])
-    return Request(placement, mesh, tail, patterns, may_alias, check, processes)
+    return Request(placement, mesh, tail, patterns, may_alias, check, tuple(shardings), processes)
 
 
-def _processes_in(placement: PyTree[Placement], mesh: AnyMesh | None) -> Processes:
-    devices: set[Any] = set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
-    for entry in jtu.tree_leaves(placement, is_leaf=is_placement_leaf):
-        if is_rule(entry) and mesh is None:
-            # It may answer with anything.
-            return everybody()
-        if isinstance(entry, jax.Device):
-            devices.add(entry)
-        sharding = getattr(entry, "sharding", entry)
-        if isinstance(sharding, Sharding):
-            devices |= sharding.device_set
+def _processes_in(
+    placement: PyTree[Placement], mesh: AnyMesh | None, shardings: Sequence[Sharding]
+) -> Processes:
+    if mesh is None and any(map(is_rule, jtu.tree_leaves(placement, is_leaf=is_placement_leaf))):
+        # A rule may answer with anything.
+        return everybody()
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    devices |= set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
     # If it is to leave everything as it is, that is this process's own affair.
     return processes_of(devices) or (jax.process_index(),)
 
@@ -118,6 +132,11 @@ class Share:
         if rows_vary:
             facts.setdefault(self.sharers, {})["the number of rows"] = str(self.rows)
         return {group: said for group, said in facts.items() if len(group) > 1}
+
+    def kind(self) -> str:
+        """What batches of the same kind have in common, whatever their shapes."""
+        spanning = [(self.leaves.arrays[i], self.target(i), self.name(i)) for i in self.spanning]
+        return digest([[name, str(x.dtype), described(target)] for x, target, name in spanning])
 
     def values(self) -> Facts:
         """Checksums of what more than one process has."""
@@ -232,7 +251,7 @@ def look_through(batch: Any, request: Request) -> Share:
     decision = decide(leaves, request.placement, request.mesh, world, fit=fit)
     faults += decision.faults
     if simple:
-        return Share(request, leaves, decision.targets, [], _ALONE, (0,), [], None, faults)
+        return Share(request, leaves, decision.targets, [], ALONE, (0,), [], None, faults)
     targets = [
         _everywhere(target) if position in numbers else target
         for target, position in zip(decision.targets, leaves.positions, strict=True)
@@ -246,9 +265,9 @@ def look_through(batch: Any, request: Request) -> Share:
         if not found and not _is_over_several(leaves.arrays[i]):
             placed[i] = target
     spanning = [i for i, t in placed.items() if not sharding_of(t).is_fully_addressable]
-    readers = readers_of(sharding_of(placed[i]) for i in spanning)
+    readers = readers_of([*request.shardings, *(sharding_of(placed[i]) for i in spanning)])
     me = jax.process_index()
-    reader = readers.get(me, _ALONE)
+    reader = readers.get(me, ALONE)
     sharers = tuple(process for process, other in readers.items() if other == reader) or (me,)
     with_rows = [i for i in placed if leaves.arrays[i].ndim]
     row_leaves = [i for i in with_rows if _blocks(placed[i]) > 1] or with_rows
@@ -278,7 +297,11 @@ def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]
     name, request = name_of(leaves.paths[i]), show(target, None)
     for reason, mend in [] if sharding.is_fully_addressable else unfit_rows(sharding):
         yield Fault(name, tuple(x.shape), request, reason, mend)
-    if _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
+    if leaves.kinds[i] is Kind.DEVICE and x.is_deleted():
+        reason = "the array has been deleted"
+        mend = "if it was donated to a function, make another one"
+        yield Fault(name, tuple(x.shape), request, reason, mend)
+    elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
         reason = "it is an array over several processes already, and no share of one"
         mend = "move it by mylib.filter_shard, before or after"
         yield Fault(name, tuple(x.shape), request, reason, mend)
@@ -341,9 +364,6 @@ def _undecided_rules(share: Share) -> Iterator[Fault]:
             yield Fault(share.name(i), tuple(share.leaves.arrays[i].shape), request, reason, mend)
 
 
-_ALONE = ReaderShard(0, 1, (0,), 1)
-
-
 def _is_over_several(x: Any) -> bool:
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
@@ -365,7 +385,7 @@ def _of_rows(target: Target) -> Sharding:
     sharding = sharding_of(target)
     if not isinstance(sharding, NamedSharding):
         return sharding
-    return NamedSharding(sharding.mesh, PartitionSpec(row_entry(sharding)))
+    return sharding.update(spec=PartitionSpec(row_entry(sharding)))
 
 
 def numbers_of(x: Any) -> np.ndarray:
