@@ -1,6 +1,6 @@
 """What a placement may be, and `resolve`: one target for every array leaf, or every fault."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -229,16 +229,19 @@ class _Resolver:
         return self.specs.setdefault(answer, answer) if type(answer) is PartitionSpec else answer
 
     def try_target(self, entry: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
-        request = show(entry, self.mesh)
         try:
             target = self.target(entry)
         except _Misfit as misfit:
-            return None, [(request, reason, mend) for reason, mend in misfit.reasons]
+            return None, self.complaints(entry, misfit.reasons)
         reasons = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
         reasons = reasons or list(self.fit(target, tuple(x.shape)))
         if isinstance(target, Format) and target.layout is not None:
             reasons = reasons or list(unfit_layout(target.layout, x))
-        return target, [(request, reason, mend) for reason, mend in reasons]
+        return target, self.complaints(entry, reasons) if reasons else []
+
+    def complaints(self, entry: Any, reasons: Iterable[tuple[str, str]]) -> list[Complaint]:
+        request = show(entry, self.mesh)
+        return [(request, reason, mend) for reason, mend in reasons]
 
     def target(self, entry: Any) -> Target:
         if isinstance(entry, PartitionSpec):

@@ -36,9 +36,11 @@ from ._rows import (
 )
 
 Tail = Literal["error", "drop", "pad"]
+_TAILS = get_args(Tail)
+_FLAGS = (None, True, False)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """What is asked for every batch of a loader. `shardings` are those in its placement, as far as
     that is known without a batch; `processes` are those that have a share of one.
@@ -67,15 +69,17 @@ def request_of(
     may_alias: bool | None,
     check: bool | None,
 ) -> Request:
-    if tail not in get_args(Tail):
-        raise ValueError(f"tail={tail!r}: write one of {get_args(Tail)}")
+    if tail not in _TAILS:
+        raise ValueError(f"tail={tail!r}: write one of {_TAILS}")
     if isinstance(arrays, str):
         raise TypeError(f"arrays={arrays!r}: write a sequence of names, [{arrays!r}]")
-    for name, flag in {"may_alias": may_alias, "check": check}.items():
-        if flag not in (None, True, False):
-            raise TypeError(f"{name}={flag!r}: write True or False, for the whole batch")
+    if not (may_alias in _FLAGS and check in _FLAGS):
+        flags = f"may_alias={may_alias!r}, check={check!r}"
+        raise TypeError(f"{flags}: each is True or False, for the whole batch")
     patterns = tuple(map(Pattern, arrays))
     mesh = current_world().devices if mesh is None else mesh
+    if jax.process_count() == 1:
+        return Request(placement, mesh, tail, patterns, may_alias, check, (), (0,))
     # What is wrong with them is found with the first batch, which all processes then hear of.
     shardings, _ = shardings_in(placement, mesh)
     processes = _processes_in(placement, mesh, shardings)
@@ -98,7 +102,7 @@ def _processes_in(
     return processes_of(devices) or (jax.process_index(),)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Share:
     """This process's share of a batch, and what is to become of it.
 
