@@ -8,14 +8,16 @@ docs/benchmarks.md); the thresholds for accelerators are estimates:
   memory the copy is a NumPy one, which compiles nothing: `device_put` itself compiles a slice for
   every distinct shape that it takes from one device to a mesh, and shares memory with what it is
   given, so that donating its result can delete its source.
+- *pieces*: a NumPy array cut up for several devices, those of this process if there are others.
+  `jax.make_array_from_callback` does it for less than `device_put`.
 - *reshard*: one compiled identity for the whole tree, for shards that should not visit the host.
-- *local*: the shards that this process holds of an array over many, without asking the others.
 
 Never more than one program of a tree is in flight: simulated devices can deadlock on several.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,7 +31,6 @@ from jax.sharding import (
     NamedSharding,
     PartitionSpec,
     Sharding,
-    SingleDeviceSharding,
 )
 
 from ._leaves import Kind, canonical_dtype, kind_of
@@ -180,11 +181,11 @@ class _Plan:
     """
 
     def __init__(self) -> None:
+        self.pieces: list[tuple[int, np.ndarray, Sharding]] = []
         self.put_index: list[int] = []
         self.put_own: list[Any] = []
         self.put_where: list[Sharding] = []
         self.targets: dict[int, tuple[Sharding, bool, Target]] = {}
-        self.local: list[tuple[int, np.ndarray, Sharding]] = []
         self.one_by_one: list[tuple[int, Any, Sharding, bool]] = []
         self.layouts: list[tuple[int, Format, bool]] = []
         self.reshards: _Groups = {}
@@ -209,7 +210,7 @@ class _Plan:
             if wanted.is_fully_addressable:
                 self.add_put(i, _private(x, here, wanted, donate, alias), wanted)
             else:
-                self.local.append((i, _on_host(x, donate or alias), wanted))
+                self.pieces.append((i, _on_host(x, donate or alias), wanted))
         elif _device_order(here) == _device_order(wanted):
             _add_reshard(self.reshards, i, x, wanted, donate)
         else:
@@ -227,6 +228,9 @@ class _Plan:
         return known[:2]
 
     def add_put(self, i: int, own: Any, wanted: Sharding) -> None:
+        if isinstance(own, np.ndarray) and wanted.num_devices > 1:
+            self.pieces.append((i, own, wanted))
+            return
         self.put_index.append(i)
         self.put_own.append(own)
         self.put_where.append(wanted)
@@ -238,8 +242,9 @@ class _Plan:
             first = self.put_where[0]
             where = first if all(w is first for w in self.put_where) else self.put_where
             done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
-        if self.local:
-            done += _put_local(self.local)
+        with _explicitly():
+            for i, own, wanted in self.pieces:
+                done.append((i, _put_pieces(own.__getitem__, own.shape, wanted, own.dtype)))
         for i, x, wanted, donate in self.one_by_one:
             # `jax.device_put` launches a program for each.
             done.append((i, jax.block_until_ready(jax.device_put(x, wanted, donate=donate))))
@@ -387,63 +392,63 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.ndarray(shape, dtype, memory, start)
 
 
-def _put_local(leaves: Sequence[tuple[int, np.ndarray, Sharding]]) -> list[tuple[int, jax.Array]]:
-    """Arrays that reach beyond this process, from a value that each process has whole.
-
-    Every process puts the shards of its own devices; none asks another anything, so nothing here
-    finds out whether the values agree.
-    """
-    parts = [
-        Part(own, own.shape, wanted, wanted.addressable_devices_indices_map(own.shape))
-        for _, own, wanted in leaves
-    ]
-    return list(zip([i for i, _, _ in leaves], _put_parts(parts), strict=True))
-
-
 class Part(NamedTuple):
-    """What this process has of an array of a certain shape, and which of it each device gets."""
+    """What this process has of an array of a certain shape, and what of that is at an index of the
+    whole.
+    """
 
     own: Any
     shape: tuple[int, ...]
     wanted: Sharding
-    indices: Mapping[Any, tuple[slice, ...] | None]
+    within: Callable[[Any], Any]
 
 
 def assemble(parts: Sequence[Part], may_alias: bool) -> list[jax.Array]:
-    """Arrays that reach beyond this process, from the part of each that this process has."""
-    done = _put_parts([_numbers_of(part, may_alias) for part in parts])
-    return [
-        _as_keys(y, part.own) if _is_of_keys(part.own) else y
-        for y, part in zip(done, parts, strict=True)
-    ]
+    """Arrays that may reach beyond this process, from the part of each that this process has."""
+    with _explicitly():
+        return [_assemble_part(*part, may_alias) for part in parts]
+
+
+def _assemble_part(
+    own: Any,
+    shape: tuple[int, ...],
+    wanted: Sharding,
+    within: Callable[[Any], Any],
+    may_alias: bool,
+) -> jax.Array:
+    numbers = own
+    if _is_of_keys(own):
+        numbers = jax.random.key_data(own)
+        wanted = sharding_of(_over_key_data(wanted, len(shape)))
+        shape += numbers.shape[len(shape) :]
+    numbers = _on_host(numbers, may_alias)
+    y = _put_pieces(lambda index: numbers[within(index)], shape, wanted, numbers.dtype)
+    return _as_keys(y, own) if _is_of_keys(own) else y
 
 
 def _is_of_keys(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def _numbers_of(part: Part, may_alias: bool) -> Part:
-    own, shape, wanted, indices = part
-    if _is_of_keys(own):
-        own = jax.random.key_data(own)
-        wanted = sharding_of(_over_key_data(wanted, len(shape)))
-        shape += own.shape[len(shape) :]
-    return Part(_on_host(own, may_alias), shape, wanted, indices)
+def _explicitly() -> AbstractContextManager[None]:
+    """For transfers that were asked for, as those of `jax.device_put` are: `jax.transfer_guard` may
+    forbid only what happens by the way.
+    """
+    guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
+    by_the_way_only = guard in ("disallow", "log")
+    return jax.transfer_guard_host_to_device("allow") if by_the_way_only else nullcontext()
 
 
-def _put_parts(parts: Sequence[Part]) -> list[jax.Array]:
-    pieces: list[np.ndarray] = []
-    places: list[Sharding] = []
-    for own, _, wanted, indices in parts:
-        pieces += [own[index if index is not None else ...] for index in indices.values()]
-        places += [SingleDeviceSharding(d, memory_kind=wanted.memory_kind) for d in indices]
-    shards = iter(jax.device_put(pieces, places))
-    return [
-        jax.make_array_from_single_device_arrays(
-            shape, wanted, [next(shards) for _ in indices], dtype=canonical_dtype(own)
-        )
-        for own, shape, wanted, indices in parts
-    ]
+def _put_pieces(
+    piece: Callable[[Any], Any], shape: tuple[int, ...], wanted: Sharding, dtype: Any
+) -> jax.Array:
+    """An array on several devices, perhaps of several processes, from NumPy arrays.
+
+    Every process puts the shards of its own devices; none asks another anything, so nothing here
+    finds out whether the values agree.
+    """
+    # A process that has no device of the target can't tell the dtype by its shards.
+    return jax.make_array_from_callback(shape, wanted, piece, dtype=dtype)
 
 
 def _reshard(

@@ -218,6 +218,16 @@ def test_resharding_many_small_leaves_compiles_nothing():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.parametrize("put", [mylib.filter_shard, jax.device_put])
+def test_guarded_transfers(put):
+    """What is asked for may be moved where JAX forbids what happens by the way."""
+    sharding, x = NamedSharding(mesh_1d(), P("d")), np.ones(8, np.float32)
+    with jax.transfer_guard("disallow"):
+        assert put(x, sharding).sharding == sharding
+    with jax.transfer_guard("disallow_explicit"), pytest.raises(RuntimeError, match="Disallowed"):
+        put(x, sharding)
+
+
 def test_keys_are_placed_without_a_program():
     keys = jax.random.split(jax.random.key(3), 16)
     with counting_compilations() as compiled:

@@ -41,7 +41,8 @@ class Channel:
         self._me = jax.process_index()
         self._open()
         self._left = threading.Event()
-        self._ended = False
+        # After its end nothing is said here: there would be nobody to tidy that up.
+        self._ending, self._ended = threading.Lock(), False
         self._since: float | None = None
 
     def meet(self, mine: str, judge: Judge) -> str:
@@ -69,13 +70,15 @@ class Channel:
     def leave(self) -> None:
         """Ends the next meeting, or the one that is under way, for all who are or will be there."""
         self._left.set()
-        if not self._ended:
-            self._quietly(lambda: self._conclude(f"{_LEFT}{self._me}"))
+        with self._ending:
+            if not self._ended:
+                self._quietly(lambda: self._conclude(f"{_LEFT}{self._me}"))
 
     def end(self) -> None:
         """Leaves, for the thread that meets: it does not come back."""
         self.leave()
-        self._ended = True
+        with self._ending:
+            self._ended = True
         self._quietly(self._close)
 
     def waited(self, since: float) -> float:

@@ -1,5 +1,6 @@
 """This process's share of a batch: looked through, and placed."""
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -206,9 +207,7 @@ class Share:
         parts: list[Part] = []
         for i in self.spanning:
             sharding, shape = sharding_of(self.target(i)), self.global_shape(i)
-            indices = sharding.addressable_devices_indices_map(shape)
-            own = {device: self.within(i, index) for device, index in indices.items()}
-            parts.append(Part(arrays[i], shape, sharding, own))
+            parts.append(Part(arrays[i], shape, sharding, functools.partial(self.within, i)))
         for i, y in zip(self.spanning, assemble(parts, may_alias), strict=True):
             arrays[i] = y
         return split(self.leaves.join(arrays))
