@@ -91,7 +91,7 @@ def move(
     keys: list[int] = []
     plan = _Plan()
     for i, (x, target) in enumerate(zip(arrays, targets, strict=True)):
-        if kinds[i] is Kind.DEVICE and _is_of_keys(x):
+        if kinds[i] is Kind.DEVICE and is_of_keys(x):
             keys.append(i)
             x, target = jax.random.key_data(x), _over_key_data(target, x.ndim)
         plan.add(i, x, kinds[i], target, donate[i], bool(may_alias[i]))
@@ -417,16 +417,16 @@ def _assemble_part(
     may_alias: bool,
 ) -> jax.Array:
     numbers = own
-    if _is_of_keys(own):
+    if is_of_keys(own):
         numbers = jax.random.key_data(own)
         wanted = sharding_of(_over_key_data(wanted, len(shape)))
         shape += numbers.shape[len(shape) :]
     numbers = _on_host(numbers, may_alias)
     y = _put_pieces(lambda index: numbers[within(index)], shape, wanted, numbers.dtype)
-    return _as_keys(y, own) if _is_of_keys(own) else y
+    return _as_keys(y, own) if is_of_keys(own) else y
 
 
-def _is_of_keys(x: Any) -> bool:
+def is_of_keys(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

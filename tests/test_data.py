@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 import weakref
+from pathlib import Path
 
 import equinox as eqx
 import grain
@@ -170,7 +171,7 @@ def test_tails(rows, axes):
         np.testing.assert_array_equal(kept["x"], np.arange(1.0, fewer + 1))
     else:
         text = _fails(mylib.PlacementError, to_global, batch, placement, mesh=mesh, tail="drop")
-        assert f"all of the {rows} rows here are left off" in text
+        assert "all rows are left off" in text
 
 
 def test_tails_of_all_kinds(mesh):
@@ -418,7 +419,9 @@ def test_an_iterator_that_is_left(mesh, how):
     before = len(jax.live_arrays())
     batches = prefetch(source(), P("data"), mesh=mesh, buffer=5)
     next(batches)
-    time.sleep(0.05)
+    deadline = time.monotonic() + 10
+    while len(jax.live_arrays()) == before and time.monotonic() < deadline:
+        time.sleep(0.01)
     assert len(jax.live_arrays()) > before and _threads()
     if how == "close":
         batches.close()
@@ -498,10 +501,17 @@ def test_threads_that_share_it(mesh):
 
 def test_batches_of_which_nothing_is_left(mesh):
     """The thread of a source that has no other ones ends as well."""
-    batches = prefetch((np.ones(3) for _ in iter(int, 1)), P("data"), mesh=mesh, tail="drop")
+    reading = threading.Event()
+
+    def source():
+        while True:
+            yield np.ones(3)
+            reading.set()
+
+    batches = prefetch(source(), P("data"), mesh=mesh, tail="drop")
     waiting = threading.Thread(target=lambda: list(batches))
     waiting.start()
-    time.sleep(0.1)
+    assert reading.wait(10)
     batches.close()
     waiting.join(10)
     assert not waiting.is_alive() and not _threads()
@@ -557,6 +567,12 @@ def test_bounded(mesh):
     assert max(most) == 4 and len(most) == 60
 
 
+def _resident() -> int:
+    """Bytes of memory that this process has, where the system tells."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
+
+
 def test_ten_thousand_batches():
     mesh = jax.make_mesh((8,), ("data",))
 
@@ -571,10 +587,10 @@ def test_ten_thousand_batches():
             gc.collect()
             sizes.append(len(gc.get_objects()))
             if i == 1999:
-                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                memory = _resident()
     assert len(sizes) == 10 and sizes[-1] < sizes[1] + 1000
-    # In KiB: 10,000 batches would be 20 MB.
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + 8_000
+    # 8,000 batches are 16 MB.
+    assert _resident() < memory + 8_000_000
 
 
 def test_length(mesh):
@@ -591,10 +607,11 @@ def test_who_is_slower(mesh):
             time.sleep(compute)
         return batches.timing
 
-    loader, step = timing(0.02, 0.001), timing(0.001, 0.02)
-    assert loader.slower == "loader" and loader.waited > 0.7 * 15 * 0.02
-    assert loader.total >= loader.waited and 0.005 < loader.last_waited < 1
-    assert step.slower == "step" and step.idle > 0.5 * 15 * 0.02 and step.waited < step.total / 4
+    loader, step = timing(0.04, 0.001), timing(0.001, 0.04)
+    assert loader.slower == "loader" and loader.waited > loader.idle
+    assert loader.total >= loader.waited >= loader.last_waited > 0
+    # The step slept for so long, and the source gave all but the last batches meanwhile.
+    assert step.slower == "step" and step.idle > step.waited and step.total > 14 * 0.04
     assert step.batches == loader.batches == 15
     assert "batch 15: waited" in str(loader) and "the loader is slower" in str(loader)
     fresh = prefetch([], P(), mesh=mesh).timing
@@ -793,8 +810,8 @@ def test_ctrl_c(checkout_env):
     """While the loop waits for a source that takes for ever."""
     loop = """
 next(batches)
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     next(batches)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -842,7 +859,7 @@ def test_a_process_dies(checkout_env):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-    env = {**checkout_env, "MYLIB_EXCHANGE_TIMEOUT": "2"}
+    env = {**checkout_env, "MYLIB_EXCHANGE_TIMEOUT": "6"}
     command = [sys.executable, "-c", _DIES, address]
     pipe = subprocess.PIPE
     both = [
@@ -852,7 +869,7 @@ def test_a_process_dies(checkout_env):
     try:
         out, err = both[0].communicate(timeout=60)
         assert both[1].wait(timeout=10) == -signal.SIGKILL, err
-        assert "process 1 did not come within 2 s" in out and out.startswith("5 "), (out, err)
+        assert "process 1 did not come within 6 s" in out and out.startswith("5 "), (out, err)
     finally:
         for process in both:
             process.kill()

@@ -17,11 +17,12 @@ from .._exchange import Judge, Processes, digest, named
 from .._world import coordination_client
 
 _LEFT = "left by process "
-# For so many milliseconds a thread waits without looking whether it still should.
+# In milliseconds. Waiting has to have a limit there; then a thread waits again.
 _LONG = 10_000
 
-# How many channels some processes have opened.
+# How many channels some processes have opened, in several threads.
 _opened: Counter[Processes] = Counter()
+_opening = threading.Lock()
 
 
 class Left(RuntimeError):
@@ -41,8 +42,9 @@ class Channel:
         self._me = jax.process_index()
         self._open()
         self._left = threading.Event()
-        # After its end nothing is said here: there would be nobody to tidy that up.
-        self._ending, self._ended = threading.Lock(), False
+        # After its end nothing is said here: there would be nobody to tidy that up. Collecting what
+        # the consumer had, in whichever thread, may come in between.
+        self._ending, self._ended = threading.RLock(), False
         self._since: float | None = None
 
     def meet(self, mine: str, judge: Judge) -> str:
@@ -52,8 +54,9 @@ class Channel:
         self._since = time.monotonic()
         judgement = self._meet(mine, judge)
         while judgement.startswith(_LEFT) and self._turn == 0 and not self._left.is_set():
-            self._close()
-            self._open()
+            with self._ending:
+                self._close()
+                self._open()
             judgement = self._meet(mine, judge)
         self._since = None
         if judgement.startswith(_LEFT):
@@ -92,8 +95,9 @@ class Channel:
         return named([i for i in self._processes if i not in said] or self._processes)
 
     def _open(self) -> None:
-        _opened[self._processes] += 1
-        number = _opened[self._processes]
+        with _opening:
+            _opened[self._processes] += 1
+            number = _opened[self._processes]
         self._place, self._turn = f"mylib/prefetch/{digest(self._processes)}/{number}", 0
 
     def _close(self) -> None:

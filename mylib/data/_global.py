@@ -10,7 +10,7 @@ from .._exchange import meeting
 from .._placement import Placement
 from .._target import AnyMesh
 from ._settle import settle, settle_failure
-from ._share import Share, Tail, look_through, request_of
+from ._share import Tail, look_through, request_of
 
 # What has been compared once, number by number.
 _compared: set[str] = set()
@@ -60,7 +60,8 @@ def to_global(
     **Raises:**
 
     [`mylib.PlacementError`][] in all processes, before anything has moved, naming every leaf that
-    can't be placed, or differs where it should not. `TimeoutError`, if a process does not come.
+    can't be placed, or differs where it should not. `RuntimeError`, if another process has failed;
+    `TimeoutError`, if it does not come.
 
     !!! Example
 
@@ -84,10 +85,6 @@ def to_global(
     settled = settle(share, meet, _compared)
     assert settled is not None
     if settled.is_empty:
-        raise PlacementError([_nothing_left(share)])
+        reason, mend = "all rows are left off", "leave out such a batch, or write tail='pad'"
+        raise PlacementError([Fault("", None, "tail='drop'", reason, mend)])
     return settled.placed()
-
-
-def _nothing_left(share: Share) -> Fault:
-    reason = f"all of the {share.rows} rows here are left off"
-    return Fault("", None, "tail='drop'", reason, "leave out such a batch, or write tail='pad'")

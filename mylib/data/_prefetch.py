@@ -9,19 +9,20 @@ import contextvars
 import copy
 import threading
 import time
+import traceback
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 from jaxtyping import PyTree
 
-from .._exchange import patience
+from .._exchange import Processes, patience
 from .._placement import Placement
 from .._target import AnyMesh
 from .._world import current_world
@@ -37,8 +38,8 @@ _MEMORY = 0.9
 
 @dataclass(frozen=True)
 class Timing:
-    """Where the time of a loop over a [`mylib.data.Prefetch`][] went, in seconds. As text, it is a
-    line for a progress bar.
+    """Where the time of a loop over a [`mylib.data.Prefetch`][] went, until it had its last batch,
+    in seconds. As text, it is a line for a progress bar.
 
     **Attributes:**
 
@@ -100,9 +101,15 @@ class _Buffer:
         """Whether another batch is wanted; waits until that is known."""
         with self._changed:
             self._idle_since = time.perf_counter()
-            self._changed.wait_for(lambda: self._closed or len(self._items) < self._size)
+            # With a limit: `close` may be called by the collection of garbage in this very thread,
+            # after a look and before waiting.
+            while not self._changed.wait_for(self._has_room, timeout=1.0):
+                pass
             self._idle, self._idle_since = self._idle_now(), None
             return not self._closed
+
+    def _has_room(self) -> bool:
+        return self._closed or len(self._items) < self._size
 
     def put(self, item: _Item) -> None:
         with self._changed:
@@ -142,7 +149,9 @@ class _Maker:
         self._request = request
         self._channel = channel
         self._compared: set[str] = set()
-        # Of the first batch: by these the last ones are filled up.
+        self._has_ended = False
+        # By what the last batches are filled up: the rows of the first one, and, where the source
+        # has ended, all that had no rows in the last.
         self._rows = 0
         self._nothing: Share | None = None
 
@@ -157,18 +166,22 @@ class _Maker:
             return _Item(is_last=True)
         if settled.is_empty:
             return None
-        if self._request.tail == "pad" and self._nothing is None:
-            self._rows, self._nothing = settled.rows or 0, share.without_rows()
+        if self._request.tail == "pad":
+            self._rows = self._rows or settled.rows or 0
+            self._nothing = share.with_rows(0)
         return _Item(settled.placed(), _state_of(self._source))
 
     def _read(self) -> tuple[Share | None, bool]:
         """This process's share of the next batch, and whether its source has ended. Then it is one
         without rows, if that is of use.
         """
+        if self._has_ended:
+            return self._nothing, True
         try:
             try:
                 batch = next(self._source)
             except StopIteration:
+                self._has_ended = True
                 return self._nothing, True
             return look_through(batch, self._request), False
         except BaseException as error:
@@ -179,17 +192,14 @@ class _Maker:
 class _Feed:
     """A thread, what it fills, and how to end it."""
 
-    def __init__(self, source: Iterator[Any], request: Request, size: int):
+    def __init__(self, source: Iterator[Any], request: Request, size: int, settings: "_Settings"):
         alone = (jax.process_index(),)
         self.buffer = _Buffer(size)
         self.channel = Channel(alone if request.is_alone else request.processes)
         maker = _Maker(source, request, self.channel)
-        context = contextvars.copy_context()
-        # JAX keeps these for each thread.
-        mesh, wide = current_world().devices, jax.dtypes.canonicalize_dtype("float64") == "float64"
         self.thread = threading.Thread(
-            target=context.run,
-            args=(_fill, maker, self.buffer, self.channel, mesh, wide),
+            target=settings.run,
+            args=(_fill, maker, self.buffer, self.channel),
             name="mylib.data.prefetch",
             daemon=True,
         )
@@ -217,6 +227,8 @@ class _Feed:
 
 
 _feeds: weakref.WeakSet[_Feed] = weakref.WeakSet()
+# How often a loop has begun, by its line and its processes, which so know if they mean the same.
+_begun: Counter[tuple[str, Processes]] = Counter()
 
 
 # Before JAX takes down what the threads use: it was imported earlier, so its turn comes later.
@@ -226,11 +238,25 @@ def _stop_all() -> None:
         feed.stop()
 
 
-def _fill(maker: _Maker, buffer: _Buffer, channel: Channel, mesh: Mesh | None, wide: bool) -> None:
-    with jax.enable_x64(wide), nullcontext() if mesh is None else jax.set_mesh(mesh):
-        going = True
-        while going and buffer.wait_for_room():
-            going = _make_one(maker, buffer)
+class _Settings:
+    """Those of the thread that this is made in, for another one."""
+
+    def __init__(self) -> None:
+        self._context = contextvars.copy_context()
+        # JAX keeps these for each thread.
+        self._mesh = current_world().devices
+        self._wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
+
+    def run(self, fun: Callable[..., None], *args: Any) -> None:
+        mesh = nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+        with jax.enable_x64(self._wide), mesh:
+            self._context.run(fun, *args)
+
+
+def _fill(maker: _Maker, buffer: _Buffer, channel: Channel) -> None:
+    going = True
+    while going and buffer.wait_for_room():
+        going = _make_one(maker, buffer)
     channel.end()
 
 
@@ -262,11 +288,12 @@ def _state_of(iterator: Any) -> Any:
     if not hasattr(iterator, "get_state"):
         return _NoState(_stateless(iterator, "get_state"))
     try:
-        # It may go on writing to what it has returned.
-        return copy.deepcopy(iterator.get_state())
+        state = iterator.get_state()
     except (TypeError, NotImplementedError) as error:
         # It has a source in turn that has none. Nobody may ever ask.
         return _NoState(str(error))
+    # It may go on writing to what it has returned.
+    return copy.deepcopy(state)
 
 
 class Prefetch(Iterator[Any]):
@@ -274,14 +301,14 @@ class Prefetch(Iterator[Any]):
     and a context that closes it. It has the length of its source.
     """
 
-    def __init__(self, source: Iterable[Any], request: Request, buffer: int):
+    def __init__(self, source: Iterable[Any], request: Request, buffer: int, site: str):
         self._source: Any = source
+        self._site = site
         self._request = request
         self._size = buffer
+        self._settings = _Settings()
         self._iterator: Any = None
         self._feed: _Feed | None = None
-        # Runs when this is collected.
-        self._stop: weakref.finalize[Any, Any] | None = None
         self._is_over = self._is_lost = self._is_closed = False
         self._taking = threading.Lock()
         self._state: Any = None
@@ -297,7 +324,7 @@ class Prefetch(Iterator[Any]):
 
     def _next(self) -> Any:
         if self._is_lost:
-            raise RuntimeError("set_state has failed, so nobody knows where the source is")
+            raise RuntimeError("set_state has failed, and nobody knows where the source is")
         if self._is_over:
             raise StopIteration
         with self._clock:
@@ -331,7 +358,7 @@ class Prefetch(Iterator[Any]):
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        traceback: TracebackType | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -366,9 +393,12 @@ class Prefetch(Iterator[Any]):
         if not hasattr(iterator, "set_state"):
             raise TypeError(_stateless(iterator, "set_state"))
         self._end()
-        if self._feed is not None and self._feed.thread.is_alive():
-            raise TimeoutError(f"the source has not come back within {_PATIENCE:g} s")
         self._is_lost = True
+        if self._feed is not None and self._feed.thread.is_alive():
+            raise TimeoutError(
+                f"the source has not come back within {_PATIENCE:g} s: it can't be told to go on "
+                "from elsewhere. Try again"
+            )
         iterator.set_state(state)
         self._feed, self._is_over, self._is_lost = None, False, False
         self._clock.restart()
@@ -376,15 +406,18 @@ class Prefetch(Iterator[Any]):
     def _start(self) -> _Feed:
         iterator = self._iterated()
         self._state = _state_of(iterator)
-        self._feed = _Feed(iterator, self._request, self._size)
-        self._stop = weakref.finalize(self, self._feed.stop)
-        self._stop.atexit = False
+        loop = self._site, self._request.processes
+        _begun[loop] += 1
+        request = replace(self._request, loop=f"{self._site}, begun {_begun[loop]} times")
+        self._feed = _Feed(iterator, request, self._size, self._settings)
+        # When this is collected; for the end of Python there is `_stop_all`.
+        weakref.finalize(self, self._feed.stop).atexit = False
         return self._feed
 
     def _end(self) -> None:
         self._is_over = True
-        if self._stop is not None:
-            self._stop()
+        if self._feed is not None:
+            self._feed.stop()
 
     def _iterated(self) -> Any:
         # In the consumer's thread, which mostly is the main one: some sources start processes.
@@ -472,8 +505,8 @@ def prefetch(
         `grain` data set; in several processes of the share of each, see
         [`mylib.data.reader_shard`][].
     - `placement`, `mesh`, `arrays`, `may_alias`: as in [`mylib.data.to_global`][]. The mesh of
-        `jax.set_mesh` is that of this call. With `may_alias=True` a source may not fill the same
-        buffer again.
+        `jax.set_mesh` and `jax.enable_x64` are, for the source too, those of this call. With
+        `may_alias=True` a source may not fill the same buffer again.
     - `buffer`: how many batches there may be beyond the one that the loop has, ready or being made.
     - `tail`: as in [`mylib.data.to_global`][]. "pad" fills up to the rows of the first batch, so
         that no step is compiled again; then every batch is a pair of the batch and its mask. "pad"
@@ -483,8 +516,8 @@ def prefetch(
 
     **Returns:**
 
-    A [`mylib.data.Prefetch`][], an iterator. Leaving it, by an error, by `break`, or by the end of
-    a `with` block, ends its thread and lets go of what was ready.
+    A [`mylib.data.Prefetch`][], an iterator. Closing it, leaving its `with` block, or, after an
+    error or a `break`, letting go of it, ends its thread and lets go of what was ready.
 
     !!! Example
 
@@ -499,4 +532,5 @@ def prefetch(
     if buffer < 1:
         raise ValueError(f"buffer={buffer}: one batch at least has to be on its way")
     request = request_of(placement, mesh, tail, arrays, may_alias, check)
-    return Prefetch(source, request, buffer)
+    caller = traceback.extract_stack(limit=2)[0]
+    return Prefetch(source, request, buffer, f"{Path(caller.filename).name}:{caller.lineno}")

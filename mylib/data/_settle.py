@@ -5,13 +5,13 @@ import json
 from typing import Any
 
 from .._errors import PlacementError
-from .._exchange import Meet, all_fine, everybodys_faults, faults_in_full, in_brief, named
+from .._exchange import Judge, Meet, all_fine, everybodys_faults, faults_in_full, in_brief, named
 from ._channel import Left
 from ._share import Share, Tail
 
 _MEND = (
-    "read the rows that mylib.data.reader_shard names, and make all else of a batch in the same "
-    "way, in every process"
+    "begin the same loops in the same order in every process; read the rows that "
+    "mylib.data.reader_shard names, and make all else of a batch in the same way"
 )
 
 
@@ -55,7 +55,7 @@ def settle_failure(error: BaseException, tail: Tail, meet: Meet) -> None:
     """Tells the other processes why there is no batch."""
     try:
         meet(json.dumps({"failed": f"{type(error).__name__}: {error}"}), _judge_for(tail))
-    except Left:
+    except (Left, TimeoutError):
         # Nobody is there who would want to know.
         pass
 
@@ -81,7 +81,7 @@ def _judged(said: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | No
     return judgement if "rows" in judgement else None
 
 
-def _judge_for(tail: Tail) -> Any:
+def _judge_for(tail: Tail) -> Judge:
     return functools.partial(_judge, tail)
 
 
@@ -102,6 +102,7 @@ def _judge(tail: Tail, said: dict[int, str]) -> str:
         {
             "faulty": not all_fine(all_said),
             "rows": (min if tail == "drop" else max)(rows, default=None),
-            "news": any(s["news"] for s in all_said.values()),
+            # Who has ended says again what it said last, of all that has no rows.
+            "news": bool(ended) or any(s["news"] for s in all_said.values()),
         }
     )

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -18,7 +18,7 @@ from .._errors import Fault, PlacementError
 from .._exchange import Facts, Processes, digest, everybody, processes_of
 from .._fit import show, unfit_shape
 from .._leaves import Kind, Leaves, canonical_dtype, name_of, split
-from .._move import Part, assemble, not_there
+from .._move import Part, assemble, is_of_keys, not_there
 from .._pattern import Pattern
 from .._placement import Placement, decide, is_placement_leaf, is_rule
 from .._shard import place_leaves
@@ -44,7 +44,8 @@ _FLAGS = (None, True, False)
 @dataclass
 class Request:
     """What is asked for every batch of a loader. `shardings` are those in its placement, as far as
-    that is known without a batch; `processes` are those that have a share of one.
+    that is known without a batch; `processes` are those that have a share of one, and `loop` is
+    what they all have to be in.
     """
 
     placement: Any
@@ -55,6 +56,7 @@ class Request:
     check: bool | None
     shardings: tuple[Sharding, ...]
     processes: Processes
+    loop: str = ""
 
     @property
     def is_alone(self) -> bool:
@@ -80,6 +82,7 @@ def request_of(
     patterns = tuple(map(Pattern, arrays))
     mesh = current_world().devices if mesh is None else mesh
     if jax.process_count() == 1:
+        # Nobody to agree with, and so nothing to be known before there is a batch.
         return Request(placement, mesh, tail, patterns, may_alias, check, (), (0,))
     # What is wrong with them is found with the first batch, which all processes then hear of.
     shardings, _ = shardings_in(placement, mesh)
@@ -133,8 +136,10 @@ class Share:
                 shape[0] = "rows"
             said = f"{canonical_dtype(x)}[{', '.join(shape)}] as {described(target)}"
             facts.setdefault(owners(sharding_of(target)), {})[self.name(i)] = said
-        facts.setdefault(self.request.processes, {})["what becomes of a tail"] = self.request.tail
+        everybody = facts.setdefault(self.request.processes, {})
+        everybody |= {"the loop": self.request.loop, "what becomes of a tail": self.request.tail}
         if rows_vary:
+            everybody["what rows are a multiple of"] = str(self.multiple)
             facts.setdefault(self.sharers, {})["the number of rows"] = str(self.rows)
         return {group: said for group, said in facts.items() if len(group) > 1}
 
@@ -149,7 +154,7 @@ class Share:
         me = jax.process_index()
         for i in self.spanning:
             sharding = sharding_of(self.target(i))
-            x = numbers_of(self.leaves.arrays[i])
+            x = _numbers_of(self.leaves.arrays[i])
             for sharers, parts in shared_parts(sharding, self.global_shape(i), me).items():
                 said = checksum([x[self.within(i, part)] for part in parts], canonical_dtype(x))
                 facts.setdefault(sharers, {})[self.name(i)] = f"checksum {said}"
@@ -172,26 +177,23 @@ class Share:
         """The share with so many rows: the last ones left off, or filled up with zeros; and, if
         that may happen, with a mask beside it.
         """
+        share = self.with_rows(rows)
+        if self.request.tail != "pad":
+            return share
+        first, mask = self.row_leaves[0], np.arange(rows) < (self.rows or 0)
+        tree = share.leaves.join(share.leaves.arrays)
+        return replace(
+            share,
+            leaves=split((tree, mask)),
+            targets=[*self.targets, _of_rows(self.target(first))],
+            spanning=[*self.spanning, *([len(self.targets)] if first in self.spanning else [])],
+        )
+
+    def with_rows(self, rows: int) -> "Share":
         arrays = list(self.leaves.arrays)
         for i in self.row_leaves:
             arrays[i] = _with_rows(arrays[i], rows)
-        tree = self.leaves.join(arrays)
-        if self.request.tail != "pad":
-            return replace(self, leaves=split(tree), rows=rows)
-        i = len(arrays)
-        return replace(
-            self,
-            leaves=split((tree, np.arange(rows) < (self.rows or 0))),
-            rows=rows,
-            targets=[*self.targets, _of_rows(self.target(self.row_leaves[0]))],
-            spanning=[*self.spanning, *([i] if self.row_leaves[0] in self.spanning else [])],
-        )
-
-    def without_rows(self) -> "Share":
-        arrays = list(self.leaves.arrays)
-        for i in self.row_leaves:
-            arrays[i] = _with_rows(arrays[i], 0)
-        return replace(self, leaves=split(self.leaves.join(arrays)), rows=0)
+        return replace(self, leaves=split(self.leaves.join(arrays)), rows=rows)
 
     def placed(self) -> Any:
         """The batch, its arrays where they were asked for."""
@@ -221,11 +223,14 @@ class Share:
         blocks = _blocks(self.target(i))
         return len(self.reader.blocks) if self._is_part(i) else blocks
 
+    @property
+    def multiple(self) -> int:
+        return math.lcm(*map(self.multiple_of, self.row_leaves))
+
     def rounded(self, rows: int) -> int:
         """So many rows, or, so that they can be split, as few less or more as need be."""
-        multiple = math.lcm(*map(self.multiple_of, self.row_leaves))
-        least = rows // multiple * multiple
-        return least + multiple if rows > least and self.request.tail == "pad" else least
+        least = rows // self.multiple * self.multiple
+        return least + self.multiple if rows > least and self.request.tail == "pad" else least
 
     def _is_part(self, i: int) -> bool:
         """Whether this process has but some of the rows of a leaf."""
@@ -259,6 +264,23 @@ def look_through(batch: Any, request: Request) -> Share:
         _everywhere(target) if position in numbers else target
         for target, position in zip(decision.targets, leaves.positions, strict=True)
     ]
+    placed = _to_place(leaves, targets, faults)
+    share = _share_of(request, leaves, targets, placed, faults)
+    for i, target in placed.items():
+        shape = tuple(leaves.arrays[i].shape)
+        for reason, mend in _unfit_shape(target, shape, share.multiple_of(i), request.tail):
+            faults.append(Fault(share.name(i), shape, show(target, None), reason, mend))
+    if request.tail != "error":
+        faults += _unequal_rows(share)
+    if share.reader.count > 1 and any(map(is_rule, decision.entries)):
+        faults += _undecided_rules(share)
+    return share
+
+
+def _to_place(
+    leaves: Leaves, targets: Sequence[Target | None], faults: list[Fault]
+) -> dict[int, Target]:
+    """The arrays that are to be placed from values of this process."""
     placed: dict[int, Target] = {}
     for i, target in enumerate(targets):
         if target is None or leaves.kinds[i] not in (Kind.HOST, Kind.DEVICE):
@@ -267,6 +289,16 @@ def look_through(batch: Any, request: Request) -> Share:
         faults += found
         if not found and not _is_over_several(leaves.arrays[i]):
             placed[i] = target
+    return placed
+
+
+def _share_of(
+    request: Request,
+    leaves: Leaves,
+    targets: list[Target | None],
+    placed: Mapping[int, Target],
+    faults: list[Fault],
+) -> Share:
     spanning = [i for i, t in placed.items() if not sharding_of(t).is_fully_addressable]
     readers = readers_of([*request.shardings, *(sharding_of(placed[i]) for i in spanning)])
     me = jax.process_index()
@@ -275,16 +307,7 @@ def look_through(batch: Any, request: Request) -> Share:
     with_rows = [i for i in placed if leaves.arrays[i].ndim]
     row_leaves = [i for i in with_rows if _blocks(placed[i]) > 1] or with_rows
     rows = leaves.arrays[row_leaves[0]].shape[0] if row_leaves else None
-    share = Share(request, leaves, targets, spanning, reader, sharers, row_leaves, rows, faults)
-    for i, target in placed.items():
-        shape = tuple(leaves.arrays[i].shape)
-        for reason, mend in _unfit_shape(target, shape, share.multiple_of(i), request.tail):
-            faults.append(Fault(share.name(i), shape, show(target, None), reason, mend))
-    if request.tail != "error":
-        faults += _unequal_rows(share)
-    if reader.count > 1 and any(map(is_rule, decision.entries)):
-        faults += _undecided_rules(share)
-    return share
+    return Share(request, leaves, targets, spanning, reader, sharers, row_leaves, rows, faults)
 
 
 def _flattened(batch: Any, request: Request) -> tuple[Leaves, set[int], list[Fault]]:
@@ -363,8 +386,8 @@ def _undecided_rules(share: Share) -> Iterator[Fault]:
                 f"{whole[i].shape}, {other and show(other, None)}"
             )
             mend = "give what mylib.resolve says of an example of a whole batch"
-            request = repr(decision.entries[i])
-            yield Fault(share.name(i), tuple(share.leaves.arrays[i].shape), request, reason, mend)
+            shape, rule = tuple(share.leaves.arrays[i].shape), repr(decision.entries[i])
+            yield Fault(share.name(i), shape, rule, reason, mend)
 
 
 def _is_over_several(x: Any) -> bool:
@@ -372,8 +395,7 @@ def _is_over_several(x: Any) -> bool:
 
 
 def _blocks(target: Target) -> int:
-    sharding = sharding_of(target)
-    return row_blocks(sharding) if isinstance(sharding, NamedSharding) else 1
+    return row_blocks(sharding_of(target))
 
 
 def _everywhere(target: Target | None) -> Target | None:
@@ -391,19 +413,17 @@ def _of_rows(target: Target) -> Sharding:
     return sharding.update(spec=PartitionSpec(row_entry(sharding)))
 
 
-def numbers_of(x: Any) -> np.ndarray:
+def _numbers_of(x: Any) -> np.ndarray:
     """The numbers of an array that is here, on the host; those that keys are made of."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x = jax.random.key_data(x)
-    return np.asarray(x)
+    return np.asarray(jax.random.key_data(x) if is_of_keys(x) else x)
 
 
 def _with_rows(x: Any, rows: int) -> Any:
     if x.shape[0] == rows:
         return x
-    numbers = numbers_of(x)
+    numbers = _numbers_of(x)
     fill = np.zeros((max(0, rows - len(numbers)), *numbers.shape[1:]), numbers.dtype)
     numbers = np.concatenate([numbers[:rows], fill])
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_of_keys(x):
         return jax.random.wrap_key_data(jnp.asarray(numbers), impl=jax.random.key_impl(x))
     return numbers
