@@ -329,6 +329,9 @@ class Prefetch(Iterator[Any]):
             raise StopIteration
         with self._clock:
             feed = self._feed or self._start()
+            if self._is_over:
+                # Closed meanwhile by who could not see the thread yet.
+                feed.stop()
             item = feed.take()
         if item.is_last:
             self._end()

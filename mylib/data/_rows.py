@@ -177,7 +177,7 @@ def readers_of(shardings: Iterable[Sharding]) -> Mapping[int, ReaderShard]:
 
 @functools.lru_cache(maxsize=256)
 def _readers_of(shardings: tuple[Sharding, ...]) -> Mapping[int, ReaderShard]:
-    count = math.lcm(*map(row_blocks, shardings))
+    count = math.lcm(*[row_blocks(sharding) for sharding in shardings])
     needs: dict[int, set[int]] = {}
     for sharding in shardings:
         # An array whose rows are not split is given whole by everybody, and says nothing here.

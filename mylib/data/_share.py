@@ -225,7 +225,7 @@ class Share:
 
     @property
     def multiple(self) -> int:
-        return math.lcm(*map(self.multiple_of, self.row_leaves))
+        return math.lcm(*[self.multiple_of(i) for i in self.row_leaves])
 
     def rounded(self, rows: int) -> int:
         """So many rows, or, so that they can be split, as few less or more as need be."""
