@@ -403,6 +403,7 @@ def small(pytester, env, monkeypatch):
     return pytester
 
 
+@pytest.mark.thorough
 def test_options_of_pytest(small):
     """-k, --lf, -x, the JUnit file, addopts, and options of a conftest.py."""
     small.makeini("[pytest]\naddopts = --fruit=apple -ra\nmultihost_grace = 0.5\n")
@@ -467,6 +468,7 @@ def test_among_other_tests(small):
     done.stdout.fnmatch_lines(["*the end of the module*"])
 
 
+@pytest.mark.thorough
 def test_marks_from_everywhere(small):
     """What is nearest to the test wins, also by position; and a conftest.py may add marks."""
     small.makeconftest(
@@ -665,6 +667,7 @@ def test_member_sessions_end_together(small):
     assert re.search(r"\[0\] .*line \d+ in test_waits", text), text
 
 
+@pytest.mark.thorough
 def test_member_sessions_that_are_asked_to_stop(small):
     small.makepyfile(
         test_small="""

@@ -14,11 +14,13 @@ from mylib.testing import all_equal, assert_placed, assert_same_everywhere, same
 
 
 def _on(processes: int, devices: int, kind: AxisType):
-    mark = pytest.mark.multihost(processes=processes, devices_per_process=devices)
-    return pytest.param(kind, id=f"{processes}x{devices}-{kind.name}", marks=mark)
+    marks = [pytest.mark.multihost(processes=processes, devices_per_process=devices)]
+    if processes > 2:
+        # They take turns on the cores of a small machine.
+        marks.append(pytest.mark.thorough)
+    return pytest.param(kind, id=f"{processes}x{devices}-{kind.name}", marks=marks)
 
 
-# Four processes take turns on the cores of a small machine: once is enough.
 @pytest.fixture(
     params=[_on(2, 4, AxisType.Auto), _on(2, 4, AxisType.Explicit), _on(4, 2, AxisType.Auto)]
 )

@@ -186,7 +186,7 @@ def arrays(tree):
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
-EVERYDAY = {"transformer": ["fsdp", "tensor parallel", "both"], "scanned": ["both"]}
+EVERYDAY = {"transformer": ["fsdp", "both"], "scanned": ["both"]}
 TRAINED = [
     pytest.param(
         name,
