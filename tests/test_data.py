@@ -533,7 +533,7 @@ def test_no_copies(mesh):
 
 
 def test_a_source_that_does_not_come_back(mesh, monkeypatch):
-    monkeypatch.setattr("mylib.data._prefetch._PATIENCE", 0.2)
+    monkeypatch.setattr("mylib.data._feed.PATIENCE", 0.2)
     come_back = threading.Event()
 
     def source():

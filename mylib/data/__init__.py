@@ -1,5 +1,6 @@
 """Batches from any loader onto the mesh, on one host or many, ahead of time."""
 
 from ._global import to_global as to_global
-from ._prefetch import Prefetch as Prefetch, Timing as Timing, prefetch as prefetch
+from ._prefetch import Prefetch as Prefetch, prefetch as prefetch
 from ._rows import ReaderShard as ReaderShard, reader_shard as reader_shard
+from ._timing import Timing as Timing

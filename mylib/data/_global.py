@@ -9,8 +9,9 @@ from .._errors import Fault, PlacementError
 from .._exchange import meeting
 from .._placement import Placement
 from .._target import AnyMesh
+from ._request import Tail, request_of
 from ._settle import settle, settle_failure
-from ._share import Tail, look_through, request_of
+from ._share import look_through
 
 # What has been compared once, number by number.
 _compared: set[str] = set()

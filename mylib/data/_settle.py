@@ -7,7 +7,8 @@ from typing import Any
 from .._errors import PlacementError
 from .._exchange import Judge, Meet, all_fine, everybodys_faults, faults_in_full, in_brief, named
 from ._channel import Left
-from ._share import Share, Tail
+from ._request import Tail
+from ._share import Share
 
 _MEND = (
     "begin the same loops in the same order in every process; read the rows that "

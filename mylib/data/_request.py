@@ -1,0 +1,88 @@
+"""What is asked for every batch of a loader."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import Mesh, Sharding
+from jaxtyping import PyTree
+
+from .._errors import Fault, PlacementError
+from .._exchange import Processes, everybody, processes_of
+from .._fit import show
+from .._pattern import Pattern
+from .._placement import Placement, is_placement_leaf, is_rule
+from .._target import AnyMesh
+from .._world import current_world
+from ._rows import shardings_in
+
+Tail = Literal["error", "drop", "pad"]
+_TAILS = get_args(Tail)
+_FLAGS = (None, True, False)
+
+
+@dataclass
+class Request:
+    """What is asked for every batch of a loader. `shardings` are those in its placement, as far as
+    that is known without a batch; `processes` are those that have a share of one, and `loop` is
+    what they all have to be in.
+    """
+
+    placement: Any
+    mesh: AnyMesh | None
+    tail: Tail
+    arrays: tuple[Pattern, ...]
+    may_alias: bool | None
+    check: bool | None
+    shardings: tuple[Sharding, ...]
+    processes: Processes
+    loop: str = ""
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process compares nothing with others."""
+        return len(self.processes) == 1 or self.check is False
+
+
+def request_of(
+    placement: PyTree[Placement],
+    mesh: AnyMesh | None,
+    tail: Tail,
+    arrays: Sequence[str],
+    may_alias: bool | None,
+    check: bool | None,
+) -> Request:
+    if tail not in _TAILS:
+        raise ValueError(f"tail={tail!r}: write one of {_TAILS}")
+    if isinstance(arrays, str):
+        raise TypeError(f"arrays={arrays!r}: write a sequence of names, [{arrays!r}]")
+    if not (may_alias in _FLAGS and check in _FLAGS):
+        flags = f"may_alias={may_alias!r}, check={check!r}"
+        raise TypeError(f"{flags}: each is True or False, for the whole batch")
+    patterns = tuple(map(Pattern, arrays))
+    mesh = current_world().devices if mesh is None else mesh
+    if jax.process_count() == 1:
+        # Nobody to agree with, and so nothing to be known before there is a batch.
+        return Request(placement, mesh, tail, patterns, may_alias, check, (), (0,))
+    # What is wrong with them is found with the first batch, which all processes then hear of.
+    shardings, _ = shardings_in(placement, mesh)
+    processes = _processes_in(placement, mesh, shardings)
+    if jax.process_index() not in processes:
+        reason = f"process {jax.process_index()} has none of its devices"
+        mend = "make batches in the processes of the mesh only, or give a mesh with devices of all"
+        raise PlacementError([Fault("", None, show(placement, mesh), reason, mend)])
+    return Request(placement, mesh, tail, patterns, may_alias, check, tuple(shardings), processes)
+
+
+def _processes_in(
+    placement: PyTree[Placement], mesh: AnyMesh | None, shardings: Sequence[Sharding]
+) -> Processes:
+    if mesh is None and any(map(is_rule, jtu.tree_leaves(placement, is_leaf=is_placement_leaf))):
+        # A rule may answer with anything.
+        return everybody()
+    devices = {device for sharding in shardings for device in sharding.device_set}
+    devices |= set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
+    # If it is to leave everything as it is, that is this process's own affair.
+    return processes_of(devices) or (jax.process_index(),)
