@@ -85,3 +85,18 @@ def test_what_is_kept_can_wait_in_host_memory(backend, mesh_kind):
     if backend == "gpu":
         # Eight products of a megabyte each.
         assert compiled.memory_analysis().host_temp_size_in_bytes >= 8 * x.nbytes
+
+
+def test_batches_ahead_of_the_loop(backend):
+    """One buffer, filled again for each batch, while the transfers are under way."""
+    mesh = Mesh(np.array(jax.devices(backend)), ("data",))
+
+    def source():
+        buffer = np.empty((8 * mesh.size, 1 << 16), np.float32)
+        for i in range(8):
+            buffer[:] = i
+            yield buffer
+
+    step = jax.jit(lambda x: x.min() + x.max())
+    batches = mylib.data.prefetch(source(), P("data"), mesh=mesh)
+    assert [float(step(batch)) for batch in batches] == [2.0 * i for i in range(8)]
