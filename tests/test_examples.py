@@ -88,8 +88,8 @@ def test_many_processes(newcomer_env):
         for how in ([], launch)
     ]
     alone, losses = said[0]
-    # Gloo, by which these processes exchange what devices would, has things to say as well.
-    together, same = [line for line in said[1] if "[Gloo]" not in line]
     assert alone == "8 devices in 1 process(es)"
-    assert together == "[0] 8 devices in 2 process(es)"
-    assert same == f"[0] {losses}"
+    # Gloo, by which these processes exchange what devices would, has things to say as well, in
+    # whole lines and in broken ones.
+    together = [line for line in said[1] if "devices in" in line or "loss" in line]
+    assert together == ["[0] 8 devices in 2 process(es)", f"[0] {losses}"]
