@@ -5,18 +5,16 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
-import jax.tree_util as jtu
 from jax.sharding import Mesh, Sharding
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError
+from .._errors import PlacementError
 from .._exchange import Processes, everybody, processes_of
-from .._fit import show
 from .._pattern import Pattern
-from .._placement import Placement, is_placement_leaf, is_rule
+from .._placement import Placement
 from .._target import AnyMesh
 from .._world import current_world
-from ._rows import shardings_in
+from ._rows import no_device, rules_in, shardings_in
 
 Tail = Literal["error", "drop", "pad"]
 _TAILS = get_args(Tail)
@@ -70,16 +68,14 @@ def request_of(
     shardings, _ = shardings_in(placement, mesh)
     processes = _processes_in(placement, mesh, shardings)
     if jax.process_index() not in processes:
-        reason = f"process {jax.process_index()} has none of its devices"
-        mend = "make batches in the processes of the mesh only, or give a mesh with devices of all"
-        raise PlacementError([Fault("", None, show(placement, mesh), reason, mend)])
+        raise PlacementError([no_device(placement, mesh)])
     return Request(placement, mesh, tail, patterns, may_alias, check, tuple(shardings), processes)
 
 
 def _processes_in(
     placement: PyTree[Placement], mesh: AnyMesh | None, shardings: Sequence[Sharding]
 ) -> Processes:
-    if mesh is None and any(map(is_rule, jtu.tree_leaves(placement, is_leaf=is_placement_leaf))):
+    if mesh is None and rules_in(placement):
         # A rule may answer with anything.
         return everybody()
     devices = {device for sharding in shardings for device in sharding.device_set}

@@ -108,7 +108,7 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
         examples = list(range(1000))[shard.index :: shard.count]
         ```
     """
-    rules = [entry for entry in _entries_in(placement) if is_rule(entry)]
+    rules = rules_in(placement)
     if rules:
         reason = "a rule chooses by the arrays, and there are none here"
         mend = "give mylib.resolve(example, rule, mesh=mesh), of an example of a batch"
@@ -116,9 +116,7 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
     shardings, faults = shardings_in(placement, mesh)
     me = jax.process_index()
     if shardings and me not in processes_of(d for s in shardings for d in s.device_set):
-        reason = f"process {me} has none of its devices"
-        mend = "read in the processes of the mesh only, or give a mesh with devices of all"
-        faults.append(Fault("", None, show(placement, mesh), reason, mend))
+        faults.append(no_device(placement, mesh))
     if faults:
         raise PlacementError(faults)
     return readers_of(shardings).get(me, ALONE)
@@ -151,8 +149,14 @@ def shardings_in(
     return shardings, faults
 
 
-def _entries_in(placement: PyTree[Placement]) -> list[Any]:
-    return jtu.tree_leaves(placement, is_leaf=is_placement_leaf)
+def rules_in(placement: PyTree[Placement]) -> list[Any]:
+    return [x for x in jtu.tree_leaves(placement, is_leaf=is_placement_leaf) if is_rule(x)]
+
+
+def no_device(placement: PyTree[Placement], mesh: AnyMesh | None) -> Fault:
+    reason = f"process {jax.process_index()} has none of its devices"
+    mend = "make batches in the processes of the mesh only, or give a mesh with devices of all"
+    return Fault("", None, show(placement, mesh), reason, mend)
 
 
 def _plain(entry: Any) -> Any:
