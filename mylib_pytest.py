@@ -161,5 +161,5 @@ def clean_distributed(request: pytest.FixtureRequest) -> Iterator[str]:
 
     worker.leave()
     clear_backends()
-    yield worker.coordinator
+    yield worker.another_coordinator
     worker.leave()

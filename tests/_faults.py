@@ -327,8 +327,6 @@ def test_clean_distributed(clean_distributed):
         cluster_detection_method="deactivate",
     )
     assert jax.process_count() == 2
-    # Making its backend, each asks the coordinator. That one ends with its process's test.
-    barrier()
 
 
 def test_clean_distributed_of_shared_processes(clean_distributed):

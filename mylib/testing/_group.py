@@ -145,9 +145,11 @@ class Group:
         self._guard = guard
         self.folder = Path(tempfile.mkdtemp(prefix="mylib-processes-"))
         guard.remove(self.folder)
-        # The first is the coordinator's, the others are for the processes (on TPU).
-        self._ports = Ports(1 + topology.processes)
-        self.coordinator = f"{HOST}:{self._ports.numbers[0]}"
+        self._ports = Ports(2 + topology.processes)
+        coordinator, another, *self._on_tpu = self._ports.numbers
+        self.coordinator = f"{HOST}:{coordinator}"
+        # For a test's own: at the first one's a process may still meet the first one.
+        self.another_coordinator = f"{HOST}:{another}"
         self.processes: list[Process] = []
 
     def start(
@@ -159,7 +161,7 @@ class Group:
         keep: Callable[[int], Sequence[int]] = lambda index: (),
     ) -> None:
         for index in range(self.topology.processes):
-            env = environment(index, self.topology, self._ports.numbers[1:])
+            env = environment(index, self.topology, self._on_tpu)
             process = Process(
                 command(index),
                 env=env | extra(index),

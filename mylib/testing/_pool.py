@@ -134,6 +134,7 @@ class Pool:
             "index": index,
             "processes": self.topology.processes,
             "coordinator": self._group.coordinator,
+            "another coordinator": self._group.another_coordinator,
             "folder": str(self._group.folder),
             "options": session.options,
             "debug": session.debug in (index, -1),

@@ -58,8 +58,8 @@ class Worker:
         faulthandler.enable(file=sys.__stderr__ or 2, all_threads=True)
         stack = (self._folder / f"{self._index}.stack").open("w")
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        self.coordinator: str = beginning["coordinator"]
-        _join(self.coordinator, self._processes, self._index)
+        self.another_coordinator: str = beginning["another coordinator"]
+        _join(beginning["coordinator"], self._processes, self._index)
 
     def _told(self) -> dict[str, Any]:
         try:
