@@ -73,6 +73,8 @@ def test_one_process_reads_everything(mesh):
     assert "64" in str(shard.rows(64)) and shard.rows(0) == (slice(0, 0),)
     text = _fails(ValueError, shard.rows, 12)
     assert "12 rows" in text and "multiple of 8" in text
+    assert "-8 rows" in _fails(ValueError, shard.rows, -8)
+    _fails(TypeError, shard.rows, 8.0)
 
 
 @hypothesis.given(
@@ -228,7 +230,12 @@ def test_all_faults_at_once(mesh):
 def test_arguments(mesh):
     assert "'error', 'drop', 'pad'" in _fails(ValueError, to_global, 1, P(), mesh=mesh, tail="cut")
     assert "['lr']" in _fails(TypeError, to_global, 1, P(), mesh=mesh, arrays="lr")
-    assert "buffer=0" in _fails(ValueError, prefetch, [], P(), mesh=mesh, buffer=0)
+    for names in None, ["lr", 1]:
+        assert f"arrays={names}" in _fails(TypeError, to_global, 1, P(), mesh=mesh, arrays=names)
+    for buffer in 0, 1.5, float("nan"), None:
+        text = _fails(ValueError, prefetch, [], P(), mesh=mesh, buffer=buffer)
+        assert f"buffer={buffer}" in text
+    assert "check=array" in _fails(TypeError, to_global, 1, P(), mesh=mesh, check=np.zeros(2))
     text = _fails(TypeError, jax.jit(lambda x: to_global(x, P("data"), mesh=mesh)), np.ones(8))
     assert "mylib.filter_shard" in text
     for flag in "may_alias", "check":
@@ -238,7 +245,7 @@ def test_arguments(mesh):
     deleted.delete()
     for tail in "error", "pad":
         text = _fails(mylib.PlacementError, to_global, deleted, P("data"), mesh=mesh, tail=tail)
-        assert "the array (8,)" in text and "deleted" in text
+        assert "the array (8,)" in text and "deleted" in text and "no rows" not in text
 
 
 class Colour(enum.IntEnum):
@@ -247,6 +254,21 @@ class Colour(enum.IntEnum):
 
 class Fraction(float):
     pass
+
+
+@pytest.mark.parametrize("dtype", [">i4", ">f4", ">f8", ">c8", ">u2"])
+def test_bytes_in_another_order(mesh, dtype):
+    """As files have them that come from elsewhere."""
+    given = np.frombuffer(np.arange(16).astype(dtype).tobytes(), dtype).reshape(8, 2)
+    assert not given.dtype.isnative
+    batch = {"x": given, "days": np.zeros(8, ">M8[D]")}
+    for out in (
+        to_global(batch, P("data"), mesh=mesh),
+        next(prefetch([batch], P("data"), mesh=mesh)),
+    ):
+        assert_placed(out["x"], P("data"), mesh=mesh)
+        assert out["x"].tolist() == np.arange(16).reshape(8, 2).tolist()
+        assert isinstance(out["days"], np.ndarray)
 
 
 def test_numbers_that_become_arrays(mesh):
@@ -280,13 +302,12 @@ def test_numbers_that_become_arrays(mesh):
     assert len(traces) == 4
     odd = to_global({"c": Colour.GREEN, "f": Fraction(0.5)}, P(), mesh=mesh, arrays=["c", "f"])
     assert [(str(y.dtype), float(y)) for y in odd.values()] == [("int32", 2), ("float32", 0.5)]
-    batch["lr"] = "fast"
-    batch["step"] = 2**40
-    text = _fails(
-        mylib.PlacementError, to_global, batch, P("data"), mesh=mesh, arrays=["lr", "step", "rate"]
-    )
+    batch = {"x": np.ones(8), "lr": "fast", "step": 2**40, "most": 1e300, "none": float("inf")}
+    names = ["lr", "step", "most", "none", "rate"]
+    text = _fails(mylib.PlacementError, to_global, batch, P("data"), mesh=mesh, arrays=names)
     assert "['lr']" in text and "it is a str" in text
     assert "['step']" in text and "out of bounds" in text
+    assert "['most']" in text and "overflow" in text
     assert "arrays='rate'" in text and "no leaf of the batch has that name" in text
 
 
@@ -362,6 +383,27 @@ def test_order_and_a_buffer_that_is_filled_again(mesh):
     batches.close()
 
 
+def test_what_is_not_placed_is_copied_too(mesh):
+    """A source fills the same buffers again: arrays that JAX has none of, and those left as they
+    are.
+    """
+    names, days, y = np.empty(8, "U8"), np.empty(8, "M8[D]"), np.empty(8)
+
+    def source():
+        for i in range(6):
+            names[:], days[:], y[:] = f"img{i}", np.datetime64(i, "D"), i
+            yield {"x": y, "y": y, "names": names, "days": days}
+
+    placement = {"x": P("data"), "y": None, "names": P("data"), "days": None}
+    for i, batch in enumerate(prefetch(source(), placement, mesh=mesh)):
+        time.sleep(0.01)
+        assert (np.asarray(batch["x"]) == i).all()
+        assert (batch["y"] == i).all() and (batch["names"] == f"img{i}").all()
+        assert (batch["days"] == np.datetime64(i, "D")).all()
+    shared = next(prefetch(source(), placement, mesh=mesh, may_alias=True))
+    assert shared["names"] is names and shared["y"] is y
+
+
 def test_nothing_is_read_before_it_is_asked_for(mesh):
     read = []
     batches = prefetch(map(read.append, range(9)), P(), mesh=mesh)
@@ -401,7 +443,23 @@ def test_an_error_of_the_source_has_its_place(mesh):
     with pytest.raises(KeyboardInterrupt):
         next(batches)
     for source in 3, None:
-        assert "not iterable" in _fails(TypeError, next, prefetch(source, P(), mesh=mesh))
+        batches = prefetch(source, P(), mesh=mesh)
+        assert "not iterable" in _fails(TypeError, next, batches) and list(batches) == []
+
+
+def test_an_error_that_cannot_say_what_it_is(mesh):
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def source():
+        yield np.ones(8)
+        raise Mute
+
+    batches = prefetch(source(), P("data"), mesh=mesh)
+    next(batches)
+    with pytest.raises(Mute):
+        next(batches)
 
 
 @pytest.mark.parametrize("how", ["close", "with", "error in with", "break", "del", "cycle"])
@@ -728,6 +786,26 @@ def test_a_state_that_is_none(mesh):
     _fails(TypeError, batches.get_state)
 
 
+def test_a_state_that_cannot_be_copied(mesh):
+    """It matters to who asks for it alone."""
+
+    class Source:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return np.ones(8)
+
+        def get_state(self):
+            return {"lock": threading.Lock()}
+
+    batches = prefetch(Source(), P("data"), mesh=mesh)
+    next(batches)
+    text = _fails(TypeError, batches.get_state)
+    assert "get_state of a Source" in text and "can't be copied" in text and "lock" in text
+    batches.close()
+
+
 def test_grain_with_processes_of_its_own(mesh):
     loader = grain.DataLoader(
         data_source=np.arange(64.0),
@@ -804,6 +882,32 @@ def test_python_ends_in_the_midst(checkout_env, before):
     process = _run(before + _LOOP.format(delay=0) + "print('end', flush=True)", checkout_env)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and out == "end\n" and err == ""
+
+
+def test_a_process_that_is_forked_off(checkout_env):
+    """It has no copy of the thread, and would wait for ever."""
+    loop = """
+import os
+if os.fork() == 0:
+    try:
+        next(batches)
+    except RuntimeError as error:
+        print(error, flush=True)
+    batches.close()
+    os._exit(0)
+os.wait()
+next(batches)
+print("goes on")
+"""
+    process = _run(
+        "import warnings; warnings.simplefilter('ignore')" + _LOOP.format(delay=0) + loop,
+        checkout_env,
+    )
+    out, _ = process.communicate(timeout=60)
+    assert out.splitlines()[0].startswith(
+        "the thread that makes these batches is in another process"
+    )
+    assert out.splitlines()[1:] == ["goes on"] and process.returncode == 0
 
 
 def test_ctrl_c(checkout_env):

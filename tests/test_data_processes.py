@@ -387,7 +387,8 @@ def test_a_source_that_ends_earlier(first_ends, processes):
         4 * (processes - shorts)
     ] * 2
     empty = prefetch([] if short else [np.ones(4)], P("data"), mesh=mesh, tail="pad")
-    assert "has ended" in _fails(RuntimeError, next, empty)
+    text = _fails(RuntimeError, next, empty)
+    assert "has ended" in text and "each has to have had one batch" in text
     assert list(prefetch([], P("data"), mesh=mesh)) == []
 
 
@@ -422,6 +423,31 @@ def test_a_source_that_raises():
         with pytest.raises(RuntimeError, match="process 1: KeyError: 'lost'"):
             next(batches)
     assert list(batches) == [] and not _threads()
+
+
+def test_a_source_that_can_not_begin():
+    """The others hear of it at once, and the next loops find each other."""
+    mesh = _mesh("data across")
+
+    class Source:
+        fails = jax.process_index() == 1
+
+        def __iter__(self):
+            if self.fails:
+                self.fails = False
+                raise OSError("no such shard")
+            return _source(3)
+
+    def count(source):
+        return len(list(prefetch(source, P("data"), mesh=mesh)))
+
+    source, begun = Source(), time.monotonic()
+    kind = OSError if source.fails else RuntimeError
+    told = "no such shard" if kind is OSError else "process 1: OSError: no such shard"
+    with pytest.raises(kind, match=told):
+        count(source)
+    assert time.monotonic() - begun < 60
+    assert [count(source), count(source)] == [3, 3]
 
 
 def test_a_loop_that_is_left_together():
@@ -475,16 +501,21 @@ def test_a_loader_that_only_one_has(monkeypatch):
     mesh = _mesh("data across")
     monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
     one = jax.process_index() == 1
-    unused = prefetch(_source(3), P("data"), mesh=mesh) if one else None
+
+    def loop(check=None):
+        return prefetch(_source(3), P("data"), mesh=mesh, check=check)
+
+    unused = loop() if one else None
     assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
     if one:
+        assert len(list(loop(check=False))) == 3
         with pytest.raises(TimeoutError, match="in the same order"):
             next(unused)
         unused.close()
     barrier()
     monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
     for _ in range(2):
-        assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
+        assert len(list(loop())) == 3
 
 
 def test_loops_that_are_not_the_same(monkeypatch):
@@ -521,7 +552,17 @@ def test_what_has_no_rows_in_batches_that_are_filled_up():
     changing = loop(np.float32)
     assert [float(next(changing)[0]["scale"]) for _ in range(2)] == [0, 1]
     text = _fails(mylib.PlacementError, next, changing)
-    assert "['scale']" in text and "it differs between them" in text
+    assert "\n  ['scale']" in text and "it differs between them" in text
+
+    def reused():
+        scale = np.float32([2, 2])
+        for _ in range(count):
+            yield {"x": np.ones(4, np.float32), "scale": scale}
+        scale[:] = 3
+
+    placement = {"x": P("data"), "scale": P()}
+    filled_up = prefetch(reused(), placement, mesh=mesh, tail="pad")
+    assert [batch["scale"].tolist() for batch, _ in filled_up] == [[2, 2]] * 4
 
 
 def test_a_source_that_begins_again():

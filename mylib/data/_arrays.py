@@ -12,9 +12,15 @@ from .._leaves import KeyPath, Kind, kind_of, name_of, parts_of
 from .._pattern import Pattern, joined
 
 
+def own(x: Any) -> Any:
+    """What is left of `x` when its source fills it again."""
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
 def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list[Fault]]:
-    """The batch with arrays of other libraries as NumPy arrays, and so the Python numbers that are
-    `named`; which of its leaves these numbers are; and what is wrong with the names.
+    """The batch with arrays of other libraries, or of bytes in another order, as NumPy arrays, and
+    so the Python numbers that are `named`; which of its leaves these numbers are; and what is wrong
+    with the names.
     """
     if not named:
         return jtu.tree_map_with_path(_as_numpy, batch), set(), []
@@ -45,8 +51,9 @@ def _as_array(x: Any, pattern: Pattern, path: KeyPath, faults: list[Fault]) -> A
         faults.append(Fault(name_of(path), None, _request(pattern), reason, mend))
         return x
     try:
-        return np.asarray(number(x), jax.dtypes.canonicalize_dtype(np.result_type(number)))
-    except OverflowError as error:
+        with np.errstate(over="raise"):
+            return np.asarray(number(x), jax.dtypes.canonicalize_dtype(np.result_type(number)))
+    except (OverflowError, FloatingPointError) as error:
         mend = "give a NumPy array of the dtype that you mean"
         faults.append(Fault(name_of(path), (), _request(pattern), str(error), mend))
         return x
@@ -57,16 +64,20 @@ def _request(pattern: Pattern) -> str:
 
 
 def _as_numpy(path: KeyPath, x: Any) -> Any:
-    ours = kind_of(x) is not Kind.STATIC or isinstance(x, np.ndarray | np.generic)
-    if ours or not hasattr(type(x), "__array__"):
+    if kind_of(x) is not Kind.STATIC or not hasattr(type(x), "__array__"):
         return x
     try:
-        y = _values(x)
+        y = _natively(x) if isinstance(x, np.ndarray | np.generic) else _values(x)
     except Exception as error:
         error.add_note(f"(raised by the {type(x).__name__} {name_of(path)} of the batch)")
         raise
     # A table of texts, say, stays what it is.
     return x if kind_of(y) is Kind.STATIC else y
+
+
+def _natively(x: Any) -> Any:
+    # Files say which byte comes first, and it need not be the one that is first here.
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
 
 
 def _values(x: Any) -> np.ndarray:

@@ -16,17 +16,15 @@ import jax
 from .._exchange import Judge, Processes, digest, named
 from .._world import coordination_client
 
+# What stands in place of a judgement, which is JSON, when a process does not come.
 _LEFT = "left by process "
+_FAILED = "failed: "
 # In milliseconds. Waiting has to have a limit there; then a thread waits again.
 _LONG = 10_000
 
 # How many channels some processes have opened, in several threads.
 _opened: Counter[Processes] = Counter()
 _opening = threading.Lock()
-
-
-class Left(RuntimeError):
-    """A process does not come to any more meetings."""
 
 
 class Channel:
@@ -39,7 +37,7 @@ class Channel:
     def __init__(self, processes: Processes):
         self._processes = processes
         # Asked for now: when Python ends, JAX may have been taken down already.
-        self._me = jax.process_index()
+        self.me = jax.process_index()
         self._open()
         self._left = threading.Event()
         # After its end nothing is said here: there would be nobody to tidy that up. Collecting what
@@ -50,7 +48,7 @@ class Channel:
     def meet(self, mine: str, judge: Judge) -> str:
         """Says something to the others, and returns what the last to come makes of it all."""
         if len(self._processes) == 1:
-            return judge({self._me: mine})
+            return judge({self.me: mine})
         self._since = time.monotonic()
         judgement = self._meet(mine, judge)
         while judgement.startswith(_LEFT) and self._turn == 0 and not self._left.is_set():
@@ -60,22 +58,27 @@ class Channel:
             judgement = self._meet(mine, judge)
         self._since = None
         if judgement.startswith(_LEFT):
-            raise Left(
+            raise RuntimeError(
                 f"process {judgement.removeprefix(_LEFT)} has left its loop, and makes no more "
                 "batches. Let all processes leave it after the same batch"
             )
+        if judgement.startswith(_FAILED):
+            raise RuntimeError(judgement.removeprefix(_FAILED))
         self._turn += 1
-        if self._me == self._processes[0] and self._turn > 1:
+        if self.me == self._processes[0] and self._turn > 1:
             # Whoever has been here has heard all that was judged before.
             self._client().key_value_delete(f"{self._place}/{self._turn - 2}/")
         return judgement
 
-    def leave(self) -> None:
-        """Ends the next meeting, or the one that is under way, for all who are or will be there."""
+    def leave(self, why: str | None = None) -> None:
+        """Ends the next meeting, or the one that is under way, for all who are or will be there,
+        by an error that may say why.
+        """
         self._left.set()
         with self._ending:
             if not self._ended:
-                self._quietly(lambda: self._conclude(f"{_LEFT}{self._me}"))
+                farewell = f"{_FAILED}{why}" if why else f"{_LEFT}{self.me}"
+                self._quietly(lambda: self._conclude(farewell))
 
     def end(self) -> None:
         """Leaves, for the thread that meets: it does not come back."""
@@ -118,8 +121,8 @@ class Channel:
         client, here = self._client(), self._here()
         if self._left.is_set():
             # When that was said, the meeting was another one.
-            self._conclude(f"{_LEFT}{self._me}")
-        client.key_value_set(f"{here}/said/{self._me}", mine)
+            self._conclude(f"{_LEFT}{self.me}")
+        client.key_value_set(f"{here}/said/{self.me}", mine)
         if client.key_value_increment(f"{here}/count", 1) == len(self._processes):
             self._conclude(judge(self._said()))
         while True:

@@ -7,6 +7,7 @@ consumer has, so that this can be collected, which ends the thread.
 import atexit
 import contextvars
 import copy
+import os
 import threading
 import time
 import weakref
@@ -17,12 +18,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.tree_util as jtu
 
 from .._exchange import patience
 from .._world import current_world
+from ._arrays import own
 from ._channel import Channel
 from ._request import Request
-from ._settle import settle, settle_end, settle_failure
+from ._settle import farewell, settle, settle_end
 from ._share import Share, look_through
 
 # How long a thread is waited for that was told to end. It may be in the midst of its source.
@@ -123,8 +126,12 @@ class _Maker:
             return None
         if self._request.tail == "pad":
             self._rows = self._rows or settled.rows or 0
-            self._nothing = share.with_rows(0)
-        return Item(settled.placed(), state_of(self._source))
+            self._nothing = None if self._request.is_alone else share.emptied()
+        batch = settled.placed()
+        if not self._request.may_alias:
+            # What is not placed would be the source's own.
+            batch = jtu.tree_map(own, batch)
+        return Item(batch, state_of(self._source))
 
     def _read(self) -> tuple[Share | None, bool]:
         """This process's share of the next batch, and whether its source has ended. Then it is one
@@ -133,15 +140,11 @@ class _Maker:
         if self._has_ended:
             return self._nothing, True
         try:
-            try:
-                batch = next(self._source)
-            except StopIteration:
-                self._has_ended = True
-                return self._nothing, True
-            return look_through(batch, self._request), False
-        except BaseException as error:
-            settle_failure(error, self._request.tail, self._channel.meet)
-            raise
+            batch = next(self._source)
+        except StopIteration:
+            self._has_ended = True
+            return self._nothing, True
+        return look_through(batch, self._request), False
 
 
 class Feed:
@@ -151,6 +154,7 @@ class Feed:
         alone = (jax.process_index(),)
         self.buffer = _Buffer(size)
         self.channel = Channel(alone if request.is_alone else request.processes)
+        self._process = os.getpid()
         maker = _Maker(source, request, self.channel)
         self.thread = threading.Thread(
             target=settings.run,
@@ -162,6 +166,10 @@ class Feed:
         _feeds.add(self)
 
     def take(self) -> Item:
+        if self._is_elsewhere():
+            raise RuntimeError(
+                "the thread that makes these batches is in another process: begin a loop in each"
+            )
         begun, limit = time.monotonic(), patience()
         while True:
             item = self.buffer.take(timeout=1.0)
@@ -175,10 +183,16 @@ class Feed:
                 )
 
     def stop(self) -> None:
+        if self._is_elsewhere():
+            return
         self.buffer.close()
         self.channel.leave()
         if self.thread is not threading.current_thread():
             self.thread.join(PATIENCE)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether this is a copy in a process that was forked off, where there is no thread."""
+        return os.getpid() != self._process
 
 
 _feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
@@ -209,11 +223,11 @@ class Settings:
 def _fill(maker: _Maker, buffer: _Buffer, channel: Channel) -> None:
     going = True
     while going and buffer.wait_for_room():
-        going = _make_one(maker, buffer)
+        going = _make_one(maker, buffer, channel)
     channel.end()
 
 
-def _make_one(maker: _Maker, buffer: _Buffer) -> bool:
+def _make_one(maker: _Maker, buffer: _Buffer, channel: Channel) -> bool:
     """Puts the next item into the buffer, and keeps none of it. Whether there may be more."""
     try:
         item = maker.make()
@@ -224,6 +238,8 @@ def _make_one(maker: _Maker, buffer: _Buffer) -> bool:
         item.error.__cause__ = error
     except BaseException as error:
         item = Item(is_last=True, error=error)
+    if item is not None and item.error is not None:
+        channel.leave(farewell(channel.me, item.error))
     if item is None:
         return True
     buffer.put(item)
@@ -240,13 +256,19 @@ class NoState:
 def state_of(iterator: Any) -> Any:
     if not hasattr(iterator, "get_state"):
         return NoState(stateless(iterator, "get_state"))
+    # Nobody may ever ask, so what is wrong is told to who does.
     try:
         state = iterator.get_state()
     except (TypeError, NotImplementedError) as error:
-        # It has a source in turn that has none. Nobody may ever ask.
+        # It has a source in turn that has none.
         return NoState(str(error))
-    # It may go on writing to what it has returned.
-    return copy.deepcopy(state)
+    try:
+        # It may go on writing to what it has returned.
+        return copy.deepcopy(state)
+    except Exception as error:
+        # Whatever is in it may raise anything.
+        kind = type(iterator).__name__
+        return NoState(f"what get_state of a {kind} returns can't be copied: {error}")
 
 
 def stateless(iterator: Any, method: str) -> str:

@@ -3,24 +3,20 @@
 import threading
 import traceback
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from jaxtyping import PyTree
 
-from .._exchange import Processes
 from .._placement import Placement
 from .._target import AnyMesh
 from ._feed import PATIENCE, Feed, NoState, Settings, state_of, stateless
 from ._request import Request, Tail, request_of
 from ._timing import Clock, Timing
-
-# How often a loop has begun, by its line and its processes, which so know if they mean the same.
-_begun: Counter[tuple[str, Processes]] = Counter()
 
 
 class Prefetch(Iterator[Any]):
@@ -28,9 +24,8 @@ class Prefetch(Iterator[Any]):
     and a context that closes it. It has the length of its source.
     """
 
-    def __init__(self, source: Iterable[Any], request: Request, buffer: int, site: str):
+    def __init__(self, source: Iterable[Any], request: Request, buffer: int):
         self._source: Any = source
-        self._site = site
         self._request = request
         self._size = buffer
         self._settings = Settings()
@@ -134,12 +129,13 @@ class Prefetch(Iterator[Any]):
         self._clock.restart()
 
     def _start(self) -> Feed:
-        iterator = self._iterated()
-        self._state = state_of(iterator)
-        loop = self._site, self._request.processes
-        _begun[loop] += 1
-        request = replace(self._request, loop=f"{self._site}, begun {_begun[loop]} times")
-        self._feed = Feed(iterator, request, self._size, self._settings)
+        try:
+            iterator = self._iterated()
+            self._state = state_of(iterator)
+        except BaseException as error:
+            # The thread tells the other processes, and raises it at its place in the order.
+            iterator = _raising(error)
+        self._feed = Feed(iterator, self._request, self._size, self._settings)
         # When this is collected; for the end of Python there is `_stop_all`.
         weakref.finalize(self, self._feed.stop).atexit = False
         return self._feed
@@ -156,6 +152,11 @@ class Prefetch(Iterator[Any]):
                 raise ValueError("these batches have been closed")
             self._iterator = iter(self._source)
         return self._iterator
+
+
+def _raising(error: BaseException) -> Iterator[Any]:
+    raise error
+    yield
 
 
 def prefetch(
@@ -209,8 +210,10 @@ def prefetch(
                 print(batch["x"].sharding, batches.timing)
         ```
     """
-    if buffer < 1:
-        raise ValueError(f"buffer={buffer}: one batch at least has to be on its way")
+    if not isinstance(buffer, Integral) or buffer < 1:
+        raise ValueError(f"buffer={buffer!r}: give how many batches are on their way, 1 at least")
     request = request_of(placement, mesh, tail, arrays, may_alias, check)
+    # By this processes know if they mean the same loop.
     caller = traceback.extract_stack(limit=2)[0]
-    return Prefetch(source, request, buffer, f"{Path(caller.filename).name}:{caller.lineno}")
+    site = f"{Path(caller.filename).name}:{caller.lineno}"
+    return Prefetch(source, replace(request, loop=site), int(buffer))

@@ -1,6 +1,6 @@
 """What is asked for every batch of a loader."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -56,7 +56,9 @@ def request_of(
         raise ValueError(f"tail={tail!r}: write one of {_TAILS}")
     if isinstance(arrays, str):
         raise TypeError(f"arrays={arrays!r}: write a sequence of names, [{arrays!r}]")
-    if not (may_alias in _FLAGS and check in _FLAGS):
+    if not (isinstance(arrays, Iterable) and all(isinstance(name, str) for name in arrays)):
+        raise TypeError(f"arrays={arrays!r}: write a sequence of names, such as ['lr']")
+    if not all(any(flag is known for known in _FLAGS) for flag in (may_alias, check)):
         flags = f"may_alias={may_alias!r}, check={check!r}"
         raise TypeError(f"{flags}: each is True or False, for the whole batch")
     patterns = tuple(map(Pattern, arrays))

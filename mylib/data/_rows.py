@@ -6,6 +6,7 @@ hold; processes that need some of the same are one reader, and read the same.
 
 import functools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,8 @@ class ReaderShard:
             part = batch[np.r_[shard.rows(len(batch))]]
             ```
         """
+        if operator.index(global_rows) < 0:
+            raise ValueError(f"a batch can't have {global_rows} rows")
         if global_rows % self.block_count:
             raise ValueError(
                 f"{global_rows} rows do not split into the {self.block_count} blocks that this "

@@ -2,11 +2,12 @@
 
 import functools
 import json
+import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from .._errors import PlacementError
 from .._exchange import Judge, Meet, all_fine, everybodys_faults, faults_in_full, in_brief, named
-from ._channel import Left
 from ._request import Tail
 from ._share import Share
 
@@ -27,7 +28,7 @@ def settle(
     if share.request.is_alone:
         if share.faults:
             raise PlacementError(share.faults)
-        return None if ended else _fitting(share, rows, share.rows)
+        return _fitting(share, rows, share.rows).masked(share.rows)
     facts = share.facts()
     brief = in_brief(share.faults, facts)
     kind = share.kind()
@@ -38,13 +39,13 @@ def settle(
         return None
     if judgement["faulty"]:
         raise PlacementError(faults_in_full(meet, share.faults, facts, _MEND))
-    share = _fitting(share, rows, judgement["rows"])
+    fitting = _fitting(share, rows, judgement["rows"])
     if judgement["news"]:
-        different = everybodys_faults(meet, [], share.values(), _MEND)
+        different = everybodys_faults(meet, [], fitting.values(), _MEND)
         if different:
             raise PlacementError(different)
         compared.add(kind)
-    return share
+    return fitting.masked(share.rows)
 
 
 def settle_end(tail: Tail, meet: Meet) -> None:
@@ -52,32 +53,52 @@ def settle_end(tail: Tail, meet: Meet) -> None:
     _judged({"ended": True}, tail, meet)
 
 
-def settle_failure(error: BaseException, tail: Tail, meet: Meet) -> None:
+def settle_failure(error: Exception, tail: Tail, meet: Meet) -> None:
     """Tells the other processes why there is no batch."""
     try:
-        meet(json.dumps({"failed": f"{type(error).__name__}: {error}"}), _judge_for(tail))
-    except (Left, TimeoutError):
+        meet(json.dumps({"failed": _in_words(error)}), _judge_for(tail))
+    except TimeoutError:
         # Nobody is there who would want to know.
         pass
+
+
+def farewell(process: int, error: BaseException) -> str:
+    """What the others are told when a process makes no more batches, because of an error."""
+    return _no_batch({process: _in_words(error)})
+
+
+def _no_batch(failed: Mapping[Any, str]) -> str:
+    told = "; ".join(f"process {i}: {text}" for i, text in failed.items())
+    return f"there is no batch, as it could not be made everywhere. {told}"
+
+
+def _in_words(error: BaseException) -> str:
+    # With its notes; and also if it can't say what it is.
+    return " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
 
 
 def _fitting(share: Share, least: int, rows: int | None) -> Share:
     if share.request.tail == "error" or rows is None:
         return share
-    return share.fitting(share.rounded(max(least, rows) if share.request.tail == "pad" else rows))
+    rows = max(least, rows) if share.request.tail == "pad" else rows
+    return share.with_rows(share.rounded(rows))
 
 
 def _judged(said: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:
     """What is to be done, None if that is to end; or the error that is the same in all."""
     judgement = json.loads(meet(json.dumps(said), _judge_for(tail)))
     if "failed" in judgement:
-        told = "; ".join(f"process {i}: {text}" for i, text in judgement["failed"].items())
-        raise RuntimeError(f"there is no batch, as sources have failed. {told}")
+        raise RuntimeError(_no_batch(judgement["failed"]))
     if "ended" in judgement:
+        mend = (
+            "To fill up, each has to have had one batch that has rows"
+            if tail == "pad"
+            else "Give all the same number of batches; or write tail='drop', to end with the "
+            "first, or tail='pad', to fill up until the last"
+        )
         raise RuntimeError(
             f"the source of {named(judgement['ended'])} has ended, and that of "
-            f"{named(judgement['going'])} has not. Give all the same number of batches; or write "
-            "tail='drop', to end with the first, or tail='pad', to fill up until the last"
+            f"{named(judgement['going'])} has not. {mend}"
         )
     return judgement if "rows" in judgement else None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
@@ -21,7 +22,7 @@ from .._placement import decide, is_rule
 from .._shard import place_leaves
 from .._target import Target, fill_free, sharding_of
 from .._world import current_world
-from ._arrays import as_arrays
+from ._arrays import as_arrays, own
 from ._request import Request, Tail
 from ._rows import (
     ALONE,
@@ -101,23 +102,28 @@ class Share:
         first = self.reader.blocks.index(start // size) * size if size else 0
         return slice(first, first + stop - start), *index[1:]
 
-    def fitting(self, rows: int) -> "Share":
-        """The share with so many rows: the last ones left off, or filled up with zeros; and, if
-        that may happen, with a mask beside it.
+    def masked(self, given: int | None) -> "Share":
+        """The share with a mask beside it, if it may have been filled up: so many of its rows were
+        given.
         """
-        share = self.with_rows(rows)
         if self.request.tail != "pad":
-            return share
-        first, mask = self.row_leaves[0], np.arange(rows) < (self.rows or 0)
-        tree = share.leaves.join(share.leaves.arrays)
+            return self
+        first, mask = self.row_leaves[0], np.arange(self.rows or 0) < (given or 0)
+        tree = self.leaves.join(self.leaves.arrays)
         return replace(
-            share,
+            self,
             leaves=split((tree, mask)),
             targets=[*self.targets, _of_rows(self.target(first))],
             spanning=[*self.spanning, *([len(self.targets)] if first in self.spanning else [])],
         )
 
+    def emptied(self) -> "Share":
+        """The share without its rows; its own, whatever the source does to what it gave."""
+        share = self.with_rows(0)
+        return replace(share, leaves=split(jtu.tree_map(own, share.leaves.tree)))
+
     def with_rows(self, rows: int) -> "Share":
+        """The share with so many rows: the last ones left off, or filled up with zeros."""
         arrays = list(self.leaves.arrays)
         for i in self.row_leaves:
             arrays[i] = _with_rows(arrays[i], rows)
@@ -285,7 +291,7 @@ def _unfit_shape(
 
 def _unequal_rows(share: Share) -> Iterator[Fault]:
     request = f"tail={share.request.tail!r}"
-    if not share.row_leaves and share.request.tail == "pad":
+    if not share.row_leaves and share.request.tail == "pad" and not share.faults:
         mend = "leave tail= out, or give a batch with arrays in it"
         yield Fault("", None, request, "the batch has no rows that could be filled up", mend)
     for i in share.row_leaves:
