@@ -435,7 +435,8 @@ def test_a_source_that_can_not_begin():
         def __iter__(self):
             if self.fails:
                 self.fails = False
-                raise OSError("no such shard")
+                # As Python has the names of files that are no text.
+                raise OSError("no such shard: \udcff")
             return _source(3)
 
     def count(source):
@@ -443,7 +444,7 @@ def test_a_source_that_can_not_begin():
 
     source, begun = Source(), time.monotonic()
     kind = OSError if source.fails else RuntimeError
-    told = "no such shard" if kind is OSError else "process 1: OSError: no such shard"
+    told = "no such shard" if kind is OSError else "process 1: OSError: no such shard: \udcff"
     with pytest.raises(kind, match=told):
         count(source)
     assert time.monotonic() - begun < 60

@@ -5,6 +5,7 @@ for as long as it takes, since it is the consumer that loses patience; and whoev
 all who wait.
 """
 
+import json
 import threading
 import time
 from collections import Counter
@@ -63,7 +64,7 @@ class Channel:
                 "batches. Let all processes leave it after the same batch"
             )
         if judgement.startswith(_FAILED):
-            raise RuntimeError(judgement.removeprefix(_FAILED))
+            raise RuntimeError(json.loads(judgement.removeprefix(_FAILED)))
         self._turn += 1
         if self.me == self._processes[0] and self._turn > 1:
             # Whoever has been here has heard all that was judged before.
@@ -77,7 +78,8 @@ class Channel:
         self._left.set()
         with self._ending:
             if not self._ended:
-                farewell = f"{_FAILED}{why}" if why else f"{_LEFT}{self.me}"
+                # A name of a file, say, may have bytes that are no text.
+                farewell = f"{_FAILED}{json.dumps(why)}" if why else f"{_LEFT}{self.me}"
                 self._quietly(lambda: self._conclude(farewell))
 
     def end(self) -> None:

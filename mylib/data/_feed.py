@@ -238,11 +238,13 @@ def _make_one(maker: _Maker, buffer: _Buffer, channel: Channel) -> bool:
         item.error.__cause__ = error
     except BaseException as error:
         item = Item(is_last=True, error=error)
-    if item is not None and item.error is not None:
-        channel.leave(farewell(channel.me, item.error))
     if item is None:
         return True
-    buffer.put(item)
+    try:
+        if item.error is not None:
+            channel.leave(farewell(channel.me, item.error))
+    finally:
+        buffer.put(item)
     return not item.is_last
 
 
