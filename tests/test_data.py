@@ -1,9 +1,11 @@
 """Batches in one process: shares, tails, and loaders that are ahead of the loop."""
 
+import contextlib
 import copy
 import enum
 import gc
 import importlib.util
+import os
 import resource
 import signal
 import socket
@@ -230,6 +232,8 @@ def test_all_faults_at_once(mesh):
 def test_arguments(mesh):
     assert "'error', 'drop', 'pad'" in _fails(ValueError, to_global, 1, P(), mesh=mesh, tail="cut")
     assert "['lr']" in _fails(TypeError, to_global, 1, P(), mesh=mesh, arrays="lr")
+    out = to_global({"lr": 0.5}, P(), mesh=mesh, arrays=(name for name in ["lr"]))
+    assert isinstance(out["lr"], jax.Array)
     for names in None, ["lr", 1]:
         assert f"arrays={names}" in _fails(TypeError, to_global, 1, P(), mesh=mesh, arrays=names)
     for buffer in 0, 1.5, float("nan"), None:
@@ -445,6 +449,45 @@ def test_an_error_of_the_source_has_its_place(mesh):
     for source in 3, None:
         batches = prefetch(source, P(), mesh=mesh)
         assert "not iterable" in _fails(TypeError, next, batches) and list(batches) == []
+        assert "could not begin: TypeError" in _fails(TypeError, batches.get_state)
+
+
+@pytest.mark.parametrize("end", ["last", "error", "placing", "beginning"])
+def test_the_end_leaves_no_cycles(mesh, end):
+    """The source is let go of at once, not when Python collects its garbage."""
+
+    class Source:
+        count = 0
+
+        def __iter__(self):
+            if end == "beginning":
+                raise KeyError
+            return self
+
+        def __next__(self):
+            self.count += 1
+            if self.count == 3:
+                raise {"last": StopIteration, "error": KeyError, "placing": KeyError}[end]
+            return np.ones(7 if end == "placing" else 8)
+
+    def loop():
+        source = Source()
+        with contextlib.suppress(KeyError, mylib.PlacementError):
+            for _ in prefetch(source, P("data"), mesh=mesh):
+                pass
+        return weakref.ref(source)
+
+    loop()
+    gc.collect()
+    gc.disable()
+    try:
+        source = loop()
+        deadline = time.monotonic() + 5
+        while (_threads() or source()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert source() is None
+    finally:
+        gc.enable()
 
 
 def test_an_error_that_cannot_say_what_it_is(mesh):
@@ -885,9 +928,14 @@ def test_python_ends_in_the_midst(checkout_env, before):
 
 
 def test_a_process_that_is_forked_off(checkout_env):
-    """It has no copy of the thread, and would wait for ever."""
+    """It has no copy of the thread, and would wait for ever; also for a lock that another thread
+    has.
+    """
     loop = """
 import os
+other = threading.Thread(target=lambda: [batch for batch in batches if time.sleep(0)], daemon=True)
+other.start()
+time.sleep(0.05)
 if os.fork() == 0:
     try:
         next(batches)
@@ -899,15 +947,16 @@ os.wait()
 next(batches)
 print("goes on")
 """
-    process = _run(
-        "import warnings; warnings.simplefilter('ignore')" + _LOOP.format(delay=0) + loop,
-        checkout_env,
-    )
-    out, _ = process.communicate(timeout=60)
-    assert out.splitlines()[0].startswith(
-        "the thread that makes these batches is in another process"
-    )
-    assert out.splitlines()[1:] == ["goes on"] and process.returncode == 0
+    script = "import warnings; warnings.simplefilter('ignore')" + _LOOP.format(delay=0) + loop
+    process = _run(script, checkout_env, start_new_session=True)
+    try:
+        out, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    told, *rest = out.splitlines()
+    assert "belong to the process from which this one was forked off" in told
+    assert rest == ["goes on"] and process.returncode == 0
 
 
 def test_ctrl_c(checkout_env):

@@ -500,7 +500,6 @@ def test_a_process_that_does_not_come(monkeypatch):
 def test_a_loader_that_only_one_has(monkeypatch):
     """The next ones find each other again."""
     mesh = _mesh("data across")
-    monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
     one = jax.process_index() == 1
 
     def loop(check=None):
@@ -510,13 +509,42 @@ def test_a_loader_that_only_one_has(monkeypatch):
     assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
     if one:
         assert len(list(loop(check=False))) == 3
+        monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
         with pytest.raises(TimeoutError, match="in the same order"):
             next(unused)
         unused.close()
     barrier()
-    monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
+    monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT", raising=False)
     for _ in range(2):
         assert len(list(loop())) == 3
+
+
+def test_an_error_where_another_loop_was_given_up(monkeypatch):
+    """It is told to those who are further on; even if it can't say what it is."""
+    mesh = _mesh("data across")
+
+    class Mute(Exception):
+        def __str__(self):
+            raise ValueError("no words")
+
+    def fails():
+        raise Mute
+        yield
+
+    if jax.process_index() == 1:
+        monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
+        with prefetch(_source(3), P("data"), mesh=mesh) as unused, pytest.raises(TimeoutError):
+            next(unused)
+        monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
+    barrier()
+    first = jax.process_index() == 0
+    batches = prefetch(fails() if first else _source(3), P("data"), mesh=mesh)
+    begun = time.monotonic()
+    with pytest.raises(Mute if first else RuntimeError) as caught:
+        next(batches)
+    assert first or "Mute" in str(caught.value) and "process 0: " in str(caught.value)
+    assert time.monotonic() - begun < 60
+    assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
 
 
 def test_loops_that_are_not_the_same(monkeypatch):

@@ -77,7 +77,8 @@ def _as_numpy(path: KeyPath, x: Any) -> Any:
 
 def _natively(x: Any) -> Any:
     # Files say which byte comes first, and it need not be the one that is first here.
-    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+    native = x.dtype.newbyteorder("=")
+    return x if kind_of(np.empty(0, native)) is Kind.STATIC else x.astype(native)
 
 
 def _values(x: Any) -> np.ndarray:

@@ -17,7 +17,7 @@ import jax
 from .._exchange import Judge, Processes, digest, named
 from .._world import coordination_client
 
-# What stands in place of a judgement, which is JSON, when a process does not come.
+# What stands in place of a judgement when a process does not come. No judgement begins so.
 _LEFT = "left by process "
 _FAILED = "failed: "
 # In milliseconds. Waiting has to have a limit there; then a thread waits again.
@@ -40,7 +40,7 @@ class Channel:
         # Asked for now: when Python ends, JAX may have been taken down already.
         self.me = jax.process_index()
         self._open()
-        self._left = threading.Event()
+        self._has_left = False
         # After its end nothing is said here: there would be nobody to tidy that up. Collecting what
         # the consumer had, in whichever thread, may come in between.
         self._ending, self._ended = threading.RLock(), False
@@ -52,10 +52,8 @@ class Channel:
             return judge({self.me: mine})
         self._since = time.monotonic()
         judgement = self._meet(mine, judge)
-        while judgement.startswith(_LEFT) and self._turn == 0 and not self._left.is_set():
-            with self._ending:
-                self._close()
-                self._open()
+        while judgement.startswith(_LEFT) and self._turn == 0 and not self._has_left:
+            self._pass_over()
             judgement = self._meet(mine, judge)
         self._since = None
         if judgement.startswith(_LEFT):
@@ -71,16 +69,19 @@ class Channel:
             self._client().key_value_delete(f"{self._place}/{self._turn - 2}/")
         return judgement
 
-    def leave(self, why: str | None = None) -> None:
-        """Ends the next meeting, or the one that is under way, for all who are or will be there,
-        by an error that may say why.
-        """
-        self._left.set()
+    def leave(self) -> None:
+        """Ends the next meeting, or the one that is under way, for all who are or will be there."""
         with self._ending:
+            self._has_left = True
             if not self._ended:
-                # A name of a file, say, may have bytes that are no text.
-                farewell = f"{_FAILED}{json.dumps(why)}" if why else f"{_LEFT}{self.me}"
-                self._quietly(lambda: self._conclude(farewell))
+                self._quietly(lambda: self._conclude(f"{_LEFT}{self.me}"))
+
+    def fail(self, why: str) -> None:
+        """Leaves, for the thread that meets, and tells the others why, without waiting for them."""
+        with self._ending:
+            # A name of a file, say, may have bytes that are no text.
+            self._quietly(lambda: self._tell(f"{_FAILED}{json.dumps(why)}"))
+            self._has_left = True
 
     def end(self) -> None:
         """Leaves, for the thread that meets: it does not come back."""
@@ -105,13 +106,29 @@ class Channel:
             number = _opened[self._processes]
         self._place, self._turn = f"mylib/prefetch/{digest(self._processes)}/{number}", 0
 
+    def _tell(self, farewell: str) -> None:
+        """Says it at the first meeting to which others may still come."""
+        while (holds := self._conclude(farewell)) != farewell:
+            if holds.startswith(_LEFT) and self._turn == 0 and not self._has_left:
+                self._pass_over()
+            elif holds.startswith((_LEFT, _FAILED)):
+                return
+            else:
+                # All were there, and this process has not heard what came of it.
+                self._turn += 1
+
+    def _pass_over(self) -> None:
+        with self._ending:
+            self._close()
+            self._open()
+
     def _close(self) -> None:
         # The last one tidies up.
         client = self._client()
         if client.key_value_increment(f"{self._place}/closed", 1) == len(self._processes):
             client.key_value_delete(f"{self._place}/")
 
-    def _quietly(self, tell: Callable[[], None]) -> None:
+    def _quietly(self, tell: Callable[[], object]) -> None:
         if len(self._processes) > 1 and coordination_client() is not None:
             try:
                 tell()
@@ -121,7 +138,7 @@ class Channel:
 
     def _meet(self, mine: str, judge: Judge) -> str:
         client, here = self._client(), self._here()
-        if self._left.is_set():
+        if self._has_left:
             # When that was said, the meeting was another one.
             self._conclude(f"{_LEFT}{self.me}")
         client.key_value_set(f"{here}/said/{self.me}", mine)
@@ -134,13 +151,16 @@ class Channel:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
 
-    def _conclude(self, judgement: str) -> None:
+    def _conclude(self, judgement: str) -> str:
+        """Says what came of the meeting; returns what holds, as somebody may have been quicker."""
+        client, place = self._client(), f"{self._here()}/judgement"
         try:
-            self._client().key_value_set(f"{self._here()}/judgement", judgement)
+            client.key_value_set(place, judgement)
         except jax.errors.JaxRuntimeError as error:
-            # Somebody was quicker, and that holds.
             if "ALREADY_EXISTS" not in str(error):
                 raise
+            return client.blocking_key_value_get(place, _LONG)
+        return judgement
 
     def _said(self) -> dict[int, str]:
         said = self._client().key_value_dir_get(f"{self._here()}/said/")

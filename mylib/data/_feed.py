@@ -25,7 +25,7 @@ from .._world import current_world
 from ._arrays import own
 from ._channel import Channel
 from ._request import Request
-from ._settle import farewell, settle, settle_end
+from ._settle import farewell, in_words, settle, settle_end
 from ._share import Share, look_through
 
 # How long a thread is waited for that was told to end. It may be in the midst of its source.
@@ -162,14 +162,16 @@ class Feed:
             name="mylib.data.prefetch",
             daemon=True,
         )
-        self.thread.start()
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            # There are too many.
+            self.channel.fail(farewell(self.channel.me, error))
+            self.channel.end()
+            raise
         _feeds.add(self)
 
     def take(self) -> Item:
-        if self._is_elsewhere():
-            raise RuntimeError(
-                "the thread that makes these batches is in another process: begin a loop in each"
-            )
         begun, limit = time.monotonic(), patience()
         while True:
             item = self.buffer.take(timeout=1.0)
@@ -183,16 +185,13 @@ class Feed:
                 )
 
     def stop(self) -> None:
-        if self._is_elsewhere():
+        if os.getpid() != self._process:
+            # A copy, in a process that was forked off, where there is no thread.
             return
         self.buffer.close()
         self.channel.leave()
         if self.thread is not threading.current_thread():
             self.thread.join(PATIENCE)
-
-    def _is_elsewhere(self) -> bool:
-        """Whether this is a copy in a process that was forked off, where there is no thread."""
-        return os.getpid() != self._process
 
 
 _feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
@@ -222,30 +221,43 @@ class Settings:
 
 def _fill(maker: _Maker, buffer: _Buffer, channel: Channel) -> None:
     going = True
-    while going and buffer.wait_for_room():
-        going = _make_one(maker, buffer, channel)
-    channel.end()
-
-
-def _make_one(maker: _Maker, buffer: _Buffer, channel: Channel) -> bool:
-    """Puts the next item into the buffer, and keeps none of it. Whether there may be more."""
     try:
-        item = maker.make()
-    except StopIteration as error:
-        # To the loop it would mean the end.
-        item = Item(is_last=True, error=RuntimeError("a batch could not be made"))
-        assert item.error is not None
-        item.error.__cause__ = error
-    except BaseException as error:
-        item = Item(is_last=True, error=error)
+        while going and buffer.wait_for_room():
+            going = _fill_one(maker, buffer, channel)
+    finally:
+        channel.end()
+
+
+def _fill_one(maker: _Maker, buffer: _Buffer, channel: Channel) -> bool:
+    """Puts the next item into the buffer, and keeps none of it. Whether there may be more."""
+    item = _made(maker)
     if item is None:
         return True
+    is_last = item.is_last
     try:
         if item.error is not None:
-            channel.leave(farewell(channel.me, item.error))
+            channel.fail(farewell(channel.me, item.error))
     finally:
         buffer.put(item)
-    return not item.is_last
+        # An error refers to this frame by its traceback.
+        del item
+    return not is_last
+
+
+def _made(maker: _Maker) -> Item | None:
+    try:
+        return maker.make()
+    except StopIteration as error:
+        # To the loop it would mean the end.
+        return Item(is_last=True, error=_caused_by(error))
+    except BaseException as error:
+        return Item(is_last=True, error=error)
+
+
+def _caused_by(cause: BaseException) -> RuntimeError:
+    error = RuntimeError("a batch could not be made")
+    error.__cause__ = cause
+    return error
 
 
 @dataclass(frozen=True)
@@ -263,14 +275,14 @@ def state_of(iterator: Any) -> Any:
         state = iterator.get_state()
     except (TypeError, NotImplementedError) as error:
         # It has a source in turn that has none.
-        return NoState(str(error))
+        return NoState(in_words(error))
     try:
         # It may go on writing to what it has returned.
         return copy.deepcopy(state)
     except Exception as error:
         # Whatever is in it may raise anything.
         kind = type(iterator).__name__
-        return NoState(f"what get_state of a {kind} returns can't be copied: {error}")
+        return NoState(f"what get_state of a {kind} returns can't be copied: {in_words(error)}")
 
 
 def stateless(iterator: Any, method: str) -> str:

@@ -1,5 +1,6 @@
 """`prefetch`: batches that are on their way while the step before them runs."""
 
+import os
 import threading
 import traceback
 import weakref
@@ -16,6 +17,7 @@ from .._placement import Placement
 from .._target import AnyMesh
 from ._feed import PATIENCE, Feed, NoState, Settings, state_of, stateless
 from ._request import Request, Tail, request_of
+from ._settle import in_words
 from ._timing import Clock, Timing
 
 
@@ -29,6 +31,7 @@ class Prefetch(Iterator[Any]):
         self._request = request
         self._size = buffer
         self._settings = Settings()
+        self._process = os.getpid()
         self._iterator: Any = None
         self._feed: Feed | None = None
         self._is_over = self._is_lost = self._is_closed = False
@@ -40,6 +43,7 @@ class Prefetch(Iterator[Any]):
         return self
 
     def __next__(self) -> Any:
+        self._check_process()
         # Several threads may share the batches.
         with self._taking:
             return self._next()
@@ -57,9 +61,12 @@ class Prefetch(Iterator[Any]):
             item = feed.take()
         if item.is_last:
             self._end()
-            # Not kept, as it refers to this frame by its traceback.
             error, item = item.error or StopIteration(), None
-            raise error
+            try:
+                raise error
+            finally:
+                # It refers to this frame by its traceback.
+                del error
         self._state = item.state
         self._clock.count(feed.buffer.idle)
         return item.batch
@@ -114,6 +121,7 @@ class Prefetch(Iterator[Any]):
         """Goes on after the batch at which [`mylib.data.Prefetch.get_state`][] has returned this
         state. In several processes, all of them have to.
         """
+        self._check_process()
         iterator = self._iterated()
         if not hasattr(iterator, "set_state"):
             raise TypeError(stateless(iterator, "set_state"))
@@ -135,10 +143,18 @@ class Prefetch(Iterator[Any]):
         except BaseException as error:
             # The thread tells the other processes, and raises it at its place in the order.
             iterator = _raising(error)
+            self._state = NoState(f"the source could not begin: {in_words(error)}")
         self._feed = Feed(iterator, self._request, self._size, self._settings)
         # When this is collected; for the end of Python there is `_stop_all`.
         weakref.finalize(self, self._feed.stop).atexit = False
         return self._feed
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                "these batches belong to the process from which this one was forked off, as does "
+                "their thread: call mylib.data.prefetch in each"
+            )
 
     def _end(self) -> None:
         self._is_over = True
@@ -155,8 +171,12 @@ class Prefetch(Iterator[Any]):
 
 
 def _raising(error: BaseException) -> Iterator[Any]:
-    raise error
-    yield
+    try:
+        raise error
+        yield
+    finally:
+        # It refers to this frame by its traceback.
+        del error
 
 
 def prefetch(
@@ -186,8 +206,9 @@ def prefetch(
         `grain` data set; in several processes of the share of each, see
         [`mylib.data.reader_shard`][].
     - `placement`, `mesh`, `arrays`, `may_alias`: as in [`mylib.data.to_global`][]. The mesh of
-        `jax.set_mesh` and `jax.enable_x64` are, for the source too, those of this call. With
-        `may_alias=True` a source may not fill the same buffer again.
+        `jax.set_mesh` and `jax.enable_x64` are, for the source too, those of this call. NumPy
+        arrays that are not placed are copied too, as a source may fill the same buffer again; but
+        not with `may_alias=True`.
     - `buffer`: how many batches there may be beyond the one that the loop has, ready or being made.
     - `tail`: as in [`mylib.data.to_global`][]. "pad" fills up to the rows of the first batch, so
         that no step is compiled again; then every batch is a pair of the batch and its mask. "pad"

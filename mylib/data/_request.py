@@ -56,12 +56,13 @@ def request_of(
         raise ValueError(f"tail={tail!r}: write one of {_TAILS}")
     if isinstance(arrays, str):
         raise TypeError(f"arrays={arrays!r}: write a sequence of names, [{arrays!r}]")
-    if not (isinstance(arrays, Iterable) and all(isinstance(name, str) for name in arrays)):
+    names = tuple(arrays) if isinstance(arrays, Iterable) else None
+    if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(f"arrays={arrays!r}: write a sequence of names, such as ['lr']")
     if not all(any(flag is known for known in _FLAGS) for flag in (may_alias, check)):
         flags = f"may_alias={may_alias!r}, check={check!r}"
         raise TypeError(f"{flags}: each is True or False, for the whole batch")
-    patterns = tuple(map(Pattern, arrays))
+    patterns = tuple(map(Pattern, names))
     mesh = current_world().devices if mesh is None else mesh
     if jax.process_count() == 1:
         # Nobody to agree with, and so nothing to be known before there is a batch.

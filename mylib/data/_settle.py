@@ -56,7 +56,7 @@ def settle_end(tail: Tail, meet: Meet) -> None:
 def settle_failure(error: Exception, tail: Tail, meet: Meet) -> None:
     """Tells the other processes why there is no batch."""
     try:
-        meet(json.dumps({"failed": _in_words(error)}), _judge_for(tail))
+        meet(json.dumps({"failed": in_words(error)}), _judge_for(tail))
     except TimeoutError:
         # Nobody is there who would want to know.
         pass
@@ -64,7 +64,7 @@ def settle_failure(error: Exception, tail: Tail, meet: Meet) -> None:
 
 def farewell(process: int, error: BaseException) -> str:
     """What the others are told when a process makes no more batches, because of an error."""
-    return _no_batch({process: _in_words(error)})
+    return _no_batch({process: in_words(error)})
 
 
 def _no_batch(failed: Mapping[Any, str]) -> str:
@@ -72,9 +72,13 @@ def _no_batch(failed: Mapping[Any, str]) -> str:
     return f"there is no batch, as it could not be made everywhere. {told}"
 
 
-def _in_words(error: BaseException) -> str:
-    # With its notes; and also if it can't say what it is.
-    return " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
+def in_words(error: BaseException) -> str:
+    """The error in a line, with its notes; its kind, if it can't say what it is."""
+    try:
+        return " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
+    except Exception:
+        # It may be anybody's, and do anything.
+        return type(error).__name__
 
 
 def _fitting(share: Share, least: int, rows: int | None) -> Share:

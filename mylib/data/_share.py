@@ -355,6 +355,8 @@ def _numbers_of(x: Any) -> np.ndarray:
 def _with_rows(x: Any, rows: int) -> Any:
     if x.shape[0] == rows:
         return x
+    if not rows and not is_of_keys(x):
+        return np.zeros((0, *x.shape[1:]), x.dtype)
     numbers = _numbers_of(x)
     fill = np.zeros((max(0, rows - len(numbers)), *numbers.shape[1:]), numbers.dtype)
     numbers = np.concatenate([numbers[:rows], fill])
