@@ -108,7 +108,8 @@ class Channel:
 
     def _tell(self, farewell: str) -> None:
         """Says it at the first meeting to which others may still come."""
-        while (holds := self._conclude(farewell)) != farewell:
+        while not self._conclude(farewell):
+            holds = self._client().blocking_key_value_get(f"{self._here()}/judgement", _LONG)
             if holds.startswith(_LEFT) and self._turn == 0 and not self._has_left:
                 self._pass_over()
             elif holds.startswith((_LEFT, _FAILED)):
@@ -151,16 +152,15 @@ class Channel:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
 
-    def _conclude(self, judgement: str) -> str:
-        """Says what came of the meeting; returns what holds, as somebody may have been quicker."""
-        client, place = self._client(), f"{self._here()}/judgement"
+    def _conclude(self, judgement: str) -> bool:
+        """Says what came of the meeting. Whether that holds: somebody may have been quicker."""
         try:
-            client.key_value_set(place, judgement)
+            self._client().key_value_set(f"{self._here()}/judgement", judgement)
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
-            return client.blocking_key_value_get(place, _LONG)
-        return judgement
+            return False
+        return True
 
     def _said(self) -> dict[int, str]:
         said = self._client().key_value_dir_get(f"{self._here()}/said/")
