@@ -6,7 +6,8 @@ It is no part of the package because pytest would then import JAX in every sessi
 
 import math
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import pytest
 # In a session that is one of several: what speaks with the others.
 _worker = pytest.StashKey[Any]()
 _member = pytest.StashKey[Any]()
-_name = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,6 +38,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         type=int,
         metavar="PROCESS",
         help="open a debugger where a test fails in this process; --pdb takes the first that fails",
+    )
+    try:
+        parser.getgroup("mylib").addoption(
+            "--snapshot-update",
+            action="store_true",
+            help="write the snapshots of programs that the fixture program_snapshot compares with",
+        )
+    except ValueError:
+        pass  # another plugin has an option of this name, and means the same by it
+    group = parser.getgroup("compilers", "tests that compile for machines that are not here")
+    group.addoption(
+        "--require-compilers",
+        action="store_true",
+        help="fail tests marked compiles_for, rather than skip them, where a compiler is missing",
     )
     parser.addini("multihost_timeout", "seconds that one test may take (120)", default="120")
     parser.addini(
@@ -70,15 +84,49 @@ def pytest_configure(config: pytest.Config) -> None:
         "env={}): run this test in so many processes at once, joined by jax.distributed",
     )
 
+    config.addinivalue_line(
+        "markers",
+        "compiles_for('h100 x 8', 'v5e 4x4', ...): run this test once for each of these machines, "
+        "which need not be here; the fixture `machine` gives it",
+    )
 
-def name_in_processes(item: pytest.Item) -> str:
-    return item.stash.get(_name, item.nodeid)
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    names = [x for mark in metafunc.definition.iter_markers("compiles_for") for x in mark.args]
+    if not names:
+        return
+    if "machine" not in metafunc.fixturenames:
+        raise pytest.UsageError(
+            f"{metafunc.definition.nodeid} is marked compiles_for, so it has to take the fixture "
+            "`machine`"
+        )
+    metafunc.parametrize("machine", names, indirect=True)
+
+
+@pytest.fixture
+def machine(request: pytest.FixtureRequest) -> Any:
+    """The machine that a test marked `compiles_for` is to compile for: a
+    `mylib.machines.Machine`. The test is skipped where its compiler is not installed.
+    """
+    if not hasattr(request, "param"):
+        pytest.fail("the fixture `machine` is for tests with @pytest.mark.compiles_for('h100 x 8')")
+    from mylib import machines
+
+    found = machines.Machine.of(request.param)
+    try:
+        machines.require(found.chip.platform)
+    except machines.CompilerError as error:
+        if request.config.option.require_compilers:
+            pytest.fail(f"--require-compilers: {error}", pytrace=False)
+        pytest.skip(str(error))
+    return found
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
     if item.get_closest_marker("multihost"):
-        # Now, since xdist goes on to change the name.
-        item.stash[_name] = item.nodeid
+        from mylib.testing._names import keep_name
+
+        keep_name(item)
         if item.config.pluginmanager.hasplugin("xdist"):
             # With --dist=loadgroup one of its workers has all the processes.
             item.add_marker(pytest.mark.xdist_group("multihost"))
@@ -99,6 +147,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark(items)
     if _member not in config.stash:
         config.pluginmanager.register(Controller(config))
+
+
+@pytest.fixture
+def program_snapshot(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Compares what `mylib.audit` returns with a file that an earlier run has written, in a folder
+    `snapshots` beside the test. `--snapshot-update` writes it.
+    """
+    from mylib.testing import check_snapshot
+
+    update = bool(request.config.getoption("--snapshot-update"))
+    folder = request.path.parent / "snapshots" / request.path.stem
+
+    def check(report: Any, name: str | None = None) -> None:
+        stem = re.sub(r"[^\w.-]+", "-", name or request.node.name).strip("-")
+        check_snapshot(report, folder / f"{stem}.txt", update=update)
+
+    return check
 
 
 @pytest.fixture

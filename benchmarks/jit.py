@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     effort = 0.2 if parser.parse_args().quick else 1.0
     print_header("8 simulated CPU devices")
-    for section in calling, returning, tracing, training, being_born:
+    for section in calling, calling_static, returning, tracing, training, being_born:
         for row in section(effort):
             print_row(row.cells())
 
@@ -65,6 +65,16 @@ def calling(effort: float) -> Iterator[Row]:
             yield row._replace(
                 promise=at_most(limit, row.ratio)[0], kept=at_most(limit, row.ratio)[1]
             )
+
+
+def calling_static(effort: float) -> Iterator[Row]:
+    tree = {"x": jnp.ones(4), **{f"k{i}": i for i in range(20_000)}}
+    ours, theirs = mylib.filter_jit(add_one), eqx.filter_jit(add_one)
+    peers: dict[str, Call] = {"equinox.filter_jit": lambda _: theirs(tree)}
+    times = race([lambda _: ours(tree), *peers.values()], max(5, 31 * effort), wait=False)
+    for row in compare("a call with 20,000 static leaves", times, peers):
+        promise, kept = at_most(1.0, row.ratio)
+        yield row._replace(promise=promise, kept=kept)
 
 
 def returning(effort: float) -> Iterator[Row]:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # What is started here must not take what is meant for this process.
@@ -24,7 +24,7 @@ os.environ.pop("XLA_FLAGS", None)
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from side_by_side import Call, Row, compare, duel, print_header, print_row
+from side_by_side import Call, Row, compare, duel, print_header, print_row, show
 
 import mylib
 
@@ -106,6 +106,22 @@ def checking(scale: float) -> Iterator[Row]:
         5 * scale,
         limit=0.05,
     )
+    # The first call has to be linear in the number of arrays: 5 s for 20,000.
+    for count in (1000, 4000, 20_000):
+        there = mylib.filter_shard(leaves(count), sharding, check=False)
+        jax.block_until_ready(there)
+        times = [seconds(lambda there=there: mylib.check_replicas(there)) for _ in range(2)]
+        limit = 5 * count / 20_000
+        work, second = f"the first time, {count} arrays", f"the second time, {show(times[1])}"
+        yield Row(
+            work, show(times[0]), second, times[0] / times[1], f"≤ {limit:g} s", times[0] <= limit
+        )
+
+
+def seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
 
 
 def line() -> Mesh:

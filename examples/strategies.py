@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 import mylib
 from mylib.rules import Rule, batch, by_axes, fsdp, replicated
 
-STEPS, BATCH, LENGTH, WIDTH, HIDDEN, HEADS, VOCAB = 20, 16, 32, 64, 256, 4, 128
+STEPS, BATCH, LENGTH, WIDTH, HIDDEN, HEADS, VOCAB = 10, 16, 32, 64, 256, 4, 128
 
 
 class Block(eqx.Module):
@@ -80,7 +80,7 @@ class Transformer(eqx.Module):
 TENSOR_PARALLEL = by_axes({"heads": "model", "hidden": "model", "vocab": "model"}) | replicated()
 
 # How the weights are kept, and how they are used. What is used otherwise than it is kept is
-# gathered on its way, and its gradient is summed and cut on the way back.
+# gathered by each block that is called, and its gradient is summed and cut on the way back.
 STRATEGIES: dict[str, tuple[Rule, Rule]] = {
     "data parallel": (replicated(), replicated()),
     "fully sharded": (fsdp("data"), replicated()),
@@ -99,7 +99,7 @@ def loss_of(model: Transformer, text: Int[Array, "batch time+1"]) -> Float[Array
 @mylib.filter_jit(donate="all-except-first", in_shardings={"text": batch("data")})
 def step(text: Array, model: Transformer, state: optax.OptState, kept: Rule, used: Rule) -> PyTree:
     def loss_as_used(model: Transformer) -> Float[Array, ""]:
-        return loss_of(mylib.filter_shard(model, used), text)
+        return loss_of(mylib.fully_shard(model, Block, kept, used), text)
 
     loss, grads = eqx.filter_value_and_grad(loss_as_used)(model)
     updates, state = OPTIMISER.update(grads, state, eqx.filter(model, eqx.is_array))
@@ -121,7 +121,7 @@ def texts() -> list[np.ndarray]:
     return [np.stack([letters[s : s + LENGTH + 1] for s in row]).astype(np.int32) for row in starts]
 
 
-def train(mesh: Mesh, kept: Rule, used: Rule) -> tuple[mylib.rules.Explanation, list[float], float]:
+def train(mesh: Mesh, kept: Rule, used: Rule) -> tuple[mylib.Explanation, list[float], float]:
     with jax.set_mesh(mesh):
         # Born where they are to be: no device ever holds more than its share.
         model, state = mylib.filter_jit(make, out_shardings=kept)(jax.random.key(0))
@@ -135,10 +135,10 @@ def train(mesh: Mesh, kept: Rule, used: Rule) -> tuple[mylib.rules.Explanation, 
     return explanation, losses, sorted(seconds)[STEPS // 2]
 
 
-def model_only(explanation: mylib.rules.Explanation) -> mylib.rules.Explanation:
+def model_only(explanation: mylib.Explanation) -> mylib.Explanation:
     """Without the optimiser state, whose moments are where their weights are."""
     rows = tuple(row for row in explanation.rows if row.leaf.parts[0] == "0")
-    return mylib.rules.Explanation(rows, explanation.faults)
+    return mylib.Explanation(rows, explanation.faults)
 
 
 def main() -> None:

@@ -1,22 +1,81 @@
 """Puts the arrays of any PyTree where they belong, and keeps them there."""
 
-from . import data as data, loops as loops, rules as rules
-from ._checkpoint import (
-    filter_checkpoint as filter_checkpoint,
-    recompute_resharded as recompute_resharded,
-)
+from . import contracts, data, loops, machines, rules, testing
+from ._audit import Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
 from ._errors import (
-    Fault as Fault,
-    PlacementError as PlacementError,
-    ReplicaError as ReplicaError,
+    AuditError,
+    CapturedArrayWarning,
+    DonationWarning,
+    Fault,
+    MylibWarning,
+    PlacementError,
+    RecompilationWarning,
+    ReplicaError,
+    StaticNumberWarning,
+    SummedTwiceWarning,
 )
-from ._jit import filter_jit as filter_jit
-from ._leaves import Leaf as Leaf
-from ._opaque import opaque as opaque
-from ._placement import Placement as Placement, resolve as resolve
-from ._replicas import check_replicas as check_replicas
-from ._shard import filter_device_put as filter_device_put, filter_shard as filter_shard
-from ._shard_map import filter_shard_map as filter_shard_map
-from ._target import Target as Target
-from ._varying import vary as vary
-from .rules._explain import explain as explain
+from ._functions import (
+    filter_checkpoint,
+    filter_jit,
+    fully_shard,
+    recompute_resharded,
+)
+from ._per_device import filter_shard_map, opaque, vary
+from ._placement import Placement, Target, resolve
+from ._processes import check_replicas
+from ._show import Explanation, Row, explain
+from ._transfer import filter_device_put, filter_shard
+from ._tree import Leaf
+from .machines import make_mesh
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Alive",
+    "AuditError",
+    "CapturedArrayWarning",
+    "Collective",
+    "DonationWarning",
+    "Estimate",
+    "Explanation",
+    "Fault",
+    "Leaf",
+    "ProgramMemory",
+    "MylibWarning",
+    "Parameter",
+    "Placement",
+    "PlacementError",
+    "RecompilationWarning",
+    "ReplicaError",
+    "Report",
+    "Row",
+    "StaticNumberWarning",
+    "SummedTwiceWarning",
+    "Target",
+    "Work",
+    "audit",
+    "check_replicas",
+    "contracts",
+    "data",
+    "explain",
+    "filter_checkpoint",
+    "filter_device_put",
+    "filter_jit",
+    "filter_shard",
+    "filter_shard_map",
+    "fully_shard",
+    "loops",
+    "machines",
+    "make_mesh",
+    "opaque",
+    "recompute_resharded",
+    "resolve",
+    "rules",
+    "testing",
+    "vary",
+]
+
+# In tracebacks and pickles they have the names by which users know them.
+for _name in __all__:
+    if isinstance(globals()[_name], type):
+        globals()[_name].__module__ = __name__

@@ -4,15 +4,19 @@ and all devices agree on when to stop.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import compress
+from operator import not_
 from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
-from ._holes import communicates_over
-from ._leaves import Kind, kind_of
-from ._varying import cast, manual_axes, varying
+from ._per_device import communicates_over
+from ._placement import cast, manual_axes, varying
+from ._tree import Arrays, Outline, first_difference, is_array, is_ref, outlined
 
 __all__ = ["scan", "while_loop"]
 
@@ -62,13 +66,13 @@ def while_loop(
     """
     if sync not in (None, "any", "all"):
         raise ValueError(f"while_loop: sync={sync!r} is none of None, 'any', 'all'")
-    carry, static = _split(init_val)
+    carry = _carried(init_val)
 
-    def body(carry: Any) -> Any:
-        return _same_static(body_fun(eqx.combine(carry, static)), static, "body_fun", "init_val")
+    def body(carry: _Carry) -> _Carry:
+        return carry.after(body_fun(carry.tree()), "body_fun", "init_val")
 
-    def cond(carry: Any) -> Any:
-        return cond_fun(eqx.combine(carry, static))
+    def cond(carry: _Carry) -> Any:
+        return cond_fun(carry.tree())
 
     axes = manual_axes()
     if axes:
@@ -76,7 +80,7 @@ def while_loop(
         body, cond = jax.jit(body), jax.jit(cond)
         carry = _promoted(functools.partial(jax.eval_shape, body), carry)
         cond, carry = _agreed(cond, body, carry, sync, axes)
-    return eqx.combine(jax.lax.while_loop(cond, body, carry), static)
+    return jax.lax.while_loop(cond, body, carry).tree()
 
 
 def _agreed(
@@ -148,27 +152,27 @@ def scan(
         assert total(jnp.ones((3, 8))).tolist() == [3.0] * 8
         ```
     """
-    carry, static = _split(init)
-    rows, row_static = eqx.partition(xs, eqx.is_array)
-    static_result: list[Any] = []
+    carry = _carried(init)
+    rows, of_rows = outlined(xs)
+    of_results: list[Outline] = []
 
-    def step(carry: Any, row: Any) -> tuple[Any, Any]:
-        result = f(eqx.combine(carry, static), eqx.combine(row, row_static))
+    def step(carry: _Carry, row: Arrays) -> tuple[_Carry, Arrays]:
+        result = f(carry.tree(), of_rows.fill(row))
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"scan: f must return a pair, what is carried and a result, and returned {result!r}"
             )
-        carry, y = result
-        y, static_y = eqx.partition(y, eqx.is_array)
-        static_result[:] = [static_y]
-        return _same_static(carry, static, "f", "init"), y
+        after, y = result
+        ys, outline = outlined(y)
+        of_results[:] = [outline]
+        return carry.after(after, "f", "init"), ys
 
     if manual_axes():
         step = jax.jit(step)
         first = jax.tree.map(_row_of, rows)
         carry = _promoted(lambda carry: jax.eval_shape(step, carry, first)[0], carry)
     carry, ys = jax.lax.scan(step, carry, rows, length, reverse, unroll)
-    return eqx.combine(carry, static), eqx.combine(ys, static_result[0])
+    return carry.tree(), of_results[0].fill(ys)
 
 
 def _is_checked(axes: tuple[Any, ...]) -> bool:
@@ -182,8 +186,6 @@ def _promoted(turn: Callable[[Any], Any], carry: Any) -> Any:
     """
     while True:
         after = turn(carry)
-        if jax.tree.structure(after) != jax.tree.structure(carry):
-            return carry  # the loop itself says so, and where
         grown = jax.tree.map(lambda x, y: cast(x, varying(y)), carry, after)
         before = map(varying, jax.tree.leaves(carry))
         if list(before) == list(map(varying, jax.tree.leaves(grown))):
@@ -200,31 +202,86 @@ def _row_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_carried(x: Any) -> bool:
-    return kind_of(x) is not Kind.STATIC or isinstance(x, bool | int | float | complex)
+    # A Ref is used by each turn where it is.
+    number = isinstance(x, bool | int | float | complex)
+    return number or (is_array(x) and not is_ref(x))
 
 
-def _split(tree: Any) -> tuple[Any, Any]:
-    """What a loop carries, as arrays, and what stays as it is."""
-    carried, static = eqx.partition(tree, _is_carried)
-    return jax.tree.map(jnp.asarray, carried), static
+@dataclass(frozen=True)
+class _Path:
+    """A leaf's whole path, as JAX's errors show it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
-def _same_static(tree: Any, static: Any, function: str, before: str) -> Any:
-    """What a turn has made of what is carried, if it has left the rest alone."""
-    carried, found = eqx.partition(tree, _is_carried)
-    (olds, before_def), (news, after_def) = (
-        jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda x: x is None)
-        for x in (static, found)
-    )
-    if before_def != after_def:
-        return carried  # the loop itself says where they differ
-    changed = [
-        f"{jax.tree_util.keystr(path)}: {old!r}, then {new!r}"
-        for (path, old), (_, new) in zip(olds, news, strict=True)
-        if not (old is new or eqx.tree_equal(old, new))
-    ]
-    if changed:
-        raise TypeError(
-            f"{function} must leave alone what is no array in {before}. {', '.join(changed)}"
-        )
-    return carried
+@dataclass(frozen=True, eq=False)
+class _Form:
+    """What is carried, without its arrays; the same in all turns."""
+
+    outline: Outline
+    paths: list[str]
+
+
+@jtu.register_pytree_with_keys_class
+class _Carry:
+    """What a loop carries. Between the turns the nodes of the user's trees are not made: they may
+    look at their children, and JAX puts things there that are no arrays.
+    """
+
+    def __init__(self, arrays: Arrays, form: _Form):
+        self.arrays = arrays
+        self.form = form
+
+    def tree(self) -> Any:
+        return self.form.outline.fill(self.arrays)
+
+    def after(self, tree: Any, function: str, before: str) -> "_Carry":
+        """What a turn has made of what is carried, if it has left the rest alone."""
+        leaves, treedef = jtu.tree_flatten(tree)
+        outline = self.form.outline
+        if treedef != outline.treedef:
+            name, was, now = first_difference(self.tree(), tree)
+            raise TypeError(
+                f"{function} must return what is carried in the structure that it has in {before}. "
+                f"{name or 'It'} was {was}, then {now}"
+            )
+        carried = list(map(_is_carried, leaves))
+        statics = iter(outline.static)
+        changed: list[str] = []
+        for path, x, is_carried, was in zip(
+            self.form.paths, leaves, carried, outline.are_arrays, strict=True
+        ):
+            old = "an array" if was else next(statics)
+            if is_carried != was:
+                new = "an array" if is_carried else repr(x)
+                changed.append(f"{path}: {old if was else repr(old)}, then {new}")
+            elif not was and not (old is x or eqx.tree_equal(old, x)):
+                changed.append(f"{path}: {old!r}, then {x!r}")
+        if changed:
+            raise TypeError(
+                f"{function} must leave alone what is no array in {before}. {', '.join(changed)}"
+            )
+        return _Carry(list(compress(leaves, carried)), self.form)
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[_Path, Any]], _Form]:
+        paths = compress(self.form.paths, self.form.outline.are_arrays)
+        return list(zip(map(_Path, paths), self.arrays, strict=True)), self.form
+
+    def tree_flatten(self) -> tuple[Arrays, _Form]:
+        return self.arrays, self.form
+
+    @classmethod
+    def tree_unflatten(cls, form: _Form, arrays: Any) -> "_Carry":
+        return cls(list(arrays), form)
+
+
+def _carried(tree: Any) -> _Carry:
+    with_paths, treedef = jtu.tree_flatten_with_path(tree)
+    leaves = [x for _, x in with_paths]
+    carried = tuple(map(_is_carried, leaves))
+    static = tuple(compress(leaves, map(not_, carried)))
+    form = _Form(Outline(treedef, carried, static), [jtu.keystr(path) for path, _ in with_paths])
+    return _Carry([jnp.asarray(x) for x in compress(leaves, carried)], form)

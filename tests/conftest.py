@@ -5,6 +5,8 @@ The time limit of a test is in pyproject.toml.
 
 import importlib.util
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 # All are read once, when JAX starts. Of a flag given twice the last one counts, so ours go last.
@@ -24,12 +26,55 @@ import mylib.testing  # noqa: E402
 
 mylib.testing.second_backend("other", devices=4)
 
+
+# What this process has compiled is not compiled again. The folder is new, so nothing stale is ever
+# read, and no other process writes to it, as JAX does not write a file in one step.
+_CACHE = {
+    "jax_persistent_cache_min_compile_time_secs": 0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+# Not in the processes of a multihost test, which have met by now: who is killed deletes nothing.
+if not jax.distributed.is_initialized():
+    _CACHE["jax_compilation_cache_dir"] = tempfile.mkdtemp(prefix="mylib-tests-")
+    for _name, _value in _CACHE.items():
+        jax.config.update(_name, _value)
+
+
+def pytest_unconfigure() -> None:
+    if folder := _CACHE.get("jax_compilation_cache_dir"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 # No deadline: the first example of a shape compiles, the next ones don't.
-hypothesis.settings.register_profile(
-    "steady", derandomize=True, deadline=None, max_examples=50, print_blob=True
-)
+for _name, _examples in {"steady": 20, "thorough": 50}.items():
+    hypothesis.settings.register_profile(
+        _name, derandomize=True, deadline=None, max_examples=_examples, print_blob=True
+    )
 hypothesis.settings.register_profile("search", deadline=None, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile("steady")
+
+
+# With `--dist=loadfile` one worker runs all of a file: others wait for a long one that comes last.
+_LONGEST = [
+    "testing/test_multihost.py",
+    "test_examples.py",
+    "functions/test_jit.py",
+    "data/test_data.py",
+    "testing/test_multihost_plugins.py",
+    "rules/test_strategies.py",
+    "processes/test_processes_training.py",
+    "functions/test_checkpoint.py",
+    "test_docs.py",
+    "transfer/test_law.py",
+    "transfer/test_layers.py",
+]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    first = {Path(__file__).parent / name: place for place, name in enumerate(_LONGEST)}
+    assert all(path.exists() for path in first)
+    items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -47,3 +92,14 @@ def checkout_env() -> dict[str, str]:
     assert spec is not None and spec.origin is not None
     here = Path(spec.origin).parent.parent
     return {**os.environ, "PYTHONPATH": str(here)}
+
+
+@pytest.fixture(scope="session")
+def cache_env() -> dict[str, str]:
+    """For the environment of a script: it may use what other scripts have compiled.
+
+    Not for one that starts processes, as several at a time must not share a cache.
+    """
+    env = {name.upper(): str(value) for name, value in _CACHE.items()}
+    env["JAX_COMPILATION_CACHE_DIR"] += "/scripts"
+    return env

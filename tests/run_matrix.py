@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parent / "transfer"))
 sys.path.append(str(Path(__file__).parent.parent))
 
 import conftest  # noqa: F401, I001  (sets the simulated devices up, before JAX starts)

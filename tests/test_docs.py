@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import _pages
@@ -18,15 +19,15 @@ def _name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in _PYTHON}), ids=_name)
-def test_page_runs(page, checkout_env):
+def test_page_runs(page, checkout_env, cache_env):
     done = subprocess.run(
         [sys.executable, "-W", "error", _pages.__file__, "run", str(page)],
-        env=checkout_env,
+        env=checkout_env | cache_env,
         cwd=_pages.ROOT,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -35,13 +36,15 @@ def test_test_files_of_the_pages(pytester, checkout_env, monkeypatch):
     """What the pages show as tests is run by pytest, in a project that has nothing else."""
     files = {block.test_file: block.text for _, block in _PYTHON if block.test_file}
     for name, text in files.items():
+        (pytester.path / name).parent.mkdir(exist_ok=True)
         (pytester.path / name).write_text(text)
     for name in ("XLA_FLAGS", "NPROC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", checkout_env["PYTHONPATH"])
-    done = pytester.runpytest_subprocess("-W", "error", "-v", timeout=110)
-    done.assert_outcomes(passed=len(files))
-    assert len(files) >= 2
+    done = pytester.runpytest_subprocess("-W", "error", "-v", timeout=240)
+    tests = sum(text.count("def test_") for text in files.values())
+    done.assert_outcomes(passed=tests)
+    assert tests >= 4
 
 
 _NOT_RUN = [
@@ -64,8 +67,22 @@ def test_readme_has_its_example_and_both_commands():
     demo, test = _pages.command("demo"), _pages.command("test")
     assert demo.endswith("examples/train.py")
     assert test.endswith("-m pytest -n 2 --dist=loadfile")
-    # Each does the whole set-up by itself.
-    assert demo.rsplit("&&", 1)[0] == test.rsplit("&&", 1)[0]
+    # Each does the whole set-up by itself, of what it needs.
+    set_up = "python3 -m venv .venv && .venv/bin/python -m pip install -q '.[{}]' "
+    assert demo.rsplit("&&", 1)[0] == set_up.format("examples")
+    assert test.rsplit("&&", 1)[0] == set_up.format("test")
+
+
+def test_what_the_extras_bring():
+    """pip only warns about one that does not exist."""
+    project = tomllib.loads((_pages.ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert extras.keys() >= {"examples", "test", "docs", "dev"}
+    assert "mylib[examples,test,docs]" in extras["dev"]
+    # With torch CUDA comes along; Node is for who checks types.
+    packages = [package for extra in extras.values() for package in extra]
+    assert not [package for package in packages if "torch" in package]
+    assert [package for package in packages if "node" in package] == extras["dev"][1:2]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +139,7 @@ def test_blocks_of_a_page_share_a_namespace_and_keep_their_lines(tmp_path):
         [sys.executable, _pages.__file__, "run", str(page)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 1
     assert "KeyError: 1" in done.stderr and "line 8" in done.stderr

@@ -21,7 +21,7 @@ import mylib.testing
 
 _PUBLIC = [
     value
-    for module in (mylib, mylib.rules, mylib.loops, mylib.testing)
+    for module in (mylib, mylib.rules, mylib.loops, mylib.machines, mylib.testing)
     for name, value in vars(module).items()
     if name in getattr(module, "__all__", [name])
     and not name.startswith("_")
@@ -56,5 +56,5 @@ def test_second_backend(checkout_env):
     (example,) = _examples(mylib.testing.second_backend)
     program = f"import jax, mylib.testing\n{example}\nassert len(jax.devices('other')) == 4"
     subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], env=checkout_env, check=True, timeout=60
+        [sys.executable, "-W", "error", "-c", program], env=checkout_env, check=True, timeout=240
     )

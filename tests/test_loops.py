@@ -115,7 +115,7 @@ class TestWhileLoop:
                 check=True,
                 capture_output=True,
                 text=True,
-                timeout=60,
+                timeout=240,
             ).stdout
             for seed in ("0", "3")
         }
@@ -172,8 +172,17 @@ class TestWhileLoop:
             mapped(f)(X)
         with pytest.raises(ValueError, match="sync='some' is none of"):
             while_loop(lambda s: s < 1, lambda s: s + 1, 0, sync="some")
-        with pytest.raises(TypeError, match="carry"):  # JAX's own words
+        with pytest.raises(TypeError, match=r"It was a tuple of 1, then an array of shape \(2,\)"):
             mapped(lambda x: while_loop(lambda s: s[0][0] < 1, lambda s: s[0], (x,)))(X)
+        with pytest.raises(TypeError, match=r"body_fun .*\['b'\] was a tuple of 1, then a list of"):
+            while_loop(lambda s: s["a"] < 1, lambda s: {"a": 1, "b": [2]}, {"a": 0, "b": (1,)})
+
+    def test_jax_names_what_is_carried_in_another_type(self):
+        def f(x):
+            return while_loop(lambda s: s["n"] < 3, lambda s: {**s, "w": s["n"]}, {"n": 0, "w": x})
+
+        with pytest.raises(TypeError, match=r"component carry\['w'\] has type float32\[2\]"):
+            mapped(f)(X)
 
 
 class TestScan:

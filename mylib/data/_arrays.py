@@ -8,8 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import Fault
-from .._leaves import KeyPath, Kind, kind_of, name_of, parts_of
-from .._pattern import Pattern, joined
+from .._tree import KeyPath, Kind, Pattern, joined, kind_of, name_of, parts_of
 
 
 def own(x: Any) -> Any:

@@ -1,6 +1,6 @@
 """How the loaders of several processes keep in step.
 
-As in `mylib._exchange`, they meet at JAX's coordination service. But here a thread of each waits
+As in `mylib._processes`, they meet at JAX's coordination service. But here a thread of each waits
 for as long as it takes, since it is the consumer that loses patience; and whoever leaves wakes up
 all who wait.
 """
@@ -10,12 +10,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from .._exchange import Judge, Processes, digest, named
-from .._world import coordination_client
+from .._compat import CoordinationClient, coordination_client, names
+from .._processes import Judge, Processes, digest, named
 
 # What stands in place of a judgement when a process does not come. No judgement begins so.
 _LEFT = "left by process "
@@ -149,7 +148,7 @@ class Channel:
             try:
                 return client.blocking_key_value_get(f"{here}/judgement", _LONG)
             except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
+                if names.TEXT_DEADLINE not in str(error):
                     raise
 
     def _conclude(self, judgement: str) -> bool:
@@ -157,7 +156,7 @@ class Channel:
         try:
             self._client().key_value_set(f"{self._here()}/judgement", judgement)
         except jax.errors.JaxRuntimeError as error:
-            if "ALREADY_EXISTS" not in str(error):
+            if names.TEXT_ALREADY_EXISTS not in str(error):
                 raise
             return False
         return True
@@ -169,7 +168,7 @@ class Channel:
     def _here(self) -> str:
         return f"{self._place}/{self._turn}"
 
-    def _client(self) -> Any:
+    def _client(self) -> CoordinationClient:
         client = coordination_client()
         if client is None:
             raise RuntimeError(

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._exchange import patience
-from .._world import current_world
+from .._placement import current_world
+from .._processes import patience
 from ._arrays import own
 from ._channel import Channel
 from ._request import Request

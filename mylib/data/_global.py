@@ -6,9 +6,8 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError
-from .._exchange import meeting
-from .._placement import Placement
-from .._target import AnyMesh
+from .._placement import AnyMesh, Placement
+from .._processes import meeting
 from ._request import Tail, request_of
 from ._settle import settle, settle_failure
 from ._share import look_through

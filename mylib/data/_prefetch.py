@@ -13,8 +13,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from .._placement import Placement
-from .._target import AnyMesh
+from .._placement import AnyMesh, Placement
 from ._feed import PATIENCE, Feed, NoState, Settings, state_of, stateless
 from ._request import Request, Tail, request_of
 from ._settle import in_words

@@ -9,11 +9,9 @@ from jax.sharding import Mesh, Sharding
 from jaxtyping import PyTree
 
 from .._errors import PlacementError
-from .._exchange import Processes, everybody, processes_of
-from .._pattern import Pattern
-from .._placement import Placement
-from .._target import AnyMesh
-from .._world import current_world
+from .._placement import AnyMesh, Placement, current_world
+from .._processes import Processes, everybody, processes_of
+from .._tree import Pattern
 from ._rows import no_device, rules_in, shardings_in
 
 Tail = Literal["error", "drop", "pad"]

@@ -19,12 +19,21 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError
-from .._exchange import processes_of
-from .._fit import show
-from .._leaves import split
-from .._placement import Placement, decide, is_placement_leaf, is_rule
-from .._target import AnyMesh, Target, axis_names, entries_of, sharding_of
-from .._world import current_world
+from .._placement import (
+    AnyMesh,
+    Placement,
+    Target,
+    axis_names,
+    current_world,
+    decide,
+    entries_of,
+    is_placement_leaf,
+    is_rule,
+    sharding_of,
+    show,
+)
+from .._processes import processes_of
+from .._tree import split
 
 Blocks = tuple[int, ...]
 

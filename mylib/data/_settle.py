@@ -2,12 +2,11 @@
 
 import functools
 import json
-import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from .._errors import PlacementError
-from .._exchange import Judge, Meet, all_fine, everybodys_faults, faults_in_full, in_brief, named
+from .._errors import PlacementError, in_words
+from .._processes import Judge, Meet, all_fine, everybodys_faults, faults_in_full, in_brief, named
 from ._request import Tail
 from ._share import Share
 
@@ -30,7 +29,7 @@ def settle(
             raise PlacementError(share.faults)
         return _fitting(share, rows, share.rows).masked(share.rows)
     facts = share.facts()
-    brief = in_brief(share.faults, facts)
+    brief = in_brief(bool(share.faults), facts)
     kind = share.kind()
     news = bool(share.request.check) or kind not in compared
     said = {**brief, "rows": share.rows, "news": news, "ended": ended}
@@ -70,15 +69,6 @@ def farewell(process: int, error: BaseException) -> str:
 def _no_batch(failed: Mapping[Any, str]) -> str:
     told = "; ".join(f"process {i}: {text}" for i, text in failed.items())
     return f"there is no batch, as it could not be made everywhere. {told}"
-
-
-def in_words(error: BaseException) -> str:
-    """The error in a line, with its notes; its kind, if it can't say what it is."""
-    try:
-        return " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
-    except Exception:
-        # It may be anybody's, and do anything.
-        return type(error).__name__
 
 
 def _fitting(share: Share, least: int, rows: int | None) -> Share:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,27 +12,23 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from .._agreement import checksum, described, owners, shared_parts
 from .._errors import Fault
-from .._exchange import Facts, Processes, digest
-from .._fit import show, unfit_shape
-from .._leaves import Kind, Leaves, canonical_dtype, name_of, split
-from .._move import Part, assemble, is_of_keys, not_there
-from .._placement import decide, is_rule
-from .._shard import place_leaves
-from .._target import Target, fill_free, sharding_of
-from .._world import current_world
+from .._placement import (
+    Target,
+    current_world,
+    decide,
+    fill_free,
+    is_rule,
+    sharding_of,
+    show,
+    unfit_shape,
+)
+from .._processes import Facts, Processes, checksum, described, digest, owners, shared_parts
+from .._transfer import Part, assemble, is_of_keys, not_there, place_leaves
+from .._tree import Kind, Leaves, canonical_dtype, name_of, split
 from ._arrays import as_arrays, own
 from ._request import Request, Tail
-from ._rows import (
-    ALONE,
-    ReaderShard,
-    fits_all,
-    readers_of,
-    row_blocks,
-    row_entry,
-    unfit_rows,
-)
+from ._rows import ALONE, ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows
 
 
 @dataclass
@@ -192,6 +188,7 @@ def look_through(batch: Any, request: Request) -> Share:
     fit = _unfit_batch if simple else fits_all
     decision = decide(leaves, request.placement, request.mesh, world, fit=fit)
     faults += decision.faults
+    _put_unplaced(leaves, numbers, decision.targets)
     if simple:
         return Share(request, leaves, decision.targets, [], ALONE, (0,), [], None, faults)
     targets = [
@@ -209,6 +206,15 @@ def look_through(batch: Any, request: Request) -> Share:
     if share.reader.count > 1 and any(map(is_rule, decision.entries)):
         faults += _undecided_rules(share)
     return share
+
+
+def _put_unplaced(
+    leaves: Leaves, numbers: Container[int], targets: Sequence[Target | None]
+) -> None:
+    """Numbers that are to be arrays, and go nowhere, become JAX's, as if by `jnp.asarray`."""
+    for i, position in enumerate(leaves.positions):
+        if position in numbers and targets[i] is None:
+            leaves.arrays[i], leaves.kinds[i] = jnp.asarray(leaves.arrays[i]), Kind.DEVICE
 
 
 def _to_place(
@@ -309,7 +315,7 @@ def _undecided_rules(share: Share) -> Iterator[Fault]:
         jax.ShapeDtypeStruct(share.global_shape(i), canonical_dtype(x))
         for i, x in enumerate(share.leaves.arrays)
     ]
-    leaves = split(share.leaves.join(whole))
+    leaves = share.leaves.with_shapes(whole)
     request = share.request
     decision = decide(leaves, request.placement, request.mesh, current_world(), fit=fits_all)
     for i in share.spanning:

@@ -2,13 +2,24 @@
 
 from .._placement import PASS as PASS
 from ._axes import by_axes as by_axes
-from ._explain import Explanation as Explanation, Row as Row
 from ._like import like as like
 from ._path import by_path as by_path
-from ._rule import Rule as Rule
+from ._rule import Rule as Rule, as_rule as as_rule
 from ._simple import (
     batch as batch,
     fsdp as fsdp,
     replicated as replicated,
     where_even as where_even,
 )
+
+__all__ = [
+    "PASS",
+    "Rule",
+    "batch",
+    "by_axes",
+    "by_path",
+    "fsdp",
+    "like",
+    "replicated",
+    "where_even",
+]

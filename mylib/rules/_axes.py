@@ -8,14 +8,10 @@ from typing import Any
 import equinox as eqx
 from jax.sharding import PartitionSpec
 
-from .._axes import name_dimensions
 from .._errors import Fault
-from .._leaves import Leaf
-from .._pattern import Pattern, joined
-from .._placement import PASS
-from .._target import axis_names
-from ._rule import Rule, trimmed
-from ._simple import Axes
+from .._placement import PASS, axis_names
+from .._tree import Leaf, Pattern, joined, name_dimensions
+from ._rule import Axes, Rule, trimmed
 
 ClassNames = Mapping[type, Mapping[str, str]]
 Names = tuple[str | None, ...]
@@ -224,7 +220,17 @@ def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
     if entry is None and leaf.axes is not None:
         return leaf.axes
     entry = entry or next(_EQUINOX.fitting(leaf), None)
-    return None if entry is None else name_dimensions(entry.names, leaf.ndim)
+    fit = None if entry is None else name_dimensions(entry.names, leaf.ndim)
+    return None if fit is None else fit[1]
+
+
+def dimensions_in_front(leaf: Leaf) -> int:
+    """How many dimensions the leaf has in front of those that its annotation names, or Equinox."""
+    if leaf.axes is not None:
+        return leaf.in_front
+    fits = (name_dimensions(entry.names, leaf.ndim) for entry in _EQUINOX.fitting(leaf))
+    fit = next(fits, None)
+    return 0 if fit is None else fit[0]
 
 
 def _missing(axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int) -> Iterator[Fault]:

@@ -9,12 +9,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
+from .._compat import sharding_under
 from .._errors import Fault
-from .._leaves import Kind, Leaf, parts_of, split
-from .._placement import PASS
-from .._target import Target, sharding_of
-from .._world import sharding_under
-from ._path import spelled
+from .._placement import PASS, Target, sharding_of
+from .._tree import Kind, Leaf, parts_of, spelled, split
 from ._rule import Rule
 
 Parts = tuple[str, ...]

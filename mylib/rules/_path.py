@@ -3,15 +3,14 @@
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
-from .._leaves import Leaf, name_of
-from .._pattern import Pattern, joined
-from .._placement import PASS, Placement, is_rule
-from .._target import entries_of, with_entries
+from .._placement import PASS, Placement, entries_of, is_rule, with_entries
+from .._tree import Leaf, Pattern, joined, name_of, spelled
 from ._rule import Rule, as_rule, asked_about, trimmed
 
 
@@ -21,7 +20,8 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
     **A pattern is the end of a path, part by part, in which `*` stands for anything within one
     part and `**` for any number of whole parts.** The leaf `.blocks[3].mlp.layers[0].weight` is
     matched by `"weight"`, `"mlp.layers.0.weight"`, `"mlp.layers.*.weight"` and
-    `"blocks.*.mlp.**"`, and by its own path as it stands.
+    `"blocks.*.mlp.**"`, and by its own path as it stands. A key with dots or brackets in it is
+    written in brackets and quotes: `"['a.b'].weight"`.
 
     As a pattern is the end of a path, one that fits a model's weight fits its moments in an
     optimiser state, too. Leaves of rank 0 that no pattern matches, such as Adam's `count`, are
@@ -59,6 +59,10 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
 
 def _value(placement: Any) -> Any:
     return as_rule(placement) if is_rule(placement) else placement
+
+
+# How many paths, and how many ends of paths, a misspelt pattern is compared with.
+_MANY = 200
 
 
 @dataclass(frozen=True, repr=False)
@@ -99,7 +103,10 @@ class ByPath(Rule):
         paths = [joined(leaf.parts) for leaf in leaves]
         found: list[Fault] = []
         for pattern, value in self.patterns:
-            matched = [leaf for leaf, path in zip(leaves, paths, strict=True) if pattern.ends(path)]
+            pairs = zip(leaves, paths, strict=True)
+            matched = [leaf for leaf, path in pairs if pattern.ends(path)]
+            if pattern.names_odd_keys:
+                matched += [leaf for leaf in leaves if pattern.ends_as_it_stands(leaf.path)]
             found += _unused(pattern, value, matched, leaves)
         for rule, asked in self._nested(leaves):
             found += rule.unused(asked)
@@ -113,23 +120,34 @@ class ByPath(Rule):
         return asked_about((value, leaf) for value, leaf in values if isinstance(value, Rule))
 
     def _matching(self, leaf: Leaf) -> list[tuple[Pattern, Any]]:
-        path = joined(leaf.parts)
+        path, odd = joined(leaf.parts), self._name_odd_keys
         return [
             (pattern, value)
             for pattern, value in self.patterns
-            if pattern.ends(path) and not _is_too_long(value, leaf)
+            if (pattern.ends(path) or (odd and _is_end_of(pattern, leaf)))
+            and not _is_too_long(value, leaf)
         ]
 
     def _value(self, leaf: Leaf) -> Any:
-        path = joined(leaf.parts)
+        path, odd = joined(leaf.parts), self._name_odd_keys
         for pattern, value in self.patterns:
-            if pattern.ends(path) and not _is_too_long(value, leaf):
+            if (pattern.ends(path) or (odd and _is_end_of(pattern, leaf))) and not _is_too_long(
+                value, leaf
+            ):
                 return value
         return PASS if leaf.ndim else PartitionSpec()
+
+    @cached_property
+    def _name_odd_keys(self) -> bool:
+        return any(pattern.names_odd_keys for pattern, _ in self.patterns)
 
     def __repr__(self) -> str:
         patterns = ", ".join(f"{pattern.text!r}: {value!r}" for pattern, value in self.patterns)
         return f"by_path({{{patterns}}}{', ordered=True' if self.ordered else ''})"
+
+
+def _is_end_of(pattern: Pattern, leaf: Leaf) -> bool:
+    return pattern.names_odd_keys and pattern.ends_as_it_stands(leaf.path)
 
 
 def _is_too_long(value: Any, leaf: Leaf) -> bool:
@@ -157,10 +175,7 @@ def _unused(
 ) -> Iterator[Fault]:
     request = f"by_path: {pattern.text!r}"
     if not matched:
-        known = _spellings(pattern, leaves)
-        close = difflib.get_close_matches(".".join(pattern.parts), known, 1, 0.5)
-        mend = f"paths end like these: {', '.join(map(repr, known[:4]))}"
-        mend = f"did you mean {close[0]!r}?" if close else mend
+        mend = _suggestion(pattern, leaves)
         if any(map(_is_in_a_state, leaves)):
             mend += " If it is for a weight that has no state, place the state with its model"
         reason = f"the pattern matches none of the {len(leaves)} leaves"
@@ -184,13 +199,32 @@ def _is_in_a_state(leaf: Leaf) -> bool:
     return any(issubclass(owner, tuple) for owner, _ in leaf.owners)
 
 
-def _spellings(pattern: Pattern, leaves: Sequence[Leaf]) -> list[str]:
-    """The ends of the paths, as long as `pattern`, written as patterns."""
+def _suggestion(pattern: Pattern, leaves: Sequence[Leaf]) -> str:
     count = len(pattern.parts)
+    # What `pattern` can be meant for need not be the end of a path: each part of one, as long as
+    # the pattern, with the pattern that goes on from there.
+    meant: dict[str, str] = {}
     # No more than a person would look through, as comparing texts is slow.
-    return list(dict.fromkeys(spelled(leaf.parts[-count:]) for leaf in leaves))[:200]
+    for parts in dict.fromkeys(_starred(leaf.parts) for leaf in leaves):
+        for start in reversed(range(max(1, len(parts) - count + 1))):
+            text = ".".join(parts[start : start + count])
+            if len(meant) < _MANY:
+                meant.setdefault(text, spelled(parts[start:]))
+    close = difflib.get_close_matches(".".join(_starred(pattern.parts)), meant, 1, 0.5)
+    if close:
+        return f"did you mean {meant[close[0]]!r}?"
+    return f"paths end like these: {', '.join(map(repr, _endings(leaves, count)))}"
 
 
-def spelled(parts: Sequence[str]) -> str:
-    """A pattern that matches these parts, and others in which numbers differ."""
-    return ".".join("*" if part.isdigit() else part for part in parts)
+def _endings(leaves: Sequence[Leaf], count: int) -> list[str]:
+    """Ends of the paths, at least so many parts long and long enough to be told apart."""
+    longest = max(len(leaf.parts) for leaf in leaves)
+    while True:
+        ends = list(dict.fromkeys(spelled(leaf.parts[-count:]) for leaf in leaves))
+        if len(ends) > 1 or count >= longest:
+            return ends[:4]
+        count += 1
+
+
+def _starred(parts: Sequence[str]) -> tuple[str, ...]:
+    return tuple("*" if part.isdigit() else part for part in parts)

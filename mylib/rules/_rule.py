@@ -8,11 +8,20 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
-from .._leaves import Leaf, name_of
-from .._placement import PASS, faults_of, is_rule
-from .._target import axes_in, axis_names, entries_of, with_entries
+from .._placement import (
+    PASS,
+    ask,
+    axes_in,
+    axis_names,
+    entries_of,
+    faults_of,
+    is_rule,
+    with_entries,
+)
+from .._tree import Leaf, name_of
 
 AnyRule = Callable[[Leaf], Any]
+Axes = str | tuple[str, ...]
 
 
 class Rule:
@@ -105,17 +114,17 @@ class Plain(Rule):
 
     def _chain(self, leaf: Leaf) -> tuple[list[AnyRule], Any]:
         """The rules that were asked, and what the last of them says."""
-        rules, placement = [self.function], self.function(leaf)
+        rules, placement = [self.function], ask(self.function, leaf)
         while is_rule(placement):
             if any(placement is rule for rule in rules):
                 raise ValueError(f"the rule {placement!r} answers with itself")
             rules.append(placement)
-            placement = placement(leaf)
+            placement = ask(placement, leaf)
         return rules, placement
 
     def _answering(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
         """The rules that the function answers with, each with the leaves that it is asked about."""
-        answers = ((self.function(leaf), leaf) for leaf in leaves)
+        answers = ((ask(self.function, leaf), leaf) for leaf in leaves)
         return asked_about((as_rule(rule), leaf) for rule, leaf in answers if is_rule(rule))
 
     def __repr__(self) -> str:

@@ -3,6 +3,7 @@
 The pytest plugin that goes with it is `mylib_pytest`.
 """
 
+from .._audit import check_snapshot as check_snapshot
 from ._assertions import (
     assert_placed as assert_placed,
     assert_same_everywhere as assert_same_everywhere,

@@ -1,10 +1,6 @@
-"""A second backend made of CPU devices.
+"""A second backend made of CPU devices."""
 
-Touches names that JAX keeps private; `tests/test_world.py` fails loudly when they move.
-"""
-
-import jaxlib.xla_client
-from jax._src import xla_bridge
+from .._compat import add_cpu_backend
 
 
 def second_backend(name: str = "other", *, devices: int = 4) -> None:
@@ -26,9 +22,4 @@ def second_backend(name: str = "other", *, devices: int = 4) -> None:
         jax.devices("other")  # four devices that `jax.devices()` doesn't list
         ```
     """
-    xla_bridge.register_backend_factory(
-        name, lambda: jaxlib.xla_client.make_cpu_client(num_devices=devices), priority=-100
-    )
-    if xla_bridge.backends_are_initialized():
-        # JAX has looked for its backends already, and does so once.
-        xla_bridge._backends[name] = xla_bridge._init_backend(name)  # pyright: ignore[reportPrivateUsage]
+    add_cpu_backend(name, devices)

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from .._exchange import everybody, exchange, gather as _gather
+from .._processes import everybody, exchange, gather as _gather
 
 _PATIENCE = 60.0
 _DIFFERENCE = 40

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from mylib_pytest import name_in_processes
-
+from ._coverage import Coverage
 from ._group import Guard
+from ._names import name_in_processes
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
+from ._reruns import Reruns
 from ._topology import Request, Topology, Unavailable
 
 # Kept warm at once. An accelerator's memory is for one.
@@ -66,6 +67,7 @@ class Controller:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
         self._guard: Guard | None = None
+        self._coverage: Coverage | None = None
         # In the order in which they were used last.
         self._pools: dict[Topology, Pool] = {}
         self._refused: dict[Topology, list[str]] = {}
@@ -83,19 +85,22 @@ class Controller:
     ) -> bool | None:
         if not is_marked(item):
             return None
-        hook = item.ihook
-        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        try:
-            reports = self._run(item, nextitem)
-        except BaseException:
-            # Ctrl-C, or the end of pytest for whatever reason.
-            self._kill_all()
-            raise
-        reports += _torn_down(item, nextitem)
-        for report in reports:
-            hook.pytest_runtest_logreport(report=report)
-        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
+        hook, reruns, again = item.ihook, Reruns(item), None
+        while True:
+            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+            try:
+                reports, final = self._run(item, nextitem, anew=again is not None)
+                again = reruns.again(reports, final)
+            except BaseException:
+                # Ctrl-C, or the end of pytest for whatever reason.
+                self._kill_all()
+                raise
+            reports = [*reports, *_torn_down(item, nextitem)] if again is None else [again]
+            for report in reports:
+                hook.pytest_runtest_logreport(report=report)
+            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+            if again is None:
+                return True
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
@@ -105,18 +110,24 @@ class Controller:
         item.stash[_limit] = settings.timeout
         return True
 
-    def _run(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
+    def _run(
+        self, item: pytest.Item, nextitem: pytest.Item | None, *, anew: bool
+    ) -> tuple[list[pytest.TestReport], bool]:
+        """The reports of a test, and whether it has failed for good. `anew`: in processes that
+        were not there when it failed.
+        """
         start = time.time()
         request = given_to(item)
         try:
             topology = request.topology(platform_of(self._config))
-            pool = self._pool(topology, fresh=request.fresh)
+            pool = self._pool(topology, fresh=request.fresh or anew)
         except Unavailable as reason:
             path, line, _ = item.location
             skip = (path, line or 0, f"Skipped: {reason}")
-            return _set_up_only(item, "skipped", skip, start)
+            return _set_up_only(item, "skipped", skip, start), True
         except NotStarted as reason:
-            return _set_up_only(item, "failed", f"the processes can't be had: {reason}", start)
+            text = f"the processes can't be had: {reason}"
+            return _set_up_only(item, "failed", text, start), True
         debugging = self._debugged() is not None
         timeout = None if debugging else self._timeout(item, request)
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
@@ -137,7 +148,8 @@ class Controller:
         reports = Merger(item, result, timeout=timeout, grace=grace, start=start).reports()
         if self._config.option.capture == "no":
             _print(reports)
-        return reports
+        # The others may have failed because the first did.
+        return reports, result.by_time[0].final
 
     def _timeout(self, item: pytest.Item, request: Request) -> float:
         own = request.timeout or item.stash.get(_limit, None)
@@ -189,8 +201,9 @@ class Controller:
             )
         before = time.monotonic()
         self._guard = self._guard or Guard()
+        self._coverage = self._coverage or Coverage(self._config, self._guard)
         try:
-            pool = Pool(topology, self._session(topology), self._guard)
+            pool = Pool(topology, self._session(topology, self._coverage), self._guard)
         except NotStarted as reason:
             refused.append(str(reason))
             raise
@@ -198,7 +211,7 @@ class Controller:
         self._starting += time.monotonic() - before
         return pool
 
-    def _session(self, topology: Topology) -> Session:
+    def _session(self, topology: Topology, coverage: Coverage) -> Session:
         config, option = self._config, self._config.option
         files = [item.path for item in self._items if self._asks_for(item, topology)]
         # No screen. Output straight to files, or the last words of a crash would be lost. And what
@@ -223,6 +236,7 @@ class Controller:
             str(config.invocation_params.dir),
             self._debugged(),
             config.pluginmanager.hasplugin("cacheprovider"),
+            coverage.settings,
         )
 
     def _debugged(self) -> int | None:
@@ -265,8 +279,19 @@ class Controller:
 
     # --- the end --------------------------------------------------------------------------------
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self) -> None:
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtestloop(self) -> Any:
+        # trylast: before the other wrappers go on, which may look at what the processes leave.
+        try:
+            result = yield
+        finally:
+            self._close_all()
+        if self._coverage is not None:
+            # After -x, say, pytest-cov reports nothing, and leaves nothing.
+            self._coverage.collect()
+        return result
+
+    def _close_all(self) -> None:
         while self._pools:
             topology, pool = self._pools.popitem()
             trouble = pool.close()
@@ -276,6 +301,8 @@ class Controller:
 
     def pytest_unconfigure(self) -> None:
         self._kill_all()
+        if self._coverage is not None:
+            self._coverage.end()
         if self._guard is not None:
             self._guard.close()
 

@@ -66,7 +66,7 @@ class Guard:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(60)
 
 
 class Ports:
@@ -157,14 +157,15 @@ class Group:
         command: Callable[[int], Sequence[str]],
         extra: Callable[[int], dict[str, str]],
         *,
+        without: Sequence[str] = (),
         cwd: str | None = None,
         keep: Callable[[int], Sequence[int]] = lambda index: (),
     ) -> None:
         for index in range(self.topology.processes):
-            env = environment(index, self.topology, self._on_tpu)
+            env = environment(index, self.topology, self._on_tpu) | extra(index)
             process = Process(
                 command(index),
-                env=env | extra(index),
+                env={name: value for name, value in env.items() if name not in without},
                 output=self.folder / f"{index}.out",
                 errors=self.folder / f"{index}.err",
                 cwd=cwd,

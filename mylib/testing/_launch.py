@@ -1,6 +1,7 @@
 """`python -m mylib.testing launch`: a script in several processes on this machine."""
 
 import argparse
+import contextlib
 import signal
 import sys
 import time
@@ -82,7 +83,8 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
             lambda index: [sys.executable, "-c", _RUN, *command],
             lambda index: _joining(group, index),
         )
-        return _Watch(group).follow()
+        with contextlib.closing(_Watch(group)) as watch:
+            return watch.follow()
     finally:
         signal.signal(signal.SIGTERM, before)
         group.end()
@@ -128,6 +130,10 @@ class _Watch:
                     process.signal(signal.SIGINT)
                 self._fail(128 + signal.SIGINT)
 
+    def close(self) -> None:
+        for screen in self._screens:
+            screen.close()
+
     def _is_over(self) -> bool:
         statuses = [process.status() for process in self._processes]
         ended = None not in statuses
@@ -156,6 +162,9 @@ class _Screen:
         self._file: BinaryIO = path.open("rb")
         self._where = where
         self._rest = b""
+
+    def close(self) -> None:
+        self._file.close()
 
     def show(self, all_of_it: bool) -> None:
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")

@@ -19,8 +19,11 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from .._world import coordination_client
+from .._compat import CoordinationClient, coordination_client, names
 from ._controller import given_to, is_marked
+from ._forks import Forks
+from ._hostname import why_no_devices
+from ._once import Once
 from ._pool import Outcome, Result
 from ._report import Merger, stack_of
 from ._worker import draw_the_same_everywhere
@@ -50,8 +53,16 @@ class Member:
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
+        config.pluginmanager.register(Forks())
+        config.pluginmanager.register(Once())
         # All processes make their devices known to each other, at once.
-        self._me, self._count = jax.process_index(), jax.process_count()
+        try:
+            self._me, self._count = jax.process_index(), jax.process_count()
+        except RuntimeError as error:
+            cause = why_no_devices(error)
+            if cause is error:
+                raise
+            raise pytest.UsageError(str(cause)) from error
         self._timeout = float(config.getini("multihost_timeout"))
         self._grace = float(config.getini("multihost_grace"))
         if config.pluginmanager.hasplugin("hypothesispytest"):
@@ -155,7 +166,7 @@ class Member:
 
     def _gather(self, what: str, mine: Any, timeout: float) -> list[Any]:
         """What all say. Not by way of a barrier, whose patience would be that of the first."""
-        client, deadline = coordination_client(), time.monotonic() + timeout
+        client, deadline = _client(), time.monotonic() + timeout
         place = f"mylib/member/{what}"
         client.key_value_set(f"{place}/{self._me}", json.dumps(mine, default=str))
         said: list[Any] = []
@@ -175,14 +186,14 @@ class Member:
         """In a thread of its own: whether somebody has ended the session, or a test takes too
         long.
         """
-        client = coordination_client()
+        client = _client()
         while not self._ended.wait(0.2):
             try:
                 reason = client.key_value_try_get(_ABORT)
             except jax.errors.JaxRuntimeError as error:
                 # Nobody has, or the coordinator has gone; then JAX ends this process by itself.
                 reason = None
-                if "NOT_FOUND" not in str(error):
+                if names.TEXT_NOT_FOUND not in str(error):
                     return
             if reason is not None:
                 self._die(reason)
@@ -191,8 +202,7 @@ class Member:
                 self._abort(f"{running[0]} has not finished within its limit")
 
     def _abort(self, reason: str) -> NoReturn:
-        client = coordination_client()
-        client.key_value_set(_ABORT, f"process {self._me}: {reason}", True)
+        _client().key_value_set(_ABORT, f"process {self._me}: {reason}", True)
         self._die(f"process {self._me}: {reason}")
 
     def _die(self, reason: str) -> NoReturn:
@@ -225,6 +235,12 @@ class Member:
                 f"{first} is not there on all hosts: set TMPDIR to a folder that they share"
             )
         return first
+
+
+def _client() -> CoordinationClient:
+    client = coordination_client()
+    assert client is not None  # these processes have been joined
+    return client
 
 
 def _my_stack() -> str:

@@ -15,15 +15,18 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from ._coverage import VARIABLES
 from ._group import Group, Guard
 from ._topology import Topology
 
 # To import what the tests import, on a busy machine.
-_START = 120.0
+_START = 240.0
 _START_EACH = 15.0
-# After a test that has passed; two milliseconds is what it takes.
-_IN_STEP = 10.0
-_END = 15.0
+# After a test that has passed. Two milliseconds is what it takes, if the machine isn't busy.
+_IN_STEP = 20.0
+_END = 60.0
+# For a process to print its stacks. Only one that is stopped takes so long, or a busy machine.
+_LOOK_AT = 5.0
 # How often it is looked whether a process that says nothing has ended.
 _LOOK = 0.5
 # How much of what a process has printed is shown when it has died.
@@ -50,6 +53,8 @@ class Outcome:
     trouble: str | None = None
     # Of pytest.exit() and the like: why, and the status that the session is to have.
     stop: tuple[str, int | None] | None = None
+    # Whether it has failed with what is not to be tried again.
+    final: bool = False
     # Where it was when it was given up.
     stack: str | None = None
     # What it has printed since its last report.
@@ -83,6 +88,8 @@ class Session:
     debug: int | None
     # Whether it has pytest's cache, which each process then has for itself.
     cached: bool
+    # How it measures what is run; None if it doesn't.
+    coverage: dict[str, Any] | None = None
 
 
 class Pool:
@@ -93,26 +100,26 @@ class Pool:
         self._tests = 0
         self._connections: list[Connection] = []
         self._group = Group(topology, guard)
-        theirs: list[Connection] = []
-        for _ in range(topology.processes):
-            mine, its = Pipe()
-            self._connections.append(mine)
-            theirs.append(its)
         # -P: a folder that happens to be the current one is nothing to import from.
         command = [sys.executable, "-P", "-m", "pytest", *session.arguments]
         try:
-            self._group.start(
-                lambda index: [*command, *self._places(index, session.cached)],
-                lambda index: {
-                    "MYLIB_TESTING_CHANNEL": str(theirs[index].fileno()),
-                    # What can be imported here can be imported there.
-                    "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
-                },
-                cwd=session.directory,
-                keep=lambda index: [theirs[index].fileno()],
-            )
-            for its in theirs:
-                its.close()
+            with contextlib.ExitStack() as theirs:
+                channels: list[int] = []
+                for _ in range(topology.processes):
+                    mine, its = Pipe()
+                    self._connections.append(mine)
+                    channels.append(theirs.enter_context(its).fileno())
+                self._group.start(
+                    lambda index: [*command, *self._places(index, session.cached)],
+                    lambda index: {
+                        "MYLIB_TESTING_CHANNEL": str(channels[index]),
+                        # What can be imported here can be imported there.
+                        "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
+                    },
+                    without=VARIABLES if session.coverage else (),
+                    cwd=session.directory,
+                    keep=lambda index: [channels[index]],
+                )
             for index in range(topology.processes):
                 self.tell(index, self._beginning(index, session))
             limit = _START + _START_EACH * topology.processes
@@ -137,6 +144,7 @@ class Pool:
             "another coordinator": self._group.another_coordinator,
             "folder": str(self._group.folder),
             "options": session.options,
+            "coverage": session.coverage,
             "debug": session.debug in (index, -1),
         }
 
@@ -199,10 +207,10 @@ class Pool:
         """
         for outcome in outcomes:
             self._group.processes[outcome.index].signal(signal.SIGUSR1)
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + _LOOK_AT
         for outcome in outcomes:
             path = self._group.folder / f"{outcome.index}.stack"
-            while not (text := _read(path, 0)).endswith("\n") and time.monotonic() < deadline:
+            while not is_whole(text := _read(path, 0)) and time.monotonic() < deadline:
                 time.sleep(0.02)
             outcome.stack = text
 
@@ -348,6 +356,7 @@ class _Run:
                 outcome.finished = True
                 outcome.trouble = message["trouble"]
                 outcome.stop = message["stop"] and tuple(message["stop"])
+                outcome.final = message["final"]
                 if outcome.trouble:
                     self._failed(outcome)
                 self._running.discard(index)
@@ -380,6 +389,15 @@ def named_status(status: int | None) -> str:
     with contextlib.suppress(ValueError):
         return signal.Signals(-status).name
     return f"signal {-status}"
+
+
+def is_whole(stacks: str) -> bool:
+    """Whether faulthandler has printed all stacks. It prints line by line, and the main thread's
+    last: a hundred frames, or up to that of `python -m`.
+    """
+    frames = stacks.split("\n\n")[-1].splitlines()[1:]
+    ended = len(frames) >= 100 or (bool(frames) and "_run_module_as_main" in frames[-1])
+    return ended and stacks.endswith("\n")
 
 
 def _read(path: Any, start: int) -> str:

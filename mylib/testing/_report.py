@@ -23,16 +23,19 @@ from typing import Any
 
 import pytest
 
-from .._exchange import named
+from .._processes import named
 from ._pool import Outcome, Result, named_status
 
-_PHASES = ("setup", "call", "teardown")
+# Others, which plugins may have, come between them.
+_PLACES = {"setup": 0, "teardown": 2}
+_OUTCOMES = {"passed", "failed", "skipped"}
 # Frames that are ours or pytest's, and what libraries say at their end.
 _NOISE = (
     "/_pytest/",
     "/pluggy/",
     "/pytest/__main__.py",
     "/mylib/testing/_worker.py",
+    "/mylib/testing/_once.py",
     "<frozen runpy>",
     "Extension modules:",
     "    @     0x",
@@ -129,13 +132,14 @@ class Merger:
                 name = (report.when, repr(getattr(report, "context", None)))
                 times[name] = times.get(name, 0) + 1
                 phases.setdefault((*name, times[name]), {})[index] = report
-        for key in sorted(phases, key=lambda key: _PHASES.index(key[0])):
+        for key in sorted(phases, key=lambda key: _PLACES.get(key[0], 1)):
             yield key, phases[key]
 
     def merge(self, phase: str, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
         failed = {i: r for i, r in reports.items() if r.failed}
         skipped = {i: r for i, r in reports.items() if r.skipped}
         expected = {i: r for i, r in reports.items() if hasattr(r, "wasxfail")}
+        others = [r for r in reports.values() if r.outcome not in _OUTCOMES]
         outcome, text, reason = "passed", None, None
         if failed:
             outcome, text = "failed", self._failure(failed)
@@ -146,6 +150,9 @@ class Merger:
             skip = next(iter(skipped.values()))
             # JSON has no tuples, and pytest knows a skip's place by one.
             text = tuple(skip.longrepr) if isinstance(skip.longrepr, list) else skip.longrepr
+        elif others:
+            # A plugin's own word, of which it knows what it means.
+            outcome, text = others[0].outcome, others[0].longrepr
         if expected and not failed:
             reason = next(iter(expected.values())).wasxfail
         merged = report_of(

@@ -26,11 +26,17 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import get_abstract_mesh
 
-from .._exchange import everybody, gather
+from .._processes import everybody, gather
+from ._coverage import Measured
+from ._forks import Forks
+from ._hostname import why_no_devices
+from ._once import Once
+from ._reruns import is_final
 
-_JOIN = 60
+# Whoever has started the processes gives up earlier.
+_JOIN = 600
 # JAX's default of five minutes would be spent at the end of tests that have failed.
-_LEAVE = 10
+_LEAVE = 30
 # Of what a process prints in one phase of a test, this much is passed on.
 _PRINTED = 100_000
 
@@ -42,9 +48,12 @@ class Worker:
         os.set_inheritable(channel, False)
         self._channel = Connection(channel)
         beginning = self._told()
+        self._measured = Measured(beginning["coverage"])
+        self._forks = Forks()
         self._index: int = beginning["index"]
         self._folder = Path(beginning["folder"])
         self._number = 0
+        self._test = ""
         self._processes: int = beginning["processes"]
         self._options: dict[str, Any] = beginning["options"]
         self._debug: bool = beginning["debug"]
@@ -52,7 +61,7 @@ class Worker:
         self._ready = self._left = False
         self._printed = (0, 0)
         self._files = [
-            os.open(self._folder / f"{self._index}.{end}", os.O_RDONLY) for end in ("out", "err")
+            os.open(self._folder / f"{self._index}.{end}", os.O_RDWR) for end in ("out", "err")
         ]
         # Of a fatal signal the stack goes to the errors; on request it goes to a file.
         faulthandler.enable(file=sys.__stderr__ or 2, all_threads=True)
@@ -69,6 +78,7 @@ class Worker:
             os._exit(1)
 
     def say(self, what: str, **more: Any) -> None:
+        self._forks.end_a_child(self._test)
         try:
             self._channel.send_bytes(json.dumps({"say": what, **more}, default=str).encode())
         except OSError:
@@ -80,13 +90,22 @@ class Worker:
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
         vars(config.option).update(self._options)
+        config.pluginmanager.register(self._forks)
+        config.pluginmanager.register(Once())
         if config.pluginmanager.hasplugin("hypothesispytest"):
             draw_the_same_everywhere()
 
     def pytest_sessionstart(self) -> None:
         # After the conftest.py files, which may have something to say about the backends, and
         # before the tests are imported, which may look at them. All processes have to do it.
-        jax.devices()
+        try:
+            jax.devices()
+        except RuntimeError as error:
+            cause = why_no_devices(error)
+            if cause is error:
+                raise
+            self.say("ready", trouble=str(cause))
+            _end(1)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
@@ -109,7 +128,7 @@ class Worker:
     def _run(
         self, session: pytest.Session, items: dict[str, pytest.Item], order: dict[str, Any]
     ) -> None:
-        self._number = order["number"]
+        self._number, self._test = order["number"], order["test"]
         item, following = items.get(order["test"]), items.get(order["following"] or "")
         trouble = stop = None
         self._printed = self._end_of_files()
@@ -130,7 +149,10 @@ class Worker:
                 stop = traceback.format_exc(), None
             except Exception:
                 trouble = traceback.format_exc()
-        self.say("done", trouble=trouble, stop=stop)
+        # All of it has been reported; these processes may serve a thousand tests.
+        for file in self._files:
+            os.truncate(file, 0)
+        self.say("done", trouble=trouble, stop=stop, final=item is not None and is_final(item))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         end = self._end_of_files()
@@ -261,6 +283,7 @@ class Worker:
             self.leave()
         except jax.errors.JaxRuntimeError as error:
             trouble = f"leaving the others failed: {error}"
+        self._measured.end()
         self.say("end", trouble=trouble)
         _end(0)
 

@@ -1,0 +1,13 @@
+"""`audit`: what a compiled program communicates, and what it holds."""
+
+from .audit import audit as audit, report_of as report_of
+from .memory import Alive as Alive, ProgramMemory as ProgramMemory
+from .report import (
+    Collective as Collective,
+    Contract as Contract,
+    Parameter as Parameter,
+    Report as Report,
+)
+from .roofline import Estimate as Estimate, Work as Work
+from .snapshot import check_snapshot as check_snapshot, snapshot_of as snapshot_of
+from .text import readable as readable

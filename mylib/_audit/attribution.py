@@ -1,0 +1,160 @@
+"""What of the user's a collective moves, and from which line it comes."""
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from .flow import MOVES, Value, computed, unchanged
+from .hlo import Instruction, calls_of, short
+
+# What a user calls to communicate, by the names of JAX's primitives.
+_WRITTEN = frozenset(
+    {
+        "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pbroadcast",
+        "pgather", "pmax", "pmin", "ppermute", "psum", "psum2", "psum_invariant", "psum_scatter",
+        "ragged_all_to_all", "recv", "reduce_scatter", "send", "unreduced_psum",
+        "unreduced_reduce_scatter",
+    }
+)  # fmt: skip
+# What holds or moves an array and doesn't tell what it is needed for.
+_STRUCTURE = frozenset(
+    {
+        "broadcast_in_dim", "checkpoint", "closed_call", "convert_element_type", "copy",
+        "dynamic_slice", "dynamic_update_slice", "eval_jaxpr", "jit", "pjit", "pvary", "remat2",
+        "reshape", "scan", "shard_map", "slice", "squeeze", "transpose", "while",
+    }
+)  # fmt: skip
+_MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+_FAR = 400  # how many instructions are looked at before one gives up
+
+# From an argument's name in the program to what the user calls it.
+Names = Callable[[str], str]
+
+
+class Origin(NamedTuple):
+    """Where a collective comes from. Empty where the program doesn't tell."""
+
+    arrays: tuple[str, ...]
+    primitive: str
+    source: str
+    phase: str
+    inserted: bool
+
+
+def origin_of(x: Instruction, names: Names) -> Origin:
+    named = _own_names(x)
+    primitive = _primitive(named[0]) if named else ""
+    generated = 'is_spmd_generated="true"' in x.attributes
+    written = primitive in _WRITTEN and not generated
+    told = x if named and primitive not in _STRUCTURE else next(_informed_users(x), x)
+    if not _own_names(told):
+        told = next(_informed_inputs(x), x)
+    around = _own_names(told)
+    return Origin(
+        arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
+        primitive=primitive if written else _primitive(around[0]) if around else "",
+        source=source_of(x if written else told) or source_of(x),
+        phase=_phase([*named, *around]),
+        inserted=not written,
+    )
+
+
+def _own_names(x: Instruction) -> list[str]:
+    """Where JAX says that it comes from; the name of an argument says only what it is."""
+    return [name for name in x.op_names if name.startswith("jit(") or "/" in name]
+
+
+def primitive_of(x: Instruction) -> str:
+    """JAX's primitive that an instruction, or the nearest that tells, belongs to."""
+    for told in (x, next(_informed_users(x), x)):
+        if names := _own_names(told):
+            return _primitive(names[0])
+    return ""
+
+
+def _primitive(name: str) -> str:
+    # Merged ones: `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
+    last = re.split(r"[/:]", name.rstrip(")"))[-1]
+    return last.split("[")[0]
+
+
+def _phase(names: Sequence[str]) -> str:
+    if any("rematted_computation" in name for name in names):
+        return "recomputed"
+    if any("transpose(" in name for name in names[:1]):
+        return "backward"
+    return "forward" if any("jvp(" in name for name in names[:1]) else ""
+
+
+def source_of(x: Instruction) -> str:
+    """The innermost line that is the user's own."""
+    frames = list(x.computation.module.frames(x))
+    own = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
+    return short((own or frames or [""])[0])
+
+
+def _informed_users(x: Instruction) -> Iterator[Instruction]:
+    """Those that use the result, the nearest first, as far as they tell what it is needed for."""
+    queue, seen = [x], {id(x)}
+    for at in queue:
+        if len(queue) > _FAR:
+            return
+        if at is not x and (names := _own_names(at)) and _primitive(names[0]) not in _STRUCTURE:
+            yield at
+            continue
+        for user in _users(at):
+            if id(user) not in seen:
+                seen.add(id(user))
+                queue.append(user)
+
+
+def _users(x: Instruction) -> Iterator[Instruction]:
+    computation = x.computation
+    for user in computation.users[x.name]:
+        if user.opcode == "fusion":
+            called = computation.module.computations[calls_of(user)[0][1]]
+            for number, name in enumerate(user.operands):
+                if name == x.name:
+                    yield from called.users[called.parameters[number].name]
+        else:
+            yield user
+    if x.is_root:
+        yield from (caller for caller in computation.callers if caller.opcode == "fusion")
+
+
+def _informed_inputs(x: Instruction) -> Iterator[Instruction]:
+    queue = [Value(operand) for operand in x.inputs()]
+    for start in queue:
+        if len(queue) > _FAR:
+            return
+        copies = list(unchanged(start))
+        told = next((value.made_by for value in copies if _own_names(value.made_by)), None)
+        if told is not None:
+            yield told
+        elif (made_by := copies[-1].made_by).opcode not in ("parameter", "while", "conditional"):
+            queue += [Value(operand) for operand in made_by.inputs()]
+
+
+def _arrays(x: Instruction) -> Iterator[str]:
+    """The names of the arguments that are moved as they are, or are as good as that: cast, sliced,
+    gathered over another axis.
+    """
+    queue = [Value(operand) for operand in x.inputs()[: _operands(x)]]
+    for value in queue:
+        if len(queue) > _FAR:
+            return
+        made_by = computed(value).made_by
+        module = made_by.computation.module
+        if made_by.opcode == "parameter" and made_by.computation is module.entry:
+            yield (made_by.op_names or [made_by.name])[0]
+        elif made_by.opcode.removesuffix("-start").removesuffix("-done") in _MOVED:
+            data = made_by.inputs()
+            # Where a slice begins is no data.
+            queue += [Value(y) for y in (data[:1] if "slice" in made_by.opcode else data)]
+
+
+def _operands(x: Instruction) -> int:
+    return 1 if x.opcode.startswith("ragged") else len(x.operands)

@@ -1,0 +1,269 @@
+"""`audit`: reads a compiled program."""
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from .._errors import AuditError
+from .._tree import is_array, outlined
+from .attribution import Names, origin_of, source_of
+from .collectives import Transfer, is_overlapped, transfers
+from .groups import Axes, axes_in
+from .hlo import Module
+from .memory import ProgramMemory
+from .report import Collective, Parameter, Report
+from .roofline import work_of
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def audit(
+    fun: Any,
+    /,
+    *args: Any,
+    mesh: AnyMesh | None = None,
+    local: Iterable[str] = (),
+    **kwargs: Any,
+) -> Report:
+    """Reads what a compiled program communicates between devices, and what it holds.
+
+    Nothing is run. What the compiler has made of the function is read: for the CPU, for GPUs and
+    for TPUs, whether they are here or not (see `mylib.machines`).
+
+    **Arguments:**
+
+    - `fun`: what `mylib.filter_jit`, `jax.jit` or `equinox.filter_jit` returns, or any function; it
+        is compiled for the arguments. Or what is compiled already, or the text of that.
+    - `args`, `kwargs`: the arguments, some or all of which may be `jax.ShapeDtypeStruct`s. None if
+        `fun` is compiled already.
+    - `mesh`: whose axes are named; by default that of the program's arguments and results, else
+        that of `jax.set_mesh`.
+    - `local`: targets of custom calls that don't communicate. The program doesn't contain what they
+        do, so those that are not known are an error.
+
+    **Returns:**
+
+    A [`mylib.Report`][]. `print` shows it as a table.
+
+    **Raises:**
+
+    [`mylib.AuditError`][] if something in the program is not understood.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+        @mylib.filter_jit
+        def loss(w, x):
+            return jnp.mean((x @ w) ** 2)
+
+        x = jax.ShapeDtypeStruct((64, 16), "float32", sharding=jax.NamedSharding(mesh, P("data")))
+        w = jax.ShapeDtypeStruct((16, 4), "float32", sharding=jax.NamedSharding(mesh, P()))
+        report = mylib.audit(loss, w, x)
+        assert report.count("all-reduce", "data") == 1
+        assert report.bytes() == 4  # one float32
+        ```
+    """
+    if isinstance(fun, str):
+        _no_arguments(args, kwargs)
+        return report_of(fun, mesh=mesh, local=local)
+    inner = getattr(fun, "compiled", fun)
+    if not isinstance(inner, jax.stages.Compiled) and not hasattr(fun, "as_text"):
+        if not callable(fun) and not hasattr(fun, "lower"):
+            raise TypeError(f"audit: a {type(fun).__name__} is no function and no compiled program")
+        if not hasattr(fun, "lower"):
+            compiled, names = _compiled(fun, args, kwargs)
+            return report_of(compiled, names, mesh=mesh, local=local)
+        jitted: Any = fun
+        compiled = jitted.lower(*args, **kwargs).compile()
+        if type(jitted).__module__ == "equinox._jit":
+            names = _names_of_equinox(jitted, args, kwargs)
+            return report_of(compiled.compiled, names, mesh=mesh, local=local)
+        fun = compiled
+    else:
+        _no_arguments(args, kwargs)
+    if hasattr(fun, "audit"):
+        return fun.audit(mesh=mesh, local=local)
+    fun = getattr(fun, "compiled", fun)
+    if not isinstance(fun, jax.stages.Compiled):
+        raise TypeError(f"audit: compile it first: a {type(fun).__name__} is no compiled program")
+    return report_of(fun, mesh=mesh, local=local)
+
+
+def _no_arguments(args: Any, kwargs: Any) -> None:
+    if args or kwargs:
+        raise TypeError("audit: what is compiled already takes no arguments")
+
+
+def _plain(name: str) -> str:
+    return name
+
+
+def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names]:
+    """A function, compiled for these arguments, and what these are called."""
+    bound = inspect.signature(fun).bind(*args, **kwargs)
+    tree = fun, dict(bound.arguments)
+    arrays, rest = outlined(tree, abstract=True)
+
+    def called(arrays: list[Any]) -> list[Any]:
+        own, bound.arguments = rest.fill(arrays)
+        return outlined(own(*bound.args, **bound.kwargs))[0]
+
+    called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
+    paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
+    known = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
+    return jax.jit(called).lower(arrays).compile(), lambda own: known.get(own, own)
+
+
+def _called(path: Any) -> str:
+    """What users call a leaf at this path in (function, arguments by name)."""
+    if path[0].idx == 0:
+        return f"the function{jtu.keystr(path[1:])}"
+    return f"{path[1].key}{jtu.keystr(path[2:])}"
+
+
+_FILTERED = re.compile(r"dynamic_(?:no)?donate\['(first|rest|fun)'\]\[(\d+)\]")
+
+
+def _names_of_equinox(jitted: Any, args: Any, kwargs: Any) -> Names:
+    """The paths of the leaves that `equinox.filter_jit` numbers."""
+    bound = inspect.signature(jitted).bind(*args, **kwargs)
+    bound.apply_defaults()
+    named: dict[str, list[str]] = {"rest": [], "fun": _leaves_of("", jitted)}
+    for name, value in bound.arguments.items():
+        kind = bound.signature.parameters[name].kind
+        several = kind is inspect.Parameter.VAR_POSITIONAL
+        each = value if several else list(value.values()) if kind is _KEYWORDS else [value]
+        prefixes = [f"{name}[{i}]" for i in range(len(each))] if several else [name]
+        prefixes = list(value) if kind is _KEYWORDS else prefixes
+        for prefix, one in zip(prefixes, each, strict=True):
+            part = "rest" if "first" in named or kind in _BY_NAME else "first"
+            named.setdefault(part, []).extend(_leaves_of(prefix, one))
+    return lambda own: _numbered(own, named)
+
+
+_KEYWORDS = inspect.Parameter.VAR_KEYWORD
+_BY_NAME = (_KEYWORDS, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _leaves_of(name: str, tree: Any) -> list[str]:
+    return [name + jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
+
+
+def _numbered(own: str, named: dict[str, list[str]]) -> str:
+    match = _FILTERED.fullmatch(own)
+    names = named.get(match[1], []) if match else []
+    return names[int(match[2])] if match and int(match[2]) < len(names) else own
+
+
+def _meshes_of(compiled: jax.stages.Compiled) -> list[AnyMesh]:
+    shardings = jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings))
+    return list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
+
+
+def _context() -> list[AnyMesh]:
+    mesh = jax.sharding.get_abstract_mesh()
+    return [] if mesh.empty else [mesh]
+
+
+def report_of(
+    program: str | jax.stages.Compiled,
+    names: Names = _plain,
+    *,
+    mesh: AnyMesh | None,
+    local: Iterable[str],
+) -> Report:
+    """What `audit` returns, for a program whose arguments are called what `names` makes of what
+    they are called in it.
+    """
+    compiled = None if isinstance(program, str) else program
+    module = Module(program if isinstance(program, str) else program.as_text() or "")
+    meshes = [mesh] if mesh is not None else _context()
+    if mesh is None and compiled is not None:
+        meshes = [*_meshes_of(compiled), *meshes]
+    devices = max(module.partitions, module.replicas)
+    known = [axes for axes in map(Axes.of, meshes) if axes.size == devices]
+    if mesh is not None and not known and devices > 1:
+        raise AuditError(
+            f"the program runs on {devices} devices, and the mesh {dict(mesh.shape)} has "
+            f"{mesh.size}"
+        )
+    known = known or [axes for axes in axes_in(module.text) if axes.size == devices]
+    found = transfers(module, frozenset(local))
+    return Report(
+        collectives=tuple(_collective(transfer, known, names) for transfer in found),
+        memory=None if compiled is None else ProgramMemory.of(compiled, module),
+        axes=dict(zip(known[0].names, known[0].sizes, strict=True)) if known else {},
+        name=module.name,
+        parameters=tuple(_parameters(module, names, compiled)),
+        work=work_of(module),
+    )
+
+
+def _parameters(
+    module: Module, names: Names, compiled: jax.stages.Compiled | None
+) -> Iterator[Parameter]:
+    own = [x for _, x in sorted(module.entry.parameters.items())]
+    given = [] if compiled is None else _shardings_of(compiled)
+    # JAX doesn't always tell where all arguments are.
+    divided = list(map(_dividing, given)) if len(given) == len(own) else [None] * len(own)
+    for x, axes in zip(own, divided, strict=True):
+        (array,) = x.arrays
+        path = names((x.op_names or [x.name])[0])
+        yield Parameter(path, array.dtype, array.shape, array.bytes, axes)
+
+
+def _shardings_of(compiled: jax.stages.Compiled) -> list[jax.sharding.Sharding]:
+    """The shardings of the arguments that the program uses; the others have None in their place."""
+    return jtu.tree_leaves(compiled.input_shardings)
+
+
+def _dividing(sharding: jax.sharding.Sharding) -> tuple[str, ...] | None:
+    if sharding.is_fully_replicated:
+        return ()
+    if not isinstance(sharding, NamedSharding):
+        return None
+    entries = [entry for entry in sharding.spec if entry is not None]
+    return tuple(
+        str(name) for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))
+    )
+
+
+def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Collective:
+    x = transfer.first
+    origin = origin_of(x, names)
+    loops = transfer.runs[0].loops if transfer.runs else ()
+    return Collective(
+        kind=transfer.kind,
+        axes=_axes_of(transfer, known),
+        times=transfer.times,
+        bytes=transfer.bytes,
+        wire_bytes=transfer.wire_bytes,
+        dtype="/".join(sorted({array.dtype for array in transfer.arrays})),
+        arrays=origin.arrays,
+        primitive=origin.primitive,
+        source=origin.source,
+        phase=origin.phase,
+        inserted=origin.inserted,
+        overlapped=is_overlapped(transfer),
+        sometimes=any(run.sometimes for run in transfer.runs),
+        loops=tuple(source_of(loop) for loop in loops),
+        devices=transfer.groups.shape[1],
+        spelling=transfer.spelling,
+    )
+
+
+def _axes_of(transfer: Transfer, known: Sequence[Axes]) -> tuple[str, ...] | None:
+    """By the first mesh of which it takes whole axes."""
+    pairs = transfer.kind == "collective-permute"
+    named = [
+        axes.along(transfer.groups) if pairs else axes.named(transfer.groups) for axes in known
+    ]
+    whole = [names for names in named if not any("~" in n or ":" in n for n in names)]
+    return next(iter([*whole, *named]), None)

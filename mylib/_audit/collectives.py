@@ -1,0 +1,335 @@
+"""The collectives of a program, however its compiler spells them."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from .._errors import AuditError
+from .flow import Run, Value, computed, runs_of, target_of, trips, unchanged
+from .groups import Groups, groups_of, pairs_of, rings_of
+from .hlo import Array, Instruction, Module
+from .opcodes import moves, opcode_of
+
+# What a value passes through unharmed on its way to where it is used.
+_PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
+# Work that can be done while data is on its way.
+_WORK = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """One collective as it stands in the program: the instruction (`first` of a chain), the runs of
+    its computation, and its groups of devices (of a permutation: pairs).
+    """
+
+    kind: str
+    first: Instruction
+    runs: Sequence[Run]
+    groups: Groups
+    arrays: tuple[Array, ...]
+    wire_bytes: int
+    spelling: str = ""
+    asynchronous: bool = False
+    # Of a chain: what it consists of.
+    members: "tuple[Transfer, ...]" = ()
+
+    @property
+    def done(self) -> Instruction:
+        """The instruction that has the result."""
+        return _done(self.first)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+    @property
+    def times(self) -> int | None:
+        """How often it runs in a call of the program."""
+        total = 0
+        for run in self.runs:
+            if run.times is None:
+                return None
+            total += run.times
+        return total
+
+
+def transfers(module: Module, local: frozenset[str]) -> list[Transfer]:
+    """All that is moved between devices, in the order of the text."""
+    devices = _devices(module)
+    runs = runs_of(module)
+    found: list[Transfer] = []
+    started: set[tuple[str, str | None]] = set()
+    repeated: list[tuple[Instruction, tuple[str, str | None]]] = []
+    for name, computation in module.computations.items():
+        for x in computation.instructions:
+            kind = moves(x, local)
+            if kind is None or name not in runs:
+                continue
+            key = kind, x.attribute("channel_id")
+            if _goes_on(x):
+                repeated.append((x, key))
+                continue
+            started.add(key)
+            found += _transfers(kind, x, runs[name], devices)
+    for x, key in repeated:
+        if key not in started:
+            raise AuditError(f"{x} goes on with a collective that nothing starts")
+    return chained(found)
+
+
+def _devices(module: Module) -> int:
+    partitions, replicas = module.partitions, module.replicas
+    if partitions > 1 and replicas > 1:
+        raise AuditError(
+            f"the program has {replicas} replicas of {partitions} partitions. Only one of the two "
+            "is understood"
+        )
+    return partitions * replicas
+
+
+def _goes_on(x: Instruction) -> bool:
+    """Whether this repeats a collective that another instruction has started. The TPU's compiler
+    writes it into each fusion that runs in the meantime.
+    """
+    if not x.operands or not any(c.opcode == "fusion" for c in x.computation.callers):
+        return False
+    return any(
+        value.made_by.opcode == "custom-call" and target_of(value.made_by) == "AsyncCollectiveStart"
+        for value in unchanged(Value(x.operand(0)))
+    )
+
+
+def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iterator[Transfer]:
+    groups = _groups(kind, x, devices)
+    if not groups.size or groups.shape[1] == 1:
+        return  # each device by itself
+    arrays = tuple(_done(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
+    if x.opcode.endswith("-start") and _done(x) is x:
+        raise AuditError(f"nothing waits for {x}")
+    if kind == "reduce-scatter":
+        arrays = tuple(array for operand in x.inputs() for array in operand.arrays)
+    size = sum(array.bytes for array in arrays)
+    late = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
+    late = late or _is_started_by_fusion(x)
+    each = groups.shape[1]
+    transfer = Transfer(kind, x, runs, groups, arrays, wire_bytes(kind, size, each), "", late)
+    if kind != "all-reduce":
+        yield transfer
+        return
+    # Joined ones are told apart: the gradients may be divided, and the loss not.
+    elements = _elements(_done(x), len(arrays))
+    by_use: dict[bool | None, list[Array]] = {}
+    for array, users in zip(arrays, elements, strict=True):
+        by_use.setdefault(_is_scattered(x, users, each), []).append(array)
+    for fused, some in by_use.items():
+        size = sum(array.bytes for array in some)
+        part = replace(transfer, arrays=tuple(some), wire_bytes=wire_bytes(kind, size, each))
+        if fused is None:
+            yield part
+        else:
+            spelling = "all-reduce-scatter fusion" if fused else "all-reduce + dynamic-slice"
+            wire = wire_bytes("reduce-scatter" if fused else "all-reduce", size, each)
+            yield replace(part, kind="reduce-scatter", wire_bytes=wire, spelling=spelling)
+
+
+# What XLA calls the loop into which it makes a matrix product and a collective: in each turn it
+# multiplies one part while it sends another on.
+_WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)\b")
+_MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
+
+
+def chained(found: list[Transfer]) -> list[Transfer]:
+    """The transfers, those that are steps of a larger collective as that one."""
+    by_body: dict[str, list[Transfer]] = {}
+    for transfer in found:
+        computation = transfer.first.computation
+        if _WINDOWED.search(computation.name.replace(".", " ")) and len(computation.callers) == 1:
+            by_body.setdefault(computation.name, []).append(transfer)
+    chains: dict[int, Transfer] = {}
+    for steps in by_body.values():
+        chain = _chain(steps, found)
+        if chain is not None:
+            chains.update(dict.fromkeys(map(id, chain.members), chain))
+    return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in found))
+
+
+def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
+    body = steps[0].first.computation
+    loop = body.callers[0]
+    match = _WINDOWED.search(body.name.replace(".", " "))
+    near = [t for t in found if t.first.computation is loop.computation and _touches(t, loop)]
+    members = [*near, *steps]
+    rings = rings_of(members[0].groups)
+    alike = {(t.kind, t.bytes) for t in members} == {("collective-permute", members[0].bytes)}
+    if match is None or rings is None or not alike or any(t.times is None for t in members):
+        return None
+    turns = trips(loop)
+    if not turns:
+        return None
+    runs = [
+        replace(run, times=(run.times or 0) // turns, loops=run.loops[:-1]) for run in steps[0].runs
+    ]
+    sent = len(near) + turns * len(steps)
+    each = rings.shape[1]
+    return Transfer(
+        _MEANT[match[1]],
+        members[0].first,
+        runs,
+        rings,
+        tuple(a._replace(shape=(each, *a.shape)) for a in members[0].arrays),
+        sent * members[0].bytes,
+        f"{sent} collective-permutes",
+        True,
+        tuple(members),
+    )
+
+
+def _touches(transfer: Transfer, loop: Instruction) -> bool:
+    """Whether a permutation prepares what a loop begins with, or goes on with what it leaves."""
+    if computed(Value(transfer.first.operand(0))).made_by is loop:
+        return True
+    begins = loop.operand(0)
+    elements = begins.inputs() if begins.opcode == "tuple" else [begins]
+    return any(value.made_by is transfer.done for x in elements for value in unchanged(Value(x)))
+
+
+def wire_bytes(kind: str, size: int, devices: int) -> int:
+    """What a device sends when `devices` take part, by the best algorithm for a ring. `size` is
+    that of the result, of a reduce-scatter that of its operand.
+    """
+    share = size * (devices - 1) // devices
+    match kind:
+        case "all-reduce":
+            return 2 * share
+        case "collective-permute" | "broadcast":
+            return size
+    return share
+
+
+def _groups(kind: str, x: Instruction, devices: int) -> Groups:
+    if kind == "collective-permute":
+        pairs = x.attribute("source_target_pairs")
+        if pairs is None:
+            match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.attributes)
+            pairs = match[1] if match else None
+        if pairs is None:
+            raise AuditError(f"{x} doesn't say which devices it moves data between")
+        return pairs_of(pairs, devices)
+    text = x.attribute("replica_groups")
+    if text is None:
+        raise AuditError(f"{x} doesn't say which devices take part in it")
+    return groups_of(text, devices)
+
+
+def _done(x: Instruction) -> Instruction:
+    """The instruction that waits for what another one starts; itself, if it waits by itself."""
+    if not x.opcode.endswith("-start"):
+        return x
+    for user in x.computation.users[x.name]:
+        if user.opcode == x.opcode.removesuffix("-start") + "-done":
+            return user
+        if user.opcode.endswith("-update"):
+            return _done(user)
+    return x
+
+
+def _is_started_by_fusion(x: Instruction) -> bool:
+    return any(
+        user.opcode == "custom-call" and target_of(user) == "AsyncCollectiveStart"
+        for user in x.computation.users[x.name]
+    )
+
+
+def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
+    """The instructions that have each array of a result."""
+    if not result.type.startswith("("):
+        return [[result]]
+    elements: list[list[Instruction]] = [[] for _ in range(count)]
+    users = result.computation.users[result.name]
+    if all(user.opcode == "get-tuple-element" for user in users):
+        for user in users:
+            elements[user.integer("index") or 0].append(user)
+    return elements
+
+
+def _is_scattered(x: Instruction, elements: list[Instruction], devices: int) -> bool | None:
+    """Whether each device takes only its own share of an array that an all-reduce gives: a
+    reduce-scatter. None if not; True if the two are one fusion.
+    """
+    ends = [end for element in elements for end in _ends(element)]
+    if not ends or not all(_takes_share(end, whole, devices) for whole, end in ends):
+        return None
+    fused = all(end.computation is x.computation for _, end in ends)
+    return fused and any(caller.opcode == "fusion" for caller in x.computation.callers)
+
+
+def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
+    """Where a value is used that is only handed on: itself as it is then, and what uses it."""
+    queue = [x]
+    for value in queue:
+        if value.is_root:
+            yield value, value
+        for user in value.computation.users[value.name]:
+            if user.opcode in _PASSES and not (
+                user.opcode == "get-tuple-element" and value is not x
+            ):
+                queue.append(user)
+            elif user.opcode == "fusion":
+                called = user.computation.module.computations[_calls(user)]
+                for number, name in enumerate(user.operands):
+                    if name == value.name:
+                        queue.append(called.parameters[number])
+            else:
+                yield value, user
+
+
+def _calls(x: Instruction) -> str:
+    return (x.attribute("calls") or "").lstrip("%")
+
+
+def _takes_share(x: Instruction, whole: Instruction, devices: int) -> bool:
+    """Whether an instruction takes one part of as many as there are devices, by its own number."""
+    if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
+        return False
+    (part,), arrays = x.arrays, whole.arrays
+    if len(arrays) != 1 or part.size * devices != arrays[0].size:
+        return False
+    return any(_depends_on_device(start) for start in x.inputs()[1:])
+
+
+def _depends_on_device(x: Instruction) -> bool:
+    seen: set[int] = set()
+    queue = [Value(x)]
+    for value in queue:
+        made_by = computed(value).made_by
+        if id(made_by) in seen:
+            continue
+        seen.add(id(made_by))
+        if made_by.opcode in ("partition-id", "replica-id"):
+            return True
+        if made_by.opcode in ("while", "conditional") or made_by.opcode == "parameter":
+            continue
+        queue += [Value(operand) for operand in made_by.inputs()]
+    return False
+
+
+def is_overlapped(transfer: Transfer) -> bool:
+    """Whether other work is scheduled between the start of a collective and the wait for it."""
+    if transfer.members:
+        return any(map(is_overlapped, transfer.members))
+    x, done = transfer.first, transfer.done
+    if not transfer.asynchronous or '"is_sync":true' in x.attributes:
+        return False
+    if _is_started_by_fusion(x):
+        return any(
+            user.opcode == "fusion" and "async_collective_fusion" in _calls(user)
+            for caller in x.computation.callers
+            for element in caller.computation.users[caller.name]
+            for user in caller.computation.users[element.name]
+        )
+    if done is x:  # it is in a computation that runs beside others as a whole
+        return True
+    order = x.computation.instructions
+    between = order[order.index(x) + 1 : order.index(done)]
+    return any(opcode_of(other) in _WORK for other in between)

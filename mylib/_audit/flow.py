@@ -1,0 +1,220 @@
+"""Where values come from and where they go: through tuples, fusions, loops and copies."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._errors import AuditError
+from .hlo import Computation, Instruction, Module, calls_of
+
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# What only moves the values of its first operand, or changes how they are held.
+MOVES = frozenset(
+    {
+        "bitcast", "bitcast-convert", "convert", "copy", "copy-done", "copy-start", "dynamic-slice",
+        "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
+        "slice-done", "slice-start", "transpose",
+    }
+)  # fmt: skip
+_WRAPPERS = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
+
+
+class Value(NamedTuple):
+    """What an instruction makes, or an element of that if it is a tuple."""
+
+    made_by: Instruction
+    path: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a computation comes to run: how often in a call of the program (None if nobody knows),
+    whether that is only if a condition takes this branch, and in which loops.
+    """
+
+    times: int | None
+    sometimes: bool = False
+    loops: tuple[Instruction, ...] = ()
+    asynchronous: bool = False
+
+
+def runs_of(module: Module) -> dict[str, list[Run]]:
+    """All the ways in which each computation runs that the program comes to."""
+    runs: dict[str, list[Run]] = {}
+
+    def enter(computation: Computation, run: Run) -> None:
+        runs.setdefault(computation.name, []).append(run)
+        for x in computation.instructions:
+            for role, name in calls_of(x):
+                called = module.computations[name]
+                if role == "to_apply" and x.opcode != "call":
+                    continue  # how two numbers are added
+                if x.opcode == "while":
+                    times = trips(x)
+                    if times is not None and role == "condition":
+                        times += 1
+                    product = None if run.times is None or times is None else run.times * times
+                    enter(called, Run(product, run.sometimes, (*run.loops, x), run.asynchronous))
+                elif x.opcode == "conditional":
+                    enter(called, Run(run.times, True, run.loops, run.asynchronous))
+                else:
+                    late = run.asynchronous or x.opcode.endswith("-start")
+                    enter(called, Run(run.times, run.sometimes, run.loops, late))
+
+    enter(module.entry, Run(1))
+    return runs
+
+
+def trips(loop: Instruction) -> int | None:
+    """How often the body of a loop runs, or None if the program alone doesn't tell."""
+    known = _TRIPS.search(loop.attributes)
+    if known is not None:
+        return int(known[1])
+    module = loop.computation.module
+    condition = module.computations[_called(loop, "condition")]
+    test = computed(Value(condition.result)).made_by
+    if test.opcode != "compare":
+        return None
+    left, right = (Value(x) for x in test.inputs())
+    direction = test.attribute("direction")
+    limit = constant(right)
+    if limit is None:
+        left, right, limit = right, left, constant(left)
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction or "")
+    counter = _carried(left, condition)
+    if limit is None or counter is None:
+        return None
+    start = constant(Value(loop.operand(0), counter))
+    step = _step(module.computations[_called(loop, "body")], counter)
+    if start is None or not step:
+        return None
+    distance = limit - start if step > 0 else start - limit
+    if (direction, step > 0) in (("LE", True), ("GE", False)):
+        distance += 1
+    elif (direction, step > 0) not in (("LT", True), ("GT", False)):
+        return None
+    return max(0, -(-distance // abs(step)))
+
+
+def _called(x: Instruction, role: str) -> str:
+    for name, computation in calls_of(x):
+        if name == role:
+            return computation
+    raise AuditError(f"{x} has no {role}")
+
+
+def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:
+    """Which element of what a loop carries a value is, in the loop's condition or body."""
+    for made_by, path in unchanged(value):
+        if made_by.opcode == "parameter" and made_by.computation is within:
+            return path
+    return None
+
+
+def _step(body: Computation, counter: tuple[int, ...]) -> int | None:
+    """By how much an element grows in each turn of a loop."""
+    after = computed(Value(body.result, counter))
+    if after.made_by.opcode not in ("add", "subtract"):
+        return None
+    left, right = (Value(x) for x in after.made_by.inputs())
+    if after.made_by.opcode == "add" and constant(left) is not None:
+        left, right = right, left
+    step = constant(right)
+    if step is None or _carried(left, body) != counter:
+        return None
+    return step if after.made_by.opcode == "add" else -step
+
+
+def constant(value: Value) -> int | None:
+    """The integer that a value always is, if it is one."""
+    x = computed(value).made_by
+    if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.rest):
+        return int(x.rest)
+    return None
+
+
+def unchanged(value: Value) -> Iterator[Value]:
+    """The value, and all that it is a mere copy of, back to where it is computed."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    current: Value | None = value
+    while current is not None and (id(current.made_by), current.path) not in seen:
+        seen.add((id(current.made_by), current.path))
+        yield current
+        current = before(current)
+
+
+def before(value: Value) -> Value | None:
+    """The same value one instruction earlier, or None where it is computed."""
+    x, path = value
+    match x.opcode:
+        case "get-tuple-element":
+            return Value(x.operand(0), (x.integer("index") or 0, *path))
+        case "tuple" if path:
+            return Value(x.operand(path[0]), path[1:])
+        case "copy" | "bitcast" | "optimization-barrier" | "convert" | "reshape":
+            return Value(x.operand(0), path)
+        case "copy-done":
+            return Value(x.operand(0), (0,))
+        case "copy-start" if path[:1] in ((0,), (1,)):
+            return Value(x.operand(0), path[1:])
+        case "parameter":
+            return _argument(x, path)
+        case "while" if _is_invariant(x, path):
+            return Value(x.operand(0), path)
+        case "custom-call" if path == (0,) and target_of(x) == "AsyncCollectiveStart":
+            return Value(x.operand(0).operand(0))
+        case _ if x.opcode.endswith("-done") and "calls=" in x.operand(0).attributes:
+            return _inside(x.operand(0), path)
+        case _ if x.opcode in _WRAPPERS:
+            return _inside(x, path)
+    return None
+
+
+def _inside(x: Instruction, path: tuple[int, ...]) -> Value:
+    role = _WRAPPERS.get(x.opcode, "calls")
+    return Value(x.computation.module.computations[_called(x, role)].result, path)
+
+
+def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
+    """What a computation's parameter is, where the computation is called."""
+    callers = x.computation.callers
+    if len(callers) != 1:
+        return None
+    (caller,) = callers
+    number = int(x.rest)
+    if caller.opcode == "while":
+        return Value(caller.operand(0), path) if _is_invariant(caller, path) else None
+    if caller.opcode == "conditional":
+        branches = [name for _, name in calls_of(caller)]
+        return Value(caller.operand(1 + branches.index(x.computation.name)), path)
+    if caller.opcode in _WRAPPERS or caller.opcode.endswith("-start"):
+        return Value(caller.operand(number), path)
+    return None
+
+
+def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
+    """Whether a loop hands on an element of what it carries as it is."""
+    body = loop.computation.module.computations[_called(loop, "body")]
+    value: Value | None = Value(body.result, path)
+    for _ in range(100):
+        if value is None:
+            return False
+        x = value.made_by
+        if x.opcode == "parameter" and x.computation is body:
+            return value.path == path
+        if x.opcode == "parameter" and x.computation.callers[:1] == [loop]:
+            return False
+        value = before(value)
+    return False
+
+
+def target_of(x: Instruction) -> str:
+    """What a custom call calls."""
+    return (x.attribute("custom_call_target") or "").strip('"')
+
+
+def computed(value: Value) -> Value:
+    """The value where it is computed."""
+    *_, last = unchanged(value)
+    return last

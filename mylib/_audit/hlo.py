@@ -1,0 +1,377 @@
+"""The text of a compiled program, as instructions in computations."""
+
+import math
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import PurePath
+from typing import NamedTuple
+
+from .._errors import AuditError
+
+# `%name (parameters) -> results {` begins a computation.
+_HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{\s*$")
+# `%name = f32[8,4]{1,0} opcode(operands), attributes`, or a tuple of types.
+_INSTRUCTION = re.compile(
+    r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) "
+    r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
+_NAME = re.compile(r"%([\w.\-]+)")
+_ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_NUMBERED = re.compile(r"(\d+) (.*)$")
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+# What calls another computation, in the order of the text.
+_CALLS = re.compile(
+    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|"
+    r"called_computations|async_computation)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_BITS = {
+    "pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128,
+    **{f"{sign}{n}": n for sign in "su" for n in (1, 2, 4, 8, 16, 32, 64)},
+    **{f"f{n}": n for n in (16, 32, 64)},
+}  # fmt: skip
+
+
+class Array(NamedTuple):
+    """The type of an array in a program."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    layout: str
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Without the padding of a tiled layout. Of types of less than a byte several are one."""
+        return -(-self.size * bits_of(self.dtype) // 8)
+
+    @property
+    def on_host(self) -> bool:
+        return "S(5)" in self.layout
+
+
+def bits_of(dtype: str) -> int:
+    if dtype in _BITS:
+        return _BITS[dtype]
+    narrow = re.fullmatch(r"f(\d)e\d+m\d+\w*", dtype)  # f8e4m3fn, f4e2m1fn
+    if narrow is None:
+        raise AuditError(f"the program has arrays of type {dtype!r}, whose size is not known here")
+    return int(narrow[1])
+
+
+def arrays_of(type_: str) -> list[Array]:
+    """The arrays of a type, which may be a tuple."""
+    return [
+        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), layout or "")
+        for dtype, dims, layout in _ARRAY.findall(type_)
+    ]
+
+
+class Instruction:
+    """One instruction. Only its name, type, opcode and operands are read at once."""
+
+    __slots__ = (
+        "attributes",
+        "calls",
+        "computation",
+        "found",
+        "name",
+        "opcode",
+        "operands",
+        "rest",
+        "type",
+    )
+
+    def __init__(self, computation: "Computation", match: re.Match[str]):
+        self.computation: Computation = computation
+        self.name: str = match["name"]
+        self.type: str = match["type"]
+        self.opcode: str = match["opcode"]
+        rest = match["rest"]
+        end = _closing(rest)
+        self.rest: str = rest[:end]  # what stands between the parentheses
+        self.attributes: str = rest[end + 1 :]
+        self.calls: list[tuple[str, str]] | None = None
+        self.found: list[Array] | None = None
+        self.operands: list[str] = [] if self.opcode == "constant" else _NAME.findall(self.rest)
+
+    @property
+    def arrays(self) -> list[Array]:
+        """The arrays of its result, which may be a tuple."""
+        if self.found is None:
+            self.found = arrays_of(self.type)
+        return self.found
+
+    @property
+    def bytes(self) -> int:
+        return sum(array.bytes for array in self.arrays)
+
+    def operand(self, index: int) -> "Instruction":
+        return self.computation.named[self.operands[index]]
+
+    def inputs(self) -> "list[Instruction]":
+        return [self.computation.named[name] for name in self.operands]
+
+    def attribute(self, name: str) -> str | None:
+        """The text of an attribute, such as `{0,1}` or `7`."""
+        # The first: what stands in strings comes later, in metadata and the backend's own settings.
+        match = re.search(rf"(?:^|, ){name}=", self.attributes)
+        if match is None:
+            return None
+        return self.attributes[match.end() : _end_of_value(self.attributes, match.end())]
+
+    def integer(self, name: str) -> int | None:
+        text = self.attribute(name)
+        if text is None:
+            return None
+        if not text.isdigit():
+            raise AuditError(f"{name}={text} of {self} is not a number")
+        return int(text)
+
+    @property
+    def op_names(self) -> list[str]:
+        """Where it comes from, as JAX names it. Instructions that were merged have several."""
+        start = self.attributes.find('op_name="')
+        match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
+        return re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
+
+    @property
+    def is_root(self) -> bool:
+        return self.computation.root is self
+
+    def __repr__(self) -> str:
+        return f"%{self.name} = {self.type} {self.opcode}(...) in %{self.computation.name}"
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis closes that was opened before the text began."""
+    end = text.find(")")
+    if end < 0:
+        raise AuditError(f"a parenthesis is not closed: {text[:80]}")
+    if "(" not in text[:end] and '"' not in text[:end]:
+        return end
+    return next(i for i, depth in _depths(text, 1) if depth == 0)
+
+
+def _end_of_value(text: str, start: int) -> int:
+    """Where a value ends that begins at `start`: at a comma outside of all brackets."""
+    for i, depth in _depths(text, 0, start):
+        # The devices of a mesh stand behind one: `mesh['a'=2], device_ids=(1,0) {'a'}`.
+        if depth == 0 and text[i] == "," and not text.startswith(", device_ids=(", i):
+            return i
+    return len(text)
+
+
+def _depths(text: str, depth: int, start: int = 0) -> Iterator[tuple[int, int]]:
+    """Each character outside of strings, and in how many brackets it leaves us."""
+    i = start
+    while i < len(text):
+        c = text[i]
+        if c == '"':
+            i += 1
+            while i < len(text) and text[i] != '"':
+                i += 2 if text[i] == "\\" else 1
+        elif c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+        yield i, depth
+        i += 1
+    if depth:
+        raise AuditError(f"a bracket is not closed: {text[start : start + 80]}")
+
+
+class Computation:
+    """A named list of instructions, in the order in which they run."""
+
+    def __init__(self, module: "Module", name: str):
+        self.module = module
+        self.name = name
+        self.instructions: list[Instruction] = []
+        self.named: dict[str, Instruction] = {}
+        self.root: Instruction | None = None
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        return {int(x.rest): x for x in self.instructions if x.opcode == "parameter"}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """Which instructions use each of them."""
+        users: dict[str, list[Instruction]] = {x.name: [] for x in self.instructions}
+        for x in self.instructions:
+            for name in dict.fromkeys(x.operands):
+                users[name].append(x)
+        return users
+
+    @property
+    def result(self) -> Instruction:
+        if self.root is None:
+            raise AuditError(f"the computation %{self.name} has no ROOT: the text is damaged")
+        return self.root
+
+    @property
+    def callers(self) -> list[Instruction]:
+        """The instructions that call this computation."""
+        return self.module.callers.get(self.name, [])
+
+
+class Module:
+    """A compiled program."""
+
+    def __init__(self, text: str):
+        headers = re.findall(r"^HloModule .*$", text, re.MULTILINE)
+        if len(headers) != 1:
+            raise AuditError(_NOT_ONE_PROGRAM.format(len(headers)))
+        self.header: str = headers[0]
+        self.text = text
+        self.computations: dict[str, Computation] = {}
+        self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
+        self._entry: str | None = None
+        self.callers: dict[str, list[Instruction]] = {}
+        self._stacks: dict[int, list[str]] = {}
+        self._read(text)
+        self._check()
+
+    def _read(self, text: str) -> None:
+        table: dict[int, str] | None = None
+        current: Computation | None = None
+        for line in text.splitlines():
+            if current is not None:
+                match = _INSTRUCTION.match(line)
+                if match is not None:
+                    x = Instruction(current, match)
+                    current.instructions.append(x)
+                    current.named[x.name] = x
+                    if match["root"]:
+                        current.root = x
+                elif line.startswith("}"):
+                    current = None
+                elif line.strip():
+                    raise AuditError(f"a line is not understood: {line.strip()[:120]}")
+            elif line in self._tables:
+                table = self._tables[line]
+            elif line.endswith("{") and (match := _HEADER.match(line)):
+                current = Computation(self, match["name"])
+                if current.name in self.computations:
+                    raise AuditError(f"there are two computations %{current.name}")
+                self.computations[current.name] = current
+                if match["entry"]:
+                    self._entry = current.name
+            elif table is not None and (match := _NUMBERED.match(line)):
+                table[int(match[1])] = match[2]
+            elif line.strip() and not line.startswith("HloModule "):
+                raise AuditError(f"a line is not understood: {line.strip()[:120]}")
+        if current is not None:
+            raise AuditError(f"the computation %{current.name} is not closed: the text is cut off")
+
+    def _check(self) -> None:
+        if self._entry is None:
+            raise AuditError("the program has no ENTRY computation: the text is cut off")
+        for computation in self.computations.values():
+            named = computation.named
+            if len(named) != len(computation.instructions):
+                raise AuditError(f"%{computation.name} has two instructions of one name")
+            if computation.root is None:
+                raise AuditError(f"%{computation.name} has no ROOT: the text is damaged")
+            for x in computation.instructions:
+                for name in x.operands:
+                    if name not in named:
+                        raise AuditError(f"{x} uses %{name}, which is not in the text")
+                if not x.operands and x.rest and x.opcode not in ("constant", "parameter"):
+                    raise AuditError(f"the operands of {x} are not understood: ({x.rest[:80]})")
+                for _, called in calls_of(x):
+                    if called not in self.computations:
+                        raise AuditError(f"{x} calls %{called}, which is not in the text")
+                    self.callers.setdefault(called, []).append(x)
+
+    @property
+    def entry(self) -> Computation:
+        assert self._entry is not None
+        return self.computations[self._entry]
+
+    @property
+    def partitions(self) -> int:
+        return self._number("num_partitions")
+
+    @property
+    def replicas(self) -> int:
+        return self._number("replica_count")
+
+    def _number(self, name: str) -> int:
+        match = re.search(rf"\b{name}=(\d+)", self.header)
+        return int(match[1]) if match else 1
+
+    @property
+    def name(self) -> str:
+        """The name of the function that it is made of."""
+        return re.split(r"[ ,]", self.header)[1].removeprefix("jit_")
+
+    @property
+    def is_scheduled(self) -> bool:
+        return "is_scheduled=true" in self.header
+
+    def frames(self, x: Instruction) -> Iterator[str]:
+        """The lines of Python that it comes from, as `path:line`, the innermost first."""
+        if 'source_file="' in x.attributes:
+            match = re.search(r'source_file="([^"]*)" source_line=(\d+)', x.attributes)
+            if match is not None:
+                yield f"{match[1]}:{match[2]}"
+                return
+        match = _FRAME.search(x.attributes)
+        if match is not None:
+            yield from self._stack(int(match[1]))
+
+    def _stack(self, frame: int) -> list[str]:
+        if frame not in self._stacks:
+            found: list[str] = []
+            self._stacks[frame] = found
+            entry = _fields(self._tables["StackFrames"].get(frame, ""))
+            location = _fields(
+                self._tables["FileLocations"].get(entry.get("file_location_id", 0), "")
+            )
+            name = self._tables["FileNames"].get(location.get("file_name_id", 0), "")
+            if name:
+                found.append(f"{name.strip(chr(34))}:{location.get('line', 0)}")
+            # The text counts parents from 1, and 1 is none.
+            found += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
+        return self._stacks[frame]
+
+
+_NOT_ONE_PROGRAM = (
+    "this is not the text of one compiled program: it has {} lines that begin with HloModule. Pass "
+    "what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`"
+)
+
+
+def _fields(text: str) -> dict[str, int]:
+    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+def calls_of(x: Instruction) -> list[tuple[str, str]]:
+    """The computations that an instruction calls, each with the attribute that names it."""
+    if x.calls is None:
+        x.calls = _read_calls(x.attributes)
+    return x.calls
+
+
+def _read_calls(attributes: str) -> list[tuple[str, str]]:
+    if "=%" not in attributes and "={%" not in attributes:
+        return []
+    metadata = attributes.find(", metadata={")
+    own = attributes if metadata < 0 else attributes[:metadata]
+    return [
+        (role, name)
+        for role, names in _CALLS.findall(own)
+        for name in re.findall(r"[\w.\-]+", names)
+    ]
+
+
+def short(path: str) -> str:
+    """`file.py:31` of a whole path."""
+    return PurePath(path).name

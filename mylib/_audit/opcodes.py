@@ -1,0 +1,122 @@
+"""Which instructions move data between devices, and which are known not to."""
+
+import json
+import re
+
+from .._errors import AuditError
+from .flow import target_of
+from .hlo import Instruction
+
+# Opcodes, with what a report calls them.
+KINDS = {
+    "all-reduce": "all-reduce",
+    "all-gather": "all-gather",
+    "reduce-scatter": "reduce-scatter",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "ragged-all-to-all",
+    "collective-permute": "collective-permute",
+    "collective-broadcast": "broadcast",
+    "send": "collective-permute",
+}
+
+_LOCAL = frozenset(
+    """
+    abs acos acosh add add-dependency after-all and asin asinh atan2 atan atanh batch-norm-grad
+    batch-norm-inference batch-norm-training bitcast bitcast-convert broadcast call cbrt ceil
+    cholesky clamp compare complex concatenate conditional constant convert convolution copy cosh
+    cosine count-leading-zeros divide domain dot dynamic-reshape dynamic-slice
+    dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather
+    get-dimension-size get-tuple-element imag iota is-finite log log-plus-one logistic map maximum
+    minimum multiply multiply-add negate not opt-barrier optimization-barrier or pad parameter
+    partition-id popcnt power ragged-dot real reduce reduce-precision reduce-window remainder
+    replica-id reshape reverse rng rng-bit-generator rng-get-and-update-state
+    round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select select-and-scatter
+    set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine sinh slice
+    sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
+    infeed outfeed async copy-start copy-done slice-start slice-done async-start async-update
+    async-done
+    """.split()
+)
+
+# Calls of code that is not in the program, and is known to stay on its device (or to go to its
+# host): what JAX itself makes, and the compilers.
+_LOCAL_TARGETS = re.compile(
+    r"""AllocateBuffer|AsyncCollective(Start|Done)|ConcatBitcast|X64\w+|Sharding|TopK|PartialReduce
+    |ApproxTopK|MoveTo(Host|Device)|annotate_device_placement|Pin|Unpin|CreateBuffer|SliceToDynamic
+    |PadToStatic|DynamicGather|ResizeNearest\w*|ResizeBilinear\w*|AssumeGatherIndicesInBound
+    |InspectSharding|LayoutConstraint|GetHostDesc\w*|Eigh|Qr|Lu\w*|Householder\w*|Svd\w*|Erf\w*
+    |RngBitGenerator|xla_(ffi_)?(partitioned_)?python_(cpu|gpu)_callback
+    |(lapack|blas|cu|hip|rocsolver)_\w+|(hipsolver|hipblas|hipsparse|cusolver|cusparse|cublas|cudnn)\w+
+    |(dynamic_)?ducc_fft
+    |__(cublas|cudnn|cub|onednn|topk|triton)\$.*|__gpu\$xla\.gpu\.triton|__gpu\$TopK
+    |triton_kernel_call|xla\.gpu\.(triton|ext\.\w+)|tpu_custom_call|__xla_internal_\w+
+    |HostExecute|device_placement|DecomposeConvolution\w*|SPMDFullToShardShape
+    |SPMDShardToFullShape|RaggedDot\w*|StreamExecutor\w*|KernelCall""",
+    re.VERBOSE,
+)
+
+
+def opcode_of(x: Instruction) -> str:
+    """The opcode without the ending of a pair of instructions that start something and wait."""
+    return x.opcode.removesuffix("-start")
+
+
+def moves(x: Instruction, local: frozenset[str]) -> str | None:
+    """What kind of collective an instruction is, or None if data stays where it is. `local` are
+    more targets of custom calls that are known to be so.
+
+    **Raises:**
+
+    `AuditError` if nobody knows.
+    """
+    opcode = opcode_of(x)
+    if opcode in KINDS:
+        return None if opcode == "send" and _to_host(x) else KINDS[opcode]
+    if opcode in _LOCAL:
+        if "-start" in x.opcode and x.opcode not in _LOCAL and "calls" not in x.attributes:
+            raise AuditError(f"{x} starts something that is not understood")
+        return None
+    if opcode == "custom-call":
+        _check_target(x, local)
+        return None
+    if opcode.endswith("-done") or opcode.endswith("-update"):
+        start = x.operand(0).opcode
+        if not start.endswith(("-start", "-update")) and start not in ("send", "recv"):
+            raise AuditError(f"{x} waits for {x.operand(0)}, which starts nothing")
+        return None
+    if opcode == "recv":  # the other end of a send
+        return None
+    raise AuditError(
+        f"{x}: the opcode {x.opcode!r} is not known, so it is not known either whether it moves "
+        "data between devices"
+    )
+
+
+def _to_host(x: Instruction) -> bool:
+    return x.attribute("is_host_transfer") == "true"
+
+
+def _check_target(x: Instruction, local: frozenset[str]) -> None:
+    target = target_of(x)
+    if target in local:
+        return
+    if not target or not _LOCAL_TARGETS.fullmatch(target):
+        raise AuditError(
+            f"{x} calls {target!r}, which is not in the program: it may move data between devices. "
+            f"If it doesn't, pass local=({target!r},)"
+        )
+    if target == "tpu_custom_call" and _communicates(x):
+        name = x.op_names[0] if x.op_names else "a kernel"
+        raise AuditError(
+            f"{x} ({name}) is a kernel that moves data between devices by itself. What it moves is "
+            "not in the program; pass local=('tpu_custom_call',) to count everything else"
+        )
+
+
+def _communicates(x: Instruction) -> bool:
+    settings = x.attribute("backend_config") or "{}"
+    try:
+        config = json.loads(settings).get("custom_call_config", {})
+    except json.JSONDecodeError:
+        return '"has_communication":true' in settings.replace(" ", "")
+    return bool(config.get("has_communication"))

@@ -1,0 +1,206 @@
+"""What is alive when a device holds most, by the order in which a program runs."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from .flow import Value, unchanged
+from .hlo import Array, Computation, Instruction, Module, arrays_of, calls_of
+
+# What has no memory of its own: its result is in that of its first operand.
+_SAME = frozenset({"bitcast", "optimization-barrier", "add-dependency", "domain", "after-all"})
+_NEAR = re.compile(r"S\(([12346])\)")  # not the device's main memory
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A piece of memory, and the instruction that first writes to it."""
+
+    bytes: int
+    made_by: Instruction
+
+
+@dataclass
+class Peak:
+    """The most that is held at one time besides what the caller holds."""
+
+    bytes: int
+    alive: list[Buffer]
+
+
+def peak_of(module: Module) -> Peak:
+    """The peak of what a program holds besides its arguments and constants."""
+    entry = module.entry
+    given = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
+    return _Run(entry, given, owned=False).peak()
+
+
+class _Run:
+    """One run of a computation in which it finds `given` in its parameters. If `owned`, its results
+    are in memory that its caller holds.
+    """
+
+    def __init__(self, computation: Computation, given: dict[str, list[Buffer]], owned: bool):
+        self.computation = computation
+        self.held: dict[str, list[Buffer]] = dict(given)
+        self.inner: dict[str, Peak] = {}
+        self.bounds: dict[str, list[tuple[int, int]]] = {}
+        self.outside = {id(b) for buffers in given.values() for b in buffers}
+        for x in computation.instructions:
+            if x.name not in self.held:
+                self.held[x.name] = self._hold(x)
+        results = self.held[computation.result.name]
+        self.owned = {id(b) for b in results} if owned else set[int]()
+
+    def _hold(self, x: Instruction) -> list[Buffer]:
+        """The memory of each array of the result."""
+        operands = [self.held[name] for name in x.operands]
+        sizes = [_size(array) for array in x.arrays]
+        match x.opcode:
+            case "tuple":
+                return [b for buffers in operands for b in buffers]
+            case "get-tuple-element":
+                start, end = self._bounds(x.operand(0))[x.integer("index") or 0]
+                return operands[0][start:end]
+            case "constant":
+                return [Buffer(0, x) for _ in sizes]  # it is part of the program
+            case "while":
+                self._enter(x, operands[0])
+                return operands[0]
+            case "call" | "conditional":
+                for _, name in calls_of(x):
+                    called = x.computation.module.computations[name]
+                    given = operands if x.opcode == "call" else operands[1:]
+                    self._enter_one(x, called, given)
+            case _ if x.opcode in _SAME and len(operands[:1]) == 1:
+                return operands[0]
+            case _ if x.opcode.endswith("-done"):
+                return self._of_done(x, operands[0])
+            case _ if x.opcode.endswith("-start"):
+                return self._of_start(x, operands)
+        return [self._in_place(x, i) or Buffer(size, x) for i, size in enumerate(sizes)]
+
+    def _bounds(self, x: Instruction) -> list[tuple[int, int]]:
+        """Which arrays of a tuple are those of each of its elements."""
+        if x.name not in self.bounds:
+            starts = [0, *accumulate(len(arrays_of(part)) for part in _elements(x.type))]
+            self.bounds[x.name] = list(pairwise(starts))
+        return self.bounds[x.name]
+
+    def _enter(self, loop: Instruction, carried: list[Buffer]) -> None:
+        for _, name in calls_of(loop):
+            called = loop.computation.module.computations[name]
+            self._enter_one(loop, called, [carried])
+
+    def _enter_one(
+        self, x: Instruction, called: Computation, given: Sequence[list[Buffer]]
+    ) -> None:
+        given = given if len(called.parameters) == len(given) else [[], *given]
+        held = {
+            parameter.name: given[number] if number < len(given) else []
+            for number, parameter in called.parameters.items()
+        }
+        if any(len(held[p.name]) != len(p.arrays) for p in called.parameters.values()):
+            held = {p.name: [Buffer(0, p) for _ in p.arrays] for p in called.parameters.values()}
+        peak = _Run(called, held, owned=True).peak()
+        if x.name not in self.inner or peak.bytes > self.inner[x.name].bytes:
+            self.inner[x.name] = peak
+
+    def _of_start(self, x: Instruction, operands: list[list[Buffer]]) -> list[Buffer]:
+        """Its result has the operands in it, and then what it writes to; a copy has them the other
+        way round.
+        """
+        flat = [b for buffers in operands for b in buffers]
+        arrays = x.arrays
+        if x.opcode == "copy-start":
+            return [Buffer(_size(arrays[0]), x), *flat, *(Buffer(0, x) for _ in arrays[2:])]
+        if x.type.startswith("((") or len(arrays) > len(flat) + 1:
+            new = [Buffer(_size(array), x) for array in arrays[len(flat) :]]
+            return [*flat, *new]
+        return [Buffer(_size(array), x) for array in arrays]
+
+    def _of_done(self, x: Instruction, started: list[Buffer]) -> list[Buffer]:
+        if x.operand(0).opcode == "copy-start":
+            return started[:1]
+        own = [b for b in started if b.made_by is x.operand(0) and b.bytes]
+        count = len(x.arrays)
+        return own[:count] if len(own) >= count else started[:count]
+
+    def _in_place(self, x: Instruction, index: int) -> Buffer | None:
+        """The memory of an operand into which an update is written."""
+        value = Value(x, (index,) if len(x.arrays) > 1 else ())
+        if x.opcode == "fusion":
+            called = x.computation.module.computations[calls_of(x)[0][1]]
+            value = Value(called.result, value.path)
+            *_, value = _within(value, called)
+            if value.made_by.opcode != "dynamic-update-slice":
+                return None
+            *_, target = _within(Value(value.made_by.operand(0)), called)
+            if target.made_by.opcode != "parameter":
+                return None
+            return self.held[x.operands[int(target.made_by.rest)]][0]
+        if x.opcode == "dynamic-update-slice":
+            return self.held[x.operands[0]][0]
+        return None
+
+    def peak(self) -> Peak:
+        order = self.computation.instructions
+        last: dict[int, int] = {}
+        for i, x in enumerate(order):
+            for name in (x.name, *x.operands):
+                last.update((id(b), i) for b in self.held[name])
+        # What is returned is needed to the end.
+        last.update((id(b), len(order)) for b in self.held[self.computation.result.name])
+        skip = self.outside | self.owned
+        alive: dict[int, Buffer] = {}
+        dying: dict[int, list[Buffer]] = {}
+        now = 0
+        best = Peak(0, [])
+        for i, x in enumerate(order):
+            new = [b for b in self.held[x.name] if id(b) not in skip and id(b) not in alive]
+            if _may_share(x):
+                sizes = {b.bytes for b in new}
+                for b in [b for b in dying.get(i, ()) if b.bytes in sizes][:1]:
+                    now -= b.bytes
+                    del alive[id(b)]
+            for b in new:
+                alive[id(b)] = b
+                dying.setdefault(last[id(b)], []).append(b)
+                now += b.bytes
+            inner = self.inner.get(x.name)
+            total = now + (inner.bytes if inner else 0)
+            if total > best.bytes:
+                best = Peak(total, [*alive.values(), *(inner.alive if inner else [])])
+            for b in dying.get(i, ()):
+                if alive.pop(id(b), None) is not None:
+                    now -= b.bytes
+        return best
+
+
+def _within(value: Value, computation: Computation) -> Iterator[Value]:
+    for step in unchanged(value):
+        if step.made_by.computation is not computation:
+            return
+        yield step
+
+
+def _may_share(x: Instruction) -> bool:
+    """Whether the result may take the place of an operand that nobody needs any more."""
+    return "kind=kLoop" in x.attributes or x.opcode in ("all-reduce", "add", "multiply", "convert")
+
+
+def _size(array: Array) -> int:
+    return 0 if _NEAR.search(array.layout) or array.on_host else array.bytes
+
+
+def _elements(type_: str) -> Iterator[str]:
+    depth, begin = 0, 1
+    for i, c in enumerate(type_):
+        if c in "([{":
+            depth += 1
+        elif c in ")]}":
+            depth -= 1
+        if (c == "," and depth == 1) or (c == ")" and depth == 0):
+            yield type_[begin:i]
+            begin = i + 1

@@ -1,0 +1,271 @@
+"""What an audit finds, and how it is printed."""
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .._errors import AuditError, folded
+from ..machines import Machine
+from .memory import ProgramMemory
+from .opcodes import KINDS
+from .roofline import Estimate, Work, estimate
+from .text import readable, table
+
+_KINDS = tuple(dict.fromkeys(KINDS.values()))
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a program.
+
+    **Attributes:**
+
+    - `kind`: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
+        `"ragged-all-to-all"`, `"collective-permute"` or `"broadcast"`.
+    - `axes`: the mesh axes that it goes over, in the order of the mesh. A part of an axis is
+        `"data:(2)4"` (of each of its 2 blocks, 4 devices); devices that are no part of the mesh are
+        `"~data"`. None if the mesh is not known.
+    - `times`: how often it runs in a call of the program; None if the program doesn't tell, as in
+        a `while_loop` that depends on data.
+    - `bytes`: the size of the result on one device, in one execution; of a reduce-scatter that of
+        the operand.
+    - `wire_bytes`: what a device sends in one execution, if the algorithm is a ring.
+    - `dtype`: of what is sent. The CPU's compiler, for example, sends bfloat16 as float32.
+    - `arrays`: the arguments that are moved, by path, where they are moved as they are. What was
+        computed has no path; see `primitive` and `source`.
+    - `primitive`: JAX's primitive that it belongs to, such as `"dot_general"`.
+    - `source`: the line of Python, as `"file.py:31"`.
+    - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty.
+    - `inserted`: whether the partitioner has inserted it. Otherwise the program asks for it, by
+        `jax.lax.psum` and the like.
+    - `overlapped`: whether other work is scheduled while it is under way.
+    - `sometimes`: whether it runs only if a condition takes its branch. `times` is then an upper
+        bound.
+    - `loops`: the lines of the loops around it, the outermost first.
+    - `devices`: how many take part in each group.
+    - `spelling`: how the compiler has written it, if not as an instruction of this kind.
+    """
+
+    kind: str
+    axes: tuple[str, ...] | None
+    times: int | None
+    bytes: int
+    wire_bytes: int
+    dtype: str
+    arrays: tuple[str, ...]
+    primitive: str
+    source: str
+    phase: str
+    inserted: bool
+    overlapped: bool
+    sometimes: bool
+    loops: tuple[str, ...]
+    devices: int
+    spelling: str
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An argument of a program.
+
+    **Attributes:**
+
+    - `path`: what it is called, such as `model.layers[0].weight`.
+    - `dtype`, `shape`: what one device holds of it.
+    - `bytes`: the size of that.
+    - `axes`: the mesh axes that divide it; None if that is not known.
+    """
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    axes: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, repr=False)
+class Report:
+    """What a compiled program communicates and holds. Printed, it is a table.
+
+    **Attributes:**
+
+    - `collectives`: a tuple of [`mylib.Collective`][]s, one for each in the program.
+    - `memory`: a [`mylib.ProgramMemory`][]; None if only text was given.
+    - `axes`: the mesh axes and their sizes; empty if the mesh is not known.
+    - `name`: of the program.
+    - `work`: what is computed: [`mylib.Work`][].
+    - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the program uses.
+    """
+
+    collectives: tuple[Collective, ...]
+    memory: ProgramMemory | None
+    axes: dict[str, int]
+    name: str
+    parameters: tuple[Parameter, ...]
+    work: Work
+
+    def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
+        """How many collectives run in a call of the program.
+
+        **Arguments:**
+
+        - `kind`: only those of this kind; None for all.
+        - `axes`: only those over exactly these mesh axes; None for all.
+
+        **Raises:**
+
+        `AuditError` if the number is not known: a loop runs for as long as data says.
+        """
+        return sum(_known(c) for c in self.among(kind, axes))
+
+    def bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
+        """The bytes of all executions of these collectives, as in `Collective.bytes`."""
+        return sum(_known(c) * c.bytes for c in self.among(kind, axes))
+
+    def wire_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
+        """What a device sends in all executions of these collectives."""
+        return sum(_known(c) * c.wire_bytes for c in self.among(kind, axes))
+
+    def among(
+        self, kind: str | None = None, axes: str | Sequence[str] | None = None
+    ) -> list[Collective]:
+        """The collectives of a kind, over exactly these mesh axes."""
+        if kind is not None and kind not in _KINDS:
+            raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(_KINDS)}")
+        found = [c for c in self.collectives if kind in (None, c.kind)]
+        if axes is None:
+            return found
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if not self.axes and found:
+            raise AuditError(
+                f"the mesh of {self.name} is not known: its devices have no names. Pass mesh= to "
+                "mylib.audit"
+            )
+        unknown = [n for n in names if n.lstrip("~").split(":")[0] not in self.axes]
+        if unknown and self.axes:
+            raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
+        return [c for c in found if c.axes is not None and set(c.axes) == set(names)]
+
+    def estimate(self, machine: Machine) -> Estimate:
+        """How long a call takes on a machine, by its data sheet: a [`mylib.Estimate`][], for
+        comparing programs. It prints its assumptions.
+
+        **Arguments:**
+
+        - `machine`: from `mylib.machines`. Its mesh is assumed to be laid out as
+            `machine.mesh(...)` does: neighbours on the last axis.
+
+        **Returns:**
+
+        A [`mylib.Estimate`][].
+        """
+        sent: dict[tuple[tuple[str, ...], bool], int] = {}
+        for c in self.collectives:
+            over = tuple(name.lstrip("~").split(":")[0] for name in c.axes or ())
+            if not over:
+                raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
+            key = over, c.overlapped
+            sent[key] = sent.get(key, 0) + c.wire_bytes * (1 if c.times is None else c.times)
+        return estimate(self.work, sent, self.axes, machine)
+
+    def expect(self, *contracts: "Contract") -> None:
+        """Checks the program, in a test.
+
+        **Arguments:**
+
+        - `contracts`: what is expected, from `mylib.contracts` or your own: functions from this
+            report to a list of faults.
+
+        **Raises:**
+
+        `AssertionError` with everything that is not as expected.
+        """
+        faults = [fault for contract in contracts for fault in contract(self)]
+        if faults:
+            told = "\n".join(f"  {fault}" for fault in faults)
+            raise AssertionError(f"{self.name} is not as expected:\n{told}\n\n{self}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as dicts, lists, strings and numbers, for JSON."""
+        return json.loads(json.dumps(asdict(self)))
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+Contract = Callable[[Report], Sequence[str]]
+
+
+def _known(c: Collective) -> int:
+    if c.times is None:
+        raise AuditError(
+            f"nobody knows how often the {c.kind} of {c.source or c.primitive} runs: it is in a "
+            "loop that ends when data says so"
+        )
+    return c.times
+
+
+_COLUMNS = ("times", "collective", "over", "bytes", "sent", "who", "pass", "what", "line")
+
+
+def _lines(report: Report) -> list[str]:
+    axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
+    lines = [f"{report.name} on {axes or 'devices of an unknown mesh'}"]
+    if report.collectives:
+        rows = [_COLUMNS, *(_row(several) for several in _by_layer(report.collectives))]
+        lines += table(rows)
+        lines.append(_sum(report))
+    else:
+        lines.append("nothing is communicated")
+    if report.memory is not None:
+        lines += report.memory.lines()
+    return lines
+
+
+def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
+    """Those that differ only by the layer that they belong to, together; sorted by kind, axes and
+    what is sent.
+    """
+    alike: dict[Any, list[Collective]] = {}
+    for c in collectives:
+        same = c.kind, c.axes, c.bytes, c.dtype, c.inserted, c.phase, c.primitive, c.source, c.times
+        alike.setdefault((*same, tuple(map(without_indices, c.arrays))), []).append(c)
+    return sorted(alike.values(), key=lambda group: (group[0].kind, group[0].axes or ()))
+
+
+def without_indices(path: str) -> str:
+    """A path without the numbers in it: that of every layer."""
+    return "".join("#" if c.isdigit() else c for c in path)
+
+
+def _row(group: Sequence[Collective]) -> tuple[str, ...]:
+    c = group[0]
+    times = "?" if c.times is None else f"{c.times * len(group)}"
+    what = ", ".join(folded([path for one in group for path in one.arrays])) or c.primitive
+    notes = [c.spelling] if c.spelling else []
+    notes += ["overlapped"] if c.overlapped else []
+    notes += ["in a branch"] if c.sometimes else []
+    return (
+        ("≤ " if c.sometimes else "") + times,
+        c.kind,
+        "?" if c.axes is None else ", ".join(c.axes),
+        f"{readable(c.bytes)} {c.dtype}",
+        readable(c.wire_bytes),
+        "inserted" if c.inserted else "written",
+        c.phase,
+        what + (f" ({', '.join(notes)})" if notes else ""),
+        c.source + (f" in the loop of {c.loops[-1]}" if c.loops else ""),
+    )
+
+
+def _sum(report: Report) -> str:
+    known = [c for c in report.collectives if c.times is not None]
+    sent = readable(sum((c.times or 0) * c.wire_bytes for c in known))
+    bounded = any(c.sometimes for c in known)
+    text = f"  each device sends {'at most ' if bounded else ''}{sent} in a call"
+    unknown = len(report.collectives) - len(known)
+    return text + (f", and {unknown} of these nobody knows how often" if unknown else "")

@@ -1,0 +1,78 @@
+"""What a program holds and communicates, as a file that can be compared with."""
+
+import difflib
+from collections import Counter
+from pathlib import Path
+
+from .report import Report
+
+
+def snapshot_of(report: Report) -> str:
+    """The placements of the arguments and the bytes of the collectives, sorted. How the compiler
+    joins collectives, names them and where they stand is left out, as that changes between
+    versions of JAX.
+    """
+    axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
+    lines = [f"mesh: {axes or 'unknown'}", "", "placements, with each device's part:"]
+    for p in sorted(report.parameters, key=lambda p: p.path):
+        divided = "not known" if p.axes is None else ", ".join(p.axes) or "whole"
+        lines.append(f"  {p.path}: {p.dtype}{list(p.shape)} {divided}")
+    lines += ["", "communicated in a call, in bytes:"]
+    sums: Counter[str] = Counter()
+    unknown: set[str] = set()
+    for c in report.collectives:
+        over = "?" if c.axes is None else ", ".join(c.axes)
+        name = f"{c.kind} over {over}{f', {c.phase}' if c.phase else ''}"
+        sums[name] += c.bytes * (c.times or 1)
+        if c.times is None:
+            unknown.add(name)
+    for name, size in sorted(sums.items()):
+        lines.append(f"  {name}: {size}" + (" in each turn" if name in unknown else ""))
+    if not sums:
+        lines.append("  nothing")
+    return "\n".join(lines) + "\n"
+
+
+def check_snapshot(report: Report, path: Path, *, update: bool) -> None:
+    """Compares a report with the snapshot in a file, or writes it there. The pytest fixture
+    `program_snapshot` calls it.
+
+    **Arguments:**
+
+    - `report`: what [`mylib.audit`][] returns.
+    - `path`: of the file.
+    - `update`: whether to write it.
+
+    **Raises:**
+
+    `AssertionError` with the lines that differ.
+
+    !!! Example
+
+        ```python
+        import pathlib, tempfile
+
+        report = mylib.audit(jnp.sin, jnp.ones(3))
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "sin.txt")
+            mylib.testing.check_snapshot(report, path, update=True)
+            mylib.testing.check_snapshot(report, path, update=False)
+        ```
+    """
+    text = snapshot_of(report)
+    if update:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return
+    if not path.exists():
+        raise AssertionError(f"there is no {path}: run pytest with --snapshot-update to write it")
+    before = path.read_text()
+    if before != text:
+        lines = difflib.unified_diff(
+            before.splitlines(), text.splitlines(), "snapshot", "now", lineterm="", n=0
+        )
+        changed = "\n".join(line for line in lines if not line.startswith("@@"))
+        raise AssertionError(
+            f"{report.name} is not as in {path}:\n{changed}\n\nIf that is meant, run pytest with "
+            "--snapshot-update"
+        )

@@ -1,0 +1,20 @@
+"""Sizes and tables for people."""
+
+from collections.abc import Sequence
+
+
+def readable(size: float) -> str:
+    """A size for people: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return (
+                f"{size:.0f} {unit}" if unit == "B" or size == int(size) else f"{size:.1f} {unit}"
+            )
+        size /= 1024
+    return f"{size:.2f} GiB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  " + "  ".join(row).rstrip() for row in cells]

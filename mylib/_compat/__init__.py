@@ -1,0 +1,45 @@
+"""The names that JAX and Equinox keep private, and those that are strings.
+
+No other file uses one. Each has a test in `tests/test_compat.py` or `tests/test_compat_names.py`,
+which says what to do when it is moved.
+"""
+
+from . import names as names
+from .private import (
+    UNCOMMITTED as UNCOMMITTED,
+    CoordinationClient as CoordinationClient,
+    Pass as Pass,
+    Uncommitted as Uncommitted,
+    UnknownParameter as UnknownParameter,
+    add_cpu_backend as add_cpu_backend,
+    axes_of_cast_or_sum as axes_of_cast_or_sum,
+    coordination_client as coordination_client,
+    current_trace as current_trace,
+    devices_of_lowering as devices_of_lowering,
+    donation_warning as donation_warning,
+    error_with as error_with,
+    function_of_equinox as function_of_equinox,
+    hide_from_breakpoints as hide_from_breakpoints,
+    is_compile_only as is_compile_only,
+    is_eager as is_eager,
+    is_staged as is_staged,
+    is_staged_trace as is_staged_trace,
+    jit as jit,
+    lowered_for_a_missing_backend as lowered_for_a_missing_backend,
+    mesh_with_devices as mesh_with_devices,
+    nvidia_gpu_is_here as nvidia_gpu_is_here,
+    opened as opened,
+    pass_of as pass_of,
+    ran_on_a_description as ran_on_a_description,
+    readable_error as readable_error,
+    replace_error_check as replace_error_check,
+    scan_sizes as scan_sizes,
+    sharding_under as sharding_under,
+    tpu_is_here as tpu_is_here,
+    type_under as type_under,
+    value_under as value_under,
+    vmapped_axes as vmapped_axes,
+    while_body as while_body,
+    with_memory_kind_told as with_memory_kind_told,
+    without_dead_code as without_dead_code,
+)

@@ -1,0 +1,407 @@
+"""The names that JAX and Equinox keep private."""
+
+import functools
+import importlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Protocol
+
+import equinox as eqx
+import jax
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from . import names
+
+
+class _Private:
+    """A module of JAX's or Equinox's own. It is imported when one of its names is needed: a name
+    that is no longer there is then an error of the call that needs it, and not of `import mylib`.
+    """
+
+    def __init__(self, module: str, changing: tuple[str, ...] = ()):
+        self.module_name = module
+        # The names to look up anew each time.
+        self._changing = changing
+
+    def __getattr__(self, name: str) -> Any:
+        whole = f"{self.module_name}.{name}"
+        try:
+            found = getattr(importlib.import_module(self.module_name), name)
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"this needs {whole}, which JAX {jax.__version__} with Equinox {eqx.__version__} "
+                "does not have. Install versions that this mylib supports, or a newer mylib",
+                name=whole,
+            ) from error
+        if name not in self._changing:
+            setattr(self, name, found)  # calls that are made often ask for it
+        return found
+
+
+def _replaced(module: _Private, name: str, new: Any) -> Any:
+    """What was there before `new`."""
+    former = getattr(module, name)
+    setattr(importlib.import_module(module.module_name), name, new)
+    return former
+
+
+ad = _Private("jax._src.interpreters.ad")
+api = _Private("jax._src.api")
+batching = _Private("jax._src.interpreters.batching")
+core = _Private("jax._src.core")
+distributed = _Private("jax._src.distributed")
+equinox_errors = _Private("equinox._errors", changing=("_error",))
+equinox_primitives = _Private("equinox.internal._primitive")
+equinox_jit = _Private("equinox._jit", changing=("last_error_info",))
+hardware_utils = _Private("jax._src.hardware_utils")
+mesh_lib = _Private("jax._src.mesh")
+mlir = _Private("jax._src.interpreters.mlir", changing=("warnings",))
+name_stacks = _Private("jax._src.source_info_util")
+partial_eval = _Private("jax._src.interpreters.partial_eval")
+traceback_util = _Private("jax._src.traceback_util")
+xla_bridge = _Private("jax._src.xla_bridge")
+xla_client = _Private("jaxlib.xla_client")
+
+
+def jit(fun: Callable[..., Any], **options: Any) -> Any:
+    """`jax.jit`. With `EQX_ON_ERROR=breakpoint` Equinox puts a function without methods in its
+    place.
+    """
+    return api.jit(fun, **options)
+
+
+def mesh_with_devices() -> Mesh:
+    """The mesh in force with its devices; empty if there is none."""
+    mesh = mesh_lib.get_concrete_mesh()
+    # `with mesh:` is deprecated, but much code has it.
+    return mesh_lib.thread_resources.env.physical_mesh if mesh.empty else mesh
+
+
+def current_trace() -> Any:
+    """The transformation that surrounds a call."""
+    return core.trace_ctx.trace
+
+
+def is_eager(trace: Any) -> bool:
+    """Whether no transformation surrounds a call."""
+    return isinstance(trace, core.EvalTrace)
+
+
+def vmapped_axes(trace: Any) -> Iterator[Any]:
+    """What JAX knows of the axis of each `vmap` that surrounds a call."""
+    while trace is not None:
+        if isinstance(trace, batching.BatchTrace):
+            yield trace.axis_data
+        trace = getattr(trace, "parent_trace", None)
+
+
+def is_staged_trace(trace: Any) -> bool:
+    """Whether a transformation writes down a program that runs later."""
+    # An eager `grad`, `jvp` or `vmap` computes at once, whatever it records beside that; what lies
+    # under it decides. Every other trace writes a program down for later.
+    while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        trace = trace.parent_trace
+    return not (trace is None or isinstance(trace, core.EvalTrace))
+
+
+class Uncommitted:
+    """The place of an array that JAX may move as it likes."""
+
+
+UNCOMMITTED = Uncommitted()
+
+
+def sharding_under(x: Any) -> Sharding | Uncommitted | None:
+    """Where the concrete array behind `x` lies, seen without the dimensions that `vmap` has added;
+    None if there is no array with a place of its own behind it.
+    """
+    if isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
+        return sharding_under(x.primal)
+    if isinstance(x, batching.BatchTracer):
+        sharding = sharding_under(x.val)
+        if x.batch_dim is None or not isinstance(sharding, NamedSharding):
+            return sharding
+        entries = list(sharding.spec) + [None] * (x.val.ndim - len(sharding.spec))
+        del entries[x.batch_dim]
+        return NamedSharding(
+            sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
+        )
+    # What JAX makes of Python's numbers is a jax.Array without a place.
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and hasattr(x, "sharding"):
+        return x.sharding if x.committed else UNCOMMITTED
+    return None
+
+
+def value_under(x: Any) -> Any:
+    """What an eager transformation has computed so far behind `x`."""
+    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
+        x = x.val if isinstance(x, batching.BatchTracer) else x.primal
+    return x
+
+
+def with_memory_kind_told(x: Any) -> Any:
+    """A result of `jax.jit`, with a sharding that says so if it is in host memory. JAX's says
+    "device" of what is split over no other axes than the Explicit ones of a mesh that has Auto axes
+    as well. The buffers are the same.
+    """
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return x
+    if x.aval.memory_space != jax.memory.Space.Host:
+        return x
+    sharding = x.sharding.with_memory_kind("pinned_host")
+    if sharding == x.sharding:
+        return x
+    shards = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
+
+
+class CoordinationClient(Protocol):
+    """What is used of the client of JAX's coordination service. Times are in milliseconds."""
+
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+    def key_value_try_get(self, key: str) -> str: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+    def key_value_increment(self, key: str, increment: int) -> int: ...
+    def key_value_delete(self, key: str) -> None: ...
+    def wait_at_barrier(
+        self, barrier_id: str, timeout_in_ms: int, process_ids: list[int] | None = None
+    ) -> None: ...
+
+
+def coordination_client() -> CoordinationClient | None:
+    """Through which processes talk to each other without their devices; None if there is one
+    process only, or they have not been joined.
+    """
+    return distributed.global_state.client
+
+
+def is_compile_only(device: Any) -> bool:
+    """Whether this device is a description for a compiler: nothing can be put there, or run."""
+    return type(device.client).__name__ == "CompileOnlyPyClient"
+
+
+def ran_on_a_description(error: Exception) -> bool:
+    """Whether this is JAX's error where something is put on, or run by, a compile-only device."""
+    text = str(error)
+    no_program = "Executable" in text and text.endswith("no attribute 'local_devices'")
+    return no_program or "not available with compile-only client" in text
+
+
+def lowered_for_a_missing_backend(error: Exception) -> bool:
+    """Whether this is JAX's error where a callback is lowered for devices of a platform that the
+    process doesn't have.
+    """
+    return str(error).startswith("Unknown backend: ")
+
+
+def nvidia_gpu_is_here() -> bool:
+    """Whether JAX sees the driver of an NVIDIA GPU."""
+    return hardware_utils.has_visible_nvidia_gpu()
+
+
+def tpu_is_here() -> bool:
+    """Whether JAX sees a TPU among the PCI devices."""
+    return hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
+
+
+def is_staged() -> bool:
+    """Whether what is called here becomes a part of a program that runs later."""
+    trace = core.trace_ctx.trace
+    # Every call asks this; mostly nothing goes on.
+    return type(trace) is not core.EvalTrace and is_staged_trace(trace)
+
+
+def opened(jaxpr: Any) -> Any:
+    """A jaxpr, without the constants that may come with it."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def type_under(aval: Any) -> Any:
+    """The type of what a reference refers to; None if it is no reference."""
+    return getattr(aval, "inner_aval", None)
+
+
+def function_of_equinox(eqn: Any) -> Callable[..., list[Any]] | None:
+    """What a primitive of Equinox does, `lineax.linear_solve` for one, as a function of its arrays;
+    None if it is no such primitive. JAX sees it only when it lowers the program.
+    """
+    known = equinox_primitives._vprim_impl_registry
+    function = known.get(eqn.primitive)
+    return None if function is None else functools.partial(function, **eqn.params)
+
+
+class UnknownParameter(Exception):
+    """JAX gives a parameter of an equation another name than the one that is known here."""
+
+
+def _parameter(eqn: Any, name: str) -> Any:
+    if name not in eqn.params:
+        raise UnknownParameter(f"JAX's {eqn.primitive.name} has no parameter {name!r}")
+    return eqn.params[name]
+
+
+def scan_sizes(eqn: Any) -> tuple[int, int]:
+    """How many constants a `scan` has, and how many arrays it carries."""
+    if names.PARAM_FT_IN in eqn.params:  # a newer JAX
+        constants, carried, _ = eqn.params[names.PARAM_FT_IN].unpack()
+        return len(constants), len(carried)
+    return _parameter(eqn, names.PARAM_NUM_CONSTS), _parameter(eqn, names.PARAM_NUM_CARRY)
+
+
+def while_body(eqn: Any) -> Any:
+    """The jaxpr of one turn of a `while_loop`."""
+    return _parameter(eqn, names.PARAM_BODY_JAXPR)
+
+
+def axes_of_cast_or_sum(eqn: Any) -> tuple[Any, ...]:
+    """The mesh axes over which a `pvary` casts, or a `psum_invariant` sums."""
+    return _parameter(eqn, names.PARAM_AXES)
+
+
+def without_dead_code(program: Any) -> Any:
+    """A closed jaxpr without the equations whose results nothing uses."""
+    jaxpr, _ = partial_eval.dce_jaxpr(opened(program), True, instantiate=True)
+    return ClosedJaxpr(jaxpr, program.consts) if jaxpr is not program else program
+
+
+def replace_error_check(error: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `equinox.error_if` call `error`, and returns what it has called so far."""
+    return _replaced(equinox_errors, "_error", error)
+
+
+def devices_of_lowering(ctx: Any) -> int:
+    """Over how many devices the program runs that a primitive is lowered for."""
+    axes = ctx.module_context.axis_context
+    return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
+
+
+@functools.cache
+def hide_from_breakpoints(file: str) -> None:
+    """Leaves the frames of a file out of what JAX shows of the stack."""
+    traceback_util.register_exclusion(file)
+
+
+def error_with(
+    message: str, stack: Sequence[bytes | str], jit_id: bytes
+) -> eqx.EquinoxRuntimeError:
+    """The error that `equinox.filter_jit` raises. `jit_id` must have been the local variable
+    `__equinox_jit_id__` of a function that was running when the check was traced.
+    """
+    own = stack[: stack.index(jit_id)] if jit_id in stack else stack
+    # As Equinox leaves out its own frames, and JAX's.
+    frames = (piece for piece in reversed(own) if isinstance(piece, str))
+    shown = "".join(piece for piece in frames if not piece.startswith(_OWN_FRAME))
+    text = equinox_jit._on_error_msg
+    return eqx.EquinoxRuntimeError(text.format(msg=message, stack=shown))
+
+
+_OWN_FRAME = f'  File "{Path(__file__).parent.parent}'
+
+
+class Pass(Enum):
+    """Which part of a gradient an equation belongs to."""
+
+    NONE = auto()
+    FORWARD = auto()
+    TRANSPOSED = auto()
+
+
+def pass_of(eqn: Any, around: Pass) -> Pass:
+    """As its stack of names says, else that of the equation `around` it."""
+    stack = eqn.source_info.name_stack.stack
+    transforms = {x.name for x in stack if isinstance(x, name_stacks.Transform)}
+    if any(x.name == names.STACK_RECOMPUTED for x in stack):
+        return Pass.FORWARD
+    if names.STACK_TRANSPOSE in transforms:
+        return Pass.TRANSPOSED
+    return Pass.FORWARD if names.STACK_JVP in transforms else around
+
+
+def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
+    """What `equinox.filter_jit` makes of an error that Equinox's own callback has raised, or None
+    if this is another one.
+    """
+    if f"{names.TEXT_EQUINOX_ERROR}: " not in str(error):
+        return None
+    known = equinox_jit.last_error_info
+    if known is None:
+        return None
+    message, stack = known
+    return error_with(message, stack, jit_id)
+
+
+def _keep_quiet(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return type(error).__name__ != names.TEXT_EQUINOX_ERROR
+
+
+# JAX logs the error of every callback, also of those whose only job it is to raise one that is then
+# shown as it should be.
+logging.getLogger(names.LOGGER_CALLBACK).addFilter(_keep_quiet)
+
+
+class _Quiet(threading.local):
+    """Whether JAX's warning about donated buffers is silenced in this thread."""
+
+    about_donation = False
+
+
+_quiet = _Quiet()
+
+
+@contextmanager
+def donation_warning(silenced: bool) -> Iterator[None]:
+    """Silences JAX's warning about donated buffers in this thread, or lets it through again. It
+    names no array, and says nothing where it is the shardings that differ.
+
+    A filter of `warnings` would count for all threads, and threads that add and remove filters at
+    the same time leave some behind.
+    """
+    _look_at_warnings()
+    before, _quiet.about_donation = _quiet.about_donation, silenced
+    try:
+        yield
+    finally:
+        _quiet.about_donation = before
+
+
+class _Warnings:
+    """The module `warnings`, as the file of JAX sees it that warns about donated buffers."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(warnings, name)
+
+    def warn(
+        self,
+        message: Any,
+        category: type[Warning] | None = None,
+        stacklevel: int = 1,
+        **options: Any,
+    ) -> None:
+        about_donation = str(message).startswith(names.TEXT_NOT_DONATED)
+        if about_donation and _quiet.about_donation:
+            return
+        warnings.warn(message, category, stacklevel + 1, **options)
+
+
+@functools.cache
+def _look_at_warnings() -> None:
+    _replaced(mlir, "warnings", _Warnings())
+
+
+def add_cpu_backend(name: str, devices: int) -> None:
+    """Gives JAX a backend of CPU devices that is never the default one."""
+    xla_bridge.register_backend_factory(
+        name, lambda: xla_client.make_cpu_client(num_devices=devices), priority=-100
+    )
+    if xla_bridge.backends_are_initialized():
+        # JAX has looked for its backends already, and does so once.
+        xla_bridge._backends[name] = xla_bridge._init_backend(name)

@@ -1,0 +1,14 @@
+"""`filter_jit`, `filter_checkpoint` and `fully_shard`: functions and layers, with placements."""
+
+from .advice import captured_by as captured_by, code_of as code_of
+from .checkpoint import (
+    filter_checkpoint as filter_checkpoint,
+    recompute_resharded as recompute_resharded,
+)
+from .fully_shard import fully_shard as fully_shard
+from .jit import (
+    Jitted as Jitted,
+    Lowered as Lowered,
+    filter_jit as filter_jit,
+)
+from .signature import Function as Function, Inputs as Inputs, about as about

@@ -1,0 +1,294 @@
+"""`filter_checkpoint`: `jax.checkpoint` that knows where arrays are kept, and where used."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar, overload
+
+import equinox as eqx
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jaxtyping import PyTree
+
+from .._compat import names
+from .._placement import (
+    AnyMesh,
+    Decision,
+    Placement,
+    Target,
+    World,
+    axis_types,
+    current_world,
+    decide,
+    entries_over,
+    mesh_in_force,
+    sharding_of,
+    unusual_memory_kind,
+)
+from .._transfer import constrain_auto_p, place_leaves
+from .._tree import Arrays, Leaves, outlined, split
+from .signature import Function, Inputs
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Policy = Callable[..., Any]
+
+
+def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_saveable) -> Policy:
+    """A policy for `jax.checkpoint` that saves what `policy` saves, but not the results of
+    resharding: they are gathered again, from where they are kept.
+
+    From the forward pass JAX keeps the values that the gradient will need. Weights that are
+    gathered for a layer are among them, so that in the end each device holds the whole model,
+    sharded though it is. With this policy it holds its part, and gathers once more on the way back.
+    What was computed is not computed again.
+
+    Resharding is [`mylib.filter_shard`][] and what it is made of (`with_sharding_constraint`,
+    `reshard`), a transfer from host memory, and inside `shard_map` `all_gather` and `pcast`. What
+    is only another form of a value (transposed, reshaped, taken apart, of a wider type) isn't kept
+    either: it would be a copy of what was gathered.
+
+    **Arguments:**
+
+    - `policy`: what may be saved of the rest: one of `jax.checkpoint_policies`, or any function
+        like them. By default everything.
+
+    **Returns:**
+
+    A policy, for [`mylib.filter_checkpoint`][] or `jax.checkpoint`.
+
+    !!! Example
+
+        ```python
+        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+        jax.checkpoint(jnp.sin, policy=mylib.recompute_resharded(dots))
+        ```
+    """
+    if not callable(policy) or policy is recompute_resharded:
+        raise TypeError(
+            f"recompute_resharded: {policy!r} is no policy. Give one of jax.checkpoint_policies, "
+            "or nothing: then all may be saved that was not resharded"
+        )
+    return _RecomputeResharded(policy)
+
+
+@dataclass(frozen=True)
+class _RecomputeResharded:
+    # Equal policies are equal, as JAX keeps its traces by them.
+    policy: Policy
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        name = primitive.name
+        if name in _MADE_AGAIN and _MADE_AGAIN[name](avals, params):
+            return False
+        if name == names.CHECKPOINT_NAME and self.policy(jax.lax.neg_p, *avals) is True:
+            # One who saves whatever comes asks for no name; what bears it would be a copy.
+            return False
+        return self.policy(primitive, *avals, **params)
+
+
+def _always(avals: Any, params: Any) -> bool:
+    del avals, params
+    return True
+
+
+def _is_gathered(avals: Any, params: Any) -> bool:
+    """Whether each device has as much as before, at least, and nothing was added up for it."""
+    here, there = avals[0].sharding, params[names.PARAM_DST_SHARDING]
+    before, after = (math.prod(s.shard_shape(avals[0].shape)) for s in (here, there))
+    return after >= before and not here.spec.unreduced
+
+
+def _is_to_device(avals: Any, params: Any) -> bool:
+    """On its way to the host a value is to be kept there."""
+    return not any(
+        x is jax.memory.Space.Host or "host" in str(getattr(x, "memory_kind", None))
+        for x in params[names.PARAM_DEVICES]
+    )
+
+
+def _is_no_narrower(avals: Any, params: Any) -> bool:
+    return params[names.PARAM_NEW_DTYPE].itemsize >= avals[0].dtype.itemsize
+
+
+def _is_large_part(avals: Any, params: Any) -> bool:
+    """Whether it is a part like those of weights that are gathered as one."""
+    bounds = zip(params[names.PARAM_STARTS], params[names.PARAM_LIMITS], strict=True)
+    return math.prod(stop - start for start, stop in bounds) * 8 >= avals[0].size
+
+
+# Of primitives, by name, when what comes out of them is not saved: it is what went in,
+# elsewhere or arranged otherwise.
+_MADE_AGAIN: dict[str, Callable[[Any, Any], bool]] = {
+    **dict.fromkeys(names.ONLY_MOVED | {constrain_auto_p.name}, _always),
+    names.RESHARD: _is_gathered,
+    names.DEVICE_PUT: _is_to_device,
+    names.CONVERT: _is_no_narrower,
+    names.SLICE: _is_large_part,
+}
+
+
+@overload
+def filter_checkpoint(
+    *,
+    prevent_cse: bool = True,
+    policy: Policy | None = None,
+    in_shardings: PyTree[Placement] = None,
+    mesh: AnyMesh | None = None,
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+@overload
+def filter_checkpoint(
+    fun: Callable[P, T],
+    *,
+    prevent_cse: bool = True,
+    policy: Policy | None = None,
+    in_shardings: PyTree[Placement] = None,
+    mesh: AnyMesh | None = None,
+) -> Callable[P, T]: ...
+
+
+def filter_checkpoint(
+    fun: Callable[..., Any] | None = None,
+    *,
+    prevent_cse: bool = True,
+    policy: Policy | None = None,
+    in_shardings: PyTree[Placement] = None,
+    mesh: AnyMesh | None = None,
+) -> Callable[..., Any]:
+    """`jax.checkpoint` for functions of PyTrees: what `fun` computes isn't kept for the backward
+    pass, but computed again there. Takes the place of `equinox.filter_checkpoint`.
+
+    **Arguments:**
+
+    - `fun`: the function, or method, or Module. Without it a decorator is returned.
+    - `prevent_cse`: whether the compiler is kept from merging the two computations, which would
+        undo it. Inside of `jax.lax.scan` it can't do so, and False is faster.
+    - `policy`: what is kept all the same: [`mylib.recompute_resharded`][] of any policy, or one of
+        `jax.checkpoint_policies`. By default only the arguments.
+    - `in_shardings`: where on its devices the arguments are kept between the two passes, over the
+        signature of `fun` as for [`mylib.filter_jit`][]: a placement for all of them, a tuple with
+        a prefix for each of the positional ones, or a dict from names of parameters to prefixes. On
+        Auto axes the compiler otherwise decides, and may keep them as `fun` uses them, gathered.
+    - `mesh`: for placements that are no shardings; by default that of `jax.set_mesh`.
+
+    **Returns:**
+
+    A function of the same arguments.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][], naming every argument that can't be where `in_shardings` says.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        kept = mylib.rules.fsdp("data")
+
+        @mylib.filter_checkpoint(
+            policy=mylib.recompute_resharded(), in_shardings={"layer": kept}, mesh=mesh
+        )
+        def apply(layer, x):
+            layer = mylib.filter_shard(layer, P(), mesh=mesh)
+            return jax.nn.relu(jax.vmap(layer)(x))
+
+        layer = eqx.nn.Linear(512, 512, key=jax.random.key(0))
+        eqx.filter_grad(lambda layer, x: jnp.sum(apply(layer, x)))(layer, jnp.ones((8, 512)))
+        ```
+    """
+    if fun is None:
+        return functools.partial(
+            filter_checkpoint,
+            prevent_cse=prevent_cse,
+            policy=policy,
+            in_shardings=in_shardings,
+            mesh=mesh,
+        )
+    if policy is recompute_resharded:
+        raise TypeError(
+            "filter_checkpoint: policy=recompute_resharded is what makes the policy. Write "
+            "policy=recompute_resharded(), with what may be saved of the rest in it"
+        )
+    wrapped = _Checkpointed(fun, prevent_cse, policy, in_shardings, mesh)
+    return eqx.module_update_wrapper(wrapped)
+
+
+class _Checkpointed(eqx.Module):
+    # No field is static, so that two of these are trees of one structure.
+    fun: Callable[..., Any]
+    prevent_cse: bool
+    policy: Policy | None
+    in_shardings: PyTree[Placement]
+    mesh: AnyMesh | None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fun
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        arrays, given = outlined(self._kept(args, kwargs, before=True))
+        outline = given
+
+        def computed(arrays: Arrays) -> Arrays:
+            nonlocal outline
+            args, kwargs = self._kept(*given.fill(arrays))
+            returned, outline = outlined(self.fun(*args, **kwargs))
+            return returned
+
+        checkpoint = jax.checkpoint(computed, prevent_cse=self.prevent_cse, policy=self.policy)
+        returned = checkpoint(arrays)
+        return outline.fill(returned)
+
+    def _kept(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:
+        """The arguments, where they are to be kept: as they are in the checkpoint, or before."""
+        if self.in_shardings is None:
+            return args, kwargs
+        function, world = Function.of(self.fun), current_world()
+        inputs = _Kept(self.in_shardings, self.mesh)
+        given = inputs.bind(function, args, kwargs)
+        leaves = split(given, outlined(given)[1].positions)
+        targets = inputs.resolve(function, leaves, *given, world)
+        if before and world.staged:
+            # On Auto axes the constraint belongs behind what keeps the compiler from merging the
+            # two passes; before it would only make one value more to keep.
+            pairs = zip(leaves.arrays, targets, strict=True)
+            targets = [t if _has_another_type(x, t, world) else None for x, t in pairs]
+        with function.named_in_errors():
+            return leaves.join(place_leaves(leaves, targets, world))
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+    def __hash__(self) -> int:
+        # Placements may be in dicts and lists, and `jax.jit` wants its functions hashable.
+        return hash((self.fun, self.prevent_cse, self.policy))
+
+
+class _Kept(Inputs):
+    """Where the arguments are while they wait: where a program can compute with them."""
+
+    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        return decide(leaves, prefix, self.mesh, world, _refuse_memory_kinds)
+
+
+def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
+    kind = unusual_memory_kind(target)
+    if kind is not None:
+        yield (
+            f"in {kind} memory nothing is computed",
+            "have a policy move there what is kept (jax.checkpoint_policies.offload_...), or call "
+            "mylib.filter_device_put before, and in the function",
+        )
+
+
+def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
+    """Whether on Explicit axes `x` is split otherwise: as it would be kept then, too."""
+    if target is None or not isinstance(sharding := sharding_of(target), NamedSharding):
+        return False
+    here = jax.typeof(x).sharding
+    types = axis_types(mesh_in_force(sharding.mesh, world))
+    explicit = frozenset(name for name in types if types[name] == AxisType.Explicit)
+    return entries_over(here.spec, explicit) != entries_over(sharding.spec, explicit)

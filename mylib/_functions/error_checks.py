@@ -1,0 +1,544 @@
+"""Error checks as values: what `equinox.error_if` finds wrong is one of a program's results, and
+raised on the host when the work is done.
+
+Equinox raises in a callback, inside of a branch. Of several devices one makes the callback; the
+others wait for it in a collective until JAX aborts the process.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.experimental.layout import Format
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec, Sharding
+
+from .._compat import (
+    devices_of_lowering,
+    error_with,
+    function_of_equinox,
+    hide_from_breakpoints,
+    jit,
+    names,
+    opened,
+    replace_error_check,
+    scan_sizes,
+    value_under,
+    without_dead_code,
+)
+from .._placement import axes_of_type, cast, manual_axes, union, varying
+from .._programs import bind_as, in_place_of, jaxprs_in
+
+# The parameter of our own primitive.
+_CHECK = "check"
+check_p = Primitive("error_check")
+check_p.multiple_results = True
+
+
+@dataclass(eq=False)
+class Check:
+    """One call of `equinox.error_if` or `branched_error_if`: its messages, and the stack there."""
+
+    messages: Sequence[str]
+    stack: Sequence[bytes | str]
+    # In a program of `filter_jit`, what contains the check and can't return its error.
+    stuck_in: str | None = None
+
+    @property
+    def line(self) -> str:
+        return next((piece for piece in self.stack if isinstance(piece, str)), "")
+
+
+def check_of(eqn: Any) -> Check:
+    return eqn.params[_CHECK]
+
+
+def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: Any) -> Any:
+    """Stands in the place of Equinox's function of the same name."""
+    leaves, treedef = jtu.tree_flatten(x)
+    if on_error != "raise":
+        differs = union(map(varying, (pred, *leaves)))
+        if on_error == "nan" and differs:
+            return _nan(x, pred)
+        if on_error == "breakpoint":
+            # It shows the innermost frame that is neither JAX's nor Equinox's, nor of this file.
+            hide_from_breakpoints(__file__)
+            if differs:
+                raise ValueError(_STOPS_ONE)
+            pred = alone_p.bind(jnp.asarray(pred))
+        return _equinox_error(x, pred, index, msgs=msgs, on_error=on_error, stack=stack)
+    check = Check(msgs, stack)
+    out = check_p.bind(jnp.asarray(pred), jnp.asarray(index), *leaves, check=check)
+    return jtu.tree_unflatten(treedef, out)
+
+
+_equinox_error: Any
+_moved: ImportError | None = None
+try:
+    _equinox_error = replace_error_check(_error)
+except ImportError as error:
+    _moved = error  # those who need it say so
+
+
+@eqx.filter_custom_jvp
+def _nan(x: Any, pred: Any) -> Any:
+    # The branches of Equinox's `cond` differ in type where the array varies over a mesh axis.
+    return jax.tree.map(lambda y: jnp.where(pred, _nan_like(y.dtype), y), x)
+
+
+def _nan_like(dtype: Any) -> Any:
+    """What Equinox returns for arrays of a dtype if `EQX_ON_ERROR=nan`."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(jnp.iinfo(dtype).max, dtype)
+    return np.asarray(True if jnp.issubdtype(dtype, jnp.bool_) else np.nan, dtype)
+
+
+@_nan.def_jvp
+def _nan_jvp(primals: Any, tangents: Any) -> Any:
+    return _nan(*primals), tangents[0]
+
+
+@check_p.def_impl
+def _raise_as_equinox(pred: Any, index: Any, *arrays: Any, check: Check) -> list[Any]:
+    options: Any = {"msgs": check.messages, "on_error": "raise", "stack": check.stack}
+    return _equinox_error(list(arrays), pred, index, **options)
+
+
+@check_p.def_abstract_eval
+def _abstract(pred: Any, index: Any, *avals: Any, check: Check) -> list[Any]:
+    del pred, index, check
+    return list(avals)
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
+    return check_p.bind(*primals, check=check), list(tangents[2:])
+
+
+def _batch(args: Sequence[Any], dims: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
+    # Equinox has reduced the first two over the batch already.
+    return check_p.bind(*args, check=check), list(dims[2:])
+
+
+class _Lowering(threading.local):
+    """Whether it is a program of `filter_jit` that this thread lowers. A check that is still there
+    was hidden in a primitive: all others are values by then.
+    """
+
+    ours = False
+
+
+lowering = _Lowering()
+
+
+def _lower(ctx: Any, *args: Any, check: Check) -> Any:
+    """What becomes of a check in a program of which `filter_jit` is no part: Equinox's callback."""
+    if union(map(axes_of_type, ctx.avals_in)):
+        raise ValueError(
+            "equinox.error_if is given arrays that differ between the devices of a shard_map. That "
+            "needs mylib.filter_jit around the program, in the place of jax.jit or "
+            f"equinox.filter_jit\n{check.line}"
+        )
+    stuck_in = check.stuck_in
+    if stuck_in is None and lowering.ours:
+        stuck_in = "a call that mylib can't look into"
+    if stuck_in is not None and devices_of_lowering(ctx) > 1:
+        raise ValueError(
+            f"equinox.error_if is called in {stuck_in}, whose errors can't be returned. In a "
+            f"program over several devices that would wait for ever\n{check.line}"
+        )
+    return mlir.lower_fun(_raise_as_equinox, multiple_results=True)(ctx, *args, check=check)
+
+
+ad.primitive_jvps[check_p] = _jvp
+batching.primitive_batchers[check_p] = _batch
+mlir.register_lowering(check_p, _lower)
+
+
+_STOPS_ONE = (
+    "EQX_ON_ERROR=breakpoint stops one device, and this program runs on several: the others would "
+    "wait for it until JAX aborts. Use one device, or EQX_ON_ERROR=raise"
+)
+# Stands before what only a program on one device may do.
+alone_p = Primitive("alone")
+alone_p.def_impl(lambda x: x)
+alone_p.def_abstract_eval(lambda x: x)
+batching.primitive_batchers[alone_p] = lambda args, dims: (alone_p.bind(*args), *dims)
+
+
+def _lower_alone(ctx: Any, x: Any) -> list[Any]:
+    if devices_of_lowering(ctx) > 1:
+        raise ValueError(_STOPS_ONE)
+    return [x]
+
+
+mlir.register_lowering(alone_p, _lower_alone)
+
+
+@jtu.register_static
+@dataclass(eq=False)
+class Checks:
+    """The checks of a program, in an order in which their messages have numbers."""
+
+    found: list[Check] = field(default_factory=list)
+    # Whether there are others, which Equinox's callback raises.
+    others: bool = False
+
+    def number_of(self, check: Check) -> int:
+        """The number of a check's first message."""
+        if not any(check is known for known in self.found):
+            self.found.append(check)
+        before = self.found[: next(i for i, known in enumerate(self.found) if known is check)]
+        return sum(len(known.messages) for known in before)
+
+    def raise_if(self, failed: Any, jit_id: bytes) -> None:
+        """Raises Equinox's error if `failed`, which a program has returned, is a number."""
+        # An eager `vmap` may have made several of it.
+        number = int(np.max(np.asarray(value_under(failed))))
+        if number < 0:
+            return
+        for check in self.found:
+            if number < len(check.messages):
+                raise error_with(check.messages[number], check.stack, jit_id)
+            number -= len(check.messages)
+
+
+class Returned(NamedTuple):
+    """What a program returns once its checks are values."""
+
+    values: list[Any]
+    failed: Any  # the number of a message, or -1
+    checks: Checks
+
+
+def with_checks_as_values(
+    program: Any, arrays: Sequence[Any], transformed: bool
+) -> Returned | None:
+    """Calls a program, given as a jaxpr; None if there is no check in it.
+
+    What a primitive of Equinox (`lineax.linear_solve` for one) does becomes a part of the program,
+    unless the program is `transformed` from outside: the primitive has rules of its own for that.
+    """
+    if _moved is not None:
+        raise _moved
+    rewriting = _Rewriting(opens_primitives=not transformed)
+    if not rewriting.has_check(program):
+        return None
+    # Equinox's checks are not made where their result isn't used.
+    values, failed = rewriting.run(without_dead_code(program), arrays)
+    return Returned(values, failed, rewriting.checks)
+
+
+class _Rewriting:
+    """Calls jaxprs so that each returns one more value: the number of the first message that is to
+    be raised, or -1.
+    """
+
+    def __init__(self, opens_primitives: bool) -> None:
+        self.checks = Checks()
+        self._opens_primitives = opens_primitives
+        self._inside: dict[int, tuple[Any, Any]] = {}
+        self._known: dict[int, tuple[Any, bool]] = {}
+        self._jitted: dict[int, Any] = {}
+
+    def has_check(self, program: Any) -> bool:
+        jaxpr = opened(program)
+        if id(jaxpr) not in self._known:
+            # With the jaxpr, which has to stay as long as its id is used.
+            self._known[id(jaxpr)] = jaxpr, any(map(self._is_concerned, jaxpr.eqns))
+        return self._known[id(jaxpr)][1]
+
+    def _is_concerned(self, eqn: Any) -> bool:
+        if eqn.primitive is check_p:
+            return True
+        inside = self._inside_of(eqn)
+        if inside is not None:
+            return self.has_check(inside)
+        return any(map(self.has_check, jaxprs_in(eqn)))
+
+    def _function_of(self, eqn: Any) -> Callable[..., list[Any]] | None:
+        return function_of_equinox(eqn) if self._opens_primitives else None
+
+    def _inside_of(self, eqn: Any) -> Any:
+        """The program of one of Equinox's primitives, or None."""
+        function = self._function_of(eqn)
+        if function is None:
+            return None
+        if id(eqn) not in self._inside:
+            with in_place_of(eqn):
+                program = _traced(function, [x.aval for x in eqn.invars])
+            # With the equation, which has to stay as long as its id is used.
+            self._inside[id(eqn)] = eqn, program
+        return self._inside[id(eqn)][1]
+
+    def run(self, program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
+        jaxpr = opened(program)
+        values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+        values.update(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
+
+        def value_of(x: Any) -> Any:
+            return x.val if hasattr(x, "val") else values[x]
+
+        failed = _none()
+        for eqn in jaxpr.eqns:
+            given = [value_of(x) for x in eqn.invars]
+            with in_place_of(eqn):
+                if not self._is_concerned(eqn):
+                    made = bind_as(eqn, given)
+                else:
+                    made, new = self._call(eqn, given)
+                    failed = _first(failed, new)
+            values.update(zip(eqn.outvars, made, strict=True))
+        return [value_of(x) for x in jaxpr.outvars], failed
+
+    def _call(self, eqn: Any, args: list[Any]) -> tuple[list[Any], Any]:
+        function = self._function_of(eqn)
+        if function is not None:
+            # Again, as inside of a `shard_map` its values have other types.
+            return self.run(_traced(function, list(map(jax.typeof, args))), args)
+        call = _CALLS.get(eqn.primitive.name)
+        if call is None:
+            for inner in jaxprs_in(eqn):
+                self._leave(inner, f"a {eqn.primitive.name}")
+            return bind_as(eqn, args), _none()
+        values = list(call(self, eqn, args))
+        return values[:-1], values[-1]
+
+    def _leave(self, program: Any, where: str) -> None:
+        if not self.has_check(program):
+            return
+        for eqn in opened(program).eqns:
+            if eqn.primitive is check_p:
+                check_of(eqn).stuck_in = where
+                self.checks.others = True
+            for inner in jaxprs_in(eqn):
+                self._leave(inner, where)
+
+    def _function(self, program: Any) -> Callable[..., list[Any]]:
+        def run(*args: Any) -> list[Any]:
+            values, failed = self.run(program, args)
+            return [*values, failed]
+
+        return run
+
+    def check(self, eqn: Any, args: list[Any]) -> list[Any]:
+        pred, index, *arrays = args
+        check = check_of(eqn)
+        last = np.int32(len(check.messages) - 1)
+        chosen = jax.lax.clamp(np.int32(0), jnp.asarray(index, jnp.int32), last)
+        number = cast(self.checks.number_of(check) + chosen, manual_axes())
+        return [*arrays, jax.lax.select(cast(pred, manual_axes()), number, _none())]
+
+    def jit(self, eqn: Any, args: list[Any]) -> Any:
+        inner, name = eqn.params[names.PARAM_JAXPR], eqn.params[names.PARAM_NAME]
+        # One for all of its calls, so that it is compiled once.
+        jitted = self._jitted.get(id(inner))
+        if jitted is None:
+            run = self._function(inner)
+            run.__name__ = run.__qualname__ = name
+            params = eqn.params
+            jitted = self._jitted[id(inner)] = jit(
+                run,
+                in_shardings=tuple(
+                    map(_place, params[names.PARAM_IN_SHARDINGS], params[names.PARAM_IN_LAYOUTS])
+                ),
+                out_shardings=[
+                    *map(
+                        _place, params[names.PARAM_OUT_SHARDINGS], params[names.PARAM_OUT_LAYOUTS]
+                    ),
+                    None,
+                ],
+                donate_argnums=[i for i, used in enumerate(params[names.PARAM_DONATED]) if used],
+                keep_unused=params[names.PARAM_KEEP_UNUSED],
+                inline=params[names.PARAM_INLINE],
+                compiler_options=dict(params[names.PARAM_COMPILER_OPTIONS]) or None,
+            )
+        return jitted(*args)
+
+    def inlined(self, eqn: Any, args: list[Any]) -> list[Any]:
+        (inner,) = jaxprs_in(eqn)
+        return self._function(inner)(*args)
+
+    def cond(self, eqn: Any, args: list[Any]) -> Any:
+        branches = eqn.params[names.PARAM_BRANCHES]
+        made = tuple(_traced(self._function(branch), branch.in_avals) for branch in branches)
+        return bind_as(eqn, args, **{names.PARAM_BRANCHES: made})
+
+    def scan(self, eqn: Any, args: list[Any]) -> list[Any]:
+        constants, carried = scan_sizes(eqn)
+        params = eqn.params
+        inner = params[names.PARAM_JAXPR]
+
+        def turn(state: Any, xs: list[Any]) -> Any:
+            failed, carry = state
+            values, new = self.run(inner, [*args[:constants], *carry, *xs])
+            failed = _first(failed, new)
+            return (failed, values[:carried]), values[carried:]
+
+        carry, xs = args[constants : constants + carried], args[constants + carried :]
+        (failed, carry), ys = jax.lax.scan(
+            turn,
+            (_none(), carry),
+            xs,
+            length=params[names.PARAM_LENGTH],
+            reverse=params[names.PARAM_REVERSE],
+            unroll=params[names.PARAM_UNROLL],
+        )
+        return [*carry, *ys, failed]
+
+    def while_(self, eqn: Any, args: list[Any]) -> list[Any]:
+        params = eqn.params
+        cond, body = params[names.PARAM_COND_JAXPR], params[names.PARAM_BODY_JAXPR]
+        constants = params[names.PARAM_COND_NCONSTS], params[names.PARAM_BODY_NCONSTS]
+        split = constants[0], sum(constants)
+        ours, theirs, carry = args[: split[0]], args[split[0] : split[1]], args[split[1] :]
+        # Where the condition has checks of its own, it is the turn before that computes it.
+        ahead = self.has_check(cond)
+        (go_on,), failed = self.run(cond, [*ours, *carry]) if ahead else ((None,), _none())
+        # Under `vmap` each of the batch goes on as long as it wants to.
+        shape = cond.out_avals[0].shape
+        state = [jnp.broadcast_to(failed, shape), *([go_on] if ahead else []), *carry]
+        first = len(state) - len(carry)
+
+        def wants_more(*values: Any) -> Any:
+            if ahead:
+                return values[split[0] + 1]
+            return self.run(cond, [*values[: split[0]], *values[split[0] + first :]])[0][0]
+
+        def turn(*values: Any) -> list[Any]:
+            (failed, *_), carry = values[split[1] : split[1] + first], values[split[1] + first :]
+            carry, new = self.run(body, [*values[split[0] : split[1]], *carry])
+            failed = _first(failed, new)
+            if not ahead:
+                return [failed, *carry]
+            (go_on,), new = self.run(cond, [*values[: split[0]], *carry])
+            return [_first(failed, new), go_on, *carry]
+
+        types = [*map(jax.typeof, state[:first]), *body.in_avals[constants[1] :]]
+        given = cond.in_avals[: split[0]]
+        values = bind_as(
+            eqn,
+            [*ours, *ours, *theirs, *state],
+            **{
+                names.PARAM_COND_JAXPR: _traced(wants_more, [*given, *types]),
+                names.PARAM_BODY_JAXPR: _traced(
+                    turn, [*given, *body.in_avals[: constants[1]], *types]
+                ),
+                names.PARAM_BODY_NCONSTS: split[1],
+            },
+        )
+        return [*values[first:], jnp.max(values[0])]
+
+    def checkpoint(self, eqn: Any, args: list[Any]) -> Any:
+        jaxpr = eqn.params[names.PARAM_JAXPR]
+        traced = _traced(self._function(jaxpr), [x.aval for x in jaxpr.invars])
+        return bind_as(eqn, args, **{names.PARAM_JAXPR: opened(traced)})
+
+    def shard_map(self, eqn: Any, args: list[Any]) -> list[Any]:
+        params = eqn.params
+        mesh, axes = params[names.PARAM_MESH], params[names.PARAM_MANUAL_AXES]
+        ordered = tuple(name for name in mesh.axis_names if name in axes)
+
+        def part(*args: Any) -> Any:
+            values, failed = self.run(params[names.PARAM_JAXPR], args)
+            return values, failed[None]
+
+        mapped = jax.shard_map(
+            part,
+            mesh=mesh,
+            in_specs=tuple(params[names.PARAM_IN_SPECS]),
+            out_specs=(list(params[names.PARAM_OUT_SPECS]), PartitionSpec(ordered)),
+            axis_names=set(axes),
+            check_vma=params[names.PARAM_CHECK_VMA],
+        )
+        values, failed = mapped(*args)
+        return [*values, jnp.max(failed)]
+
+    # What follows keeps its rule for transformations that come from outside, an eager `grad` of
+    # `filter_jit` for one.
+
+    def custom_jvp(self, eqn: Any, args: list[Any]) -> Any:
+        fun = jax.custom_jvp(self._function(eqn.params[names.PARAM_CALL_JAXPR]))
+
+        @fun.defjvp
+        def _(*args: Any) -> Any:
+            (values, tangents), failed = self._traced_and_run(
+                lambda *args: jax.jvp(lambda *args: bind_as(eqn, args), *args), args
+            )
+            return [*values, failed], [*tangents, np.zeros((), jax.dtypes.float0)]
+
+        return fun(*args)
+
+    def custom_vjp(self, eqn: Any, args: list[Any]) -> Any:
+        fun = jax.custom_vjp(self._function(eqn.params[names.PARAM_CALL_JAXPR]))
+
+        def forward(*args: Any) -> Any:
+            (values, back), failed = self._traced_and_run(
+                lambda *args: jax.vjp(lambda *args: bind_as(eqn, args), *args), args
+            )
+            return [*values, failed], back
+
+        def backward(back: Any, cotangents: list[Any]) -> Any:
+            where = "the backward rule of a jax.custom_vjp, of a gradient from outside the program"
+            self._leave(jit(back).trace(cotangents[:-1]).jaxpr, where)
+            return back(cotangents[:-1])
+
+        fun.defvjp(forward, backward)
+        return fun(*args)
+
+    def custom_vmap(self, eqn: Any, args: list[Any]) -> Any:
+        fun = jax.custom_batching.custom_vmap(self._function(eqn.params[names.PARAM_CALL]))
+
+        @fun.def_vmap
+        def _(size: int, are_batched: list[bool], *args: Any) -> Any:
+            dims = [0 if batched else None for batched in are_batched]
+            batched = jax.vmap(lambda *args: bind_as(eqn, args), dims, axis_size=size)
+            values, failed = self._traced_and_run(batched, args)
+            return [*values, failed], [*[True] * len(values), False]
+
+        return fun(*args)
+
+    def _traced_and_run(self, fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
+        traced = jit(fun).trace(*args)
+        values, failed = self.run(traced.jaxpr, jtu.tree_leaves(args))
+        return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values), failed
+
+
+_CALLS: dict[str, Callable[[_Rewriting, Any, list[Any]], Any]] = {
+    check_p.name: _Rewriting.check,
+    names.JIT: _Rewriting.jit,
+    names.CLOSED_CALL: _Rewriting.inlined,
+    names.EVAL_JAXPR: _Rewriting.inlined,
+    names.COND: _Rewriting.cond,
+    names.SCAN: _Rewriting.scan,
+    names.WHILE: _Rewriting.while_,
+    names.REMAT: _Rewriting.checkpoint,
+    names.SHARD_MAP: _Rewriting.shard_map,
+    names.CUSTOM_JVP_CALL: _Rewriting.custom_jvp,
+    names.CUSTOM_VJP_CALL: _Rewriting.custom_vjp,
+    names.CUSTOM_VMAP_CALL: _Rewriting.custom_vmap,
+}
+
+
+def _none() -> jax.Array:
+    """The number of no message. Inside `shard_map` each device has its own."""
+    return cast(jnp.int32(-1), manual_axes())
+
+
+def _first(failed: jax.Array, new: jax.Array) -> jax.Array:
+    return jax.lax.select(failed < 0, jnp.broadcast_to(new, failed.shape), failed)
+
+
+def _traced(fun: Callable[..., Any], types: Sequence[Any]) -> Any:
+    return jit(fun).trace(*types).jaxpr
+
+
+def _place(sharding: Any, layout: Any) -> Any:
+    known = sharding if isinstance(sharding, Sharding) else None
+    return known if layout is None else Format(layout, known)

@@ -1,0 +1,113 @@
+"""Weights on their way from where they are kept to where they are used, and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from .._placement import Target, current_world, entries_of, unusual_memory_kind, with_entries
+from .._transfer import place_leaves, transfer_and_constrain
+from .._tree import split
+
+Targets = tuple[Target | None, ...]
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where weights are kept and used, and the dtype in which they are sent."""
+
+    kept: Targets
+    used: Targets
+    dtype: Any
+
+    def without(self, dims: int) -> "Route":
+        """The route of what a loop over the first dimensions sees of the weights."""
+        if not dims:
+            return self
+        kept, used = (tuple(_without(t, dims) for t in ts) for ts in (self.kept, self.used))
+        return replace(self, kept=kept, used=used)
+
+    def part(self, index: Sequence[int]) -> "Route":
+        kept, used = (tuple(ts[i] for i in index) for ts in (self.kept, self.used))
+        return replace(self, kept=kept, used=used)
+
+
+def gather(arrays: Sequence[Any], route: Route) -> list[Any]:
+    """The weights where they are used. What has no gradient is moved and not cast."""
+    index = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    rest = [i for i in range(len(arrays)) if i not in set(index)]
+    gathered = list(arrays)
+    for positions, move in ((index, _gather), (rest, _forward)):
+        if positions:
+            part = route.part(positions)
+            moved: Any = move([arrays[i] for i in positions], part)
+            for i, x in zip(positions, moved, strict=True):
+                gathered[i] = x
+    return gathered
+
+
+def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
+    """The arrays at their targets, where they have one."""
+    world = current_world()
+    if not world.staged:
+        return place_leaves(split(list(arrays)), targets, world)
+    chosen = {i: target for i, target in enumerate(targets) if target is not None}
+    kept = list(arrays)
+    moved = transfer_and_constrain([arrays[i] for i in chosen], list(chosen.values()), world)
+    for i, x in zip(chosen, moved, strict=True):
+        kept[i] = x
+    return kept
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(arrays: list[Any], route: Route) -> list[Any]:
+    return _forward(arrays, route)
+
+
+def _forward(arrays: list[Any], route: Route) -> list[Any]:
+    # Cast first: what is cast after it was gathered is sent in the wider dtype.
+    arrays = [_cast(x, route.dtype) for x in arrays]
+    # Two constraints: with the second alone the compiler may keep the weights as they are used.
+    return keep(keep(arrays, _on_device(route.kept)), route.used)
+
+
+def _forward_of_vjp(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
+    # Not `_gather` again: the policy of a checkpoint would see one opaque call, and save its
+    # result.
+    return _forward(arrays, route), [jnp.zeros((0,), x.dtype) for x in arrays]
+
+
+def _backward(route: Route, like: list[Any], cotangents: list[Any]) -> tuple[list[Any]]:
+    # The sum over the devices comes back cut. The transpose of the second constraint above would
+    # ask for all of it, which on TPUs stays an all-reduce.
+    cotangents = keep(cotangents, _on_device(route.kept))
+    cotangents = [x.astype(old.dtype) for x, old in zip(cotangents, like, strict=True)]
+    return (keep(cotangents, route.kept),)
+
+
+_gather.defvjp(_forward_of_vjp, _backward)
+
+
+def _cast(x: Any, dtype: Any) -> Any:
+    return x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _on_device(targets: Targets) -> Targets:
+    return tuple(t and _computable(t) for t in targets)
+
+
+def _computable(target: Target) -> Target:
+    """The same target in memory that programs compute in."""
+    if isinstance(target, NamedSharding) and unusual_memory_kind(target) is not None:
+        return NamedSharding(target.mesh, target.spec)
+    return target
+
+
+def _without(target: Target | None, dims: int) -> Target | None:
+    if not isinstance(target, NamedSharding):
+        return target
+    return target.update(spec=with_entries(target.spec, entries_of(target.spec)[dims:]))

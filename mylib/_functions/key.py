@@ -1,0 +1,111 @@
+"""By what a compiled function finds the program for its arguments."""
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from operator import is_
+from typing import Any
+
+
+class Key:
+    """A tree without its arrays. Keys are equal if their trees differ in their arrays only: other
+    than for `==`, 1 and True and 1.0 are not the same, nor 0.0 and -0.0, wherever they stand.
+    """
+
+    __slots__ = ("are_arrays", "fixed", "static", "treedef")
+
+    def __init__(
+        self, leaves: list[Any], treedef: Any, are_arrays: tuple[bool, ...], static: tuple[Any, ...]
+    ):
+        self.treedef: Any = treedef
+        self.are_arrays: tuple[bool, ...] = are_arrays
+        self.static: tuple[Any, ...] = static
+        # With what the nodes say of themselves beside their children: static fields, keys.
+        fixed = list(static)
+        self.fixed: list[Any] = fixed
+
+        def look(_: Any, aux: Any) -> None:
+            if aux is None:  # lists, tuples
+                return
+            if aux.__class__ is tuple or aux.__class__ is list:
+                fixed.extend(aux)
+            else:
+                fixed.append(aux)
+
+        # A builtin for the leaves, of which there are many.
+        treedef.walk(look, id, leaves)
+
+    def __hash__(self) -> int:
+        static = self.static
+        if not _FLOATS.isdisjoint(map(type, static)):
+            # Of which each NaN has another hash.
+            static = tuple([repr(x) if type(x) in _FLOATS else x for x in static])
+        return hash((self.treedef, static))
+
+    def __eq__(self, other: Any) -> bool:
+        # The elements are the very same objects, mostly; to ask for that first is quick.
+        return (
+            self.treedef == other.treedef
+            and (self.are_arrays is other.are_arrays or self.are_arrays == other.are_arrays)
+            and len(self.fixed) == len(other.fixed)
+            and (all(map(is_, self.fixed, other.fixed)) or _all_same(self.fixed, other.fixed))
+        )
+
+    def numbers_changed(self, other: "Key") -> set[int]:
+        """At which leaves the two trees have different Python numbers, if they differ in nothing
+        else.
+        """
+        if self.treedef != other.treedef or self.are_arrays != other.are_arrays:
+            return set()
+        if len(self.fixed) != len(other.fixed):
+            return set()
+        pairs = list(zip(self.fixed, other.fixed, strict=True))
+        changed = [i for i, (x, y) in enumerate(pairs) if not _is_same(x, y)]
+        leaves = [i for i, is_array in enumerate(self.are_arrays) if not is_array]
+        # What comes after the leaves is of the nodes.
+        if not all(i < len(leaves) and all(map(_is_number, pairs[i])) for i in changed):
+            return set()
+        return {leaves[i] for i in changed}
+
+
+_FLOATS = {float, complex}
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, int | float | complex) and not isinstance(x, bool)
+
+
+def _all_same(xs: Any, ys: Any) -> bool:
+    return len(xs) == len(ys) and all(map(_is_same, xs, ys))
+
+
+def _is_same(x: Any, y: Any) -> bool:
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
+    if type(x) in _FLOATS:
+        return repr(x) == repr(y)
+    return bool(x == y) and _has_same_types(x, y)
+
+
+def _has_same_types(x: Any, y: Any) -> bool:
+    """Whether what two equal objects of one type consist of is the same."""
+    if isinstance(x, tuple | list):
+        return _all_same(x, y)
+    if isinstance(x, set | frozenset):
+        return _all_found(x, y)
+    if isinstance(x, dict):
+        return _all_found(x, y) and all(_is_same(value, y[key]) for key, value in x.items())
+    if is_dataclass(x):
+        pairs = [(getattr(x, f.name), getattr(y, f.name)) for f in fields(x) if f.compare]
+        # What a class of its own mind leaves out when it compares is left out here.
+        return all(_is_same(a, b) for a, b in pairs if isinstance(a, _PLAIN) and a == b)
+    return True
+
+
+_PLAIN = (int, float, complex, tuple, list, set, frozenset, dict)
+
+
+def _all_found(xs: Iterable[Any], ys: Iterable[Any]) -> bool:
+    own = {y: y for y in ys}
+    return all(_is_same(x, own[x]) for x in xs)

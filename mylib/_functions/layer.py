@@ -1,0 +1,197 @@
+"""A Module that gathers its weights when one of its methods is called."""
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import AxisType, NamedSharding
+
+from .._errors import Fault, PlacementError
+from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
+from .._tree import Arrays, Leaves, name_of, outlined, split
+from .checkpoint import Policy, filter_checkpoint, recompute_resharded
+from .gather import Route, gather, keep
+
+# A field of the classes made here. Their instances have the fields of the original beside it.
+_PLAN = "_fully_shard_plan"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the layers of a call of `fully_shard` are to be called."""
+
+    route: Route
+    ranks: tuple[int, ...]
+    checkpoint: bool
+    policy: Policy | None
+    in_turn: bool
+
+
+def is_layer(x: Any) -> bool:
+    """Whether `x` gathers its weights already."""
+    return isinstance(x, eqx.Module) and _PLAN in x.__dict__
+
+
+def as_layer(module: eqx.Module, methods: Sequence[str], plan: Plan) -> Any:
+    """The same Module, of a class whose `methods` gather its weights."""
+    cls = _layer_class(type(module), tuple(methods))
+    return _make(cls, {**module.__dict__, _PLAN: plan})
+
+
+def _make(cls: type, fields: dict[str, Any]) -> Any:
+    # As Equinox does when it unflattens: without `__init__` and what it checks.
+    made = object.__new__(cls)
+    made.__dict__.update(fields)
+    return made
+
+
+@functools.cache
+def _layer_class(cls: type, methods: tuple[str, ...]) -> type:
+    namespace: dict[str, Any] = {name: _gathering(cls, getattr(cls, name)) for name in methods}
+    namespace |= {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__annotations__": {_PLAN: Any},
+        _PLAN: eqx.field(static=True, repr=False, default=None),
+        # No module has this class by name, and a plan names devices: the original is pickled.
+        "__reduce__": lambda layer: (_make, (cls, _split_fields(layer)[0])),
+        "__copy__": lambda layer: _make(type(layer), layer.__dict__),
+        "__deepcopy__": _deep_copy,
+    }
+    return type(cls)(cls.__name__, (cls,), namespace)
+
+
+def _split_fields(layer: Any) -> tuple[dict[str, Any], Plan]:
+    """The fields of the original, and the plan."""
+    fields = dict(layer.__dict__)
+    plan = fields.pop(_PLAN)
+    return fields, plan
+
+
+def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
+    fields, plan = _split_fields(layer)
+    return _make(type(layer), {**copy.deepcopy(fields, memo), _PLAN: plan})
+
+
+def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is called with the weights where they are used."""
+
+    @functools.wraps(method)
+    def called(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+        fields, plan = _split_fields(layer)
+        leaves, world = split(_make(cls, fields)), current_world()
+        stacked = _stacked(plan, leaves)
+        _refuse(plan, leaves, stacked, world)
+        route, arrays = plan.route.without(stacked), leaves.arrays
+
+        def run(arrays: Arrays, args: Any, kwargs: Any) -> Any:
+            return method(leaves.join(gather(arrays, route)), *args, **kwargs)
+
+        if plan.in_turn and not stacked:
+            arrays, args, kwargs = _after(arrays, route, args, kwargs)
+        if AxisType.Explicit in world.mesh.axis_types:
+            run = _in_auto_axes(run)
+        if plan.checkpoint:
+            policy = None if plan.policy is None else recompute_resharded(plan.policy)
+            run = filter_checkpoint(run, policy=policy)
+        return run(arrays, args, kwargs)
+
+    return called
+
+
+def _after(arrays: Arrays, route: Route, args: Any, kwargs: Any) -> tuple[Arrays, Any, Any]:
+    """The weights, not to be had before the arguments are."""
+    given, outline = outlined((args, kwargs))
+    arrays, given = jax.lax.optimization_barrier((arrays, given))
+    # Said once more, else the compiler gathers them at the barrier, and keeps them so.
+    return keep(arrays, route.kept), *outline.fill(given)
+
+
+def _in_auto_axes(run: Callable[..., Any]) -> Callable[..., Any]:
+    """On Explicit axes the type of a gradient says where it is, which would be where the weights
+    are used. In here the compiler may sum it to where they are kept.
+    """
+
+    def inside(*args: Any) -> Any:
+        given, outline = outlined(args)
+        returned = outline
+
+        def computed(given: Arrays) -> Arrays:
+            nonlocal returned
+            arrays, returned = outlined(run(*outline.fill(given)))
+            return arrays
+
+        types = jax.eval_shape(computed, given)
+        specs = [x.sharding.spec for x in types]
+        arrays: Any = jax.sharding.auto_axes(computed, out_sharding=specs)(given)
+        return returned.fill(arrays)
+
+    return inside
+
+
+def _stacked(plan: Plan, leaves: Leaves) -> int:
+    """How many dimensions of stacked layers a loop around this call has taken off the weights."""
+    found = {rank - x.ndim for rank, x in zip(plan.ranks, leaves.arrays, strict=False)}
+    if len(plan.ranks) == len(leaves.arrays) and len(found) <= 1:
+        dims = found.pop() if found else 0
+        if dims >= 0:
+            return dims
+    name = type(leaves.tree).__qualname__
+    raise PlacementError(
+        [
+            Fault(
+                "",
+                None,
+                f"fully_shard, and a call of {name}",
+                "its arrays are not those that fully_shard has seen, and not slices of them "
+                f"either: ranks {[x.ndim for x in leaves.arrays]}, and {list(plan.ranks)} then",
+                "change the model before fully_shard. Of weights that are tied (eqx.nn.Shared), "
+                "name a class that holds both of them, or leave theirs out of `layers`",
+            )
+        ]
+    )
+
+
+def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
+    faults: list[Fault] = []
+    cls = type(leaves.tree).__qualname__
+    for i, target in [*enumerate(plan.route.kept), *enumerate(plan.route.used)]:
+        sharding = None if target is None else sharding_of(target)
+        if not isinstance(sharding, NamedSharding):
+            continue
+        taken = [a for entry in entries_of(sharding.spec)[:stacked] for a in axis_names(entry)]
+        manual = sorted(axes_in(sharding.spec) & world.manual_axes)
+        if not (taken or manual):
+            continue
+        name, shape = f"{cls}{name_of(leaves.paths[i])}", tuple(leaves.arrays[i].shape)
+        asked = show(sharding, None)
+        if taken:
+            faults.append(
+                Fault(
+                    name,
+                    shape,
+                    f"{asked}, of the stacked layers",
+                    f"{taken[0]!r} splits them by layer: each turn of the loop would gather all "
+                    "layers",
+                    "shard another dimension: fsdp(..., stacked=...) with the class of the "
+                    "layers never takes the first",
+                )
+            )
+        if manual:
+            faults.append(
+                Fault(
+                    name,
+                    shape,
+                    asked,
+                    f"the layer is called inside of shard_map, where {manual[0]!r} is Manual: the "
+                    "compiler can't gather over it",
+                    "leave the axis Auto (axis_names= of filter_shard_map), or gather by hand",
+                )
+            )
+    if faults:
+        raise PlacementError(faults)

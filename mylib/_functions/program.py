@@ -1,0 +1,174 @@
+"""A function with its static leaves fixed: traced, looked at, compiled and called."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+
+from .._compat import (
+    current_trace,
+    donation_warning,
+    is_eager,
+    is_staged,
+    jit,
+    names,
+    readable_error,
+    value_under,
+    with_memory_kind_told,
+)
+from .._placement import current_world
+from .._tree import Arrays, Outline, outlined
+from .advice import Advice, tracing
+from .error_checks import Checks, lowering, with_checks_as_values
+
+
+class _Thread(threading.local):
+    """What JAX has done for this thread: how many traces of our programs it has made that nobody
+    has looked at yet, and how many programs it has compiled.
+    """
+
+    def __init__(self) -> None:
+        self.traced = 0
+        self.compiled = 0
+
+
+_thread = _Thread()
+
+
+def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event == names.EVENT_COMPILED:
+        _thread.compiled += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+class Program:
+    """`call`, a function of a list of arrays that returns a tree, compiled for each of the arrays'
+    shapes.
+
+    `advice` is what warns once it has been compiled. The arrays from `donated_from` on are donated.
+    `options` are others of `jax.jit`.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Arrays], Any],
+        name: str,
+        advice: Advice,
+        donated_from: int | None,
+        options: Mapping[str, Any],
+    ):
+        self._advice = advice
+        self._donated_from = donated_from
+        self._returns_host = False
+        # Equinox looks for it on the stack, to show no more of it than what is inside the program.
+        self._id = os.urandom(16)
+
+        def run(kept: Arrays, donated: Arrays) -> tuple[Arrays, Outline]:
+            with tracing(), donation_warning(silenced=False):
+                result = outlined(call([*kept, *donated]))
+            if current_world().staged:  # it is not under `jax.disable_jit`
+                _thread.traced += 1
+            return result
+
+        def checked(
+            kept: Arrays, donated: Arrays, transformed: bool = False
+        ) -> tuple[Arrays, Outline, Any, Checks | None]:
+            if not is_staged():  # under `jax.disable_jit` what is wrong raises at once
+                return *run(kept, donated), None, None
+            traced = whole.trace(kept, donated)
+            leaves = jtu.tree_leaves((kept, donated))
+            made = with_checks_as_values(traced.jaxpr, leaves, transformed)
+            if made is None:
+                return *whole(kept, donated), None, None
+            returned, outline = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), made.values)
+            return returned, outline, made.failed, made.checks
+
+        def transformed(
+            kept: Arrays, donated: Arrays
+        ) -> tuple[Arrays, Outline, Any, Checks | None]:
+            return checked(kept, donated, transformed=True)
+
+        for function in (run, checked, transformed):
+            function.__name__ = function.__qualname__ = name
+        whole = jit(run, inline=True)
+        self._jitted = jit(checked, donate_argnums=1, **options)
+        self._transformed = jit(transformed, donate_argnums=1, **options)
+        # In another program it is for that one to see to the checks.
+        self._nested = jit(run, donate_argnums=1, **options)
+
+    def __call__(
+        self, arrays: Arrays, ahead: jax.stages.Compiled | None = None, first: bool = False
+    ) -> Any:
+        """Calls the function. `ahead` is what to use of it if it was compiled ahead of time, and
+        `first` whether that is used for the first time.
+        """
+        __equinox_jit_id__ = self._id  # noqa: F841
+        sides = self._sides(arrays)
+        compiled = _thread.compiled
+        try:
+            call = ahead or self._here()
+            if call is self._nested:
+                returned, outline = self._run(call, sides)
+            else:
+                returned, outline, failed, checks = self._run(call, sides)
+                if checks is not None:
+                    if checks.others:
+                        jax.block_until_ready([value_under(x) for x in returned])
+                    checks.raise_if(failed, self._id)
+            if self._returns_host:
+                returned = [with_memory_kind_told(x) for x in returned]
+        except (jax.errors.JaxRuntimeError, ValueError) as error:
+            readable = readable_error(error, self._id)
+            if readable is None:
+                raise
+            raise readable from None
+        if self._advice.is_due:
+            self._advice.about_captured()
+        if first or _thread.compiled != compiled:
+            self._advice.about_compiled(arrays, sides[1], returned)
+        return outline.fill(returned)
+
+    def lower(self, arrays: Arrays) -> jax.stages.Lowered:
+        __equinox_jit_id__ = self._id  # noqa: F841
+        sides = self._sides(arrays)
+        # The warning about what it captures comes now: this may be called in another process.
+        lowered = self._run(self._jitted.lower, sides)
+        self._advice.about_captured()
+        return lowered
+
+    def _here(self) -> Any:
+        """What is to be called where this is called."""
+        if is_eager(current_trace()):
+            return self._jitted
+        return self._nested if is_staged() else self._transformed
+
+    def _sides(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
+        if self._donated_from is None:
+            return arrays, []
+        return arrays[: self._donated_from], arrays[self._donated_from :]
+
+    def _run(self, call: Callable[..., Any], sides: tuple[Arrays, Arrays]) -> Any:
+        traced = _thread.traced
+        returns_checks = call is not self._nested and call is not self._transformed
+        before, lowering.ours = lowering.ours, returns_checks
+        try:
+            if not sides[1]:
+                return call(*sides)
+            with donation_warning(silenced=True):
+                return call(*sides)
+        finally:
+            lowering.ours = before
+            if _thread.traced != traced:
+                # JAX has the trace still.
+                self._look_at(self._here().trace(*sides).jaxpr)
+                _thread.traced = traced
+
+    def _look_at(self, closed: Any) -> None:
+        kinds = {getattr(aval, "memory_space", None) for aval in closed.out_avals}
+        self._returns_host |= jax.memory.Space.Host in kinds
+        self._advice.look_at(closed)

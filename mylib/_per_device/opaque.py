@@ -1,0 +1,229 @@
+"""`opaque`: calls that JAX can't look into, with types inside `shard_map`."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from itertools import compress
+from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+
+from .._placement import Axes, cast, manual_axes, union, varying
+from .._tree import Arrays, Outline, outlined
+from .hazards import OPAQUE
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@overload
+def opaque(
+    *, fwd: Callable[..., Any] | None = None, bwd: Callable[..., Any] | None = None
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+
+
+@overload
+def opaque(
+    fun: Callable[P, T],
+    /,
+    *,
+    fwd: Callable[..., Any] | None = None,
+    bwd: Callable[..., Any] | None = None,
+) -> Callable[P, T]: ...
+
+
+def opaque(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    fwd: Callable[..., Any] | None = None,
+    bwd: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Tells `shard_map` how a call that it can't look into varies over the mesh: as its arguments
+    do.
+
+    For functions that call `pallas_call`, `jax.pure_callback`, `jax.ffi.ffi_call`, an exported
+    program and the like.
+    JAX can't see how what they return differs between the devices; with this it knows, so that
+    `check_vma=True` works, and the gradient communicates what the mathematics needs and nothing
+    else.
+
+    **Arguments:**
+
+    - `fun`: a function of PyTrees. Without it a decorator is returned.
+    - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and what
+        is kept for `bwd`; `bwd(kept, cotangent)` returns a tuple with a cotangent for each
+        argument, or None where there is none. Opaque calls in them are covered, too.
+
+    **Returns:**
+
+    A function like `fun`. Outside of `shard_map` it is `fun` with that derivative.
+
+    A kernel's `out_shape` must have the type of its input, which inside of `fun` is one and the
+    same for all arguments: `jax.ShapeDtypeStruct(x.shape, x.dtype,
+    manual_axis_type=jax.typeof(x).manual_axis_type)`.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+        def on_host(f, x):
+            return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        def forward(x):
+            return sine(x), x
+
+        def backward(x, cotangent):
+            return (cotangent * on_host(np.cos, x),)
+
+        @mylib.opaque(fwd=forward, bwd=backward)
+        def sine(x):
+            return on_host(np.sin, x)
+
+        f = mylib.filter_shard_map(sine, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        x = jnp.arange(8.0)
+        assert jnp.allclose(f(x), jnp.sin(x), atol=1e-6)
+        assert jnp.allclose(jax.grad(lambda x: f(x).sum())(x), jnp.cos(x), atol=1e-6)
+        ```
+    """
+    if fun is None:
+        return functools.partial(opaque, fwd=fwd, bwd=bwd)
+    if (fwd is None) != (bwd is None):
+        raise TypeError("opaque: fwd and bwd are the two halves of a derivative: give both")
+    signature, name = inspect.signature(fun), getattr(fun, "__name__", "the function")
+    if bwd is not None and outlined(fun)[0]:
+        raise TypeError(
+            f"opaque: {name} holds arrays, and bwd returns cotangents for arguments only. Write a "
+            "function that is given the Module, or what it is, as an argument"
+        )
+
+    @functools.wraps(fun)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        if bwd is not None and bound.kwargs:
+            raise TypeError(
+                f"opaque: {name} has a derivative, which is by position, and parameters "
+                f"that are given by name only: {', '.join(bound.kwargs)}"
+            )
+        arrays, outline = outlined((fun, bound.args, bound.kwargs))
+        axes = union(map(varying, arrays))
+        by_argument = [outlined(arg)[1] for arg in bound.args] if bwd is not None else []
+        call = _Call(fwd, bwd, outline, by_argument, axes)
+        # Casting them is part of what is differentiated: where an argument is the same on all
+        # devices, its cotangents are added up here, and nowhere else.
+        return call(cast(arrays, axes))
+
+    return wrapped
+
+
+class _Call:
+    """One call of an opaque function, as functions of arrays that all vary over `axes`."""
+
+    def __init__(
+        self,
+        fwd: Callable[..., Any] | None,
+        bwd: Callable[..., Any] | None,
+        outline: Outline,
+        by_argument: list[Outline],
+        axes: Axes,
+    ):
+        self._fwd, self._bwd = fwd, bwd
+        self._outline = outline
+        self._by_argument = by_argument
+        self._axes = axes
+        # The trees of what comes back, without their arrays: known when that has been traced.
+        self._result: Outline | None = None
+        self._kept: Outline | None = None
+
+    def __call__(self, arrays: Arrays) -> Any:
+        # Outside of `shard_map` there are no types to see to.
+        seal = _sealed if manual_axes() else _bare
+        run = seal(self._run)
+        if self._fwd is not None:
+            run = jax.custom_vjp(run)
+            run.defvjp(seal(self._forward), seal(self._backward))
+        result = run(arrays)
+        return self._result_outline.fill(result)
+
+    @property
+    def _result_outline(self) -> Outline:
+        assert self._result is not None
+        return self._result
+
+    def _cast(self, arrays: Arrays) -> Arrays:
+        return cast(arrays, self._axes)
+
+    def _filled(self, arrays: Arrays) -> Any:
+        # Of the Python numbers that are differentiated JAX makes something that is no array quite.
+        return self._outline.fill(map(jnp.asarray, arrays))
+
+    def _run(self, arrays: Arrays) -> Arrays:
+        fun, args, kwargs = self._filled(arrays)
+        result, self._result = outlined(fun(*args, **kwargs))
+        return self._cast(result)
+
+    def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
+        assert self._fwd is not None
+        _, args, _ = self._filled(arrays)
+        returned = self._fwd(*args)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise TypeError(
+                "opaque: fwd must return a pair, the result and what is kept for bwd, and returned "
+                f"{returned!r}"
+            )
+        result, kept = returned
+        if self._result is None:
+            jax.eval_shape(self._run, arrays)
+        result, outline = outlined(result)
+        if outline.treedef != self._result_outline.treedef:
+            raise TypeError(
+                "opaque: fwd must return what the function returns, "
+                f"{self._result_outline.treedef}, and what is kept; it returned {outline.treedef}"
+            )
+        kept, self._kept = outlined(kept)
+        return self._cast(result), self._cast(kept)
+
+    def _backward(self, kept: Arrays, cotangents: Arrays) -> tuple[Arrays]:
+        assert self._bwd is not None and self._kept is not None
+        found = self._bwd(self._kept.fill(kept), self._result_outline.fill(cotangents))
+        return (self._cast(self._by_array(found)),)
+
+    def _by_array(self, cotangents: Any) -> Arrays:
+        """A cotangent, or None, for each array among the arguments."""
+        args = self._by_argument
+        if not isinstance(cotangents, tuple) or len(cotangents) != len(args):
+            raise TypeError(
+                f"opaque: bwd must return a tuple with a cotangent for each of the {len(args)} "
+                f"arguments, or None in its place, and returned {cotangents!r}"
+            )
+        by_array: Arrays = []
+        for i, (arg, cotangent) in enumerate(zip(args, cotangents, strict=True)):
+            if cotangent is None:
+                by_array += [None] * arg.count
+                continue
+            try:
+                given = arg.treedef.flatten_up_to(cotangent)
+            except (ValueError, TypeError) as error:
+                raise TypeError(
+                    f"opaque: what bwd returned for argument {i} is no cotangent of it: {error}"
+                ) from None
+            by_array += compress(given, arg.are_arrays)
+        # What there is no tangent of has no cotangent either.
+        return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
+
+
+def _bare(part: Callable[..., Any]) -> Any:
+    return part
+
+
+def _sealed(part: Callable[..., Any]) -> Any:
+    """A function of which `filter_shard_map` takes the types for granted: its results are cast."""
+
+    def sealed(*args: Any) -> Any:
+        return part(*args)
+
+    sealed.__name__ = OPAQUE
+    return jax.jit(sealed)

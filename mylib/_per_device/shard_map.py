@@ -1,0 +1,425 @@
+"""`filter_shard_map`: `jax.shard_map` for functions of PyTrees."""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypeVar, overload
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .._compat import jit, names
+from .._errors import Fault, PlacementError
+from .._functions import Function, Jitted, Lowered, about, captured_by, code_of
+from .._placement import (
+    AnyMesh,
+    Placement,
+    Target,
+    World,
+    axes_in,
+    current_world,
+    decide,
+    entries_over,
+    show_mesh,
+    union,
+    varying,
+)
+from .._transfer import place_leaves
+from .._tree import Arrays, Kind, Leaves, Outline, kind_of, name_of, outlined, split
+from .hazards import wrong_in
+from .specs import Region, Specs, refuse_map, spec_in
+from .sums import warn_of_sums
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@overload
+def filter_shard_map(
+    *,
+    mesh: AnyMesh | None = None,
+    in_specs: PyTree[Placement],
+    out_specs: PyTree[Placement],
+    axis_names: Collection[Any] | None = None,
+    check_vma: bool = True,
+    reshard: bool = True,
+    jit: bool = True,
+) -> Callable[[Callable[P, T]], Jitted[P, T]]: ...
+
+
+@overload
+def filter_shard_map(
+    fun: Callable[P, T],
+    /,
+    *,
+    mesh: AnyMesh | None = None,
+    in_specs: PyTree[Placement],
+    out_specs: PyTree[Placement],
+    axis_names: Collection[Any] | None = None,
+    check_vma: bool = True,
+    reshard: bool = True,
+    jit: bool = True,
+) -> Jitted[P, T]: ...
+
+
+def filter_shard_map(
+    fun: Callable[..., Any] | None = None,
+    /,
+    *,
+    mesh: AnyMesh | None = None,
+    in_specs: PyTree[Placement],
+    out_specs: PyTree[Placement],
+    axis_names: Collection[Any] | None = None,
+    check_vma: bool = True,
+    reshard: bool = True,
+    jit: bool = True,
+) -> Callable[..., Any]:
+    """`jax.shard_map` for functions of PyTrees: each device runs `fun` on its part of the arrays.
+
+    What is not an array is static: the same object on all devices, on its way in and out.
+
+    **Arguments:**
+
+    - `fun`: the function, or method, or Module. Without it a decorator is returned.
+    - `mesh`: by default that of `jax.set_mesh`. If that one has the same axes and devices, but axes
+        of other types (Auto, Explicit), `mesh` counts; in `jax.jit` the types around the call do.
+    - `in_specs`: how the arguments are split: a placement for all of them, a tuple with a prefix
+        for each of the positional ones, or a dict from names of parameters to prefixes. Parameters
+        that aren't named, and arrays in `fun` itself, are whole on every device. A placement of
+        None is as the array lies, which is known on Explicit axes.
+    - `out_specs`: how the results are put together: a prefix of what `fun` returns. A rule is asked
+        with the shapes that one device returns. `P()` says that all devices return the same, which
+        is checked.
+    - `axis_names`: the mesh axes that `fun` is given its own part of, and may communicate along; by
+        default all. The other ones go on as outside.
+    - `check_vma`: whether JAX keeps account of what differs between devices. Without it nothing is
+        checked, and gradients communicate more.
+    - `reshard`: whether an argument that is committed elsewhere, or on Explicit axes is split
+        otherwise than `in_specs` says, is moved or refused. (On Auto axes the compiler reshards.)
+    - `jit`: whether to compile the function. Outside of `jax.jit` it is slow otherwise, but can be
+        stepped through; of deadlocks and calls that JAX can't look into nothing is then known.
+
+    **Returns:**
+
+    A function of the same arguments. Unless `jit=False` it has a method `lower`, as those of
+    [`mylib.filter_jit`][] have.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][], naming every array that can't be split so, and every result that
+    differs between devices that are to return the same. `ValueError` for a loop or condition that
+    would wait for ever, and for calls that JAX can't look into (see [`mylib.opaque`][]).
+
+    **Warns:**
+
+    [`mylib.SummedTwiceWarning`][], if JAX sums a gradient over the devices and `fun` does, too.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+
+        @mylib.filter_shard_map(mesh=mesh, in_specs={"x": P("data")}, out_specs=P())
+        def mean(model, x):
+            return jax.lax.pmean(jnp.mean(jax.vmap(model)(x)), "data")
+
+        model = eqx.nn.MLP(4, "scalar", 32, 1, key=jax.random.key(0))
+        mean(model, np.ones((16, 4), np.float32))
+        ```
+    """
+    options = {"axis_names": axis_names, "check_vma": check_vma, "reshard": reshard, "jit": jit}
+    if fun is None:
+        return functools.partial(
+            filter_shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
+        )
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
+    manual = None if axis_names is None else _names(axis_names)
+    inputs = Specs(in_specs, mesh, manual, reshard)
+    mapped = Mapped(fun, Plan(Function.of(fun), about(fun), inputs, out_specs, check_vma))
+    return JittedMap.of(mapped, inputs) if jit else mapped
+
+
+def _names(axis_names: Collection[Any]) -> frozenset[Any]:
+    names = frozenset([axis_names] if isinstance(axis_names, str) else axis_names)
+    if not names:
+        raise ValueError("filter_shard_map: axis_names is empty. Leave it out to mean all axes")
+    return names
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """All of a mapped function but the function."""
+
+    function: Function
+    about: Mapping[str, Any]
+    specs: Specs
+    out_specs: Any
+    check_vma: bool
+
+
+@jtu.register_pytree_node_class
+class Mapped:
+    """A function of which each device runs its part. As it may hold arrays, it is a PyTree."""
+
+    def __init__(self, fun: Callable[..., Any], plan: Plan):
+        self.fun = fun
+        self.plan = plan
+        self.__dict__.update(plan.about)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.fun
+
+    def __repr__(self) -> str:
+        return f"filter_shard_map({self.fun!r})"
+
+    def tree_flatten(self) -> tuple[tuple[Callable[..., Any]], Plan]:
+        return (self.fun,), self.plan
+
+    @classmethod
+    def tree_unflatten(cls, plan: Plan, children: Any) -> "Mapped":
+        (fun,) = children
+        return cls(fun, plan)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        with self.plan.specs.in_force(current_world()):
+            return self._call(*args, **kwargs)
+
+    def _call(self, /, *args: Any, **kwargs: Any) -> Any:
+        plan, world = self.plan, current_world()
+        function, specs = plan.function, plan.specs
+        args, kwargs = specs.bind(function, args, kwargs)
+        region = specs.region(function, world)
+        given = args, kwargs
+        asked = specs.resolve(function, split(given, _static(given)), args, kwargs, world)
+        if not plan.check_vma:
+            _refuse_to_forget(function, given, world)
+        # The arrays of the function itself go in as arguments do, whole.
+        everything = self.fun, given
+        leaves = split(everything, _static(everything))
+        whole = NamedSharding(region.mesh, PartitionSpec())
+        targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
+        arrays, in_specs = _enter(plan, leaves, targets, region, world)
+        outputs = _Outputs(plan, region, world)
+
+        def part(arrays: Arrays) -> Arrays:
+            fun, (args, kwargs) = leaves.join(arrays)
+            return outputs.take(fun(*args, **kwargs))
+
+        part.__name__ = part.__qualname__ = function.name
+        nested = world.manual_axes and plan.check_vma
+        # Between the passes of a gradient JAX keeps the values of an inner map. It splits them over
+        # the axes of the outer one as well, which XLA refuses. Nothing but arguments is kept so.
+        body = jax.checkpoint(part) if nested else part
+        returned = self._map(body, arrays, in_specs, outputs.specs, region, world)
+        return outputs.outline.fill(returned)
+
+    def _map(
+        self,
+        part: Callable[[Arrays], Arrays],
+        arrays: Arrays,
+        in_specs: list[PartitionSpec],
+        out_specs: list[PartitionSpec],
+        region: Region,
+        world: World,
+    ) -> Arrays:
+        plan = self.plan
+        mapped = jax.shard_map(
+            part,
+            mesh=None if not world.mesh.empty else region.mesh,
+            in_specs=(in_specs,),
+            out_specs=out_specs,
+            axis_names=set(region.names),
+            check_vma=plan.check_vma,
+        )
+        if not plan.check_vma or not world.staged:
+            with _captured_named(self.fun):
+                return mapped(arrays)
+        mapped = jit(mapped)
+        with _captured_named(self.fun):
+            traced = mapped.trace(arrays)
+        _check(plan.function, traced.jaxpr)
+        if not world.manual_axes:  # else it is a part of the program around it
+            warn_of_sums(plan.function.name, traced.jaxpr)
+        return mapped(arrays)
+
+
+@jtu.register_pytree_node_class
+class JittedMap(Jitted[P, T]):
+    """A mapped function with `jax.jit` around it."""
+
+    @property
+    def __wrapped__(self) -> Callable[P, T]:
+        return self._compiled_function().fun
+
+    def __repr__(self) -> str:
+        return repr(self._compiled_function())
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._mesh_in_force():
+            return super().__call__(*args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+        with self._mesh_in_force():
+            return super().lower(*args, **kwargs)
+
+    def _mesh_in_force(self) -> AbstractContextManager[None]:
+        specs: Any = self.recipe.inputs
+        return specs.in_force(current_world())
+
+
+@contextmanager
+def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
+    """JAX refuses arrays on the mesh that a function finds outside of its arguments, and names
+    none.
+    """
+    try:
+        yield
+    except ValueError as error:
+        found = [
+            name
+            for name, x in captured_by(code_of(fun))
+            if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding)
+        ]
+        if found and names.TEXT_OTHER_MESH in str(error):
+            error.add_note(
+                f"({Function.of(fun).name} finds {', '.join(found)} outside of its arguments, on "
+                "a mesh already: pass it as an argument)"
+            )
+        raise
+
+
+def _static(tree: Any) -> frozenset[int]:
+    return outlined(tree)[1].positions
+
+
+def _enter(
+    plan: Plan, leaves: Leaves, targets: Sequence[Any], region: Region, world: World
+) -> tuple[Arrays, list[PartitionSpec]]:
+    """The arrays of (function, (args, kwargs)) as they go in, and their specs."""
+    specs: list[PartitionSpec] = []
+    wanted: list[Target | None] = []
+    faults: list[Fault] = []
+
+    def refuse(i: int, request: str, reason: str, mend: str) -> None:
+        (root, *path), shape = leaves.paths[i], tuple(leaves.arrays[i].shape)
+        name = jtu.keystr(tuple(path))
+        name = plan.function.readable(name) if root.idx else plan.function.name + name
+        faults.append(Fault(name, shape, request, reason, mend))
+
+    for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
+        here = region.spec_of(x)
+        if here is None:
+            for fault in plan.specs.unmovable(x, target):
+                refuse(i, fault.request, fault.reason, fault.mend)
+        if target is None:
+            if region.explicit != region.names:
+                reason = "only of Explicit axes it is known how an array lies"
+                refuse(i, "None: split as it lies", reason, "write a PartitionSpec")
+            specs.append(PartitionSpec(*entries_over(here, region.names)))
+            wanted.append(None)
+            continue
+        # On Auto axes a program is resharded by its compiler.
+        visible = region.explicit if world.staged else region.names
+        lies_so = here is not None and entries_over(here, visible) == entries_over(
+            target.spec, visible
+        )
+        if region.explicit and not (plan.specs.reshard or lies_so or here is None):
+            request = f"{target.spec} over {show_mesh(region.mesh)}"
+            mend = "call mylib.filter_shard on it before, or leave out reshard=False"
+            refuse(i, request, f"it lies as {here}, and reshard=False", mend)
+        specs.append(target.spec)
+        left_alone = world.staged and (lies_so or not region.explicit)
+        wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))
+    if faults:
+        raise PlacementError(faults)
+    return place_leaves(leaves, wanted, world), specs
+
+
+def _refuse_to_forget(function: Function, given: Any, world: World) -> None:
+    """In an inner map without types JAX drops what those of the outer one say."""
+    axes = union(varying(x) for x in outlined(given)[0]) & world.manual_axes
+    if axes:
+        refuse_map(
+            function,
+            "check_vma=False here would lose what the filter_shard_map around it knows: that "
+            f"arguments differ between the devices along {', '.join(map(repr, sorted(axes)))}",
+            "give both of them the same check_vma",
+        )
+
+
+class _Outputs:
+    """What comes back from one call: known when the function has been traced."""
+
+    def __init__(self, plan: Plan, region: Region, world: World):
+        self._plan, self._region, self._world = plan, region, world
+        # JAX reads it when the function has returned, so that it can be filled until then. Else
+        # the function would have to be traced twice.
+        self.specs: list[PartitionSpec] = []
+        self.outline = Outline(None, (), ())
+
+    def take(self, result: Any) -> Arrays:
+        arrays, self.outline = outlined(result)
+        arrays = [jnp.asarray(x) for x in arrays]
+        leaves = split(result, self.outline.positions)
+        self.specs[:] = self._specs_of(arrays, leaves.with_shapes(arrays))
+        return arrays
+
+    def _specs_of(self, arrays: Arrays, leaves: Leaves) -> list[PartitionSpec]:
+        region = self._region
+        decision = decide(
+            leaves, self._plan.out_specs, region.mesh, self._world, fit=region.unfit_output
+        )
+        faults = list(decision.faults)
+        specs: list[PartitionSpec] = []
+        for i, (x, target) in enumerate(zip(arrays, decision.targets, strict=True)):
+            spec = PartitionSpec() if target is None else spec_in(target)
+            specs.append(spec)
+            if i not in decision.faulty:
+                request = "None" if target is None else f"{spec} over {show_mesh(region.mesh)}"
+                place = name_of(leaves.paths[i]), tuple(x.shape), request
+                faults += [Fault(*place, *why) for why in self._promises(x, spec, target is None)]
+        if faults:
+            raise PlacementError([replace(f, path=_in_result(f.path)) for f in faults])
+        return specs
+
+    def _promises(
+        self, x: jax.Array, spec: PartitionSpec, by_default: bool
+    ) -> Iterator[tuple[str, str]]:
+        """Why it isn't so that all devices return the same, where the spec promises it."""
+        if not self._plan.check_vma:
+            if by_default:
+                yield (
+                    "with check_vma=False nobody knows whether all devices return the same",
+                    "write P() to promise that they do",
+                )
+            return
+        differs = (varying(x) & self._region.names) - axes_in(spec) - set(spec.unreduced)
+        if differs:
+            along = ", ".join(map(repr, sorted(differs, key=str)))
+            given = "" if x.ndim else ", having given it a dimension (x[None]),"
+            yield (
+                f"it differs between the devices along {along}, of which this says nothing",
+                f"name {along} in its spec{given} or make it the same everywhere: "
+                "jax.lax.psum, pmean, all_gather(..., to='invarying')",
+            )
+
+
+def _in_result(path: str) -> str:
+    # The rest are names of the root: "the array", "the tree".
+    return "the result" + path if path.startswith((".", "[")) else "the result"
+
+
+def _check(function: Function, program: Any) -> None:
+    wrong = wrong_in(program)
+    if wrong:
+        raise ValueError("\n  ".join([f"{function.name} can't run on several devices:", *wrong]))

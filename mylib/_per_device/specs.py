@@ -1,0 +1,283 @@
+"""What `filter_shard_map` splits over, and how the arguments are to be split."""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, ClassVar, NoReturn
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._compat import sharding_under
+from .._errors import Fault, PlacementError
+from .._functions import Function, Inputs
+from .._placement import (
+    AnyMesh,
+    Decision,
+    Placement,
+    Target,
+    World,
+    axes_in,
+    axis_names as names_of,
+    axis_types,
+    decide,
+    default_memory_kind,
+    entries_of,
+    is_placement_leaf,
+    same_axes,
+    show_mesh,
+    unfit_rank,
+    unfit_shape,
+    unusual_memory_kind,
+    with_entries,
+)
+from .._tree import Kind, Leaves, kind_of, name_of
+
+
+@dataclass(frozen=True)
+class Region:
+    """What is split over: a mesh, its axes of the types that they have around the call, and those
+    of its axes of which each device is given its own part.
+    """
+
+    mesh: AnyMesh
+    names: frozenset[Any]
+
+    @cached_property
+    def explicit(self) -> frozenset[Any]:
+        """Those of the axes of which the arrays' types say how they are split over them."""
+        types = axis_types(self.mesh)
+        return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
+
+    def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+        reasons = list(self._unfit(target))
+        yield from reasons or unfit_shape(target, shape)
+
+    def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+        reasons = list(self._unfit(target))
+        yield from reasons or unfit_rank(spec_in(target), shape)
+
+    def _unfit(self, target: Target) -> Iterator[tuple[str, str]]:
+        if not isinstance(target, NamedSharding):
+            yield "shard_map splits arrays over a mesh", "give a PartitionSpec"
+            return
+        if not same_axes(target.mesh, self.mesh):
+            yield (
+                f"shard_map splits over {show_mesh(self.mesh)} here",
+                "give a PartitionSpec over that",
+            )
+            return
+        if unusual_memory_kind(target) is not None:
+            yield (
+                "the parts of an array are in the devices' own memory inside shard_map",
+                "leave out the memory kind, and use mylib.filter_device_put before or after",
+            )
+        if PartitionSpec.UNCONSTRAINED in entries_of(target.spec):
+            yield "shard_map leaves no choice to the compiler", "write the axes, or None"
+        others = sorted(axes_in(target.spec) - self.names, key=str)
+        for name in others:
+            yield (
+                f"{name!r} is not among the axes that are split over here, "
+                f"{tuple(sorted(self.names, key=str))}",
+                "leave it out of the spec, or name it in axis_names",
+            )
+
+    def spec_of(self, x: Any) -> PartitionSpec | None:
+        """How an array is split over the mesh, where that is known."""
+        here = x.sharding if kind_of(x) is Kind.DEVICE else jax.typeof(x).sharding
+        if not isinstance(here, NamedSharding) or not same_axes(here.mesh, self.mesh):
+            return None
+        types = axis_types(here.mesh)
+        known = all(types[name] == AxisType.Explicit for name in self.explicit)
+        return here.spec if known else None
+
+    def beside(self, target: NamedSharding, here: PartitionSpec) -> NamedSharding:
+        """The target of an array that is `here`, which stays split over all other axes as it is."""
+        spec, taken = target.spec, axes_in(target.spec) | self.names
+        count = max(len(spec), len(here))
+        asked, found = ([*entries_of(s), *[None] * (count - len(s))] for s in (spec, here))
+        entries = [
+            (*names_of(a), *(n for n in names_of(f) if n not in taken)) or None
+            for a, f in zip(asked, found, strict=True)
+        ]
+        return target.update(spec=with_entries(spec, entries))
+
+
+def refuse_map(function: Function, reason: str, mend: str) -> NoReturn:
+    request = f"filter_shard_map of {function.name}"
+    raise PlacementError([Fault("", None, request, reason, mend)])
+
+
+@dataclass(frozen=True, eq=False)
+class Specs(Inputs):
+    """How the arguments are split, over the axes `manual` (None: all)."""
+
+    manual: frozenset[Any] | None
+    reshard: bool
+
+    option: ClassVar[str] = "in_specs"
+    otherwise: ClassVar[Placement] = PartitionSpec()
+    # Those that are on the mesh are split by the program, whatever their shape.
+    decisive: ClassVar[Any] = staticmethod(attrgetter("sharding"))
+
+    def region(self, function: Function, world: World) -> Region:
+        mesh = self._mesh_in(function, world)
+        free = frozenset(n for n, kind in axis_types(mesh).items() if kind != AxisType.Manual)
+        names = free if self.manual is None else self.manual
+        if not free:
+            refuse_map(
+                function,
+                f"the code around it is given its part along all axes of {show_mesh(mesh)} already",
+                f"call {function.name} itself, or give the outer filter_shard_map axis_names= that "
+                "leave an axis for this one",
+            )
+        if not names <= free:
+            refuse_map(
+                function,
+                f"it is to split over {tuple(sorted(names, key=str))}, and the axes of "
+                f"{show_mesh(mesh)} that are not split over yet are "
+                f"{tuple(sorted(free, key=str))}",
+                "name some of these in axis_names",
+            )
+        return Region(mesh, names)
+
+    def _mesh_in(self, function: Function, world: World) -> AnyMesh:
+        around = world.mesh
+        given = self._given
+        if around.empty:
+            mesh = given or world.devices
+            if mesh is None:
+                refuse_map(
+                    function,
+                    "there is no mesh here",
+                    "pass `mesh=`, or call it under `jax.set_mesh(mesh)`",
+                )
+            return mesh
+        devices = world.devices
+        if given is not None and not (
+            same_axes(given, around)
+            and (
+                devices is None
+                or isinstance(given, AbstractMesh)
+                or list(given.devices.flat) == list(devices.devices.flat)
+            )
+        ):
+            refuse_map(
+                function,
+                f"the mesh in force here is {show_mesh(around)}, and it is to split over another: "
+                f"{show_mesh(given)}, or the same one with its devices in another order",
+                "leave out `mesh=`, or call it outside of `jax.set_mesh`",
+            )
+        if world.staged:
+            return around  # a program's axes are of one type throughout
+        if given is not None and given.axis_types != around.axis_types:
+            if not (world.clean and isinstance(given, Mesh)):
+                refuse_map(
+                    function,
+                    f"`mesh=` has axes of the types {_show_types(given)}, and those of the mesh in "
+                    f"force here are {_show_types(around)}",
+                    "leave out `mesh=`, or call it outside of `jax.set_mesh`, or in `jax.jit`, "
+                    "where the types in force count",
+                )
+            return given
+        return around if devices is None else devices
+
+    @contextmanager
+    def in_force(self, world: World) -> Iterator[None]:
+        """Puts the mesh that was given in the place of one that differs from it in the types of its
+        axes: the mesh of a function counts, as that of `filter_shard` does.
+        """
+        around = world.mesh
+        given = None if around.empty or not world.clean else self._given
+        if (
+            isinstance(given, Mesh)
+            and same_axes(given, around)
+            and given.axis_types != around.axis_types
+        ):
+            with jax.set_mesh(given):
+                yield
+        else:
+            yield
+
+    @cached_property
+    def _given(self) -> AnyMesh | None:
+        if self.mesh is not None:
+            return self.mesh
+        leaves = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
+        return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
+
+    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        region = self.region(function, world)
+        return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
+
+    def are_placed(self, world: World) -> bool:
+        # Inside of a program placing the arguments is a part of the program.
+        return world.staged
+
+    def missing(
+        self,
+        function: Function,
+        leaves: Leaves,
+        targets: Sequence[Target | None],
+        world: World,
+    ) -> Sequence[Target | None]:
+        """Those on the mesh are resharded by the program."""
+        mesh = self.region(function, world).mesh
+        elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
+        faults = [
+            replace(fault, path=function.readable(name_of(leaves.paths[i])))
+            for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
+            if elsewhere[i]
+            for fault in self.unmovable(x, target)
+        ]
+        if faults:
+            raise PlacementError(faults)
+        return [to if away else None for to, away in zip(targets, elsewhere, strict=True)]
+
+    def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
+        """Why an array that is not on the mesh is not moved there."""
+        if (
+            kind_of(x) is not Kind.DEVICE
+            or not x.committed
+            or (target is not None and self.reshard)
+        ):
+            return
+        reason = f"it is elsewhere, at {x.sharding}"
+        if target is None:
+            request, mend = "None: split as it lies", "write a PartitionSpec"
+        else:
+            request, mend = f"{spec_in(target)}", "leave out reshard=False"
+            reason += ", and reshard=False"
+        yield Fault("", x.shape, request, reason, f"move it before, or {mend}")
+
+    def missing_own(
+        self, function: Function, own: Sequence[Any], world: World
+    ) -> Sequence[Target | None]:
+        mesh = self.region(function, world).mesh
+        whole = NamedSharding(mesh, PartitionSpec())
+        return [None if _is_on(mesh, x) else whole for x in own]
+
+
+def _show_types(mesh: AnyMesh) -> str:
+    return "(" + ", ".join(kind.name for kind in mesh.axis_types) + ")"
+
+
+def spec_in(target: Any) -> PartitionSpec:
+    """Of a target that `Region` has found to fit."""
+    return target.spec
+
+
+def _is_on(mesh: AnyMesh, x: Any) -> bool:
+    """Whether an array is on this mesh, however it is split."""
+    here = x.sharding if kind_of(x) is Kind.DEVICE else sharding_under(x)
+    if not isinstance(here, NamedSharding) or here.mesh != mesh:
+        return False
+    return here.memory_kind in (None, _memory_of(mesh))
+
+
+@functools.lru_cache(maxsize=64)
+def _memory_of(mesh: AnyMesh) -> str:
+    return default_memory_kind(NamedSharding(mesh, PartitionSpec()))

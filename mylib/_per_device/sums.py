@@ -1,0 +1,278 @@
+"""Finds gradients that are summed over the devices twice: by JAX, as the parameters are the same on
+all of them, and by the user's own `psum` or `pmean`.
+
+The program is read once, from top to bottom. Each value gets a set of marks, which say how it has
+come about:
+
+- `CONSTANT`: from constants alone, `ZERO`: from zeros.
+- `LOCAL(axis)`: the cotangent of a loss that differs between the devices along an axis. `jax.grad`
+  begins with a 1 that is cast to varying; this is where the mark comes from.
+- `SHARED(axis)`: the cotangent of a loss that is the same on all devices. In the transposed program
+  it is cast to varying, where the loss was summed or averaged.
+- `SUM(axis)`: a cotangent that JAX has summed over an axis, and the gradients that result from it.
+- `CAST(axis)`: a gradient with that mark, cast to varying, which `psum` and `pmean` do first.
+
+A value without marks is anything else. Wherever it isn't certain what a value is, its marks are
+dropped, so that no warning is wrong.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from .._compat import (
+    Pass,
+    UnknownParameter,
+    axes_of_cast_or_sum,
+    names,
+    opened,
+    pass_of,
+    scan_sizes,
+    while_body,
+)
+from .._errors import SummedTwiceWarning, warn
+from .._programs import is_opaque, jaxprs_in, parts_of
+from .hazards import axes_named_by, where
+
+Mark = tuple[str, Any]
+Marks = frozenset[Mark]
+
+CONSTANT: Mark = ("constant", None)
+ZERO: Mark = ("zero", None)
+NONE: Marks = frozenset()
+
+# Equations with a program that is given what they are given themselves.
+_CALLS = (
+    names.CLOSED_CALL,
+    names.CUSTOM_JVP_CALL,
+    names.CUSTOM_VJP_CALL,
+    names.CUSTOM_VMAP_CALL,
+    names.EVAL_JAXPR,
+    names.JIT,
+    names.REMAT,
+    names.SHARD_MAP,
+)
+_SUMS = (names.PSUM, names.REDUCE_SCATTER)
+# Those that repeat their programs, or choose between them.
+_BRANCHING = (names.COND, names.SCAN, names.WHILE)
+
+
+def summed_twice(program: Any) -> list[tuple[Any, str]]:
+    """Each axis over which a gradient is summed twice, with the place of the second sum, in a
+    program of `shard_map` given as a jaxpr.
+    """
+    if not _has_candidates(program):
+        return []
+    jaxpr = opened(program)
+    reader = _Reader()
+    try:
+        reader.read(jaxpr, [NONE] * len(jaxpr.invars), Pass.NONE)
+    except UnknownParameter:
+        return []  # a JAX newer than this: a warning must not cost the result
+    return list(dict.fromkeys(reader.found))
+
+
+def warn_of_sums(name: str, program: Any) -> None:
+    """Warns of each of them, in the function called `name`."""
+    for axis, place in summed_twice(program):
+        warn(
+            f"{name}: a gradient is summed over {axis!r} twice. The parameters are the same on all "
+            f"devices along {axis!r}, so JAX has summed their gradient already when it reaches the "
+            f"psum, pmean or psum_scatter {place}. A pmean leaves that sum as it is, the others "
+            f"multiply it by the number of devices.\n    instead: take the gradient with respect "
+            f"to mylib.vary(parameters, {axis!r}), or replace the psum or pmean by a division by "
+            f"jax.lax.axis_size({axis!r})",
+            SummedTwiceWarning,
+        )
+
+
+def _has_candidates(program: Any) -> bool:
+    """Whether there are two sums at all, one of which may be JAX's own; most programs have none."""
+    equations = (eqn for part in parts_of(program) for eqn in opened(part).eqns)
+    return sum(eqn.primitive.name in _SUMS for eqn in equations) > 1
+
+
+class _Reader:
+    def __init__(self):
+        self.found: list[tuple[Any, str]] = []
+        self._known: dict[Any, tuple[list[Marks], list[tuple[Any, str]]]] = {}
+
+    def read(self, jaxpr: Any, given: list[Marks], around: Pass) -> list[Marks]:
+        """The marks of the results of a program whose arguments have these."""
+        # What is called several times alike is read once. (The jaxpr is part of the program, so
+        # that its id stays its own.)
+        key = id(jaxpr), tuple(given), around
+        if key in self._known:
+            results, found = self._known[key]
+            self.found += found
+        else:
+            before = len(self.found)
+            results = self._read(jaxpr, given, around)
+            self._known[key] = results, self.found[before:]
+        return results
+
+    def _read(self, jaxpr: Any, given: list[Marks], around: Pass) -> list[Marks]:
+        # If JAX counts otherwise some day, values go without marks; nothing raises.
+        marks: dict[int, Marks] = dict(zip(map(id, jaxpr.invars), given, strict=False))
+
+        def of(x: Any) -> Marks:
+            return _of_literal(x) if isinstance(x, Literal) else marks.get(id(x), NONE)
+
+        for eqn in jaxpr.eqns:
+            made = self._made_by(eqn, list(map(of, eqn.invars)), pass_of(eqn, around))
+            for x, its in zip(eqn.outvars, made, strict=False):
+                if its:
+                    marks[id(x)] = its
+        return list(map(of, jaxpr.outvars))
+
+    def _made_by(self, eqn: Any, given: list[Marks], within: Pass) -> list[Marks]:
+        name = eqn.primitive.name
+        inner = [] if name in names.KERNELS else list(map(opened, jaxprs_in(eqn)))
+        if name in _CALLS and inner and len(inner[0].invars) == len(given):
+            return self.read(inner[0], given, within)
+        if name in _BRANCHING:
+            return self._made_by_branches(eqn, inner, given, within)
+        for jaxpr in inner:
+            self.read(jaxpr, [NONE] * len(jaxpr.invars), within)
+        if is_opaque(eqn):
+            return [NONE] * len(eqn.outvars)
+        if name == names.BARRIER:
+            return given
+        transposed = within is Pass.TRANSPOSED
+        if name == names.PVARY:
+            marks = _cast(given[0], axes_of_cast_or_sum(eqn), within)
+        elif name == names.PSUM and transposed:
+            marks = _summed_by_jax(given[0], axes_of_cast_or_sum(eqn))
+        elif name in _SUMS:
+            marks = self._summed_by_user(eqn, given[0], axes_named_by(eqn))
+        elif given and all(CONSTANT in its for its in given):
+            marks = _joined(given, _union)
+        elif transposed:
+            # Linear in what it is given, or in one of two; the other ones have no marks.
+            marks = _union(given) - {CONSTANT, ZERO}
+            marks |= {("shared", axis) for axis in axes_named_by(eqn)}
+        else:
+            marks = _of_gradients(eqn, given)
+        return [marks] * len(eqn.outvars)
+
+    def _made_by_branches(
+        self, eqn: Any, inner: list[Any], given: list[Marks], within: Pass
+    ) -> list[Marks]:
+        name = eqn.primitive.name
+        if name == names.COND:
+            results = [self.read(branch, given[1:], within) for branch in inner]
+            return [_joined(its, _meet(within)) for its in zip(*results, strict=False)]
+        if name == names.SCAN:
+            constants, carried = scan_sizes(eqn)
+            start = constants + carried
+            parts = given[:constants], given[constants:start], given[start:]
+            return self._repeat(inner[0], *parts, within)
+        # A while loop: its condition's constants come first, then those of its body.
+        carried = len(given) - len(eqn.outvars)
+        body = opened(while_body(eqn))
+        start = carried + len(eqn.outvars) - len(body.invars)
+        return self._repeat(body, given[start:carried], given[carried:], [], within)
+
+    def _repeat(
+        self,
+        body: Any,
+        constants: list[Marks],
+        carried: list[Marks],
+        rest: list[Marks],
+        within: Pass,
+    ) -> list[Marks]:
+        """The marks that hold for every turn of a loop."""
+        meet = _meet(within)
+        while True:
+            found = len(self.found)
+            results = self.read(body, constants + carried + rest, within)
+            after = [_joined(its, meet) for its in zip(carried, results, strict=False)]
+            if after == carried:
+                return after + results[len(carried) :]
+            del self.found[found:]
+            carried = after
+
+    def _summed_by_user(self, eqn: Any, marks: Marks, axes: Iterable[Any]) -> Marks:
+        twice = sorted((axis for axis in axes if ("cast", axis) in marks), key=str)
+        self.found += [(axis, where(eqn)) for axis in twice]
+        return marks - {(kind, axis) for kind, axis in marks if axis in twice or axis is None}
+
+
+def _of_literal(x: Any) -> Marks:
+    is_zero = jnp.issubdtype(x.aval.dtype, jnp.number) and x.aval.shape == () and not x.val
+    return frozenset({CONSTANT, ZERO} if is_zero else {CONSTANT})
+
+
+def _cast(marks: Marks, axes: Iterable[Any], within: Pass) -> Marks:
+    for axis in axes:
+        summed = ("sum", axis)
+        if summed in marks:
+            kind = "local" if within is Pass.TRANSPOSED else "cast"
+            marks = marks - {summed} | {(kind, axis)}
+        elif within is Pass.TRANSPOSED and ZERO not in marks:
+            marks |= {("shared", axis)}
+        elif within is Pass.NONE and CONSTANT in marks and ZERO not in marks:
+            marks |= {("local", axis)}
+    return marks
+
+
+def _summed_by_jax(marks: Marks, axes: Iterable[Any]) -> Marks:
+    for axis in axes:
+        local, shared = ("local", axis) in marks, ("shared", axis) in marks
+        marks -= {("local", axis), ("shared", axis)}
+        if local and not shared:
+            marks |= {("sum", axis)}
+    return marks - {CONSTANT, ZERO}
+
+
+def _of_gradients(eqn: Any, given: list[Marks]) -> Marks:
+    """The marks of a gradient that are left after an operation on it."""
+    name = eqn.primitive.name
+    if name in names.LINEAR_IN_ONE or (name == names.REDUCE_SUM and eqn.outvars[0].aval.shape):
+        return _gradient(given[0])
+    if name in names.LINEAR_IN_ALL:
+        return _gradient(_joined(given, _intersection))
+    if name == names.SELECT:
+        return _scaled(_joined(given[1:], _intersection), given[0])
+    if name == names.DIV:
+        return _scaled(given[0], given[1])
+    if name == names.MUL:
+        return _scaled(*given) | _scaled(*reversed(given))
+    return NONE
+
+
+def _scaled(marks: Marks, scale: Marks) -> Marks:
+    """A sum may be multiplied by anything that is the same on all devices, as it is itself; after
+    the cast to varying only by constants.
+    """
+    if CONSTANT in scale:
+        return _gradient(marks)
+    return frozenset(m for m in marks if m[0] == "sum") - scale
+
+
+def _gradient(marks: Marks) -> Marks:
+    return frozenset(m for m in marks if m[0] in ("sum", "cast"))
+
+
+def _union(several: Iterable[Marks]) -> Marks:
+    return NONE.union(*several)
+
+
+def _intersection(several: Iterable[Marks]) -> Marks:
+    first, *others = several
+    return first.intersection(*others)
+
+
+def _meet(within: Pass) -> Callable[[Iterable[Marks]], Marks]:
+    return _union if within is Pass.TRANSPOSED else _intersection
+
+
+def _joined(given: Iterable[Marks], join: Callable[[Iterable[Marks]], Marks]) -> Marks:
+    """Constants take nothing from what they are joined with."""
+    several = list(given)
+    others = [marks for marks in several if CONSTANT not in marks]
+    if others:
+        return join(others)
+    return _union(several) if all(ZERO in its for its in several) else _union(several) - {ZERO}

@@ -1,0 +1,199 @@
+"""Why a target doesn't fit an array, a mesh, or the code around: (reason, mend) for each fault."""
+
+import difflib
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .context import World
+from .shardings import (
+    AnyMesh,
+    Target,
+    axes_in,
+    axis_names,
+    axis_types,
+    entries_of,
+    has_partial_sums,
+    mesh_in_force,
+    same_axes,
+    sharding_of,
+)
+
+
+def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
+    names = [name for entry in entries_of(spec) for name in axis_names(entry)]
+    for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
+        if name not in mesh.axis_names:
+            close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
+            yield (
+                f"{show_mesh(mesh)} has no axis {name!r}",
+                f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}",
+            )
+        elif names.count(name) > 1:
+            yield f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
+    yield from unfit_partial_sums(spec, mesh)
+    if PartitionSpec.UNCONSTRAINED in entries_of(spec) and AxisType.Auto not in mesh.axis_types:
+        yield (
+            f"{show_mesh(mesh)} has no Auto axis, so the compiler chooses for no dimension",
+            "write the axes, or None, in place of UNCONSTRAINED",
+        )
+
+
+def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
+    """Why the axes that `spec` names as unreduced or reduced can't be so over this mesh."""
+    for role, names in (("unreduced", spec.unreduced), ("reduced", spec.reduced)):
+        types = axis_types(mesh) if names else {}
+        # JAX reshards to these only where no axis of the mesh is of another type.
+        others = sorted(name for name in types if types[name] != AxisType.Explicit)
+        if others:
+            kinds = ", ".join(f"{name!r} is {types[name].name}" for name in others)
+            yield (
+                f"an array can be {role} only over a mesh whose axes are all Explicit, and of "
+                f"{show_mesh(mesh)} {kinds}",
+                f"make the mesh with axis_types=(AxisType.Explicit,) * {len(types)}, or leave out "
+                f"{role}=",
+            )
+
+
+def unfit_dtype(target: Target, x: Any) -> Iterator[tuple[str, str]]:
+    sharding = sharding_of(target)
+    if has_partial_sums(sharding) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        yield "keys can't be added up", "leave out unreduced= and reduced="
+
+
+def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    sharding = sharding_of(target)
+    if not isinstance(sharding, NamedSharding):
+        try:
+            sharding.shard_shape(shape)
+        except ValueError as error:
+            yield f"the sharding does not fit: {error}", "give a sharding for this shape"
+        return
+    if len(sharding.spec) > len(shape):
+        yield from unfit_rank(sharding.spec, shape)
+        return
+    for dim, entry in enumerate(entries_of(sharding.spec)):
+        parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
+        # A symbolic size, as in `jax.export`, is left to the program that it comes to stand in.
+        if isinstance(shape[dim], int) and shape[dim] % parts:
+            yield (
+                f"dimension {dim} of size {shape[dim]} does not divide into the {parts} parts of "
+                f"{entry!r}",
+                f"pad it to {-(-shape[dim] // parts) * parts}, shard another dimension, or write "
+                "None for this one",
+            )
+
+
+def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    if len(spec) > len(shape):
+        yield (
+            f"the spec has {len(spec)} entries, for an array of rank {len(shape)}",
+            f"give at most {len(shape)}",
+        )
+
+
+def unfit_layout(layout: Any, x: Any) -> Iterator[tuple[str, str]]:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        yield "the layout of typed keys can't be chosen", "give the sharding alone"
+    elif not isinstance(layout, Layout):
+        yield (
+            "the layout is AUTO, and the compiler has nothing here to choose by",
+            "write a Layout, or give the sharding alone",
+        )
+    elif sorted(layout.major_to_minor) != list(range(len(x.shape))):
+        yield (
+            f"the layout orders the dimensions {layout.major_to_minor} and the array has "
+            f"{tuple(range(len(x.shape)))}",
+            "name each dimension once, from the major to the minor one",
+        )
+
+
+def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[tuple[str, str]]:
+    if not isinstance(sharding, NamedSharding):
+        if world.manual_axes or (size is not None and size != len(sharding.device_set)):
+            yield (
+                f"this code runs on {size or 'several'} devices at once",
+                "move the array before or after the transformed function, or name mesh axes",
+            )
+        return
+    spec = entries_of(sharding.spec)
+    for axis in [n for entry in spec for n in axis_names(entry) if n in world.manual_axes]:
+        yield (
+            f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",
+            "leave it out of the spec; shard over it by `in_specs` and `out_specs`",
+        )
+    mesh = sharding.mesh
+    if size is None and isinstance(mesh, AbstractMesh):
+        yield (
+            "an abstract mesh has no devices, and nothing here says on which this code runs",
+            "pass a `jax.sharding.Mesh`, or call this under `jax.set_mesh(mesh)`",
+        )
+    elif size is not None and size != mesh.size:
+        yield (
+            f"this code runs on {size} devices and {show_mesh(mesh)} has {mesh.size}",
+            "constrain to the mesh of the computation, or move the array outside of it",
+        )
+    elif (
+        isinstance(mesh, Mesh)
+        and world.devices is not None
+        and tuple(mesh.devices.flat) != tuple(world.devices.devices.flat)
+    ):
+        yield (
+            f"{show_mesh(mesh)} is over other devices, or in another order, than the mesh in "
+            "force here",
+            "constrain to the mesh of `jax.set_mesh`, or move the array outside of this function",
+        )
+    if (
+        world.mesh.are_all_axes_explicit
+        and AxisType.Auto in mesh.axis_types
+        and not same_axes(mesh, world.mesh)
+    ):
+        yield (
+            f"{show_mesh(mesh)} has Auto axes, and the mesh in force here has only Explicit ones",
+            f"constrain to {show_mesh(world.mesh)}, which is in force",
+        )
+    yield from unfit_partial_sums(sharding.spec, mesh_in_force(mesh, world))
+    types = axis_types(mesh_in_force(mesh, world))
+    explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
+    for name in sorted(explicit & world.spmd_axes):
+        yield (
+            f"spmd_axis_name={name!r} is an Explicit axis, and JAX forgets it when resharding",
+            "split the batch over it outside of vmap, or make the axis Auto",
+        )
+    for name in sorted(explicit & world.batch_axes & axes_in(sharding.spec)):
+        yield (
+            f"the batch of a surrounding vmap is split over {name!r} already",
+            "leave that axis out of the spec, or place the batch otherwise outside of vmap",
+        )
+    for entry in spec:
+        kinds = [types[name] for name in axis_names(entry)]
+        if _auto_before_explicit(kinds):
+            yield (
+                f"{entry!r} nests an Explicit axis inside an Auto one",
+                "put the Explicit axes first in that dimension",
+            )
+
+
+def _auto_before_explicit(kinds: list[AxisType]) -> bool:
+    if AxisType.Auto not in kinds:
+        return False
+    return AxisType.Explicit in kinds[kinds.index(AxisType.Auto) :]
+
+
+def show(entry: Any, mesh: AnyMesh | None) -> str:
+    if isinstance(entry, PartitionSpec):
+        return f"{entry}" if mesh is None else f"{entry} over {show_mesh(mesh)}"
+    if isinstance(entry, NamedSharding):
+        kind = "" if entry.memory_kind is None else f" in {entry.memory_kind} memory"
+        return f"{entry.spec} over {show_mesh(entry.mesh)}{kind}"
+    return entry.__qualname__ if inspect.isfunction(entry) else repr(entry)
+
+
+def show_mesh(mesh: AnyMesh) -> str:
+    return "mesh (" + ", ".join(f"{n!r}: {s}" for n, s in mesh.shape.items()) + ")"

@@ -1,0 +1,77 @@
+"""What surrounds a call: whether it is eager or staged, and which mesh is in force."""
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from .._compat import current_trace, is_eager, is_staged_trace, mesh_with_devices, vmapped_axes
+
+
+@dataclass(frozen=True)
+class World:
+    """What surrounds a call.
+
+    `mesh` carries the axis names, sizes and types that are in force here (empty outside any mesh);
+    `devices` is the same mesh with its devices, where they are known.
+    """
+
+    staged: bool
+    mesh: AbstractMesh
+    devices: Mesh | None
+    # Whether no transformation, not even an eager one, surrounds the call: only then does JAX allow
+    # `jax.set_mesh`.
+    clean: bool = False
+    # The mesh axes that a surrounding `vmap` splits its batch over: because the batch came so, on
+    # Explicit axes, and because of `spmd_axis_name`.
+    batch_axes: frozenset[Any] = frozenset()
+    spmd_axes: frozenset[Any] = frozenset()
+
+    @property
+    def manual_axes(self) -> frozenset[str]:
+        """The axes over which a surrounding `shard_map` has already split the arrays."""
+        return frozenset(
+            name
+            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
+            if kind == AxisType.Manual
+        )
+
+    def size_at(self, x: jax.Array) -> int | None:
+        """On how many devices the program runs that `x` is a value of, if that is known. Constants
+        say nothing: they are copied into whatever program uses them.
+        """
+        mesh = self.mesh
+        if mesh.empty and isinstance(x, Tracer):
+            mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty:
+            return mesh.size
+        return None if self.devices is None else self.devices.size
+
+
+def current_world() -> World:
+    mesh, concrete, trace = jax.sharding.get_abstract_mesh(), mesh_with_devices(), current_trace()
+    if is_eager(trace):
+        return _eager_world(mesh, concrete)
+    batches = list(vmapped_axes(trace))
+    return World(
+        staged=is_staged_trace(trace),
+        batch_axes=_named(batch.explicit_mesh_axis for batch in batches),
+        spmd_axes=_named(batch.spmd_name for batch in batches),
+        mesh=mesh,
+        devices=None if concrete.empty else concrete,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _eager_world(mesh: AbstractMesh, concrete: Mesh) -> World:
+    """The world of every call that no transformation surrounds; most ask for nothing else."""
+    return World(staged=False, mesh=mesh, devices=None if concrete.empty else concrete, clean=True)
+
+
+def _named(axes: Iterable[Any]) -> frozenset[Any]:
+    names = [axis if isinstance(axis, tuple | list) else (axis,) for axis in axes]
+    return frozenset(name for group in names for name in group if name is not None)

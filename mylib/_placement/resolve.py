@@ -1,0 +1,369 @@
+"""What a placement may be, and `resolve`: one target for every array leaf, or every fault."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.experimental.layout import Format
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+    SingleDeviceSharding,
+)
+from jaxtyping import PyTree
+
+from .._errors import Fault, PlacementError
+from .._tree import MISFIT, Kind, Leaf, Leaves, canonical_dtype, name_of, split, spread_prefix
+from .checks import (
+    show,
+    show_mesh,
+    unfit_dtype,
+    unfit_layout,
+    unfit_partial_sums,
+    unfit_shape,
+    unfit_spec,
+    unfit_staged,
+)
+from .context import World, current_world
+from .shardings import AnyMesh, Target, has_partial_sums, sharding_of
+
+
+class _Pass:
+    def __repr__(self) -> str:
+        return "PASS"
+
+
+PASS: Final = _Pass()
+"""What a rule returns for a leaf on which it has no opinion."""
+
+Rule = Callable[[Leaf], Any]
+Placement = jax.Device | Sharding | Format | PartitionSpec | Rule | None
+"""What may be said about where an array goes: a device, a `jax.sharding.Sharding`, a `Format`, a
+`PartitionSpec` (over the mesh that is given, or that of `jax.set_mesh`), a rule (a callable from
+[`mylib.Leaf`][] to any of these), or None to leave the array alone. Every verb also takes a PyTree
+prefix of these.
+"""
+
+# Why a leaf can't be placed, before it is known which leaf: (request, reason, mend).
+Complaint = tuple[str, str, str]
+Verdict = tuple[Target | None, list[Complaint]]
+Refusal = Callable[[Target], Iterator[tuple[str, str]]]
+Fit = Callable[[Target, tuple[int, ...]], Iterator[tuple[str, str]]]
+
+
+def resolve(
+    tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
+) -> PyTree[Any]:
+    """Works out where every array of a tree is to go, and moves nothing.
+
+    This is what every verb does first. Only shapes and dtypes are read, so an abstract tree
+    (`equinox.filter_eval_shape`) does as well as a concrete one.
+
+    **Arguments:**
+
+    - `tree`: any PyTree.
+    - `placement`: a device, sharding, `Format`, `PartitionSpec`, None, a rule, or a PyTree prefix
+        of those.
+    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+
+    **Returns:**
+
+    A PyTree of the structure of `tree`, with a `jax.sharding.Sharding` or `Format` for every array
+    leaf that is to be placed and None for all others. It is itself a placement.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][], naming every leaf whose placement can't be had.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        targets = mylib.resolve({"x": jnp.zeros((16, 3)), "name": "x"}, P("data"), mesh=mesh)
+        assert targets == {"x": NamedSharding(mesh, P("data")), "name": None}
+        ```
+    """
+    leaves = split(tree)
+    return leaves.fill(resolve_leaves(leaves, placement, mesh, current_world()))
+
+
+def resolve_leaves(
+    leaves: Leaves,
+    placement: PyTree[Placement],
+    mesh: AnyMesh | None,
+    world: World,
+    refuse: Refusal | None = None,
+) -> list[Target | None]:
+    """`resolve` on a flattened tree. `refuse` yields (reason, mend) for a target that the calling
+    verb can't serve.
+    """
+    decision = decide(leaves, placement, mesh, world, refuse)
+    if decision.faults:
+        raise PlacementError(decision.faults)
+    return decision.targets
+
+
+@dataclass
+class Decision:
+    """What was asked for each array leaf and what came of it; `mesh` is what specs refer to."""
+
+    entries: list[Any]
+    targets: list[Target | None]
+    faults: list[Fault]
+    faulty: set[int]
+    mesh: AnyMesh | None
+
+
+def decide(
+    leaves: Leaves,
+    placement: PyTree[Placement],
+    mesh: AnyMesh | None,
+    world: World,
+    refuse: Refusal | None = None,
+    fit: Fit = unfit_shape,
+) -> Decision:
+    """`resolve_leaves`, but for raising: what it finds wrong is part of the answer. `fit` yields
+    (reason, mend) for a target that an array of this shape can't have.
+    """
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
+        raise PlacementError([Fault("", None, f"mesh={mesh!r}", reason, mend)])
+    if not leaves.positions:
+        _refuse_arrays(placement)
+    entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
+    return _Resolver(leaves, mesh, world, refuse, fit).run(entries, misfits)
+
+
+def _refuse_arrays(placement: Any) -> None:
+    """Of a tree without arrays nothing is placed, whatever the placement; but with arrays in it the
+    placement is the tree.
+    """
+    found = next(iter(split(placement).arrays), None)
+    if found is not None:
+        request = f"a placement with arrays in it, the first of shape {tuple(found.shape)}"
+        reason = "the tree has no array, and an array is not a placement"
+        mend = "the tree comes first: filter_shard(tree, placement)"
+        raise PlacementError([Fault("", None, request, reason, mend)])
+
+
+def ask(rule: Rule, leaf: Leaf) -> Any:
+    """What a rule answers."""
+    # Equinox's own way to say "the arrays, not the rest" would take a `Leaf` for the rest.
+    return rule.axis if isinstance(rule, eqx.if_array) else rule(leaf)
+
+
+def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
+    """What a rule is asked about."""
+    x = leaves.arrays[i]
+    return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, leaves.walker)
+
+
+def is_placement_leaf(x: Any) -> bool:
+    if x is None or isinstance(x, PartitionSpec | Sharding | jax.Device | Format):
+        return True
+    return is_rule(x)
+
+
+def is_rule(x: Any) -> bool:
+    # A registered node that happens to be callable, such as a Module of shardings, is a prefix; and
+    # a mesh can be called because it is a decorator.
+    return callable(x) and not isinstance(x, Mesh) and jtu.all_leaves([x])
+
+
+class _Resolver:
+    """One `resolve`: what it was asked, and what it has found out so far."""
+
+    def __init__(
+        self,
+        leaves: Leaves,
+        mesh: AnyMesh | None,
+        world: World,
+        refuse: Refusal | None,
+        fit: Fit,
+    ):
+        self.leaves = leaves
+        self.world = world
+        self.refuse = refuse
+        self.fit = fit
+        self.mesh = _mesh_of_specs(mesh, world)
+        self.mesh_given = mesh is not None
+        self.asked: dict[int, tuple[Any, list[Leaf]]] = {}
+        # Trees repeat themselves, so each pair of a placement and a shape is judged once. Keyed by
+        # identity, since hashing a sharding costs more; what is keyed so is kept alive.
+        self.verdicts: dict[Any, Verdict] = {}
+        self.alive: list[Any] = []
+        # Rules write the same few specs over and over.
+        self.specs: dict[PartitionSpec, PartitionSpec] = {}
+
+    def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
+        faults, faulty = list(misfits), set[int]()
+        targets: list[Target | None] = []
+        verdicts = self.verdicts
+        for i, (x, kind, entry) in enumerate(
+            zip(self.leaves.arrays, self.leaves.kinds, entries, strict=True)
+        ):
+            if entry is None or entry is MISFIT:
+                targets.append(None)
+                if entry is MISFIT:
+                    faulty.add(i)
+                continue
+            verdict = verdicts.get((id(entry), kind, x.shape)) or self.judge(i, x, kind, entry)
+            target, complaints = verdict
+            targets.append(target)
+            if complaints:
+                faulty.add(i)
+                name = name_of(self.leaves.paths[i])
+                faults += [Fault(name, tuple(x.shape), *complaint) for complaint in complaints]
+        for rule, seen in self.asked.values():
+            faults += faults_of(rule, seen)
+        return Decision(entries, targets, faults, faulty, self.mesh)
+
+    def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
+        asked: list[Any] = []
+        while is_rule(entry):
+            if any(entry is rule for rule in asked):
+                return None, [(repr(entry), "the rule answers with itself", "return a placement")]
+            asked.append(entry)
+            entry = self.ask(i, entry)
+        if entry is None:
+            return None, []
+        written, size, key = entry, None, (id(entry), kind, x.shape)
+        if self.world.staged or isinstance(entry, Format):
+            # More counts here than the shape: the mesh of a traced value, the dtype for a layout.
+            abstract = kind is Kind.ABSTRACT
+            size = self.world.size_at(x) if self.world.staged and not abstract else None
+            key = (*key, size, x.dtype)
+        if asked and self.mesh is None and isinstance(entry, PartitionSpec):
+            # There is no mesh by which the rule could have chosen, so what it says is the user's.
+            written = asked[0]
+            key = (*key, id(written))
+        verdict = self.verdicts.get(key)
+        if verdict is None:
+            verdict = self.try_target(entry, written, x, kind, size)
+            # The dtype counts for what is to be added up, too, which is rare.
+            if not has_partial_sums(entry):
+                self.alive += [entry, written]
+                self.verdicts[key] = verdict
+        return verdict
+
+    def ask(self, i: int, rule: Rule) -> Any:
+        leaf = leaf_at(self.leaves, i, self.mesh)
+        self.asked.setdefault(id(rule), (rule, []))[1].append(leaf)
+        try:
+            answer = ask(rule, leaf)
+        except Exception as error:
+            error.add_note(f"(raised by the rule {rule!r} for the leaf {name_of(leaf.path)})")
+            raise
+        return self.specs.setdefault(answer, answer) if type(answer) is PartitionSpec else answer
+
+    def try_target(self, entry: Any, written: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
+        try:
+            target = self.target(entry)
+        except _Misfit as misfit:
+            return None, self.complaints(written, misfit.reasons)
+        reasons = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
+        reasons = reasons or list(self.fit(target, tuple(x.shape)))
+        reasons += unfit_dtype(target, x)
+        if isinstance(target, Format) and target.layout is not None:
+            reasons = reasons or list(unfit_layout(target.layout, x))
+        return target, self.complaints(written, reasons) if reasons else []
+
+    def complaints(self, entry: Any, reasons: Iterable[tuple[str, str]]) -> list[Complaint]:
+        request = show(entry, self.mesh)
+        return [(request, reason, mend) for reason, mend in reasons]
+
+    def target(self, entry: Any) -> Target:
+        if isinstance(entry, PartitionSpec):
+            return NamedSharding(self.checked_mesh(entry), entry)
+        if isinstance(entry, jax.Device):
+            if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
+                raise _Misfit(
+                    (f"that device is not in {show_mesh(self.mesh)}", "leave out `mesh=`")
+                )
+            return SingleDeviceSharding(entry)
+        if isinstance(entry, Format) and not isinstance(entry.sharding, Sharding):
+            raise _Misfit(("the format says no sharding", "write Format(layout, sharding)"))
+        if not isinstance(entry, Sharding | Format):
+            raise _Misfit(_not_a_placement(entry))
+        sharding = sharding_of(entry)
+        if has_partial_sums(sharding) and isinstance(sharding, NamedSharding):
+            reasons = list(unfit_partial_sums(sharding.spec, sharding.mesh))
+            if reasons:
+                raise _Misfit(*reasons)
+        return entry
+
+    def checked_mesh(self, spec: PartitionSpec) -> AnyMesh:
+        mesh = self.mesh
+        if mesh is None:
+            raise _Misfit(
+                (
+                    "a PartitionSpec needs a mesh, and there is none here",
+                    "pass `mesh=`, or call this under `jax.set_mesh(mesh)`",
+                )
+            )
+        reasons = list(unfit_spec(spec, mesh))
+        if reasons:
+            raise _Misfit(*reasons)
+        return mesh
+
+    def unfit_world(self, target: Target, size: int | None) -> Iterator[tuple[str, str]]:
+        """What this target can't be asked for here, though it would be right elsewhere."""
+        sharding = sharding_of(target)
+        if self.world.staged:
+            yield from unfit_staged(sharding, self.world, size)
+        elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
+            yield (
+                "an abstract mesh has no devices to put an array on",
+                "pass a `jax.sharding.Mesh`, or give abstract leaves (`jax.ShapeDtypeStruct`)",
+            )
+        if self.refuse is not None:
+            yield from self.refuse(target)
+
+
+class _Misfit(Exception):
+    def __init__(self, *reasons: tuple[str, str]):
+        self.reasons = reasons
+
+
+def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
+    """What a rule that can tell finds wrong, having been asked about these leaves."""
+    find = getattr(rule, "faults", None)
+    if find is None:
+        return []
+    found = find(leaves)
+    return [
+        fault
+        if isinstance(fault, Fault)
+        else Fault("", None, repr(rule), fault, "mend the rule, or drop that part of it")
+        for fault in ([found] if isinstance(found, str) else found)
+    ]
+
+
+def _mesh_of_specs(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
+    if mesh is not None:
+        return mesh
+    if world.staged and not world.mesh.empty:
+        return world.mesh
+    return world.devices if world.mesh.empty or world.devices is not None else world.mesh
+
+
+def _not_a_placement(entry: Any) -> tuple[str, str]:
+    if entry is PASS:
+        return (
+            "the rule has no opinion on this leaf, and no other rule follows it",
+            "return a placement: None to leave the leaf alone, P() to replicate it",
+        )
+    if isinstance(entry, str):
+        return "an axis name is not a placement", f"write PartitionSpec({entry!r})"
+    if isinstance(entry, Mesh | AbstractMesh):
+        return "a mesh is not a placement", "pass it as `mesh=`, with a PartitionSpec"
+    return (
+        f"an object of type {type(entry).__name__} is not a placement",
+        "give a device, a Sharding, a Format, a PartitionSpec, None or a rule",
+    )

@@ -1,0 +1,163 @@
+"""Targets: what a placement comes down to for one leaf, and what can be read off one."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import jax
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .._compat import is_compile_only
+from .context import World
+
+AnyMesh = Mesh | AbstractMesh
+Target = Sharding | Format
+"""What a placement comes down to for one array: a `jax.sharding.Sharding`, or a `Format` where a
+layout was asked for.
+"""
+T = TypeVar("T", bound=Target)
+
+
+def sharding_of(target: Target) -> Sharding:
+    if isinstance(target, Format):
+        assert isinstance(target.sharding, Sharding)
+        return target.sharding
+    return target
+
+
+def axis_names(entry: Any) -> tuple[Any, ...]:
+    """The mesh axes that one entry of a `PartitionSpec` names."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
+
+
+def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+    # Going over the spec itself is refused where it names unreduced or reduced axes.
+    return tuple(spec.partitions)
+
+
+def axes_in(spec: PartitionSpec) -> set[Any]:
+    return {name for entry in entries_of(spec) for name in axis_names(entry)}
+
+
+def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
+    # With the axes that it names as unreduced or reduced, and whatever else it says of them.
+    return spec.update(partitions=tuple(entries))
+
+
+def has_partial_sums(placement: Any) -> bool:
+    """Whether a spec, or a sharding with one, names axes as unreduced: each device has a part of a
+    sum. Also if it names them as reduced: then each has a part of the gradient's.
+    """
+    spec = placement.spec if isinstance(placement, NamedSharding) else placement
+    return isinstance(spec, PartitionSpec) and bool(spec.unreduced or spec.reduced)
+
+
+def without_partial_sums(sharding: NamedSharding) -> NamedSharding:
+    return sharding.update(spec=PartitionSpec(*entries_of(sharding.spec)))
+
+
+def fill_free(wanted: T, here: Sharding | None, ndim: int) -> T:
+    """`wanted` with its UNCONSTRAINED dimensions as they are in `here`, as far as the axes are not
+    taken: outside of a compiled program nobody else chooses for them.
+    """
+    filled: Any = wanted
+    if isinstance(wanted, Format):
+        filled = Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
+    elif isinstance(wanted, NamedSharding) and PartitionSpec.UNCONSTRAINED in entries_of(
+        wanted.spec
+    ):
+        current = spec_over(wanted.mesh, here, ndim)
+        taken = axes_in(wanted.spec)
+        entries = [
+            tuple(name for name in axis_names(now) if name not in taken) or None
+            if entry is PartitionSpec.UNCONSTRAINED
+            else entry
+            for entry, now in zip(entries_of(wanted.spec), current, strict=False)
+        ]
+        filled = wanted.update(spec=with_entries(wanted.spec, entries))
+    return filled
+
+
+def spec_over(mesh: AnyMesh, here: object, ndim: int) -> list[Any]:
+    """How an array at `here` is split over `mesh`, one entry a dimension."""
+    current: list[Any] = [None] * ndim
+    if isinstance(here, NamedSharding) and here.mesh == mesh:
+        current[: len(here.spec)] = entries_of(here.spec)
+    return current
+
+
+def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:
+    """`mesh` with its axes of the types that they have in the surrounding code: `shard_map`,
+    `auto_axes` and `explicit_axes` change them for what they wrap.
+    """
+    if not (world.staged and same_axes(world.mesh, mesh)):
+        return mesh
+    # With its devices, if they are the same: what is written down here may be evaluated step by
+    # step (`jax.checkpoint`), on arrays that are elsewhere.
+    unchanged = mesh == world.devices and mesh.axis_types == world.mesh.axis_types
+    return mesh if unchanged else world.mesh
+
+
+def same_axes(one: AnyMesh, other: AnyMesh) -> bool:
+    # In order, too: ("a", "b") and ("b", "a") number the devices differently.
+    return tuple(one.shape.items()) == tuple(other.shape.items())
+
+
+def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def memory_kind(sharding: Sharding) -> str:
+    return sharding.memory_kind or default_memory_kind(sharding)
+
+
+@lru_cache(maxsize=64)
+def is_described(mesh: AnyMesh | None) -> bool:
+    """Whether the devices of a mesh are not here: programs can be compiled for them, nothing can be
+    put there.
+    """
+    return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
+
+
+def is_here(sharding: Sharding) -> bool:
+    """Whether arrays can be put there."""
+    if isinstance(sharding, NamedSharding):
+        return not is_described(sharding.mesh)
+    return not is_compile_only(next(iter(sharding.device_set)))
+
+
+def default_memory_kind(sharding: Sharding) -> str:
+    abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
+    if not is_here(sharding):
+        # The compiler doesn't say (GPU), or only for one of the hosts (TPU).
+        return "device"
+    addressable = jax.devices() if abstract else sharding.addressable_devices
+    device = next(iter(addressable), None) or next(iter(sharding.device_set))
+    return device.default_memory().kind
+
+
+def unusual_memory_kind(target: Target) -> str | None:
+    """The kind of memory that a target asks for, if it isn't the one that programs compute in."""
+    sharding = sharding_of(target)
+    kind = sharding.memory_kind
+    return None if kind is None or kind == default_memory_kind(sharding) else kind
+
+
+def memory_space(sharding: Sharding) -> Any:
+    """What a compiled program calls the memory that `sharding` speaks of."""
+    pinned = sharding.memory_kind == "pinned_host"
+    return jax.memory.Space.Host if pinned else jax.memory.Space.Device
+
+
+def entries_over(spec: PartitionSpec | None, names: frozenset[Any]) -> tuple[tuple[Any, ...], ...]:
+    """What a spec says of some axes; equal where it means the same."""
+    entries = [
+        tuple(name for name in axis_names(entry) if name in names)
+        for entry in (entries_of(spec) if spec is not None else ())
+    ]
+    while entries and not entries[-1]:
+        entries.pop()
+    return tuple(entries)

@@ -1,0 +1,29 @@
+"""How processes meet, agree on what they are about to do, and compare what they hold."""
+
+from .agreement import (
+    agree as agree,
+    checksum as checksum,
+    described as described,
+    owners as owners,
+    shared_parts as shared_parts,
+    told_to_all as told_to_all,
+)
+from .meeting import (
+    Facts as Facts,
+    Judge as Judge,
+    Meet as Meet,
+    Processes as Processes,
+    all_fine as all_fine,
+    digest as digest,
+    everybody as everybody,
+    everybodys_faults as everybodys_faults,
+    exchange as exchange,
+    faults_in_full as faults_in_full,
+    gather as gather,
+    in_brief as in_brief,
+    meeting as meeting,
+    named as named,
+    patience as patience,
+    processes_of as processes_of,
+)
+from .replicas import check_replicas as check_replicas

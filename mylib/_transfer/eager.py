@@ -1,0 +1,269 @@
+"""How concrete arrays are moved:
+
+- *put*: a private copy of the array, then one batched `jax.device_put` for the whole tree.
+- *pieces*: a NumPy array cut up for several devices, those of this process if there are others.
+  `jax.make_array_from_callback` does it for less than `device_put`.
+- *reshard*: one compiled identity for the whole tree, for shards that should not visit the host.
+
+Never more than one program of a tree is in flight: simulated devices can deadlock on several.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import (
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    Sharding,
+)
+
+from .._placement import (
+    Target,
+    fill_free,
+    has_partial_sums,
+    memory_kind,
+    sharding_of,
+    without_partial_sums,
+)
+from .._tree import Kind, canonical_dtype
+from . import thresholds
+from .host import (
+    as_keys,
+    explicitly,
+    host_copy,
+    is_of_keys,
+    on_host,
+    over_key_data,
+    put_pieces,
+    worth_sharing,
+)
+
+
+class Move(NamedTuple):
+    """One concrete array that is not at its target. If it is to be donated, it is used up where
+    that saves memory; the caller deletes what is left of it.
+    """
+
+    x: Any
+    kind: Kind
+    target: Target
+    donate: bool = False
+    may_alias: bool | None = None
+
+
+def move(moves: Sequence[Move]) -> list[jax.Array]:
+    """The arrays, brought to their targets."""
+    moved: list[Any] = [None] * len(moves)
+    keys: list[int] = []
+    partial: list[tuple[int, NamedSharding]] = []
+    plan = _Plan()
+    for i, (x, kind, target, donate, may_alias) in enumerate(moves):
+        wanted = sharding_of(target)
+        if kind is Kind.DEVICE and is_of_keys(x):
+            keys.append(i)
+            x, target = jax.random.key_data(x), over_key_data(target, x.ndim)
+        elif kind is Kind.DEVICE and has_partial_sums(x.sharding):
+            x = jax.block_until_ready(jax.sharding.reshard(x, without_partial_sums(x.sharding)))
+        if isinstance(wanted, NamedSharding) and has_partial_sums(wanted):
+            partial.append((i, wanted))
+            target = without_partial_sums(wanted)
+        plan.add(i, x, kind, target, donate, bool(may_alias))
+    for i, y in plan.carry_out():
+        moved[i] = y
+    for i in keys:
+        moved[i] = as_keys(moved[i], moves[i].x)
+    for i, wanted in partial:
+        # Only a program makes partial sums, or adds them up, and `reshard` has one for each leaf.
+        moved[i] = jax.block_until_ready(jax.sharding.reshard(moved[i], wanted))
+    return moved
+
+
+class _Plan:
+    """What is to be done for the leaves of one tree, gathered so that each kind of work is done
+    once for all of them.
+    """
+
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, np.ndarray, Sharding]] = []
+        self.put_index: list[int] = []
+        self.put_own: list[Any] = []
+        self.put_where: list[Sharding] = []
+        self.targets: dict[int, tuple[Sharding, bool, Target]] = {}
+        self.one_by_one: list[tuple[int, Any, Sharding, bool]] = []
+        self.layouts: list[tuple[int, Format, bool]] = []
+        self.reshards: _Groups = {}
+
+    def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
+        wanted, simple = self.read(target)
+        if kind is Kind.HOST:
+            if simple:
+                self.add_put(i, host_copy(x, alias and worth_sharing(x, wanted)), wanted)
+                return
+            here, donate = None, False
+        else:
+            here = x.sharding
+        target = fill_free(target, here, x.ndim)
+        wanted = sharding_of(target)
+        if isinstance(target, Format) and target.layout is not None:
+            # A layout is given by a program, to what is on its devices already.
+            self.layouts.append((i, target, not alias))
+        if here is None or not _worth_staying(x, here, wanted):
+            if wanted.is_fully_addressable:
+                self.add_put(i, _private(x, here, wanted, donate, alias), wanted)
+            else:
+                self.pieces.append((i, on_host(x, donate or alias), wanted))
+        elif _device_order(here) == _device_order(wanted):
+            _add_reshard(self.reshards, i, x, wanted, donate)
+        else:
+            self.one_by_one.append((i, x, wanted, donate))
+
+    def read(self, target: Target) -> tuple[Sharding, bool]:
+        """The sharding of a target, and whether `jax.device_put` serves it as it stands."""
+        known = self.targets.get(id(target))
+        if known is None:
+            wanted = sharding_of(target)
+            whole = not isinstance(target, Format) and fill_free(wanted, None, 0) is wanted
+            # With the target itself, so that no other can come to have its identity.
+            known = wanted, whole and wanted.is_fully_addressable, target
+            self.targets[id(target)] = known
+        return known[:2]
+
+    def add_put(self, i: int, own: Any, wanted: Sharding) -> None:
+        if isinstance(own, np.ndarray) and wanted.num_devices > 1:
+            self.pieces.append((i, own, wanted))
+            return
+        self.put_index.append(i)
+        self.put_own.append(own)
+        self.put_where.append(wanted)
+
+    def carry_out(self) -> list[tuple[int, jax.Array]]:
+        done: list[tuple[int, jax.Array]] = []
+        if self.put_own:
+            # One sharding for all costs less than the same one for each.
+            first = self.put_where[0]
+            where = first if all(w is first for w in self.put_where) else self.put_where
+            done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
+        with explicitly():
+            for i, own, wanted in self.pieces:
+                done.append((i, put_pieces(own.__getitem__, own.shape, wanted, own.dtype)))
+        for i, x, wanted, donate in self.one_by_one:
+            # `jax.device_put` launches a program for each.
+            done.append((i, jax.block_until_ready(jax.device_put(x, wanted, donate=donate))))
+        done += _reshard_groups(self.reshards)
+        if self.layouts:
+            arrays = dict(done)
+            jax.block_until_ready(list(arrays.values()))
+            groups: _Groups = {}
+            for i, target, ours in self.layouts:
+                _add_reshard(groups, i, arrays[i], target, ours)
+            done += _reshard_groups(groups)
+        return done
+
+
+# One program runs on one set of devices, and knows one mesh.
+_Groups = dict[Any, list[tuple[int, jax.Array, Target, bool]]]
+
+
+def _add_reshard(groups: _Groups, i: int, x: jax.Array, target: Target, donate: bool) -> None:
+    here, wanted = x.sharding, sharding_of(target)
+    key = _device_order(here), _mesh_of(here), _mesh_of(wanted)
+    # Memory can be used again by what has the same share of it.
+    fits = here.shard_shape(x.shape) == wanted.shard_shape(x.shape)
+    fits = fits and memory_kind(here) == memory_kind(wanted)
+    groups.setdefault(key, []).append((i, x, target, donate and fits))
+
+
+def _reshard_groups(groups: _Groups) -> list[tuple[int, jax.Array]]:
+    done: list[tuple[int, jax.Array]] = []
+    for leaves in groups.values():
+        jax.block_until_ready([y for _, y in done])
+        done += _reshard(leaves)
+    return done
+
+
+def _device_order(sharding: Sharding) -> Any:
+    """The devices in the order in which a program numbers them."""
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return tuple(sharding.mesh.devices.flat)
+    return frozenset(sharding.device_set)
+
+
+def _mesh_of(sharding: Sharding) -> Any:
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
+
+
+def _on_cpu(sharding: Sharding) -> bool:
+    return all(device.platform == "cpu" for device in sharding.device_set)
+
+
+def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
+    """Whether shards are better exchanged by a program than by way of the host."""
+    if here.device_set != wanted.device_set:
+        return False
+    if not here.is_fully_addressable:
+        return True
+    if here.num_devices == 1 or here.is_equivalent_to(wanted, x.ndim):
+        # A program whose output lies as its input does may hand the input's own memory back.
+        return False
+    if _on_cpu(here):
+        return here.is_fully_replicated and x.nbytes >= thresholds.WORTH_CUTTING
+    return x.nbytes >= thresholds.WORTH_COMPILING
+
+
+def _private(x: Any, here: Sharding | None, wanted: Sharding, donate: bool, alias: bool) -> Any:
+    """`x` as something that `jax.device_put` may share memory with, since nobody else has it;
+    `x` itself if it may be shared with.
+    """
+    if here is None or not here.is_fully_addressable:
+        return on_host(x, donate or alias)
+    one_to_many = here.num_devices == 1 and wanted.num_devices > 1
+    if x.weak_type or canonical_dtype(x) != x.dtype:
+        # NumPy has no weak types, and would take 64 bits for a mistake. Whole copies on all devices
+        # first, since cutting up the array where it is compiles for its shape.
+        if one_to_many and isinstance(wanted, NamedSharding):
+            return _replicas(x, wanted.mesh)
+    elif _on_cpu(here) or (one_to_many and x.nbytes < thresholds.WORTH_COMPILING):
+        return on_host(x, donate or alias)
+    if alias or not _may_share(x, here, wanted):
+        return x
+    return jax.device_put(x, here, may_alias=False)
+
+
+def _replicas(x: jax.Array, mesh: Any) -> jax.Array:
+    own = jax.device_put(x, x.sharding, may_alias=False)
+    return jax.device_put(own, NamedSharding(mesh, PartitionSpec()))
+
+
+def _may_share(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
+    """Whether `jax.device_put` may hand memory of `x` on, a device's share being what it was."""
+    return (
+        not here.device_set.isdisjoint(wanted.device_set)
+        and here.shard_shape(x.shape) == wanted.shard_shape(x.shape)
+        and memory_kind(here) == memory_kind(wanted)
+    )
+
+
+def _reshard(
+    leaves: Sequence[tuple[int, jax.Array, Target, bool]],
+) -> list[tuple[int, jax.Array]]:
+    index, arrays, targets, donate = zip(*leaves, strict=True)
+    given = [x for x, gone in zip(arrays, donate, strict=True) if gone]
+    lent = [x for x, gone in zip(arrays, donate, strict=True) if not gone]
+    order = [i for i, gone in zip(index, donate, strict=True) if gone]
+    order += [i for i, gone in zip(index, donate, strict=True) if not gone]
+    wanted = dict(zip(index, targets, strict=True))
+    program = _identity(tuple(wanted[i] for i in order))
+    return list(zip(order, program(given, lent), strict=True))
+
+
+@lru_cache(maxsize=256)
+def _identity(targets: tuple[Target, ...]) -> Any:
+    def reshard(given: list[jax.Array], lent: list[jax.Array]) -> list[jax.Array]:
+        return [*given, *lent]
+
+    return jax.jit(reshard, out_shardings=list(targets), donate_argnums=0)

@@ -1,0 +1,199 @@
+"""Eager placement as one JAX primitive, so that an eager `grad`, `jvp` or `vmap` can pass through.
+
+None of JAX's own primitives does all three eagerly: `device_put` shards the batch dimension under
+`vmap`, and `with_sharding_constraint` refuses arrays that are on other devices.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Format
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, Sharding
+
+from .._compat import UNCOMMITTED, Uncommitted, sharding_under
+from .._errors import Fault, PlacementError
+from .._placement import (
+    Target,
+    axes_in,
+    axis_names,
+    current_world,
+    entries_of,
+    fill_free,
+    memory_space,
+    sharding_of,
+    spec_over,
+    with_entries,
+)
+from .._tree import kind_of
+from .eager import Move, move
+from .host import uncommitted
+from .staged import constrain
+from .there import not_there
+
+place_p = Primitive("place")
+place_p.multiple_results = True
+
+
+def place(
+    arrays: Sequence[Any],
+    targets: Sequence[Target | Uncommitted],
+    sources: Sequence[Sharding | Uncommitted | None],
+    may_alias: Sequence[bool | None],
+) -> list[Any]:
+    """Moves arrays that an eager transformation is looking at. Cotangents go back to `sources`;
+    where that is None they stay where they are.
+    """
+    return place_p.bind(
+        *arrays, targets=tuple(targets), sources=tuple(sources), may_alias=tuple(may_alias)
+    )
+
+
+@place_p.def_impl
+def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.Array]:
+    del sources
+    # Of the Python numbers that are differentiated JAX makes something that is not quite an array.
+    arrays = tuple(
+        x if isinstance(x, np.ndarray | np.generic) or hasattr(x, "sharding") else jnp.asarray(x)
+        for x in arrays
+    )
+    placed = list(arrays)
+    homeless = [i for i, target in enumerate(targets) if target is UNCOMMITTED]
+    for i, y in zip(homeless, uncommitted([arrays[i] for i in homeless]), strict=True):
+        placed[i] = y
+    kinds = [kind_of(x) for x in arrays]
+    placeable = [i for i in range(len(arrays)) if targets[i] is not UNCOMMITTED]
+    moving = not_there(arrays, kinds, targets, placeable)
+    moves = [Move(arrays[i], kinds[i], targets[i], may_alias=may_alias[i]) for i in moving]
+    for i, y in zip(moving, move(moves), strict=True):
+        placed[i] = y
+    return placed
+
+
+@place_p.def_abstract_eval
+def _abstract(*avals: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any]:
+    del sources, may_alias
+    return [_aval_at(aval, target) for aval, target in zip(avals, targets, strict=True)]
+
+
+def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
+    if isinstance(target, Uncommitted):
+        return aval.update(memory_space=jax.memory.Space.Device, sharding=None)
+    sharding = sharding_of(target)
+    aval = aval.update(memory_space=memory_space(sharding))
+    if not isinstance(sharding, NamedSharding):
+        return aval.update(sharding=None)
+    filled = fill_free(sharding, None, aval.ndim)
+    return aval.update(sharding=NamedSharding(filled.mesh.abstract_mesh, filled.spec))
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, targets: Any, sources: Any, may_alias: Any
+) -> tuple[list[Any], list[Any]]:
+    out = place(primals, targets, sources, may_alias)
+    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
+    out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
+    moved = place(*_pick(moving, tangents, targets, sources, may_alias)) if moving else []
+    for i, tangent in zip(moving, moved, strict=True):
+        out_tangents[i] = tangent
+    return out, out_tangents
+
+
+def _transpose(
+    cotangents: Sequence[Any], *arrays: Any, targets: Any, sources: Any, may_alias: Any
+) -> list[Any]:
+    results = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
+    moving = [i for i, ct in enumerate(results) if ct is not None and sources[i] is not None]
+    if moving:
+        moved = place(*_pick(moving, results, sources, targets, may_alias))
+        for i, ct in zip(moving, moved, strict=True):
+            results[i] = ct
+    return results
+
+
+def _pick(index: Sequence[int], *columns: Sequence[Any]) -> list[list[Any]]:
+    return [[column[i] for i in index] for column in columns]
+
+
+def _batch(
+    axis: Any,
+    arrays: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    targets: Any,
+    sources: Any,
+    may_alias: Any,
+) -> tuple[list[Any], Sequence[Any]]:
+    spmd_axes = () if axis.spmd_name is None else axis_names(axis.spmd_name)
+    batched_targets = [
+        _with_batch(target, dim, x, spmd_axes)
+        for target, dim, x in zip(targets, dims, arrays, strict=True)
+    ]
+    batched_sources = [
+        _with_batch(source, dim, x, ())
+        for source, dim, x in zip(sources, dims, arrays, strict=True)
+    ]
+    return place(arrays, batched_targets, batched_sources, may_alias), dims
+
+
+def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]) -> Any:
+    if dim is None or not isinstance(target, NamedSharding | Format):
+        return target
+    if isinstance(target, Format):
+        raise PlacementError(
+            [
+                Fault(
+                    "an array under vmap",
+                    tuple(x.shape),
+                    repr(target),
+                    "a layout says nothing of the dimension that vmap adds",
+                    "give the layout outside of vmap, or a sharding alone",
+                )
+            ]
+        )
+    # The batch dimension stays as it is, as far as its axes are not asked for elsewhere.
+    entries = list(entries_of(target.spec)) + [None] * (x.ndim - 1 - len(target.spec))
+    taken = axes_in(target.spec)
+    here = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
+    entries.insert(dim, spmd_axes or tuple(n for n in axis_names(here) if n not in taken) or None)
+    return target.update(spec=with_entries(target.spec, entries))
+
+
+def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any]:
+    # Reached where the linear part of an eager `linearize` or `vjp` is put under `jit` later.
+    del sources, may_alias
+    placed = list(arrays)
+    index = [i for i, target in enumerate(targets) if target is not UNCOMMITTED]
+    given, wanted = _pick(index, arrays, targets)
+    _refuse_host_memory(given, wanted)
+    filled = [fill_free(target, None, x.ndim) for x, target in zip(given, wanted, strict=True)]
+    for i, y in zip(index, constrain(given, filled, current_world()), strict=True):
+        placed[i] = y
+    return placed
+
+
+def _refuse_host_memory(arrays: Sequence[Any], targets: Sequence[Target]) -> None:
+    # JAX finds the memory of a program's results by its own transfers, and would ignore this one.
+    faults = [
+        Fault(
+            "an array in a function that was linearized outside of jit",
+            tuple(x.shape),
+            str(target),
+            "jit can't tell that this function moves it to pinned_host memory",
+            "linearize inside of jit, or call the linear function without jit",
+        )
+        for x, target in zip(arrays, targets, strict=True)
+        if memory_space(sharding_of(target)) == jax.memory.Space.Host
+    ]
+    if faults:
+        raise PlacementError(faults)
+
+
+ad.primitive_jvps[place_p] = _jvp
+ad.primitive_transposes[place_p] = _transpose
+batching.fancy_primitive_batchers[place_p] = _batch
+mlir.register_lowering(place_p, mlir.lower_fun(_lower, multiple_results=True))

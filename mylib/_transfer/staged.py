@@ -1,0 +1,217 @@
+"""Staged placement: constraints on the values of a program that is being written down."""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.experimental.layout import Format, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+
+from .._compat import jit
+from .._placement import (
+    Target,
+    World,
+    axes_in,
+    axis_names,
+    axis_types,
+    entries_of,
+    fill_free,
+    memory_space,
+    mesh_in_force,
+    same_axes,
+    sharding_of,
+    with_entries,
+    without_partial_sums,
+)
+from .._tree import Kind, kind_of
+
+
+def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) -> list[jax.Array]:
+    """The same values, such that when compiled they lie as the targets say."""
+    arrays = [_constant(x) for x in arrays]
+    constrained = list(arrays)
+    shardings = _in_force([sharding_of(target) for target in targets], world)
+    plain = [i for i, s in enumerate(shardings) if s is not None and not _has_explicit_axes(s)]
+    # One call for them all, which is cheaper than one for each.
+    for i, y in zip(
+        plain,
+        jax.lax.with_sharding_constraint([arrays[i] for i in plain], [shardings[i] for i in plain]),
+        strict=True,
+    ):
+        constrained[i] = y
+    for i, sharding in enumerate(shardings):
+        if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
+            constrained[i] = _to_explicit(arrays[i], sharding, world)
+            if AxisType.Auto in sharding.mesh.axis_types:
+                auto = _part(sharding, AxisType.Auto, None)
+                constrained[i] = constrain_auto_p.bind(
+                    constrained[i], sharding=NamedSharding(sharding.mesh, auto)
+                )
+    for i, target in enumerate(targets):
+        if isinstance(target, Format) and target.layout is not None:
+            constrained[i] = with_layout_constraint(constrained[i], target.layout)
+    return constrained
+
+
+def transfer_and_constrain(
+    arrays: Sequence[Any], targets: Sequence[Target], world: World
+) -> list[jax.Array]:
+    """As `constrain`, and the values in the kind of memory that the targets say."""
+    on_device = [_moved_to(jax.memory.Space.Device, x) for x in arrays]
+    constrained = constrain(on_device, targets, world)
+    return [
+        _moved_to(memory_space(sharding_of(target)), x)
+        for x, target in zip(constrained, targets, strict=True)
+    ]
+
+
+def _moved_to(space: Any, x: Any) -> Any:
+    here = jax.typeof(x).memory_space
+    # Where a cotangent goes is said by `src`. Without it JAX leaves some where they are, and under
+    # `vmap` shards the batch dimension of others.
+    return x if here == space else jax.device_put(x, space, src=here)
+
+
+def _constant(x: Any) -> Any:
+    """A captured array is copied into the program; from a mesh with Explicit axes, which it would
+    not get rid of, by way of the host.
+    """
+    captured = kind_of(x) is Kind.DEVICE
+    return jax.device_get(x) if captured and _has_explicit_axes(x.sharding) else x
+
+
+def _in_force(shardings: Sequence[Sharding], world: World) -> list[Sharding | None]:
+    """The shardings over the meshes that are in force here; None where nothing is left to say."""
+    known: dict[int, Sharding | None] = {}
+    for sharding in shardings:
+        if id(sharding) not in known:
+            known[id(sharding)] = _one_in_force(sharding, world)
+    return [known[id(sharding)] for sharding in shardings]
+
+
+def _one_in_force(sharding: Sharding, world: World) -> Sharding | None:
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    mesh = mesh_in_force(sharding.mesh, world)
+    if set(mesh.axis_types) == {AxisType.Manual}:
+        # Each device runs its own program here.
+        return None
+    return NamedSharding(mesh, sharding.spec)
+
+
+def _has_explicit_axes(sharding: Sharding) -> bool:
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _to_explicit(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
+    mesh = sharding.mesh
+    # `reshard` doesn't say which devices are meant, and without a mesh around nothing else does: a
+    # nested program brings them along, or is refused by JAX if the value is on others.
+    devices_unsaid = world.mesh.empty and isinstance(mesh, Mesh)
+    mesh_known = isinstance(x, Tracer) and not jax.typeof(x).sharding.mesh.empty
+    if devices_unsaid and not mesh_known:
+        whole = without_partial_sums(sharding)
+        x = _on_devices(whole, jax.device_get(x) if kind_of(x) is Kind.DEVICE else x)
+    explicit = _part(sharding, AxisType.Explicit, jax.typeof(x).sharding)
+    x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
+    if devices_unsaid and mesh_known:
+        x = _on_devices(sharding, x)
+    return x
+
+
+def _on_devices(sharding: NamedSharding, x: Any) -> jax.Array:
+    return _identity(fill_free(sharding, None, x.ndim))(x)
+
+
+def _part(sharding: NamedSharding, kind: AxisType, here: Any) -> PartitionSpec:
+    """What a spec says of the axes of one kind. A dimension that it leaves free stays as it is
+    `here` where the axes are Explicit, and free where they are Auto.
+    """
+    spec, types = sharding.spec, axis_types(sharding.mesh)
+    taken = axes_in(spec)
+    current = here.spec if here is not None and same_axes(here.mesh, sharding.mesh) else ()
+    current = entries_of(current) if current else ()
+    entries: list[Any] = []
+    for dim, entry in enumerate(entries_of(spec)):
+        if entry is PartitionSpec.UNCONSTRAINED:
+            if kind is AxisType.Auto:
+                entries.append(entry)
+                continue
+            now = axis_names(current[dim]) if dim < len(current) else ()
+            entry = tuple(name for name in now if name not in taken)
+        entries.append(tuple(name for name in axis_names(entry) if types[name] == kind) or None)
+    return with_entries(spec, entries)
+
+
+@lru_cache(maxsize=256)
+def _identity(sharding: NamedSharding) -> Any:
+    return jit(lambda x: x, out_shardings=sharding)
+
+
+# `with_sharding_constraint` for the Auto axes of a mesh that also has Explicit axes. JAX's own is
+# right in a compiled program. But where a program is evaluated step by step (`jax.closure_convert`)
+# it takes the value off the Explicit axes.
+constrain_auto_p = Primitive("constrain_auto")
+
+
+@constrain_auto_p.def_impl
+def _constrain_auto_now(x: Any, *, sharding: NamedSharding) -> jax.Array:
+    return _constrain_auto_compiled(sharding)(x)
+
+
+@constrain_auto_p.def_abstract_eval
+def _constrain_auto_type(x: Any, *, sharding: NamedSharding) -> Any:
+    del sharding
+    return x
+
+
+def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
+    # JAX refuses a free dimension that is split over Explicit axes.
+    entries = [
+        None if entry is PartitionSpec.UNCONSTRAINED and explicit is not None else entry
+        for entry, explicit in zip(
+            entries_of(sharding.spec), entries_of(jax.typeof(x).sharding.spec), strict=False
+        )
+    ]
+    spec = with_entries(sharding.spec, entries)
+    constrained = NamedSharding(sharding.mesh, spec)
+    # Of successive constraints of one array, Shardy gives the result of the last to whatever else
+    # uses the array, and shards it as these other uses suggest. The last may be one of JAX's own,
+    # which are less strict (on what a nested `jit` or `cond` returns). So the strict one is the
+    # last of this array, and then the first of another. The two operations between them cost
+    # nothing: XLA removes them once it has partitioned the program.
+    x = jax.lax.with_sharding_constraint(x, constrained)
+    x = jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))
+    return jax.lax.with_sharding_constraint(x, constrained)
+
+
+@lru_cache(maxsize=256)
+def _constrain_auto_compiled(sharding: NamedSharding) -> Any:
+    return jit(partial(_constrain_auto, sharding=sharding))
+
+
+def _constrain_auto_transpose(ct: Any, x: Any, *, sharding: NamedSharding) -> list[Any]:
+    del x
+    return [constrain_auto_p.bind(ct, sharding=sharding)]
+
+
+def _constrain_auto_batch(
+    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, sharding: NamedSharding
+) -> tuple[Any, Any]:
+    (x,), (dim,) = arrays, dims
+    if dim is not None:
+        entries = list(entries_of(sharding.spec)) + [None] * (x.ndim - 1 - len(sharding.spec))
+        types = axis_types(sharding.mesh)
+        named = tuple(n for n in axis_names(axis.spmd_name) if types.get(n) == AxisType.Auto)
+        entries.insert(dim, named or PartitionSpec.UNCONSTRAINED)
+        sharding = sharding.update(spec=with_entries(sharding.spec, entries))
+    return constrain_auto_p.bind(x, sharding=sharding), dim
+
+
+ad.deflinear2(constrain_auto_p, _constrain_auto_transpose)
+batching.fancy_primitive_batchers[constrain_auto_p] = _constrain_auto_batch
+mlir.register_lowering(constrain_auto_p, mlir.lower_fun(_constrain_auto, multiple_results=False))

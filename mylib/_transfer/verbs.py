@@ -1,0 +1,409 @@
+"""`filter_shard` and `filter_device_put`: the law of placement."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import EllipsisType
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from .._compat import sharding_under
+from .._errors import Fault, PlacementError
+from .._placement import (
+    AnyMesh,
+    Placement,
+    Target,
+    World,
+    current_world,
+    default_memory_kind,
+    is_here,
+    memory_kind,
+    memory_space,
+    resolve_leaves,
+    sharding_of,
+    unusual_memory_kind,
+)
+from .._processes import Processes, agree, check_replicas, named, owners, told_to_all
+from .._tree import Kind, Leaves, broadcast_prefix, name_of, split
+from .eager import Move, move
+from .host import to_default_device
+from .primitive import place
+from .staged import constrain, transfer_and_constrain
+from .there import not_there
+
+T = TypeVar("T")
+
+
+def filter_shard(
+    tree: T,
+    placement: PyTree[Placement],
+    /,
+    *,
+    mesh: AnyMesh | None = None,
+    check: bool | None = None,
+) -> T:
+    """Puts the arrays of a PyTree where `placement` says, in whatever context this is called.
+
+    Outside of `jax.jit` the arrays are moved there; inside, the compiled values are constrained to
+    be there. Both work on meshes with Auto, Explicit and mixed axes, under `vmap` and inside
+    `shard_map`, and can be differentiated.
+
+    Takes the place of `equinox.filter_shard`.
+
+    **Arguments:**
+
+    - `tree`: any PyTree. What is not an array comes back as the same object.
+    - `placement`: a device, a `jax.sharding.Sharding`, a `Format`, a `PartitionSpec`, None (leave
+        alone), a rule (a callable from [`mylib.Leaf`][] to any of these), or a PyTree prefix of
+        all of these.
+    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+    - `check`: how far it is checked that copies that should be equal are. Where several processes
+        put values of their own onto devices of all of them, they compare by default what the arrays
+        are and where they go, the numbers of NumPy arrays that more than one of them puts, and the
+        structure and static values of the tree (strings, numbers and booleans; of all else the
+        type); on the host, once a call. If True, the numbers on the devices are compared as well,
+        by [`mylib.check_replicas`][], also if nothing is to be moved; if False, nothing is.
+
+    **Returns:**
+
+    A tree of the same structure and values. An array that was already there comes back as the same
+    object; no other shares memory with what went in.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][] before anything has moved, naming every leaf whose placement can't
+    be had, or that isn't the same in all processes. A rule's own error, in the process in which it
+    was raised; the others raise a `PlacementError` that quotes it. `TimeoutError`, if a process
+    does not come to compare. [`mylib.ReplicaError`][], if `check` is True and copies differ.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        with jax.set_mesh(mesh):
+            model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
+            model = mylib.filter_shard(model, P())  # on every device
+            batch = mylib.filter_shard(np.zeros((32, 8)), P("data"))  # split between them
+        ```
+    """
+    world = current_world()
+    leaves = split(tree)
+    refuse = _refuse_memory_kinds if world.staged else None
+    with told_to_all(mesh_of_all(mesh, world), check):
+        targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+    if world.staged:
+        _refuse_check(check)
+    return _checked(leaves.join(place_leaves(leaves, targets, world, check=check)), check)
+
+
+def place_leaves(
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    world: World,
+    may_alias: Sequence[bool | None] | None = None,
+    check: bool | None = None,
+) -> list[Any]:
+    """The array leaves at their targets, in the world that they were resolved for."""
+    if world.staged:
+        return _constrain_all(leaves, targets, world)
+    return _move_all(leaves, targets, may_alias=may_alias, check=check)
+
+
+def filter_device_put(
+    tree: T,
+    placement: "PyTree[Placement] | EllipsisType" = ...,
+    /,
+    *,
+    mesh: AnyMesh | None = None,
+    src: PyTree[Any] = None,
+    donate: PyTree[bool] = False,
+    may_alias: PyTree[bool | None] = None,
+    check: bool | None = None,
+) -> T:
+    """[`mylib.filter_shard`][] as a transfer, with the arguments of `jax.device_put`.
+
+    Takes the place of `jax.device_put` for trees with anything in them. Inside `jax.jit` it moves
+    between memory kinds too, and, unlike `jax.device_put`, heeds Auto axes.
+
+    **Arguments:**
+
+    - `tree`, `placement`, `mesh`, `check`: as in [`mylib.filter_shard`][]. Without a placement
+        arrays go to JAX's default device, if they are not on a device already.
+    - `src`: where the cotangents of an eager transfer go back to, a device or sharding; by default
+        where the arrays come from.
+    - `donate`: whether the arrays may be used up. Their memory is freed or reused, and they can't
+        be read any more.
+    - `may_alias`: if True, the result may share memory with its source, which saves a copy. Writing
+        to a NumPy source, or donating either side, may then change the other.
+
+    `src`, `donate` and `may_alias` may be PyTree prefixes of `tree`. On traced values
+    `donate` has no effect, and inside `jax.jit` none of them has one.
+
+    **Returns:**
+
+    A tree of the same structure and values.
+
+    **Raises:**
+
+    As [`mylib.filter_shard`][].
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",))
+        state = {"step": 3, "weight": jnp.ones((16, 4))}
+        state = mylib.filter_device_put(state, P("data"), mesh=mesh, donate=True)
+        ```
+    """
+    world = current_world()
+    leaves = split(tree)
+    gone = broadcast_prefix(donate, leaves, _is_flag)
+    alias = broadcast_prefix(may_alias, leaves, _is_flag)
+    sources = broadcast_prefix(src, leaves, _is_source)
+    if not (src is None and donate is False and _is_flag(may_alias)):
+        _check_options(leaves, sources, gone, alias)
+    if placement is ...:
+        return leaves.join(to_default_device(leaves.arrays, alias))
+    refuse = _refuse_unpinned if world.staged else None
+    with told_to_all(mesh_of_all(mesh, world), check):
+        targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+    if world.staged:
+        _refuse_check(check)
+        return leaves.join(_constrain_all(leaves, targets, world, transfer_and_constrain))
+    return _checked(leaves.join(_move_all(leaves, targets, sources, gone, alias, check)), check)
+
+
+def mesh_of_all(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
+    """The mesh whose processes are told of an error that is raised before anything is moved."""
+    if world.staged:
+        return None
+    return world.devices if mesh is None else mesh
+
+
+def _refuse_check(check: bool | None) -> None:
+    if check:
+        raise TypeError(
+            "check=True compares values, and inside a transformed function there are none yet. "
+            "Leave it out there, and call mylib.check_replicas on what the function returns"
+        )
+
+
+def _checked(tree: T, check: bool | None) -> T:
+    if check:
+        check_replicas(tree)
+    return tree
+
+
+def _place_abstract(
+    leaves: Leaves, targets: Sequence[Target | None]
+) -> tuple[list[Any], list[int]]:
+    """The leaves, with the abstract ones at their targets, and which others are to be placed."""
+    placed = list(leaves.arrays)
+    rest: list[int] = []
+    for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
+        if target is None:
+            continue
+        if kind is Kind.ABSTRACT:
+            # Not `update`: it refuses to put a sharding in the place of a layout.
+            x = placed[i]
+            placed[i] = jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=target, weak_type=x.weak_type
+            )
+        else:
+            rest.append(i)
+    return placed, rest
+
+
+def _pick(column: Sequence[Any], index: Sequence[int]) -> list[Any]:
+    return [column[i] for i in index]
+
+
+def _put_back(column: list[Any], index: Sequence[int], values: Sequence[Any]) -> None:
+    for i, value in zip(index, values, strict=True):
+        column[i] = value
+
+
+def _move_all(
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    sources: Sequence[Any] | None = None,
+    donate: Sequence[bool] | None = None,
+    may_alias: Sequence[bool | None] | None = None,
+    check: bool | None = None,
+) -> list[Any]:
+    count = len(leaves.arrays)
+    sources = sources or [None] * count
+    donate = donate or [False] * count
+    may_alias = may_alias or [None] * count
+    placed, rest = _place_abstract(leaves, targets)
+    traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
+    concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
+    moving = not_there(placed, leaves.kinds, targets, concrete)
+    faults = _elsewhere(leaves, targets, rest) or _unreadable(leaves, targets, moving)
+    if check is not False and (moving or check) and jax.process_count() > 1:
+        agree(leaves, targets, moving, faults, check)
+    elif faults:
+        raise PlacementError(faults)
+    if traced:
+        homes = [
+            _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
+            for i in traced
+        ]
+        arrays, wanted, alias = (_pick(column, traced) for column in (placed, targets, may_alias))
+        _put_back(placed, traced, place(arrays, wanted, homes, alias))
+    if moving:
+        # An array that stands in the tree more than once is not used up for one of its places.
+        times = Counter(map(id, leaves.arrays)) if any(donate) else {}
+        moves: list[Move] = []
+        for i in moving:
+            use_up = donate[i] and times[id(leaves.arrays[i])] == 1
+            target: Any = targets[i]
+            moves.append(Move(placed[i], leaves.kinds[i], target, use_up, may_alias[i]))
+        _put_back(placed, moving, move(moves))
+        _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
+    return placed
+
+
+def _let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
+    kept = set(map(id, still_used)) if donated else set()
+    for x in donated:
+        if isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
+            x.delete()
+
+
+def _near(target: Target | None) -> Sharding | None:
+    """Where a cotangent goes that has no place to return to, its primal being a NumPy array: it
+    stays, but never in memory of another kind, which JAX would not take for the primal's.
+    """
+    sharding = None if target is None else sharding_of(target)
+    if sharding is None or memory_kind(sharding) == default_memory_kind(sharding):
+        return None
+    return sharding.with_memory_kind(default_memory_kind(sharding))
+
+
+def _elsewhere(
+    leaves: Leaves, targets: Sequence[Target | None], placed: Sequence[int]
+) -> list[Fault]:
+    """Which of the arrays would go to devices that are not here."""
+    reason = "a machine that is not here can compile, not run: nothing can be put there"
+    mend = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
+    return [
+        Fault(name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape), str(target), reason, mend)
+        for i in placed
+        if (target := targets[i]) is not None and not is_here(sharding_of(target))
+    ]
+
+
+def _unreadable(
+    leaves: Leaves, targets: Sequence[Target | None], concrete: Sequence[int]
+) -> list[Fault]:
+    """Which of the arrays have no values, or none that can be had by this process."""
+    faults: list[Fault] = []
+    several_processes = jax.process_count() > 1
+    for i in concrete:
+        x, target = leaves.arrays[i], targets[i]
+        if leaves.kinds[i] is not Kind.DEVICE or target is None:
+            continue
+        if x.is_deleted():
+            reason = "the array has been deleted"
+            mend = "if it was donated to a function, go on with what that function returned"
+        elif several_processes and (ends := _far_apart(x, sharding_of(target))):
+            source, destination = ends
+            reason = (
+                f"its shards are on {named(source)}, and the target's devices are those of "
+                f"{named(destination)}"
+            )
+            mend = "give every process that is to have it a value of its own, such as a NumPy array"
+        elif several_processes and _out_of_reach(x, sharding_of(target)):
+            reason = "its shards are on other processes, and the target has other devices"
+            mend = "place it over the same devices first, replicated; each process then has it all"
+        else:
+            continue
+        faults.append(Fault(name_of(leaves.paths[i]), x.shape, str(target), reason, mend))
+    return faults
+
+
+def _far_apart(x: jax.Array, wanted: Sharding) -> tuple[Processes, Processes] | None:
+    """The processes that hold an array and those that would, if no process is among both. All that
+    call see the same, also those that have a shard: they would get an array without one.
+    """
+    source, destination = owners(x.sharding), owners(wanted)
+    if not x.committed or set(source) & set(destination):
+        return None
+    return source, destination
+
+
+def _out_of_reach(x: jax.Array, wanted: Sharding) -> bool:
+    whole_here = x.is_fully_replicated and len(x.addressable_shards) > 0
+    readable = x.is_fully_addressable or whole_here
+    return not readable and x.sharding.device_set != wanted.device_set
+
+
+def _constrain_all(
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    world: World,
+    how: Callable[[list[Any], list[Target], World], list[jax.Array]] = constrain,
+) -> list[Any]:
+    placed, rest = _place_abstract(leaves, targets)
+    _put_back(placed, rest, how(_pick(placed, rest), _pick(targets, rest), world))
+    return placed
+
+
+def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
+    kind = unusual_memory_kind(target)
+    if kind is not None:
+        can_be_staged = memory_space(sharding_of(target)) == jax.memory.Space.Host
+        yield (
+            f"filter_shard can't move an array to {kind} memory inside a transformed function",
+            "use mylib.filter_device_put there"
+            if can_be_staged
+            else "move the array outside of the function",
+        )
+
+
+def _refuse_unpinned(target: Target) -> Iterator[tuple[str, str]]:
+    kind = unusual_memory_kind(target)
+    if kind not in (None, "pinned_host"):
+        yield (
+            f"a compiled program can't put a value in {kind} memory: JAX ignores it there",
+            "write memory_kind='pinned_host', or move the array outside of the function",
+        )
+
+
+def _check_options(
+    leaves: Leaves, sources: Sequence[Any], donate: Sequence[Any], may_alias: Sequence[Any]
+) -> None:
+    faults: list[Fault] = []
+    for i, (source, gone, alias) in enumerate(zip(sources, donate, may_alias, strict=True)):
+        complaints: list[tuple[str, str, str]] = []
+        flags = f"donate={gone!r}, may_alias={alias!r}"
+        if not (_is_flag(gone) and _is_flag(alias)):
+            complaints.append(
+                (flags, "these are flags", "write True or False, or a prefix of them")
+            )
+        elif gone and alias:
+            reason = "a donated array has no other side left that could share its memory"
+            complaints.append((flags, reason, "give one of the two"))
+        if not _is_source(source):
+            reason = "src is where the array comes from"
+            complaints.append((f"src={source!r}", reason, "give a device or a Sharding"))
+        if complaints:
+            name, shape = name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape)
+            faults += [Fault(name, shape, *complaint) for complaint in complaints]
+    if faults:
+        raise PlacementError(faults)
+
+
+def _is_flag(x: Any) -> bool:
+    return x is None or isinstance(x, bool)
+
+
+def _is_source(x: Any) -> bool:
+    return x is None or isinstance(x, jax.Device | Sharding)
+
+
+def _as_sharding(source: Any) -> Sharding | None:
+    return SingleDeviceSharding(source) if isinstance(source, jax.Device) else source

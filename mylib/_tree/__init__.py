@@ -1,0 +1,25 @@
+"""What is an array leaf of a tree and what is static; prefixes, paths, patterns, annotations."""
+
+from .annotations import Fit as Fit, name_dimensions as name_dimensions
+from .leaves import (
+    KeyPath as KeyPath,
+    Kind as Kind,
+    Leaf as Leaf,
+    Leaves as Leaves,
+    canonical_dtype as canonical_dtype,
+    is_array as is_array,
+    is_ref as is_ref,
+    kind_of as kind_of,
+    name_of as name_of,
+    parts_of as parts_of,
+    split as split,
+)
+from .outline import Arrays as Arrays, Outline as Outline, outlined as outlined, parted as parted
+from .pattern import Pattern as Pattern, joined as joined, spelled as spelled
+from .prefix import (
+    MISFIT as MISFIT,
+    broadcast_prefix as broadcast_prefix,
+    first_difference as first_difference,
+    spread_prefix as spread_prefix,
+)
+from .structure import named_texts_of as named_texts_of, texts_of as texts_of

@@ -1,0 +1,97 @@
+"""Spreading a PyTree prefix over the array leaves of a tree."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.tree_util as jtu
+
+from .._errors import Fault, PlacementError
+from .leaves import KeyPath, Kind, Leaves, kind_of, name_of
+
+IsLeaf = Callable[[Any], bool]
+MISFIT = object()
+"""Stands for the entry of a leaf where the prefix doesn't fit."""
+
+
+def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
+    """One entry of `prefix` for every array leaf, or a `PlacementError` that names every place
+    where the prefix doesn't fit.
+    """
+    entries, faults = spread_prefix(prefix, leaves, is_leaf)
+    if faults:
+        raise PlacementError(faults)
+    return entries
+
+
+def spread_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> tuple[list[Any], list[Fault]]:
+    """One entry of `prefix` for every array leaf, and a fault for every place where the prefix
+    doesn't fit; the entries there are MISFIT.
+    """
+    if is_leaf(prefix):
+        return [prefix] * len(leaves.positions), []
+    faults: list[Fault] = []
+    entries = list(_spread(prefix, leaves.tree, (), is_leaf, faults))
+    return [entries[i] for i in leaves.positions], faults
+
+
+def _spread(
+    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
+) -> Iterator[Any]:
+    entries, prefix_def = jtu.tree_flatten(prefix, is_leaf=is_leaf)
+    try:
+        subtrees = prefix_def.flatten_up_to(tree)
+    except (ValueError, TypeError, KeyError):
+        yield from _spread_one_level(prefix, tree, path, is_leaf, faults)
+        return
+    for entry, subtree in zip(entries, subtrees, strict=True):
+        for _ in range(jtu.tree_structure(subtree).num_leaves):
+            yield entry
+
+
+def _spread_one_level(
+    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
+) -> Iterator[Any]:
+    # JAX stops at the first mismatch; going down level by level finds them all.
+    parts, prefix_def = _children(prefix)
+    subtrees, tree_def = _children(tree)
+    if parts and prefix_def == tree_def:
+        for (key, part), (_, subtree) in zip(parts, subtrees, strict=True):
+            yield from _spread(part, subtree, (*path, key), is_leaf, faults)
+        return
+    wanted, found = _outline(prefix), _outline(tree)
+    faults.append(
+        Fault(
+            name_of(path) if path else "the tree",
+            None,
+            f"a prefix that has {wanted} here",
+            f"the tree has {found}" if wanted != found else "its static fields are not the tree's",
+            "give one placement for the whole subtree, or a prefix of the tree's own structure",
+        )
+    )
+    for _ in range(jtu.tree_structure(tree).num_leaves):
+        yield MISFIT
+
+
+def first_difference(one: Any, other: Any, path: KeyPath = ()) -> tuple[str, str, str]:
+    """The path of the first node at which the structures of two trees differ, and what is there."""
+    (ones, one_def), (others, other_def) = _children(one), _children(other)
+    if ones and one_def == other_def:
+        for (key, x), (_, y) in zip(ones, others, strict=True):
+            if jtu.tree_structure(x) != jtu.tree_structure(y):
+                return first_difference(x, y, (*path, key))
+    return jtu.keystr(path), _outline(one), _outline(other)
+
+
+def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [(path[0], child) for path, child in children if path], treedef
+
+
+def _outline(node: Any) -> str:
+    if kind_of(node) is not Kind.STATIC:
+        return f"an array of shape {tuple(node.shape)}"
+    if isinstance(node, dict):
+        return f"a {type(node).__name__} with keys {list(node)}"
+    if isinstance(node, list | tuple) and not hasattr(node, "_fields"):
+        return f"a {type(node).__name__} of {len(node)}"
+    return "None" if node is None else f"a leaf or node of type {type(node).__name__}"

@@ -1,0 +1,90 @@
+"""What a tree is beside its arrays, as text that is the same in all processes."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from enum import Enum
+from typing import Any
+
+import jax.tree_util as jtu
+
+from .leaves import KeyPath, Leaves
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+# Longer texts are shortened, and given with their checksum.
+_LONG = 200
+
+
+def texts_of(leaves: Leaves) -> list[str]:
+    """The types of a tree's nodes, what they hold beside their children, and its static leaves, in
+    an order that is the same for equal trees.
+    """
+    texts: list[str] = []
+    queue = [leaves.treedef]
+    while queue:
+        treedef = queue.pop()
+        node = treedef.node_data()
+        if node is not None:
+            kind, held = node
+            texts.append(f"{kind.__qualname__} {_text(held)}")
+            queue += treedef.children()
+        elif treedef.num_leaves:
+            texts.append("*")
+    arrays = set(leaves.positions) if len(leaves.positions) < len(leaves.all) else None
+    if arrays is not None:
+        texts += [f"{i} {_text(x)}" for i, x in enumerate(leaves.all) if i not in arrays]
+    return texts
+
+
+def named_texts_of(leaves: Leaves) -> dict[str, str]:
+    """The same with the names of the nodes and leaves. It takes longer."""
+    arrays = set(map(id, leaves.arrays))
+    return {jtu.keystr(path) or "the tree": text for path, text in _walk(leaves.tree, (), arrays)}
+
+
+def _walk(x: Any, path: KeyPath, arrays: set[int]) -> Iterator[tuple[KeyPath, str]]:
+    children, treedef = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
+    node = treedef.node_data()
+    if node is None:
+        yield path, "an array" if id(x) in arrays else _shown(_text(x))
+        return
+    kind, held = node
+    keys = {path[0] for path, _ in children}
+    fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
+    yield path, kind.__qualname__ if fields else _shown(f"{kind.__qualname__} {_text(held)}")
+    for field in fields:
+        key = jtu.GetAttrKey(field.name)
+        if key not in keys:
+            yield (*path, key), _shown(_text(getattr(x, field.name, None)))
+    for (key, *_), child in children:
+        yield from _walk(child, (*path, key), arrays)
+
+
+def _text(x: Any) -> str:
+    """Numbers and strings as they are, and containers of them; of all else the type. What a user's
+    own type says of itself may hold addresses, or be different in each process.
+    """
+    kind = type(x)
+    if kind in _PLAIN:
+        return repr(x)
+    if kind in (tuple, list):
+        inner = ", ".join(map(_text, x))
+        return f"({inner})" if kind is tuple else f"[{inner}]"
+    if kind is dict:
+        return (
+            "{"
+            + ", ".join(sorted(f"{_text(key)}: {_text(value)}" for key, value in x.items()))
+            + "}"
+        )
+    if kind in (set, frozenset):
+        return f"{kind.__name__} of {', '.join(sorted(map(_text, x)))}"
+    if isinstance(x, Enum):
+        return f"{kind.__qualname__}.{x.name}"
+    return f"a {kind.__module__}.{kind.__qualname__}"
+
+
+def _shown(text: str) -> str:
+    if len(text) <= _LONG:
+        return text
+    checksum = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+    return f"{text[:_LONG]}… (checksum {checksum})"

@@ -1,0 +1,425 @@
+"""What programs may communicate and hold: to be passed to `Report.expect`, in tests.
+
+A contract is a function from a [`mylib.Report`][] to a list of faults, each a sentence. Write your
+own in the same way.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+from ._audit import Collective, Contract, Parameter, Report, readable
+from ._errors import AuditError
+
+__all__ = [
+    "Contract",
+    "at_most",
+    "communicates",
+    "data_parallel",
+    "fsdp",
+    "memory",
+    "never",
+    "sharded",
+    "tensor_parallel",
+    "two_d",
+]
+
+Axes = str | Sequence[str]
+Size = int | str
+
+
+def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
+    """Exactly these collectives run in a call, and no others.
+
+    **Arguments:**
+
+    - `expected`: how many of each kind over each axes: `{("all-reduce", "data"): 2}`.
+
+    **Returns:**
+
+    A contract.
+
+    !!! Example
+
+        ```python
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, P("data")))
+        report = mylib.audit(jnp.sum, x)
+        report.expect(mylib.contracts.communicates({("all-reduce", "data"): 1}))
+        ```
+    """
+    wanted = {(kind, _names(axes)): n for (kind, axes), n in expected.items()}
+
+    def faults(report: Report) -> list[str]:
+        for kind, axes in wanted:
+            report.among(kind, axes)  # names that don't exist are an error
+        found = {(c.kind, _over(c)) for c in report.collectives}
+        told: list[str] = []
+        for kind, axes in sorted(wanted.keys() | found):
+            n, m = wanted.get((kind, axes), 0), report.count(kind, axes)
+            if n != m:
+                told.append(f"{_counted(m, kind)} over {_show(axes)}, and {n} expected")
+        return told
+
+    return faults
+
+
+def at_most(size: Size, kind: str | None = None, axes: Axes | None = None) -> Contract:
+    """The collectives of this kind, over exactly these axes, have at most `size` bytes in a call,
+    each as often as it runs.
+
+    **Arguments:**
+
+    - `size`: in bytes, or as text: `"64 MiB"`.
+    - `kind`, `axes`: as in `Report.bytes`.
+
+    **Returns:**
+
+    A contract.
+    """
+    limit = _bytes(size)
+
+    def faults(report: Report) -> list[str]:
+        found = report.bytes(kind, axes)
+        if found <= limit:
+            return []
+        what = _what(kind, axes)
+        return [f"{what}: {readable(found)} in a call, and at most {readable(limit)} expected"]
+
+    return faults
+
+
+def never(
+    kind: str | None = None,
+    axes: Axes | None = None,
+    *,
+    above: Size = 0,
+    in_loops: bool = False,
+    inserted: bool = False,
+) -> Contract:
+    """No collective of this kind over exactly these axes.
+
+    **Arguments:**
+
+    - `kind`, `axes`: as in `Report.count`.
+    - `above`: only those of more bytes than this: `"1 MiB"`.
+    - `in_loops`: only those in the body of a loop.
+    - `inserted`: only those that the partitioner has inserted.
+
+    **Returns:**
+
+    A contract.
+    """
+    limit = _bytes(above)
+
+    def faults(report: Report) -> list[str]:
+        return [
+            f"{_tell(c)}, and none expected" + (f" above {readable(limit)}" if limit else "")
+            for c in report.among(kind, axes)
+            if c.bytes > limit and (c.loops or not in_loops) and (c.inserted or not inserted)
+        ]
+
+    return faults
+
+
+def memory(**limits: Size) -> Contract:
+    """The program holds at most so many bytes a device.
+
+    **Arguments:**
+
+    - `limits`: of the attributes of [`mylib.ProgramMemory`][]: `memory(temporaries="400 MiB")`.
+
+    **Returns:**
+
+    A contract.
+    """
+    allowed = {name: _bytes(size) for name, size in limits.items()}
+
+    def faults(report: Report) -> list[str]:
+        if report.memory is None:
+            return ["the memory is not known: a compiled program is needed, not its text"]
+        told: list[str] = []
+        for name, limit in allowed.items():
+            found = getattr(report.memory, name)
+            if found > limit:
+                told.append(f"{name}: {readable(found)}, and at most {readable(limit)} expected")
+        return told
+
+    return faults
+
+
+def sharded(
+    argument: str | None = None, *, axis: str | None = None, within: float = 0.1
+) -> Contract:
+    """The arrays of an argument are divided among the devices.
+
+    **Arguments:**
+
+    - `argument`: its name; by default the first one's.
+    - `axis`: they are divided over this mesh axis at least; by default over all.
+    - `within`: by how much a device may hold more than its share of all of them, such as of biases
+        that nothing divides.
+
+    **Returns:**
+
+    A contract.
+    """
+
+    def faults(report: Report) -> list[str]:
+        arrays = _arrays_of(report, argument)
+        over = [axis] if axis is not None else list(report.axes)
+        parts = {p.path: _parts(report, p, over) for p in arrays}
+        share = sum(p.bytes * parts[p.path] / _size(report, over) for p in arrays)
+        held = sum(p.bytes for p in arrays)
+        if held <= share * (1 + within):
+            return []
+        whole = [p for p in arrays if parts[p.path] < _size(report, over)]
+        return [
+            f"{p.path} {list(p.shape)} is not divided over {_show(over)}: "
+            f"{_size(report, over) // parts[p.path]} devices hold the same {readable(p.bytes)}"
+            for p in sorted(whole, key=lambda p: -p.bytes)[:10]
+        ]
+
+    return faults
+
+
+def data_parallel(axis: str, *, argument: str | None = None) -> Contract:
+    """Each device has the whole model and a part of the batch; what crosses `axis` is the gradient,
+    summed once.
+
+    **Arguments:**
+
+    - `axis`: the mesh axis of the batch.
+    - `argument`: the name of the argument that is the model; by default the first.
+
+    **Returns:**
+
+    A contract.
+    """
+
+    def faults(report: Report) -> list[str]:
+        told = _only(report, axis, ("all-reduce",))
+        return [*told, *_gradients(report, axis, argument, ("all-reduce",))]
+
+    return faults
+
+
+def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None) -> Contract:
+    """The model is divided over `axis`. Its weights are gathered where they are used, and the
+    gradients come back divided: by a reduce-scatter.
+
+    **Arguments:**
+
+    - `axis`: the mesh axis.
+    - `argument`: the name of the argument that is the model; by default the first.
+    - `largest`: the most that one all-gather may give, `"64 MiB"`; without it a gather of the whole
+        model at once passes.
+
+    **Returns:**
+
+    A contract.
+    """
+    limit = None if largest is None else _bytes(largest)
+
+    def faults(report: Report) -> list[str]:
+        told = list(sharded(argument, axis=axis)(report))
+        told += _only(report, axis, ("all-gather", "reduce-scatter", "all-reduce"))
+        told += _gradients(report, axis, argument, ("reduce-scatter",))
+        weights = _whole(report, axis, argument)
+        gathered = _half_precision * report.bytes("all-gather", axis)
+        if gathered < 0.9 * weights:
+            told.append(
+                f"{readable(gathered)} are gathered over {axis}, less than the weights' "
+                f"{readable(weights)}: something else is moved in their place"
+            )
+        summed = report.bytes("all-reduce", axis)
+        if summed > 0.1 * weights + _FEW:
+            told.append(
+                f"{readable(summed)} are all-reduced over {axis}: gradients that each device gets "
+                "whole, or activations"
+            )
+        for c in report.among("all-gather", axis):
+            if limit is not None and c.bytes > limit:
+                told.append(f"{_tell(c)}, and at most {readable(limit)} at once expected")
+        return told
+
+    return faults
+
+
+def tensor_parallel(
+    axis: str, *, argument: str | None = None, forward: int | None = None
+) -> Contract:
+    """Megatron's: the layers are divided over `axis` in pairs, and what crosses it are activations,
+    summed after each pair. No weight does.
+
+    **Arguments:**
+
+    - `axis`: the mesh axis of the layers.
+    - `argument`: the name of the argument that is the model; by default the first.
+    - `forward`: how many times activations are summed in the forward pass: in a transformer twice
+        a block.
+
+    **Returns:**
+
+    A contract.
+    """
+
+    def faults(report: Report) -> list[str]:
+        told = list(sharded(argument, axis=axis)(report))
+        told += _only(report, axis, ("all-reduce",))
+        root = _root(report, argument)
+        for c in report.among(None, axis):
+            moved = [path for path in c.arrays if _first(path) == root]
+            if moved:
+                told.append(f"{_tell(c)}: a weight, {moved[0]}, and only activations expected")
+        if forward is not None:
+            found = sum(
+                c.times or 0
+                for c in report.among("all-reduce", axis)
+                if c.phase in ("forward", "") and c.bytes > _FEW
+            )
+            if found != forward:
+                told.append(
+                    f"activations are summed {found} times over {axis} in the forward pass, and "
+                    f"{forward} expected"
+                )
+        return told
+
+    return faults
+
+
+def two_d(data: str, model: str, *, argument: str | None = None) -> Contract:
+    """Both: the model is divided over two axes; its weights are gathered over `data`, and never
+    over `model`, over which activations are summed.
+
+    **Arguments:**
+
+    - `data`, `model`: the two mesh axes.
+    - `argument`: the name of the argument that is the model; by default the first.
+
+    **Returns:**
+
+    A contract.
+    """
+
+    def faults(report: Report) -> list[str]:
+        told = list(fsdp(data, argument=argument)(report))
+        return [*told, *tensor_parallel(model, argument=argument)(report)]
+
+    return faults
+
+
+# A loss and its like may be summed over any axis.
+_FEW = 4096
+# Weights may be sent in half of the precision in which they are kept.
+_half_precision = 2
+
+
+def _only(report: Report, axis: str, kinds: Sequence[str]) -> list[str]:
+    """Nothing else goes over the axis."""
+    return [
+        f"{_tell(c)}, and only {' and '.join(kinds)} expected over {axis}"
+        for c in report.collectives
+        if axis in _over(c) and c.bytes > _FEW and (c.kind not in kinds)
+    ]
+
+
+def _gradients(report: Report, axis: str, argument: str | None, kinds: Sequence[str]) -> list[str]:
+    """As much is summed over the axis as the model has, and no more."""
+    weights = _whole(report, axis, argument)
+    summed = sum(
+        (c.times or 0) * c.bytes for c in report.collectives if c.kind in kinds and axis in _over(c)
+    )
+    names = " and ".join(kinds)
+    if _half_precision * summed < 0.9 * weights:
+        return [
+            f"{readable(summed)} go through {names} over {axis}, and the gradients have "
+            f"{readable(weights)}: not all of them are summed"
+        ]
+    if summed > 1.1 * _half_precision * weights + _FEW:
+        return [
+            f"{readable(summed)} go through {names} over {axis}, and the gradients have only "
+            f"{readable(weights)}"
+        ]
+    return []
+
+
+def _whole(report: Report, axis: str, argument: str | None) -> int:
+    """The bytes of an argument if it is not divided over an axis."""
+    return sum(p.bytes * _parts(report, p, [axis]) for p in _arrays_of(report, argument))
+
+
+def _arrays_of(report: Report, argument: str | None) -> list[Parameter]:
+    root = _root(report, argument)
+    found = [p for p in report.parameters if _first(p.path) == root]
+    if not found:
+        raise ValueError(f"{report.name} uses no array of an argument {root!r}")
+    return found
+
+
+def _root(report: Report, argument: str | None) -> str:
+    if argument is not None:
+        return argument
+    if not report.parameters:
+        raise ValueError(f"{report.name} has no arguments")
+    return _first(report.parameters[0].path)
+
+
+def _first(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
+
+
+def _parts(report: Report, p: Parameter, over: Sequence[str]) -> int:
+    """Into how many parts these axes divide it."""
+    if p.axes is None:
+        raise AuditError(f"how {p.path} is divided is not known: audit the compiled program")
+    return _size(report, [axis for axis in over if axis in p.axes])
+
+
+def _size(report: Report, axes: Sequence[str]) -> int:
+    return math.prod(_size_of(report, axis) for axis in axes)
+
+
+def _size_of(report: Report, axis: str) -> int:
+    if axis not in report.axes:
+        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
+    return report.axes[axis]
+
+
+def _names(axes: Axes) -> tuple[str, ...]:
+    return tuple(sorted((axes,) if isinstance(axes, str) else axes))
+
+
+def _over(c: Collective) -> tuple[str, ...]:
+    return tuple(sorted(c.axes or ("?",)))
+
+
+def _show(axes: Sequence[str]) -> str:
+    return ", ".join(axes)
+
+
+def _what(kind: str | None, axes: Axes | None) -> str:
+    return (kind or "all collectives") + (f" over {_show(_names(axes))}" if axes else "")
+
+
+def _counted(n: int, kind: str) -> str:
+    return f"{n} {kind}" + ("s" if n != 1 and not kind.endswith("s") else "")
+
+
+def _tell(c: Collective) -> str:
+    what = ", ".join(c.arrays) or c.primitive
+    where = "".join([f" of {what}" if what else "", f" at {c.source}" if c.source else ""])
+    loop = " in a loop" if c.loops else ""
+    return f"{c.kind} over {_show(_over(c))}{where}{loop}: {readable(c.bytes)}"
+
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def _bytes(size: Size) -> int:
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"([\d.]+) ?([kKMG]?i?B)", size)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{size!r} is no size: write it as '64 MiB', or as a number of bytes")
+    return round(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,30 @@
+"""Machines that programs can be compiled for: GPUs and TPUs that need not be here."""
+
+from ._compilers import CompilerError as CompilerError, require as require
+from ._fit import (
+    Argument as Argument,
+    Fit as Fit,
+    NotHereError as NotHereError,
+    OutOfMemoryError as OutOfMemoryError,
+    out_of_memory as out_of_memory,
+)
+from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
+from ._memory import Memory as Memory, arguments_of as arguments_of, memory_of as memory_of
+from ._mesh import make_mesh as make_mesh
+from ._sheets import CHIPS as CHIPS, Chip as Chip
+
+# The public names; the others are for mylib's other rooms.
+__all__ = [
+    "CHIPS",
+    "Argument",
+    "Chip",
+    "CompilerError",
+    "Fit",
+    "Machine",
+    "Memory",
+    "NotHereError",
+    "OutOfMemoryError",
+    "gpu",
+    "here",
+    "tpu",
+]

@@ -1,0 +1,151 @@
+"""Starting XLA's compilers for GPUs and TPUs on a machine that need have neither."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+import jax
+
+from .._compat import nvidia_gpu_is_here, tpu_is_here
+
+Devices = tuple[Any, ...]
+
+
+class CompilerError(ImportError):
+    """XLA's compiler for GPUs or TPUs is not installed, or is one for another version of JAX. The
+    message has the command that installs the right one.
+    """
+
+
+def gpus(target: str, hosts: int, devices_per_host: int) -> Devices:
+    """Devices that XLA's GPU compiler can compile for."""
+    plugin = _gpu_compiler()
+    from jax.experimental import topologies
+
+    # The plugin refuses to start without the CUDA libraries, but compiling doesn't need them.
+    variables = {} if nvidia_gpu_is_here() else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    options = {"target_config": target, "topology": f"1x{hosts}x{devices_per_host}"}
+    with _environment(variables):
+        try:
+            found = topologies.get_topology_desc(platform="cuda", **options)
+        except NotImplementedError:
+            # JAX has looked for plugins before, and this one refused.
+            importlib.import_module(plugin).initialize()
+            found = topologies.get_topology_desc(platform="cuda", **options)
+    return tuple(found.devices)
+
+
+def tpus(version: str, shape: tuple[int, ...]) -> Devices:
+    """Devices that XLA's TPU compiler can compile for."""
+    _tpu_compiler()
+    from jax.experimental import topologies
+
+    variables = {} if tpu_is_here() else _WITHOUT_TPU
+    name = f"{version}:{'x'.join(map(str, shape))}"
+    with _environment(variables):
+        try:
+            found = topologies.get_topology_desc(topology_name=name, platform="tpu")
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(
+                f"libtpu {_version('libtpu')}, XLA's compiler for TPUs, can't compile for "
+                f"{name!r}: {error}"
+            ) from error
+    return tuple(found.devices)
+
+
+# What the compiler would otherwise ask of the cloud's servers, and wait for, and a lock that
+# keeps two programs from the same TPU, where there is none.
+_WITHOUT_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-256",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables that are not set, for so long."""
+    added = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
+
+
+def _gpu_compiler() -> str:
+    """The module of JAX's plugin for GPUs."""
+    wanted = metadata.version("jaxlib")
+    command = f'python -m pip install "jax-cuda12-plugin=={wanted}" "jax-cuda12-pjrt=={wanted}"'
+    for cuda in ("cuda13", "cuda12"):
+        module = f"jax_plugins.xla_{cuda}"
+        if not _is_installed(module):
+            continue
+        version = _version(f"jax-{cuda}-plugin")
+        if version not in (None, wanted):
+            raise CompilerError(
+                f"jax-{cuda}-plugin {version}, XLA's compiler for GPUs, is for another version of "
+                f"JAX than jaxlib {wanted}. Install the right one:\n"
+                f"  {command.replace('cuda12', cuda)}"
+            )
+        return module
+    raise CompilerError(
+        f"XLA's compiler for GPUs is not installed. It needs no GPU and no CUDA libraries (458 MB, "
+        f"for Linux):\n  {command}"
+    )
+
+
+def _tpu_compiler() -> None:
+    wanted = _libtpu_of_jax()
+    command = f'python -m pip install "libtpu=={wanted}"'
+    if "TPU_LIBRARY_PATH" in os.environ:
+        return
+    if not _is_installed("libtpu"):
+        raise CompilerError(
+            "XLA's compiler for TPUs is not installed. It needs no TPU (684 MB, for Linux):\n"
+            f"  {command}"
+        )
+    version = _version("libtpu")
+    if version is not None and not version.startswith(wanted.rstrip("*")):
+        raise CompilerError(
+            f"libtpu {version}, XLA's compiler for TPUs, is for another version of JAX: JAX "
+            f"{jax.__version__} needs libtpu {wanted}. Install the right one:\n  {command}"
+        )
+
+
+def _libtpu_of_jax() -> str:
+    """The version of libtpu that `jax[tpu]` asks for, such as `0.0.42.*`."""
+    for requirement in metadata.requires("jax") or ():
+        found = re.match(r"libtpu *==([\w.*]+)", requirement)
+        if found:
+            return found[1]
+    return "*"
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def require(platform: str) -> None:
+    """Raises a `CompilerError` if there is no compiler for this platform."""
+    if platform == "gpu":
+        _gpu_compiler()
+    elif platform == "tpu":
+        _tpu_compiler()

@@ -1,0 +1,247 @@
+"""Machines: devices that programs can be compiled for, here or not."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from ._compilers import Devices, gpus, tpus
+from ._fit import in_bytes
+from ._mesh import make_mesh
+from ._sheets import CHIPS, Chip
+
+
+@dataclass(frozen=True, repr=False)
+class Machine:
+    """Devices that programs can be compiled for. Unless they are those of
+    [`mylib.machines.here`][], nothing can be put there or run there. Its `repr` is a data sheet.
+
+    **Attributes:**
+
+    - `chip`: the [`mylib.machines.Chip`][] that it has.
+    - `hosts`: how many hosts it has.
+    - `shape`: how many chips. For GPUs hosts by chips of a host, for TPUs the shape of the slice.
+    - `is_here`: whether its devices are those of this process.
+    """
+
+    chip: Chip
+    hosts: int
+    shape: tuple[int, ...]
+    is_here: bool = False
+
+    @classmethod
+    def of(cls, name: str) -> "Machine":
+        """The machine of this name, such as `"h100 x 64"` or `"v5e 4x4"`.
+
+        **Arguments:**
+
+        - `name`: a GPU and how many of them, or a TPU and the shape of the slice.
+
+        **Returns:**
+
+        A [`mylib.machines.Machine`][], of which `name` is the `str`.
+        """
+        many = re.fullmatch(r"(\S+) +x *(\d+)", name.strip())
+        if many:
+            chip, count = _sheet(many[1], "gpu"), int(many[2])
+            per_host = min(count, chip.host)
+            if count and count % per_host == 0:
+                return gpu(chip, hosts=count // per_host, devices_per_host=per_host)
+            raise ValueError(f"{name!r}: a host has {chip.host} GPUs. Write a multiple of that")
+        slice_ = re.fullmatch(r"(\S+) +(\d+(?:x\d+)+)", name.strip())
+        if slice_:
+            return tpu(slice_[1], tuple(map(int, slice_[2].split("x"))))
+        raise ValueError(f"{name!r} is no machine. Write, for instance, 'h100 x 8' or 'v5e 4x4'")
+
+    @functools.cached_property
+    def devices(self) -> Devices:
+        """Its devices. Asking for them starts the compiler, which takes less than a second.
+        [`mylib.machines.CompilerError`][] if it is not installed.
+        """
+        if self.is_here:
+            return tuple(jax.devices())
+        if self.chip.platform == "tpu":
+            return tpus(self.chip.name, self.shape)
+        assert self.chip.target is not None
+        return gpus(self.chip.target, *self.shape)
+
+    @property
+    def count(self) -> int:
+        """How many devices it has."""
+        return math.prod(self.shape) * self.chip.devices
+
+    @property
+    def memory(self) -> int | None:
+        """How many bytes a program can use on each device, if that is known."""
+        return None if self.chip.memory is None else self.chip.memory // self.chip.devices
+
+    def flops(self, dtype: Any) -> float | None:
+        """The peak number of dense operations a second of each device, if that is known.
+
+        **Arguments:**
+
+        - `dtype`: of the numbers that are multiplied. `float32` on GPUs is TensorFloat-32.
+
+        **Returns:**
+
+        A number, or None.
+        """
+        peak = self.chip.flops.get(jax.numpy.dtype(dtype).name)
+        return None if peak is None else peak / self.chip.devices
+
+    def mesh(self, *, explicit: Iterable[str] | str = (), **axes: int) -> Mesh:
+        """A mesh of all its devices, made as [`mylib.make_mesh`][] makes one.
+
+        **Arguments:**
+
+        - `explicit`: the names of axes that are Explicit; the others are Auto.
+        - `axes`: the size of each axis by its name, in order. One may be -1: what the others leave.
+
+        **Returns:**
+
+        A `jax.sharding.Mesh`.
+        """
+        return make_mesh(devices=self.devices, explicit=explicit, **axes)
+
+    def __str__(self) -> str:
+        if self.chip.platform == "tpu" and not self.is_here:
+            return f"{self.chip.name} {'x'.join(map(str, self.shape))}"
+        return f"{self.chip.name} x {self.count}"
+
+    def __repr__(self) -> str:
+        chip, lines = (
+            self.chip,
+            [f"{self}: {_count(self.count, 'device')} on {_count(self.hosts, 'host')}"],
+        )
+        if self.memory is not None:
+            lines.append(f"memory     {in_bytes(self.memory)} on each device")
+        if chip.memory_bandwidth is not None:
+            lines[-1] += f", {chip.memory_bandwidth / chip.devices / 1e9:.0f} GB/s"
+        if chip.flops:
+            rates = (f"{x} {peak / chip.devices / 1e12:g}" for x, peak in chip.flops.items())
+            lines.append(f"peak       {', '.join(rates)} TFLOP/s on each device")
+        if chip.links is not None and chip.link_bandwidth is not None:
+            rate = chip.link_bandwidth / 1e9
+            lines.append(f"links      {chip.links} for each chip, {rate:g} GB/s each way")
+        if chip.network_bandwidth is not None:
+            lines.append(f"network    {chip.network_bandwidth / 1e9:g} GB/s each way for each chip")
+        return "\n  ".join(lines)
+
+
+def _count(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
+def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None) -> Machine:
+    """GPUs that programs can be compiled for, though they are not here. Needs the extra
+    `mylib[gpu-compiler]`, but no GPU and no CUDA.
+
+    **Arguments:**
+
+    - `name`: a GPU in [`mylib.machines.CHIPS`][], or a [`mylib.machines.Chip`][] with a `target`.
+    - `hosts`: how many hosts.
+    - `devices_per_host`: how many GPUs each has; 8 by default.
+
+    **Returns:**
+
+    A [`mylib.machines.Machine`][].
+
+    !!! Example
+
+        ```python
+        machine = mylib.machines.gpu("h100", hosts=8)
+        assert machine.count == 64
+        ```
+    """
+    chip = _sheet(name, "gpu")
+    if chip.target is None:
+        raise ValueError(
+            f"{chip.name} has no `target`, the description that XLA's compiler needs: a "
+            "GpuTargetConfigProto in text form, such as those in XLA's repository"
+        )
+    shape = hosts, chip.host if devices_per_host is None else devices_per_host
+    if min(shape) < 1:
+        raise ValueError(f"a machine of {hosts} hosts with {shape[1]} GPUs has no devices")
+    return Machine(chip, hosts, shape)
+
+
+def tpu(version: str | Chip, shape: Sequence[int]) -> Machine:
+    """A slice of TPUs that programs can be compiled for, though it is not here. Needs the extra
+    `mylib[tpu-compiler]`, but no TPU.
+
+    **Arguments:**
+
+    - `version`: a TPU in [`mylib.machines.CHIPS`][], or a [`mylib.machines.Chip`][] whose name the
+        compiler knows.
+    - `shape`: how many chips in each direction, such as `(4, 4)` or `(4, 4, 8)`.
+
+    **Returns:**
+
+    A [`mylib.machines.Machine`][].
+
+    !!! Example
+
+        ```python
+        machine = mylib.machines.tpu("v5p", (4, 4, 8))
+        assert machine.count == 128
+        ```
+    """
+    chip, shape = _sheet(version, "tpu"), tuple(shape)
+    said = "x".join(map(str, shape))
+    largest = chip.largest or shape
+    if len(shape) != len(largest) or min(shape, default=0) < 1:
+        example = "x".join(["4"] * len(largest))
+        raise ValueError(
+            f"a slice of {chip.name} has {len(largest)} directions, such as {example}, not {said}"
+        )
+    # The compiler ends the process when it is asked for more.
+    if any(x > y for x, y in zip(sorted(shape), sorted(largest), strict=True)):
+        raise ValueError(
+            f"{said} is larger than the largest slice of {chip.name}, {'x'.join(map(str, largest))}"
+        )
+    return Machine(chip, max(1, math.prod(shape) // chip.host), shape)
+
+
+def _sheet(name: str | Chip, platform: str) -> Chip:
+    if isinstance(name, Chip):
+        return name
+    chip = CHIPS.get(name.lower())
+    if chip is None or chip.platform != platform:
+        known = ", ".join(x.name for x in CHIPS.values() if x.platform == platform)
+        raise ValueError(
+            f"{name!r} is no {platform.upper()} that mylib has a data sheet of. It knows {known}; "
+            "describe others with mylib.machines.Chip"
+        )
+    return chip
+
+
+def here() -> Machine:
+    """The machine that this process runs on, whose devices are `jax.devices()`.
+
+    **Returns:**
+
+    A [`mylib.machines.Machine`][]. Its memory is what JAX says that a program can use, which the
+    CPU does not say.
+
+    !!! Example
+
+        ```python
+        assert mylib.machines.here().devices == tuple(jax.devices())
+        ```
+    """
+    devices = jax.devices()
+    hosts = len({device.process_index for device in devices})
+    kind = devices[0].device_kind
+    known = (chip for chip in CHIPS.values() if kind in chip.kinds)
+    chip = next(known, None) or Chip(kind, devices[0].platform, host=len(devices) // hosts)
+    stats = devices[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        chip = dataclasses.replace(chip, memory=stats["bytes_limit"] * chip.devices)
+    shape = hosts, len(devices) // hosts // chip.devices
+    return Machine(chip, hosts, shape, is_here=True)

@@ -1,0 +1,76 @@
+"""Meshes of named axes, of which one may take what is left."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+
+
+def make_mesh(
+    *, devices: Sequence[Any] | None = None, explicit: Iterable[str] | str = (), **axes: int
+) -> Mesh:
+    """A mesh of named axes. They are Auto, under which all of Equinox's layers run; those of
+    `jax.make_mesh` are Explicit by default.
+
+    **Arguments:**
+
+    - `devices`: the devices; `jax.devices()` by default.
+    - `explicit`: the names of axes that are Explicit.
+    - `axes`: the size of each axis by its name, in order. One may be -1: what the others leave.
+
+    **Returns:**
+
+    A `jax.sharding.Mesh`. Its devices are in the order that JAX thinks best for them: neighbours
+    lie along the last axis.
+
+    **Raises:**
+
+    `ValueError` if the sizes don't multiply to the number of devices.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1, model=2)
+        assert dict(mesh.shape) == {"data": 4, "model": 2}
+        ```
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = _sizes(axes, len(devices))
+    named = (explicit,) if isinstance(explicit, str) else tuple(explicit)
+    unknown = [name for name in named if name not in axes]
+    if unknown:
+        raise ValueError(f"explicit={unknown}: the axes of this mesh are {list(axes)}")
+    types = tuple(AxisType.Explicit if name in named else AxisType.Auto for name in axes)
+    return Mesh(_ordered(devices, sizes), tuple(axes), axis_types=types)
+
+
+def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
+    if not axes:
+        raise ValueError("a mesh needs an axis, such as data=-1")
+    said = ", ".join(f"{name}={size}" for name, size in axes.items())
+    free = [name for name, size in axes.items() if size == -1]
+    wrong = [name for name, size in axes.items() if size < 1 and size != -1]
+    if wrong or len(free) > 1:
+        raise ValueError(f"a mesh of {said}: sizes are positive, and one of them may be -1")
+    known = math.prod(size for size in axes.values() if size != -1)
+    if count % known if free else count != known:
+        raise ValueError(
+            f"a mesh of {said} needs {'a multiple of ' if free else ''}{known} devices, and there "
+            f"are {count}. Change a size, or let one be -1"
+        )
+    return tuple(count // known if size == -1 else size for size in axes.values())
+
+
+def _ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
+    try:
+        return mesh_utils.create_device_mesh(sizes, list(devices))
+    except (NotImplementedError, ValueError, AssertionError):
+        # JAX knows no good order for this shape on this topology (a TPU's axes can't be cut at
+        # will). The compiler's own order still has neighbours in a row.
+        flat = np.empty(len(devices), object)
+        flat[:] = devices
+        return flat.reshape(sizes)

@@ -1,0 +1,85 @@
+"""pytest-cov and tests in several processes: `--cov` measures the processes as well.
+
+pytest-cov knows only this session and the workers of xdist. Here each process measures itself, with
+the session's options, into a folder of ours; the session adds those files to its own data before
+pytest-cov reports. The user's folder never holds a file of a process.
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ._group import Guard
+
+# How coverage.py's `patch = subprocess` measures whatever a process starts.
+VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
+
+
+class Coverage:
+    """In the session."""
+
+    def __init__(self, config: pytest.Config, guard: Guard) -> None:
+        plugin: Any = config.pluginmanager.getplugin("_cov")
+        controller = getattr(plugin, "cov_controller", None)
+        # None without `--cov`, and with `--no-cov`.
+        self._session: Any = getattr(controller, "cov", None)
+        self.settings: dict[str, Any] | None = None
+        if self._session is None:
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="mylib-coverage-"))
+        guard.remove(self._folder)
+        self.settings = {
+            "data_file": str(self._folder / "data"),
+            "config_file": plugin.options.cov_config,
+            "source": self._session.get_option("run:source"),
+            "branch": self._session.get_option("run:branch"),
+        }
+
+    def collect(self) -> None:
+        """Adds what the processes have measured to the session's data."""
+        if self._session is None:
+            return
+        from coverage import CoverageData
+        from coverage.exceptions import CoverageException
+
+        for path in sorted(self._folder.glob("data.*")):
+            measured = CoverageData(str(path))
+            try:
+                measured.read()
+                self._session.get_data().update(measured)
+            except CoverageException as error:
+                # Of a process that was killed while it wrote.
+                sys.stderr.write(f"mylib.testing: a process's coverage is lost: {error}\n")
+            finally:
+                measured.close()
+
+    def end(self) -> None:
+        if self._session is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class Measured:
+    """In a process."""
+
+    def __init__(self, settings: dict[str, Any] | None) -> None:
+        self._coverage: Any = None
+        if settings is None:
+            return
+        import coverage
+
+        self._coverage = coverage.Coverage(data_suffix=True, **settings)
+        # No process runs everything: what is missing there is for the session to say.
+        self._coverage.set_option(
+            "run:disable_warnings",
+            ["no-data-collected", "module-not-imported", "already-imported"],
+        )
+        self._coverage.start()
+
+    def end(self) -> None:
+        if self._coverage is not None:
+            self._coverage.stop()
+            self._coverage.save()

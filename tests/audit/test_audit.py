@@ -1,0 +1,252 @@
+"""What `mylib.audit` takes, and where it says that collectives come from."""
+
+import inspect
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import known
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mylib
+
+ONE = known.mesh_of(jax.devices(), (8,), ("data",))
+TWO = known.mesh_of(jax.devices(), (4, 2), ("data", "model"))
+
+
+def line_of(fun, text: str) -> str:
+    """Where a piece of a function stands, as reports tell it."""
+    lines, first = inspect.getsourcelines(fun)
+    return f"test_audit.py:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def model_and_batch():
+    model = eqx.nn.MLP(16, 16, 256, 1, key=jax.random.key(0))
+    model = mylib.filter_shard(model, mylib.rules.fsdp("data"), mesh=ONE)
+    return model, jax.device_put(np.ones((4096, 16), np.float32), NamedSharding(ONE, P("data")))
+
+
+def step(model, x):
+    gradient = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+    return eqx.apply_updates(model, gradient)
+
+
+class TestInputs:
+    def test_what_it_takes(self):
+        model, x = model_and_batch()
+        ours = mylib.filter_jit(step)
+        theirs = eqx.filter_jit(step)
+        arrays, static = eqx.partition(model, eqx.is_array)
+        raw = jax.jit(
+            lambda arrays, x: eqx.filter(step(eqx.combine(arrays, static), x), eqx.is_array)
+        )
+        reports = [
+            mylib.audit(ours, model, x),
+            ours.lower(model, x).compile().audit(),
+            mylib.audit(ours.lower(model, x).compile()),
+            mylib.audit(theirs, model, x),
+            mylib.audit(theirs.lower(model, x).compile()),
+            mylib.audit(step, model, x),
+            mylib.audit(raw, arrays, x),
+            mylib.audit(raw.lower(arrays, x).compile()),
+            mylib.audit(eqx.filter_jit(step), model, x=x),
+        ]
+        for report in reports:
+            sums = {(c.kind, c.axes): report.bytes(c.kind) for c in report.collectives}
+            assert sums == {(c.kind, c.axes): reports[0].bytes(c.kind) for c in report.collectives}
+            assert report.memory.arguments == reports[0].memory.arguments
+        named = [reports[i] for i in (0, 1, 2, 3, 5, 8)]
+        for report in named:
+            paths = [p.path for p in report.parameters]
+            assert paths[0] == "model.layers[0].weight" and paths[-1] == "x"
+            assert ("model.layers[0].weight",) in {c.arrays for c in report.among("all-gather")}
+        assert reports[6].parameters[0].path == "arrays.layers[0].weight"
+
+    def test_donated_arguments_keep_their_names(self):
+        model, x = model_and_batch()
+
+        def update(x, model):
+            return step(model, x)
+
+        report = mylib.audit(mylib.filter_jit(update, donate="all-except-first"), x, model)
+        assert [p.path for p in report.parameters][:2] == ["x", "model.layers[0].weight"]
+
+    def test_what_it_does_not_take(self):
+        with pytest.raises(TypeError, match="a int is no function"):
+            mylib.audit(3)
+        lowered = jax.jit(jnp.sin).lower(jnp.ones(3))
+        with pytest.raises(TypeError, match="compile it first"):
+            mylib.audit(lowered)
+        with pytest.raises(TypeError, match="takes no arguments"):
+            mylib.audit(lowered.compile(), 1)
+        assert mylib.audit(lowered.compile()).collectives == ()
+
+    def test_parameters(self):
+        model, x = model_and_batch()
+        report = mylib.audit(step, model, x)
+        weight, batch = report.parameters[0], report.parameters[-1]
+        assert (weight.shape, weight.axes, weight.bytes) == ((32, 16), ("data",), 2048)
+        assert (batch.shape, batch.axes) == ((512, 16), ("data",))
+
+    def test_unused_arguments_and_keys(self):
+        report = mylib.audit(
+            jax.jit(lambda a, key, b: jax.random.normal(key, (3,)) + b),
+            jax.ShapeDtypeStruct((8, 3), "float32", sharding=NamedSharding(ONE, P("data"))),
+            jax.random.key(0),
+            jax.ShapeDtypeStruct((3,), "float32", sharding=NamedSharding(ONE, P())),
+        )
+        assert [(p.path, p.axes) for p in report.parameters] == [("key", ()), ("b", ())]
+
+
+class TestOrigins:
+    def test_written_by_the_user(self):
+        def fun(x):
+            x = lax.psum(x, "data")
+            return lax.ppermute(x, "data", [(0, 1)])
+
+        x = known.abstract(ONE, P("data"), (8, 4))
+        report = mylib.audit(jax.jit(known.mapped(ONE, P("data"), fun)), x)
+        summed, moved = report.among("all-reduce") + report.among("collective-permute")
+        assert (summed.inserted, summed.primitive, summed.arrays) == (False, "psum", ("x",))
+        assert summed.source == line_of(fun, "lax.psum")
+        assert (moved.inserted, moved.primitive, moved.arrays) == (False, "ppermute", ())
+        assert moved.source == line_of(fun, "lax.ppermute")
+
+    def test_the_inserted_gather_of_a_public_thread(self):
+        """A batch that is divided meets a weight that is divided over the same axis."""
+
+        def loss(model, x):
+            h = jnp.tanh(x @ model["first"])
+            return jnp.mean((h @ model["second"]) ** 2)
+
+        w = known.abstract(ONE, P("data"), (64, 64))
+        x = known.abstract(ONE, P("data"), (4096, 64))
+        report = mylib.audit(jax.jit(loss), {"first": w, "second": w}, x)
+        first, second = report.among("all-gather", "data")
+        assert (first.arrays, second.arrays) == (("model['first']",), ("model['second']",))
+        assert first.inserted and second.inserted
+        assert first.source == line_of(loss, 'model["first"]')
+        assert second.source == line_of(loss, 'model["second"]')
+        # Kept whole, there is none.
+        whole = known.abstract(ONE, P(), (64, 64))
+        cured = mylib.audit(jax.jit(loss), {"first": whole, "second": whole}, x)
+        assert cured.count("all-gather") == 0
+
+    def test_rematerialised_gathers(self):
+        def loss(ws, x):
+            @jax.checkpoint
+            def layer(h, w):
+                return jnp.tanh(h @ w), None
+
+            return jnp.mean(lax.scan(layer, x, ws)[0] ** 2)
+
+        ws = known.abstract(ONE, P(None, "data"), (3, 64, 64))
+        x = known.abstract(ONE, P("data"), (4096, 64))
+        report = mylib.audit(jax.jit(jax.grad(loss)), ws, x)
+        gathers = [c for c in report.among("all-gather", "data") if c.arrays]
+        assert {c.arrays for c in gathers} == {("ws",)}
+        assert sum(c.times or 0 for c in gathers) == 6  # forward, and again backward
+        assert {c.phase for c in gathers} == {"forward", "recomputed"}
+        assert all(c.loops == (line_of(loss, "lax.scan"),) for c in gathers)
+
+    def test_the_opaque_kernel_of_a_public_thread(self):
+        """Split over "data" alone: the gradient of a call that nothing can look into is summed over
+        "model" as well, which costs and does nothing.
+        """
+
+        def copy(x):
+            return jax.pure_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        @jax.custom_vjp
+        def plain(x):
+            return copy(x)
+
+        plain.defvjp(lambda x: (copy(x), None), lambda _, g: (g,))
+        opaque = mylib.opaque(copy, fwd=lambda x: (copy(x), None), bwd=lambda _, g: (g,))
+        x = known.abstract(TWO, P("data"), (8, 4))
+
+        def gradient(kernel, **options):
+            mapped = mylib.filter_shard_map(
+                kernel, mesh=TWO, in_specs=P("data"), out_specs=P("data"), **options
+            )
+            return mylib.audit(jax.jit(jax.grad(lambda x: jnp.sum(mapped(x) ** 2))), x)
+
+        report = gradient(plain, check_vma=False)
+        (only,) = report.collectives
+        assert (only.kind, only.axes, only.phase) == ("all-reduce", ("model",), "backward")
+        assert only.source.startswith("test_audit.py:") and not only.inserted
+        assert gradient(opaque).collectives == ()
+
+
+class TestMemory:
+    def test_numbers(self):
+        model, x = model_and_batch()
+        compiled = mylib.filter_jit(step).lower(model, x).compile()
+        memory = compiled.audit().memory
+        analysis = compiled.compiled.memory_analysis()
+        assert memory.arguments == analysis.argument_size_in_bytes
+        assert memory.temporaries == analysis.temp_size_in_bytes
+        assert memory.arguments == sum(p.bytes for p in compiled.audit().parameters)
+        # What is alive by the schedule is what the compiler has found room for, roughly.
+        held = memory.peak - memory.arguments - memory.constants
+        assert 0.5 < held / (memory.temporaries + memory.results) < 1.5
+        largest = memory.alive[0]
+        assert largest.bytes >= 512 * 256 * 4 and largest.source.startswith("test_audit.py")
+
+    def test_captured_constants(self):
+        table = np.random.default_rng(0).normal(size=(512, 64)).astype(np.float32)
+        x = known.abstract(ONE, P("data"), (64, 512))
+        report = mylib.audit(jax.jit(lambda x: x @ table), x)
+        assert report.memory.constants >= table.nbytes
+        assert mylib.audit(jax.jit(jnp.sin), x).memory.constants == 0
+        assert "constants 128 KiB" in str(report)
+
+
+class TestPrinting:
+    def test_table(self):
+        def loss(model, x):
+            for w in model:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        model = [known.abstract(ONE, P("data"), (64, 64))] * 3
+        report = mylib.audit(jax.jit(loss), model, known.abstract(ONE, P("data"), (4096, 64)))
+        text = str(report)
+        assert text.splitlines()[0] == "loss on data=8"
+        (gathers,) = [line for line in text.splitlines() if "all-gather" in line]
+        # Equal layers are one line.
+        assert gathers.split()[:3] == ["3", "all-gather", "data"]
+        assert "model[0..2]" in gathers and line_of(loss, "x @ w") in gathers
+        assert repr(report) == text
+
+    def test_json(self):
+        x = known.abstract(ONE, P("data"), (8, 4))
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        told = json.loads(json.dumps(report.to_dict()))
+        (only,) = told["collectives"]
+        assert (only["kind"], only["axes"], only["bytes"]) == ("all-reduce", ["data"], 4)
+        assert told["axes"] == {"data": 8} and told["memory"]["arguments"] == 16
+
+    def test_nothing(self):
+        report = mylib.audit(jnp.sin, known.abstract(ONE, P("data"), (8, 4)))
+        assert "nothing is communicated" in str(report) and report.count() == 0
+
+
+def test_a_function_that_nobody_has_compiled():
+    """With shapes for arrays, a Module that has some, and arguments that are none."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    linear = jax.ShapeDtypeStruct((16, 8), jnp.float32, sharding=rows)
+
+    def total(model, /, *xs, how, **named):
+        x = model["w"] * xs[0] * named["scale"]
+        return jnp.sum(x) if how == "sum" else x
+
+    report = mylib.audit(total, {"w": linear, "name": "w"}, linear, how="sum", scale=2.0)
+    (one,) = report.collectives
+    assert one.kind == "all-reduce" and one.axes == ("data",)
+    assert mylib.audit(total, {"w": linear}, linear, how="none", scale=2.0).collectives == ()

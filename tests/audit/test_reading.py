@@ -1,0 +1,273 @@
+"""Reading the text of programs: groups in every spelling, and what is not understood."""
+
+import re
+
+import jax
+import known
+import numpy as np
+import pytest
+from hypothesis import given, strategies as st
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import mylib
+from mylib._audit.groups import Axes, groups_of, pairs_of
+from mylib._audit.hlo import arrays_of
+
+
+@pytest.mark.parametrize(
+    ("text", "groups"),
+    [
+        ("{{0,1},{2,3}}", [[0, 1], [2, 3]]),
+        ("{{0,2}, {1,3}}", [[0, 2], [1, 3]]),
+        ("{}", [[0, 1, 2, 3]]),
+        ("[2,2]<=[4]", [[0, 1], [2, 3]]),
+        ("[2,2]<=[2,2]T(1,0)", [[0, 2], [1, 3]]),
+        ("mesh['x'=2,'y'=2] {'x'}", [[0, 2], [1, 3]]),
+        ("mesh['x'=2,'y'=2] {'x','y'}", [[0, 1, 2, 3]]),
+        ("mesh['x'=2,'y'=2] {'y','x'}", [[0, 2, 1, 3]]),
+        ("mesh[x=4] {x:(1)2}", [[0, 2], [1, 3]]),
+        ("mesh['x'=4] {'x':(2)2}", [[0, 1], [2, 3]]),
+        ("mesh['x'=2,'y'=2], device_ids=(3,1,0,2) {'y'}", [[3, 1], [0, 2]]),
+        ("mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}", [[0, 2], [1, 3]]),
+    ],
+)
+def test_spellings_of_groups(text, groups):
+    assert groups_of(text, 4).tolist() == groups
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{{0,1},{2}}",
+        "{{0,1},{1,2}}",
+        "{{0,1}}",
+        "[2,2]<=[8]",
+        "[2,2]<=4",
+        "mesh['x'=2] {'y'}",
+        "mesh['x'=2,'y'=2] {}",
+        "devices of a friend",
+    ],
+)
+def test_groups_that_are_not_understood(text):
+    with pytest.raises(mylib.AuditError, match="replica_groups"):
+        groups_of(text, 4)
+
+
+def test_pairs():
+    assert pairs_of("{{0,1},{1,0},{2,2}}", 4).tolist() == [[0, 1], [1, 0]]
+    with pytest.raises(mylib.AuditError, match="source_target_pairs"):
+        pairs_of("{{0,1},{1,9}}", 4)
+
+
+@given(
+    st.permutations(["a", "b", "c"]).flatmap(
+        lambda names: st.tuples(st.just(names), st.lists(st.integers(2, 4), min_size=3, max_size=3))
+    ),
+    st.sets(st.integers(0, 2), min_size=1),
+)
+def test_axes_of_any_subset(mesh, chosen):
+    names, sizes = mesh
+    axes = Axes(tuple(names), tuple(sizes))
+    others = [i for i in range(3) if i not in chosen]
+    each = int(np.prod([sizes[i] for i in chosen]))
+    devices = np.arange(axes.size).reshape(sizes)
+    groups = devices.transpose(others + sorted(chosen)).reshape(-1, each)
+    assert axes.named(groups) == tuple(names[i] for i in sorted(chosen))
+
+
+def test_types():
+    (a,) = arrays_of("bf16[4,256]{1,0:T(8,128)(2,1)S(1)}")
+    assert (a.dtype, a.shape, a.bytes) == ("bf16", (4, 256), 2048)
+    assert [x.bytes for x in arrays_of("(f32[2]{0}, /*index=1*/pred[], s4[3])")] == [8, 1, 2]
+    assert arrays_of("f8e4m3fn[16]")[0].bytes == 16
+    with pytest.raises(mylib.AuditError, match="'x7'"):
+        _ = arrays_of("x7[2]")[0].bytes
+
+
+MESH = known.mesh_of(jax.devices(), (8,), ("d",))
+TEXT = (
+    jax.jit(
+        known.mapped(
+            MESH,
+            P("d"),
+            lambda x: lax.scan(lambda x, _: (lax.psum(x, "d") * 0.1, None), x, None, length=3)[0],
+        )
+    )
+    .lower(known.abstract(MESH, P("d"), (8, 512)))
+    .compile()
+    .as_text()
+)
+
+
+def test_text_alone():
+    report = mylib.audit(TEXT, mesh=MESH)
+    assert report.count("all-reduce", "d") == 3 and report.memory is None
+    with pytest.raises(TypeError, match="takes no arguments"):
+        mylib.audit(TEXT, 1)
+    with pytest.raises(ValueError, match="no collective 'allreduce'"):
+        report.count("allreduce")
+    with pytest.raises(ValueError, match="no axis 'data': it has d"):
+        report.count("all-reduce", "data")
+
+
+def test_text_without_a_mesh():
+    unnamed = re.sub(
+        r"replica_groups=[^ ]*( \{.*?\})?,", "replica_groups={{0,1,2,3,4,5,6,7}},", TEXT
+    )
+    report = mylib.audit(unnamed)
+    assert report.collectives[0].axes is None and report.count("all-reduce") == 3
+    with pytest.raises(mylib.AuditError, match="Pass mesh="):
+        report.count("all-reduce", "d")
+    with pytest.raises(mylib.AuditError, match="runs on 8 devices, and the mesh"):
+        mylib.audit(TEXT, mesh=known.mesh_of(jax.devices(), (4,), ("d",)))
+
+
+_DAMAGES = {
+    "cut in the middle": lambda text: text[: len(text) // 2],
+    "cut before its entry": lambda text: text[: text.index("ENTRY")],
+    "empty": lambda text: "",
+    "two programs": lambda text: text + text,
+    "not HLO": lambda text: "module @jit_f {}",
+    "an unknown opcode": lambda text: text.replace(" all-reduce(", " all-reduce-and-pray("),
+    "no groups": lambda text: re.sub(r"replica_groups=[^ ]*( \{.*?\})?, ", "", text),
+    "groups of strangers": lambda text: re.sub(
+        r"replica_groups=[^ ]*( \{.*?\})?, ", "replica_groups={{0,99}}, ", text
+    ),
+    "a lost instruction": lambda text: re.sub(r"\n.* all-reduce\(.*", "", text),
+    "a lost body": lambda text: text.replace("body=%", "body=%x"),
+    "an operand from nowhere": lambda text: re.sub(r"all-reduce\(%", "all-reduce(%x", text),
+    "a start without its end": lambda text: text.replace(" all-reduce(", " all-reduce-start("),
+    "an unknown type": lambda text: re.sub(r"f32(\S* all-reduce\()", r"q32\1", text),
+    "an unknown call": lambda text: re.sub(
+        r"all-reduce\((.*?)\), .*", r'custom-call(\1), custom_call_target="my_kernel"', text
+    ),
+    "another unknown call": lambda text: re.sub(
+        r"all-reduce\((.*?)\), .*", r'custom-call(\1), custom_call_target="custom_sum"', text
+    ),
+    "a kernel that communicates": lambda text: re.sub(
+        r"all-reduce\((.*?)\), .*",
+        r'custom-call(\1), custom_call_target="tpu_custom_call", '
+        r'backend_config={"custom_call_config":{"has_communication":true}}',
+        text,
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGES)
+def test_damaged_text_is_an_error(damage):
+    damaged = _DAMAGES[damage](TEXT)
+    assert damaged != TEXT
+    with pytest.raises(mylib.AuditError):
+        mylib.audit(damaged, mesh=MESH)
+
+
+def test_calls_that_are_said_to_stay_local():
+    called = _DAMAGES["an unknown call"](TEXT)
+    report = mylib.audit(called, mesh=MESH, local=("my_kernel",))
+    assert report.collectives == ()
+
+
+@given(st.integers(0, TEXT.count("\n") - 1), st.booleans())
+def test_a_lost_line_is_never_a_smaller_number(number, cut):
+    """Each line that is lost is an error, or doesn't matter."""
+    lines = TEXT.split("\n")
+    left = lines[:number] if cut else lines[:number] + lines[number + 1 :]
+    try:
+        report = mylib.audit("\n".join(left), mesh=MESH)
+    except mylib.AuditError:
+        return
+    assert [c.times for c in report.collectives] in ([3], [None])
+
+
+def program(*body: str, computations: str = "") -> str:
+    lines = "\n".join(f"  {line}" for line in body)
+    header = "HloModule jit_f, is_scheduled=true, num_partitions=8"
+    return f"{header}\n\n{computations}\nENTRY %main (x: f32[8]) -> f32[64] {{\n{lines}\n}}\n"
+
+
+PARAMETER = '%x = f32[8]{0} parameter(0), metadata={op_name="x"}'
+
+
+def test_a_computation_that_is_started():
+    gather = """%async (p: f32[8]) -> f32[64] {
+  %p = f32[8]{0} parameter(0)
+  ROOT %g = f32[64]{0} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+}
+"""
+    text = program(
+        PARAMETER,
+        "%s = ((f32[8]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%async",
+        "%u = ((f32[8]{0}), f32[64]{0}, u32[]) async-update(%s)",
+        "ROOT %d = f32[64]{0} async-done(%u)",
+        computations=gather,
+    )
+    (only,) = mylib.audit(text, mesh=MESH).collectives
+    assert (only.kind, only.bytes, only.times, only.arrays) == ("all-gather", 256, 1, ("x",))
+    assert only.overlapped
+
+
+def test_send_and_receive():
+    text = program(
+        PARAMETER,
+        "%t = token[] after-all()",
+        "%s = (f32[8]{0}, u32[], token[]) send(%x, %t), channel_id=1, frontend_attributes="
+        '{_xla_send_recv_source_target_pairs="{{0,1},{1,2}}"}',
+        "%r = (f32[8]{0}, u32[], token[]) recv(%t), channel_id=1",
+        "%sd = token[] send-done(%s), channel_id=1",
+        "%rd = (f32[8]{0}, token[]) recv-done(%r), channel_id=1",
+        "ROOT %g = f32[8]{0} get-tuple-element(%rd), index=0",
+    )
+    (only,) = mylib.audit(text, mesh=MESH).collectives
+    assert (only.kind, only.axes, only.bytes) == ("collective-permute", ("d",), 32)
+    to_host = text.replace("send(%x, %t),", "send(%x, %t), is_host_transfer=true,")
+    assert mylib.audit(to_host, mesh=MESH).collectives == ()
+    with pytest.raises(mylib.AuditError, match="which devices it moves data between"):
+        mylib.audit(re.sub(r", frontend_attributes=.*", "", text), mesh=MESH)
+
+
+def test_a_loop_that_nobody_knows_and_one_that_counts_down():
+    def looped(condition: str) -> str:
+        computations = f"""%sum (a: f32[], b: f32[]) -> f32[] {{
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %p = (s32[], f32[8]{{0}}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %v = f32[8]{{0}} get-tuple-element(%p), index=1
+  %two = s32[] constant(2)
+  %j = s32[] subtract(%i, %two)
+  %r = f32[8]{{0}} all-reduce(%v), channel_id=1, replica_groups=[1,8]<=[8], to_apply=%sum
+  ROOT %t = (s32[], f32[8]{{0}}) tuple(%j, %r)
+}}
+
+%condition (q: (s32[], f32[8])) -> pred[] {{
+  %q = (s32[], f32[8]{{0}}) parameter(0)
+  %k = s32[] get-tuple-element(%q), index=0
+  %n = s32[] constant(1)
+  ROOT %go = pred[] compare({condition}
+}}
+"""
+        return program(
+            PARAMETER,
+            "%start = s32[] constant(8)",
+            "%init = (s32[], f32[8]{0}) tuple(%start, %x)",
+            "%w = (s32[], f32[8]{0}) while(%init), condition=%condition, body=%body",
+            "ROOT %g = f32[8]{0} get-tuple-element(%w), index=1",
+            computations=computations,
+        )
+
+    for condition, times in (
+        ("%k, %n), direction=GT", 4),  # 8, 6, 4, 2
+        ("%k, %n), direction=GE", 4),
+        ("%n, %k), direction=LT", 4),
+        ("%n, %k), direction=LE", 4),
+        ("%k, %n), direction=NE", None),
+        ("%k, %n), direction=LT", None),
+        ("%k, %k), direction=GT", None),
+    ):
+        (only,) = mylib.audit(looped(condition), mesh=MESH).collectives
+        assert only.times == times, condition

@@ -1,0 +1,186 @@
+"""`donate=`: what occurs twice, and JAX's warning, which is silenced in one thread only."""
+
+import concurrent.futures
+import threading
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from contexts import AUTO as MESH
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mylib
+
+HERE = NamedSharding(MESH, P("data"))
+
+
+def both(a, b):
+    return a + 1, b + 2
+
+
+@pytest.fixture(params=["uncommitted", "sharded", "keys", "pinned"])
+def x(request):
+    x = jnp.arange(8.0)
+    match request.param:
+        case "sharded":
+            return jax.device_put(x, HERE)
+        case "keys":
+            return jax.random.split(jax.random.key(0), 8)
+        case "pinned":
+            return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+    return x
+
+
+class TestTwice:
+    @pytest.mark.parametrize("donate", ["all", "all-except-first"])
+    def test_the_same_array(self, x, donate):
+        def swap(a, b):
+            return b, a
+
+        def numbers(x):
+            is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            return np.asarray(jax.random.key_data(x) if is_key else x)
+
+        before = numbers(x)
+        for y in mylib.filter_jit(swap, donate=donate)(x, x):
+            np.testing.assert_array_equal(numbers(y), before)
+        if donate == "all-except-first":
+            assert not x.is_deleted()
+
+    def test_is_used_up_once_or_not_at_all(self):
+        x = jnp.ones(8)
+        a, b = mylib.filter_jit(both, donate="all")(x, x)
+        assert x.is_deleted() and jnp.all(a == 2) and jnp.all(b == 3)
+        x = jnp.ones(8)
+        a, b = mylib.filter_jit(both, donate="all-except-first")(x, x)
+        assert not x.is_deleted() and jnp.all(a == 2) and jnp.all(b == 3)
+
+    def test_three_times_and_in_the_function_itself(self):
+        x = jnp.ones(8)
+        f = mylib.filter_jit(jax.tree_util.Partial(lambda x, t: [x, *t], x), donate="all")
+        out = f([x, x, x])
+        assert all(jnp.all(y == 1) for y in out) and x.is_deleted()
+
+    def test_what_filter_shard_has_left_alone(self):
+        p = mylib.filter_shard({"w": jnp.ones(8), "b": jnp.ones(16)}, P("data"), mesh=MESH)
+        q = mylib.filter_shard(p, P("data"), mesh=MESH)
+        assert q["w"] is p["w"]
+        out, _ = mylib.filter_jit(lambda p, q: (p, q), donate="all")(p, q)
+        assert jnp.all(out["w"] == 1) and p["w"].is_deleted()
+
+    @pytest.mark.parametrize(
+        ("first", "second"),
+        [(None, P("data")), (P("data"), None), (P("data"), P("data")), (P(), P("data"))],
+    )
+    @pytest.mark.parametrize("donate", ["all", "all-except-first"])
+    @pytest.mark.parametrize("there", [True, False])
+    def test_with_in_shardings(self, first, second, donate, there):
+        x = jax.device_put(jnp.ones(8), HERE) if there else jnp.ones(8)
+        f = mylib.filter_jit(both, donate=donate, in_shardings=(first, second), mesh=MESH)
+        if first is None and not there:
+            x = mylib.filter_shard(x, P(), mesh=MESH)
+        a, b = f(x, x)
+        assert jnp.all(a == 2) and jnp.all(b == 3)
+        assert x.is_deleted() == (donate == "all")
+
+    def test_ahead_of_time(self):
+        x = jnp.ones(8)
+        compiled = mylib.filter_jit(both, donate="all").lower(x, x).compile()
+        a, b = compiled(x, x)
+        assert jnp.all(a == 2) and jnp.all(b == 3) and x.is_deleted()
+
+    def test_filter_device_put(self):
+        x = jnp.ones(8)
+        a, b = mylib.filter_device_put((x, x), P("data"), mesh=MESH, donate=True)
+        assert jnp.all(a == 1) and jnp.all(b == 1) and x.is_deleted()
+        x = jax.device_put(jnp.ones(8), HERE)
+        a, b = mylib.filter_device_put((x, x), (P("data"), P()), mesh=MESH, donate=True)
+        assert a is x and jnp.all(a == 1) and jnp.all(b == 1)
+
+    def test_where_one_thing_is_traced(self):
+        x = jnp.ones(8)
+        f = mylib.filter_jit(lambda a, b: (a * b).sum(), donate="all")
+        grads = jax.grad(f, (0, 1))(x, x)
+        assert jnp.all(grads[0] == 1) and not x.is_deleted()
+        assert jax.jit(lambda x: f(x, x))(x) == 8
+
+    def test_an_optimiser_that_keeps_the_first_parameters(self):
+        params = mylib.filter_shard({"w": jnp.ones(8), "b": jnp.zeros(8)}, P("data"), mesh=MESH)
+        optim = optax.contrib.prodigy(1.0)
+        state = optim.init(params)
+        assert any(x is params["w"] for x in jax.tree.leaves(state))
+
+        @mylib.filter_jit(donate="all")
+        def step(params, state):
+            grads = jax.grad(lambda p: jnp.sum((p["w"] - 3) ** 2) + jnp.sum(p["b"] ** 2))(params)
+            updates, state = optim.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mylib.RecompilationWarning)
+            for _ in range(3):
+                params, state = step(params, state)
+        assert np.isfinite(params["w"]).all()
+
+    def test_memory_that_two_arrays_share_is_named(self):
+        x = mylib.filter_shard(jnp.ones(8), P(), mesh=jax.make_mesh((1,), ("one",)))
+        y = x.addressable_shards[0].data
+        assert y is not x
+        with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+            mylib.filter_jit(both, donate="all")(x, y)
+        assert "(both was given a and b, which share memory" in "".join(caught.value.__notes__)
+
+
+class TestSilence:
+    def test_threads_leave_no_filters_behind(self):
+        before = list(warnings.filters)
+
+        def work(n):
+            for i in range(4):
+                f = mylib.filter_jit(lambda a, i=i: (a.sum(), n, i), donate="all")
+                f(jnp.ones((n + 2, i + 1)))
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            list(pool.map(work, range(4)))
+        assert list(warnings.filters) == before
+
+    def test_warnings_of_other_threads_are_not_lost(self):
+        inside, done = threading.Event(), threading.Event()
+
+        def slow(x):
+            inside.set()
+            assert done.wait(60)
+            return x.sum()
+
+        f = mylib.filter_jit(slow, donate="all")
+        with concurrent.futures.ThreadPoolExecutor(1) as pool, pytest.warns(UserWarning) as caught:
+            running = pool.submit(f, jnp.ones(7))
+            assert inside.wait(60)
+            jax.jit(lambda x: x.sum(), donate_argnums=0)(jnp.ones(5))
+            done.set()
+            running.result()
+        (warning,) = caught
+        assert "float32[5]" in str(warning.message) and warning.filename.endswith("mlir.py")
+
+    def test_jax_still_warns_inside_and_afterwards(self):
+        lossy = jax.jit(lambda x: x.sum(), donate_argnums=0)
+
+        def outer(x):
+            with jax.ensure_compile_time_eval():
+                lossy(jnp.ones(3))
+            return x.sum()
+
+        with pytest.warns(UserWarning, match=r"float32\[3\]") as caught:
+            mylib.filter_jit(outer, donate="all")(jnp.ones(4))
+        assert len(caught) == 1
+        with pytest.warns(UserWarning, match=r"float32\[6\]"):
+            lossy(jnp.ones(6))
+
+    def test_also_for_other_placements(self):
+        f = mylib.filter_jit(lambda x: x.sum(), donate="all")
+        for spec in (P("data"), P(), P("model")):
+            f(mylib.filter_shard(jnp.ones(8), spec, mesh=MESH))

@@ -1,0 +1,69 @@
+"""`fully_shard` in the programs that GPUs and TPUs run: memory, and what is sent."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float
+
+import mylib
+from mylib.rules import fsdp
+
+DEPTH, WIDTH, HIDDEN, ROWS = 6, 1024, 4096, 1024
+LAYER = 2 * 2 * WIDTH * HIDDEN  # the bytes of a layer's weights, in bf16
+MIB = 2**20
+
+
+class Layer(eqx.Module):
+    up: Float[Array, "embed mlp"]
+    down: Float[Array, "mlp embed"]
+
+    def __call__(self, x):
+        return jax.nn.relu(x @ self.up) @ self.down
+
+
+def weights(mesh, stacked, dtype):
+    front = (DEPTH,) if stacked else ()
+    up = jax.ShapeDtypeStruct((*front, WIDTH, HIDDEN), dtype)
+    down = jax.ShapeDtypeStruct((*front, HIDDEN, WIDTH), dtype)
+    layers = Layer(up, down) if stacked else [Layer(up, down)] * DEPTH
+    return mylib.filter_shard(layers, fsdp("data"), mesh=mesh)
+
+
+def through(layers, x):
+    if isinstance(layers, list):
+        for layer in layers:
+            x = layer(x)
+        return x
+    return jax.lax.scan(lambda x, layer: (layer(x), None), x, layers)[0]
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["", "sent in bf16"])
+@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "list"])
+def test_one_layer_at_a_time(machine, stacked, dtype):
+    mesh = machine.mesh(data=-1)
+    model = weights(mesh, stacked, jnp.bfloat16 if dtype is None else jnp.float32)
+    kept = jax.tree.map(lambda x: x.sharding, model)
+
+    def loss(model, x):
+        model = mylib.fully_shard(model, Layer, fsdp("data"), mesh=mesh, dtype=dtype)
+        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
+
+    rows = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((ROWS * 16, WIDTH), jnp.bfloat16, sharding=rows)
+    program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
+    report = mylib.audit(program, mesh=mesh)
+    # Two gathers and one sum of each weight, in bf16; no gradient is summed whole.
+    once = DEPTH * LAYER * 15 / 16
+    # A TPU adds a gradient up piece by piece around a ring, and sends 17 pieces of it, not 15.
+    ring = 2 / 15 if machine.chip.platform == "tpu" else 0
+    assert report.wire_bytes() <= (3.01 + ring) * once
+    assert report.bytes("all-reduce") < 1024
+    # The layers' inputs, and the weights of one layer on their way.
+    activations = DEPTH * ROWS * WIDTH * 2 + 3 * ROWS * HIDDEN * 2
+    parts = DEPTH * LAYER / 16 if dtype is not None else 0  # the parts in the other dtype
+    temporaries = program.memory_analysis().temp_size_in_bytes
+    assert temporaries < activations + 5 * LAYER + 2 * parts

@@ -1,0 +1,143 @@
+"""Each warning has a category of its own, and can be silenced by it; and `jax.jit`'s options."""
+
+import ast
+import inspect
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from contexts import AUTO as MESH
+from jax.sharding import PartitionSpec as P
+
+import mylib
+
+
+def capture():
+    big = jnp.ones((1024, 512))
+    mylib.filter_jit(lambda x: big.sum() + x)(jnp.ones(()))
+
+
+def donate():
+    mylib.filter_jit(lambda x: x.sum(), donate="warn")(jnp.ones(8))
+
+
+def recompile():
+    f = mylib.filter_jit(lambda x: x + 1, out_shardings=P("data"), mesh=MESH)
+    f(f(jnp.ones(8)))
+
+
+def count():
+    f = mylib.filter_jit(lambda x, n: x + n)
+    for n in range(10):
+        f(jnp.ones(()), n)
+
+
+CASES = {
+    mylib.CapturedArrayWarning: capture,
+    mylib.DonationWarning: donate,
+    mylib.RecompilationWarning: recompile,
+    mylib.StaticNumberWarning: count,
+}
+
+
+@pytest.mark.parametrize("category", CASES)
+class TestCategories:
+    def test_is_raised(self, category):
+        with pytest.warns(category) as caught:
+            CASES[category]()
+        assert [type(w.message) for w in caught] == [category]
+        assert caught[0].filename == __file__
+
+    @pytest.mark.parametrize("base", [None, mylib.MylibWarning, UserWarning])
+    def test_can_be_silenced(self, category, base):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", category=base or category)
+            CASES[category]()
+        assert caught == []
+
+    def test_is_documented(self, category):
+        assert category.__doc__
+        page = (Path(__file__).parents[2] / "docs" / "transforming.md").read_text()
+        assert category.__name__ in page
+
+
+def test_every_warning_has_a_category():
+    for path in Path(mylib.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                assert path.name in ("_errors.py", "private.py"), path
+
+
+class TestOptions:
+    def test_fun_by_keyword(self):
+        assert mylib.filter_jit(fun=lambda x: x + 1)(jnp.ones(())) == 2
+
+    @pytest.mark.parametrize(
+        "option",
+        [
+            {"inline": True},
+            {"keep_unused": True},
+            {"compiler_options": {"xla_cpu_enable_fast_math": True}},
+        ],
+        ids=str,
+    )
+    def test_is_passed_on(self, option):
+        f = mylib.filter_jit(lambda x, y: x + 1, **option)
+        g = mylib.filter_jit(**option)(lambda x, y: x + 1)
+        assert f(jnp.ones(()), jnp.ones(3)) == g(jnp.ones(()), jnp.ones(3)) == 2
+
+    def test_has_its_effect(self):
+        x, y = jnp.ones(()), jnp.ones(3)
+
+        def told(jit, inline):
+            f = jit(lambda x: x + 1, inline=inline)
+            (eqn, *_) = jax.make_jaxpr(lambda x: f(x) * 2)(x).eqns
+            return eqn.primitive.name, str(eqn.params.get("inline"))
+
+        assert told(mylib.filter_jit, True) == told(jax.jit, True)
+        assert told(mylib.filter_jit, False) == told(jax.jit, False) != told(jax.jit, True)
+        kept = mylib.filter_jit(lambda x, y: x + 1, keep_unused=True).lower(x, y).as_text()
+        left = mylib.filter_jit(lambda x, y: x + 1).lower(x, y).as_text()
+        assert "tensor<3xf32>" in kept and "tensor<3xf32>" not in left
+        with pytest.raises(Exception, match="no_such_option"):
+            mylib.filter_jit(lambda x: x + 1, compiler_options={"no_such_option": True})(x)
+
+    def test_functions_with_other_options_are_others(self):
+        def f(x, y):
+            return x + 1
+
+        x, y = jnp.ones(()), jnp.ones(3)
+        texts = [
+            mylib.filter_jit(f, keep_unused=kept).lower(x, y).as_text() for kept in (False, True)
+        ]
+        assert texts[0] != texts[1]
+
+    @pytest.mark.parametrize(
+        ("option", "told"),
+        [
+            ("static_argnums", "what is not an array is static"),
+            ("static_argnames", "what is not an array is static"),
+            ("donate_argnums", "write donate='all'"),
+            ("donate_argnames", "write donate='all'"),
+            ("device", "write in_shardings=device"),
+            ("backend", "write in_shardings=jax.devices"),
+            ("inlined", "unexpected keyword argument 'inlined'$"),
+        ],
+    )
+    def test_others_are_refused(self, option, told):
+        for make in (
+            lambda: mylib.filter_jit(lambda x: x, **{option: 0}),
+            lambda: mylib.filter_jit(**{option: 0}),
+        ):
+            with pytest.raises(TypeError, match=f"{option}.*{told}|{told}"):
+                make()
+
+    def test_every_option_of_jax_is_taken_or_explained(self):
+        taken = set(inspect.signature(mylib.filter_jit).parameters)
+        for name in inspect.signature(jax.jit).parameters:
+            if name not in taken:
+                with pytest.raises(TypeError, match=f"{name!r}: "):
+                    mylib.filter_jit(lambda x: x, **{name: None})

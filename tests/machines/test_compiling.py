@@ -1,0 +1,370 @@
+"""What the real compilers for GPU and TPU make of our placements. Nothing is run.
+
+`.ci/run` runs this with both compilers installed, and `--require-compilers`.
+"""
+
+import dataclasses
+import math
+import re
+
+import _pages
+import cells
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import matrix
+import numpy as np
+import pytest
+import transfer.test_layers as layers
+from jax.experimental import pallas as pl
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mylib
+from mylib import machines
+
+pytestmark = pytest.mark.compilers
+BOTH = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
+KEY = jax.random.key(0)
+GiB = 2**30
+
+
+def abstract(make, *args):
+    return eqx.filter_eval_shape(make, *args)
+
+
+def shaped(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def mlp(width=256):
+    return abstract(lambda key: eqx.nn.MLP(width, width, 4 * width, 2, key=key), KEY)
+
+
+# --- machines -----------------------------------------------------------------------------------
+
+
+@pytest.mark.compiles_for(
+    *(f"{name} x 16" for name in machines.CHIPS if machines.CHIPS[name].platform == "gpu"),
+    *("v4 2x2x2", "v5e 4x4", "v5p 2x2x4", "v6e 4x4", "tpu7x 2x2x2"),
+)
+def test_every_chip_has_a_compiler(machine):
+    assert len(machine.devices) == machine.count
+    assert machine.devices[0].device_kind in machine.chip.kinds
+    mesh = machine.mesh(data=-1, model=2)
+    assert mesh.shape["model"] == 2
+    x = mylib.filter_shard(shaped(64, 256), P("data"), mesh=mesh)
+    double = mylib.filter_jit(lambda x: x * 2, out_shardings=P("data", "model"), mesh=mesh)
+    compiled = double.lower(x).compile()
+    (sharding,) = jax.tree.leaves(compiled.compiled.output_shardings)
+    assert sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
+    assert compiled.fits(machine)
+
+
+@pytest.mark.compiles_for("v4 2x2x2", "v5e 4x4", "v5p 2x2x4", "v6e 4x4", "tpu7x 2x2x2")
+def test_the_memory_of_the_table_is_the_compilers(machine):
+    everywhere = NamedSharding(machine.mesh(data=-1), P())
+    x = jax.ShapeDtypeStruct((200 * GiB // 4,), jnp.float32, sharding=everywhere)
+    with pytest.raises(machines.OutOfMemoryError) as caught:
+        mylib.filter_jit(lambda x: x * 2).lower(x).compile()
+    # It is told in hundredths of a GiB, which compilers round differently.
+    assert abs(caught.value.fit.available - machine.memory) <= GiB / 50
+
+
+@pytest.mark.compiles_for("v5e 4x4")
+def test_a_slice_that_the_compiler_refuses(machine):
+    with pytest.raises(ValueError, match="libtpu.*can't compile for 'v5e:3x3'"):
+        _ = machines.tpu("v5e", (3, 3)).devices
+
+
+@BOTH
+def test_the_process_keeps_its_devices_and_environment(machine, monkeypatch):
+    import os
+
+    before = dict(os.environ)
+    assert machines.Machine.of(str(machine)).devices
+    assert dict(os.environ) == before
+    assert {device.platform for device in jax.devices()} == {"cpu"}
+    assert float(jnp.ones(3).sum()) == 3
+
+
+@pytest.mark.compiles_for("h100 x 8")
+def test_the_page(machine):
+    found = _pages.blocks(_pages.ROOT / "docs" / "machines.md")
+    (block,) = [x for x in found if "compiling.py runs it" in (x.not_run or "")]
+    first = next(x for x in found if x.language == "python")
+    exec(compile(first.text + block.text, "docs/machines.md", "exec"), {})
+
+
+# --- what can't be done there -------------------------------------------------------------------
+
+
+@BOTH
+def test_putting_is_refused(machine):
+    mesh = machine.mesh(data=-1)
+    tree = {"a": np.ones((8, 8)), "b": jnp.ones(8), "c": shaped(8)}
+    for verb in (mylib.filter_shard, mylib.filter_device_put):
+        with pytest.raises(mylib.PlacementError, match="can compile, not run") as caught:
+            verb(tree, P("data"), mesh=mesh)
+        assert [fault.path for fault in caught.value.faults] == ["['a']", "['b']"]
+    with pytest.raises(mylib.PlacementError, match="can compile, not run"):
+        jax.grad(lambda x: mylib.filter_shard(x, P("data"), mesh=mesh).sum())(jnp.ones(8))
+    one = machine.devices[0]
+    with pytest.raises(mylib.PlacementError, match="can compile, not run"):
+        mylib.filter_shard(np.ones(3), one)
+
+
+@BOTH
+def test_running_is_refused(machine):
+    mesh, x = machine.mesh(data=-1), np.ones((8, 8), np.float32)
+
+    def double(x):
+        return mylib.filter_shard(x * 2, P("data"), mesh=mesh)
+
+    told = pytest.raises(machines.NotHereError, match="double can't be called.*can compile, not")
+    with told:
+        mylib.filter_jit(double)(x)
+    with told:
+        mylib.filter_jit(double, out_shardings=P(), mesh=mesh)(x)
+    with told, jax.set_mesh(mesh):
+        mylib.filter_jit(double)(x)
+    compiled = mylib.filter_jit(double).lower(x).compile()
+    with told:
+        compiled(x)
+
+
+@BOTH
+def test_what_is_computed_while_tracing_is_named(machine):
+    with jax.set_mesh(machine.mesh(data=-1)):
+        turn = mylib.filter_jit(lambda x: x + np.asarray(jax.device_put(jnp.ones(3))))
+        with jax.ensure_compile_time_eval(), pytest.raises(machines.NotHereError, match="at once"):
+            turn.lower(shaped(3))
+
+
+@pytest.mark.compiles_for("h100 x 8")
+def test_callbacks_are_named_on_gpus(machine):
+    x = mylib.filter_shard(shaped(8), P("data"), mesh=machine.mesh(data=-1))
+
+    def talks(x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(machines.NotHereError, match="talks calls back into Python"):
+        mylib.filter_jit(talks).lower(x)
+
+
+@BOTH
+def test_error_checks_compile(machine):
+    x = mylib.filter_shard(shaped(8), P("data"), mesh=machine.mesh(data=-1))
+    checked = mylib.filter_jit(lambda x: eqx.error_if(x, jnp.any(x < 0), "negative"))
+    assert "callback" not in checked.lower(x).compile().as_text()
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_memory(machine):
+    mesh = machine.mesh(data=-1)
+    held = np.random.default_rng(0).random((512, 512), np.float32)
+
+    def step(x, params):
+        return {"w": params["w"] + (x @ held).T @ x}
+
+    params = mylib.filter_shard({"w": shaped(512, 512)}, P("data"), mesh=mesh)
+    x = mylib.filter_shard(shaped(1024, 512), P("data"), mesh=mesh)
+    step = mylib.filter_jit(step, donate="all-except-first", out_shardings=P("data"), mesh=mesh)
+    with pytest.warns(mylib.CapturedArrayWarning):
+        lowered = step.lower(x, params)
+    memory = lowered.compile().memory
+    assert memory.arguments == (512 * 512 + 1024 * 512) * 4 // 8
+    assert memory.results - memory.aliased <= 4096
+    # The TPU's compiler rounds what it multiplies to bfloat16.
+    assert memory.constants >= held.nbytes // 2
+    assert memory.temporaries >= 0 and memory.host == 0
+    assert memory.total == (
+        memory.arguments
+        + memory.results
+        - memory.aliased
+        + memory.temporaries
+        + memory.code
+        + memory.constants
+    )
+    assert [x.path for x in memory.largest] == ["x", "params['w']"]
+    assert memory.largest[0] == ("x", (1024, 512), 1024 * 512 * 4 // 8)
+
+
+@BOTH
+def test_what_does_not_fit(machine):
+    mesh = machine.mesh(data=-1)
+    sizes = {"large": shaped(32 * 1024, 1024 * 1024), "small": shaped(1024, 1024)}
+    tree = mylib.filter_shard(sizes, {"large": P("data"), "small": P()}, mesh=mesh)
+    lowered = mylib.filter_jit(lambda tree: jax.tree.map(jnp.tanh, tree)).lower(tree)
+    if machine.chip.platform == "tpu":
+        with pytest.raises(machines.OutOfMemoryError) as caught:
+            lowered.compile()
+        fit = caught.value.fit
+        assert str(fit) in str(caught.value)
+    else:
+        compiled = lowered.compile()
+        smaller = dataclasses.replace(machine.chip, memory=20 * GiB)
+        fit = compiled.fits(dataclasses.replace(machine, chip=smaller))
+        assert compiled.fits(machine)
+    assert not fit and fit.missing > 0
+    assert fit.largest[0] == ("tree['large']", (32 * 1024, 1024 * 1024), 16 * GiB)
+    assert re.search(
+        r"are missing\n(.*\n)*.*16.00 GiB  tree\['large'\] \(32768, 1048576\)", str(fit)
+    )
+
+
+MODELS = {
+    "mlp": lambda: (mlp(), shaped(64, 256)),
+    "attention": lambda: (
+        abstract(lambda key: eqx.nn.MultiheadAttention(8, 256, key=key), KEY),
+        shaped(64, 32, 256),
+    ),
+    "convolution": lambda: (
+        abstract(lambda key: eqx.nn.Conv2d(64, 128, 3, key=key), KEY),
+        shaped(64, 64, 16, 16),
+    ),
+}
+
+
+@pytest.mark.compiles_for("h100 x 8", "v5e 2x4", "v5p 2x2x2")
+@pytest.mark.parametrize("name", MODELS)
+def test_explain_counts_the_bytes_of_the_arguments(machine, name):
+    model, x = MODELS[name]()
+    mesh = machine.mesh(data=-1, model=2)
+    rule = mylib.rules.fsdp("data")
+    explained = mylib.explain(model, rule, mesh)
+    placed = mylib.filter_shard(model, rule, mesh=mesh)
+
+    def total(model):
+        return sum(jnp.sum(w) for w in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+
+    compiled = mylib.filter_jit(total).lower(placed).compile()
+    said = sum(row.bytes_per_device for row in explained.rows)
+    if machine.chip.platform == "gpu":
+        assert compiled.memory.arguments == said
+        return
+    # The TPU's compiler lays arrays out in tiles, and rounds up to whole ones.
+    arrays = jax.tree.leaves(eqx.filter(placed, lambda x: hasattr(x, "sharding")))
+    formats = jax.tree.leaves(compiled.compiled.input_formats)
+    padded = sum(map(in_tiles, arrays, formats))
+    assert said <= padded and abs(compiled.memory.arguments - padded) <= 512 * len(arrays)
+
+
+def in_tiles(x, form):
+    """The bytes of an array's part on each device, in whole tiles."""
+    shape = x.sharding.shard_shape(x.shape)
+    ordered = [shape[i] for i in form.layout.major_to_minor]
+    tile = form.layout.tiling[0]
+    for i, size in enumerate(reversed(tile), 1):
+        if i <= len(ordered):
+            ordered[-i] = -(-ordered[-i] // size) * size
+    return math.prod(ordered) * x.dtype.itemsize
+
+
+@BOTH
+def test_parking_shows_as_host_bytes(machine):
+    mesh = machine.mesh(data=-1)
+    x = mylib.filter_shard(shaped(1024, 1024), P("data"), mesh=mesh)
+    # A mesh without its devices: JAX drops the kind of memory of GPUs that are not here.
+    parked = NamedSharding(mesh.abstract_mesh, P("data"), memory_kind="pinned_host")
+    with jax.set_mesh(mesh):
+        park = mylib.filter_jit(lambda x: mylib.filter_device_put(x * 2, parked))
+        memory = park.lower(x).compile().memory
+    assert memory.host == 1024 * 1024 * 4 // 8
+    assert memory.results == 0
+
+
+# --- placements ---------------------------------------------------------------------------------
+
+
+# They cover every pair of choices.
+CHOSEN = matrix.pairwise(cells.staged_cells())
+PARTS = 6
+
+
+@BOTH
+@pytest.mark.parametrize("part", range(PARTS))
+def test_the_staged_cells_of_the_matrix(machine, part):
+    """The compiled program's shardings are those that were asked for."""
+    wrong = []
+    with cells.compiled_for(machine):
+        for cell in CHOSEN[part::PARTS]:
+            try:
+                matrix.check(cell, cells.filter_shard)
+            except (AssertionError, ValueError, TypeError, RuntimeError) as error:
+                wrong.append(f"{cell}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+
+
+@BOTH
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", layers.LAYERS)
+def test_layers(machine, name):
+    """With Auto axes, and the weights replicated over both or sharded over one."""
+    mesh = machine.mesh(data=2, model=4)
+    layer = layers.LAYERS[name]
+    made = abstract(lambda: layers.make(layer))
+    for weights in (P(), layers.by_rows):
+        model, state = mylib.filter_shard(made, (weights, P()), mesh=mesh)
+        x = mylib.filter_shard(abstract(lambda: layer.x), P("data"), mesh=mesh)
+
+        def step(model, state, x, mesh=mesh):
+            def total(inputs, state):
+                out, state = layer.call(inputs[0], state, inputs[1])
+                total = sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(out))
+                return total, (mylib.filter_shard(out, P("data"), mesh=mesh), state)
+
+            gradients, (out, state) = eqx.filter_grad(total, has_aux=True)((model, x), state)
+            return out, state, gradients
+
+        compiled = mylib.filter_jit(step).lower(model, state, x).compile().compiled
+        first, *_ = jax.tree.leaves(compiled.output_shardings)
+        assert first.spec[0] == "data"
+
+
+# --- the public threads -------------------------------------------------------------------------
+
+
+def copy_kernel(x):
+    def kernel(x, y):
+        y[...] = x[...]
+
+    varies = jax.typeof(x).manual_axis_type
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies)
+    return pl.pallas_call(kernel, out_shape=shape)(x)
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+def test_a_kernel_has_the_collectives_that_the_docs_promise(machine):
+    """One all-reduce, of the weight's gradient over "data", and the kernel is a real one."""
+    mesh = machine.mesh(data=4, model=2)
+
+    @mylib.opaque(fwd=lambda x: (copy_kernel(x), None), bwd=lambda _, dy: (copy_kernel(dy),))
+    def copy(x):
+        return copy_kernel(x)
+
+    def body(w, x):
+        return copy(x @ w)
+
+    def total(w, x):
+        mapped = mylib.filter_shard_map(
+            body, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data")
+        )
+        return jnp.sum(mapped(w, x) ** 2)
+
+    w = mylib.filter_shard(shaped(128, 128), P(), mesh=mesh)
+    x = mylib.filter_shard(shaped(512, 128), P("data"), mesh=mesh)
+    gradient = mylib.filter_jit(jax.grad(total), out_shardings=P(), mesh=mesh)
+    text = gradient.lower(w, x).compile().as_text()
+    kernel = "tpu_custom_call" if machine.chip.platform == "tpu" else "triton"
+    assert kernel in text
+    assert len(set(re.findall(r"(\S+) = [^=]* all-reduce(?:-start)?\(", text))) == 1
+    assert "all-gather" not in text

@@ -1,0 +1,239 @@
+"""Machines: descriptions, meshes, data sheets, and what is said where a compiler is missing.
+
+None of this needs a compiler.
+"""
+
+import dataclasses
+import importlib.metadata
+import subprocess
+import sys
+
+import _pages
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+
+import mylib
+from mylib import machines
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+GPUS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200")
+TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
+
+
+def row(chip):
+    """What the table in docs/machines.md says of a chip."""
+    flops = {name: f"{peak / 1e12:g}" for name, peak in chip.flops.items()}
+    rates = [flops.get(name, "") for name in ("bfloat16", "float32", "int8")]
+    rates.insert(2, flops.get("float8_e4m3fn", ""))
+    network = f"{chip.network_bandwidth / 1e9:g}" if chip.network_bandwidth else ""
+    figures = [
+        f"`{chip.name}`",
+        f"{chip.memory / 2**30:.2f}",
+        f"{chip.memory_bandwidth / 1e9:.0f}",
+        *rates,
+        f"{chip.links} x {chip.link_bandwidth / 1e9:g}",
+        network,
+        str(chip.devices),
+    ]
+    urls = dict.fromkeys(x for x in chip.sources.values() if x.startswith("https"))
+    links = [f"[{n}]({url})" for n, url in enumerate(urls, 1)]
+    return "| " + " | ".join([*figures, " ".join(links)]) + " |"
+
+
+def test_the_table_of_the_docs():
+    page = (_pages.ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    for chip in machines.CHIPS.values():
+        assert row(chip) in page.splitlines(), "docs/machines.md: its table has another row"
+
+
+class TestMakeMesh:
+    def test_axes_are_auto_and_one_takes_what_is_left(self):
+        mesh = mylib.make_mesh(data=-1, model=2)
+        assert dict(mesh.shape) == {"data": 4, "model": 2}
+        assert mesh.axis_types == (AUTO, AUTO)
+        assert set(mesh.devices.flat) == set(jax.devices())
+
+    def test_explicit_axes_are_named(self):
+        assert mylib.make_mesh(a=2, b=4, explicit="b").axis_types == (AUTO, EXPLICIT)
+        assert mylib.make_mesh(a=2, b=4, explicit=["a", "b"]).axis_types == (EXPLICIT, EXPLICIT)
+
+    def test_of_some_devices(self):
+        mesh = mylib.make_mesh(data=2, devices=jax.devices()[4:6])
+        assert list(mesh.devices) == jax.devices()[4:6]
+
+    @pytest.mark.parametrize(
+        ("arguments", "told"),
+        [
+            ({}, "needs an axis"),
+            ({"a": 3}, "a=3 needs 3 devices, and there are 8"),
+            ({"a": -1, "b": 3}, "needs a multiple of 3 devices"),
+            ({"a": -1, "b": -1}, "one of them may be -1"),
+            ({"a": 0}, "sizes are positive"),
+            ({"a": 8, "explicit": "b"}, r"explicit=\['b'\]: the axes of this mesh are \['a'\]"),
+        ],
+    )
+    def test_what_cannot_be(self, arguments, told):
+        with pytest.raises(ValueError, match=told):
+            mylib.make_mesh(**arguments)
+
+
+class TestDescriptions:
+    def test_the_chips_that_are_known(self):
+        assert {*GPUS, *TPUS} <= set(machines.CHIPS)
+
+    @pytest.mark.parametrize("chip", machines.CHIPS.values(), ids=str)
+    def test_every_figure_has_a_source(self, chip):
+        figures = {"memory", "flops", "memory_bandwidth", "links", "link_bandwidth"}
+        figures |= {"network_bandwidth", "target"} if chip.platform == "gpu" else {"largest"}
+        assert figures <= set(chip.sources)
+        for name in figures:
+            assert getattr(chip, name), name
+        assert chip.flops["bfloat16"] > 1e14 and 8e9 < chip.memory < 300e9
+
+    @pytest.mark.parametrize("name", ["h100 x 8", "b200 x 2", "a100-40gb x 64", "v5e 4x4"])
+    def test_names(self, name):
+        assert str(machines.Machine.of(name)) == name
+
+    @pytest.mark.parametrize("name", ["h100", "h100 x 12", "h100 x 0", "v5e", "moon x 8", "v5e 4"])
+    def test_names_of_nothing(self, name):
+        with pytest.raises(ValueError, match=name.split()[0]):
+            machines.Machine.of(name)
+
+    def test_counts_and_memory(self):
+        gpus = machines.gpu("h100", hosts=8)
+        assert (gpus.count, gpus.hosts, gpus.shape) == (64, 8, (8, 8))
+        tpus = machines.tpu("v5e", (16, 16))
+        assert (tpus.count, tpus.memory) == (256, 15.75 * 2**30)
+        # Two devices a chip.
+        split = machines.tpu("tpu7x", (2, 2, 1))
+        assert split.count == 8 and split.memory == machines.CHIPS["tpu7x"].memory // 2
+        assert split.flops(jnp.bfloat16) == machines.CHIPS["tpu7x"].flops["bfloat16"] / 2
+        assert gpus.flops(jnp.complex64) is None
+
+    def test_the_repr_is_a_data_sheet(self):
+        assert repr(machines.gpu("h100", hosts=2)).splitlines() == [
+            "h100 x 16: 16 devices on 2 hosts",
+            "  memory     79.11 GiB on each device, 3352 GB/s",
+            "  peak       float64 67, float32 494.5, float16 989.5, bfloat16 989.5, "
+            "float8_e4m3fn 1979, int8 1979 TFLOP/s on each device",
+            "  links      18 for each chip, 25 GB/s each way",
+            "  network    50 GB/s each way for each chip",
+        ]
+
+    @pytest.mark.parametrize(
+        ("make", "told"),
+        [
+            (lambda: machines.gpu("h1000"), "no GPU that mylib has a data sheet of. It knows a100"),
+            (lambda: machines.gpu("v5e"), "'v5e' is no GPU"),
+            (lambda: machines.gpu("h100", hosts=0), "has no devices"),
+            (lambda: machines.tpu("v5e", (4, 4, 4)), "has 2 directions, such as 4x4, not 4x4x4"),
+            (lambda: machines.tpu("v5e", (32, 32)), "larger than the largest slice of v5e, 16x16"),
+            (lambda: machines.gpu(machines.Chip("my", "gpu")), "my has no `target`"),
+        ],
+    )
+    def test_what_cannot_be(self, make, told):
+        with pytest.raises(ValueError, match=told):
+            make()
+
+    def test_described_by_the_user(self):
+        chip = dataclasses.replace(machines.CHIPS["h100"], name="h100-94gb", memory=94 * 2**30)
+        assert machines.gpu(chip).memory == 94 * 2**30
+
+    def test_here(self):
+        here = machines.here()
+        assert here.devices == tuple(jax.devices()) and here.is_here
+        assert here.mesh(data=-1) == mylib.make_mesh(data=-1)
+        assert str(here) == "cpu x 8" and repr(here).startswith("cpu x 8: 8 devices on 1 host")
+
+
+class TestCompilersThatAreMissing:
+    @pytest.fixture
+    def versions(self, monkeypatch):
+        found = {"jaxlib": importlib.metadata.version("jaxlib")}
+
+        def version(name):
+            if name in found:
+                return found[name]
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        inner = sys.modules["mylib.machines._compilers"]
+        monkeypatch.setattr(inner.metadata, "version", version)
+        monkeypatch.setattr(inner, "_is_installed", lambda module: len(found) > 1)
+        monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+        return found
+
+    def test_none(self, versions):
+        with pytest.raises(machines.CompilerError, match="no CUDA libraries") as caught:
+            _ = machines.gpu("h100").devices
+        assert f'pip install "jax-cuda12-plugin=={versions["jaxlib"]}"' in str(caught.value)
+        with pytest.raises(machines.CompilerError, match='pip install "libtpu==0'):
+            _ = machines.tpu("v5e", (4, 4)).devices
+
+    def test_of_another_version(self, versions):
+        versions.update({"jax-cuda13-plugin": "0.1.2", "libtpu": "0.0.1"})
+        with pytest.raises(machines.CompilerError, match="cuda13-plugin 0.1.2.*another version"):
+            _ = machines.gpu("h100").devices
+        with pytest.raises(machines.CompilerError, match="libtpu 0.0.1.*another version of JAX"):
+            _ = machines.tpu("v5e", (4, 4)).devices
+
+
+def test_nothing_is_imported_before_it_is_asked_for(checkout_env):
+    script = """
+import os, sys
+before = dict(os.environ)
+import mylib
+print(repr(mylib.machines.gpu("h100")), mylib.machines.tpu("v5e", (4, 4)))
+for name in ("libtpu", "jax_plugins.xla_cuda12", "jax.experimental.topologies", "pytest"):
+    assert name not in sys.modules, name
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized()
+added = {name for name in os.environ if os.environ[name] != before.get(name)}
+assert not {name for name in added if "CUDA" in name}, added
+"""
+    subprocess.run([sys.executable, "-c", script], env=checkout_env, check=True, timeout=240)
+
+
+class TestThePlugin:
+    FILE = """
+        import pytest
+
+        @pytest.mark.compiles_for("h100 x 8", "v5e 4x4")
+        def test_it(machine):
+            assert str(machine) in ("h100 x 8", "v5e 4x4")
+
+        def test_without(machine):
+            pass
+    """
+
+    @pytest.fixture
+    def session(self, pytester, checkout_env, monkeypatch):
+        # Without the compilers, if they are in a folder of their own.
+        monkeypatch.setenv("PYTHONPATH", checkout_env["PYTHONPATH"])
+        pytester.makepyfile(self.FILE)
+        return lambda *options: pytester.runpytest_subprocess(*options)
+
+    def test_skipped_or_failed(self, session):
+        installed = []
+        for platform in ("gpu", "tpu"):
+            try:
+                machines.require(platform)
+                installed.append(platform)
+            except machines.CompilerError:
+                pass
+        if installed:
+            pytest.skip("a compiler is installed: tests/machines/test_compiling.py uses it")
+        done = session("-rs")
+        done.assert_outcomes(skipped=2, errors=1)
+        done.stdout.fnmatch_lines(["*XLA's compiler for GPUs is not installed*"])
+        done = session("--require-compilers", "-k", "test_it")
+        done.assert_outcomes(errors=2, deselected=1)
+        done.stdout.fnmatch_lines(["*--require-compilers: XLA's compiler for *"])
+
+    def test_the_fixture_is_needed(self, pytester, session):
+        pytester.makepyfile(
+            "import pytest\n@pytest.mark.compiles_for('h100 x 8')\ndef test_it(): pass"
+        )
+        done = session()
+        done.stdout.fnmatch_lines(["*marked compiles_for, so it has to take the fixture*"])

@@ -1,0 +1,688 @@
+"""That JAX still has the names that are strings: each is met by a real program."""
+
+import ast
+import functools
+import logging
+import subprocess
+import sys
+import textwrap
+import warnings
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import custom_partitioning as partitioning, io_callback, pallas as pl
+from jax.experimental.buffer_callback import buffer_callback
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from kernels import tensor_cores
+
+import mylib
+from mylib._compat import names, opened
+from mylib._programs import jaxprs_in
+
+NEWER = not jax.__version__.startswith("0.10.")
+AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+TYPED = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+SHARDED = NamedSharding(AUTO, P("data"))
+X = jnp.arange(16.0)
+ON_TYPED = jax.device_put(X, NamedSharding(TYPED, P("data")))
+PACKAGE = Path(mylib.__file__).parent
+
+
+def traced(f, *args):
+    return jax.jit(f).trace(*(args or (X,))).jaxpr
+
+
+SPLIT = P("data")
+
+
+def mapped(f, *args, in_specs=SPLIT, out_specs=SPLIT, mesh=AUTO):
+    f = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    return traced(f, *(args or (X,)))
+
+
+def reduced(f):
+    """On Explicit axes, where the cotangent of what it returns is summed over the devices later."""
+    with jax.set_mesh(TYPED):
+        return mapped(f, ON_TYPED, out_specs=P(reduced={"data"}), mesh=TYPED)
+
+
+def gradient(f):
+    return traced(jax.grad(lambda x: f(x).sum()))
+
+
+def loop(x):
+    return lax.scan(lambda c, y: (c + jnp.sin(y), c * y), x[0], x)[1]
+
+
+def saved_loop():
+    """A scan of which a policy saves a part."""
+    policy = jax.checkpoint_policies.dots_saveable
+    return gradient(jax.checkpoint(lambda x: loop(x) * jnp.dot(x, x), policy=policy))
+
+
+def scattered(method):
+    return traced(lambda x: getattr(x.at[jnp.argmin(x)], method)(2.0))
+
+
+def custom_vmap(x):
+    f = jax.custom_batching.custom_vmap(lambda x: x * 2)
+    f.def_vmap(lambda size, batched, x: (x * 2, True))
+    return f(x)
+
+
+def custom_vjp(x, **options):
+    f = jax.custom_vjp(lambda x: x * 2)
+    f.defvjp(lambda x: (x * 2, None), lambda _, g: (g * 2,), **options)
+    return f(x)
+
+
+def custom_jvp(x):
+    f = jax.custom_jvp(lambda x: x * 2)
+    f.defjvp(lambda primals, tangents: (primals[0] * 2, tangents[0] * 2))
+    return f(x)
+
+
+@partitioning.custom_partitioning
+def partitioned(x):
+    return x * 2
+
+
+partitioned.def_partition(
+    partition=lambda mesh, args, result: None,
+    infer_sharding_from_operands=lambda mesh, args, result: None,
+    sharding_rule="i -> i",
+)
+
+
+def kernel(source, target):
+    target[...] = source[...]
+
+
+def on_cores():
+    """A kernel on the cores of a TPU that isn't here."""
+    mesh = tensor_cores()
+
+    def f(x):
+        ref = jax.new_ref(x)
+
+        @pl.core_map(mesh)
+        def _():
+            ref[...] = ref[...] * 2
+
+        return ref[...]
+
+    return traced(f)
+
+
+def on_meshes():
+    mesh = tensor_cores()
+    from jax._src.pallas.mpmd import mpmd_map
+
+    return traced(mpmd_map([(mesh, kernel)], out_types=LIKE))
+
+
+def exported(x):
+    return jax.export.export(jax.jit(lambda x: x * 2))(LIKE).call(x)
+
+
+def on_gpu(x):
+    from jax.experimental.mosaic.gpu.core import mosaic_gpu_p
+
+    return mosaic_gpu_p.bind(x, module=None, out_types=(LIKE,), inout_types=())
+
+
+def on_tpu(x):
+    from jax._src.tpu_custom_call import tpu_custom_call_p
+
+    return tpu_custom_call_p.bind(x, out_avals=(jax.typeof(x),))
+
+
+def with_metadata():
+    if NEWER:
+        from jax.experimental.xla_metadata import xla_metadata_call
+    else:
+        from jax.experimental.scheduling_groups import xla_metadata_call
+    return traced(xla_metadata_call(lambda x: x * 2, group="a"))
+
+
+def on_host_cpu():
+    from jax.experimental import compute_on as module
+
+    compute_on = module.compute_on if NEWER else module.compute_on2
+
+    return traced(compute_on(lambda x: x * 2, compute_type="device_host", out_memory_spaces=DEVICE))
+
+
+def in_order():
+    from jax._src.program_order import program_order
+
+    return traced(program_order(lambda x: x * 2, enforce=False))
+
+
+def run_state(x):
+    from jax._src.state.discharge import run_state
+
+    def double(ref):
+        ref[...] = ref[...] * 2
+
+    return run_state(double)(x)
+
+
+def relayout():
+    from jax._src.pjit import relayout
+
+    return traced(lambda x: relayout(x, Layout((0,))))
+
+
+LIKE = jax.ShapeDtypeStruct(X.shape, X.dtype)
+DEVICE = jax.memory.Space.Device
+CALLED = {"vmap_method": "sequential"}
+TABLE = jnp.ones((4, 4))
+
+# For each primitive a program that has it.
+PROGRAMS = {
+    "add": lambda: traced(lambda x: x + x),
+    "add_any": lambda: gradient(lambda x: jnp.sin(x) * jnp.cos(x)),
+    "all_gather": lambda: mapped(lambda x: lax.all_gather(x, "data")),
+    "all_gather_done": lambda: gathered_later(),
+    "all_gather_invariant": lambda: mapped(
+        lambda x: lax.all_gather(x, "data", to="invarying"), out_specs=P()
+    ),
+    "all_gather_reduced": lambda: reduced(lambda x: lax.all_gather(x, "data", to="reduced")),
+    "all_gather_reduced_start": lambda: gathered_later(to="reduced"),
+    "all_gather_start": lambda: gathered_later(),
+    "axis_index": lambda: mapped(lambda x: x * lax.axis_index("data")),
+    "broadcast_in_dim": lambda: traced(lambda x: jnp.broadcast_to(x, (2, 16))),
+    "buffer_callback": lambda: traced(buffer_callback(lambda *args: None, LIKE)),
+    "call_exported": lambda: traced(exported),
+    "clamp": lambda: traced(lambda x: lax.clamp(0.0, x, 1.0)),
+    "closed_call": saved_loop,
+    "composite": lambda: traced(lax.composite(lambda x: x * 2, "mylib.double")),
+    "compute_on": on_host_cpu,
+    "concatenate": lambda: traced(lambda x: jnp.concatenate([x, x])),
+    "cond": lambda: traced(lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x)),
+    "convert_element_type": lambda: traced(lambda x: x.astype(jnp.int32)),
+    "copy": lambda: traced(lambda x: jnp.array(x, copy=True)),
+    "core_map": on_cores,
+    "custom_jvp_call": lambda: traced(custom_jvp),
+    "custom_linear_solve": lambda: traced(lambda x: jnp.linalg.solve(TABLE, x[:4])),
+    "custom_vjp_call": lambda: traced(custom_vjp),
+    "custom_vmap_call": lambda: traced(custom_vmap),
+    "device_put": lambda: traced(lambda x: jax.device_put(x, jax.devices()[0])),
+    "div": lambda: traced(lambda x: x / 2),
+    "eval_jaxpr": saved_loop,
+    "ffi_call": lambda: traced(jax.ffi.ffi_call("anything", LIKE)),
+    "io_callback": lambda: traced(lambda x: io_callback(np.sin, LIKE, x)),
+    "jit": lambda: traced(jax.jit(jnp.sin)),
+    "layout_constraint": lambda: traced(lambda x: with_layout_constraint(x, Layout((0,)))),
+    "linear_call": lambda: traced(
+        lambda x: jax.custom_derivatives.linear_call(lambda r, x: x * 2, lambda r, x: x * 2, (), x)
+    ),
+    "max": lambda: traced(lambda x: jnp.maximum(x, 1)),
+    "min": lambda: traced(lambda x: jnp.minimum(x, 1)),
+    "mosaic_gpu_p": lambda: traced(on_gpu),
+    "mpmd_map": on_meshes,
+    "mul": lambda: traced(lambda x: x * x),
+    "name": lambda: traced(lambda x: checkpoint_name(x, "kept")),
+    "neg": lambda: traced(lambda x: -x),
+    "optimization_barrier": lambda: traced(lax.optimization_barrier),
+    "pad": lambda: traced(lambda x: jnp.pad(x, 1)),
+    "pallas_call": lambda: traced(pl.pallas_call(kernel, out_shape=LIKE)),
+    "preduced": lambda: reduced(lambda x: lax.pcast(lax.psum(x, "data"), "data", to="reduced")),
+    "program_order": in_order,
+    "psum_invariant": lambda: mapped(lambda x: lax.psum(x, "data"), out_specs=P()),
+    "pure_callback": lambda: traced(lambda x: jax.pure_callback(np.sin, LIKE, x, **CALLED)),
+    "pvary": lambda: mapped(lambda x: lax.pcast(x, "data", to="varying"), in_specs=P()),
+    "reduce": lambda: traced(lambda x: lax.reduce(x, 0.0, lambda a, b: a + 2 * b, (0,))),
+    "reduce_precision": lambda: traced(lambda x: lax.reduce_precision(x, 5, 10)),
+    "reduce_scatter": lambda: mapped(
+        lambda x: lax.psum_scatter(x, "data", tiled=True), jnp.ones(64)
+    ),
+    "reduce_sum": lambda: traced(lambda x: x.sum()),
+    "reduce_window": lambda: traced(
+        lambda x: lax.reduce_window(x, 0.0, lambda a, b: a + 2 * b, (2,), (1,), "SAME")
+    ),
+    "reduced_vary_cast": lambda: varied(),
+    "reduced_vary_cast_p": lambda: varied(),
+    "relayout": relayout,
+    "remat2": lambda: gradient(jax.checkpoint(jnp.sin)),
+    "remat_opt": lambda: gradient(functools.partial(custom_vjp, optimize_remat=True)),
+    "reshape": lambda: traced(lambda x: x.reshape(4, 4)),
+    "reshard": lambda: traced(
+        lambda x: jax.sharding.reshard(x, NamedSharding(TYPED, P())),
+        ON_TYPED,
+    ),
+    "rev": lambda: traced(jnp.flip),
+    "run_state": lambda: traced(run_state),
+    "scan": lambda: traced(loop),
+    "scatter": lambda: scattered("set"),
+    "scatter-add": lambda: scattered("add"),
+    "scatter-max": lambda: scattered("max"),
+    "scatter-min": lambda: scattered("min"),
+    "scatter-mul": lambda: scattered("mul"),
+    "scatter-sub": lambda: scattered("subtract"),
+    "select_and_scatter": lambda: selected(),
+    "select_n": lambda: traced(lambda x: jnp.where(x > 0, x, 1)),
+    "shard_map": lambda: mapped(jnp.sin),
+    "sharding_constraint": lambda: traced(lambda x: lax.with_sharding_constraint(x, SHARDED)),
+    "slice": lambda: traced(lambda x: lax.slice(x, (1,), (3,))),
+    "split": lambda: traced(lambda x: jnp.split(x, 2)),
+    "squeeze": lambda: traced(lambda x: lax.squeeze(x, (0,)), X[None]),
+    "stack": lambda: traced(lambda x: jnp.stack([x, x])),
+    "stop_gradient": lambda: traced(lax.stop_gradient),
+    "sub": lambda: traced(lambda x: x - x),
+    "tile": lambda: traced(lambda x: lax.tile(x, (2,))),
+    "tpu_custom_call": lambda: traced(on_tpu),
+    "transpose": lambda: traced(jnp.transpose, TABLE),
+    "unstack": lambda: traced(lambda x: jnp.unstack(x)),
+    "while": lambda: traced(lambda x: lax.while_loop(lambda x: x[0] < 3, lambda x: x + 1, x)),
+    "xla_metadata_call": with_metadata,
+}
+
+
+def gathered_later(to="varying"):
+    from jax._src.lax.parallel import all_gather_start
+
+    def f(x):
+        later = all_gather_start(x, "data", to=to)
+        return later.done() if hasattr(later, "done") else done(later)
+
+    def done(later):
+        from jax._src.lax.parallel import all_gather_done
+
+        return all_gather_done(later)
+
+    return reduced(f) if to == "reduced" else mapped(f)
+
+
+def varied():
+    def f(x):
+        whole = lax.all_gather(x, "data", to="reduced")
+        return lax.pcast(whole, "data", to="varying")
+
+    with jax.set_mesh(TYPED):
+        return mapped(f, ON_TYPED, mesh=TYPED)
+
+
+def selected():
+    from jax._src.lax.windowed_reductions import _select_and_scatter
+
+    f = functools.partial(
+        _select_and_scatter,
+        select=lax.ge,
+        window_dimensions=(2,),
+        window_strides=(2,),
+        padding=((0, 0),),
+        init_value=np.float32(0),
+        scatter=lambda a, b: a + 2 * b,
+    )
+    return traced(lambda x: f(x, source=x[:8]))
+
+
+# Those that one of the supported versions has only.
+ONLY = {
+    "0.10.2": {"closed_call", "core_map", "reduced_vary_cast_p"},
+    "0.12.0.1": {"eval_jaxpr", "program_order", "reduced_vary_cast", "relayout"},
+}
+ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
+
+
+def listed(prefix=""):
+    """What `names` has: of primitives, or the constants that begin so."""
+    found = {}
+    for constant, value in vars(names).items():
+        kinds = ("PARAM_", "STACK_", "TEXT_", "EVENT_", "LOGGER_")
+        if constant.isupper() and (
+            constant.startswith(prefix) if prefix else not constant.startswith(kinds)
+        ):
+            found[constant] = value
+    return found
+
+
+def primitives():
+    values = listed().values()
+    return set().union(*({x} if isinstance(x, str) else x for x in values))
+
+
+def equations(program):
+    for eqn in opened(program).eqns:
+        yield eqn
+        for inner in jaxprs_in(eqn):
+            yield from equations(inner)
+
+
+@functools.cache
+def equation(name):
+    """One of a primitive, from a program that has it."""
+    return next((e for e in equations(PROGRAMS[name]()) if e.primitive.name == name), None)
+
+
+def advice(name):
+    return (
+        f"JAX {jax.__version__} makes no {name!r} any more, where mylib/_compat/names.py says so. "
+        "Find what its program makes now (print the jaxpr), and write that name beside this one, "
+        "as long as a supported version has the old one, or in its place. Say in ONLY (here) which "
+        "version has which. See in mylib/_compat/names.py what it is used for, and whether the new "
+        "one is used alike"
+    )
+
+
+class TestPrimitives:
+    def test_each_has_a_program(self):
+        assert primitives() == set(PROGRAMS)
+        assert set().union(*ONLY.values()) < set(PROGRAMS)
+
+    @pytest.mark.parametrize("name", sorted(set(PROGRAMS) - ELSEWHERE))
+    def test_is_met(self, name):
+        assert equation(name) is not None, advice(name)
+
+    @pytest.mark.parametrize("name", ["mesh_cast", "pjit", "checkpoint", "core_call", "copy_p"])
+    def test_what_no_version_has_is_not_listed(self, name):
+        assert name not in primitives()
+
+    def test_another_would_be_missed(self):
+        assert not [e for e in equations(PROGRAMS["jit"]()) if e.primitive.name == "pjit"]
+
+
+# For each parameter the primitives whose equations have it.
+CALLS = ("jit", "remat2", "shard_map", "scan")
+PARAMS = {
+    "PARAM_AXES": ("psum_invariant", "pvary"),
+    "PARAM_AXIS_NAME": ("all_gather", "axis_index", "reduce_scatter"),
+    "PARAM_BODY_JAXPR": ("while",),
+    "PARAM_BODY_NCONSTS": ("while",),
+    "PARAM_BRANCHES": ("cond",),
+    "PARAM_CALL": ("custom_vmap_call",),
+    "PARAM_CALL_JAXPR": ("custom_jvp_call", "custom_vjp_call"),
+    "PARAM_CHECK_VMA": ("shard_map",),
+    "PARAM_COMPILER_OPTIONS": ("jit",),
+    "PARAM_COND_JAXPR": ("while",),
+    "PARAM_COND_NCONSTS": ("while",),
+    "PARAM_DEVICES": ("device_put",),
+    "PARAM_DONATED": ("jit",),
+    "PARAM_DST_SHARDING": ("reshard",),
+    "PARAM_FT_IN": ("scan",) if NEWER else (),
+    "PARAM_IN_LAYOUTS": ("jit",),
+    "PARAM_IN_SHARDINGS": ("jit",),
+    "PARAM_IN_SPECS": ("shard_map",),
+    "PARAM_INLINE": ("jit",),
+    "PARAM_JAXPR": CALLS,
+    "PARAM_KEEP_UNUSED": ("jit",),
+    "PARAM_LENGTH": ("scan",),
+    "PARAM_LIMITS": ("slice",),
+    "PARAM_MANUAL_AXES": ("shard_map",),
+    "PARAM_MESH": ("shard_map",),
+    "PARAM_NAME": ("jit",),
+    "PARAM_NEW_DTYPE": ("convert_element_type",),
+    "PARAM_NUM_CARRY": () if NEWER else ("scan",),
+    "PARAM_NUM_CONSTS": () if NEWER else ("scan",),
+    "PARAM_OUT_LAYOUTS": ("jit",),
+    "PARAM_OUT_SHARDINGS": ("jit",),
+    "PARAM_OUT_SPECS": ("shard_map",),
+    "PARAM_REVERSE": ("scan",),
+    "PARAM_STARTS": ("slice",),
+    "PARAM_UNROLL": ("scan",),
+}
+
+
+class TestParameters:
+    def test_each_is_looked_for(self):
+        assert set(listed("PARAM_")) == set(PARAMS)
+
+    @pytest.mark.parametrize("constant", PARAMS)
+    def test_is_met(self, constant):
+        for primitive in PARAMS[constant]:
+            params = equation(primitive).params
+            assert getattr(names, constant) in params, (
+                f"{advice(constant)}. The parameters of {primitive} are {', '.join(params)}"
+            )
+
+    def test_of_the_transformations(self):
+        def entries(f):
+            found = equations(traced(jax.grad(lambda x: f(x).sum())))
+            return {x.name for eqn in found for x in eqn.source_info.name_stack.stack}
+
+        met = entries(jnp.sin) | entries(jax.checkpoint(jnp.sin))
+        for constant, value in listed("STACK_").items():
+            assert value in met, f"{advice(constant)}. The entries are {sorted(met)}"
+
+
+def other_mesh():
+    there = jax.device_put(X, SHARDED)
+    jax.shard_map(lambda x: x + there[:2], mesh=AUTO, in_specs=SPLIT, out_specs=SPLIT)(X)
+
+
+def donated_again():
+    f = jax.jit(lambda x: x + 1, donate_argnums=0)
+    x = X + 1
+    f(x), f(x)
+
+
+def donated_twice():
+    x = X + 1
+    jax.jit(lambda x, y: (x + 1, y + 2), donate_argnums=(0, 1))(x, x)
+
+
+def check_fails():
+    jax.block_until_ready(jax.jit(lambda x: eqx.error_if(x, x[0] == 0, "zero"))(X))
+
+
+# Programs that fail with an error in which the text is.
+ERRORS = {
+    "TEXT_DELETED": donated_again,
+    "TEXT_DONATE": donated_twice,
+    "TEXT_EQUINOX_ERROR": check_fails,
+    "TEXT_OTHER_MESH": other_mesh,
+}
+STATUSES = {"TEXT_ALREADY_EXISTS", "TEXT_DEADLINE", "TEXT_NOT_FOUND"}
+
+
+def run(program, env):
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+class TestTexts:
+    def test_each_is_looked_for(self):
+        # The last one is met by tests/testing/test_multihost_plugins.py, in a machine whose name
+        # can't be resolved.
+        rest = {"TEXT_NOT_DONATED", "TEXT_GLOO"}
+        assert set(listed("TEXT_")) == {*ERRORS, *STATUSES, *rest}
+
+    @pytest.mark.parametrize("constant", ERRORS)
+    def test_of_errors(self, constant):
+        with pytest.raises(Exception) as caught:
+            ERRORS[constant]()
+        assert getattr(names, constant) in str(caught.value), advice(constant)
+
+    def test_of_the_warning(self):
+        with pytest.warns(UserWarning) as caught:
+            jax.jit(lambda x: x.sum(), donate_argnums=0)(X + 1)
+        assert str(caught[0].message).startswith(names.TEXT_NOT_DONATED), advice("TEXT_NOT_DONATED")
+
+    def test_of_the_coordination_service(self, checkout_env):
+        """In a process of its own; its methods are all called."""
+        program = """
+            import jax, socket
+            from mylib._compat import CoordinationClient, coordination_client, names
+            with socket.socket() as s:
+                s.bind(("127.0.0.1", 0))
+                address = "127.0.0.1:%d" % s.getsockname()[1]
+            jax.distributed.initialize(address, 1, 0, cluster_detection_method="deactivate")
+            client = coordination_client()
+            def status(call, *args):
+                try:
+                    call(*args)
+                except jax.errors.JaxRuntimeError as error:
+                    return str(error)
+            client.key_value_set("a/b", "1")
+            assert names.TEXT_ALREADY_EXISTS in status(client.key_value_set, "a/b", "2")
+            client.key_value_set("a/b", "2", True)
+            assert client.blocking_key_value_get("a/b", 1000) == "2"
+            assert names.TEXT_DEADLINE in status(client.blocking_key_value_get, "none", 10)
+            assert client.key_value_try_get("a/b") == "2"
+            assert names.TEXT_NOT_FOUND in status(client.key_value_try_get, "none")
+            assert client.key_value_dir_get("a/") == [("a/b", "2")]
+            assert client.key_value_increment("c", 2) == 2
+            client.key_value_delete("a/")
+            assert client.key_value_dir_get("a/") == []
+            client.wait_at_barrier("here", 1000, [0])
+            methods = {x for x in vars(CoordinationClient) if not x.startswith("_")}
+            assert all(hasattr(client, x) for x in methods)
+            print(*sorted(methods))
+        """
+        told = run(program, checkout_env)
+        for method in told.split():
+            assert f"client.{method}" in program, f"call {method} in the program above"
+
+
+class TestEventsAndLoggers:
+    def test_compiling(self):
+        found = []
+        listen = lambda event, seconds, **more: found.append(event)  # noqa: E731
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        jax.jit(lambda x: x * 3 + 1)(X)
+        jax.monitoring.unregister_event_duration_listener(listen)
+        assert names.EVENT_COMPILED in found, f"{advice('EVENT_COMPILED')}. These came: {found}"
+
+    def test_errors_of_callbacks(self, caplog):
+        def fail(x):
+            raise ValueError("in the callback")
+
+        raises = pytest.raises(jax.errors.JaxRuntimeError)
+        with caplog.at_level(logging.DEBUG), warnings.catch_warnings(), raises:
+            warnings.simplefilter("ignore")
+            jax.block_until_ready(jax.jit(lambda x: jax.pure_callback(fail, LIKE, x))(X))
+        assert names.LOGGER_CALLBACK in {x.name for x in caplog.records}, advice("LOGGER_CALLBACK")
+
+    def test_each_is_looked_for(self):
+        assert set(listed("EVENT_") | listed("LOGGER_")) == {"EVENT_COMPILED", "LOGGER_CALLBACK"}
+
+
+def literal_names(source):
+    """The lines that compare the name of a primitive with a literal, look it up in a table of
+    literals, or read an equation's parameter by one.
+    """
+    tree = ast.parse(source)
+    tables = {
+        ast.unparse(target)
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        if has_literal_key(node.value)
+    }
+
+    def is_literal(node):
+        return has_literal(node) or ast.unparse(node) in tables
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(map(is_name_of_primitive, sides)) and any(map(is_literal, sides)):
+                yield node.lineno
+        elif isinstance(node, ast.Subscript):
+            read = is_params(node.value) and has_literal(node.slice)
+            if read or (is_name_of_primitive(node.slice) and is_literal(node.value)):
+                yield node.lineno
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            asked, table = node.args[:1], node.func.value
+            read = is_params(table) and any(map(has_literal, asked))
+            if read or (any(map(is_name_of_primitive, asked)) and is_literal(table)):
+                yield node.lineno
+
+
+def is_name_of_primitive(node):
+    return ast.unparse(node) == "name" or ast.unparse(node).endswith("primitive.name")
+
+
+def is_params(node):
+    return ast.unparse(node).split(".")[-1] == "params"
+
+
+def has_literal(node):
+    return any(isinstance(x, ast.Constant) and isinstance(x.value, str) for x in ast.walk(node))
+
+
+def has_literal_key(node):
+    if isinstance(node, ast.Dict):
+        return any(
+            has_literal(key or value) for key, value in zip(node.keys, node.values, strict=True)
+        )
+    return has_literal(node)
+
+
+class TestNoOtherModule:
+    def test_has_such_literals(self):
+        for path in PACKAGE.rglob("*.py"):
+            source = path.read_text()
+            if PACKAGE / "_compat" in path.parents:
+                continue
+            if ".primitive" in source or ".params" in source:
+                found = list(literal_names(source))
+                assert not found, f"{path}:{found}: write the name into mylib/_compat/names.py"
+
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "eqn.primitive.name == 'cond'",
+            "name = eqn.primitive.name\nname in ('cond', 'scan')",
+            "eqn.params['jaxpr']",
+            "params = eqn.params\nparams['jaxpr']",
+            "eqn.params.get('name')",
+            "KNOWN = ('cond', 'scan')\neqn.primitive.name in KNOWN",
+            "KNOWN: dict[str, int] = {'cond': 1}\nKNOWN.get(eqn.primitive.name)",
+            "KNOWN = dict.fromkeys('cond scan'.split(), 1)\nKNOWN[eqn.primitive.name]",
+        ],
+    )
+    def test_they_would_be_found(self, source):
+        assert list(literal_names(source))
+
+
+class TestMoved:
+    """A JAX that has moved a name: `import mylib` works, and who needs the name says so."""
+
+    @pytest.mark.parametrize(
+        ("module", "name", "needs"),
+        [
+            (
+                "jax._src.interpreters.partial_eval",
+                "dce_jaxpr",
+                "mylib.filter_jit(lambda x: eqx.error_if(x, x < 0, 'no'))(jnp.ones(3))",
+            ),
+            (
+                "jax._src.traceback_util",
+                "register_exclusion",
+                "jax.jit(lambda x: eqx.error_if(x, x < 0, 'no', on_error='breakpoint'))(1.0)",
+            ),
+            ("equinox._errors", "_error", "mylib.filter_jit(lambda x: x + 1)(jnp.ones(3))"),
+            ("jax._src.xla_bridge", "register_backend_factory", "mylib.testing.second_backend()"),
+        ],
+    )
+    def test_who_needs_it_says_so(self, module, name, needs, checkout_env):
+        program = f"""
+            import importlib, sys, types
+            import jax, jax.numpy as jnp, equinox as eqx
+            from jax.sharding import PartitionSpec as P
+            # JAX itself goes on as before.
+            moved, module = types.ModuleType({module!r}), importlib.import_module({module!r})
+            vars(moved).update((k, v) for k, v in vars(module).items() if k != {name!r})
+            sys.modules[{module!r}] = moved
+            import mylib
+            mesh = jax.make_mesh((8,), ("data",))
+            assert mylib.filter_shard(jnp.ones(8), P("data"), mesh=mesh).sharding.spec == P("data")
+            try:
+                {needs}
+            except ImportError as error:
+                print(error)
+        """
+        told = run(program, checkout_env)
+        assert f"{module}.{name}" in told and jax.__version__ in told and eqx.__version__ in told

@@ -1,0 +1,58 @@
+"""The rooms of mylib: arrows go down, and nothing reaches past a room's face."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rooms
+
+import mylib
+
+
+def test_arrows_go_down_and_end_at_faces():
+    assert rooms.faults_of(rooms.all_imports()) == []
+
+
+@pytest.mark.parametrize(
+    ("room", "source", "told"),
+    [
+        ("_tree", "from .._placement import resolve", "stands above it"),
+        ("_functions", "from .._tree.leaves import split", "_tree.leaves is inside another room"),
+        ("_functions", "from mylib._tree.leaves import split", "is inside another room"),
+        ("_functions", "import mylib._tree.leaves", "is inside another room"),
+        ("data", "def f():\n    from .._transfer.verbs import move", "is inside another room"),
+        ("_attic", "from .._tree import split", "_attic has no place"),
+    ],
+)
+def test_what_is_wrong_is_found(room, source, told):
+    found = list(rooms.imports_in(source, "x.py", (room, "x"), False))
+    (fault,) = rooms.faults_of(found)
+    assert told in fault
+
+
+def test_the_drawing_is_current():
+    page = rooms.PAGE.read_text()
+    assert rooms.page_with(rooms.drawing()) == page, "run python tests/rooms.py --write"
+
+
+def test_each_test_folder_is_a_room():
+    folders = {x.name for x in Path(__file__).parent.iterdir() if list(x.glob("test_*.py"))}
+    assert folders <= {room.strip("_") for room in rooms.ORDER}
+
+
+def test_names():
+    assert set(mylib.__all__) <= set(dir(mylib))
+    assert mylib.__version__
+    classes = [getattr(mylib, x) for x in mylib.__all__ if isinstance(getattr(mylib, x), type)]
+    assert {x.__module__ for x in classes} == {"mylib"} and mylib.PlacementError in classes
+    error = mylib.PlacementError([mylib.Fault("x", (3,), "P('a')", "no", "yes")])
+    text = pickle.dumps(error, protocol=0).decode()
+    assert "mylib\nPlacementError" in text and "_errors" not in text
+    assert pickle.loads(text.encode()).faults == error.faults
+
+
+def test_importing_does_not_import_pytest(checkout_env):
+    script = "import sys, mylib; mylib.testing.assert_placed; assert 'pytest' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], env=checkout_env, check=True, timeout=240)

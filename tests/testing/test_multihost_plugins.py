@@ -1,0 +1,280 @@
+"""Tests in several processes beside other plugins of pytest, and on machines without a name."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+# Sessions of a few processes each, on machines that are busy.
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture
+def folder(pytester, checkout_env, monkeypatch) -> pytest.Pytester:
+    monkeypatch.setenv("PYTHONPATH", checkout_env["PYTHONPATH"])
+    for name in os.environ:
+        if name in ("XLA_FLAGS", "NPROC", "PYTEST_ADDOPTS") or name.startswith(
+            ("COV_", "COVERAGE_")
+        ):
+            monkeypatch.delenv(name)
+    return pytester
+
+
+# --- pytest-cov -----------------------------------------------------------------------------------
+
+FRUIT = """
+def here():
+    return 1
+
+def there(process):
+    if process == 1:
+        return 2
+    return 3
+
+def nowhere():
+    return 4
+"""
+MEASURED = """
+import jax, pytest
+import fruit
+
+def test_here():
+    assert fruit.here() == 1
+
+@pytest.mark.multihost(processes=2, devices_per_process=1)
+def test_there():
+    assert fruit.there(jax.process_index()) in (2, 3)
+"""
+_PATCH = "[run]\npatch = subprocess, _exit\n"
+
+
+@pytest.mark.parametrize(
+    "options, settings",
+    [
+        ([], ""),
+        pytest.param([], _PATCH, marks=pytest.mark.thorough),
+        pytest.param(["-n1"], "", marks=pytest.mark.thorough),
+        pytest.param(["-n2", "--dist=loadgroup"], _PATCH, marks=pytest.mark.thorough),
+    ],
+)
+def test_coverage(folder, options, settings):
+    """Of the processes, too; and nothing but the report and pytest-cov's own file is left."""
+    folder.makepyfile(fruit=FRUIT, test_fruit=MEASURED)
+    folder.path.joinpath(".coveragerc").write_text(settings)
+    done = folder.runpytest_subprocess(
+        *["--cov=fruit", "--cov-branch", "--cov-report=json:told.json", *options], timeout=300
+    )
+    done.assert_outcomes(passed=2)
+    told = json.loads((folder.path / "told.json").read_text())["files"]["fruit.py"]
+    assert FRUIT.splitlines()[1:][told["missing_lines"][0] - 1] == "    return 4"
+    assert len(told["missing_lines"]) == 1 and told["missing_branches"] == []
+    assert [
+        path.name for path in folder.path.glob(".coverage*") if path.suffix != ".coveragerc"
+    ] == [
+        ".coverage",
+        ".coveragerc",
+    ]
+
+
+@pytest.mark.thorough
+def test_coverage_of_a_session_that_is_stopped(folder):
+    """pytest-cov reports nothing then, and leaves nothing."""
+    folder.makepyfile(fruit=FRUIT, test_fruit=MEASURED.replace("(2, 3)", "(5, 6)"))
+    done = folder.runpytest_subprocess("--cov=fruit", "-x", timeout=300)
+    done.assert_outcomes(passed=1, failed=1)
+    assert list(folder.path.glob(".coverage*")) == []
+
+
+# --- pytest-rerunfailures -------------------------------------------------------------------------
+
+FLAKY = """
+import os, pathlib
+import jax, numpy as np, pytest
+from jax.experimental import multihost_utils
+
+pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
+
+def attempt(name):
+    path = pathlib.Path(f"{name}{jax.process_index()}")
+    with path.open("a") as file:
+        file.write("x")
+    return len(path.read_text())
+
+def meet():
+    multihost_utils.process_allgather(np.ones(1))
+
+def test_passes():
+    assert attempt("passes") == 1
+    meet()
+
+def test_never():
+    attempt("never")
+    if jax.process_index() == 1:
+        raise ValueError("always here")
+    meet()
+
+def test_the_second_time():
+    times = attempt("second")
+    if jax.process_index() == 1 and times == 1:
+        raise KeyError("once")
+    meet()
+
+def test_at_the_third_beginning(third):
+    meet()
+
+@pytest.fixture
+def third():
+    assert attempt("third") == 3
+
+def test_subtests(subtests):
+    times = attempt("subtests")
+    for i in range(2):
+        with subtests.test(i=i):
+            assert i == 0 or times == 2
+"""
+ATTEMPTS = ("passes", "never", "second", "third", "subtests")
+
+
+def _attempts(folder) -> list[list[int]]:
+    paths = [[folder.path / f"{name}{index}" for name in ATTEMPTS] for index in range(2)]
+    return [[len(p.read_text()) if p.exists() else 0 for p in row] for row in paths]
+
+
+@pytest.mark.parametrize(
+    "chosen, attempts, summary, status",
+    [
+        pytest.param(
+            *(
+                "passes or never",
+                [1, 3, 0, 0, 0],
+                "1 failed, 1 passed, 3 deselected, 2 rerun in",
+                1,
+            ),
+            marks=pytest.mark.thorough,
+        ),
+        ("second", [0, 0, 2, 0, 0], "1 passed, 4 deselected, 1 rerun in", 7),
+        pytest.param(
+            *("third or subtests", [0, 0, 0, 3, 2], "2 passed, 3 deselected, 3 rerun in", 7),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_reruns(folder, chosen, attempts, summary, status):
+    """A test runs again in all processes, whoever has failed."""
+    folder.makepyfile(test_flaky=FLAKY)
+    options = ["--reruns=2", "--fail-on-flaky", "-o", "multihost_grace=0.5", "-k", chosen]
+    done = folder.runpytest_subprocess(*options, timeout=300)
+    text = done.stdout.str()
+    assert _attempts(folder) == [attempts] * 2, text
+    assert summary in text, text
+    assert ("process 1 of 2: ValueError: always here" in text) == (status == 1)
+    assert done.ret == status
+
+
+@pytest.mark.thorough
+def test_which_failures_are_run_again(folder):
+    folder.makepyfile(test_flaky=FLAKY)
+    options = ["--reruns=5", "--only-rerun=KeyError", "-o", "multihost_grace=0.5", "-v"]
+    done = folder.runpytest_subprocess(*options, "-k", "not subtests", timeout=300)
+    text = done.stdout.str()
+    assert _attempts(folder) == [[1, 1, 2, 1, 0]] * 2, text
+    assert "1 failed, 2 passed, 1 deselected, 1 error, 1 rerun in" in text, text
+    for name in ATTEMPTS:
+        for path in folder.path.glob(f"{name}[01]"):
+            path.unlink()
+    done = folder.runpytest_subprocess(
+        "--reruns=5",
+        "--max-suite-reruns=1",
+        "-k",
+        "second or third",
+        timeout=300,
+    )
+    assert _attempts(folder) == [[0, 0, 2, 1, 0]] * 2, done.stdout.str()
+    done.assert_outcomes(passed=1, errors=1)
+
+
+# --- pytest-forked, and plugins that nobody knows -------------------------------------------------
+
+
+def test_forked_and_odd_reports(folder):
+    """A test that runs in processes of its own needs no other one; and reports may say what pytest
+    itself never does.
+    """
+    folder.makeconftest(
+        """
+        import pytest
+        @pytest.hookimpl(wrapper=True)
+        def pytest_runtest_makereport(item, call):
+            report = yield
+            if report.when == "call" and "phase" in item.name:
+                report.when = "???"
+            if report.when == "call" and "outcome" in item.name:
+                report.outcome = "peculiar"
+            return report
+        """
+    )
+    folder.makepyfile(
+        test_odd="""
+        import os, jax, pytest
+        def test_here(): assert os.getppid() != os.getsid(0)
+        pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
+        def test_there(): assert jax.process_count() == 2
+        def test_phase(): assert jax.process_count() == 3
+        def test_outcome(): pass
+        """
+    )
+    done = folder.runpytest_subprocess("--forked", "-v", timeout=300)
+    text = done.stdout.str() + done.stderr.str()
+    assert "INTERNALERROR" not in text, text
+    assert done.ret == 1 and "2 passed" in text and "1 failed" in text and "1 peculiar" in text
+    done.stdout.fnmatch_lines(["*test_outcome PECULIAR*", "all processes: assert 2 == 3"])
+
+
+# --- a machine that doesn't know its own name -----------------------------------------------------
+
+_RENAMED = """
+import os, socket, sys
+socket.sethostname("nosuch.invalid")
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.fixture(scope="module")
+def renamed() -> list[str]:
+    """The beginning of a command that runs Python where the machine's name can't be resolved."""
+    for unshare in ["unshare", "--uts"], ["unshare", "--map-root-user", "--uts"]:
+        command = [*unshare, sys.executable, "-c", _RENAMED]
+        if shutil.which("unshare"):
+            done = subprocess.run([*command, "-c", "print('done')"], capture_output=True, text=True)
+            if done.stdout == "done\n":
+                return command
+    pytest.skip("this system lets nobody name a machine anew (unshare --uts)")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pytest"],
+        pytest.param(
+            ["mylib.testing", "launch", "-n2", "-m", "pytest", "--multihost=member"],
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_a_name_that_can_not_be_resolved(folder, renamed, command):
+    folder.makepyfile(
+        """
+        import pytest
+        pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
+        def test_a(): pass
+        """
+    )
+    done = folder.run(*renamed, "-m", *command, timeout=300)
+    text = done.stdout.str() + done.stderr.str()
+    assert done.ret != 0
+    assert "this machine can't resolve its own name, 'nosuch.invalid'" in text, text
+    assert 'echo "127.0.0.1 nosuch.invalid" >> /etc/hosts' in text
+    assert "device.cc" not in text
