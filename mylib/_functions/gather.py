@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from .._placement import Target, current_world, entries_of, unusual_memory_kind, with_entries
-from .._transfer import place_leaves, transfer_and_constrain
+from .._transfer import transfer_leaves
 from .._tree import split
 
 Targets = tuple[Target | None, ...]
@@ -52,15 +52,7 @@ def gather(arrays: Sequence[Any], route: Route) -> list[Any]:
 
 def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
     """The arrays at their targets, where they have one."""
-    world = current_world()
-    if not world.staged:
-        return place_leaves(split(list(arrays)), targets, world)
-    chosen = {i: target for i, target in enumerate(targets) if target is not None}
-    kept = list(arrays)
-    moved = transfer_and_constrain([arrays[i] for i in chosen], list(chosen.values()), world)
-    for i, x in zip(chosen, moved, strict=True):
-        kept[i] = x
-    return kept
+    return transfer_leaves(split(list(arrays)), targets, current_world())
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

@@ -1,14 +1,12 @@
 """`filter_shard` and `filter_device_put`: moving arrays, and constraining them in programs."""
 
 from .host import Part as Part, assemble as assemble, is_of_keys as is_of_keys
-from .staged import (
-    constrain_auto_p as constrain_auto_p,
-    transfer_and_constrain as transfer_and_constrain,
-)
+from .staged import constrain_auto_p as constrain_auto_p
 from .there import not_there as not_there, same_place as same_place, same_type as same_type
 from .verbs import (
     filter_device_put as filter_device_put,
     filter_shard as filter_shard,
     mesh_of_all as mesh_of_all,
     place_leaves as place_leaves,
+    transfer_leaves as transfer_leaves,
 )

@@ -111,6 +111,13 @@ def place_leaves(
     return _move_all(leaves, targets, may_alias=may_alias, check=check)
 
 
+def transfer_leaves(leaves: Leaves, targets: Sequence[Target | None], world: World) -> list[Any]:
+    """[`place_leaves`][] that moves between kinds of memory in compiled programs, too."""
+    if world.staged:
+        return _constrain_all(leaves, targets, world, transfer_and_constrain)
+    return _move_all(leaves, targets)
+
+
 def filter_device_put(
     tree: T,
     placement: "PyTree[Placement] | EllipsisType" = ...,
@@ -171,7 +178,7 @@ def filter_device_put(
         targets = resolve_leaves(leaves, placement, mesh, world, refuse)
     if world.staged:
         _refuse_check(check)
-        return leaves.join(_constrain_all(leaves, targets, world, transfer_and_constrain))
+        return leaves.join(transfer_leaves(leaves, targets, world))
     return _checked(leaves.join(_move_all(leaves, targets, sources, gone, alias, check)), check)
 
 
