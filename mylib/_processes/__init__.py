@@ -9,10 +9,9 @@ from .agreement import (
     told_to_all as told_to_all,
 )
 from .meeting import (
+    AbsentError as AbsentError,
     Facts as Facts,
-    Judge as Judge,
     Meet as Meet,
-    Processes as Processes,
     all_fine as all_fine,
     digest as digest,
     everybody as everybody,
@@ -27,3 +26,10 @@ from .meeting import (
     processes_of as processes_of,
 )
 from .replicas import check_replicas as check_replicas
+from .series import (
+    JUDGED as JUDGED,
+    Conclusion as Conclusion,
+    Judge as Judge,
+    Processes as Processes,
+    Series as Series,
+)

@@ -1,7 +1,7 @@
 """What processes tell each other on the host, without their devices.
 
-They meet at JAX's coordination service: each says something, one judges, all hear the judgement. A
-process that doesn't come is named after a while; nobody waits for it for ever.
+Each says something, one judges, all hear the judgement. A process that doesn't come is named after
+a while; nobody waits for it for ever.
 """
 
 import dataclasses
@@ -9,48 +9,46 @@ import functools
 import hashlib
 import json
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from .._compat import CoordinationClient, coordination_client, names
 from .._errors import Fault
+from .groups import members, text_of
+from .series import JUDGED, Conclusion, Judge, Processes, Series
 
-# By their indices, in order.
-Processes = tuple[int, ...]
 # What has to be the same in all of some processes: a name and what is said of it.
 Facts = Mapping[Processes, Mapping[str, str]]
-# What one process makes of what all have said.
-Judge = Callable[[dict[int, str]], str]
 # Says something to the other processes, and returns what one of them makes of it all.
 Meet = Callable[[str, Judge], str]
 
 # As long as JAX itself waits for processes to start and to end. Hosts that read a checkpoint, or
 # compile for the first time, are minutes apart.
 _DEFAULT_TIMEOUT = 300.0
+# In seconds. So often a process that waits looks whether the one that has to judge has died.
+_STEP = 10.0
 
+# How a meeting ends to which not all processes came: those that did had come for it, or, each of
+# them, only to tell of an error.
+_ABSENT = "absent"
+_VOID = "void"
 
-@dataclasses.dataclass
-class _Meetings:
-    """How often some processes have met for a purpose, and how often in vain since the last time:
-    all of them have met as often, since nobody meets alone.
-    """
-
-    turn: int = 0
-    attempt: int = 0
-    # One thread at a time.
-    lock: Any = dataclasses.field(default_factory=threading.Lock)
-
-
-_meetings: dict[tuple[str, Processes], _Meetings] = {}
+_series: dict[tuple[str, Processes], Series] = {}
 
 _MEND = (
     "make it in the same way, from the same numbers, in every process; where it is meant to "
     "differ, place with check=False"
 )
+
+
+class AbsentError(TimeoutError):
+    """Some processes did not come to a meeting."""
+
+    def __init__(self, message: str, missing: Processes):
+        super().__init__(message)
+        self.missing = missing
 
 
 def exchange(
@@ -66,71 +64,53 @@ def exchange(
     meet with those who come for the same purpose. If this one may have come `alone`, calls of the
     others that come later do not fail because of it.
 
-    `judge` is called in one process only. It must not raise: the others wait for it.
+    `judge` may be called in any process. It must not raise: the others wait for it.
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
-    client = coordination_client()
-    if client is None:
-        raise RuntimeError(
-            "the processes can't talk to each other: call jax.distributed.initialize() at the "
-            "start of each, or place with check=False"
-        )
+    me = jax.process_index()
+    place = f"mylib/{purpose}/{digest(processes)}"
+    series = _series.setdefault((purpose, processes), Series(place, processes, me))
     timeout = patience() if timeout is None else timeout
-    meetings = _meetings.setdefault((purpose, processes), _Meetings())
-    with meetings.lock:
-        place = f"mylib/{purpose}/{digest(processes)}"
-        here = _meet(client, place, meetings, mine, processes, timeout, alone)
-        if here is None:
-            said = _listed(client, f"{place}/{meetings.turn}/{meetings.attempt - 1}/said")
-            raise TimeoutError(_nobody_came(purpose, processes, said, timeout))
-        if jax.process_index() != processes[0]:
-            return client.blocking_key_value_get(f"{here}/judgement", int(timeout * 1000))
-        judgement = judge(_listed(client, f"{here}/said"))
-        client.key_value_set(f"{here}/judgement", judgement)
-        # Whoever is here has heard all that was judged before.
-        client.key_value_delete(f"{place}/{meetings.turn - 2}/")
-        return judgement
-
-
-def _meet(
-    client: CoordinationClient,
-    place: str,
-    meetings: _Meetings,
-    mine: str,
-    processes: Processes,
-    timeout: float,
-    alone: bool,
-) -> str | None:
-    """Says something, and waits for the others. Returns where that was, or None if some of them did
-    not come.
-    """
     deadline = time.monotonic() + timeout
+    with series.lock:
+        while True:
+            conclusion = _concluded(series, f"{int(alone)}{mine}", judge, deadline, timeout)
+            series.go_on(judged=conclusion.kind == JUDGED)
+            if conclusion.kind == JUDGED:
+                return conclusion.text
+            missing, waited = json.loads(conclusion.text)
+            if me not in missing:
+                raise AbsentError(_nobody_came(purpose, missing, waited), tuple(missing))
+            # The others have given up before this process came, and so their calls have failed.
+            # Then this one fails, too, unless one of them has tried again since, or none of them
+            # had come for this call.
+            goes_on = conclusion.kind == _VOID or series.said()
+            if not goes_on or time.monotonic() >= deadline:
+                raise AbsentError(_too_late(purpose, processes), tuple(missing))
+
+
+def _concluded(
+    series: Series, mine: str, judge: Judge, deadline: float, timeout: float
+) -> Conclusion:
+    """Says something, and waits for the others until the deadline."""
+
+    def judge_all(said: dict[int, str]) -> str:
+        return judge({index: text[1:] for index, text in said.items()})
+
+    series.say(mine, judge_all)
     while True:
-        here = f"{place}/{meetings.turn}/{meetings.attempt}"
-        if alone:
-            client.key_value_set(f"{here}/alone/{jax.process_index()}", "")
-        client.key_value_set(f"{here}/said/{jax.process_index()}", mine)
-        left = max(1, int(1000 * (deadline - time.monotonic())))
-        try:
-            client.wait_at_barrier(here, left, list(processes))
-        except jax.errors.JaxRuntimeError as error:
-            if names.TEXT_DEADLINE not in str(error):
-                raise
-            meetings.attempt += 1
-            if time.monotonic() >= deadline:
-                return None
-            # The others have given up here, maybe before this process came, and so their calls have
-            # failed. Then this one fails, too, unless one of them has tried again since, or none of
-            # them had come for this call.
-            others = _listed(client, f"{here}/said").keys() - {jax.process_index()}
-            came_for_it = others - _listed(client, f"{here}/alone").keys()
-            tried_again = _listed(client, f"{place}/{meetings.turn}/{meetings.attempt}/said")
-            if not tried_again and (came_for_it or not others):
-                return None
-        else:
-            meetings.turn, meetings.attempt = meetings.turn + 1, 0
-            return here
+        left = deadline - time.monotonic()
+        conclusion = series.hear(judge_all, max(0.1, min(_STEP, left)))
+        if conclusion is not None:
+            return conclusion
+        if left <= _STEP:
+            said = series.said()
+            missing = [index for index in series.processes if index not in said]
+            came_for_it = any(not int(text[0]) for text in said.values())
+            if missing:
+                kind = _ABSENT if came_for_it else _VOID
+                series.conclude(kind, json.dumps([missing, timeout]))
 
 
 def gather(
@@ -168,14 +148,14 @@ def all_agree(meet: Meet, faulty: bool, facts: Facts) -> bool:
 
 
 def in_brief(faulty: bool, facts: Facts) -> dict[str, Any]:
-    sums = {_text(group): digest(sorted(said.items())) for group, said in facts.items()}
+    sums = {text_of(group): digest(sorted(said.items())) for group, said in facts.items()}
     return {"faulty": faulty, "sums": sums}
 
 
 def faults_in_full(
     meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
 ) -> list[Fault]:
-    told = {_text(group): dict(said) for group, said in facts.items()}
+    told = {text_of(group): dict(said) for group, said in facts.items()}
     full = {"faults": [dataclasses.asdict(fault) for fault in faults], "facts": told}
     judge = functools.partial(_judge, mend)
     return [_fault(told) for told in json.loads(meet(json.dumps(full), judge))]
@@ -197,7 +177,7 @@ def all_fine(brief: Mapping[int, Mapping[str, Any]]) -> bool:
         return False
     groups = {group for b in brief.values() for group in b["sums"]}
     return all(
-        len({brief[index]["sums"].get(group) for index in _members(group) if index in brief}) == 1
+        len({brief[index]["sums"].get(group) for index in members(group) if index in brief}) == 1
         for group in groups
     )
 
@@ -219,9 +199,9 @@ def _judge(mend: str, said: dict[int, str]) -> str:
     faults: dict[str, dict[str, Any]] = {}
     groups = dict.fromkeys(group for f in full.values() for group in f["facts"])
     for group in groups:
-        members = {i: full[i]["facts"].get(group, {}) for i in _members(group) if i in full}
-        for name in dict.fromkeys(name for facts in members.values() for name in facts):
-            values = {i: facts.get(name) for i, facts in members.items()}
+        told = {i: full[i]["facts"].get(group, {}) for i in members(group) if i in full}
+        for name in dict.fromkeys(name for facts in told.values() for name in facts):
+            values = {i: facts.get(name) for i, facts in told.items()}
             if len(set(values.values())) > 1:
                 fault = dataclasses.asdict(_disagreement(name, values, mend))
                 faults[json.dumps(fault)] = fault
@@ -244,30 +224,23 @@ def _disagreement(name: str, values: Mapping[int, str | None], mend: str) -> Fau
     return Fault(name, None, "the same in all processes", f"it differs between them: {told}", mend)
 
 
-def _listed(client: CoordinationClient, place: str) -> dict[int, str]:
-    """What each process has put there."""
-    return {
-        int(key.rsplit("/", 1)[1]): value for key, value in client.key_value_dir_get(f"{place}/")
-    }
+def _nobody_came(purpose: str, missing: Sequence[int], timeout: float) -> str:
+    return f"{named(missing)} did not come within {timeout:g} s to compare ({purpose}). {_ADVICE}"
 
 
-def _nobody_came(
-    purpose: str, processes: Processes, said: Mapping[int, str], timeout: float
-) -> str:
-    missing = [index for index in processes if index not in said]
+def _too_late(purpose: str, processes: Processes) -> str:
     others = [index for index in processes if index != jax.process_index()]
-    if missing:
-        what = f"{named(missing)} did not come within {timeout:g} s to compare ({purpose})"
-    else:
-        what = (
-            f"this process came too late to compare ({purpose}): {named(others)} had waited for "
-            "it, and given up"
-        )
     return (
-        f"{what}. Every process with devices of the mesh has to make the same calls in the same "
-        "order. If one is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such "
-        "call, place with check=False"
+        f"this process came too late to compare ({purpose}): {named(others)} had waited for it, "
+        f"and given up. {_ADVICE}"
     )
+
+
+_ADVICE = (
+    "Every process with devices of the mesh has to make the same calls in the same order. If one "
+    "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place with "
+    "check=False"
+)
 
 
 def everybody() -> Processes:
@@ -284,14 +257,6 @@ def patience() -> float:
 
 def digest(x: Any) -> str:
     return hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest()
-
-
-def _text(processes: Processes) -> str:
-    return ",".join(map(str, processes))
-
-
-def _members(group: str) -> list[int]:
-    return [int(index) for index in group.split(",")]
 
 
 def named(indices: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ import jax
 import pytest
 
 from .._compat import CoordinationClient, coordination_client, names
+from .._processes import AbsentError, everybody, gather, named
 from ._controller import given_to, is_marked
 from ._forks import Forks
 from ._hostname import why_no_devices
@@ -33,6 +34,10 @@ _ABORT = "mylib/member/abort"
 _ABORTED = 70
 # How long the others have to say what became of a phase, beyond the limit of the test.
 _SLACK = 30.0
+
+
+class _ApartError(Exception):
+    """The processes do not run the same test."""
 
 
 class Member:
@@ -146,7 +151,7 @@ class Member:
             # More than one of a phase, if it has subtests.
             self._reports += 1
             everybodys = self._gather(f"{self._number}/{self._reports}", mine, patience)
-        except TimeoutError as error:
+        except _ApartError as error:
             if not report.failed:
                 self._abort(f"{item.nodeid}: {error}")
             self._abort(f"{item.nodeid} failed here, and {error}\n{report.longreprtext}")
@@ -164,21 +169,19 @@ class Member:
         if self._count > 1:
             self._abort(f"pytest was asked to stop: {excinfo.exconly()}")
 
-    def _gather(self, what: str, mine: Any, timeout: float) -> list[Any]:
-        """What all say. Not by way of a barrier, whose patience would be that of the first."""
-        client, deadline = _client(), time.monotonic() + timeout
-        place = f"mylib/member/{what}"
-        client.key_value_set(f"{place}/{self._me}", json.dumps(mine, default=str))
-        said: list[Any] = []
-        for index in range(self._count):
-            left = max(1, int(1000 * (deadline - time.monotonic())))
-            try:
-                said.append(json.loads(client.blocking_key_value_get(f"{place}/{index}", left)))
-            except jax.errors.JaxRuntimeError as error:
-                raise TimeoutError(
-                    f"process {index} had not come as far as that after {timeout:g} s"
-                ) from error
-        return said
+    def _gather(self, where: str, mine: Any, timeout: float) -> list[Any]:
+        """What all say at this point of the session."""
+        mine = [where, json.dumps(mine, default=str)]
+        try:
+            said = gather("session", mine, everybody(), timeout=timeout)
+        except AbsentError as error:
+            raise _ApartError(
+                f"{named(error.missing)} had not come as far as that after {timeout:g} s"
+            ) from error
+        elsewhere = {index: theirs for index, (theirs, _) in enumerate(said) if theirs != where}
+        if elsewhere:
+            raise _ApartError(f"the processes are not at the same point: {elsewhere}, not {where}")
+        return [json.loads(text) for _, text in said]
 
     # --- the end --------------------------------------------------------------------------------
 

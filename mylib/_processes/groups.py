@@ -1,0 +1,23 @@
+"""Groups of processes, as text for other processes."""
+
+from .series import Processes
+
+
+def text_of(processes: Processes) -> str:
+    """The group as runs of equal steps, `0:1000:1 2000:2008:4`: of large groups, too, that is
+    short, as they are mostly all processes, or every eighth.
+    """
+    runs: list[list[int]] = []
+    for index in processes:
+        run = runs[-1] if runs else []
+        if len(run) == 1 or len(run) > 1 and index - run[-1] == run[1] - run[0]:
+            run.append(index)
+        else:
+            runs.append([index])
+    steps = [run[1] - run[0] if len(run) > 1 else 1 for run in runs]
+    return " ".join(f"{run[0]}:{run[-1] + 1}:{step}" for run, step in zip(runs, steps, strict=True))
+
+
+def members(group: str) -> list[int]:
+    runs = [map(int, run.split(":")) for run in group.split(" ")]
+    return [index for run in runs for index in range(*run)]
