@@ -3,6 +3,7 @@
     python examples/many_processes.py
     python -m mylib.testing launch -n 2 --devices-per-process 4 examples/many_processes.py
     srun --ntasks=16 --gpus-per-task=1 python examples/many_processes.py
+    mpirun -n 4 python examples/many_processes.py
 
 It prints the same losses each time: the model is born in its places, each process puts its own part
 of a batch, and what should be equal in all of them is checked.
@@ -10,7 +11,7 @@ of a batch, and what should be equal in all of them is checked.
 
 import os
 
-if "SLURM_NTASKS" in os.environ:
+if "SLURM_NTASKS" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
     # One of several processes. `launch` sets what SLURM would set.
     import jax
 

@@ -54,6 +54,14 @@ hypothesis.settings.register_profile("search", deadline=None, max_examples=1000,
 hypothesis.settings.load_profile("steady")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-clusters",
+        action="store_true",
+        help="tests that need SLURM or Open MPI fail, and are not skipped, where it is missing",
+    )
+
+
 # With `--dist=loadfile` one worker runs all of a file: others wait for a long one that comes last.
 _LONGEST = [
     "testing/test_multihost.py",

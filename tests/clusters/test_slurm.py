@@ -1,0 +1,133 @@
+"""mylib under a real SLURM, with two nodes on this machine."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from slurm import NODES, Slurm
+
+PROGRAMS = str(Path(__file__).parent / "programs.py")
+SRUN = ("srun", "-N2", "-n2")
+
+
+def lines(text: str) -> list[str]:
+    """What the programs have said; the backend has things to say as well."""
+    return sorted(line for line in text.splitlines() if re.match(r"<\d>", line))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(slurm: Slurm):
+    """No job and no process, however a test ends."""
+    yield
+    slurm.run("scancel", "--user=root", "--full")
+    slurm.wait_until(lambda: not slurm.run("squeue", "-h").stdout.strip())
+    slurm.wait_until(lambda: not slurm.running(PROGRAMS))
+
+
+def test_the_example(slurm: Slurm, example, losses):
+    done = slurm.run(*SRUN, sys.executable, str(example))
+    assert done.returncode == 0, done.stdout
+    told = [line for line in done.stdout.splitlines() if "devices in" in line or "losses" in line]
+    assert told == ["8 devices in 2 process(es)", losses]
+
+
+def test_verbs(slurm: Slurm):
+    done = slurm.run(*SRUN, sys.executable, PROGRAMS, "verbs")
+    assert lines(done.stdout) == [f"<{i}> sum 120 over 8 devices of 2" for i in (0, 1)], done.stdout
+
+
+def test_two_tasks_on_each_node(slurm: Slurm):
+    done = slurm.run("srun", "-N2", "-n4", sys.executable, PROGRAMS, "verbs")
+    assert lines(done.stdout) == [f"<{i}> sum 120 over 16 devices of 4" for i in range(4)], (
+        done.stdout
+    )
+
+
+def test_processes_that_disagree(slurm: Slurm):
+    done = slurm.run(*SRUN, sys.executable, PROGRAMS, "differ")
+    assert lines(done.stdout) == ["<0> told: True True", "<1> told: True True"], done.stdout
+
+
+def test_a_member_session(slurm: Slurm, member_session):
+    done = slurm.run(*SRUN, sys.executable, *member_session)
+    assert done.returncode == 1, done.stdout
+    assert done.stdout.count("1 failed, 1 passed") == 1, done.stdout
+    assert "process 1 of 2: assert 1 == 0" in done.stdout
+
+
+def test_a_task_that_comes_late(slurm: Slurm):
+    done = slurm.run(*SRUN, sys.executable, PROGRAMS, "late", "5")
+    assert (done.returncode, lines(done.stdout)) == (0, ["<0> met", "<1> met"]), done.stdout
+
+
+def test_a_task_that_does_not_come_in_time(slurm: Slurm):
+    patience = {"MYLIB_EXCHANGE_TIMEOUT": "3"}
+    done = slurm.run(*SRUN, sys.executable, PROGRAMS, "late", "15", env=patience)
+    first, second = lines(done.stdout)
+    assert "<0> TimeoutError: process 1 did not come within 3 s" in first
+    assert "<1> TimeoutError: this process came too late" in second
+    assert done.returncode == 3, done.stdout
+
+
+def test_a_task_that_is_killed(slurm: Slurm):
+    done = slurm.run(
+        *SRUN, "--kill-on-bad-exit=1", sys.executable, PROGRAMS, "killed", "itself", timeout=90
+    )
+    assert lines(done.stdout) == ["<0> here", "<1> here"], done.stdout
+    assert done.returncode == 137, done.stdout
+    assert "task 1: Killed" in done.stdout
+
+
+def test_a_step_that_is_cancelled(slurm: Slurm, tmp_path):
+    step = slurm.begin(*SRUN, "--job-name=cancelled", sys.executable, PROGRAMS, "killed", "no")
+    try:
+        for _ in range(2):
+            assert step.stdout is not None
+            while not step.stdout.readline().startswith("<"):
+                assert step.poll() is None
+        slurm.run("scancel", "--signal=KILL", "--name=cancelled")
+        said, _ = step.communicate(timeout=90)
+    finally:
+        step.kill()
+    assert step.returncode == 137, said
+
+
+def test_a_node_that_dies(slurm: Slurm):
+    step = slurm.begin(*SRUN, "--no-requeue", sys.executable, PROGRAMS, "killed", "no")
+    try:
+        for _ in range(2):
+            assert step.stdout is not None
+            while not step.stdout.readline().startswith("<"):
+                assert step.poll() is None
+        slurm.kill_node(NODES[1])
+        said, _ = step.communicate(timeout=120)
+    finally:
+        step.kill()
+        slurm.start_node(NODES[1])
+        slurm.wait_for_nodes()
+    assert step.returncode != 0, said
+    assert "<0> met" not in said
+
+
+def test_training_resumes_when_a_job_is_requeued(slurm: Slurm, tmp_path):
+    def losses_of(folder: Path, stop_at: int) -> list[str]:
+        folder.mkdir()
+        script = folder / "job.sh"
+        command = f"{sys.executable} {PROGRAMS} train {folder} 8 {stop_at}"
+        script.write_text(f"#!/bin/bash\nsrun {command}\n")
+        out = folder / "out.txt"
+        options = ["-N2", "-n2", "--requeue", "--open-mode=append", f"--output={out}"]
+        job = slurm.run("sbatch", "--parsable", *options, str(script)).stdout.strip()
+        if stop_at:
+            slurm.wait_until(lambda: all((folder / f"stopped{i}").exists() for i in (0, 1)), out)
+            slurm.run("scontrol", "requeue", job)
+            slurm.wait_until(lambda: "goes on at" in out.read_text(), out)
+        slurm.wait_until(lambda: out.exists() and out.read_text().count("step 7 ") == 2, out)
+        told = lines(out.read_text())
+        assert not stop_at or f"<1> goes on at {stop_at}" in told
+        return [line for line in told if " step " in line]
+
+    whole = losses_of(tmp_path / "whole", 0)
+    assert len(whole) == 16
+    assert losses_of(tmp_path / "requeued", 3) == whole
