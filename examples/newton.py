@@ -11,8 +11,8 @@ devices), and the second waits for ever. The devices are simulated on the CPU.
 
 import os
 
-# JAX reads these when it starts, so they come before its import. NPROC is the number of threads that
-# the simulated devices share: JAX 0.10 needs one per device, however few cores there are.
+# JAX reads these when it starts, so they come before its import. NPROC is the number of threads
+# that the simulated devices share: JAX 0.10 needs one per device, however few cores there are.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"

@@ -11,8 +11,8 @@ which Pallas simulates a TPU (`InterpretParams`); `interpret=True` does not keep
 
 import os
 
-# JAX reads these when it starts, so they come before its import. NPROC is the number of threads that
-# the simulated devices share: JAX 0.10 needs one per device, however few cores there are.
+# JAX reads these when it starts, so they come before its import. NPROC is the number of threads
+# that the simulated devices share: JAX 0.10 needs one per device, however few cores there are.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
