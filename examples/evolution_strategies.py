@@ -1,18 +1,18 @@
 """Trains a network by evolution strategies on eight devices, each of which sends four bytes a step.
 
-Every device tries the parameters with noise of its own added, and taken away, and finds out how
-much better one is than the other. The usual way is to average over the devices what each would add
-to the parameters: as many bytes as a gradient has. But the noise comes from keys, which all devices
-can make: it is enough to send around how much better it was, one number a device. All of them then
-make everybody's noise again and take the same step.
+Every device adds its own noise to the parameters, subtracts it, and compares the two losses. The
+usual way is to average the updates of all devices, which sends as many bytes as a gradient has. But
+the noise comes from keys that every device can compute, so it is enough to send the difference of
+the losses, one number per device. Every device then recomputes the noise of all devices and takes
+the same step.
 
 The devices are simulated on the CPU, so this runs anywhere.
 """
 
 import os
 
-# Read when JAX starts, so they come before it is imported. NPROC is the number of threads that the
-# simulated devices share: JAX 0.10 needs as many as there are devices, however few the cores.
+# JAX reads these when it starts, so they come before its import. NPROC is the number of threads
+# that the simulated devices share: JAX 0.10 needs one per device, however few cores there are.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -62,19 +62,19 @@ def loss(model: eqx.nn.MLP, data: Data) -> Float[Array, ""]:
 
 
 def trial(model: eqx.nn.MLP, key: PRNGKeyArray, data: Data) -> tuple[Any, Float[Array, ""]]:
-    """Some noise, and how much worse the model is with it than with its opposite."""
+    """Some noise, and how much larger the loss is with it added than with it subtracted."""
     own = noise(key, model)
     return own, loss(moved(model, own, SIZE), data) - loss(moved(model, own, -SIZE), data)
 
 
 def direction_sent(model: eqx.nn.MLP, key: PRNGKeyArray, data: Data) -> Any:
-    """The mean over the devices of what each found: all parameters are sent."""
+    """The mean of the directions of all devices; sends all parameters."""
     own, worse = trial(model, jax.random.fold_in(key, lax.axis_index("population")), data)
     return jax.tree.map(lambda e: lax.pmean(worse * e, "population"), own)
 
 
 def direction_made_again(model: eqx.nn.MLP, key: PRNGKeyArray, data: Data) -> Any:
-    """The same, but that only how much worse it was is sent."""
+    """The same mean, but sends only the differences of the losses."""
     _, worse = trial(model, jax.random.fold_in(key, lax.axis_index("population")), data)
     everyones = lax.all_gather(worse, "population", to="invarying")
 

@@ -5,19 +5,19 @@
     srun --ntasks=16 --gpus-per-task=1 python examples/many_processes.py
     mpirun -n 4 python examples/many_processes.py
 
-It prints the same losses each time: the model is born in its places, each process puts its own part
-of a batch, and what should be equal in all of them is checked.
+It prints the same losses each time. The model is created sharded, each process places its own part
+of a batch, and values that should be equal in all processes are checked.
 """
 
 import os
 
 if "SLURM_NTASKS" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ:
-    # One of several processes. `launch` sets what SLURM would set.
+    # One of several processes. `launch` sets the variables that SLURM would set.
     import jax
 
     jax.distributed.initialize()
 else:
-    # Read when JAX starts, so they come before it is imported: see train.py.
+    # JAX reads these when it starts, so they come before its import: see train.py.
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
     os.environ["NPROC"] = "32"
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -36,7 +36,7 @@ STEPS = 20
 BATCH = 64
 OPTIM = optax.adamw(1e-2)
 
-# Over the devices of all processes, in each of them.
+# In each process, over the devices of all processes.
 mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
@@ -46,7 +46,7 @@ def make(key: jax.Array) -> tuple[eqx.nn.MLP, optax.OptState]:
 
 
 def batch(step: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a data loader gives: the same in every process, or it is an error that says where."""
+    """Stands for a data loader. If batches differ between processes, an error says where."""
     x = np.random.default_rng(step % 4).normal(size=(BATCH, 8)).astype(np.float32)
     return x, np.sin(x.sum(axis=1, keepdims=True))
 
@@ -69,15 +69,15 @@ def step(model, state, x, y):
 
 
 def main() -> None:
-    # Born in their places: no process ever has all of the model.
+    # Created sharded: no process ever has all of the model.
     model, state = mylib.filter_jit(make, out_shardings=fsdp("data"), mesh=mesh)(jax.random.key(0))
     losses = []
     for i in range(STEPS):
         model, state, loss = step(model, state, *batch(i))
         losses.append(loss)
-    # Every so often, and after a restart: are the copies equal that should be?
+    # Every few steps, and after a restart: check that all copies are equal.
     mylib.check_replicas((model, state))
-    # A number that is replicated can be read in every process; one of them is enough to print it.
+    # Every process can read a replicated number; only one needs to print it.
     values = [float(loss) for loss in losses]
     if jax.process_index() == 0:
         print(f"{jax.device_count()} devices in {jax.process_count()} process(es)")

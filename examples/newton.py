@@ -1,18 +1,18 @@
-"""Solvers that stop when they are done, on eight devices at once.
+"""Solvers that stop when they have converged, on eight devices at once.
 
-The first: Newton's method for equations of which each device has its own. Each takes as many turns
-as it needs. The second: one fit to data that are split over the devices, by Gauss and Newton. A
-turn sums over all devices, so all must take the same number of turns: each says whether its part of
-the data is still badly fitted, and all go on while any is.
+The first is Newton's method, with different equations on each device. Each device runs as many
+iterations as it needs. The second is the Gauss-Newton method, one fit to data that are sharded over
+the devices. An iteration sums over all devices, so all must run the same number of iterations: each
+checks whether its part of the data still fits badly, and all continue while any does.
 
-With `jax.lax.while_loop` the first has no right type (JAX takes the count for the same on all
+With `jax.lax.while_loop` the first has a wrong type (JAX assumes that the count is the same on all
 devices), and the second waits for ever. The devices are simulated on the CPU.
 """
 
 import os
 
-# Read when JAX starts, so they come before it is imported. NPROC is the number of threads that the
-# simulated devices share: JAX 0.10 needs as many as there are devices, however few the cores.
+# JAX reads these when it starts, so they come before its import. NPROC is the number of threads
+# that the simulated devices share: JAX 0.10 needs one per device, however few cores there are.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -34,7 +34,7 @@ MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 def kepler(
     mean: Float[Array, " orbits"], eccentricity: Float[Array, " orbits"]
 ) -> tuple[Float[Array, " orbits"], Int[Array, " devices"]]:
-    """The positions E of planets, E - e sin E = M, and how many turns each device took."""
+    """The positions E of planets, E - e sin E = M, and the number of iterations on each device."""
 
     def error(position: Float[Array, " orbits"]) -> Float[Array, " orbits"]:
         return position - eccentricity * jnp.sin(position) - mean
@@ -58,7 +58,7 @@ def curve(params: Float[Array, "2"], x: Float[Array, " points"]) -> Float[Array,
 def fit(
     params: Float[Array, "2"], x: Float[Array, " points"], y: Float[Array, " points"]
 ) -> tuple[Float[Array, "2"], Int[Array, ""]]:
-    """The parameters of the curve through the points, and the turns it took to find them."""
+    """The parameters of the curve through the points, and the number of iterations."""
 
     def is_bad(state: tuple[Float[Array, "2"], int]) -> Array:
         return jnp.max(jnp.abs(curve(state[0], x) - y)) > 1e-3

@@ -1,9 +1,9 @@
-"""A Pallas kernel with a derivative of its own, in a model that is split over two mesh axes.
+"""A Pallas kernel with a custom derivative, in a model that is sharded over two mesh axes.
 
-JAX can't look into a kernel, so that inside `shard_map` it does not know how the result differs
-between the devices. The usual way out is `check_vma=False`; then the gradient is summed over every
-axis that a spec doesn't name, whether there is something to sum or not. `mylib.opaque` says it:
-what comes out varies as what goes in. Then only what the mathematics needs is communicated.
+JAX can't see into a kernel, so inside `shard_map` it does not know how the result varies between
+the devices. The usual workaround is `check_vma=False`; then the gradient is summed over every axis
+that a spec doesn't name, needed or not. `mylib.opaque` supplies the missing information: the result
+varies over the same axes as the arguments. Then only the necessary sums are communicated.
 
 The kernel normalises rows and scales them. It runs on simulated devices on the CPU, in the mode in
 which Pallas simulates a TPU (`InterpretParams`); `interpret=True` does not keep JAX's types.
@@ -11,8 +11,8 @@ which Pallas simulates a TPU (`InterpretParams`); `interpret=True` does not keep
 
 import os
 
-# Read when JAX starts, so they come before it is imported. NPROC is the number of threads that the
-# simulated devices share: JAX 0.10 needs as many as there are devices, however few the cores.
+# JAX reads these when it starts, so they come before its import. NPROC is the number of threads
+# that the simulated devices share: JAX 0.10 needs one per device, however few cores there are.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["NPROC"] = "32"
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -37,7 +37,7 @@ Width = Float[Array, " width"]
 
 
 def like(x: Array) -> jax.ShapeDtypeStruct:
-    """The type of a result: inside of `mylib.opaque` all arguments vary alike, and so does this."""
+    """The type of a result: inside `mylib.opaque` it varies over the same axes as all arguments."""
     varies = jax.typeof(x).manual_axis_type
     return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varies)
 

@@ -2,7 +2,10 @@
 
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 import pytest
 from slurm import NODES, Slurm
@@ -79,33 +82,35 @@ def test_a_task_that_is_killed(slurm: Slurm):
     assert "task 1: Killed" in done.stdout
 
 
-def test_a_step_that_is_cancelled(slurm: Slurm, tmp_path):
-    step = slurm.begin(*SRUN, "--job-name=cancelled", sys.executable, PROGRAMS, "killed", "no")
-    try:
-        for _ in range(2):
+@contextmanager
+def waiting_step(slurm: Slurm, *options: str) -> Iterator[Popen[str]]:
+    """A step in which process 0 waits for process 1, which never comes."""
+    with slurm.begin(*SRUN, *options, sys.executable, PROGRAMS, "killed", "no") as step:
+        try:
             assert step.stdout is not None
-            while not step.stdout.readline().startswith("<"):
-                assert step.poll() is None
+            for _ in range(2):
+                while not (line := step.stdout.readline()).startswith("<"):
+                    assert line, step.wait()
+            yield step
+        finally:
+            step.kill()
+
+
+def test_a_step_that_is_cancelled(slurm: Slurm):
+    with waiting_step(slurm, "--job-name=cancelled") as step:
         slurm.run("scancel", "--signal=KILL", "--name=cancelled")
         said, _ = step.communicate(timeout=90)
-    finally:
-        step.kill()
     assert step.returncode == 137, said
 
 
 def test_a_node_that_dies(slurm: Slurm):
-    step = slurm.begin(*SRUN, "--no-requeue", sys.executable, PROGRAMS, "killed", "no")
-    try:
-        for _ in range(2):
-            assert step.stdout is not None
-            while not step.stdout.readline().startswith("<"):
-                assert step.poll() is None
+    with waiting_step(slurm) as step:
         slurm.kill_node(NODES[1])
-        said, _ = step.communicate(timeout=120)
-    finally:
-        step.kill()
-        slurm.start_node(NODES[1])
-        slurm.wait_for_nodes()
+        try:
+            said, _ = step.communicate(timeout=120)
+        finally:
+            slurm.start_node(NODES[1])
+            slurm.wait_for_nodes()
     assert step.returncode != 0, said
     assert "<0> met" not in said
 
@@ -122,6 +127,9 @@ def test_training_resumes_when_a_job_is_requeued(slurm: Slurm, tmp_path):
         if stop_at:
             slurm.wait_until(lambda: all((folder / f"stopped{i}").exists() for i in (0, 1)), out)
             slurm.run("scontrol", "requeue", job)
+            # SLURM would wait for two minutes.
+            slurm.wait_until(lambda: "PD" in slurm.run("squeue", "-h", "-o", "%t").stdout)
+            slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             slurm.wait_until(lambda: "goes on at" in out.read_text(), out)
         slurm.wait_until(lambda: out.exists() and out.read_text().count("step 7 ") == 2, out)
         told = lines(out.read_text())
