@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shlex
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any, BinaryIO
 
 from ._group import Group, Guard
 from ._pool import named_status
-from ._topology import HOST, PLATFORMS, Request, Topology, Unavailable
+from ._topology import HOST, PLATFORMS, Request, Topology, Unavailable, cpu_settings
 
 # Runs a script, or a module after -m, as Python itself would, but for its end: after an exception
 # JAX waits five minutes for the other processes, and they for this one.
@@ -55,6 +56,12 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("-n", "--processes", type=int, required=True, metavar="N")
     parser.add_argument("--devices-per-process", type=int, metavar="K", help="on cpu 1 by default")
     parser.add_argument("--platform", choices=PLATFORMS, default="cpu")
+    parser.add_argument(
+        "--print",
+        dest="engine",
+        choices=_ENGINES,
+        help="run nothing: print the command that starts the same processes under this engine",
+    )
     rest = argparse.REMAINDER
     parser.add_argument("-m", dest="module", nargs=rest, help="a module to run, and its arguments")
     parser.add_argument("script", nargs=rest, help="or a script, and its arguments")
@@ -66,11 +73,35 @@ def main(arguments: Sequence[str]) -> int:
     devices = given.devices_per_process
     if devices is None and given.platform == "cpu":
         devices = 1
+    if given.engine:
+        print(_ENGINES[given.engine](command, given.processes, devices, given.platform))
+        return 0
     try:
         topology = Request(given.processes, devices).topology(given.platform)
     except (ValueError, Unavailable) as error:
         parser.error(str(error))
     return _launch(command, topology)
+
+
+def _slurm(command: Sequence[str], processes: int, devices: int | None, platform: str) -> str:
+    gpus = f" --gpus-per-task={devices or 1}" if platform == "cuda" else ""
+    # Without the last option the others wait for a task that has failed.
+    options = f"--ntasks={processes}{gpus} --kill-on-bad-exit=1"
+    return f"srun {options} {_with_settings(command, devices, platform)}"
+
+
+def _mpi(command: Sequence[str], processes: int, devices: int | None, platform: str) -> str:
+    return f"mpirun -n {processes} {_with_settings(command, devices, platform)}"
+
+
+_ENGINES = {"slurm": _slurm, "mpi": _mpi}
+
+
+def _with_settings(command: Sequence[str], devices: int | None, platform: str) -> str:
+    settings = {"JAX_PLATFORMS": platform}
+    if platform == "cpu":
+        settings |= cpu_settings(devices or 1)
+    return shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), "python", *command])
 
 
 def _launch(command: Sequence[str], topology: Topology) -> int:

@@ -119,16 +119,21 @@ def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, s
     return env
 
 
-def _cpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
-    del index, ports
+def cpu_settings(devices: int) -> dict[str, str]:
+    """The environment of a process with so many simulated devices."""
     return {
         # Which wins over a number in XLA_FLAGS.
-        "JAX_NUM_CPU_DEVICES": str(topology.devices),
+        "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         # Threads that the simulated devices share. With fewer threads than devices JAX 0.10 aborts
         # when programs with collectives follow each other closely.
-        "NPROC": str(max(32, 4 * topology.devices)),
+        "NPROC": str(max(32, 4 * devices)),
     }
+
+
+def _cpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
+    del index, ports
+    return cpu_settings(topology.devices)
 
 
 def _cuda(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:

@@ -35,6 +35,18 @@ def test_the_example(slurm: Slurm, example, losses):
     assert told == ["8 devices in 2 process(es)", losses]
 
 
+def test_what_launch_prints(slurm: Slurm, example, losses):
+    """A script that runs on a laptop is started by this command on the cluster."""
+    launch = [sys.executable, "-m", "mylib.testing", "launch", "-n2", "--devices-per-process=4"]
+    printed = slurm.run(*launch, "--print=slurm", str(example)).stdout.strip()
+    assert printed.startswith("srun --ntasks=2 --kill-on-bad-exit=1 env JAX_PLATFORMS=cpu ")
+    folder = str(Path(sys.executable).parent)
+    env = {"JAX_NUM_CPU_DEVICES": "1", "PATH": f"{folder}:{slurm.env['PATH']}"}
+    done = slurm.run("bash", "-c", printed, env=env)
+    assert done.returncode == 0, done.stdout
+    assert losses in done.stdout
+
+
 def test_verbs(slurm: Slurm):
     done = slurm.run(*SRUN, sys.executable, PROGRAMS, "verbs")
     assert lines(done.stdout) == [f"<{i}> sum 120 over 8 devices of 2" for i in (0, 1)], done.stdout

@@ -848,6 +848,26 @@ def test_launch_and_ctrl_c(small):
     assert sorted(text.splitlines()) == [f"[{i}] begun and tidied up" for i in range(2)]
 
 
+@pytest.mark.parametrize(
+    "options, printed",
+    [
+        (
+            ["--print=slurm", "-n4", "train.py", "--name", "a b"],
+            "srun --ntasks=4 --kill-on-bad-exit=1 env JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=1 "
+            "JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo NPROC=32 python train.py --name 'a b'",
+        ),
+        (
+            ["--print=mpi", "-n2", "--platform=cuda", "-m", "train"],
+            "mpirun -n 2 env JAX_PLATFORMS=cuda python -m train",
+        ),
+    ],
+)
+def test_launch_prints_what_a_cluster_would_run(capsys, options, printed):
+    """Also for GPUs that this machine does not have."""
+    assert launch.main(options) == 0
+    assert capsys.readouterr().out == f"{printed}\n"
+
+
 def test_launch_of_nothing(small):
     done = small.run(sys.executable, "-m", "mylib.testing", "launch", "-n", "2", timeout=300)
     assert done.ret == 2
