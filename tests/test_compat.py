@@ -32,6 +32,7 @@ from mylib._compat import (
     UnknownParameter,
     axes_of_cast_or_sum,
     coordination_client,
+    data_of_shards,
     donation_warning,
     function_of_equinox,
     opened,
@@ -387,6 +388,16 @@ class TestPrivateNames:
         assert find(name)() is True, advice(name)
         client = find("jaxlib.xla_client.make_cpu_client")(num_devices=3)
         assert client.device_count() == 3, advice("jaxlib.xla_client.make_cpu_client")
+
+    def test_what_shards_hold(self):
+        """An attribute of arrays. Where it is gone, `x.addressable_shards` has the same."""
+        mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        backwards = Mesh(mesh.devices[::-1], ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+        for here, spec in [(mesh, P("a", "b")), (backwards, P("b")), (mesh, P())]:
+            x = jax.device_put(np.arange(16.0).reshape(4, 4), NamedSharding(here, spec))
+            for y in (x, jax.jit(lambda x: x + 1)(x)):
+                held = [shard.data.unsafe_buffer_pointer() for shard in y.addressable_shards]
+                assert [data.unsafe_buffer_pointer() for data in data_of_shards(y)] == held
 
     def test_a_second_backend(self):
         # conftest.py has made it.

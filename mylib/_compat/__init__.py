@@ -15,6 +15,7 @@ from .private import (
     axes_of_cast_or_sum as axes_of_cast_or_sum,
     coordination_client as coordination_client,
     current_trace as current_trace,
+    data_of_shards as data_of_shards,
     devices_of_lowering as devices_of_lowering,
     donation_warning as donation_warning,
     error_with as error_with,

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from .._compat import data_of_shards
 from .._errors import Fault, ReplicaError
 from .._placement import entries_of, memory_space
 from .._tree import Kind, Leaves, name_of, split
@@ -114,12 +115,13 @@ def _found(leaves: Leaves) -> dict[str, _Found]:
     # All transfers are started before the first is waited for.
     to_read = {name: _to_read(x) for name, x in arrays.items() if copies[name].part_on}
     found: dict[str, _Found] = {}
+    devices: dict[Sharding, list[int]] = {}
     for name, x in arrays.items():
         by_part: dict[int, list[tuple[int, jax.Array]]] = {}
-        for shard in to_read[name].addressable_shards if name in to_read else ():
-            part = copies[name].part_on.get(shard.device.id)
+        for device, data in _shards(to_read[name], devices) if name in to_read else ():
+            part = copies[name].part_on.get(device)
             if part is not None:
-                by_part.setdefault(part, []).append((shard.device.id, shard.data))
+                by_part.setdefault(part, []).append((device, data))
         found[name] = _Found(
             dtype=_dtype_name(x.dtype),
             shape=tuple(x.shape),
@@ -130,6 +132,13 @@ def _found(leaves: Leaves) -> dict[str, _Found]:
             holders=copies[name].holders,
         )
     return found
+
+
+def _shards(x: jax.Array, devices: dict[Sharding, list[int]]) -> Iterator[tuple[int, jax.Array]]:
+    """What each device holds of an array, by the device's id. `devices` are known from others."""
+    if x.sharding not in devices:
+        devices[x.sharding] = [shard.device.id for shard in x.addressable_shards]
+    return zip(devices[x.sharding], data_of_shards(x), strict=True)
 
 
 def _arrays(leaves: Leaves) -> Iterator[tuple[str, jax.Array]]:
