@@ -14,8 +14,9 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 # What is started here must not take what is meant for this process.
@@ -27,6 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from side_by_side import Call, Row, compare, duel, print_header, print_row, show
 
 import mylib
+from mylib._processes import Series
 
 TESTS = {"kept": 20, "new": 5}
 BODY = """
@@ -50,6 +52,7 @@ def main() -> None:
         jax.distributed.initialize()
         rows = [row.cells() for row in (*placing(scale), *checking(scale))]
         if jax.process_index() == 0:
+            rows += [row.cells() for row in meeting()]
             options.rows.write_text(json.dumps(rows))
         return
     print_header("2 processes with 4 simulated CPU devices each")
@@ -116,6 +119,40 @@ def checking(scale: float) -> Iterator[Row]:
         yield Row(
             work, show(times[0]), second, times[0] / times[1], f"≤ {limit:g} s", times[0] <= limit
         )
+
+
+def meeting() -> Iterator[Row]:
+    """What processes exchange before they place values. Threads take their place, as many as there
+    are processes, at JAX's own coordination service.
+    """
+    first = None
+    for count in (2, 16, 100, 1000):
+        processes = tuple(range(count))
+        place = f"mylib/benchmark/{count}"
+        everyone = [Series(place, processes, index) for index in processes]
+        times = [seconds(lambda everyone=everyone: meet(everyone)) for _ in range(4)]
+        best = min(times)
+        first = best if first is None else first
+        limit, kept = ("≤ 1 s", best <= 1) if count == 1000 else ("", None)
+        work, peer = f"{count} processes compare what they place", f"2 processes, {show(first)}"
+        yield Row(work, show(best), peer, best / first, limit, kept)
+
+
+def meet(everyone: Sequence[Series]) -> None:
+    def judge(said: dict[int, str]) -> str:
+        return "fine" if len(set(said.values())) == 1 else "they differ"
+
+    def one(series: Series) -> None:
+        series.say("the checksum of what this process places", judge)
+        while series.hear(judge, 10) is None:
+            pass
+        series.go_on()
+
+    threads = [threading.Thread(target=one, args=(series,)) for series in everyone]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def seconds(call: Callable[[], object]) -> float:
