@@ -52,11 +52,11 @@ def _spread_one_level(
     prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
 ) -> Iterator[Any]:
     # JAX stops at the first mismatch; going down level by level finds them all.
-    parts, prefix_def = _children(prefix)
+    prefixes, prefix_def = _children(prefix)
     subtrees, tree_def = _children(tree)
-    if parts and prefix_def == tree_def:
-        for (key, part), (_, subtree) in zip(parts, subtrees, strict=True):
-            yield from _spread(part, subtree, (*path, key), is_leaf, faults)
+    if prefixes and prefix_def == tree_def:
+        for (key, inner), (_, subtree) in zip(prefixes, subtrees, strict=True):
+            yield from _spread(inner, subtree, (*path, key), is_leaf, faults)
         return
     wanted, found = _outline(prefix), _outline(tree)
     faults.append(
