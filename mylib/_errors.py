@@ -62,7 +62,7 @@ class ReplicaError(PlacementError):
     - `faults`: a tuple of [`mylib.Fault`][].
     """
 
-    _beginning: ClassVar[str] = "the copies differ of"
+    _beginning: ClassVar[str] = "copies differ in"
     _request: ClassVar[str] = "it is placed as"
 
 

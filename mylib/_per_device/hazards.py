@@ -285,9 +285,10 @@ _AGREE = {
     "before the cond",
 }
 _FIXES = {
-    names.WHILE: "mylib.loops.while_loop, or start with mylib.vary(init_val, axis), of arrays",
+    names.WHILE: "mylib.loops.while_loop, or start with mylib.vary(init_val, axis), with arrays in "
+    "init_val",
     names.COND: "in the branches use mylib.vary(array, axis), made before the cond, or return "
-    "mylib.vary(result, axis), of arrays",
+    "mylib.vary(result, axis), with arrays in the result",
     OPAQUE: "pass it as an argument",
 }
 _FIX_OF_CALLS = "wrap the function that makes this call with mylib.opaque"

@@ -165,7 +165,7 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
     for name in sorted(explicit & world.spmd_axes):
         yield (
-            f"spmd_axis_name={name!r} is an Explicit axis, and JAX forgets it when resharding",
+            f"spmd_axis_name={name!r} is an Explicit axis, and JAX drops it when resharding",
             "split the batch over it outside of vmap, or make the axis Auto",
         )
     for name in sorted(explicit & world.batch_axes & axes_in(sharding.spec)):

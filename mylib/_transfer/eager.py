@@ -1,4 +1,4 @@
-"""How concrete arrays are moved:
+"""Moves concrete arrays in one of three ways:
 
 - *put*: copies the arrays, then calls `jax.device_put` once for the whole tree.
 - *pieces*: cuts up a NumPy array for several devices (with several processes, for those of this

@@ -185,13 +185,13 @@ class Leaf:
 
     **Attributes:**
 
-    - `path`: the key path from the root of the tree that was given to the verb.
+    - `path`: the key path from the root of the tree that was passed to the verb.
     - `shape`, `dtype`: those of the leaf; the dtype is the one that JAX will use (`float64` from
         NumPy is `float32` unless `jax_enable_x64` is set).
     - `mesh`: the mesh for a `PartitionSpec` that the rule returns, or None.
     - `name`: the path as text, such as `.layers[0].weight`.
     - `parts`: the path as the texts of its keys, such as `("layers", "0", "weight")`.
-    - `ndim`, `size`, `nbytes`: as of an array.
+    - `ndim`, `size`, `nbytes`: as for an array.
     - `axes`: the dimension names from the leaf's jaxtyping annotation, one entry per dimension
         (None for unnamed ones and for extra ones in front), or None if no annotation fits the leaf.
     - `in_front`: the number of dimensions before the annotated ones, as in layers stacked by

@@ -1,4 +1,4 @@
-"""Spreading a PyTree prefix over the array leaves of a tree."""
+"""Spreads a PyTree prefix over the array leaves of a tree."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""The thread that makes batches ahead of time.
+"""A thread that makes batches ahead of time.
 
 It reads from the source and places the batches. It has no reference to the consumer's iterator, so
 that this can be garbage collected, which ends the thread.

@@ -133,6 +133,6 @@ def same_program(
         )
         difference = "\n".join([*lines][:_DIFFERENCE])
         raise AssertionError(
-            f"process 0 has another program than process {', '.join(map(str, differing))}\n"
+            f"process 0 has a different program than process {', '.join(map(str, differing))}\n"
             f"{difference}".rstrip()
         )

@@ -86,7 +86,7 @@ def test_what_differs_is_named():
     assert "process 0 on device 0; process 0 on device 1" in bad.reason
     assert "process 0 on devices 0, 1, 3, 4, 6, 7; process 0 on devices 2, 5" in worse.reason
     message = str(error.value)
-    assert message.startswith("the copies differ of 2 leaves:")
+    assert message.startswith("copies differ in 2 leaves:")
     assert "good" not in message
     assert str(pickle.loads(pickle.dumps(error.value))) == message
     assert str(copy.deepcopy(error.value)) == message
