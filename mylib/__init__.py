@@ -75,7 +75,7 @@ __all__ = [
     "vary",
 ]
 
-# In tracebacks and pickles they have the names by which users know them.
+# Tracebacks and pickles then show the public names.
 for _name in __all__:
     if isinstance(globals()[_name], type):
         globals()[_name].__module__ = __name__

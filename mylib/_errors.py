@@ -1,5 +1,5 @@
-"""Errors that name every leaf whose placement can't be had, or whose copies differ; and warnings,
-each of a category of its own.
+"""Errors that name every leaf that can't be placed, or whose copies differ; and warnings with their
+categories.
 """
 
 import inspect
@@ -15,14 +15,14 @@ from typing import ClassVar
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong with a request.
+    """One problem with a request.
 
     **Attributes:**
 
-    - `path`: the leaf, as text; empty where the fault is not one leaf's.
+    - `path`: the leaf, as text; empty if the fault is not about a single leaf.
     - `shape`: the leaf's shape, or None.
-    - `request`: what was asked of it.
-    - `reason`: why that can't be done.
+    - `request`: the requested placement.
+    - `reason`: why it is impossible.
     - `mend`: what to write instead.
     """
 
@@ -34,8 +34,8 @@ class Fault:
 
 
 class PlacementError(ValueError):
-    """A request that can't be carried out. It names every faulty leaf, and is raised before
-    anything has been moved, donated or compiled. Many leaves are named in few lines, such as
+    """A request can't be carried out. The message names every faulty leaf; it is raised before
+    anything has been moved, donated or compiled. Many leaves are shortened to
     `.layers[0..299].weight`, or counted; all of them are in `faults`.
 
     **Attributes:**
@@ -55,29 +55,29 @@ class PlacementError(ValueError):
 
 
 class ReplicaError(PlacementError):
-    """Copies that should be equal differ. It names every array of which they do.
+    """Copies that should be equal differ. The message names every such array.
 
     **Attributes:**
 
     - `faults`: a tuple of [`mylib.Fault`][].
     """
 
-    _beginning: ClassVar[str] = "the copies differ of"
+    _beginning: ClassVar[str] = "copies differ in"
     _request: ClassVar[str] = "it is placed as"
 
 
 class AuditError(ValueError):
-    """A compiled program, or a part of it, that [`mylib.audit`][] does not understand. There is no
-    report then: a number that leaves something out would be worse than none.
+    """[`mylib.audit`][] can't read a compiled program, or a part of it. There is no report then: an
+    incomplete number would be worse than none.
     """
 
 
 def in_words(error: BaseException) -> str:
-    """The error in a line, with its notes; its kind, if it can't say what it is."""
+    """The error in one line, with its notes; only its type if formatting it fails."""
     try:
         return " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
     except Exception:
-        # It may be anybody's, and do anything.
+        # A user's error may raise anything while it is formatted.
         return type(error).__name__
 
 
@@ -89,21 +89,21 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
         told = f"{requested}: {fault.request}", f"but {fault.reason}", f"instead: {fault.mend}"
         named = alike.setdefault(told, [])
         named += [fault.path + shape] if fault.path else []
-    # Of one leaf several things can be wrong; of the whole tree, too, and of no leaf by itself.
+    # A leaf can have several faults, and a fault can be about the whole tree instead of a leaf.
     count = len({name for named in alike.values() for name in named})
     what = _count(count, "leaf", "leaves") if count else "the tree"
     return "\n".join([f"{beginning} {what}:", *listed(alike, "all of them are in `.faults`")])
 
 
-# How many lines of an error a person reads, and how many explanations these have room for.
+# The most lines of an error that a person reads, and the most explanations in them.
 _LINES = 40
 _EXPLANATIONS = 7
 
 
 def listed(alike: dict[tuple[str, ...], list[str]], where: str) -> list[str]:
-    """What is told of leaves, each time under the names of those that it is told of. If that is
-    more than a person reads, names that differ by an index become one, and the rest is left out;
-    `where` says where it is.
+    """The lines of a message: each explanation below the names of its leaves. If there are too many
+    lines, names that differ by an index are combined, and the rest is left out; `where` tells where
+    to find it.
     """
     lines = _lines_of(alike)
     if len(lines) < _LINES:
@@ -133,7 +133,7 @@ def _lines_of(alike: dict[tuple[str, ...], list[str]]) -> list[str]:
 
 
 def _some(names: dict[str, int], room: int) -> list[str]:
-    """As many of the names, each of several leaves, as there is room for."""
+    """As many of the names as there is room for; a name may stand for several leaves."""
     if len(names) <= room:
         return list(names)
     rest = sum(list(names.values())[room - 1 :])
@@ -144,7 +144,7 @@ _INDEX = re.compile(r"(?<=\[)\d+(?=\])")
 
 
 def folded(names: Sequence[str]) -> dict[str, int]:
-    """The names, those that differ by indices as one, and how many each stands for."""
+    """Combines names that differ only by indices, and counts them."""
     alike: dict[str, list[str]] = {}
     for name in dict.fromkeys(names):
         alike.setdefault(_INDEX.sub("*", name), []).append(name)
@@ -152,8 +152,8 @@ def folded(names: Sequence[str]) -> dict[str, int]:
 
 
 def _common(names: Sequence[str]) -> str:
-    """One name for several: `.layers[0..299].weight`, or `.layers[*].weight, 7 leaves` if some are
-    missing in between.
+    """One name for several: `.layers[0..299].weight`, or `.layers[*].weight, 7 leaves` if some
+    indices are missing.
     """
     if len(names) == 1:
         return names[0]
@@ -181,33 +181,32 @@ class MylibWarning(UserWarning):
 
 
 class CapturedArrayWarning(MylibWarning):
-    """A function compiled by [`mylib.filter_jit`][] uses an array of 1 MiB or more that it finds
-    outside of its arguments. The array becomes a constant of the compiled program, whole on every
-    device.
+    """A function compiled by [`mylib.filter_jit`][] captures an array of 1 MiB or more. The array
+    becomes a constant of the compiled program, replicated on every device.
     """
 
 
 class DonationWarning(MylibWarning):
     """A function with `donate="warn"` or `"warn-except-first"` was given an array whose memory no
-    result could use.
+    result could reuse.
     """
 
 
 class RecompilationWarning(MylibWarning):
-    """A function was compiled a second time for the same shapes, because its own results were not
-    where its arguments had been.
+    """A function was compiled a second time for the same shapes, because its results, passed back
+    in, have other shardings than its first arguments.
     """
 
 
 class StaticNumberWarning(MylibWarning):
-    """A Python number that is an argument changes at each call. It is static, so that each of its
-    values compiles another program; `jax.numpy.asarray` of it would be traced.
+    """A Python number among the arguments changes at each call. It is static, so each value
+    compiles another program; convert it by `jax.numpy.asarray` to have it traced.
     """
 
 
 class SummedTwiceWarning(MylibWarning):
-    """In a function of [`mylib.filter_shard_map`][] a gradient is summed over the devices by JAX,
-    and by the function's own `psum` or `pmean` as well.
+    """In a function of [`mylib.filter_shard_map`][] a gradient is summed over the devices twice: by
+    JAX, and by the function's own `psum` or `pmean`.
 
     JAX sums gradients with respect to parameters that are the same on all devices. A `pmean` of the
     sum leaves it as it is: `n` times as large as the mean over `n` devices. A `psum` multiplies it
@@ -215,12 +214,12 @@ class SummedTwiceWarning(MylibWarning):
     """
 
 
-# While a function is traced, these are between its caller and the code that warns.
+# While a function is traced, frames of these packages are between its caller and the warning.
 _PASSED_THROUGH = (__name__.partition(".")[0], "contextlib", "equinox", "jax")
 
 
 def warn(message: str, category: type[MylibWarning]) -> None:
-    """Warns at the line that has called this package, or JAX or Equinox and they this package."""
+    """Warns at the line that called this package, directly or through JAX or Equinox."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and _package_of(frame) in _PASSED_THROUGH:
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""Walking through jaxprs, and calling their equations again."""
+"""Walks through jaxprs, and calls their equations again."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from ._compat import names, opened
 
 
-def parts_of(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
-    """The jaxprs that a jaxpr is made of, itself the first, each once. What a kernel does inside is
-    not among them, nor what is inside of equations `without` which they are wanted.
+def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
+    """A jaxpr and all jaxprs inside it, each once. Kernels, and equations for which `without` is
+    true, are not entered.
 
-    An equation of an unknown name is gone into as well: what it holds, it may call.
+    Unknown primitives are entered, too: they may call the jaxprs among their parameters.
     """
-    parts = {id(opened(program)): program}
+    found = {id(opened(program)): program}
     queue = [program]
     while queue:
         for eqn in opened(queue.pop()).eqns:
@@ -24,15 +24,15 @@ def parts_of(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -
             if not inner or eqn.primitive.name in names.KERNELS or without(eqn):
                 continue
             for x in inner:
-                if id(opened(x)) not in parts:
-                    parts[id(opened(x))] = x
+                if id(opened(x)) not in found:
+                    found[id(opened(x))] = x
                     queue.append(x)
-    return list(parts.values())
+    return list(found.values())
 
 
 def jaxprs_in(eqn: Any) -> list[Any]:
-    """The jaxprs among an equation's parameters, also in tuples. Programs are large, so this
-    has to be quick.
+    """The jaxprs among an equation's parameters, also in tuples. Programs are large, so this must
+    be fast.
     """
     found: list[Any] = []
     for param in eqn.params.values():
@@ -52,8 +52,8 @@ def _jaxprs_among(several: Iterable[Any]) -> Iterator[Any]:
 
 
 def is_opaque(eqn: Any) -> bool:
-    """Whether it calls what nothing is known of: something that is no jaxpr, a kernel, or programs
-    in a way that only the primitive knows.
+    """Whether it calls code that can't be analysed: a callback, a kernel, or jaxprs of an unknown
+    primitive.
     """
     name = eqn.primitive.name
     if name in names.KNOWN_CALLS:
@@ -65,7 +65,7 @@ _JAXPRS = (Jaxpr, ClosedJaxpr)
 
 
 def bind_as(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
-    """Calls an equation's primitive, with these of its parameters changed."""
+    """Calls an equation's primitive, with some parameters changed."""
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
     made = eqn.primitive.bind(*args, **params)
     return made if eqn.primitive.multiple_results else [made]
@@ -73,7 +73,7 @@ def bind_as(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
 
 @contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
-    """What is called here stands at the same line, and under the same names, as an equation did."""
+    """Gives the equations made here the source line and the name stack of `eqn`."""
     source = eqn.source_info
     names = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=names), eqn.ctx.manager:

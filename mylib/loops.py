@@ -1,5 +1,5 @@
-"""Loops inside `shard_map`: what they carry may begin the same on all devices and come to differ,
-and all devices agree on when to stop.
+"""Loops inside `shard_map`: the carry may start equal on all devices and become different, and all
+devices can agree when to stop.
 """
 
 import functools
@@ -31,23 +31,24 @@ def while_loop(
     *,
     sync: Literal["any", "all"] | None = None,
 ) -> T:
-    """`jax.lax.while_loop`, right inside `shard_map`.
+    """`jax.lax.while_loop` that works inside `shard_map`.
 
-    What is carried may be the same on all devices at first and differ later, and may be any PyTree,
-    such as a Module. A condition that differs between the devices lets each take its own number of
-    turns, if no turn communicates; if one does, some devices would wait for ever, so that is
-    refused, and `sync` makes them agree.
+    The carry may be the same on all devices at first and differ later, and may be any PyTree, such
+    as a Module. If the condition differs between the devices, each runs its own number of
+    iterations, as long as the body doesn't communicate. If it does, some devices would wait
+    forever, so that raises an error; `sync` makes the devices agree.
 
     **Arguments:**
 
-    - `cond_fun`, `body_fun`, `init_val`: as for `jax.lax.while_loop`. What is not an array or
-        a number stays as it is.
-    - `sync`: go on as long as `"any"` device wants to, or only while `"all"` do. Every device then
-        takes every turn. It costs four bytes of communication a turn, where devices could differ.
+    - `cond_fun`, `body_fun`, `init_val`: as for `jax.lax.while_loop`. Anything else than arrays and
+        numbers must not change.
+    - `sync`: continue while the condition holds on `"any"` device, or on `"all"` devices. Every
+        device then runs every iteration. It costs four bytes of communication per iteration, if
+        devices could differ.
 
     **Returns:**
 
-    What is carried in the end.
+    The final carry.
 
     !!! Example
 
@@ -76,7 +77,7 @@ def while_loop(
 
     axes = manual_axes()
     if axes:
-        # Compiled functions, so that looking at them and looping over them is one trace.
+        # Compiled functions, so that they are traced only once, for analysis and for the loop.
         body, cond = jax.jit(body), jax.jit(cond)
         carry = _promoted(functools.partial(jax.eval_shape, body), carry)
         cond, carry = _agreed(cond, body, carry, sync, axes)
@@ -86,10 +87,10 @@ def while_loop(
 def _agreed(
     cond: Any, body: Any, carry: Any, sync: str | None, axes: tuple[Any, ...]
 ) -> tuple[Any, Any]:
-    """The condition, the same on all devices if need be, and the carry for it."""
+    """The condition, synchronised between devices if needed, and the carry for it."""
     checked = _is_checked(axes)
     differs = varying(jax.eval_shape(cond, carry)) if checked else frozenset(axes)
-    # In the same order in every process: else their programs differ.
+    # In the same order in every process. Otherwise their programs would differ.
     ordered = tuple(axis for axis in axes if axis in differs)
     if sync is not None and differs:
         reduce = {"any": jax.lax.pmax, "all": jax.lax.pmin}[sync]
@@ -105,14 +106,14 @@ def _agreed(
         doubt = (
             "its condition differs between the devices"
             if checked
-            else "with check_vma=False nobody knows whether its condition is the same everywhere"
+            else "with check_vma=False it is unknown whether its condition is the same everywhere"
         )
         raise ValueError(
-            f"while_loop: its turns communicate along {along}, and {doubt}: some devices would "
-            "wait for ever\n"
-            "  instead: write sync='any' (go on while any device wants to) or sync='all'"
+            f"while_loop: it communicates along {along}, and {doubt}: some devices would "
+            "wait forever\n"
+            "  instead: write sync='any' (continue while it holds on any device) or sync='all'"
         )
-    # What counts the turns differs where their number does.
+    # A counter of iterations differs if their number does.
     if checked:
         carry = _promoted(functools.partial(jax.eval_shape, body), cast(carry, differs))
     return cond, carry
@@ -126,18 +127,18 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
 ) -> tuple[T, Y]:
-    """`jax.lax.scan`, right inside `shard_map`.
+    """`jax.lax.scan` that works inside `shard_map`.
 
-    What is carried may be the same on all devices at first and differ later. It, `xs` and what `f`
-    returns may be any PyTrees, such as Modules.
+    The carry may be the same on all devices at first and differ later. The carry, `xs` and the
+    results of `f` may be any PyTrees, such as Modules.
 
     **Arguments:**
 
-    As for `jax.lax.scan`. What is not an array (or, in `init`, a number) stays as it is.
+    As for `jax.lax.scan`. Anything else than arrays (and, in `init`, numbers) must not change.
 
     **Returns:**
 
-    What is carried in the end, and the stacked results.
+    The final carry, and the stacked results.
 
     !!! Example
 
@@ -146,7 +147,7 @@ def scan(
 
         @mylib.filter_shard_map(mesh=mesh, in_specs=P(None, "data"), out_specs=P("data"))
         def total(xs):
-            # `jax.lax.scan` refuses this: the zero is the same on all devices, the sum is not.
+            # `jax.lax.scan` rejects this: the zero is the same on all devices, the sum is not.
             return mylib.loops.scan(lambda s, x: (s + x.sum(), None), jnp.zeros(()), xs)[0][None]
 
         assert total(jnp.ones((3, 8))).tolist() == [3.0] * 8
@@ -160,7 +161,7 @@ def scan(
         result = f(carry.tree(), of_rows.fill(row))
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
-                f"scan: f must return a pair, what is carried and a result, and returned {result!r}"
+                f"scan: f must return a pair, the carry and a result, but returned {result!r}"
             )
         after, y = result
         ys, outline = outlined(y)
@@ -176,13 +177,13 @@ def scan(
 
 
 def _is_checked(axes: tuple[Any, ...]) -> bool:
-    """Whether values have types that say how they vary: not with `check_vma=False`."""
+    """Whether types show how values vary, as they do unless `check_vma=False`."""
     return bool(varying(jax.lax.axis_index(axes[0])))
 
 
 def _promoted(turn: Callable[[Any], Any], carry: Any) -> Any:
-    """What is carried, cast to vary over whatever axes it comes to vary over. `turn` gives the
-    types after a turn.
+    """The carry, cast to vary over all axes that it will vary over. `turn` returns the types after
+    an iteration.
     """
     while True:
         after = turn(carry)
@@ -194,7 +195,7 @@ def _promoted(turn: Callable[[Any], Any], carry: Any) -> Any:
 
 
 def _row_of(x: Any) -> jax.ShapeDtypeStruct:
-    """The type of a row, of which there may be none."""
+    """The type of a row of `x`, which may have no rows."""
     if x.shape[0] == 0:
         varies = jax.typeof(x).manual_axis_type
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, manual_axis_type=varies)
@@ -202,14 +203,14 @@ def _row_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _is_carried(x: Any) -> bool:
-    # A Ref is used by each turn where it is.
+    # Every iteration uses the same Ref.
     number = isinstance(x, bool | int | float | complex)
     return number or (is_array(x) and not is_ref(x))
 
 
 @dataclass(frozen=True)
 class _Path:
-    """A leaf's whole path, as JAX's errors show it."""
+    """A leaf's whole path as a key, for JAX's errors."""
 
     text: str
 
@@ -219,7 +220,7 @@ class _Path:
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """What is carried, without its arrays; the same in all turns."""
+    """The carry without its arrays; the same in all iterations."""
 
     outline: Outline
     paths: list[str]
@@ -227,8 +228,8 @@ class _Form:
 
 @jtu.register_pytree_with_keys_class
 class _Carry:
-    """What a loop carries. Between the turns the nodes of the user's trees are not made: they may
-    look at their children, and JAX puts things there that are no arrays.
+    """The carry of a loop. Hides the nodes of the user's trees from JAX: they may inspect their
+    children, and JAX unflattens trees with objects that are not arrays.
     """
 
     def __init__(self, arrays: Arrays, form: _Form):
@@ -239,13 +240,13 @@ class _Carry:
         return self.form.outline.fill(self.arrays)
 
     def after(self, tree: Any, function: str, before: str) -> "_Carry":
-        """What a turn has made of what is carried, if it has left the rest alone."""
+        """The carry after an iteration. Raises if anything but arrays has changed."""
         leaves, treedef = jtu.tree_flatten(tree)
         outline = self.form.outline
         if treedef != outline.treedef:
             name, was, now = first_difference(self.tree(), tree)
             raise TypeError(
-                f"{function} must return what is carried in the structure that it has in {before}. "
+                f"{function} must return the carry with the same structure as in {before}. "
                 f"{name or 'It'} was {was}, then {now}"
             )
         carried = list(map(_is_carried, leaves))
@@ -262,7 +263,8 @@ class _Carry:
                 changed.append(f"{path}: {old!r}, then {x!r}")
         if changed:
             raise TypeError(
-                f"{function} must leave alone what is no array in {before}. {', '.join(changed)}"
+                f"{function} must not change leaves of {before} that are not arrays. "
+                f"{', '.join(changed)}"
             )
         return _Carry(list(compress(leaves, carried)), self.form)
 

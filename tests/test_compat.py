@@ -41,12 +41,12 @@ from mylib._compat import (
     scan_sizes,
     sharding_under,
     while_body,
-    with_memory_kind_told,
+    with_actual_memory_kind,
     without_dead_code,
 )
 from mylib._functions.error_checks import check_p
 from mylib._placement import current_world
-from mylib._programs import jaxprs_in, parts_of
+from mylib._programs import all_jaxprs, jaxprs_in
 
 AUTO, EXPLICIT, MANUAL = AxisType.Auto, AxisType.Explicit, AxisType.Manual
 AXES = ("data", "model")
@@ -261,7 +261,7 @@ class TestPrivateNames:
 
     def test_a_check_is_ours(self):
         name = "equinox._errors._error"
-        found = {eqn.primitive for part in parts_of(CHECKED) for eqn in opened(part).eqns}
+        found = {eqn.primitive for part in all_jaxprs(CHECKED) for eqn in opened(part).eqns}
         assert check_p in found, advice(name)
 
     def test_primitives_of_equinox(self):
@@ -277,7 +277,7 @@ class TestPrivateNames:
         name = "jax._src.interpreters.partial_eval.dce_jaxpr"
         unused = jax.jit(lambda x: (eqx.error_if(x, x < 0, "below zero"), x + 1)[1]).trace(X).jaxpr
         for program, count in [(CHECKED, 1), (unused, 0)]:
-            parts = parts_of(without_dead_code(program))
+            parts = all_jaxprs(without_dead_code(program))
             checks = [e for part in parts for e in opened(part).eqns if e.primitive is check_p]
             assert len(checks) == count, advice(name)
 
@@ -819,18 +819,18 @@ def test_meshes_over_the_same_devices_in_another_order_are_told_apart():
 
 
 def test_jax_forgets_the_memory_kind_of_results_on_mixed_axes():
-    """When JAX itself says "pinned_host", this fails: then remove `with_memory_kind_told`, and its
-    call in `Program`.
+    """When JAX itself returns "pinned_host", this fails: then remove `with_actual_memory_kind` and
+    its call in `Program`.
     """
     mixed = jax.make_mesh((4, 2), AXES, axis_types=(EXPLICIT, AUTO))
     x = jax.device_put(np.zeros((8, 8)), NamedSharding(mixed, P("data")))
     y = jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Host))(x)
     assert y.sharding.memory_kind == "device"
     assert {s.data.sharding.memory_kind for s in y.addressable_shards} == {"pinned_host"}
-    told = with_memory_kind_told(y)
+    told = with_actual_memory_kind(y)
     assert told.sharding == y.sharding.with_memory_kind("pinned_host")
     assert told.addressable_shards[0].data.unsafe_buffer_pointer() == (
         y.addressable_shards[0].data.unsafe_buffer_pointer()
     )
     for other in (told, x, np.zeros(3)):
-        assert with_memory_kind_told(other) is other
+        assert with_actual_memory_kind(other) is other

@@ -1,7 +1,7 @@
-"""The names that JAX and Equinox keep private, and those that are strings.
+"""The private names of JAX and Equinox, and their names that are strings.
 
-No other file uses one. Each has a test in `tests/test_compat.py` or `tests/test_compat_names.py`,
-which says what to do when it is moved.
+No other file uses them. Each has a test in `tests/test_compat.py` or `tests/test_compat_names.py`,
+which says what to do when it moves.
 """
 
 from . import names as names
@@ -41,6 +41,6 @@ from .private import (
     value_under as value_under,
     vmapped_axes as vmapped_axes,
     while_body as while_body,
-    with_memory_kind_told as with_memory_kind_told,
+    with_actual_memory_kind as with_actual_memory_kind,
     without_dead_code as without_dead_code,
 )

@@ -1,8 +1,8 @@
-"""Names of JAX and Equinox that are strings: Python does not notice when they change.
+"""Names of JAX and Equinox that are strings: no error shows when they change.
 
 `tests/test_compat_names.py` makes a real program for each of them, on both supported versions of
-JAX, and says what to do when one is gone. No other module of mylib compares the name of a primitive
-with a literal, or reads a parameter by one.
+JAX, and says what to do when one disappears. No other module of mylib compares the name of a
+primitive with a literal, or reads a parameter by one.
 """
 
 # --- primitives: `eqn.primitive.name` -------------------------------------------------------------
@@ -12,7 +12,7 @@ COND = "cond"
 SCAN = "scan"
 WHILE = "while"
 
-# Calls. JAX takes the types of what they return from the program that they hold.
+# Calls. The types of their results come from their jaxpr.
 CLOSED_CALL = "closed_call"
 CUSTOM_JVP_CALL = "custom_jvp_call"
 CUSTOM_VJP_CALL = "custom_vjp_call"
@@ -21,7 +21,7 @@ EVAL_JAXPR = "eval_jaxpr"
 JIT = "jit"
 REMAT = "remat2"
 SHARD_MAP = "shard_map"
-# Calls that nothing here looks at closely, but which have right types as well.
+# Calls that mylib doesn't handle specially. Their types are right, too.
 OTHER_CALLS = frozenset(
     {
         "composite",
@@ -35,7 +35,7 @@ OTHER_CALLS = frozenset(
     }
 )
 
-# Operations that hold a program for pairs of numbers. Their types are those of any operation.
+# Operations with a jaxpr for pairs of numbers. They have the types of ordinary operations.
 ELEMENTWISE = frozenset(
     {
         "reduce",
@@ -50,7 +50,7 @@ ELEMENTWISE = frozenset(
     }
 )
 
-# Every equation whose programs may be taken at their word.
+# All equations whose jaxprs have reliable types.
 KNOWN_CALLS = (
     frozenset(
         {
@@ -71,10 +71,10 @@ KNOWN_CALLS = (
     | ELEMENTWISE
 )
 
-# Kernels: what is inside runs on one device, on values that are none of the program around it.
+# Kernels: they run on one device, with values of their own.
 KERNELS = frozenset({"core_map", "mpmd_map", "pallas_call"})
 
-# Calls of something that is no jaxpr. JAX can't look into them.
+# Calls without a jaxpr, which can't be analysed.
 OPAQUE_CALLS = frozenset(
     {
         "buffer_callback",
@@ -87,14 +87,14 @@ OPAQUE_CALLS = frozenset(
     }
 )
 
-# What only shard_map has. These name mesh axes without sending anything along them.
+# Only in shard_map. They name mesh axes without communicating.
 AXIS_INDEX = "axis_index"
 PVARY = "pvary"
-# The sums over devices that JAX's types know.
+# The sums over devices in JAX's types.
 PSUM = "psum_invariant"
 REDUCE_SCATTER = "reduce_scatter"
 
-# Single operations that an analysis has to tell from others.
+# Single operations that an analysis treats specially.
 BARRIER = "optimization_barrier"
 CHECKPOINT_NAME = "name"
 CONVERT = "convert_element_type"
@@ -107,7 +107,7 @@ SELECT = "select_n"
 SLICE = "slice"
 STOP_GRADIENT = "stop_gradient"
 
-# Operations of one array that make a gradient of a gradient (`_per_device/sums.py`).
+# Operations of one array that turn a gradient into a gradient (`_per_device/sums.py`).
 LINEAR_IN_ONE = frozenset(
     {
         CHECKPOINT_NAME,
@@ -126,11 +126,11 @@ LINEAR_IN_ONE = frozenset(
         "transpose",
     }
 )
-# Operations of several arrays, all of which have to be gradients, or constants.
+# The same for several arrays, all of which must be gradients or constants.
 LINEAR_IN_ALL = frozenset({"add", "add_any", "clamp", "concatenate", "max", "min", "pad", "sub"})
 
-# Operations that return what they were given, elsewhere or in another form: `recompute_resharded`
-# does not save their results.
+# Operations that only move or rearrange their operand: `recompute_resharded` does not save their
+# results.
 ONLY_MOVED = frozenset(
     {
         BARRIER,
@@ -165,17 +165,17 @@ ONLY_MOVED = frozenset(
 
 # --- parameters: `eqn.params[...]` ----------------------------------------------------------------
 
-# Over which mesh axes, or dimensions.
+# Mesh axes, or dimensions.
 PARAM_AXES = "axes"
 PARAM_AXIS_NAME = "axis_name"
-# Programs.
+# Jaxprs.
 PARAM_BODY_JAXPR = "body_jaxpr"
 PARAM_BRANCHES = "branches"
 PARAM_CALL = "call"
 PARAM_CALL_JAXPR = "call_jaxpr"
 PARAM_COND_JAXPR = "cond_jaxpr"
 PARAM_JAXPR = "jaxpr"
-# How the arguments of a loop are divided.
+# The split of a loop's arguments.
 PARAM_BODY_NCONSTS = "body_nconsts"
 PARAM_COND_NCONSTS = "cond_nconsts"
 PARAM_FT_IN = "ft_in"
@@ -184,7 +184,7 @@ PARAM_NUM_CONSTS = "num_consts"
 PARAM_LENGTH = "length"
 PARAM_REVERSE = "reverse"
 PARAM_UNROLL = "unroll"
-# How a `jit` inside of a program was made.
+# The options of a nested `jit`.
 PARAM_COMPILER_OPTIONS = "compiler_options_kvs"
 PARAM_DONATED = "donated_invars"
 PARAM_IN_LAYOUTS = "in_layouts"
@@ -194,13 +194,13 @@ PARAM_KEEP_UNUSED = "keep_unused"
 PARAM_NAME = "name"
 PARAM_OUT_LAYOUTS = "out_layouts"
 PARAM_OUT_SHARDINGS = "out_shardings"
-# How a `shard_map` inside of a program was made.
+# The options of a nested `shard_map`.
 PARAM_CHECK_VMA = "check_vma"
 PARAM_IN_SPECS = "in_specs"
 PARAM_MANUAL_AXES = "newly_manual_axes"
 PARAM_MESH = "mesh"
 PARAM_OUT_SPECS = "out_specs"
-# What a single operation does.
+# Parameters of single operations.
 PARAM_DEVICES = "devices"
 PARAM_DST_SHARDING = "dst_sharding"
 PARAM_LIMITS = "limit_indices"
@@ -215,15 +215,15 @@ STACK_TRANSPOSE = "transpose"
 
 # --- parts of texts of errors and warnings --------------------------------------------------------
 
-# A donated array is given again.
+# A donated array is passed again.
 TEXT_DELETED = "deleted"
-# Two donated arguments are one.
+# Two donated arguments are the same array.
 TEXT_DONATE = "donate"
-# The beginning of the warning that names no array.
+# The start of JAX's warning, which names no array.
 TEXT_NOT_DONATED = "Some donated buffers were not usable"
-# A function inside of shard_map finds an array of another mesh.
+# A function inside shard_map captures an array on another mesh.
 TEXT_OTHER_MESH = "should match the mesh of sharding"
-# What collectives on the CPU are made with fails to start.
+# The library for collectives on the CPU fails to start.
 TEXT_GLOO = "gloo"
 # The error of Equinox's callback.
 TEXT_EQUINOX_ERROR = "_EquinoxRuntimeError"
@@ -234,7 +234,7 @@ TEXT_NOT_FOUND = "NOT_FOUND"
 
 # --- events and loggers ---------------------------------------------------------------------------
 
-# Something has been compiled in this thread.
+# This thread has compiled a program.
 EVENT_COMPILED = "/jax/core/compile/backend_compile_duration"
-# Says every error that a callback raises.
+# Logs every error of a callback.
 LOGGER_CALLBACK = "jax._src.callback"

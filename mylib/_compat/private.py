@@ -1,4 +1,4 @@
-"""The names that JAX and Equinox keep private."""
+"""The private names of JAX and Equinox."""
 
 import functools
 import importlib
@@ -21,13 +21,13 @@ from . import names
 
 
 class _Private:
-    """A module of JAX's or Equinox's own. It is imported when one of its names is needed: a name
-    that is no longer there is then an error of the call that needs it, and not of `import mylib`.
+    """A private module of JAX or Equinox. It is imported when one of its names is used: if a name
+    disappears, the call that uses it fails, not `import mylib`.
     """
 
     def __init__(self, module: str, changing: tuple[str, ...] = ()):
         self.module_name = module
-        # The names to look up anew each time.
+        # Names that must be looked up each time.
         self._changing = changing
 
     def __getattr__(self, name: str) -> Any:
@@ -41,12 +41,12 @@ class _Private:
                 name=whole,
             ) from error
         if name not in self._changing:
-            setattr(self, name, found)  # calls that are made often ask for it
+            setattr(self, name, found)  # cached, because frequent calls use it
         return found
 
 
 def _replaced(module: _Private, name: str, new: Any) -> Any:
-    """What was there before `new`."""
+    """Replaces a name by `new`, and returns the old object."""
     former = getattr(module, name)
     setattr(importlib.import_module(module.module_name), name, new)
     return former
@@ -71,31 +71,29 @@ xla_client = _Private("jaxlib.xla_client")
 
 
 def jit(fun: Callable[..., Any], **options: Any) -> Any:
-    """`jax.jit`. With `EQX_ON_ERROR=breakpoint` Equinox puts a function without methods in its
-    place.
-    """
+    """`jax.jit`. If `EQX_ON_ERROR=breakpoint`, Equinox replaces it by one without methods."""
     return api.jit(fun, **options)
 
 
 def mesh_with_devices() -> Mesh:
-    """The mesh in force with its devices; empty if there is none."""
+    """The mesh in force with its devices; an empty mesh if there is none."""
     mesh = mesh_lib.get_concrete_mesh()
-    # `with mesh:` is deprecated, but much code has it.
+    # `with mesh:` is deprecated, but still common.
     return mesh_lib.thread_resources.env.physical_mesh if mesh.empty else mesh
 
 
 def current_trace() -> Any:
-    """The transformation that surrounds a call."""
+    """The current trace."""
     return core.trace_ctx.trace
 
 
 def is_eager(trace: Any) -> bool:
-    """Whether no transformation surrounds a call."""
+    """Whether the current trace is outside all transformations."""
     return isinstance(trace, core.EvalTrace)
 
 
 def vmapped_axes(trace: Any) -> Iterator[Any]:
-    """What JAX knows of the axis of each `vmap` that surrounds a call."""
+    """JAX's data about the axis of each surrounding `vmap`."""
     while trace is not None:
         if isinstance(trace, batching.BatchTrace):
             yield trace.axis_data
@@ -103,24 +101,24 @@ def vmapped_axes(trace: Any) -> Iterator[Any]:
 
 
 def is_staged_trace(trace: Any) -> bool:
-    """Whether a transformation writes down a program that runs later."""
-    # An eager `grad`, `jvp` or `vmap` computes at once, whatever it records beside that; what lies
-    # under it decides. Every other trace writes a program down for later.
+    """Whether a trace records a program that runs later."""
+    # An eager `grad`, `jvp` or `vmap` computes at once, so the trace below it decides. Every other
+    # trace records a program.
     while isinstance(trace, ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
         trace = trace.parent_trace
     return not (trace is None or isinstance(trace, core.EvalTrace))
 
 
 class Uncommitted:
-    """The place of an array that JAX may move as it likes."""
+    """Marks an uncommitted array, which JAX may move."""
 
 
 UNCOMMITTED = Uncommitted()
 
 
 def sharding_under(x: Any) -> Sharding | Uncommitted | None:
-    """Where the concrete array behind `x` lies, seen without the dimensions that `vmap` has added;
-    None if there is no array with a place of its own behind it.
+    """The sharding of the concrete array behind `x`, without the dimensions added by `vmap`; None
+    if there is no such array.
     """
     if isinstance(x, ad.JVPTracer | ad.LinearizeTracer):
         return sharding_under(x.primal)
@@ -133,23 +131,23 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
         return NamedSharding(
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
         )
-    # What JAX makes of Python's numbers is a jax.Array without a place.
+    # JAX converts Python numbers to a jax.Array without a sharding.
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and hasattr(x, "sharding"):
         return x.sharding if x.committed else UNCOMMITTED
     return None
 
 
 def value_under(x: Any) -> Any:
-    """What an eager transformation has computed so far behind `x`."""
+    """The concrete value behind `x` in an eager transformation."""
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
         x = x.val if isinstance(x, batching.BatchTracer) else x.primal
     return x
 
 
-def with_memory_kind_told(x: Any) -> Any:
-    """A result of `jax.jit`, with a sharding that says so if it is in host memory. JAX's says
-    "device" of what is split over no other axes than the Explicit ones of a mesh that has Auto axes
-    as well. The buffers are the same.
+def with_actual_memory_kind(x: Any) -> Any:
+    """A result of `jax.jit`, with the right memory kind if it is in host memory. JAX's sharding
+    wrongly has "device" for arrays that are split over only Explicit axes of a mesh that also has
+    Auto axes. The buffers are the same.
     """
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return x
@@ -163,7 +161,7 @@ def with_memory_kind_told(x: Any) -> Any:
 
 
 class CoordinationClient(Protocol):
-    """What is used of the client of JAX's coordination service. Times are in milliseconds."""
+    """The methods used of JAX's coordination service client. Times are in milliseconds."""
 
     def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
     def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
@@ -174,8 +172,8 @@ class CoordinationClient(Protocol):
 
 
 def coordination_client() -> CoordinationClient | None:
-    """Through which processes talk to each other without their devices; None if there is one
-    process only, or they have not been joined.
+    """The client by which processes exchange messages without their devices; None with a single
+    process, or before `jax.distributed.initialize`.
     """
     return distributed.global_state.client
 
@@ -187,54 +185,56 @@ def data_of_shards(x: jax.Array) -> Sequence[jax.Array]:
 
 
 def is_compile_only(device: Any) -> bool:
-    """Whether this device is a description for a compiler: nothing can be put there, or run."""
+    """Whether this device is only a description for a compiler: it can't hold arrays or run
+    programs.
+    """
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
 def ran_on_a_description(error: Exception) -> bool:
-    """Whether this is JAX's error where something is put on, or run by, a compile-only device."""
+    """Whether this is JAX's error for using a compile-only device."""
     text = str(error)
     no_program = "Executable" in text and text.endswith("no attribute 'local_devices'")
     return no_program or "not available with compile-only client" in text
 
 
 def lowered_for_a_missing_backend(error: Exception) -> bool:
-    """Whether this is JAX's error where a callback is lowered for devices of a platform that the
-    process doesn't have.
+    """Whether this is JAX's error for lowering a callback for a platform that this process doesn't
+    have.
     """
     return str(error).startswith("Unknown backend: ")
 
 
 def nvidia_gpu_is_here() -> bool:
-    """Whether JAX sees the driver of an NVIDIA GPU."""
+    """Whether JAX finds the driver of an NVIDIA GPU."""
     return hardware_utils.has_visible_nvidia_gpu()
 
 
 def tpu_is_here() -> bool:
-    """Whether JAX sees a TPU among the PCI devices."""
+    """Whether JAX finds a TPU among the PCI devices."""
     return hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
 
 
 def is_staged() -> bool:
-    """Whether what is called here becomes a part of a program that runs later."""
+    """Whether calls here become part of a program that runs later."""
     trace = core.trace_ctx.trace
-    # Every call asks this; mostly nothing goes on.
+    # Fast path: every call needs this, and usually nothing is traced.
     return type(trace) is not core.EvalTrace and is_staged_trace(trace)
 
 
 def opened(jaxpr: Any) -> Any:
-    """A jaxpr, without the constants that may come with it."""
+    """A jaxpr, without constants if it is closed."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def type_under(aval: Any) -> Any:
-    """The type of what a reference refers to; None if it is no reference."""
+    """The type of a reference's value; None if it is not a reference."""
     return getattr(aval, "inner_aval", None)
 
 
 def function_of_equinox(eqn: Any) -> Callable[..., list[Any]] | None:
-    """What a primitive of Equinox does, `lineax.linear_solve` for one, as a function of its arrays;
-    None if it is no such primitive. JAX sees it only when it lowers the program.
+    """The implementation of a primitive of Equinox (such as `lineax.linear_solve`) as a function of
+    its arrays; None for other primitives. JAX sees it only when it lowers the program.
     """
     known = equinox_primitives._vprim_impl_registry
     function = known.get(eqn.primitive)
@@ -242,7 +242,7 @@ def function_of_equinox(eqn: Any) -> Callable[..., list[Any]] | None:
 
 
 class UnknownParameter(Exception):
-    """JAX gives a parameter of an equation another name than the one that is known here."""
+    """This JAX has another name for a parameter of an equation."""
 
 
 def _parameter(eqn: Any, name: str) -> Any:
@@ -252,54 +252,54 @@ def _parameter(eqn: Any, name: str) -> Any:
 
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
-    """How many constants a `scan` has, and how many arrays it carries."""
-    if names.PARAM_FT_IN in eqn.params:  # a newer JAX
+    """The number of a `scan`'s constants, and of its carried arrays."""
+    if names.PARAM_FT_IN in eqn.params:  # newer JAX
         constants, carried, _ = eqn.params[names.PARAM_FT_IN].unpack()
         return len(constants), len(carried)
     return _parameter(eqn, names.PARAM_NUM_CONSTS), _parameter(eqn, names.PARAM_NUM_CARRY)
 
 
 def while_body(eqn: Any) -> Any:
-    """The jaxpr of one turn of a `while_loop`."""
+    """The jaxpr of the body of a `while_loop`."""
     return _parameter(eqn, names.PARAM_BODY_JAXPR)
 
 
 def axes_of_cast_or_sum(eqn: Any) -> tuple[Any, ...]:
-    """The mesh axes over which a `pvary` casts, or a `psum_invariant` sums."""
+    """The mesh axes of a `pvary` or `psum_invariant`."""
     return _parameter(eqn, names.PARAM_AXES)
 
 
 def without_dead_code(program: Any) -> Any:
-    """A closed jaxpr without the equations whose results nothing uses."""
+    """A closed jaxpr without unused equations."""
     jaxpr, _ = partial_eval.dce_jaxpr(opened(program), True, instantiate=True)
     return ClosedJaxpr(jaxpr, program.consts) if jaxpr is not program else program
 
 
 def replace_error_check(error: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets `equinox.error_if` call `error`, and returns what it has called so far."""
+    """Makes `equinox.error_if` call `error`, and returns the function that it called before."""
     return _replaced(equinox_errors, "_error", error)
 
 
 def devices_of_lowering(ctx: Any) -> int:
-    """Over how many devices the program runs that a primitive is lowered for."""
+    """The number of devices of the program that is being lowered."""
     axes = ctx.module_context.axis_context
     return axes.num_devices if hasattr(axes, "num_devices") else axes.mesh.size
 
 
 @functools.cache
 def hide_from_breakpoints(file: str) -> None:
-    """Leaves the frames of a file out of what JAX shows of the stack."""
+    """Hides the frames of a file in the stack that JAX shows."""
     traceback_util.register_exclusion(file)
 
 
 def error_with(
     message: str, stack: Sequence[bytes | str], jit_id: bytes
 ) -> eqx.EquinoxRuntimeError:
-    """The error that `equinox.filter_jit` raises. `jit_id` must have been the local variable
-    `__equinox_jit_id__` of a function that was running when the check was traced.
+    """The error that `equinox.filter_jit` would raise. When the check was traced, `jit_id` must
+    have been the local variable `__equinox_jit_id__` of a running function.
     """
     own = stack[: stack.index(jit_id)] if jit_id in stack else stack
-    # As Equinox leaves out its own frames, and JAX's.
+    # Like Equinox, which leaves out its own frames and JAX's.
     frames = (piece for piece in reversed(own) if isinstance(piece, str))
     shown = "".join(piece for piece in frames if not piece.startswith(_OWN_FRAME))
     text = equinox_jit._on_error_msg
@@ -310,7 +310,7 @@ _OWN_FRAME = f'  File "{Path(__file__).parent.parent}'
 
 
 class Pass(Enum):
-    """Which part of a gradient an equation belongs to."""
+    """The pass of a gradient that an equation belongs to."""
 
     NONE = auto()
     FORWARD = auto()
@@ -318,7 +318,7 @@ class Pass(Enum):
 
 
 def pass_of(eqn: Any, around: Pass) -> Pass:
-    """As its stack of names says, else that of the equation `around` it."""
+    """The pass according to the name stack, or else that of the surrounding equation."""
     stack = eqn.source_info.name_stack.stack
     transforms = {x.name for x in stack if isinstance(x, name_stacks.Transform)}
     if any(x.name == names.STACK_RECOMPUTED for x in stack):
@@ -329,9 +329,7 @@ def pass_of(eqn: Any, around: Pass) -> Pass:
 
 
 def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
-    """What `equinox.filter_jit` makes of an error that Equinox's own callback has raised, or None
-    if this is another one.
-    """
+    """Converts an error of Equinox's callback like `equinox.filter_jit`; None for other errors."""
     if f"{names.TEXT_EQUINOX_ERROR}: " not in str(error):
         return None
     known = equinox_jit.last_error_info
@@ -346,13 +344,13 @@ def _keep_quiet(record: logging.LogRecord) -> bool:
     return type(error).__name__ != names.TEXT_EQUINOX_ERROR
 
 
-# JAX logs the error of every callback, also of those whose only job it is to raise one that is then
-# shown as it should be.
+# JAX logs the error of every callback, even of those that only raise an error which is then shown
+# properly.
 logging.getLogger(names.LOGGER_CALLBACK).addFilter(_keep_quiet)
 
 
 class _Quiet(threading.local):
-    """Whether JAX's warning about donated buffers is silenced in this thread."""
+    """Whether this thread silences JAX's warning about donated buffers."""
 
     about_donation = False
 
@@ -362,11 +360,11 @@ _quiet = _Quiet()
 
 @contextmanager
 def donation_warning(silenced: bool) -> Iterator[None]:
-    """Silences JAX's warning about donated buffers in this thread, or lets it through again. It
-    names no array, and says nothing where it is the shardings that differ.
+    """Silences JAX's warning about donated buffers in this thread, or enables it again. It names no
+    array, and is missing if only the shardings differ.
 
-    A filter of `warnings` would count for all threads, and threads that add and remove filters at
-    the same time leave some behind.
+    A filter of `warnings` would affect all threads, and threads that change filters at the same
+    time leave some behind.
     """
     _look_at_warnings()
     before, _quiet.about_donation = _quiet.about_donation, silenced
@@ -377,7 +375,7 @@ def donation_warning(silenced: bool) -> Iterator[None]:
 
 
 class _Warnings:
-    """The module `warnings`, as the file of JAX sees it that warns about donated buffers."""
+    """Replaces the module `warnings` in the file of JAX that warns about donated buffers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(warnings, name)
@@ -401,10 +399,10 @@ def _look_at_warnings() -> None:
 
 
 def add_cpu_backend(name: str, devices: int) -> None:
-    """Gives JAX a backend of CPU devices that is never the default one."""
+    """Adds a backend of CPU devices to JAX that is never the default one."""
     xla_bridge.register_backend_factory(
         name, lambda: xla_client.make_cpu_client(num_devices=devices), priority=-100
     )
     if xla_bridge.backends_are_initialized():
-        # JAX has looked for its backends already, and does so once.
+        # JAX has already initialised its backends, which it does only once.
         xla_bridge._backends[name] = xla_bridge._init_backend(name)

@@ -1,5 +1,5 @@
-"""What `filter_jit` warns of once a program has been compiled: arrays that it captured, donations
-that it had no use for, a second compilation for the same shapes. Nothing here changes a result.
+"""The warnings of `filter_jit` after a compilation: captured arrays, unused donations, a second
+compilation for the same shapes. Nothing here changes a result.
 """
 
 import functools
@@ -19,20 +19,20 @@ from jax.core import Tracer
 from jax.sharding import Sharding
 
 from .._errors import CapturedArrayWarning, DonationWarning, RecompilationWarning, warn
-from .._programs import parts_of
+from .._programs import all_jaxprs
 from .._tree import Arrays
 
 Captured = Callable[[], Iterable[tuple[str, Any]]]
-# From how many bytes on a captured array is worth a word.
+# Captured arrays of this many bytes or more are reported.
 _LARGE = 2**20
 
 
 class _Thread(threading.local):
-    """How many of our programs JAX is tracing in this thread, one inside the other."""
+    """The number of our programs, nested in each other, that this thread is tracing."""
 
     def __init__(self) -> None:
         self.depth = 0
-        # What may have been captured by programs that are parts of the outermost one.
+        # The possible captures of programs nested in the outermost one.
         self.captured: list[Captured] = []
 
 
@@ -52,9 +52,9 @@ def tracing() -> Iterator[None]:
 
 
 class Advice:
-    """What there is to warn of about one program. `names` gives the names of its arrays, `captured`
-    the arrays that its function may capture, with theirs; `about_donations` is whether to warn of
-    those that it had no use for.
+    """The warnings about one program. `names` returns the names of its arrays, `captured` the
+    arrays that its function may capture, with their names; `about_donations` is whether to warn
+    about unused donations.
     """
 
     def __init__(
@@ -68,29 +68,29 @@ class Advice:
         self._names = names
         self._captured = captured
         self._about_donations = about_donations
-        # Large arrays that a trace has captured, until there has been a warning.
+        # Large arrays captured by the last trace, until the warning is given.
         self._large: list[Any] = []
         self._inner: list[Captured] = []
-        # Where the arguments were when this was compiled, and what it returned then.
-        self._places: list[_Place] = []
+        # The arguments' shardings at the last compilation, and the results of that call.
+        self._locations: list[_Location] = []
         self._returned: list[weakref.ref[Any]] = []
 
     def look_at(self, closed: Any) -> None:
-        """Takes note of what a program, given as a closed jaxpr, has captured."""
-        if _thread.depth:  # it is a part of another program, which will be looked at
+        """Finds the large arrays that a closed jaxpr has captured."""
+        if _thread.depth:  # the outermost program is looked at instead
             _thread.captured.append(self._captured)
             return
-        constants = (x for part in parts_of(closed) for x in getattr(part, "consts", ()))
+        constants = (x for jaxpr in all_jaxprs(closed) for x in getattr(jaxpr, "consts", ()))
         self._large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
         self._inner = _thread.captured
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to warn of even if nothing was compiled."""
+        """Whether a warning is due even if nothing was compiled."""
         return bool(self._large)
 
     def about_captured(self) -> None:
-        """Warns of what the last trace captured."""
+        """Warns about arrays that the last trace captured."""
         large, self._large = self._large, []
         if not large:
             return
@@ -104,12 +104,10 @@ class Advice:
         )
 
     def about_compiled(self, arrays: Arrays, donated: Arrays, returned: Arrays) -> None:
-        """Warns after a call for which the program was compiled. The last of the arrays are those
-        that were donated.
-        """
+        """Warns after a call that compiled the program. Donated arrays come last in `arrays`."""
         if any(isinstance(x, Tracer) for x in (*arrays, *returned)):
             return
-        before, self._places = self._places, [_place(x) for x in arrays]
+        before, self._locations = self._locations, [_location_of(x) for x in arrays]
         own, self._returned = (
             self._returned,
             [weakref.ref(x) for x in returned if isinstance(x, jax.Array)],
@@ -119,7 +117,7 @@ class Advice:
         self._about_moved(arrays, before, {id(known()) for known in own})
 
     def _about_kept(self, donated: Arrays) -> None:
-        first = len(self._places) - len(donated)
+        first = len(self._locations) - len(donated)
         kept = [
             f"{name} {tuple(x.shape)}"
             for name, x in zip(self._names()[first:], donated, strict=True)
@@ -128,30 +126,34 @@ class Advice:
         if kept:
             warn(
                 f"Some donated buffers were not usable: {self._name} was given {_some(kept)}. It "
-                "makes no use of them, or returns nothing of the same shape, dtype and sharding "
-                "that could take their memory.",
+                "does not use them, or returns nothing of the same shape, dtype and sharding that "
+                "could take their memory.",
                 DonationWarning,
             )
 
-    def _about_moved(self, arrays: Arrays, before: "list[_Place]", own: set[int]) -> None:
-        if [place.shape for place in before] != [place.shape for place in self._places]:
+    def _about_moved(self, arrays: Arrays, before: "list[_Location]", own: set[int]) -> None:
+        if [location.shape for location in before] != [
+            location.shape for location in self._locations
+        ]:
             return
         moved = [
-            f"{name}: {_show_place(then)}, then {_show_place(now)}"
-            for name, x, then, now in zip(self._names(), arrays, before, self._places, strict=True)
+            f"{name}: {_show_location(then)}, then {_show_location(now)}"
+            for name, x, then, now in zip(
+                self._names(), arrays, before, self._locations, strict=True
+            )
             if id(x) in own and then != now
         ]
         if moved:
             warn(
-                f"{self._name} was compiled twice for the same shapes: what it returned is not "
-                f"where it was given. {_some(moved)}. Place it before the first call, or give "
-                "in_shardings and out_shardings.",
+                f"{self._name} was compiled twice for the same shapes: its results came back as "
+                f"arguments, with other shardings. {_some(moved)}. Place these arguments before "
+                "the first call, or give in_shardings and out_shardings.",
                 RecompilationWarning,
             )
 
 
-class _Place(NamedTuple):
-    """Where an array was; nowhere, if it was NumPy's."""
+class _Location(NamedTuple):
+    """An argument's sharding at the last compilation; None for NumPy arrays."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -159,13 +161,13 @@ class _Place(NamedTuple):
     committed: bool
 
 
-def _place(x: Any) -> _Place:
+def _location_of(x: Any) -> _Location:
     on_device = isinstance(x, jax.Array)
-    return _Place(x.shape, x.dtype, x.sharding if on_device else None, on_device and x.committed)
+    return _Location(x.shape, x.dtype, x.sharding if on_device else None, on_device and x.committed)
 
 
-def _show_place(place: _Place) -> str:
-    return f"{place.sharding}" + ("" if place.committed else ", not committed")
+def _show_location(location: _Location) -> str:
+    return f"{location.sharding}" + ("" if location.committed else ", not committed")
 
 
 def _some(texts: list[str]) -> str:
@@ -180,12 +182,12 @@ def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:
 
 
 def _is_same(constant: Any, x: Any) -> bool:
-    # JAX wraps a NumPy array that it finds.
+    # JAX wraps captured NumPy arrays.
     return constant is x or (isinstance(x, np.ndarray) and np.may_share_memory(constant, x))
 
 
 def code_of(fun: Any) -> FunctionType | None:
-    """The Python function behind a callable, where there is one."""
+    """The Python function behind a callable, or None."""
     fun = inspect.unwrap(fun)
     while isinstance(fun, functools.partial | eqx.Partial):
         fun = fun.func
@@ -196,22 +198,22 @@ def code_of(fun: Any) -> FunctionType | None:
 
 
 def captured_by(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
-    """The leaves of what a function finds outside of its arguments, by name."""
+    """The leaves that a function may capture, by name."""
     for name, value in _variables(code):
         try:
             leaves = jtu.tree_flatten_with_path(value)[0]
         except (TypeError, ValueError):
-            continue  # no tree: it can't be what was captured
+            continue  # not a tree: can't have been captured
         for path, x in leaves:
             yield name + jtu.keystr(path), x
 
 
 def _variables(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
-    """What a function finds outside of itself, by name."""
+    """The closure variables and globals of a function, by name."""
     if code is None:
         return
     for name, cell in zip(code.__code__.co_freevars, code.__closure__ or (), strict=True):
-        with suppress(ValueError):  # a cell that nothing has been put into
+        with suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
     for name in code.__code__.co_names:
         if name in code.__globals__:

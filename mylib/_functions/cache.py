@@ -1,4 +1,4 @@
-"""The programs of a function, one for each structure and each static part of its arguments."""
+"""A cache of a function's programs, by the structure and the static leaves of its arguments."""
 
 import threading
 from itertools import count
@@ -7,9 +7,9 @@ from typing import Generic, TypeVar
 from .key import Key
 
 T = TypeVar("T")
-# How many programs a function keeps.
+# The most programs that are kept for a function.
 _MOST = 256
-# After how many new programs in a row, which differ in Python numbers only, it is worth a word.
+# After this many new programs in a row that differ only in Python numbers, there is a warning.
 _IN_A_ROW = 10
 
 
@@ -23,11 +23,11 @@ class _Entry(Generic[T]):
 
 
 class Known(Generic[T]):
-    """Programs by their keys, those that were used last. Threads may share it."""
+    """The programs used last, by their keys. Thread-safe."""
 
     def __init__(self) -> None:
         self._entries: dict[Key, _Entry[T]] = {}
-        # Mostly asked for again, and then its key need not be hashed.
+        # Usually the same program is called again, and then its key need not be hashed.
         self._latest: _Entry[T] | None = None
         self._clock = count()
         self._adding = threading.Lock()
@@ -38,7 +38,7 @@ class Known(Generic[T]):
 
     def get(self, key: Key) -> T | None:
         entry = self._latest
-        if entry is None or not key == entry.key:  # noqa: SIM201 (quicker)
+        if entry is None or not key == entry.key:  # noqa: SIM201 (faster)
             entry = self._entries.get(key)
             if entry is None:
                 return None
@@ -47,8 +47,8 @@ class Known(Generic[T]):
         return entry.program
 
     def add(self, key: Key, program: T) -> tuple[T, set[int]]:
-        """Keeps a program, and returns what is kept for its key: another thread may have been
-        faster. Also returned are the leaves at which numbers change at each call, once, if so.
+        """Keeps a program, and returns the one kept for its key: another thread may have been
+        faster. Also returns, once, the leaves whose numbers change at each call.
         """
         with self._adding:
             now = next(self._clock)
@@ -59,7 +59,7 @@ class Known(Generic[T]):
 
 
 class _Row:
-    """Programs that were added by one call after the other, each with other numbers."""
+    """Programs added by successive calls that differ only in numbers."""
 
     def __init__(self) -> None:
         self._last: Key | None = None

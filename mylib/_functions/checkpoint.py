@@ -1,4 +1,4 @@
-"""`filter_checkpoint`: `jax.checkpoint` that knows where arrays are kept, and where used."""
+"""`filter_checkpoint`: `jax.checkpoint` with placements, and a policy for gathered arrays."""
 
 import functools
 import math
@@ -36,23 +36,23 @@ Policy = Callable[..., Any]
 
 
 def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_saveable) -> Policy:
-    """A policy for `jax.checkpoint` that saves what `policy` saves, but not the results of
-    resharding: they are gathered again, from where they are kept.
+    """A policy for `jax.checkpoint` that saves what `policy` saves, except results of resharding:
+    these are gathered again.
 
-    From the forward pass JAX keeps the values that the gradient will need. Weights that are
-    gathered for a layer are among them, so that in the end each device holds the whole model,
-    sharded though it is. With this policy it holds its part, and gathers once more on the way back.
-    What was computed is not computed again.
+    JAX saves the values of the forward pass that the gradient needs. They include the gathered
+    weights of each layer, so each device ends up with the whole model although it is sharded. With
+    this policy each device holds only its shards, and gathers again in the backward pass. Nothing
+    else is computed again.
 
-    Resharding is [`mylib.filter_shard`][] and what it is made of (`with_sharding_constraint`,
-    `reshard`), a transfer from host memory, and inside `shard_map` `all_gather` and `pcast`. What
-    is only another form of a value (transposed, reshaped, taken apart, of a wider type) isn't kept
-    either: it would be a copy of what was gathered.
+    Resharding means [`mylib.filter_shard`][] and its primitives (`with_sharding_constraint`,
+    `reshard`), a transfer from host memory, and inside `shard_map` `all_gather` and `pcast`. Values
+    that are transposed, reshaped, sliced or converted to a wider dtype aren't saved either: they
+    would be copies of the gathered array.
 
     **Arguments:**
 
-    - `policy`: what may be saved of the rest: one of `jax.checkpoint_policies`, or any function
-        like them. By default everything.
+    - `policy`: what to save otherwise: one of `jax.checkpoint_policies`, or any function like them.
+        By default everything.
 
     **Returns:**
 
@@ -68,14 +68,14 @@ def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_save
     if not callable(policy) or policy is recompute_resharded:
         raise TypeError(
             f"recompute_resharded: {policy!r} is no policy. Give one of jax.checkpoint_policies, "
-            "or nothing: then all may be saved that was not resharded"
+            "or nothing, to save everything that was not resharded"
         )
     return _RecomputeResharded(policy)
 
 
 @dataclass(frozen=True)
 class _RecomputeResharded:
-    # Equal policies are equal, as JAX keeps its traces by them.
+    # Equal by value, because JAX caches traces by policy.
     policy: Policy
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
@@ -83,7 +83,7 @@ class _RecomputeResharded:
         if name in _MADE_AGAIN and _MADE_AGAIN[name](avals, params):
             return False
         if name == names.CHECKPOINT_NAME and self.policy(jax.lax.neg_p, *avals) is True:
-            # One who saves whatever comes asks for no name; what bears it would be a copy.
+            # If the base policy saves everything, don't save the named value too: it is a copy.
             return False
         return self.policy(primitive, *avals, **params)
 
@@ -94,14 +94,14 @@ def _always(avals: Any, params: Any) -> bool:
 
 
 def _is_gathered(avals: Any, params: Any) -> bool:
-    """Whether each device has as much as before, at least, and nothing was added up for it."""
+    """Whether each device has at least as much as before, and nothing was summed."""
     here, there = avals[0].sharding, params[names.PARAM_DST_SHARDING]
     before, after = (math.prod(s.shard_shape(avals[0].shape)) for s in (here, there))
     return after >= before and not here.spec.unreduced
 
 
 def _is_to_device(avals: Any, params: Any) -> bool:
-    """On its way to the host a value is to be kept there."""
+    """A value that is moved to host memory is meant to be saved there."""
     return not any(
         x is jax.memory.Space.Host or "host" in str(getattr(x, "memory_kind", None))
         for x in params[names.PARAM_DEVICES]
@@ -113,13 +113,13 @@ def _is_no_narrower(avals: Any, params: Any) -> bool:
 
 
 def _is_large_part(avals: Any, params: Any) -> bool:
-    """Whether it is a part like those of weights that are gathered as one."""
+    """Whether the slice is large, like one of several weights that are gathered as one array."""
     bounds = zip(params[names.PARAM_STARTS], params[names.PARAM_LIMITS], strict=True)
     return math.prod(stop - start for start, stop in bounds) * 8 >= avals[0].size
 
 
-# Of primitives, by name, when what comes out of them is not saved: it is what went in,
-# elsewhere or arranged otherwise.
+# By primitive name: when its results are not saved, because they are its operands, moved or
+# rearranged.
 _MADE_AGAIN: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(names.ONLY_MOVED | {constrain_auto_p.name}, _always),
     names.RESHARD: _is_gathered,
@@ -158,21 +158,21 @@ def filter_checkpoint(
     in_shardings: PyTree[Placement] = None,
     mesh: AnyMesh | None = None,
 ) -> Callable[..., Any]:
-    """`jax.checkpoint` for functions of PyTrees: what `fun` computes isn't kept for the backward
-    pass, but computed again there. Takes the place of `equinox.filter_checkpoint`.
+    """`jax.checkpoint` for functions of PyTrees: intermediate values of `fun` aren't saved for the
+    backward pass, but computed again there. A replacement for `equinox.filter_checkpoint`.
 
     **Arguments:**
 
-    - `fun`: the function, or method, or Module. Without it a decorator is returned.
-    - `prevent_cse`: whether the compiler is kept from merging the two computations, which would
-        undo it. Inside of `jax.lax.scan` it can't do so, and False is faster.
-    - `policy`: what is kept all the same: [`mylib.recompute_resharded`][] of any policy, or one of
-        `jax.checkpoint_policies`. By default only the arguments.
-    - `in_shardings`: where on its devices the arguments are kept between the two passes, over the
-        signature of `fun` as for [`mylib.filter_jit`][]: a placement for all of them, a tuple with
-        a prefix for each of the positional ones, or a dict from names of parameters to prefixes. On
-        Auto axes the compiler otherwise decides, and may keep them as `fun` uses them, gathered.
-    - `mesh`: for placements that are no shardings; by default that of `jax.set_mesh`.
+    - `fun`: a function, method or Module. Without it a decorator is returned.
+    - `prevent_cse`: whether to prevent the compiler from merging the two computations, which would
+        undo the checkpoint. Inside `jax.lax.scan` it can't merge them, and False is faster.
+    - `policy`: what to save nevertheless: [`mylib.recompute_resharded`][] of any policy, or one of
+        `jax.checkpoint_policies`. By default only the arguments are saved.
+    - `in_shardings`: how the arguments are sharded between the two passes, written as for
+        [`mylib.filter_jit`][]: a placement for all of them, a tuple with a prefix for each
+        positional argument, or a dict from parameter names to prefixes. On Auto axes the compiler
+        may otherwise keep them gathered, as `fun` uses them.
+    - `mesh`: the mesh for placements that are not shardings; by default that of `jax.set_mesh`.
 
     **Returns:**
 
@@ -180,7 +180,8 @@ def filter_checkpoint(
 
     **Raises:**
 
-    [`mylib.PlacementError`][], naming every argument that can't be where `in_shardings` says.
+    [`mylib.PlacementError`][], naming every argument that can't be placed according to
+    `in_shardings`.
 
     !!! Example
 
@@ -209,15 +210,15 @@ def filter_checkpoint(
         )
     if policy is recompute_resharded:
         raise TypeError(
-            "filter_checkpoint: policy=recompute_resharded is what makes the policy. Write "
-            "policy=recompute_resharded(), with what may be saved of the rest in it"
+            "filter_checkpoint: recompute_resharded returns the policy. Write "
+            "policy=recompute_resharded(), with a policy for all other values in it"
         )
     wrapped = _Checkpointed(fun, prevent_cse, policy, in_shardings, mesh)
     return eqx.module_update_wrapper(wrapped)
 
 
 class _Checkpointed(eqx.Module):
-    # No field is static, so that two of these are trees of one structure.
+    # No field is static, so that two of these have the same tree structure.
     fun: Callable[..., Any]
     prevent_cse: bool
     policy: Policy | None
@@ -243,7 +244,7 @@ class _Checkpointed(eqx.Module):
         return outline.fill(returned)
 
     def _kept(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:
-        """The arguments, where they are to be kept: as they are in the checkpoint, or before."""
+        """The arguments, sharded as they are to be saved; `before` or inside the checkpoint."""
         if self.in_shardings is None:
             return args, kwargs
         function, world = Function.of(self.fun), current_world()
@@ -252,8 +253,8 @@ class _Checkpointed(eqx.Module):
         leaves = split(given, outlined(given)[1].positions)
         targets = inputs.resolve(function, leaves, *given, world)
         if before and world.staged:
-            # On Auto axes the constraint belongs behind what keeps the compiler from merging the
-            # two passes; before it would only make one value more to keep.
+            # On Auto axes the constraint must come after the barrier that prevents merging; before
+            # it, it would only be one more value to save.
             pairs = zip(leaves.arrays, targets, strict=True)
             targets = [t if _has_another_type(x, t, world) else None for x, t in pairs]
         with function.named_in_errors():
@@ -263,12 +264,12 @@ class _Checkpointed(eqx.Module):
         return self if instance is None else eqx.Partial(self, instance)
 
     def __hash__(self) -> int:
-        # Placements may be in dicts and lists, and `jax.jit` wants its functions hashable.
+        # `jax.jit` needs hashable functions, and placements may be dicts and lists.
         return hash((self.fun, self.prevent_cse, self.policy))
 
 
 class _Kept(Inputs):
-    """Where the arguments are while they wait: where a program can compute with them."""
+    """Shardings for saved arguments, all in memory that a program can compute in."""
 
     def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
         return decide(leaves, prefix, self.mesh, world, _refuse_memory_kinds)
@@ -278,14 +279,14 @@ def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
     kind = unusual_memory_kind(target)
     if kind is not None:
         yield (
-            f"in {kind} memory nothing is computed",
-            "have a policy move there what is kept (jax.checkpoint_policies.offload_...), or call "
-            "mylib.filter_device_put before, and in the function",
+            f"programs can't compute in {kind} memory",
+            "use a policy that offloads saved values (jax.checkpoint_policies.offload_...), or "
+            "call mylib.filter_device_put before, and in the function",
         )
 
 
 def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
-    """Whether on Explicit axes `x` is split otherwise: as it would be kept then, too."""
+    """Whether `x` is split differently on Explicit axes, and so would be saved that way, too."""
     if target is None or not isinstance(sharding := sharding_of(target), NamedSharding):
         return False
     here = jax.typeof(x).sharding

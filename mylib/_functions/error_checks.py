@@ -1,7 +1,7 @@
-"""Error checks as values: what `equinox.error_if` finds wrong is one of a program's results, and
-raised on the host when the work is done.
+"""Error checks as values: a failed `equinox.error_if` becomes one of the program's results, and is
+raised on the host when the program is done.
 
-Equinox raises in a callback, inside of a branch. Of several devices one makes the callback; the
+Equinox raises in a callback inside a branch. With several devices only one makes the callback; the
 others wait for it in a collective until JAX aborts the process.
 """
 
@@ -36,7 +36,7 @@ from .._compat import (
 from .._placement import axes_of_type, cast, manual_axes, union, varying
 from .._programs import bind_as, in_place_of, jaxprs_in
 
-# The parameter of our own primitive.
+# The parameter of our primitive.
 _CHECK = "check"
 check_p = Primitive("error_check")
 check_p.multiple_results = True
@@ -44,11 +44,11 @@ check_p.multiple_results = True
 
 @dataclass(eq=False)
 class Check:
-    """One call of `equinox.error_if` or `branched_error_if`: its messages, and the stack there."""
+    """One call of `equinox.error_if` or `branched_error_if`: its messages and its stack."""
 
     messages: Sequence[str]
     stack: Sequence[bytes | str]
-    # In a program of `filter_jit`, what contains the check and can't return its error.
+    # In a program of `filter_jit`: the call that contains the check and can't return its error.
     stuck_in: str | None = None
 
     @property
@@ -61,14 +61,14 @@ def check_of(eqn: Any) -> Check:
 
 
 def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: Any) -> Any:
-    """Stands in the place of Equinox's function of the same name."""
+    """Replaces Equinox's function of the same name."""
     leaves, treedef = jtu.tree_flatten(x)
     if on_error != "raise":
         differs = union(map(varying, (pred, *leaves)))
         if on_error == "nan" and differs:
             return _nan(x, pred)
         if on_error == "breakpoint":
-            # It shows the innermost frame that is neither JAX's nor Equinox's, nor of this file.
+            # Equinox then shows the innermost frame that is not JAX's, Equinox's or this file's.
             hide_from_breakpoints(__file__)
             if differs:
                 raise ValueError(_STOPS_ONE)
@@ -84,17 +84,17 @@ _moved: ImportError | None = None
 try:
     _equinox_error = replace_error_check(_error)
 except ImportError as error:
-    _moved = error  # those who need it say so
+    _moved = error  # the verbs that need it raise it
 
 
 @eqx.filter_custom_jvp
 def _nan(x: Any, pred: Any) -> Any:
-    # The branches of Equinox's `cond` differ in type where the array varies over a mesh axis.
+    # The branches of Equinox's `cond` have different types if the array varies over a mesh axis.
     return jax.tree.map(lambda y: jnp.where(pred, _nan_like(y.dtype), y), x)
 
 
 def _nan_like(dtype: Any) -> Any:
-    """What Equinox returns for arrays of a dtype if `EQX_ON_ERROR=nan`."""
+    """Equinox's value for a dtype with `EQX_ON_ERROR=nan`."""
     if jnp.issubdtype(dtype, jnp.integer):
         return np.asarray(jnp.iinfo(dtype).max, dtype)
     return np.asarray(True if jnp.issubdtype(dtype, jnp.bool_) else np.nan, dtype)
@@ -122,13 +122,13 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, check: Check) -> tu
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
-    # Equinox has reduced the first two over the batch already.
+    # Equinox has already reduced the first two over the batch.
     return check_p.bind(*args, check=check), list(dims[2:])
 
 
 class _Lowering(threading.local):
-    """Whether it is a program of `filter_jit` that this thread lowers. A check that is still there
-    was hidden in a primitive: all others are values by then.
+    """Whether this thread is lowering a program of `filter_jit`. A check that is still in it was
+    hidden in a primitive: all others are values by then.
     """
 
     ours = False
@@ -138,20 +138,20 @@ lowering = _Lowering()
 
 
 def _lower(ctx: Any, *args: Any, check: Check) -> Any:
-    """What becomes of a check in a program of which `filter_jit` is no part: Equinox's callback."""
+    """Lowers a check in programs without `filter_jit` to Equinox's callback."""
     if union(map(axes_of_type, ctx.avals_in)):
         raise ValueError(
-            "equinox.error_if is given arrays that differ between the devices of a shard_map. That "
-            "needs mylib.filter_jit around the program, in the place of jax.jit or "
+            "equinox.error_if is called with arrays that differ between the devices of a "
+            "shard_map. That needs mylib.filter_jit around the program, instead of jax.jit or "
             f"equinox.filter_jit\n{check.line}"
         )
     stuck_in = check.stuck_in
     if stuck_in is None and lowering.ours:
-        stuck_in = "a call that mylib can't look into"
+        stuck_in = "a call that mylib can't analyse"
     if stuck_in is not None and devices_of_lowering(ctx) > 1:
         raise ValueError(
-            f"equinox.error_if is called in {stuck_in}, whose errors can't be returned. In a "
-            f"program over several devices that would wait for ever\n{check.line}"
+            f"equinox.error_if is called in {stuck_in}, whose errors can't be returned. A program "
+            f"on several devices would wait forever\n{check.line}"
         )
     return mlir.lower_fun(_raise_as_equinox, multiple_results=True)(ctx, *args, check=check)
 
@@ -165,7 +165,7 @@ _STOPS_ONE = (
     "EQX_ON_ERROR=breakpoint stops one device, and this program runs on several: the others would "
     "wait for it until JAX aborts. Use one device, or EQX_ON_ERROR=raise"
 )
-# Stands before what only a program on one device may do.
+# Marks code that only programs on one device may run.
 alone_p = Primitive("alone")
 alone_p.def_impl(lambda x: x)
 alone_p.def_abstract_eval(lambda x: x)
@@ -184,10 +184,10 @@ mlir.register_lowering(alone_p, _lower_alone)
 @jtu.register_static
 @dataclass(eq=False)
 class Checks:
-    """The checks of a program, in an order in which their messages have numbers."""
+    """The checks of a program, which number their messages."""
 
     found: list[Check] = field(default_factory=list)
-    # Whether there are others, which Equinox's callback raises.
+    # Whether there are other checks, raised by Equinox's callback.
     others: bool = False
 
     def number_of(self, check: Check) -> int:
@@ -198,8 +198,8 @@ class Checks:
         return sum(len(known.messages) for known in before)
 
     def raise_if(self, failed: Any, jit_id: bytes) -> None:
-        """Raises Equinox's error if `failed`, which a program has returned, is a number."""
-        # An eager `vmap` may have made several of it.
+        """Raises Equinox's error if `failed`, returned by a program, is a message's number."""
+        # An eager `vmap` may have batched it.
         number = int(np.max(np.asarray(value_under(failed))))
         if number < 0:
             return
@@ -210,7 +210,7 @@ class Checks:
 
 
 class Returned(NamedTuple):
-    """What a program returns once its checks are values."""
+    """The results of a program whose checks are values."""
 
     values: list[Any]
     failed: Any  # the number of a message, or -1
@@ -220,24 +220,24 @@ class Returned(NamedTuple):
 def with_checks_as_values(
     program: Any, arrays: Sequence[Any], transformed: bool
 ) -> Returned | None:
-    """Calls a program, given as a jaxpr; None if there is no check in it.
+    """Calls a jaxpr; None if there is no check in it.
 
-    What a primitive of Equinox (`lineax.linear_solve` for one) does becomes a part of the program,
-    unless the program is `transformed` from outside: the primitive has rules of its own for that.
+    Primitives of Equinox (such as `lineax.linear_solve`) are inlined, unless the program is
+    `transformed` from outside, for which the primitive has rules of its own.
     """
     if _moved is not None:
         raise _moved
     rewriting = _Rewriting(opens_primitives=not transformed)
     if not rewriting.has_check(program):
         return None
-    # Equinox's checks are not made where their result isn't used.
+    # Equinox drops checks whose result isn't used.
     values, failed = rewriting.run(without_dead_code(program), arrays)
     return Returned(values, failed, rewriting.checks)
 
 
 class _Rewriting:
-    """Calls jaxprs so that each returns one more value: the number of the first message that is to
-    be raised, or -1.
+    """Calls jaxprs so that each returns one more value: the number of the first message to raise,
+    or -1.
     """
 
     def __init__(self, opens_primitives: bool) -> None:
@@ -250,7 +250,7 @@ class _Rewriting:
     def has_check(self, program: Any) -> bool:
         jaxpr = opened(program)
         if id(jaxpr) not in self._known:
-            # With the jaxpr, which has to stay as long as its id is used.
+            # Keeps the jaxpr alive, because its id is the key.
             self._known[id(jaxpr)] = jaxpr, any(map(self._is_concerned, jaxpr.eqns))
         return self._known[id(jaxpr)][1]
 
@@ -266,14 +266,14 @@ class _Rewriting:
         return function_of_equinox(eqn) if self._opens_primitives else None
 
     def _inside_of(self, eqn: Any) -> Any:
-        """The program of one of Equinox's primitives, or None."""
+        """The jaxpr of one of Equinox's primitives, or None."""
         function = self._function_of(eqn)
         if function is None:
             return None
         if id(eqn) not in self._inside:
             with in_place_of(eqn):
                 program = _traced(function, [x.aval for x in eqn.invars])
-            # With the equation, which has to stay as long as its id is used.
+            # Keeps the equation alive, because its id is the key.
             self._inside[id(eqn)] = eqn, program
         return self._inside[id(eqn)][1]
 
@@ -300,7 +300,7 @@ class _Rewriting:
     def _call(self, eqn: Any, args: list[Any]) -> tuple[list[Any], Any]:
         function = self._function_of(eqn)
         if function is not None:
-            # Again, as inside of a `shard_map` its values have other types.
+            # Traced again, because its values have other types inside `shard_map`.
             return self.run(_traced(function, list(map(jax.typeof, args))), args)
         call = _CALLS.get(eqn.primitive.name)
         if call is None:
@@ -337,7 +337,7 @@ class _Rewriting:
 
     def jit(self, eqn: Any, args: list[Any]) -> Any:
         inner, name = eqn.params[names.PARAM_JAXPR], eqn.params[names.PARAM_NAME]
-        # One for all of its calls, so that it is compiled once.
+        # The same for all calls, so that it is compiled once.
         jitted = self._jitted.get(id(inner))
         if jitted is None:
             run = self._function(inner)
@@ -346,11 +346,17 @@ class _Rewriting:
             jitted = self._jitted[id(inner)] = jit(
                 run,
                 in_shardings=tuple(
-                    map(_place, params[names.PARAM_IN_SHARDINGS], params[names.PARAM_IN_LAYOUTS])
+                    map(
+                        _placement_from,
+                        params[names.PARAM_IN_SHARDINGS],
+                        params[names.PARAM_IN_LAYOUTS],
+                    )
                 ),
                 out_shardings=[
                     *map(
-                        _place, params[names.PARAM_OUT_SHARDINGS], params[names.PARAM_OUT_LAYOUTS]
+                        _placement_from,
+                        params[names.PARAM_OUT_SHARDINGS],
+                        params[names.PARAM_OUT_LAYOUTS],
                     ),
                     None,
                 ],
@@ -398,10 +404,10 @@ class _Rewriting:
         constants = params[names.PARAM_COND_NCONSTS], params[names.PARAM_BODY_NCONSTS]
         split = constants[0], sum(constants)
         ours, theirs, carry = args[: split[0]], args[split[0] : split[1]], args[split[1] :]
-        # Where the condition has checks of its own, it is the turn before that computes it.
+        # If the condition has checks itself, each iteration computes it for the next one.
         ahead = self.has_check(cond)
         (go_on,), failed = self.run(cond, [*ours, *carry]) if ahead else ((None,), _none())
-        # Under `vmap` each of the batch goes on as long as it wants to.
+        # Under `vmap` each element of the batch has its own condition.
         shape = cond.out_avals[0].shape
         state = [jnp.broadcast_to(failed, shape), *([go_on] if ahead else []), *carry]
         first = len(state) - len(carry)
@@ -445,12 +451,12 @@ class _Rewriting:
         mesh, axes = params[names.PARAM_MESH], params[names.PARAM_MANUAL_AXES]
         ordered = tuple(name for name in mesh.axis_names if name in axes)
 
-        def part(*args: Any) -> Any:
+        def on_each_device(*args: Any) -> Any:
             values, failed = self.run(params[names.PARAM_JAXPR], args)
             return values, failed[None]
 
         mapped = jax.shard_map(
-            part,
+            on_each_device,
             mesh=mesh,
             in_specs=tuple(params[names.PARAM_IN_SPECS]),
             out_specs=(list(params[names.PARAM_OUT_SPECS]), PartitionSpec(ordered)),
@@ -460,8 +466,8 @@ class _Rewriting:
         values, failed = mapped(*args)
         return [*values, jnp.max(failed)]
 
-    # What follows keeps its rule for transformations that come from outside, an eager `grad` of
-    # `filter_jit` for one.
+    # The following calls keep their rules for transformations from outside, such as an eager `grad`
+    # of `filter_jit`.
 
     def custom_jvp(self, eqn: Any, args: list[Any]) -> Any:
         fun = jax.custom_jvp(self._function(eqn.params[names.PARAM_CALL_JAXPR]))
@@ -527,7 +533,7 @@ _CALLS: dict[str, Callable[[_Rewriting, Any, list[Any]], Any]] = {
 
 
 def _none() -> jax.Array:
-    """The number of no message. Inside `shard_map` each device has its own."""
+    """The number for "no message". It varies over the devices inside `shard_map`."""
     return cast(jnp.int32(-1), manual_axes())
 
 
@@ -539,6 +545,6 @@ def _traced(fun: Callable[..., Any], types: Sequence[Any]) -> Any:
     return jit(fun).trace(*types).jaxpr
 
 
-def _place(sharding: Any, layout: Any) -> Any:
+def _placement_from(sharding: Any, layout: Any) -> Any:
     known = sharding if isinstance(sharding, Sharding) else None
     return known if layout is None else Format(layout, known)

@@ -26,7 +26,7 @@ from .._compat import (
 )
 from .._errors import StaticNumberWarning, warn
 from .._placement import AnyMesh, Placement, Target, World, current_world, is_described
-from .._processes import told_to_all
+from .._processes import raised_in_all
 from .._transfer import filter_device_put, is_of_keys, mesh_of_all, place_leaves
 from .._tree import (
     Arrays,
@@ -103,31 +103,31 @@ def filter_jit(
 ) -> Callable[..., Any]:
     """`jax.jit` for functions of PyTrees: arrays are traced, everything else is static.
 
-    Takes the place of `equinox.filter_jit`, and unlike it returns before the work is done, as
-    `jax.jit` does. (A program with an `equinox.error_if` in it is waited for, so that its error is
+    A replacement for `equinox.filter_jit` that returns before the work is done, as `jax.jit` does.
+    (If the program contains an `equinox.error_if`, the call waits for it, so that the error is
     readable.)
 
     **Arguments:**
 
-    - `fun`: the function, or method, or Module. Without it a decorator is returned.
-    - `in_shardings`: where the arguments go before the call: a placement for all of them, a tuple
-        with a prefix for each of the positional ones, or a dict from names of parameters to
-        prefixes. None leaves alone. What is elsewhere is moved there.
-    - `out_shardings`: where the results are to be: a prefix of what the function returns. What is
-        born there is never anywhere else: `filter_jit(Model, out_shardings=rule)(key)` makes a
-        model of which no device ever holds more than its share.
-    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+    - `fun`: a function, method or Module. Without it a decorator is returned.
+    - `in_shardings`: where the arguments are moved before the call: a placement for all of them, a
+        tuple with a prefix for each positional argument, or a dict from parameter names to
+        prefixes. None leaves arrays where they are.
+    - `out_shardings`: the placement of the results: a prefix of the function's result. They are
+        created there: with `filter_jit(Model, out_shardings=rule)(key)` no device ever holds more
+        than its share of the model.
+    - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`.
     - `donate`: whether the arguments' memory may be used for the results: `"all"`,
         `"all-except-first"` (the first argument isn't donated), or `"none"`. `"warn"` and
-        `"warn-except-first"` also say which arrays could not be used. An array that occurs twice
-        among the arguments is copied, so that it is used up once; not at all, if one of its places
-        isn't donated.
+        `"warn-except-first"` also warn about arrays that could not be reused. An array that occurs
+        twice among the arguments is copied, so that it is donated only once, or not at all if it is
+        also an argument that isn't donated.
     - `inline`, `keep_unused`, `compiler_options`: as for `jax.jit`.
 
     **Returns:**
 
-    The compiled function. It has a method `lower`, which takes the same arguments and returns what
-    was lowered; its `compile()` returns the compiled function ahead of time.
+    The compiled function. Its method `lower` takes the same arguments and lowers the function for
+    them; `.lower(...).compile()` compiles it ahead of time.
 
     !!! Example
 
@@ -171,10 +171,10 @@ def filter_jit(
     return Jitted.of(fun, inputs, out_shardings, mesh, donate, given)
 
 
-# Options of `jax.jit` that have another form here.
+# Options of `jax.jit` and what to write instead.
 _INSTEAD = {
-    "static_argnums": "what is not an array is static without being named",
-    "static_argnames": "what is not an array is static without being named",
+    "static_argnums": "leave it out: everything that is not an array is static",
+    "static_argnames": "leave it out: everything that is not an array is static",
     "donate_argnums": "write donate='all', or donate='all-except-first'",
     "donate_argnames": "write donate='all', or donate='all-except-first'",
     "device": "write in_shardings=device, which may be any placement",
@@ -190,8 +190,8 @@ def _refused(others: Mapping[str, Any]) -> str:
 
 @jtu.register_pytree_node_class
 class Jitted(Generic[P, T]):
-    """What `filter_jit` and `filter_shard_map` return. As it may hold arrays (a Module's), it is a
-    PyTree.
+    """A function compiled by `filter_jit` or `filter_shard_map`. It is a PyTree, as it may hold
+    arrays (a Module's).
     """
 
     def __init__(self, arrays: Arrays, recipe: "Recipe"):
@@ -242,7 +242,7 @@ class Jitted(Generic[P, T]):
             raise _not_here(self.recipe) from error
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
-        """What the function is compiled from, for these arguments, some or all of which may be
+        """Lowers the function for these arguments, some or all of which may be
         `jax.ShapeDtypeStruct`s.
         """
         call = self.recipe.prepare(args, kwargs, abstract=True)
@@ -251,15 +251,15 @@ class Jitted(Generic[P, T]):
         except (AttributeError, RuntimeError) as error:
             if ran_on_a_description(error):
                 raise NotHereError(
-                    f"while {self.recipe.name} was traced, JAX computed something at once, for the "
-                    "mesh of jax.set_mesh, whose machine is not here: it can compile, not run. "
-                    "Leave out jax.set_mesh, and give mesh= to what needs it"
+                    f"while {self.recipe.name} was traced, JAX ran a computation on the mesh of "
+                    "jax.set_mesh, whose machine is not here: it can compile, not run. "
+                    "Leave out jax.set_mesh, and pass mesh= where it is needed"
                 ) from error
             if lowered_for_a_missing_backend(error):
                 raise NotHereError(
                     f"{self.recipe.name} calls back into Python (jax.debug.print, pure_callback, "
                     "io_callback), which JAX can't lower for GPUs that are not here. Leave the "
-                    "callback out. equinox.error_if can stay: filter_jit makes a value of it"
+                    "callback out. equinox.error_if can stay: filter_jit makes it a result"
                 ) from error
             raise
 
@@ -276,7 +276,8 @@ class Jitted(Generic[P, T]):
         return type(self)(copy.deepcopy(self.arrays, memo), self.recipe)
 
     def __reduce__(self) -> Any:
-        # Without the programs, and with the function as it is: a structure can't be copied.
+        # Without the programs. The function is stored whole, because tree structures can't be
+        # copied.
         recipe = self.recipe
         given = recipe.inputs, recipe.out_shardings, recipe.mesh, recipe.donate
         return type(self).of, (self._compiled_function(), *given, dict(recipe.options))
@@ -291,7 +292,7 @@ class Jitted(Generic[P, T]):
 
 
 class Lowered:
-    """A function lowered for some arguments; `lowered` is what JAX has made of it."""
+    """A function lowered for some arguments; `lowered` is JAX's own object."""
 
     def __init__(
         self,
@@ -309,8 +310,8 @@ class Lowered:
         return self.lowered.as_text() or ""
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
-        """The program. [`mylib.machines.OutOfMemoryError`][] if the compiler finds that it does not
-        fit into the devices' memory, which only the TPU's looks for.
+        """Compiles it. Raises [`mylib.machines.OutOfMemoryError`][] if the compiler finds that it
+        does not fit into the devices' memory, which only the TPU's compiler checks.
         """
         try:
             compiled = self.lowered.compile(compiler_options)
@@ -322,12 +323,12 @@ class Lowered:
         return Compiled(self._jitted, self._prepared, compiled, self._arguments)
 
 
-# What the arrays are called in the program: they come in two lists.
+# The names of arrays in the program, which takes two lists of them.
 _NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
 
 
 class Compiled:
-    """A function compiled ahead of time; `compiled` is what JAX has made of it."""
+    """A function compiled ahead of time; `compiled` is JAX's own object."""
 
     def __init__(
         self,
@@ -344,7 +345,7 @@ class Compiled:
 
     @functools.cached_property
     def memory(self) -> Memory:
-        """The bytes that it takes on each device."""
+        """The bytes that it needs on each device."""
         return memory_of(self.compiled, self._arguments)
 
     def fits(self, machine: Machine) -> Fit:
@@ -355,7 +356,7 @@ class Compiled:
         return self.compiled.as_text() or ""
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
-        """What the program communicates and holds, as [`mylib.audit`][] tells it."""
+        """What the program communicates and holds, as reported by [`mylib.audit`][]."""
         paths = self._prepared.names()
         sides = {"kept": 0, "donated": self._prepared.donated_from or 0}
 
@@ -371,7 +372,7 @@ class Compiled:
         if call.key != self._prepared.key:
             raise TypeError(
                 f"{self._prepared.recipe.name} was compiled for other static arguments, or for "
-                "trees of another structure: compile it for these, too"
+                "another tree structure: compile it for these, too"
             )
         call.prepared = self._prepared
         first, self._called = not self._called, True
@@ -392,7 +393,7 @@ def _not_here(recipe: "Recipe") -> NotHereError:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """All of a compiled function but the arrays in it."""
+    """Everything about a compiled function except the arrays in it."""
 
     fun: Outline
     code: Any
@@ -410,18 +411,18 @@ class Recipe:
         return self.function.name
 
     def shared(self, key: Key) -> "Recipe":
-        """The recipe of an equal function, if there has been one: `filter_jit(filter_grad(f))` is a
-        new object every time, and need not be compiled every time. `key` is that of the function.
+        """The recipe of an equal function, if there is one: `filter_jit(filter_grad(f))` is a new
+        object every time, but need not be compiled every time. `key` is the function's key.
         """
         options = {**self.options, **self.options.get("compiler_options", {})}
         try:
             return _first_of(_Same((key, self.donate, tuple(sorted(options.items()))), self))
-        except TypeError:  # something in the function can't be hashed
+        except TypeError:  # the function holds something unhashable
             return self
 
     def prepare(self, args: Any, kwargs: Any, abstract: bool = False) -> "_Call":
-        """The program for these arguments, and the arrays among them. In what is only lowered they
-        may be abstract.
+        """A call with these arguments and the program for them. If it is only lowered, arrays may
+        be `abstract`.
         """
         call = self.read(args, kwargs, abstract)
         try:
@@ -436,23 +437,23 @@ class Recipe:
             donated_from = _donated_from(self.donate, call.args, abstract)
             prepared, changing = self.known.add(call.key, Prepared(self, call.key, donated_from))
             if changing:
-                self.tell_what_changes(call, changing)
+                self.warn_of_numbers(call, changing)
         call.prepared = prepared
         return call
 
     def read(self, args: Any, kwargs: Any, abstract: bool = False) -> "_Call":
-        """A call with these arguments, for which nothing is prepared yet."""
+        """A call with these arguments, without a program yet."""
         if self.inputs is not None:
             args, kwargs = self.inputs.bind(self.function, args, kwargs)
         elif kwargs:
             bound = self.function.signature.bind(*args, **kwargs)
             args, kwargs = bound.args, bound.kwargs
-        # Where there are no others, the tree of the positional ones is enough. It is a tuple.
+        # Without keyword arguments a tree of the positional ones (a tuple) is enough.
         leaves, treedef = jtu.tree_flatten([args, kwargs] if kwargs else args)
         arrays, are_arrays, static = parted(leaves, abstract)
         return _Call(args, kwargs, arrays, Key(leaves, treedef, are_arrays, static))
 
-    def tell_what_changes(self, call: "_Call", positions: set[int]) -> None:
+    def warn_of_numbers(self, call: "_Call", positions: set[int]) -> None:
         named = list(self.names((call.args, call.kwargs)))
         names = ", ".join(named[i][0] for i in sorted(positions))
         warn(
@@ -462,7 +463,7 @@ class Recipe:
         )
 
     def names(self, tree: Any) -> Iterator[tuple[str, Any]]:
-        """The leaves of (args, kwargs), each with what a reader would call it."""
+        """The leaves of (args, kwargs), with readable names."""
         for path, x in jtu.tree_flatten_with_path(tree)[0]:
             yield self.function.readable(jtu.keystr(path)), x
 
@@ -477,10 +478,10 @@ class Recipe:
                 hash(x)
             except TypeError:
                 return (
-                    f"({self.name} was given {name}, a {type(x).__name__}. What is not an array is "
-                    "static, and must have a hash)"
+                    f"({self.name} was given {name}, a {type(x).__name__}. Arguments that are not "
+                    "arrays are static, and must be hashable)"
                 )
-        return f"(among what {self.name} was given)"
+        return f"(among the arguments of {self.name})"
 
 
 @dataclass(frozen=True)
@@ -495,7 +496,7 @@ def _first_of(same: _Same) -> Recipe:
 
 
 class Prepared:
-    """A function for arguments of one structure."""
+    """A function prepared for arguments of one structure."""
 
     def __init__(self, recipe: Recipe, key: Key, donated_from: int | None):
         self.recipe = recipe
@@ -510,10 +511,10 @@ class Prepared:
             donated_from,
             recipe.options,
         )
-        # The paths of the arrays: of those in the arguments, and of the function's own.
+        # The paths of the arrays in the arguments, and of those in the function.
         self.paths: tuple[list[str], list[str]] = [], []
         self.resolved: tuple[Any, list[Target | None]] | None = None
-        # The state of arguments of which nothing had to be moved.
+        # The state of the last arguments that needed no moves.
         self.in_place: Any = None
 
     def call(self, arrays: Arrays) -> Any:
@@ -521,7 +522,7 @@ class Prepared:
         given = self.outline.fill(arrays[: self.count])
         args, kwargs = given if isinstance(given, list) else (given, {})
         fun = recipe.fun.fill(arrays[self.count :])
-        # Before the function can change them. Later there may be no values left to make trees of.
+        # Before the function can change them. Later the values may be gone.
         self.paths = _paths_in((args, kwargs), self.outline), _paths_in(fun, recipe.fun)
         result = fun(*args, **kwargs)
         if recipe.out_shardings is None:
@@ -536,8 +537,8 @@ class Prepared:
     def targets(
         self, inputs: Inputs, leaves: Leaves, args: Any, kwargs: Any, world: World
     ) -> list[Target | None]:
-        """Where `inputs` wants the arguments. Rules are asked once for the same shapes in the same
-        surroundings.
+        """The targets of the arguments. Rules are called once for the same shapes in the same
+        context.
         """
         asked = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
         resolved = self.resolved
@@ -549,14 +550,14 @@ class Prepared:
 
 def _paths_in(tree: Any, outline: Outline) -> list[str]:
     paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
-    if len(paths) != len(outline.are_arrays):  # a node that is another one when it is made anew
+    if len(paths) != len(outline.are_arrays):  # a node that changes when it is unflattened
         return [f"<leaf {i}>" for i in range(outline.count)]
     return list(compress(paths, outline.are_arrays))
 
 
 class _Call:
-    """A call of a function: its arguments, whose arrays are `arrays` and whose rest is `key`, and
-    the function prepared for them.
+    """A call of a function: its arguments, split into `arrays` and `key`, and the function prepared
+    for them.
     """
 
     __slots__ = ("args", "arrays", "key", "kwargs", "prepared")
@@ -571,7 +572,7 @@ class _Call:
     def __call__(
         self, own: Arrays, ahead: jax.stages.Compiled | None = None, first: bool = False
     ) -> Any:
-        """`own` are the arrays of the function itself; the rest as in `Program`."""
+        """`own` are the arrays of the function itself; `ahead` and `first` are as in `Program`."""
         prepared, placed = self.prepared, self.arrays
         if prepared.recipe.inputs is not None:
             placed, own = self.placed(own, abstract=False)
@@ -595,8 +596,8 @@ class _Call:
         return lowered, arguments_of(self.prepared.names(), arrays)
 
     def used_once(self, arrays: Arrays, start: int) -> Arrays:
-        """The arrays, with copies where one that is donated stands twice, or is not donated in
-        another place: JAX refuses to use up what is used otherwise.
+        """The arrays, with a copy of each donated one that occurs twice or is also passed without
+        being donated: JAX refuses to donate those.
         """
         taken = {*map(id, arrays[:start]), *map(id, self.arrays[:start])}
         if len(taken.union(map(id, arrays[start:]))) == len(taken) + len(arrays) - start:
@@ -609,7 +610,7 @@ class _Call:
         return arrays
 
     def name_deleted(self, error: RuntimeError) -> None:
-        """Adds to JAX's error which of the arguments are meant."""
+        """Adds the names of the deleted arguments to JAX's error."""
         gone = [
             name
             for name, x in self.prepared.recipe.names((self.args, self.kwargs))
@@ -619,8 +620,8 @@ class _Call:
             error.add_note(f"({self.prepared.recipe.name} was given {', '.join(gone)})")
 
     def name_sharing(self, error: RuntimeError) -> None:
-        """Adds to JAX's error which of the arguments are one another's memory. To look for that
-        before each call would take longer than many a call.
+        """Adds the names of arguments that share memory to JAX's error. Checking that before each
+        call would take longer than many a call.
         """
         if names.TEXT_DONATE not in str(error):
             return
@@ -633,13 +634,13 @@ class _Call:
                 if other != name:
                     error.add_note(
                         f"({self.prepared.recipe.name} was given {other} and {name}, which share "
-                        "memory, and are donated: pass a copy of one)"
+                        "memory and are donated: pass a copy of one)"
                     )
                     return
 
     def placed(self, own: Arrays, abstract: bool) -> tuple[Arrays, Arrays]:
-        """The arrays of the arguments, and the function's own, where they are wanted. If `abstract`
-        nothing is moved.
+        """The arrays of the arguments and of the function, at their targets. If `abstract`, nothing
+        is moved.
         """
         prepared, inputs = self.prepared, self.prepared.recipe.inputs
         if inputs is None:
@@ -651,7 +652,7 @@ class _Call:
         if state is not None and state == prepared.in_place:
             return self.arrays, own
         leaves = split((self.args, self.kwargs), prepared.outline.positions)
-        with told_to_all(None if abstract else mesh_of_all(inputs.mesh, world), check=None):
+        with raised_in_all(None if abstract else mesh_of_all(inputs.mesh, world), check=None):
             wanted = prepared.targets(inputs, leaves, self.args, self.kwargs, world)
         function = prepared.recipe.function
         targets = inputs.missing(function, leaves, wanted, world)
@@ -660,7 +661,7 @@ class _Call:
         own_leaves = split(own)
         own_values = _at(own_leaves, inputs.missing_own(function, own, world), world, abstract)
         if all(map(is_, values + own_values, leaves.arrays + own)):
-            # Layouts are not part of the state.
+            # The state does not include layouts.
             if not any(isinstance(target, Format) for target in wanted):
                 prepared.in_place = state
             return self.arrays, own
@@ -671,7 +672,7 @@ class _Call:
         return [x for i, x in enumerate(everything) if i not in static], own_values
 
     def let_go(self, placed: Arrays) -> None:
-        """What was donated and had to be moved is used up as well, now that all has gone well."""
+        """After a successful call, deletes donated arrays that had to be moved before it."""
         start = self.prepared.donated_from
         if start is None or any(isinstance(x, Tracer) for x in self.arrays):
             return

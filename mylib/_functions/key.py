@@ -1,4 +1,4 @@
-"""By what a compiled function finds the program for its arguments."""
+"""Cache keys for the programs of a compiled function."""
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class Key:
-    """A tree without its arrays. Keys are equal if their trees differ in their arrays only: other
-    than for `==`, 1 and True and 1.0 are not the same, nor 0.0 and -0.0, wherever they stand.
+    """A tree without its arrays. Keys are equal if their trees differ only in arrays. Unlike `==`
+    they distinguish 1, True and 1.0, and 0.0 and -0.0, at any depth.
     """
 
     __slots__ = ("are_arrays", "fixed", "static", "treedef")
@@ -19,7 +19,7 @@ class Key:
         self.treedef: Any = treedef
         self.are_arrays: tuple[bool, ...] = are_arrays
         self.static: tuple[Any, ...] = static
-        # With what the nodes say of themselves beside their children: static fields, keys.
+        # Together with the nodes' own data: static fields, dict keys.
         fixed = list(static)
         self.fixed: list[Any] = fixed
 
@@ -31,18 +31,18 @@ class Key:
             else:
                 fixed.append(aux)
 
-        # A builtin for the leaves, of which there are many.
+        # `id` for the leaves: there are many, and a builtin is fast.
         treedef.walk(look, id, leaves)
 
     def __hash__(self) -> int:
         static = self.static
         if not _FLOATS.isdisjoint(map(type, static)):
-            # Of which each NaN has another hash.
+            # Each NaN has another hash.
             static = tuple([repr(x) if type(x) in _FLOATS else x for x in static])
         return hash((self.treedef, static))
 
     def __eq__(self, other: Any) -> bool:
-        # The elements are the very same objects, mostly; to ask for that first is quick.
+        # The elements are usually identical objects, and checking that first is fast.
         return (
             self.treedef == other.treedef
             and (self.are_arrays is other.are_arrays or self.are_arrays == other.are_arrays)
@@ -51,7 +51,7 @@ class Key:
         )
 
     def numbers_changed(self, other: "Key") -> set[int]:
-        """At which leaves the two trees have different Python numbers, if they differ in nothing
+        """The leaves at which two trees have different Python numbers, if they differ in nothing
         else.
         """
         if self.treedef != other.treedef or self.are_arrays != other.are_arrays:
@@ -61,7 +61,7 @@ class Key:
         pairs = list(zip(self.fixed, other.fixed, strict=True))
         changed = [i for i, (x, y) in enumerate(pairs) if not _is_same(x, y)]
         leaves = [i for i, is_array in enumerate(self.are_arrays) if not is_array]
-        # What comes after the leaves is of the nodes.
+        # The entries after the leaves belong to nodes.
         if not all(i < len(leaves) and all(map(_is_number, pairs[i])) for i in changed):
             return set()
         return {leaves[i] for i in changed}
@@ -89,7 +89,7 @@ def _is_same(x: Any, y: Any) -> bool:
 
 
 def _has_same_types(x: Any, y: Any) -> bool:
-    """Whether what two equal objects of one type consist of is the same."""
+    """Whether two equal objects of one type have the same components."""
     if isinstance(x, tuple | list):
         return _all_same(x, y)
     if isinstance(x, set | frozenset):
@@ -98,7 +98,7 @@ def _has_same_types(x: Any, y: Any) -> bool:
         return _all_found(x, y) and all(_is_same(value, y[key]) for key, value in x.items())
     if is_dataclass(x):
         pairs = [(getattr(x, f.name), getattr(y, f.name)) for f in fields(x) if f.compare]
-        # What a class of its own mind leaves out when it compares is left out here.
+        # Attributes that a class's own `__eq__` ignores are ignored here.
         return all(_is_same(a, b) for a, b in pairs if isinstance(a, _PLAIN) and a == b)
     return True
 

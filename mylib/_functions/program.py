@@ -1,4 +1,4 @@
-"""A function with its static leaves fixed: traced, looked at, compiled and called."""
+"""A function with fixed static leaves: traced, checked, compiled and called."""
 
 import os
 import threading
@@ -17,7 +17,7 @@ from .._compat import (
     names,
     readable_error,
     value_under,
-    with_memory_kind_told,
+    with_actual_memory_kind,
 )
 from .._placement import current_world
 from .._tree import Arrays, Outline, outlined
@@ -26,8 +26,8 @@ from .error_checks import Checks, lowering, with_checks_as_values
 
 
 class _Thread(threading.local):
-    """What JAX has done for this thread: how many traces of our programs it has made that nobody
-    has looked at yet, and how many programs it has compiled.
+    """JAX's work in this thread: the number of traces of our programs not yet looked at, and the
+    number of programs compiled.
     """
 
     def __init__(self) -> None:
@@ -50,8 +50,8 @@ class Program:
     """`call`, a function of a list of arrays that returns a tree, compiled for each of the arrays'
     shapes.
 
-    `advice` is what warns once it has been compiled. The arrays from `donated_from` on are donated.
-    `options` are others of `jax.jit`.
+    `advice` gives the warnings after a compilation. The arrays from `donated_from` on are donated.
+    `options` are other options of `jax.jit`.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class Program:
         self._advice = advice
         self._donated_from = donated_from
         self._returns_host = False
-        # Equinox looks for it on the stack, to show no more of it than what is inside the program.
+        # Equinox looks for this id on the stack, to show only the frames inside the program.
         self._id = os.urandom(16)
 
         def run(kept: Arrays, donated: Arrays) -> tuple[Arrays, Outline]:
             with tracing(), donation_warning(silenced=False):
                 result = outlined(call([*kept, *donated]))
-            if current_world().staged:  # it is not under `jax.disable_jit`
+            if current_world().staged:  # not under `jax.disable_jit`
                 _thread.traced += 1
             return result
 
         def checked(
             kept: Arrays, donated: Arrays, transformed: bool = False
         ) -> tuple[Arrays, Outline, Any, Checks | None]:
-            if not is_staged():  # under `jax.disable_jit` what is wrong raises at once
+            if not is_staged():  # under `jax.disable_jit` checks raise at once
                 return *run(kept, donated), None, None
             traced = whole.trace(kept, donated)
             leaves = jtu.tree_leaves((kept, donated))
@@ -98,14 +98,14 @@ class Program:
         whole = jit(run, inline=True)
         self._jitted = jit(checked, donate_argnums=1, **options)
         self._transformed = jit(transformed, donate_argnums=1, **options)
-        # In another program it is for that one to see to the checks.
+        # Inside another program, that program handles the checks.
         self._nested = jit(run, donate_argnums=1, **options)
 
     def __call__(
         self, arrays: Arrays, ahead: jax.stages.Compiled | None = None, first: bool = False
     ) -> Any:
-        """Calls the function. `ahead` is what to use of it if it was compiled ahead of time, and
-        `first` whether that is used for the first time.
+        """Calls the function. `ahead` is the program compiled ahead of time, if any, and `first`
+        whether this is its first call.
         """
         __equinox_jit_id__ = self._id  # noqa: F841
         sides = self._sides(arrays)
@@ -121,7 +121,7 @@ class Program:
                         jax.block_until_ready([value_under(x) for x in returned])
                     checks.raise_if(failed, self._id)
             if self._returns_host:
-                returned = [with_memory_kind_told(x) for x in returned]
+                returned = [with_actual_memory_kind(x) for x in returned]
         except (jax.errors.JaxRuntimeError, ValueError) as error:
             readable = readable_error(error, self._id)
             if readable is None:
@@ -136,13 +136,13 @@ class Program:
     def lower(self, arrays: Arrays) -> jax.stages.Lowered:
         __equinox_jit_id__ = self._id  # noqa: F841
         sides = self._sides(arrays)
-        # The warning about what it captures comes now: this may be called in another process.
+        # Warns about captured arrays now: the program may be called in another process.
         lowered = self._run(self._jitted.lower, sides)
         self._advice.about_captured()
         return lowered
 
     def _here(self) -> Any:
-        """What is to be called where this is called."""
+        """The version of the function for the current trace."""
         if is_eager(current_trace()):
             return self._jitted
         return self._nested if is_staged() else self._transformed
@@ -164,7 +164,7 @@ class Program:
         finally:
             lowering.ours = before
             if _thread.traced != traced:
-                # JAX has the trace still.
+                # JAX still caches the trace.
                 self._look_at(self._here().trace(*sides).jaxpr)
                 _thread.traced = traced
 

@@ -1,4 +1,4 @@
-"""Placements over a function's own signature, and what its arguments are called."""
+"""Placements for a function's parameters, and readable names of its arguments."""
 
 import functools
 import inspect
@@ -17,7 +17,7 @@ from .._errors import Fault, PlacementError
 from .._placement import AnyMesh, Decision, Placement, Target, World, decide, is_placement_leaf
 from .._tree import Leaves, outlined
 
-# The beginning of a path in (args, kwargs).
+# The start of a path in (args, kwargs).
 _ARGUMENT = re.compile(r"\[0\]\[(?P<index>\d+)\]|\[1\]\['(?P<name>\w+)'\]")
 
 
@@ -25,14 +25,14 @@ _ABOUT = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__"
 
 
 def about(fun: Any) -> dict[str, Any]:
-    """What Python says of a function, for what is made of it."""
+    """Metadata to copy onto wrappers."""
     shown = inspect.unwrap(fun)
     return {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
 
 
 @dataclass(frozen=True)
 class Function:
-    """What messages say of a function: its name, and those of its parameters."""
+    """A function's name and signature, for messages."""
 
     name: str
     signature: inspect.Signature
@@ -51,7 +51,7 @@ class Function:
         )
 
     def named(self, faults: Sequence[Fault]) -> list[Fault]:
-        """Faults of leaves of (args, kwargs), by name of the parameter."""
+        """Renames faults of leaves of (args, kwargs) by parameter."""
         return [replace(fault, path=self.readable(fault.path)) for fault in faults]
 
     @contextmanager
@@ -62,7 +62,7 @@ class Function:
             raise PlacementError(self.named(error.faults)) from None
 
     def readable(self, path: str) -> str:
-        """A path in (args, kwargs), by name of the parameter: `model.layers[0].weight`."""
+        """A path in (args, kwargs) as text with the parameter's name: `model.layers[0].weight`."""
         match = _ARGUMENT.match(path)
         if match is None:
             return path
@@ -82,20 +82,20 @@ class Function:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Where a function wants its arguments to be."""
+    """The placements of a function's arguments."""
 
     placement: Any
     mesh: AnyMesh | None
 
-    # What users write it as, and what it says of a parameter that it doesn't name.
+    # The name of the option, and the placement of parameters that it doesn't name.
     option: ClassVar[str] = "in_shardings"
     otherwise: ClassVar[Placement] = None
-    # What of an array decides whether it has to be moved.
+    # The attributes of an array that decide whether it must be moved.
     decisive: ClassVar[Any] = staticmethod(attrgetter("shape", "dtype", "sharding", "committed"))
 
     def bind(self, function: Function, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as positional ones and others. Defaults are added that hold arrays and are
-        to be placed; the other ones are left to Python.
+        """Splits the arguments into positional and keyword ones. Adds defaults that hold arrays and
+        have a placement.
         """
         if not kwargs and not function.has_array_defaults:
             return args, kwargs
@@ -106,7 +106,7 @@ class Inputs:
     def resolve(
         self, function: Function, leaves: Leaves, args: Any, kwargs: Any, world: World
     ) -> list[Target | None]:
-        """Where the arguments' arrays, which are `leaves`, are wanted."""
+        """The targets of the arguments' arrays, `leaves`."""
         prefix = self.prefix(function, args, kwargs)
         decision = self.decide(function, leaves, prefix, world)
         if decision.faults:
@@ -117,11 +117,11 @@ class Inputs:
         return decide(leaves, prefix, self.mesh, world)
 
     def are_placed(self, world: World) -> bool:
-        """Whether nothing is to be done in this world before the call."""
+        """Whether no argument must be moved before the call."""
         return False
 
     def state_of(self, arrays: Sequence[Any], world: World) -> Any:
-        """Equal for arrays of which the same have to be moved; None if that can't be told."""
+        """Equal for arrays of which the same must be moved; None if unknown."""
         if _are_on_devices(frozenset(map(type, arrays))):
             return world, list(map(self.decisive, arrays))
         return None
@@ -133,7 +133,7 @@ class Inputs:
         targets: Sequence[Target | None],
         world: World,
     ) -> Sequence[Target | None]:
-        """The targets of those that have to be moved before the call; None for the others."""
+        """The targets of arrays that must be moved before the call; None for the others."""
         return targets
 
     def missing_own(
@@ -153,13 +153,13 @@ class Inputs:
             if len(given) != len(args):
                 raise TypeError(
                     f"{name}: {self.option} has {len(given)} entries, and there are {len(args)} "
-                    "positional arguments. Give one for each, or a dict from names of parameters"
+                    "positional arguments. Give one for each, or a dict from parameter names"
                 )
             return tuple(given), dict.fromkeys(kwargs, self.otherwise)
         raise TypeError(
             f"{name}: {self.option} is a {type(given).__name__}, which could be meant for the "
             "first argument or for all. Write a tuple with an entry for each positional argument, "
-            "or a dict from names of parameters"
+            "or a dict from parameter names"
         )
 
     def _prefix_by_name(
@@ -173,7 +173,7 @@ class Inputs:
             raise TypeError(
                 f"{name} has no parameter {', '.join(map(repr, unknown))}: it has "
                 f"{', '.join(known)}. To place the entries of an argument that "
-                "is a dict, write {'name of the parameter': {...}}"
+                "is a dict, write {'parameter name': {...}}"
             )
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
@@ -188,7 +188,7 @@ class Inputs:
         if isinstance(others, dict):
             spare = [key for key in others if key in named or key not in kwargs]
             if spare:
-                raise TypeError(f"{name} was given no {', '.join(map(repr, spare))} in **{rest}")
+                raise TypeError(f"{name} got no {', '.join(map(repr, spare))} in **{rest}")
         elif not is_placement_leaf(others):
             raise TypeError(
                 f"{name}: write a placement for all of **{rest}, or a dict from its names, not "
@@ -217,7 +217,7 @@ def _give_defaults(bound: inspect.BoundArguments, given: Any) -> None:
             continue
         if parameter.name in placed and outlined(parameter.default)[0]:
             bound.arguments[parameter.name] = parameter.default
-            # They can't be left out in front of it.
+            # Positional-only arguments before it can't be left out.
             for other in before if parameter.kind is parameter.POSITIONAL_ONLY else ():
                 bound.arguments[other.name] = other.default
         elif parameter.kind is parameter.POSITIONAL_ONLY:

@@ -1,4 +1,4 @@
-"""`opaque`: calls that JAX can't look into, with types inside `shard_map`."""
+"""`opaque`: gives types to calls that JAX can't analyse inside `shard_map`."""
 
 import functools
 import inspect
@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
-from .._placement import Axes, cast, manual_axes, union, varying
+from .._placement import AxisSet, cast, manual_axes, union, varying
 from .._tree import Arrays, Outline, outlined
 from .hazards import OPAQUE
 
@@ -40,29 +40,27 @@ def opaque(
     fwd: Callable[..., Any] | None = None,
     bwd: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
-    """Tells `shard_map` how a call that it can't look into varies over the mesh: as its arguments
-    do.
+    """Declares that a function's results vary over the mesh as its arguments do, for calls that
+    `shard_map` can't analyse.
 
-    For functions that call `pallas_call`, `jax.pure_callback`, `jax.ffi.ffi_call`, an exported
-    program and the like.
-    JAX can't see how what they return differs between the devices; with this it knows, so that
-    `check_vma=True` works, and the gradient communicates what the mathematics needs and nothing
-    else.
+    Use it for functions that call `pallas_call`, `jax.pure_callback`, `jax.ffi.ffi_call`, an
+    exported program and the like. JAX can't see whether their results differ between the devices.
+    With `opaque`, `check_vma=True` works, and the gradient communicates no more than the
+    mathematics needs.
 
     **Arguments:**
 
     - `fun`: a function of PyTrees. Without it a decorator is returned.
-    - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and what
-        is kept for `bwd`; `bwd(kept, cotangent)` returns a tuple with a cotangent for each
-        argument, or None where there is none. Opaque calls in them are covered, too.
+    - `fwd`, `bwd`: its derivative, as in `jax.custom_vjp`: `fwd(*args)` returns the result and
+        residuals; `bwd(residuals, cotangent)` returns a tuple with a cotangent, or None, for each
+        argument. Both may contain opaque calls.
 
     **Returns:**
 
-    A function like `fun`. Outside of `shard_map` it is `fun` with that derivative.
+    A function like `fun`. Outside `shard_map` it is `fun` with that derivative.
 
-    A kernel's `out_shape` must have the type of its input, which inside of `fun` is one and the
-    same for all arguments: `jax.ShapeDtypeStruct(x.shape, x.dtype,
-    manual_axis_type=jax.typeof(x).manual_axis_type)`.
+    A kernel's `out_shape` must have the type of its input. Inside `fun` all arguments have the same
+    type: `jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)`.
 
     !!! Example
 
@@ -96,7 +94,7 @@ def opaque(
     if bwd is not None and outlined(fun)[0]:
         raise TypeError(
             f"opaque: {name} holds arrays, and bwd returns cotangents for arguments only. Write a "
-            "function that is given the Module, or what it is, as an argument"
+            "function that takes the Module as an argument"
         )
 
     @functools.wraps(fun)
@@ -105,21 +103,21 @@ def opaque(
         bound.apply_defaults()
         if bwd is not None and bound.kwargs:
             raise TypeError(
-                f"opaque: {name} has a derivative, which is by position, and parameters "
-                f"that are given by name only: {', '.join(bound.kwargs)}"
+                f"opaque: {name} has a derivative, so its arguments must be positional. "
+                f"These are keyword-only: {', '.join(bound.kwargs)}"
             )
         arrays, outline = outlined((fun, bound.args, bound.kwargs))
         axes = union(map(varying, arrays))
         by_argument = [outlined(arg)[1] for arg in bound.args] if bwd is not None else []
-        call = _Call(fwd, bwd, outline, by_argument, axes)
-        # Casting them is part of what is differentiated: where an argument is the same on all
-        # devices, its cotangents are added up here, and nowhere else.
+        call = _OpaqueCall(fwd, bwd, outline, by_argument, axes)
+        # The cast is differentiated, too: if an argument is the same on all devices, its cotangents
+        # are summed here, and nowhere else.
         return call(cast(arrays, axes))
 
     return wrapped
 
 
-class _Call:
+class _OpaqueCall:
     """One call of an opaque function, as functions of arrays that all vary over `axes`."""
 
     def __init__(
@@ -128,18 +126,18 @@ class _Call:
         bwd: Callable[..., Any] | None,
         outline: Outline,
         by_argument: list[Outline],
-        axes: Axes,
+        axes: AxisSet,
     ):
         self._fwd, self._bwd = fwd, bwd
         self._outline = outline
         self._by_argument = by_argument
         self._axes = axes
-        # The trees of what comes back, without their arrays: known when that has been traced.
+        # The outlines of the result and the residuals, known after tracing.
         self._result: Outline | None = None
         self._kept: Outline | None = None
 
     def __call__(self, arrays: Arrays) -> Any:
-        # Outside of `shard_map` there are no types to see to.
+        # Only types inside `shard_map` need the seal.
         seal = _sealed if manual_axes() else _bare
         run = seal(self._run)
         if self._fwd is not None:
@@ -157,7 +155,7 @@ class _Call:
         return cast(arrays, self._axes)
 
     def _filled(self, arrays: Arrays) -> Any:
-        # Of the Python numbers that are differentiated JAX makes something that is no array quite.
+        # JAX differentiates Python numbers as objects that are not quite arrays.
         return self._outline.fill(map(jnp.asarray, arrays))
 
     def _run(self, arrays: Arrays) -> Arrays:
@@ -171,8 +169,8 @@ class _Call:
         returned = self._fwd(*args)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
-                "opaque: fwd must return a pair, the result and what is kept for bwd, and returned "
-                f"{returned!r}"
+                "opaque: fwd must return a pair, the result and the residuals for bwd, but "
+                f"returned {returned!r}"
             )
         result, kept = returned
         if self._result is None:
@@ -180,8 +178,8 @@ class _Call:
         result, outline = outlined(result)
         if outline.treedef != self._result_outline.treedef:
             raise TypeError(
-                "opaque: fwd must return what the function returns, "
-                f"{self._result_outline.treedef}, and what is kept; it returned {outline.treedef}"
+                "opaque: fwd must return the function's result, "
+                f"{self._result_outline.treedef}, and residuals; it returned {outline.treedef}"
             )
         kept, self._kept = outlined(kept)
         return self._cast(result), self._cast(kept)
@@ -197,7 +195,7 @@ class _Call:
         if not isinstance(cotangents, tuple) or len(cotangents) != len(args):
             raise TypeError(
                 f"opaque: bwd must return a tuple with a cotangent for each of the {len(args)} "
-                f"arguments, or None in its place, and returned {cotangents!r}"
+                f"arguments, or None, but returned {cotangents!r}"
             )
         by_array: Arrays = []
         for i, (arg, cotangent) in enumerate(zip(args, cotangents, strict=True)):
@@ -208,22 +206,22 @@ class _Call:
                 given = arg.treedef.flatten_up_to(cotangent)
             except (ValueError, TypeError) as error:
                 raise TypeError(
-                    f"opaque: what bwd returned for argument {i} is no cotangent of it: {error}"
+                    f"opaque: bwd returned no cotangent of argument {i}: {error}"
                 ) from None
             by_array += compress(given, arg.are_arrays)
-        # What there is no tangent of has no cotangent either.
+        # Integers have neither tangents nor cotangents.
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
 
 
-def _bare(part: Callable[..., Any]) -> Any:
-    return part
+def _bare(function: Callable[..., Any]) -> Any:
+    return function
 
 
-def _sealed(part: Callable[..., Any]) -> Any:
-    """A function of which `filter_shard_map` takes the types for granted: its results are cast."""
+def _sealed(function: Callable[..., Any]) -> Any:
+    """Marks a function whose types `filter_shard_map` can trust: its results are cast."""
 
     def sealed(*args: Any) -> Any:
-        return part(*args)
+        return function(*args)
 
     sealed.__name__ = OPAQUE
     return jax.jit(sealed)

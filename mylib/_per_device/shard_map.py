@@ -81,39 +81,41 @@ def filter_shard_map(
 ) -> Callable[..., Any]:
     """`jax.shard_map` for functions of PyTrees: each device runs `fun` on its part of the arrays.
 
-    What is not an array is static: the same object on all devices, on its way in and out.
+    Everything that is not an array is static: the same object on all devices, in arguments and
+    results.
 
     **Arguments:**
 
-    - `fun`: the function, or method, or Module. Without it a decorator is returned.
-    - `mesh`: by default that of `jax.set_mesh`. If that one has the same axes and devices, but axes
-        of other types (Auto, Explicit), `mesh` counts; in `jax.jit` the types around the call do.
+    - `fun`: a function, method or Module. Without it a decorator is returned.
+    - `mesh`: by default the mesh of `jax.set_mesh`. If the two differ only in their axis types
+        (Auto, Explicit), those of `mesh` are used, but inside `jax.jit` those of the surrounding
+        mesh.
     - `in_specs`: how the arguments are split: a placement for all of them, a tuple with a prefix
-        for each of the positional ones, or a dict from names of parameters to prefixes. Parameters
-        that aren't named, and arrays in `fun` itself, are whole on every device. A placement of
-        None is as the array lies, which is known on Explicit axes.
-    - `out_specs`: how the results are put together: a prefix of what `fun` returns. A rule is asked
-        with the shapes that one device returns. `P()` says that all devices return the same, which
-        is checked.
-    - `axis_names`: the mesh axes that `fun` is given its own part of, and may communicate along; by
-        default all. The other ones go on as outside.
-    - `check_vma`: whether JAX keeps account of what differs between devices. Without it nothing is
+        for each positional argument, or a dict from parameter names to prefixes. Parameters that
+        aren't named, and arrays in `fun` itself, are replicated. A placement of None keeps the
+        array as it is, which needs Explicit axes.
+    - `out_specs`: how the results are combined: a prefix of the result of `fun`. A rule is called
+        with the shapes that one device returns. `P()` states that all devices return the same,
+        which is checked.
+    - `axis_names`: the mesh axes that the arrays are split over inside `fun`, and that it may
+        communicate along; by default all. The other axes work as outside.
+    - `check_vma`: whether JAX tracks which values differ between devices. Without it nothing is
         checked, and gradients communicate more.
-    - `reshard`: whether an argument that is committed elsewhere, or on Explicit axes is split
-        otherwise than `in_specs` says, is moved or refused. (On Auto axes the compiler reshards.)
-    - `jit`: whether to compile the function. Outside of `jax.jit` it is slow otherwise, but can be
-        stepped through; of deadlocks and calls that JAX can't look into nothing is then known.
+    - `reshard`: whether an argument that is committed elsewhere, or split differently on Explicit
+        axes, is moved or raises an error. (On Auto axes the compiler reshards.)
+    - `jit`: whether to compile the function. If not, it is slow outside `jax.jit`, but can be
+        stepped through with a debugger; deadlocks and opaque calls are not detected.
 
     **Returns:**
 
-    A function of the same arguments. Unless `jit=False` it has a method `lower`, as those of
-    [`mylib.filter_jit`][] have.
+    A function of the same arguments. Unless `jit=False` it has a method `lower`, as with
+    [`mylib.filter_jit`][].
 
     **Raises:**
 
-    [`mylib.PlacementError`][], naming every array that can't be split so, and every result that
-    differs between devices that are to return the same. `ValueError` for a loop or condition that
-    would wait for ever, and for calls that JAX can't look into (see [`mylib.opaque`][]).
+    [`mylib.PlacementError`][], naming every array that can't be split as specified, and every
+    result that differs between devices although its spec says it doesn't. `ValueError` for loops
+    and conditions that would deadlock, and for opaque calls (see [`mylib.opaque`][]).
 
     **Warns:**
 
@@ -141,7 +143,7 @@ def filter_shard_map(
         raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
     manual = None if axis_names is None else _names(axis_names)
     inputs = Specs(in_specs, mesh, manual, reshard)
-    mapped = Mapped(fun, Plan(Function.of(fun), about(fun), inputs, out_specs, check_vma))
+    mapped = Mapped(fun, MapOptions(Function.of(fun), about(fun), inputs, out_specs, check_vma))
     return JittedMap.of(mapped, inputs) if jit else mapped
 
 
@@ -153,8 +155,8 @@ def _names(axis_names: Collection[Any]) -> frozenset[Any]:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """All of a mapped function but the function."""
+class MapOptions:
+    """Everything about a mapped function except the function itself."""
 
     function: Function
     about: Mapping[str, Any]
@@ -165,12 +167,14 @@ class Plan:
 
 @jtu.register_pytree_node_class
 class Mapped:
-    """A function of which each device runs its part. As it may hold arrays, it is a PyTree."""
+    """A function that each device runs on its part of the arrays. It is a PyTree, as it may hold
+    arrays.
+    """
 
-    def __init__(self, fun: Callable[..., Any], plan: Plan):
+    def __init__(self, fun: Callable[..., Any], options: MapOptions):
         self.fun = fun
-        self.plan = plan
-        self.__dict__.update(plan.about)
+        self.options = options
+        self.__dict__.update(options.about)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -179,77 +183,78 @@ class Mapped:
     def __repr__(self) -> str:
         return f"filter_shard_map({self.fun!r})"
 
-    def tree_flatten(self) -> tuple[tuple[Callable[..., Any]], Plan]:
-        return (self.fun,), self.plan
+    def tree_flatten(self) -> tuple[tuple[Callable[..., Any]], MapOptions]:
+        return (self.fun,), self.options
 
     @classmethod
-    def tree_unflatten(cls, plan: Plan, children: Any) -> "Mapped":
+    def tree_unflatten(cls, options: MapOptions, children: Any) -> "Mapped":
         (fun,) = children
-        return cls(fun, plan)
+        return cls(fun, options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        with self.plan.specs.in_force(current_world()):
+        with self.options.specs.in_force(current_world()):
             return self._call(*args, **kwargs)
 
     def _call(self, /, *args: Any, **kwargs: Any) -> Any:
-        plan, world = self.plan, current_world()
-        function, specs = plan.function, plan.specs
+        options, world = self.options, current_world()
+        function, specs = options.function, options.specs
         args, kwargs = specs.bind(function, args, kwargs)
         region = specs.region(function, world)
         given = args, kwargs
         asked = specs.resolve(function, split(given, _static(given)), args, kwargs, world)
-        if not plan.check_vma:
+        if not options.check_vma:
             _refuse_to_forget(function, given, world)
-        # The arrays of the function itself go in as arguments do, whole.
+        # The arrays in the function itself are passed as arguments, too, replicated.
         everything = self.fun, given
         leaves = split(everything, _static(everything))
         whole = NamedSharding(region.mesh, PartitionSpec())
         targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
-        arrays, in_specs = _enter(plan, leaves, targets, region, world)
-        outputs = _Outputs(plan, region, world)
+        arrays, in_specs = _enter(options, leaves, targets, region, world)
+        outputs = _Outputs(options, region, world)
 
-        def part(arrays: Arrays) -> Arrays:
+        def on_each_device(arrays: Arrays) -> Arrays:
             fun, (args, kwargs) = leaves.join(arrays)
             return outputs.take(fun(*args, **kwargs))
 
-        part.__name__ = part.__qualname__ = function.name
-        nested = world.manual_axes and plan.check_vma
-        # Between the passes of a gradient JAX keeps the values of an inner map. It splits them over
-        # the axes of the outer one as well, which XLA refuses. Nothing but arguments is kept so.
-        body = jax.checkpoint(part) if nested else part
+        on_each_device.__name__ = on_each_device.__qualname__ = function.name
+        nested = world.manual_axes and options.check_vma
+        # JAX saves residuals of an inner shard_map for the backward pass, and splits them over the
+        # axes of the outer one as well, which XLA rejects. With a checkpoint only arguments are
+        # saved.
+        body = jax.checkpoint(on_each_device) if nested else on_each_device
         returned = self._map(body, arrays, in_specs, outputs.specs, region, world)
         return outputs.outline.fill(returned)
 
     def _map(
         self,
-        part: Callable[[Arrays], Arrays],
+        body: Callable[[Arrays], Arrays],
         arrays: Arrays,
         in_specs: list[PartitionSpec],
         out_specs: list[PartitionSpec],
         region: Region,
         world: World,
     ) -> Arrays:
-        plan = self.plan
+        options = self.options
         mapped = jax.shard_map(
-            part,
+            body,
             mesh=None if not world.mesh.empty else region.mesh,
             in_specs=(in_specs,),
             out_specs=out_specs,
             axis_names=set(region.names),
-            check_vma=plan.check_vma,
+            check_vma=options.check_vma,
         )
-        if not plan.check_vma or not world.staged:
+        if not options.check_vma or not world.staged:
             with _captured_named(self.fun):
                 return mapped(arrays)
         mapped = jit(mapped)
         with _captured_named(self.fun):
             traced = mapped.trace(arrays)
-        _check(plan.function, traced.jaxpr)
-        if not world.manual_axes:  # else it is a part of the program around it
-            warn_of_sums(plan.function.name, traced.jaxpr)
+        _check(options.function, traced.jaxpr)
+        if not world.manual_axes:  # else the surrounding program is checked
+            warn_of_sums(options.function.name, traced.jaxpr)
         return mapped(arrays)
 
 
@@ -279,9 +284,7 @@ class JittedMap(Jitted[P, T]):
 
 @contextmanager
 def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
-    """JAX refuses arrays on the mesh that a function finds outside of its arguments, and names
-    none.
-    """
+    """Names the captured arrays that JAX rejects because they are on the mesh."""
     try:
         yield
     except ValueError as error:
@@ -292,8 +295,8 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
         ]
         if found and names.TEXT_OTHER_MESH in str(error):
             error.add_note(
-                f"({Function.of(fun).name} finds {', '.join(found)} outside of its arguments, on "
-                "a mesh already: pass it as an argument)"
+                f"({Function.of(fun).name} captures {', '.join(found)}, which is on a mesh "
+                "already: pass it as an argument)"
             )
         raise
 
@@ -303,9 +306,9 @@ def _static(tree: Any) -> frozenset[int]:
 
 
 def _enter(
-    plan: Plan, leaves: Leaves, targets: Sequence[Any], region: Region, world: World
+    options: MapOptions, leaves: Leaves, targets: Sequence[Any], region: Region, world: World
 ) -> tuple[Arrays, list[PartitionSpec]]:
-    """The arrays of (function, (args, kwargs)) as they go in, and their specs."""
+    """The arrays of (function, (args, kwargs)), placed for the call, and their specs."""
     specs: list[PartitionSpec] = []
     wanted: list[Target | None] = []
     faults: list[Fault] = []
@@ -313,30 +316,30 @@ def _enter(
     def refuse(i: int, request: str, reason: str, mend: str) -> None:
         (root, *path), shape = leaves.paths[i], tuple(leaves.arrays[i].shape)
         name = jtu.keystr(tuple(path))
-        name = plan.function.readable(name) if root.idx else plan.function.name + name
+        name = options.function.readable(name) if root.idx else options.function.name + name
         faults.append(Fault(name, shape, request, reason, mend))
 
     for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
         here = region.spec_of(x)
         if here is None:
-            for fault in plan.specs.unmovable(x, target):
+            for fault in options.specs.unmovable(x, target):
                 refuse(i, fault.request, fault.reason, fault.mend)
         if target is None:
             if region.explicit != region.names:
-                reason = "only of Explicit axes it is known how an array lies"
-                refuse(i, "None: split as it lies", reason, "write a PartitionSpec")
+                reason = "an array's sharding is known only over Explicit axes"
+                refuse(i, "None: keep its sharding", reason, "write a PartitionSpec")
             specs.append(PartitionSpec(*entries_over(here, region.names)))
             wanted.append(None)
             continue
-        # On Auto axes a program is resharded by its compiler.
+        # On Auto axes the compiler reshards.
         visible = region.explicit if world.staged else region.names
         lies_so = here is not None and entries_over(here, visible) == entries_over(
             target.spec, visible
         )
-        if region.explicit and not (plan.specs.reshard or lies_so or here is None):
+        if region.explicit and not (options.specs.reshard or lies_so or here is None):
             request = f"{target.spec} over {show_mesh(region.mesh)}"
             mend = "call mylib.filter_shard on it before, or leave out reshard=False"
-            refuse(i, request, f"it lies as {here}, and reshard=False", mend)
+            refuse(i, request, f"it is split as {here}, and reshard=False", mend)
         specs.append(target.spec)
         left_alone = world.staged and (lies_so or not region.explicit)
         wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))
@@ -346,24 +349,24 @@ def _enter(
 
 
 def _refuse_to_forget(function: Function, given: Any, world: World) -> None:
-    """In an inner map without types JAX drops what those of the outer one say."""
+    """An inner shard_map with `check_vma=False` would drop the varying types of the outer one."""
     axes = union(varying(x) for x in outlined(given)[0]) & world.manual_axes
     if axes:
         refuse_map(
             function,
-            "check_vma=False here would lose what the filter_shard_map around it knows: that "
-            f"arguments differ between the devices along {', '.join(map(repr, sorted(axes)))}",
+            "check_vma=False here would lose track of arguments that differ between the devices "
+            f"of the outer filter_shard_map along {', '.join(map(repr, sorted(axes)))}",
             "give both of them the same check_vma",
         )
 
 
 class _Outputs:
-    """What comes back from one call: known when the function has been traced."""
+    """The results of one call, known after the function has been traced."""
 
-    def __init__(self, plan: Plan, region: Region, world: World):
-        self._plan, self._region, self._world = plan, region, world
-        # JAX reads it when the function has returned, so that it can be filled until then. Else
-        # the function would have to be traced twice.
+    def __init__(self, options: MapOptions, region: Region, world: World):
+        self._options, self._region, self._world = options, region, world
+        # JAX reads this list after the function has returned, so `take` can fill it during the
+        # trace. Otherwise the function would have to be traced twice.
         self.specs: list[PartitionSpec] = []
         self.outline = Outline(None, (), ())
 
@@ -377,7 +380,7 @@ class _Outputs:
     def _specs_of(self, arrays: Arrays, leaves: Leaves) -> list[PartitionSpec]:
         region = self._region
         decision = decide(
-            leaves, self._plan.out_specs, region.mesh, self._world, fit=region.unfit_output
+            leaves, self._options.out_specs, region.mesh, self._world, fit=region.unfit_output
         )
         faults = list(decision.faults)
         specs: list[PartitionSpec] = []
@@ -395,27 +398,27 @@ class _Outputs:
     def _promises(
         self, x: jax.Array, spec: PartitionSpec, by_default: bool
     ) -> Iterator[tuple[str, str]]:
-        """Why it isn't so that all devices return the same, where the spec promises it."""
-        if not self._plan.check_vma:
+        """Reasons why a result may differ between devices although its spec says it doesn't."""
+        if not self._options.check_vma:
             if by_default:
                 yield (
-                    "with check_vma=False nobody knows whether all devices return the same",
+                    "with check_vma=False it is unknown whether all devices return the same",
                     "write P() to promise that they do",
                 )
             return
         differs = (varying(x) & self._region.names) - axes_in(spec) - set(spec.unreduced)
         if differs:
             along = ", ".join(map(repr, sorted(differs, key=str)))
-            given = "" if x.ndim else ", having given it a dimension (x[None]),"
+            given = "" if x.ndim else ", after adding a dimension (x[None]),"
             yield (
-                f"it differs between the devices along {along}, of which this says nothing",
+                f"it differs between the devices along {along}, which this does not name",
                 f"name {along} in its spec{given} or make it the same everywhere: "
                 "jax.lax.psum, pmean, all_gather(..., to='invarying')",
             )
 
 
 def _in_result(path: str) -> str:
-    # The rest are names of the root: "the array", "the tree".
+    # Other paths name the root: "the array", "the tree".
     return "the result" + path if path.startswith((".", "[")) else "the result"
 
 

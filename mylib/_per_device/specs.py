@@ -1,4 +1,4 @@
-"""What `filter_shard_map` splits over, and how the arguments are to be split."""
+"""The mesh axes that `filter_shard_map` splits over, and the shardings of its arguments."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -39,8 +39,8 @@ from .._tree import Kind, Leaves, kind_of, name_of
 
 @dataclass(frozen=True)
 class Region:
-    """What is split over: a mesh, its axes of the types that they have around the call, and those
-    of its axes of which each device is given its own part.
+    """The mesh to split over, with the axis types of the surrounding context, and the names of the
+    manual axes.
     """
 
     mesh: AnyMesh
@@ -48,7 +48,9 @@ class Region:
 
     @cached_property
     def explicit(self) -> frozenset[Any]:
-        """Those of the axes of which the arrays' types say how they are split over them."""
+        """The manual axes that are Explicit outside: an array's type shows how it is split over
+        them.
+        """
         types = axis_types(self.mesh)
         return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
 
@@ -72,7 +74,7 @@ class Region:
             return
         if unusual_memory_kind(target) is not None:
             yield (
-                "the parts of an array are in the devices' own memory inside shard_map",
+                "the shards of an array are in the devices' own memory inside shard_map",
                 "leave out the memory kind, and use mylib.filter_device_put before or after",
             )
         if PartitionSpec.UNCONSTRAINED in entries_of(target.spec):
@@ -86,7 +88,7 @@ class Region:
             )
 
     def spec_of(self, x: Any) -> PartitionSpec | None:
-        """How an array is split over the mesh, where that is known."""
+        """How an array is split over the mesh, if known."""
         here = x.sharding if kind_of(x) is Kind.DEVICE else jax.typeof(x).sharding
         if not isinstance(here, NamedSharding) or not same_axes(here.mesh, self.mesh):
             return None
@@ -95,7 +97,7 @@ class Region:
         return here.spec if known else None
 
     def beside(self, target: NamedSharding, here: PartitionSpec) -> NamedSharding:
-        """The target of an array that is `here`, which stays split over all other axes as it is."""
+        """The target of an array that is `here`; over all other axes it stays split as it is."""
         spec, taken = target.spec, axes_in(target.spec) | self.names
         count = max(len(spec), len(here))
         asked, found = ([*entries_of(s), *[None] * (count - len(s))] for s in (spec, here))
@@ -113,14 +115,14 @@ def refuse_map(function: Function, reason: str, mend: str) -> NoReturn:
 
 @dataclass(frozen=True, eq=False)
 class Specs(Inputs):
-    """How the arguments are split, over the axes `manual` (None: all)."""
+    """How the arguments are split over the axes `manual` (None: all)."""
 
     manual: frozenset[Any] | None
     reshard: bool
 
     option: ClassVar[str] = "in_specs"
     otherwise: ClassVar[Placement] = PartitionSpec()
-    # Those that are on the mesh are split by the program, whatever their shape.
+    # The program itself reshards arrays on the mesh, whatever their shape.
     decisive: ClassVar[Any] = staticmethod(attrgetter("sharding"))
 
     def region(self, function: Function, world: World) -> Region:
@@ -130,14 +132,14 @@ class Specs(Inputs):
         if not free:
             refuse_map(
                 function,
-                f"the code around it is given its part along all axes of {show_mesh(mesh)} already",
+                f"the outer filter_shard_map splits over all axes of {show_mesh(mesh)} already",
                 f"call {function.name} itself, or give the outer filter_shard_map axis_names= that "
                 "leave an axis for this one",
             )
         if not names <= free:
             refuse_map(
                 function,
-                f"it is to split over {tuple(sorted(names, key=str))}, and the axes of "
+                f"its axis_names are {tuple(sorted(names, key=str))}, and the axes of "
                 f"{show_mesh(mesh)} that are not split over yet are "
                 f"{tuple(sorted(free, key=str))}",
                 "name some of these in axis_names",
@@ -167,12 +169,12 @@ class Specs(Inputs):
         ):
             refuse_map(
                 function,
-                f"the mesh in force here is {show_mesh(around)}, and it is to split over another: "
+                f"the mesh in force here is {show_mesh(around)}, but `mesh=` is another: "
                 f"{show_mesh(given)}, or the same one with its devices in another order",
                 "leave out `mesh=`, or call it outside of `jax.set_mesh`",
             )
         if world.staged:
-            return around  # a program's axes are of one type throughout
+            return around  # axis types can't change inside a program
         if given is not None and given.axis_types != around.axis_types:
             if not (world.clean and isinstance(given, Mesh)):
                 refuse_map(
@@ -187,8 +189,8 @@ class Specs(Inputs):
 
     @contextmanager
     def in_force(self, world: World) -> Iterator[None]:
-        """Puts the mesh that was given in the place of one that differs from it in the types of its
-        axes: the mesh of a function counts, as that of `filter_shard` does.
+        """Sets the given mesh if the current one differs only in its axis types: an explicit
+        `mesh=` takes precedence, as in `filter_shard`.
         """
         around = world.mesh
         given = None if around.empty or not world.clean else self._given
@@ -214,7 +216,7 @@ class Specs(Inputs):
         return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
 
     def are_placed(self, world: World) -> bool:
-        # Inside of a program placing the arguments is a part of the program.
+        # Inside a program the program itself places its arguments.
         return world.staged
 
     def missing(
@@ -224,7 +226,7 @@ class Specs(Inputs):
         targets: Sequence[Target | None],
         world: World,
     ) -> Sequence[Target | None]:
-        """Those on the mesh are resharded by the program."""
+        """The program reshards arrays that are on the mesh."""
         mesh = self.region(function, world).mesh
         elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
         faults = [
@@ -238,7 +240,7 @@ class Specs(Inputs):
         return [to if away else None for to, away in zip(targets, elsewhere, strict=True)]
 
     def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
-        """Why an array that is not on the mesh is not moved there."""
+        """The fault of an array that is not on the mesh and must not be moved."""
         if (
             kind_of(x) is not Kind.DEVICE
             or not x.committed
@@ -247,7 +249,7 @@ class Specs(Inputs):
             return
         reason = f"it is elsewhere, at {x.sharding}"
         if target is None:
-            request, mend = "None: split as it lies", "write a PartitionSpec"
+            request, mend = "None: keep its sharding", "write a PartitionSpec"
         else:
             request, mend = f"{spec_in(target)}", "leave out reshard=False"
             reason += ", and reshard=False"
@@ -266,12 +268,12 @@ def _show_types(mesh: AnyMesh) -> str:
 
 
 def spec_in(target: Any) -> PartitionSpec:
-    """Of a target that `Region` has found to fit."""
+    """The spec of a target that fits a `Region`."""
     return target.spec
 
 
 def _is_on(mesh: AnyMesh, x: Any) -> bool:
-    """Whether an array is on this mesh, however it is split."""
+    """Whether an array is on this mesh, with any spec."""
     here = x.sharding if kind_of(x) is Kind.DEVICE else sharding_under(x)
     if not isinstance(here, NamedSharding) or here.mesh != mesh:
         return False

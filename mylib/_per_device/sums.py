@@ -1,8 +1,8 @@
-"""Finds gradients that are summed over the devices twice: by JAX, as the parameters are the same on
-all of them, and by the user's own `psum` or `pmean`.
+"""Finds gradients that are summed over the devices twice: by JAX, because the parameters are the
+same on all devices, and by the user's own `psum` or `pmean`.
 
-The program is read once, from top to bottom. Each value gets a set of marks, which say how it has
-come about:
+The program is read once, from top to bottom. Each value gets a set of marks that say how it was
+computed:
 
 - `CONSTANT`: from constants alone, `ZERO`: from zeros.
 - `LOCAL(axis)`: the cotangent of a loss that differs between the devices along an axis. `jax.grad`
@@ -12,8 +12,8 @@ come about:
 - `SUM(axis)`: a cotangent that JAX has summed over an axis, and the gradients that result from it.
 - `CAST(axis)`: a gradient with that mark, cast to varying, which `psum` and `pmean` do first.
 
-A value without marks is anything else. Wherever it isn't certain what a value is, its marks are
-dropped, so that no warning is wrong.
+All other values have no marks. In case of doubt a value's marks are dropped, so that no warning is
+wrong.
 """
 
 from collections.abc import Callable, Iterable
@@ -33,7 +33,7 @@ from .._compat import (
     while_body,
 )
 from .._errors import SummedTwiceWarning, warn
-from .._programs import is_opaque, jaxprs_in, parts_of
+from .._programs import all_jaxprs, is_opaque, jaxprs_in
 from .hazards import axes_named_by, where
 
 Mark = tuple[str, Any]
@@ -43,7 +43,7 @@ CONSTANT: Mark = ("constant", None)
 ZERO: Mark = ("zero", None)
 NONE: Marks = frozenset()
 
-# Equations with a program that is given what they are given themselves.
+# Equations that pass their operands on to their jaxpr.
 _CALLS = (
     names.CLOSED_CALL,
     names.CUSTOM_JVP_CALL,
@@ -55,13 +55,13 @@ _CALLS = (
     names.SHARD_MAP,
 )
 _SUMS = (names.PSUM, names.REDUCE_SCATTER)
-# Those that repeat their programs, or choose between them.
+# Equations that repeat their jaxprs, or choose between them.
 _BRANCHING = (names.COND, names.SCAN, names.WHILE)
 
 
 def summed_twice(program: Any) -> list[tuple[Any, str]]:
-    """Each axis over which a gradient is summed twice, with the place of the second sum, in a
-    program of `shard_map` given as a jaxpr.
+    """Each axis over which a jaxpr of `shard_map` sums a gradient twice, with the line of the
+    second sum.
     """
     if not _has_candidates(program):
         return []
@@ -70,12 +70,12 @@ def summed_twice(program: Any) -> list[tuple[Any, str]]:
     try:
         reader.read(jaxpr, [NONE] * len(jaxpr.invars), Pass.NONE)
     except UnknownParameter:
-        return []  # a JAX newer than this: a warning must not cost the result
+        return []  # newer JAX: a failed check must not cost the result
     return list(dict.fromkeys(reader.found))
 
 
 def warn_of_sums(name: str, program: Any) -> None:
-    """Warns of each of them, in the function called `name`."""
+    """Warns about each of these sums in the function called `name`."""
     for axis, place in summed_twice(program):
         warn(
             f"{name}: a gradient is summed over {axis!r} twice. The parameters are the same on all "
@@ -89,8 +89,8 @@ def warn_of_sums(name: str, program: Any) -> None:
 
 
 def _has_candidates(program: Any) -> bool:
-    """Whether there are two sums at all, one of which may be JAX's own; most programs have none."""
-    equations = (eqn for part in parts_of(program) for eqn in opened(part).eqns)
+    """Whether the program has two sums, one of which may be JAX's own. Most programs have none."""
+    equations = (eqn for jaxpr in all_jaxprs(program) for eqn in opened(jaxpr).eqns)
     return sum(eqn.primitive.name in _SUMS for eqn in equations) > 1
 
 
@@ -100,9 +100,8 @@ class _Reader:
         self._known: dict[Any, tuple[list[Marks], list[tuple[Any, str]]]] = {}
 
     def read(self, jaxpr: Any, given: list[Marks], around: Pass) -> list[Marks]:
-        """The marks of the results of a program whose arguments have these."""
-        # What is called several times alike is read once. (The jaxpr is part of the program, so
-        # that its id stays its own.)
+        """The marks of a jaxpr's results, from those of its arguments."""
+        # Equal calls are read once. (The program holds the jaxpr, so its id stays valid.)
         key = id(jaxpr), tuple(given), around
         if key in self._known:
             results, found = self._known[key]
@@ -114,7 +113,7 @@ class _Reader:
         return results
 
     def _read(self, jaxpr: Any, given: list[Marks], around: Pass) -> list[Marks]:
-        # If JAX counts otherwise some day, values go without marks; nothing raises.
+        # If a future JAX changes the number of arguments, values have no marks; nothing raises.
         marks: dict[int, Marks] = dict(zip(map(id, jaxpr.invars), given, strict=False))
 
         def of(x: Any) -> Marks:
@@ -150,7 +149,7 @@ class _Reader:
         elif given and all(CONSTANT in its for its in given):
             marks = _joined(given, _union)
         elif transposed:
-            # Linear in what it is given, or in one of two; the other ones have no marks.
+            # Linear in all operands, or in one of two; the other one has no marks.
             marks = _union(given) - {CONSTANT, ZERO}
             marks |= {("shared", axis) for axis in axes_named_by(eqn)}
         else:
@@ -183,7 +182,7 @@ class _Reader:
         rest: list[Marks],
         within: Pass,
     ) -> list[Marks]:
-        """The marks that hold for every turn of a loop."""
+        """The marks that hold for every iteration of a loop."""
         meet = _meet(within)
         while True:
             found = len(self.found)
@@ -228,7 +227,7 @@ def _summed_by_jax(marks: Marks, axes: Iterable[Any]) -> Marks:
 
 
 def _of_gradients(eqn: Any, given: list[Marks]) -> Marks:
-    """The marks of a gradient that are left after an operation on it."""
+    """The marks of a gradient that an operation on it keeps."""
     name = eqn.primitive.name
     if name in names.LINEAR_IN_ONE or (name == names.REDUCE_SUM and eqn.outvars[0].aval.shape):
         return _gradient(given[0])
@@ -244,8 +243,8 @@ def _of_gradients(eqn: Any, given: list[Marks]) -> Marks:
 
 
 def _scaled(marks: Marks, scale: Marks) -> Marks:
-    """A sum may be multiplied by anything that is the same on all devices, as it is itself; after
-    the cast to varying only by constants.
+    """A sum may be multiplied by any value that is the same on all devices; after the cast to
+    varying only by constants.
     """
     if CONSTANT in scale:
         return _gradient(marks)
@@ -270,7 +269,7 @@ def _meet(within: Pass) -> Callable[[Iterable[Marks]], Marks]:
 
 
 def _joined(given: Iterable[Marks], join: Callable[[Iterable[Marks]], Marks]) -> Marks:
-    """Constants take nothing from what they are joined with."""
+    """Constants remove no marks from the values that they are joined with."""
     several = list(given)
     others = [marks for marks in several if CONSTANT not in marks]
     if others:

@@ -1,4 +1,4 @@
-"""`vary`: says of arrays that they differ between the devices."""
+"""`vary`: marks arrays as different on each device."""
 
 from typing import Any, TypeVar
 
@@ -8,21 +8,21 @@ T = TypeVar("T")
 
 
 def vary(tree: T, axis_names: Any, /) -> T:
-    """Says of a tree's arrays that they differ between the devices, inside `shard_map`.
+    """Marks a tree's arrays as varying between the devices, inside `shard_map`.
 
-    No value changes and nothing is sent. What changes are gradients: of what is the same on
-    all devices JAX adds them up over the devices, of what differs it doesn't.
+    No value changes and nothing is communicated. Only gradients change: JAX sums the gradients of
+    arrays that are the same on all devices, and doesn't sum those of varying arrays.
 
     **Arguments:**
 
-    - `tree`: any PyTree. What is not an array, a Python number for instance, comes back as the same
-        object.
+    - `tree`: any PyTree. Anything else than an array, such as a Python number, is returned as it
+        is.
     - `axis_names`: a mesh axis, or several in a tuple.
 
     **Returns:**
 
-    The tree, its arrays varying over these axes, too. With `check_vma=False`, where there are no
-    such types, the tree as it was.
+    The tree, with its arrays also varying over these axes. With `check_vma=False`, which has no
+    such types, the tree is unchanged.
 
     !!! Example
 
@@ -42,7 +42,7 @@ def vary(tree: T, axis_names: Any, /) -> T:
     unknown = [axis for axis in axes if axis not in known]
     if unknown:
         raise ValueError(
-            f"vary: {', '.join(map(repr, unknown))} is none of the axes that are split over here; "
+            f"vary: {', '.join(map(repr, unknown))} is not among the axes split over here; "
             + (f"there are {known}" if known else "there are none: call it in filter_shard_map")
         )
     return cast(tree, axes)

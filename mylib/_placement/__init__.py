@@ -1,6 +1,4 @@
-"""What may be asked for an array: placements become shardings, checked on shapes alone, in the
-context of the call.
-"""
+"""Resolves placements to shardings, and checks them against shapes and the context of the call."""
 
 from .checks import (
     show as show,
@@ -47,7 +45,7 @@ from .shardings import (
     without_partial_sums as without_partial_sums,
 )
 from .varying import (
-    Axes as Axes,
+    AxisSet as AxisSet,
     axes_of_type as axes_of_type,
     cast as cast,
     manual_axes as manual_axes,

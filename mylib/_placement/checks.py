@@ -1,4 +1,6 @@
-"""Why a target doesn't fit an array, a mesh, or the code around: (reason, mend) for each fault."""
+"""Checks whether a target fits an array, a mesh, and the surrounding code: (reason, mend) for each
+fault.
+"""
 
 import difflib
 import inspect
@@ -46,10 +48,10 @@ def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
 
 
 def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
-    """Why the axes that `spec` names as unreduced or reduced can't be so over this mesh."""
+    """Checks whether this mesh allows the axes that `spec` names as unreduced or reduced."""
     for role, names in (("unreduced", spec.unreduced), ("reduced", spec.reduced)):
         types = axis_types(mesh) if names else {}
-        # JAX reshards to these only where no axis of the mesh is of another type.
+        # JAX reshards to these only if all axes of the mesh are Explicit.
         others = sorted(name for name in types if types[name] != AxisType.Explicit)
         if others:
             kinds = ", ".join(f"{name!r} is {types[name].name}" for name in others)
@@ -64,7 +66,7 @@ def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str
 def unfit_dtype(target: Target, x: Any) -> Iterator[tuple[str, str]]:
     sharding = sharding_of(target)
     if has_partial_sums(sharding) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        yield "keys can't be added up", "leave out unreduced= and reduced="
+        yield "keys can't be summed", "leave out unreduced= and reduced="
 
 
 def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
@@ -80,7 +82,7 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, s
         return
     for dim, entry in enumerate(entries_of(sharding.spec)):
         parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
-        # A symbolic size, as in `jax.export`, is left to the program that it comes to stand in.
+        # Symbolic sizes, as in `jax.export`, are checked when the exported program is called.
         if isinstance(shape[dim], int) and shape[dim] % parts:
             yield (
                 f"dimension {dim} of size {shape[dim]} does not divide into the {parts} parts of "
@@ -131,7 +133,7 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
     mesh = sharding.mesh
     if size is None and isinstance(mesh, AbstractMesh):
         yield (
-            "an abstract mesh has no devices, and nothing here says on which this code runs",
+            "an abstract mesh has no devices, and the devices of this code are unknown here",
             "pass a `jax.sharding.Mesh`, or call this under `jax.set_mesh(mesh)`",
         )
     elif size is not None and size != mesh.size:
@@ -163,7 +165,7 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
     for name in sorted(explicit & world.spmd_axes):
         yield (
-            f"spmd_axis_name={name!r} is an Explicit axis, and JAX forgets it when resharding",
+            f"spmd_axis_name={name!r} is an Explicit axis, and JAX drops it when resharding",
             "split the batch over it outside of vmap, or make the axis Auto",
         )
     for name in sorted(explicit & world.batch_axes & axes_in(sharding.spec)):

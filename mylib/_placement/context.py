@@ -1,4 +1,4 @@
-"""What surrounds a call: whether it is eager or staged, and which mesh is in force."""
+"""The context of a call: eager or staged, and the mesh in force."""
 
 import functools
 from collections.abc import Iterable
@@ -14,26 +14,26 @@ from .._compat import current_trace, is_eager, is_staged_trace, mesh_with_device
 
 @dataclass(frozen=True)
 class World:
-    """What surrounds a call.
+    """The context of a call.
 
-    `mesh` carries the axis names, sizes and types that are in force here (empty outside any mesh);
-    `devices` is the same mesh with its devices, where they are known.
+    `mesh` has the axis names, sizes and types in force (empty outside any mesh); `devices` is the
+    same mesh with its devices, if they are known.
     """
 
     staged: bool
     mesh: AbstractMesh
     devices: Mesh | None
-    # Whether no transformation, not even an eager one, surrounds the call: only then does JAX allow
+    # Whether the call is outside all transformations, also eager ones: only then does JAX allow
     # `jax.set_mesh`.
     clean: bool = False
-    # The mesh axes that a surrounding `vmap` splits its batch over: because the batch came so, on
-    # Explicit axes, and because of `spmd_axis_name`.
+    # The mesh axes that a surrounding `vmap` splits its batch over: Explicit axes of the batch
+    # itself, and `spmd_axis_name`.
     batch_axes: frozenset[Any] = frozenset()
     spmd_axes: frozenset[Any] = frozenset()
 
     @property
     def manual_axes(self) -> frozenset[str]:
-        """The axes over which a surrounding `shard_map` has already split the arrays."""
+        """The axes that a surrounding `shard_map` has already split the arrays over."""
         return frozenset(
             name
             for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
@@ -41,8 +41,8 @@ class World:
         )
 
     def size_at(self, x: jax.Array) -> int | None:
-        """On how many devices the program runs that `x` is a value of, if that is known. Constants
-        say nothing: they are copied into whatever program uses them.
+        """The number of devices of the program that computes `x`, if known. It is unknown for
+        constants, which are copied into any program that uses them.
         """
         mesh = self.mesh
         if mesh.empty and isinstance(x, Tracer):
@@ -68,7 +68,7 @@ def current_world() -> World:
 
 @functools.lru_cache(maxsize=64)
 def _eager_world(mesh: AbstractMesh, concrete: Mesh) -> World:
-    """The world of every call that no transformation surrounds; most ask for nothing else."""
+    """The world of calls outside all transformations, which are the most common."""
     return World(staged=False, mesh=mesh, devices=None if concrete.empty else concrete, clean=True)
 
 

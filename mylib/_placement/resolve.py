@@ -1,4 +1,4 @@
-"""What a placement may be, and `resolve`: one target for every array leaf, or every fault."""
+"""`resolve`: turns a placement into a target for every array leaf, or reports all faults."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,17 +40,16 @@ class _Pass:
 
 
 PASS: Final = _Pass()
-"""What a rule returns for a leaf on which it has no opinion."""
+"""A rule's result for a leaf that it doesn't decide."""
 
 Rule = Callable[[Leaf], Any]
 Placement = jax.Device | Sharding | Format | PartitionSpec | Rule | None
-"""What may be said about where an array goes: a device, a `jax.sharding.Sharding`, a `Format`, a
-`PartitionSpec` (over the mesh that is given, or that of `jax.set_mesh`), a rule (a callable from
-[`mylib.Leaf`][] to any of these), or None to leave the array alone. Every verb also takes a PyTree
-prefix of these.
+"""Where an array goes: a device, a `jax.sharding.Sharding`, a `Format`, a `PartitionSpec` (over the
+given mesh, or that of `jax.set_mesh`), a rule (a callable from [`mylib.Leaf`][] to any of these),
+or None to leave the array alone. Every verb also takes a PyTree prefix of these.
 """
 
-# Why a leaf can't be placed, before it is known which leaf: (request, reason, mend).
+# A fault without its leaf: (request, reason, mend).
 Complaint = tuple[str, str, str]
 Verdict = tuple[Target | None, list[Complaint]]
 Refusal = Callable[[Target], Iterator[tuple[str, str]]]
@@ -60,26 +59,26 @@ Fit = Callable[[Target, tuple[int, ...]], Iterator[tuple[str, str]]]
 def resolve(
     tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
 ) -> PyTree[Any]:
-    """Works out where every array of a tree is to go, and moves nothing.
+    """Determines the target of every array of a tree, without moving anything.
 
-    This is what every verb does first. Only shapes and dtypes are read, so an abstract tree
-    (`equinox.filter_eval_shape`) does as well as a concrete one.
+    Every verb does this first. Only shapes and dtypes are read, so the tree may be abstract
+    (`equinox.filter_eval_shape`).
 
     **Arguments:**
 
     - `tree`: any PyTree.
     - `placement`: a device, sharding, `Format`, `PartitionSpec`, None, a rule, or a PyTree prefix
         of those.
-    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+    - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`.
 
     **Returns:**
 
     A PyTree of the structure of `tree`, with a `jax.sharding.Sharding` or `Format` for every array
-    leaf that is to be placed and None for all others. It is itself a placement.
+    leaf that has a placement, and None for all others. It is itself a placement.
 
     **Raises:**
 
-    [`mylib.PlacementError`][], naming every leaf whose placement can't be had.
+    [`mylib.PlacementError`][], naming every leaf that can't be placed as requested.
 
     !!! Example
 
@@ -111,7 +110,7 @@ def resolve_leaves(
 
 @dataclass
 class Decision:
-    """What was asked for each array leaf and what came of it; `mesh` is what specs refer to."""
+    """The placement requested for each array leaf, and its target; `mesh` is the mesh of specs."""
 
     entries: list[Any]
     targets: list[Target | None]
@@ -128,8 +127,8 @@ def decide(
     refuse: Refusal | None = None,
     fit: Fit = unfit_shape,
 ) -> Decision:
-    """`resolve_leaves`, but for raising: what it finds wrong is part of the answer. `fit` yields
-    (reason, mend) for a target that an array of this shape can't have.
+    """`resolve_leaves` without raising: it returns the faults. `fit` yields (reason, mend) for a
+    target that an array of this shape can't have.
     """
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
@@ -141,8 +140,8 @@ def decide(
 
 
 def _refuse_arrays(placement: Any) -> None:
-    """Of a tree without arrays nothing is placed, whatever the placement; but with arrays in it the
-    placement is the tree.
+    """A tree without arrays accepts any placement. But if the placement contains arrays, the
+    arguments are probably swapped.
     """
     found = next(iter(split(placement).arrays), None)
     if found is not None:
@@ -153,13 +152,13 @@ def _refuse_arrays(placement: Any) -> None:
 
 
 def ask(rule: Rule, leaf: Leaf) -> Any:
-    """What a rule answers."""
-    # Equinox's own way to say "the arrays, not the rest" would take a `Leaf` for the rest.
+    """The result of a rule for a leaf."""
+    # `equinox.if_array` would not count a `Leaf` as an array.
     return rule.axis if isinstance(rule, eqx.if_array) else rule(leaf)
 
 
 def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
-    """What a rule is asked about."""
+    """The description of a leaf that rules are called with."""
     x = leaves.arrays[i]
     return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, leaves.walker)
 
@@ -171,13 +170,13 @@ def is_placement_leaf(x: Any) -> bool:
 
 
 def is_rule(x: Any) -> bool:
-    # A registered node that happens to be callable, such as a Module of shardings, is a prefix; and
-    # a mesh can be called because it is a decorator.
+    # A callable PyTree node, such as a Module of shardings, is a prefix. A mesh is callable only
+    # because it is a decorator.
     return callable(x) and not isinstance(x, Mesh) and jtu.all_leaves([x])
 
 
 class _Resolver:
-    """One `resolve`: what it was asked, and what it has found out so far."""
+    """The state of one `resolve`."""
 
     def __init__(
         self,
@@ -194,11 +193,11 @@ class _Resolver:
         self.mesh = _mesh_of_specs(mesh, world)
         self.mesh_given = mesh is not None
         self.asked: dict[int, tuple[Any, list[Leaf]]] = {}
-        # Trees repeat themselves, so each pair of a placement and a shape is judged once. Keyed by
-        # identity, since hashing a sharding costs more; what is keyed so is kept alive.
+        # Trees are repetitive, so each pair of a placement and a shape is checked once. Keyed by
+        # id, since hashing a sharding costs more; `alive` keeps the keyed objects alive.
         self.verdicts: dict[Any, Verdict] = {}
         self.alive: list[Any] = []
-        # Rules write the same few specs over and over.
+        # Rules return the same few specs again and again.
         self.specs: dict[PartitionSpec, PartitionSpec] = {}
 
     def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
@@ -228,25 +227,26 @@ class _Resolver:
         asked: list[Any] = []
         while is_rule(entry):
             if any(entry is rule for rule in asked):
-                return None, [(repr(entry), "the rule answers with itself", "return a placement")]
+                return None, [(repr(entry), "the rule returns itself", "return a placement")]
             asked.append(entry)
             entry = self.ask(i, entry)
         if entry is None:
             return None, []
         written, size, key = entry, None, (id(entry), kind, x.shape)
         if self.world.staged or isinstance(entry, Format):
-            # More counts here than the shape: the mesh of a traced value, the dtype for a layout.
+            # Not only the shape matters here: also the mesh of a traced value, and the dtype for a
+            # layout.
             abstract = kind is Kind.ABSTRACT
             size = self.world.size_at(x) if self.world.staged and not abstract else None
             key = (*key, size, x.dtype)
         if asked and self.mesh is None and isinstance(entry, PartitionSpec):
-            # There is no mesh by which the rule could have chosen, so what it says is the user's.
+            # Without a mesh the rule has no choice of axes, so the error shows the rule itself.
             written = asked[0]
             key = (*key, id(written))
         verdict = self.verdicts.get(key)
         if verdict is None:
             verdict = self.try_target(entry, written, x, kind, size)
-            # The dtype counts for what is to be added up, too, which is rare.
+            # Partial sums also depend on the dtype. They are rare.
             if not has_partial_sums(entry):
                 self.alive += [entry, written]
                 self.verdicts[key] = verdict
@@ -288,7 +288,7 @@ class _Resolver:
                 )
             return SingleDeviceSharding(entry)
         if isinstance(entry, Format) and not isinstance(entry.sharding, Sharding):
-            raise _Misfit(("the format says no sharding", "write Format(layout, sharding)"))
+            raise _Misfit(("the format has no sharding", "write Format(layout, sharding)"))
         if not isinstance(entry, Sharding | Format):
             raise _Misfit(_not_a_placement(entry))
         sharding = sharding_of(entry)
@@ -313,7 +313,7 @@ class _Resolver:
         return mesh
 
     def unfit_world(self, target: Target, size: int | None) -> Iterator[tuple[str, str]]:
-        """What this target can't be asked for here, though it would be right elsewhere."""
+        """Faults of a target in this context; elsewhere it may be fine."""
         sharding = sharding_of(target)
         if self.world.staged:
             yield from unfit_staged(sharding, self.world, size)
@@ -332,7 +332,7 @@ class _Misfit(Exception):
 
 
 def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
-    """What a rule that can tell finds wrong, having been asked about these leaves."""
+    """The faults that a rule's own `faults` method finds for the leaves it was called with."""
     find = getattr(rule, "faults", None)
     if find is None:
         return []
@@ -340,7 +340,7 @@ def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
     return [
         fault
         if isinstance(fault, Fault)
-        else Fault("", None, repr(rule), fault, "mend the rule, or drop that part of it")
+        else Fault("", None, repr(rule), fault, "fix the rule, or drop that part of it")
         for fault in ([found] if isinstance(found, str) else found)
     ]
 
@@ -356,7 +356,7 @@ def _mesh_of_specs(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
 def _not_a_placement(entry: Any) -> tuple[str, str]:
     if entry is PASS:
         return (
-            "the rule has no opinion on this leaf, and no other rule follows it",
+            "the rule returns PASS for this leaf, and no other rule follows it",
             "return a placement: None to leave the leaf alone, P() to replicate it",
         )
     if isinstance(entry, str):

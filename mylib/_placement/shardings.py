@@ -1,4 +1,4 @@
-"""Targets: what a placement comes down to for one leaf, and what can be read off one."""
+"""Targets: the shardings that placements resolve to, and their properties."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -13,8 +13,8 @@ from .context import World
 
 AnyMesh = Mesh | AbstractMesh
 Target = Sharding | Format
-"""What a placement comes down to for one array: a `jax.sharding.Sharding`, or a `Format` where a
-layout was asked for.
+"""The resolved placement of one array: a `jax.sharding.Sharding`, or a `Format` if a layout was
+requested.
 """
 T = TypeVar("T", bound=Target)
 
@@ -34,7 +34,7 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
 
 
 def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
-    # Going over the spec itself is refused where it names unreduced or reduced axes.
+    # Specs with unreduced or reduced axes can't be iterated over.
     return tuple(spec.partitions)
 
 
@@ -43,13 +43,13 @@ def axes_in(spec: PartitionSpec) -> set[Any]:
 
 
 def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
-    # With the axes that it names as unreduced or reduced, and whatever else it says of them.
+    # Keeps unreduced and reduced axes.
     return spec.update(partitions=tuple(entries))
 
 
 def has_partial_sums(placement: Any) -> bool:
-    """Whether a spec, or a sharding with one, names axes as unreduced: each device has a part of a
-    sum. Also if it names them as reduced: then each has a part of the gradient's.
+    """Whether a spec, or a sharding with one, names unreduced axes (each device has a term of a
+    sum) or reduced axes (each device has a term of the gradient's sum).
     """
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     return isinstance(spec, PartitionSpec) and bool(spec.unreduced or spec.reduced)
@@ -60,8 +60,8 @@ def without_partial_sums(sharding: NamedSharding) -> NamedSharding:
 
 
 def fill_free(wanted: T, here: Sharding | None, ndim: int) -> T:
-    """`wanted` with its UNCONSTRAINED dimensions as they are in `here`, as far as the axes are not
-    taken: outside of a compiled program nobody else chooses for them.
+    """`wanted` with its UNCONSTRAINED dimensions filled in from `here`, except for axes already
+    used: outside a compiled program there is no compiler to choose.
     """
     filled: Any = wanted
     if isinstance(wanted, Format):
@@ -82,7 +82,7 @@ def fill_free(wanted: T, here: Sharding | None, ndim: int) -> T:
 
 
 def spec_over(mesh: AnyMesh, here: object, ndim: int) -> list[Any]:
-    """How an array at `here` is split over `mesh`, one entry a dimension."""
+    """How an array at `here` is split over `mesh`, one entry per dimension."""
     current: list[Any] = [None] * ndim
     if isinstance(here, NamedSharding) and here.mesh == mesh:
         current[: len(here.spec)] = entries_of(here.spec)
@@ -90,19 +90,19 @@ def spec_over(mesh: AnyMesh, here: object, ndim: int) -> list[Any]:
 
 
 def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:
-    """`mesh` with its axes of the types that they have in the surrounding code: `shard_map`,
-    `auto_axes` and `explicit_axes` change them for what they wrap.
+    """`mesh` with the axis types of the surrounding code: `shard_map`, `auto_axes` and
+    `explicit_axes` change them.
     """
     if not (world.staged and same_axes(world.mesh, mesh)):
         return mesh
-    # With its devices, if they are the same: what is written down here may be evaluated step by
-    # step (`jax.checkpoint`), on arrays that are elsewhere.
+    # With its devices, if they are the same: this program may be evaluated eagerly
+    # (`jax.checkpoint`), on arrays that are elsewhere.
     unchanged = mesh == world.devices and mesh.axis_types == world.mesh.axis_types
     return mesh if unchanged else world.mesh
 
 
 def same_axes(one: AnyMesh, other: AnyMesh) -> bool:
-    # In order, too: ("a", "b") and ("b", "a") number the devices differently.
+    # In the same order: ("a", "b") and ("b", "a") number the devices differently.
     return tuple(one.shape.items()) == tuple(other.shape.items())
 
 
@@ -116,14 +116,14 @@ def memory_kind(sharding: Sharding) -> str:
 
 @lru_cache(maxsize=64)
 def is_described(mesh: AnyMesh | None) -> bool:
-    """Whether the devices of a mesh are not here: programs can be compiled for them, nothing can be
-    put there.
+    """Whether the devices of a mesh are only described: programs can be compiled for them, but no
+    array can be put there.
     """
     return isinstance(mesh, Mesh) and not mesh.empty and is_compile_only(mesh.devices.flat[0])
 
 
 def is_here(sharding: Sharding) -> bool:
-    """Whether arrays can be put there."""
+    """Whether arrays can be put on its devices."""
     if isinstance(sharding, NamedSharding):
         return not is_described(sharding.mesh)
     return not is_compile_only(next(iter(sharding.device_set)))
@@ -132,7 +132,7 @@ def is_here(sharding: Sharding) -> bool:
 def default_memory_kind(sharding: Sharding) -> str:
     abstract = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh)
     if not is_here(sharding):
-        # The compiler doesn't say (GPU), or only for one of the hosts (TPU).
+        # Unknown to the compiler (GPU), or known only for one of the hosts (TPU).
         return "device"
     addressable = jax.devices() if abstract else sharding.addressable_devices
     device = next(iter(addressable), None) or next(iter(sharding.device_set))
@@ -140,20 +140,20 @@ def default_memory_kind(sharding: Sharding) -> str:
 
 
 def unusual_memory_kind(target: Target) -> str | None:
-    """The kind of memory that a target asks for, if it isn't the one that programs compute in."""
+    """A target's memory kind, if programs don't compute in it."""
     sharding = sharding_of(target)
     kind = sharding.memory_kind
     return None if kind is None or kind == default_memory_kind(sharding) else kind
 
 
 def memory_space(sharding: Sharding) -> Any:
-    """What a compiled program calls the memory that `sharding` speaks of."""
+    """The memory of `sharding` as a memory space of compiled programs."""
     pinned = sharding.memory_kind == "pinned_host"
     return jax.memory.Space.Host if pinned else jax.memory.Space.Device
 
 
 def entries_over(spec: PartitionSpec | None, names: frozenset[Any]) -> tuple[tuple[Any, ...], ...]:
-    """What a spec says of some axes; equal where it means the same."""
+    """A spec's entries for some axes; equal if the meaning is equal."""
     entries = [
         tuple(name for name in axis_names(entry) if name in names)
         for entry in (entries_of(spec) if spec is not None else ())

@@ -1,4 +1,4 @@
-"""What differs between the devices inside `shard_map`, as JAX's types have it."""
+"""Reads and changes the types that tell whether values vary over devices inside `shard_map`."""
 
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from .._tree import Kind, kind_of
 
 T = TypeVar("T")
-Axes = frozenset[Any]
+AxisSet = frozenset[Any]
 
 
 def cast(tree: T, axes: Iterable[Any]) -> T:
-    """`vary`, over axes that are there."""
-    # In the same order in every process: else their programs differ.
+    """Casts arrays to varying, over those of the axes that are manual here."""
+    # In the same order in every process. Otherwise their programs would differ.
     ordered = [axis for axis in manual_axes() if axis in frozenset(axes)]
 
     def cast_one(x: Any) -> Any:
@@ -27,19 +27,19 @@ def cast(tree: T, axes: Iterable[Any]) -> T:
 
 
 def manual_axes() -> tuple[Any, ...]:
-    """The axes that the code around is given its part of, in the order of the mesh."""
+    """The manual axes of the surrounding `shard_map`, in the order of the mesh."""
     return tuple(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def varying(x: Any) -> Axes:
-    """The mesh axes along which an array differs, or what `jax.eval_shape` says of it."""
+def varying(x: Any) -> AxisSet:
+    """The mesh axes that an array, or its `jax.eval_shape`, varies over."""
     return axes_of_type(x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x))
 
 
-def axes_of_type(aval: Any) -> Axes:
+def axes_of_type(aval: Any) -> AxisSet:
     kind = getattr(aval, "manual_axis_type", None)  # None: outside of `shard_map`, or unchecked
     return frozenset() if kind is None else kind.varying
 
 
-def union(axes: Iterable[Axes]) -> Axes:
+def union(axes: Iterable[AxisSet]) -> AxisSet:
     return frozenset[Any]().union(*axes)

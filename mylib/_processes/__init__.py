@@ -1,12 +1,12 @@
-"""How processes meet, agree on what they are about to do, and compare what they hold."""
+"""Lets processes meet, agree on what to place, and compare the data that they hold."""
 
 from .agreement import (
     agree as agree,
     checksum as checksum,
     described as described,
     owners as owners,
-    shared_parts as shared_parts,
-    told_to_all as told_to_all,
+    raised_in_all as raised_in_all,
+    shared_indices as shared_indices,
 )
 from .meeting import (
     AbsentError as AbsentError,

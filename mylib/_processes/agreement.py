@@ -1,4 +1,4 @@
-"""Comparing what processes place over the devices of several, and telling them of errors."""
+"""Compares what processes place on devices of several of them, and shares errors between them."""
 
 import functools
 import hashlib
@@ -24,12 +24,12 @@ from .meeting import (
     processes_of,
 )
 
-# Of nodes that keep something beside their children and fields.
+# For nodes with data besides their children and fields.
 _UNNAMED = Fault(
     "",
     None,
     "the same in all processes",
-    "what its nodes hold beside their children differs between them",
+    "the data in its nodes, besides their children, differs between them",
     "make the tree in the same way in every process, or place with check=False",
 )
 
@@ -41,9 +41,8 @@ def agree(
     faults: Sequence[Fault],
     check: bool | None,
 ) -> None:
-    """Raises the same error in all processes that would get devices of an array, if one of them
-    has found a fault, or they don't mean the same. If `check` is True, they also compare where
-    nothing is to be moved.
+    """Raises the same error in all processes of the arrays' targets, if one of them has found a
+    fault, or if they disagree. If `check` is True, they also compare if nothing must be moved.
     """
     wanted = {
         i: fill_free(target, None, len(leaves.arrays[i].shape))
@@ -70,10 +69,9 @@ def agree(
 
 
 @contextmanager
-def told_to_all(mesh: Any, check: bool | None) -> Iterator[None]:
-    """What one process finds to be wrong before it knows where anything goes is raised in all
-    processes with devices of the mesh, as far as they are on their way to compare. If they aren't,
-    it is raised here alone.
+def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
+    """Raises an error of one process in all processes with devices of the mesh, before any targets
+    are known. Only processes that come to compare get it; without them it is raised here alone.
     """
     try:
         yield
@@ -93,22 +91,22 @@ def told_to_all(mesh: Any, check: bool | None) -> Iterator[None]:
 
 
 def _raised(error: Exception) -> Fault:
-    """An error that is not ours, such as a rule's, for the other processes."""
-    mend = "mend what raised it, such as a rule; the process in which it did shows the traceback"
-    reason = f"an error was raised on the way to it: {in_words(error)}"
+    """The fault that tells the other processes about a foreign error, such as a rule's."""
+    mend = "fix the code that raised it, such as a rule; its process shows the traceback"
+    reason = f"resolving it raised an error: {in_words(error)}"
     return Fault("", None, "a placement for each array", reason, mend)
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:
-    """Whether each process puts its part of an array from a value of its own."""
+    """Whether each process places its shards of an array from a value of its own."""
     if leaves.kinds[i] is Kind.HOST:
         return True
     return leaves.arrays[i].sharding.device_set != sharding_of(target).device_set
 
 
 def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, Processes]) -> Facts:
-    """Of each leaf what it is and where it is to go; and a checksum of each part that several
-    processes put, since nobody looks at these again.
+    """Each leaf's dtype, shape and target; and a checksum of each shard that several processes
+    place, since nothing else compares these.
     """
     facts: dict[Processes, dict[str, str]] = {}
     me = jax.process_index()
@@ -120,8 +118,8 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
         what = f"{dtype}{list(x.shape)} as {described(target)}"
         facts.setdefault(group, {})[name] = what
         if leaves.kinds[i] is Kind.HOST:
-            for sharers, parts in shared_parts(sharding_of(target), x.shape, me).items():
-                numbers = checksum([x[part] for part in parts], dtype)
+            for sharers, indices in shared_indices(sharding_of(target), x.shape, me).items():
+                numbers = checksum([x[index] for index in indices], dtype)
                 said = facts.setdefault(sharers, {})
                 said[name] = f"{said.get(name, dtype)} (checksum {numbers})"
     return {group: said for group, said in facts.items() if len(group) > 1}
@@ -141,29 +139,28 @@ def described(target: Target) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def shared_parts(
+def shared_indices(
     sharding: Sharding, shape: tuple[int, ...], me: int
 ) -> dict[Processes, list[tuple[slice, ...]]]:
-    """The parts of an array that this process has in common with others, by all who have them."""
-    indices = sharding.devices_indices_map(shape)
+    """The indices of shards that this process shares with others, by the group that holds them."""
     owners: dict[Any, set[int]] = {}
-    parts: dict[Any, tuple[slice, ...]] = {}
-    for device, index in indices.items():
-        part = () if index is None else tuple(index)
-        bounds = tuple((s.start, s.stop) for s in part)
-        parts[bounds] = part
+    indices: dict[Any, tuple[slice, ...]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        index = () if index is None else tuple(index)
+        bounds = tuple((s.start, s.stop) for s in index)
+        indices[bounds] = index
         owners.setdefault(bounds, set()).add(device.process_index)
     shared: dict[Processes, list[tuple[slice, ...]]] = {}
     for bounds, who in sorted(owners.items()):
         if me in who and len(who) > 1:
-            shared.setdefault(tuple(sorted(who)), []).append(parts[bounds])
+            shared.setdefault(tuple(sorted(who)), []).append(indices[bounds])
     return shared
 
 
-def checksum(parts: Sequence[Any], dtype: Any) -> str:
-    """Of the bits: NaN is equal to itself, and -0.0 isn't 0.0."""
+def checksum(arrays: Sequence[Any], dtype: Any) -> str:
+    """A checksum of the bits: NaN is equal to itself, and -0.0 isn't 0.0."""
     total = hashlib.blake2b(digest_size=8)
-    for part in parts:
-        numbers = np.ascontiguousarray(part, dtype)
+    for x in arrays:
+        numbers = np.ascontiguousarray(x, dtype)
         total.update(numbers.reshape(-1).view(np.uint8).data)
     return total.hexdigest()

@@ -1,11 +1,11 @@
-"""Groups of processes, as text for other processes."""
+"""Writes groups of processes as text, and reads them."""
 
 from .series import Processes
 
 
 def text_of(processes: Processes) -> str:
-    """The group as runs of equal steps, `0:1000:1 2000:2008:4`: of large groups, too, that is
-    short, as they are mostly all processes, or every eighth.
+    """The group as runs with equal steps, `0:1000:1 2000:2008:4`. That is short for large groups,
+    too, as they usually contain all processes, or every eighth.
     """
     runs: list[list[int]] = []
     for index in processes:

@@ -1,7 +1,7 @@
-"""What processes tell each other on the host, without their devices.
+"""Messages between processes, on the host, without their devices.
 
-Each says something, one judges, all hear the judgement. A process that doesn't come is named after
-a while; nobody waits for it for ever.
+Each process sends a message, one decides, all read the decision. A process that doesn't come is
+named after a timeout; the others don't wait forever.
 """
 
 import dataclasses
@@ -19,19 +19,20 @@ from .._errors import Fault
 from .groups import members, text_of
 from .series import JUDGED, Conclusion, Judge, Processes, Series
 
-# What has to be the same in all of some processes: a name and what is said of it.
+# Values that must be equal in all processes of a group, by name.
 Facts = Mapping[Processes, Mapping[str, str]]
-# Says something to the other processes, and returns what one of them makes of it all.
+# Sends a message to the other processes, and returns the decision of one of them about all
+# messages.
 Meet = Callable[[str, Judge], str]
 
-# As long as JAX itself waits for processes to start and to end. Hosts that read a checkpoint, or
-# compile for the first time, are minutes apart.
+# JAX's own timeout for processes to start and end. Hosts that read a checkpoint, or compile for the
+# first time, may be minutes apart.
 _DEFAULT_TIMEOUT = 300.0
-# In seconds. So often a process that waits looks whether the one that has to judge has died.
+# In seconds. At this interval a waiting process checks whether the deciding one has died.
 _STEP = 10.0
 
-# How a meeting ends to which not all processes came: those that did had come for it, or, each of
-# them, only to tell of an error.
+# The conclusions of meetings that not all processes attended. ABSENT: one came for this call. VOID:
+# each came only to report an error.
 _ABSENT = "absent"
 _VOID = "void"
 
@@ -60,11 +61,11 @@ def exchange(
     timeout: float | None = None,
     alone: bool = False,
 ) -> str:
-    """Every one of `processes` says something; what one of them makes of it is what all get. They
-    meet with those who come for the same purpose. If this one may have come `alone`, calls of the
-    others that come later do not fail because of it.
+    """Every one of `processes` sends a message; one of them decides, and all get its decision.
+    Processes meet others with the same purpose. If this one may have come `alone`, it doesn't make
+    later calls of the others fail.
 
-    `judge` may be called in any process. It must not raise: the others wait for it.
+    `judge` may be called in any process. It must not raise, because the others wait for it.
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
@@ -82,9 +83,9 @@ def exchange(
             missing, waited = json.loads(conclusion.text)
             if me not in missing:
                 raise AbsentError(_nobody_came(purpose, missing, waited), tuple(missing))
-            # The others have given up before this process came, and so their calls have failed.
-            # Then this one fails, too, unless one of them has tried again since, or none of them
-            # had come for this call.
+            # The others have given up before this process came, so their calls have failed. This
+            # one fails, too, unless one of them has tried again since, or none of them had come for
+            # this call.
             goes_on = conclusion.kind == _VOID or series.said()
             if not goes_on or time.monotonic() >= deadline:
                 raise AbsentError(_too_late(purpose, processes), tuple(missing))
@@ -93,7 +94,7 @@ def exchange(
 def _concluded(
     series: Series, mine: str, judge: Judge, deadline: float, timeout: float
 ) -> Conclusion:
-    """Says something, and waits for the others until the deadline."""
+    """Sends a message, and waits for the others until the deadline."""
 
     def judge_all(said: dict[int, str]) -> str:
         return judge({index: text[1:] for index, text in said.items()})
@@ -116,7 +117,7 @@ def _concluded(
 def gather(
     purpose: str, mine: Any, processes: Processes, *, timeout: float | None = None
 ) -> list[Any]:
-    """What each of the processes says, in their order, for all of them; as JSON."""
+    """The messages of all processes, in their order, as JSON; the same for all of them."""
 
     def judge(said: dict[int, str]) -> str:
         return f"[{', '.join(said[index] for index in processes)}]"
@@ -125,17 +126,17 @@ def gather(
 
 
 def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
-    """`exchange` between those who come for one purpose."""
+    """`exchange` with a fixed purpose and group."""
     return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone)
 
 
 def everybodys_faults(
     meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
 ) -> list[Fault]:
-    """The faults that any of the processes has found, and one for each fact that is not the same in
-    all that it is about, to be mended so. All of them get the same.
+    """The faults that any process has found, and one, with this `mend`, for each fact that differs
+    within its group. All processes get the same list.
 
-    At first only checksums are exchanged: mostly there is nothing to tell.
+    First only checksums are exchanged: usually there are no faults.
     """
     if all_agree(meet, bool(faults), facts):
         return []
@@ -143,7 +144,7 @@ def everybodys_faults(
 
 
 def all_agree(meet: Meet, faulty: bool, facts: Facts) -> bool:
-    """Whether no process is `faulty`, and each fact is the same in all that it is about."""
+    """Whether no process is `faulty`, and each fact is equal within its group."""
     return meet(json.dumps(in_brief(faulty, facts)), _judge_briefly) == "fine"
 
 
@@ -155,16 +156,16 @@ def in_brief(faulty: bool, facts: Facts) -> dict[str, Any]:
 def faults_in_full(
     meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
 ) -> list[Fault]:
-    told = {text_of(group): dict(said) for group, said in facts.items()}
-    full = {"faults": [dataclasses.asdict(fault) for fault in faults], "facts": told}
+    by_group = {text_of(group): dict(said) for group, said in facts.items()}
+    full = {"faults": [dataclasses.asdict(fault) for fault in faults], "facts": by_group}
     judge = functools.partial(_judge, mend)
-    return [_fault(told) for told in json.loads(meet(json.dumps(full), judge))]
+    return [_fault(fields) for fields in json.loads(meet(json.dumps(full), judge))]
 
 
-def _fault(told: dict[str, Any]) -> Fault:
+def _fault(fields: dict[str, Any]) -> Fault:
     # JSON has no tuples.
-    shape = told["shape"]
-    return Fault(**{**told, "shape": None if shape is None else tuple(shape)})
+    shape = fields["shape"]
+    return Fault(**{**fields, "shape": None if shape is None else tuple(shape)})
 
 
 def _judge_briefly(said: dict[int, str]) -> str:
@@ -172,7 +173,9 @@ def _judge_briefly(said: dict[int, str]) -> str:
 
 
 def all_fine(brief: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether nobody has found a fault, and all facts agree; from what each says `in_brief`."""
+    """Whether no process has found a fault, and all facts agree, from the messages made by
+    `in_brief`.
+    """
     if any(b["faulty"] for b in brief.values()):
         return False
     groups = {group for b in brief.values() for group in b["sums"]}
@@ -189,7 +192,7 @@ def _judge(mend: str, said: dict[int, str]) -> str:
         for fault in dict.fromkeys(map(json.dumps, f["faults"])):
             finders.setdefault(fault, []).append(index)
     if finders:
-        # Who has found some may not have come as far as to know what it would place.
+        # A process with faults may not know yet what it would place.
         return json.dumps(
             [
                 fault if len(found_by) == len(full) else _attributed(fault, found_by)
@@ -199,9 +202,9 @@ def _judge(mend: str, said: dict[int, str]) -> str:
     faults: dict[str, dict[str, Any]] = {}
     groups = dict.fromkeys(group for f in full.values() for group in f["facts"])
     for group in groups:
-        told = {i: full[i]["facts"].get(group, {}) for i in members(group) if i in full}
-        for name in dict.fromkeys(name for facts in told.values() for name in facts):
-            values = {i: facts.get(name) for i, facts in told.items()}
+        by_process = {i: full[i]["facts"].get(group, {}) for i in members(group) if i in full}
+        for name in dict.fromkeys(name for facts in by_process.values() for name in facts):
+            values = {i: facts.get(name) for i, facts in by_process.items()}
             if len(set(values.values())) > 1:
                 fault = dataclasses.asdict(_disagreement(name, values, mend))
                 faults[json.dumps(fault)] = fault
@@ -209,7 +212,7 @@ def _judge(mend: str, said: dict[int, str]) -> str:
 
 
 def _attributed(fault: dict[str, Any], found_by: Sequence[int]) -> dict[str, Any]:
-    """A fault that some of the processes have found, and others not."""
+    """A fault that only some processes have found."""
     return {**fault, "request": f"{fault['request']} (in {named(found_by)})"}
 
 
@@ -217,11 +220,11 @@ def _disagreement(name: str, values: Mapping[int, str | None], mend: str) -> Fau
     by_value: dict[str | None, list[int]] = {}
     for index, value in values.items():
         by_value.setdefault(value, []).append(index)
-    told = "; ".join(
+    texts = "; ".join(
         f"{named(indices)}: {'nothing of that name' if value is None else value}"
         for value, indices in by_value.items()
     )
-    return Fault(name, None, "the same in all processes", f"it differs between them: {told}", mend)
+    return Fault(name, None, "the same in all processes", f"it differs between them: {texts}", mend)
 
 
 def _nobody_came(purpose: str, missing: Sequence[int], timeout: float) -> str:
@@ -237,7 +240,7 @@ def _too_late(purpose: str, processes: Processes) -> str:
 
 
 _ADVICE = (
-    "Every process with devices of the mesh has to make the same calls in the same order. If one "
+    "Every process with devices of the mesh must make the same calls in the same order. If one "
     "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place with "
     "check=False"
 )

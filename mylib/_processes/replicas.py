@@ -1,4 +1,4 @@
-"""`check_replicas`: whether copies that should be equal are."""
+"""`check_replicas`: checks that copies are equal."""
 
 import functools
 import hashlib
@@ -20,32 +20,31 @@ from .._tree import Kind, Leaves, name_of, split
 from .agreement import described, owners
 from .meeting import Facts, Processes, all_agree, gather, meeting, named
 
-# Parts of up to this many bytes are read by the host. The program that computes checksums on
-# devices is compiled once for each shape, and small arrays have many shapes, large ones few.
+# The host reads shards of up to this many bytes. Checksums of larger ones are computed on devices,
+# by a program that is compiled for each shape: small arrays have many shapes, large ones few.
 _SMALL = 2**16
 
 _MEND = "make it from the same numbers in every process, or place the values of one of them again"
 _MEND_TREE = "give all processes the same tree, with its arrays at the same places"
 
-# The ids of this process's devices that hold copies of a part, by the copies' checksums.
+# The ids of this process's devices that hold copies of a shard, by the copies' checksums.
 Held = dict[str, list[int]]
 
 
 def check_replicas(tree: PyTree[Any], /) -> None:
-    """Raises unless all copies of all arrays are equal, to the bit.
+    """Raises unless all copies of all arrays are equal, bit for bit.
 
-    An array that is replicated, or sharded over some axes of a mesh only, has copies on several
-    devices. Nothing in JAX keeps them equal if several processes made them, or under
-    `check_vma=False`: it believes what it is told. Here each process compares the copies on its own
-    devices, and then the processes compare checksums on the host. No program with a collective is
-    run.
+    An array that is replicated, or sharded over only some axes of a mesh, has copies on several
+    devices. JAX doesn't check that they are equal if several processes made them, or with
+    `check_vma=False`. Here each process compares the copies on its own devices, and then the
+    processes compare checksums on the host. No collective is run.
 
     **Arguments:**
 
-    - `tree`: any PyTree. What isn't an array on devices, or has no copies, is passed over. Arrays
-        in host memory are checked, too. An array that is unreduced over a mesh axis has no copies
-        along that axis, but terms of a sum; its copies along other axes are compared. Where several
-        processes have devices of its arrays, all must call this.
+    - `tree`: any PyTree. Leaves that are not `jax.Array`s, or have no copies, are skipped. Arrays
+        in host memory kinds are checked, too. An array that is unreduced over a mesh axis has no
+        copies along that axis, but terms of a sum; its copies along other axes are compared. If
+        several processes have devices of its arrays, all of them must call this.
 
     **Returns:**
 
@@ -53,10 +52,10 @@ def check_replicas(tree: PyTree[Any], /) -> None:
 
     **Raises:**
 
-    [`mylib.ReplicaError`][], on every process, naming every array whose copies differ, and which
-    devices and processes hold which; and every array over several processes that one of them does
-    not have, or has with another shape, dtype or sharding. `TimeoutError`, if a process does not
-    come to compare.
+    [`mylib.ReplicaError`][], in every process, naming every array whose copies differ, with the
+    devices and processes of each value; and every array over several processes that is missing in
+    one of them, or has another shape, dtype or sharding there. `TimeoutError` if a process does not
+    take part.
 
     !!! Example
 
@@ -83,7 +82,7 @@ def check_replicas(tree: PyTree[Any], /) -> None:
 
 @dataclass
 class _Found:
-    """What one process knows of an array: its parts that have copies, by number."""
+    """One process's data about an array: its shards that have copies, by number."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,7 +90,7 @@ class _Found:
     place: str
     owners: Processes
     held: dict[int, Held]
-    # The processes that hold each part.
+    # The processes that hold each shard.
     holders: Mapping[int, Processes]
 
     @property
@@ -109,26 +108,26 @@ class _Found:
 
 
 def _found(leaves: Leaves) -> dict[str, _Found]:
-    """The arrays of which this process has a part, by name."""
+    """The arrays that have shards in this process, by name."""
     arrays = dict(_arrays(leaves))
     copies = {name: _copies(x.sharding, tuple(x.shape)) for name, x in arrays.items()}
-    # All transfers are started before the first is waited for.
-    to_read = {name: _to_read(x) for name, x in arrays.items() if copies[name].part_on}
+    # All transfers start before the first one is read.
+    to_read = {name: _to_read(x) for name, x in arrays.items() if copies[name].number_on}
     found: dict[str, _Found] = {}
     devices: dict[Sharding, list[int]] = {}
     for name, x in arrays.items():
-        by_part: dict[int, list[tuple[int, jax.Array]]] = {}
+        by_number: dict[int, list[tuple[int, jax.Array]]] = {}
         for device, data in _shards(to_read[name], devices) if name in to_read else ():
-            part = copies[name].part_on.get(device)
-            if part is not None:
-                by_part.setdefault(part, []).append((device, data))
+            number = copies[name].number_on.get(device)
+            if number is not None:
+                by_number.setdefault(number, []).append((device, data))
         found[name] = _Found(
             dtype=_dtype_name(x.dtype),
             shape=tuple(x.shape),
             request=_request(x.sharding),
             place=described(x.sharding),
             owners=owners(x.sharding),
-            held={part: _compared(data) for part, data in by_part.items()},
+            held={number: _compared(data) for number, data in by_number.items()},
             holders=copies[name].holders,
         )
     return found
@@ -146,8 +145,8 @@ def _arrays(leaves: Leaves) -> Iterator[tuple[str, jax.Array]]:
     for x, kind, path in zip(leaves.arrays, leaves.kinds, leaves.paths, strict=True):
         if kind is Kind.TRACED:
             raise TypeError(
-                f"check_replicas: {name_of(path)} is traced. Values can be compared "
-                "when they are there: call it outside of jax.jit"
+                f"check_replicas: {name_of(path)} is traced, so it has no values yet: call "
+                "it outside of jax.jit"
             )
         if kind is Kind.DEVICE and jax.process_index() in owners(x.sharding):
             # Keys of different types can have the same text.
@@ -158,35 +157,35 @@ def _arrays(leaves: Leaves) -> Iterator[tuple[str, jax.Array]]:
 
 @dataclass(frozen=True)
 class _Copies:
-    """The parts of an array that several devices hold, by number: which of them each of this
-    process's devices holds, and the processes that hold them.
+    """The shards of an array that several devices hold, by number: the shard on each device of this
+    process, and the processes that hold each shard.
     """
 
-    part_on: Mapping[int, int]
+    number_on: Mapping[int, int]
     holders: Mapping[int, Processes]
 
 
 @functools.lru_cache(maxsize=4096)
 def _copies(sharding: Sharding, shape: tuple[int, ...]) -> _Copies:
-    parts: dict[Any, list[Any]] = {}
-    # Numbered in the same way in all processes.
-    for device, part in sorted(_parts(sharding, shape).items(), key=lambda item: item[0].id):
-        parts.setdefault(part, []).append(device)
-    part_on: dict[int, int] = {}
+    shards: dict[Any, list[Any]] = {}
+    # The numbers are the same in all processes.
+    for device, shard in sorted(_shards(sharding, shape).items(), key=lambda item: item[0].id):
+        shards.setdefault(shard, []).append(device)
+    number_on: dict[int, int] = {}
     holders: dict[int, Processes] = {}
-    for number, devices in enumerate(parts.values()):
+    for number, devices in enumerate(shards.values()):
         own = [device.id for device in devices if device.process_index == jax.process_index()]
         if len(devices) > 1 and own:
-            part_on |= dict.fromkeys(own, number)
+            number_on |= dict.fromkeys(own, number)
             holders[number] = tuple(sorted({device.process_index for device in devices}))
-    return _Copies(part_on, holders)
+    return _Copies(number_on, holders)
 
 
-def _parts(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
-    """For each device what it holds of an array; equal for those that hold copies."""
+def _shards(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
+    """The shard on each device; equal for devices with copies."""
     terms: dict[Any, Any] = {}
     if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
-        # Along an unreduced axis each device holds another term of the sum, at the same indices.
+        # Along an unreduced axis devices hold different terms of a sum, at the same indices.
         mesh, spec = sharding.mesh, sharding.spec
         along = [i for i, name in enumerate(mesh.axis_names) if name in spec.unreduced]
         for position, device in np.ndenumerate(mesh.devices):
@@ -204,7 +203,7 @@ def _request(sharding: Sharding) -> str:
     return str(sharding.spec) if isinstance(sharding, NamedSharding) else str(sharding)
 
 
-# NumPy takes as long for a name as a comparison of small arrays takes.
+# NumPy takes as long to name a dtype as to compare small arrays.
 _dtype_name = functools.lru_cache(maxsize=64)(str)
 
 
@@ -215,8 +214,8 @@ def _on_host(sharding: Sharding) -> bool:
 
 
 def _to_read(x: jax.Array) -> jax.Array:
-    """What the host reads to compare the copies of an array: the array, or the checksums of large
-    parts in the devices' own memory.
+    """The data that the host reads to compare copies: the array, or checksums of large shards in
+    device memory.
     """
     x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
     if not _on_host(x.sharding):
@@ -227,7 +226,7 @@ def _to_read(x: jax.Array) -> jax.Array:
 
 
 def _compared(copies: Iterable[tuple[int, jax.Array]]) -> Held:
-    """Copies by their checksums. One is computed for all copies that are equal."""
+    """Groups copies by checksum. Equal copies need only one checksum."""
     different: list[tuple[bytes | np.ndarray, list[int]]] = []
     for device, data in copies:
         bits = _bits(data)
@@ -246,18 +245,18 @@ def _digest(bits: bytes | np.ndarray) -> str:
 
 
 def _bits(data: jax.Array) -> bytes | np.ndarray:
-    # Not the numbers, so that NaN is equal to itself, and -0.0 isn't 0.0.
+    # Bits, not numbers, so that NaN is equal to itself, and -0.0 isn't 0.0.
     numbers = np.asarray(data)
     if numbers.nbytes <= _SMALL:
-        # This is a copy, but NumPy takes longer to compare a few numbers than to copy them.
+        # For a few numbers, a copy takes less time than NumPy's comparison.
         return numbers.tobytes()
     return np.ascontiguousarray(numbers).reshape(-1).view(np.uint8)
 
 
 def checksums(x: jax.Array) -> jax.Array:
-    """Two numbers for what each device of this process has of an array, computed there."""
+    """Two numbers for each shard of this process, computed on its device."""
     shards = x.addressable_shards
-    # Of this process alone: others may have another tree, and so run other programs.
+    # A mesh of this process alone: others may have another tree, and so run other programs.
     mesh = Mesh(np.array([s.device for s in shards]), ("device",), axis_types=(AxisType.Auto,))
     first, *rest = shards[0].data.shape
     side_by_side = jax.make_array_from_single_device_arrays(
@@ -278,7 +277,7 @@ def _program(mesh: Mesh) -> Any:
 def _checksum(x: jax.Array) -> jax.Array:
     words = _words(x).reshape(-1).astype(jnp.uint32)
     position = jax.lax.iota(jnp.uint32, words.size)
-    # The finaliser of MurmurHash3, which spreads each bit over all.
+    # The finaliser of MurmurHash3, which mixes each bit into all others.
     mixed = words ^ (position * jnp.uint32(0x9E3779B9))
     mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
     mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -299,21 +298,21 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _facts(found: Mapping[str, _Found]) -> Facts:
-    """What processes have to agree on: which arrays they have, and the copies of each part."""
+    """The facts that processes must agree on: their arrays, and the copies of each shard."""
     facts: dict[Processes, dict[str, str]] = {}
     for name, x in found.items():
         facts.setdefault(x.owners, {})[name] = x.what
-        for part, held in x.held.items():
-            said = facts.setdefault(x.holders[part], {})
-            said[name] = f"{said.get(name, '')} {part}: {', '.join(held)}"
+        for number, held in x.held.items():
+            said = facts.setdefault(x.holders[number], {})
+            said[name] = f"{said.get(name, '')} {number}: {', '.join(held)}"
     return {group: said for group, said in facts.items() if len(group) > 1}
 
 
 def _faults(said: Mapping[int, Mapping[str, _Found]]) -> Iterator[Fault]:
-    """What is wrong, from what each process has found."""
+    """The faults, from the data of each process."""
     for name in dict.fromkeys(name for found in said.values() for name in found):
         having = {index: found[name] for index, found in said.items() if name in found}
-        # Groups of processes may each have an array of their own of that name.
+        # Different groups of processes may have different arrays of that name.
         for group in dict.fromkeys(x.owners for x in having.values()):
             members = {i: having.get(i) for i in group if i in said}
             first = next(x for x in members.values() if x is not None)
@@ -332,26 +331,26 @@ def _different_arrays(members: Mapping[int, _Found | None]) -> str | None:
         by_text.setdefault(text, []).append(index)
     if len(by_text) == 1:
         return None
-    told = "; ".join(f"{named(indices)}: {text}" for text, indices in by_text.items())
-    return f"it is not the same array in all processes: {told}"
+    texts = "; ".join(f"{named(indices)}: {text}" for text, indices in by_text.items())
+    return f"it is not the same array in all processes: {texts}"
 
 
 def _different_copies(held: Mapping[int, Mapping[int, Held]]) -> str | None:
-    # Of each part, for each value of it the processes and devices that have it.
+    # For each shard and each of its values, the processes and devices that hold it.
     values: dict[int, dict[str, list[str]]] = {}
-    for index, parts in held.items():
-        for part, by_value in parts.items():
+    for index, by_number in held.items():
+        for number, by_value in by_number.items():
             for value, ids in by_value.items():
-                told = values.setdefault(part, {}).setdefault(value, [])
-                told.append(_told(index, ids))
+                same = values.setdefault(number, {}).setdefault(value, [])
+                same.append(_holders(index, ids))
     differing = [by_value for by_value in values.values() if len(by_value) > 1]
     if not differing:
         return None
-    part, *others = differing
-    told = "; ".join(" and ".join(holders) for holders in part.values())
-    more = f" (and so for {len(others)} more of its parts)" if others else ""
-    return f"there are {len(part)} values of it: {told}{more}"
+    first, *others = differing
+    texts = "; ".join(" and ".join(holders) for holders in first.values())
+    more = f" (and {len(others)} more of its shards differ)" if others else ""
+    return f"there are {len(first)} values of it: {texts}{more}"
 
 
-def _told(index: int, ids: Sequence[int]) -> str:
+def _holders(index: int, ids: Sequence[int]) -> str:
     return f"process {index} on device{'s' * (len(ids) > 1)} {', '.join(map(str, sorted(ids)))}"

@@ -1,4 +1,4 @@
-"""Meetings of processes at JAX's coordination service: on the host, without their devices."""
+"""Meetings of processes through JAX's coordination service: on the host, without their devices."""
 
 import threading
 from collections.abc import Callable
@@ -8,38 +8,38 @@ import jax
 
 from .._compat import CoordinationClient, coordination_client, names
 
-# By their indices, in order.
+# Process indices, in order.
 Processes = tuple[int, ...]
-# What one process makes of what all have said.
+# Decides about the messages of all processes.
 Judge = Callable[[dict[int, str]], str]
 
 JUDGED = "judged"
 
 
 class Conclusion(NamedTuple):
-    """What came of a meeting: a word for its kind, and a text."""
+    """The result of a meeting: its kind, and a text."""
 
     kind: str
     text: str
 
 
 class Series:
-    """Meetings of some processes at one place, one after the other.
+    """A series of meetings of some processes under one key.
 
-    Each process says something and counts itself, and the last to come judges what all have said.
-    If that one dies before it has judged, another one judges in its place. A process that gives up
-    concludes a meeting as well. The first conclusion holds: all read the same one, however late
-    they come.
+    Each process sends a message and counts itself, and the last one to come decides. If that
+    process dies before it has decided, another one decides. A process that gives up concludes a
+    meeting as well. The first conclusion counts: all processes read the same one, however late they
+    come.
     """
 
     def __init__(self, place: str, processes: Processes, me: int):
         self.place = place
         self.processes = processes
         self.turn = 0
-        # One thread at a time, where several may come.
+        # For callers with several threads.
         self.lock = threading.Lock()
         self._me = me
-        # The first meeting of which the service may still hold something.
+        # The first meeting whose keys the service may still hold.
         self._kept = 0
 
     def say(self, mine: str, judge: Judge) -> None:
@@ -49,16 +49,16 @@ class Series:
             self.conclude(JUDGED, judge(self.said()))
 
     def hear(self, judge: Judge, seconds: float) -> Conclusion | None:
-        """The conclusion; None if there is none after so many seconds."""
+        """The conclusion; None if there is none within this time."""
         conclusion = self.read(seconds)
         if conclusion is None and self._come() == len(self.processes):
-            # The last to come has not judged.
+            # All have come, but the last one has not decided.
             self.conclude(JUDGED, judge(self.said()))
             return self.read(seconds)
         return conclusion
 
     def read(self, seconds: float) -> Conclusion | None:
-        """`hear`, for a process that has said nothing at this meeting."""
+        """`hear`, for a process that has sent no message."""
         key, milliseconds = f"{self._here()}/conclusion", int(1000 * seconds)
         try:
             found = _client().blocking_key_value_get(key, milliseconds)
@@ -70,7 +70,7 @@ class Series:
         return Conclusion(kind, text)
 
     def conclude(self, kind: str, text: str) -> bool:
-        """Ends the meeting. Returns False if another process was quicker."""
+        """Ends the meeting. Returns False if another process was faster."""
         try:
             _client().key_value_set(f"{self._here()}/conclusion", f"{kind} {text}")
         except jax.errors.JaxRuntimeError as error:
@@ -80,30 +80,30 @@ class Series:
         return True
 
     def said(self) -> dict[int, str]:
-        """What each process has said so far."""
+        """The messages so far, by process."""
         said = _client().key_value_dir_get(f"{self._here()}/said/")
         return {int(key.rsplit("/", 1)[1]): value for key, value in said}
 
     def go_on(self, *, judged: bool = True) -> None:
-        """To the next meeting. `judged` is whether all processes came to this one."""
+        """Moves on to the next meeting. `judged` is whether all processes attended this one."""
         if judged:
             if self._me == self.processes[0]:
-                # All have read how the meetings before this one ended.
+                # All processes have read the conclusions of the meetings before this one.
                 for turn in range(self._kept, self.turn):
                     _client().key_value_delete(f"{self.place}/{turn}/")
             self._kept = self.turn
         self.turn += 1
 
     def count(self, what: str) -> int:
-        """Counts this process in, and returns how many have been counted."""
+        """Counts this process, and returns the count."""
         return _client().key_value_increment(f"{self.place}/{what}", 1)
 
     def forget(self) -> None:
-        """Deletes all that the service holds of these meetings."""
+        """Deletes all keys of these meetings."""
         _client().key_value_delete(f"{self.place}/")
 
     def _come(self) -> int:
-        """How many processes have come. That is less to read than what they have said."""
+        """The number of processes that have come. It is less to read than their messages."""
         try:
             return int(_client().key_value_try_get(f"{self._here()}/count"))
         except jax.errors.JaxRuntimeError as error:
@@ -119,7 +119,7 @@ def _client() -> CoordinationClient:
     client = coordination_client()
     if client is None:
         raise RuntimeError(
-            "the processes can't talk to each other: call jax.distributed.initialize() at the "
+            "the processes are not connected: call jax.distributed.initialize() at the "
             "start of each, or write check=False"
         )
     return client

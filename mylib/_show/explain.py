@@ -1,4 +1,4 @@
-"""`explain`: where every leaf would go, why, and what that costs, before anything moves."""
+"""`explain`: shows where every leaf would go, why, and the memory it needs, without moving it."""
 
 import math
 from collections import Counter
@@ -32,23 +32,23 @@ from .._placement import (
 from .._tree import KeyPath, Kind, Leaf, name_of, split
 from ..rules import as_rule
 
-# From how many bytes on a leaf counts as large.
+# Leaves of this many bytes or more count as large.
 _LARGE = 2**20
 
 
 def explain(
     tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
 ) -> "Explanation":
-    """Says where every array of a tree would go, which rule chose that and why, and how much memory
-    each device needs for it. Moves nothing, needs no device, and doesn't raise where a placement
-    can't be had: what is wrong is part of the answer.
+    """Shows where every array of a tree would go, which rule chose that and why, and how much
+    memory each device needs. Moves nothing, needs no devices, and doesn't raise for faulty
+    placements: faults are part of the result.
 
     **Arguments:**
 
-    - `tree`: any PyTree; an abstract one (`equinox.filter_eval_shape`) will do.
+    - `tree`: any PyTree; it may be abstract (`equinox.filter_eval_shape`).
     - `placement`: as in [`mylib.filter_shard`][].
-    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`. A
-        `jax.sharding.AbstractMesh` of any size will do.
+    - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`. It may be a
+        `jax.sharding.AbstractMesh` of any size.
 
     **Returns:**
 
@@ -65,11 +65,11 @@ def explain(
         ```
     """
     leaves = split(tree)
-    # What is asked is where the arrays would go, not whether they can be moved there from here.
+    # Abstract leaves: it isn't checked whether the arrays can be moved to their targets.
     abstract = replace(leaves, kinds=[Kind.ABSTRACT] * len(leaves.kinds))
     world = current_world()
     decision = decide(abstract, placement, mesh, world)
-    # Those that a rule finds fault with by itself.
+    # The leaves with faults that a rule itself reports.
     named = {fault.path for fault in decision.faults}
     rows: list[Row] = []
     for i, (entry, target) in enumerate(zip(decision.entries, decision.targets, strict=True)):
@@ -87,8 +87,8 @@ def _resting_place(x: Any, kind: Kind) -> Target | None:
 
 
 def _grounded(place: Target | None, world: World) -> Sharding | None:
-    """A place over the devices that are meant by an abstract mesh, where that is known: values that
-    are being traced know their mesh as an abstract one.
+    """Replaces an abstract mesh by the mesh with devices, if known: the shardings of traced values
+    have abstract meshes.
     """
     if place is None:
         return None
@@ -105,28 +105,28 @@ def _grounded(place: Target | None, world: World) -> Sharding | None:
 
 def _reason(entry: Any, leaf: Leaf) -> str:
     if is_rule(entry):
-        # In one line of a table.
+        # As one line of the table.
         return " ".join(str(as_rule(entry).why(leaf)).split())
     return "" if entry is None else "given as such"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What [`mylib.explain`][] says of one array leaf.
+    """The result of [`mylib.explain`][] for one array leaf.
 
     **Attributes:**
 
     - `leaf`: the [`mylib.Leaf`][]: its name, shape, dtype, bytes.
     - `target`: where it would go; None if it is left alone, or can't be placed.
-    - `place`: where it would be then: the target, or where it is already if it is left alone and
-        that is known.
-    - `why`: which rule chose that, and why.
+    - `place`: where it would be afterwards: the target, or its current sharding, if known, when it
+        is left alone.
+    - `why`: the rule that chose it, and its reason.
     - `faulty`: whether it can't be placed.
     - `spec`: the target as text.
     - `nbytes`: the bytes of the whole leaf; 0 if its size is symbolic.
-    - `devices`: how many devices hold a part of it; 0 if that is not known.
-    - `bytes_per_device`: how much of each of them it takes.
-    - `wasted`: how many bytes would be saved, over all devices, if each part were held once.
+    - `devices`: the number of devices that hold a part of it; 0 if unknown.
+    - `bytes_per_device`: its bytes on each of them.
+    - `wasted`: the bytes that would be saved, over all devices, if each part were held only once.
     """
 
     leaf: Leaf
@@ -157,7 +157,7 @@ class Row:
             return 0
         if not isinstance(self.place, NamedSharding):
             return math.prod(self.place.shard_shape(self.leaf.shape)) * self.leaf.dtype.itemsize
-        # Not `shard_shape`: inside shard_map it is refused.
+        # Not `shard_shape`: it raises inside shard_map.
         size, mesh = self.leaf.dtype.itemsize, self.place.mesh
         entries = entries_of(self.place.spec)
         for dim, entry in zip_longest(self.leaf.shape, entries[: self.leaf.ndim]):
@@ -171,12 +171,12 @@ class Row:
 
     @property
     def symbolic(self) -> bool:
-        """Whether its size is not known, as in `jax.export`; it counts as nothing, then."""
+        """Whether its size is symbolic, as in `jax.export`; it then counts as 0."""
         return not all(isinstance(dim, int) for dim in self.leaf.shape)
 
     @property
     def offloaded(self) -> bool:
-        """Whether it lies in other memory than the devices' own."""
+        """Whether it is in another memory than the devices' own."""
         if self.place is None:
             return False
         return self.place.memory_kind not in (None, default_memory_kind(self.place))
@@ -188,20 +188,19 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """What [`mylib.explain`][] found. Prints as a table, in which leaves that differ only by their
-    place in a sequence, as the layers of a model do, share a line.
+    """The result of [`mylib.explain`][]. Prints as a table, in which leaves that differ only by an
+    index, such as the layers of a model, share a line.
 
     **Attributes:**
 
     - `rows`: a [`mylib.Row`][] for each array leaf.
-    - `faults`: everything that is wrong, each a [`mylib.Fault`][].
+    - `faults`: all faults, each a [`mylib.Fault`][].
     - `nbytes`: the bytes of all leaves, each counted once.
-    - `bytes_by_device`: how many bytes each device would hold in its own memory. The devices of an
-        abstract mesh go by their numbers.
-    - `most_loaded`: the device that would hold the most, and how many bytes those are; None if no
-        device would hold any.
-    - `replicated`: the rows of large leaves (1 MiB and more) of which every device would hold the
-        whole.
+    - `bytes_by_device`: the bytes that each device would hold in its own memory. The devices of an
+        abstract mesh are numbered.
+    - `most_loaded`: the device that would hold the most bytes, and their number; None if no device
+        would hold any.
+    - `replicated`: the rows of large leaves (1 MiB or more) that every device would hold whole.
     """
 
     rows: tuple[Row, ...]
@@ -221,7 +220,7 @@ class Explanation:
         for place, size in by_place.items():
             for device in range(place.size) if isinstance(place, AbstractMesh) else place:
                 by_device[device] += size
-        # A set of devices has no order of its own.
+        # Sets of devices are unordered.
         return dict(sorted(by_device.items(), key=lambda load: getattr(load[0], "id", load[0])))
 
     @property
@@ -308,7 +307,7 @@ def _count(count: int, what: str) -> str:
 
 
 def _fold(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """The rows that are alike but for an index in their paths, together, under one name."""
+    """Groups rows that differ only in indices of their paths, under one name."""
     alike: dict[Any, list[Row]] = {}
     for row in rows:
         name = _starred(row.leaf.path)
@@ -334,7 +333,7 @@ def _is_index(key: Any) -> bool:
 
 
 def _common_name(rows: Sequence[Row]) -> str:
-    """The name of the rows' leaves, with a star for each index in which they differ."""
+    """The common name of the rows' leaves, with a star for each index that differs."""
     levels = zip(*(row.leaf.path for row in rows), strict=True)
     return (
         "".join(

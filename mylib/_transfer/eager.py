@@ -1,11 +1,12 @@
-"""How concrete arrays are moved:
+"""Moves concrete arrays in one of three ways:
 
-- *put*: a private copy of the array, then one batched `jax.device_put` for the whole tree.
-- *pieces*: a NumPy array cut up for several devices, those of this process if there are others.
-  `jax.make_array_from_callback` does it for less than `device_put`.
-- *reshard*: one compiled identity for the whole tree, for shards that should not visit the host.
+- *put*: copies the arrays, then calls `jax.device_put` once for the whole tree.
+- *pieces*: cuts up a NumPy array for several devices (with several processes, for those of this
+    one). `jax.make_array_from_callback` is cheaper than `device_put` here.
+- *reshard*: compiles one identity for the whole tree, for shards that should not pass through the
+    host.
 
-Never more than one program of a tree is in flight: simulated devices can deadlock on several.
+Only one program of a tree runs at a time: simulated devices can deadlock on several.
 """
 
 from collections.abc import Sequence
@@ -45,8 +46,8 @@ from .host import (
 
 
 class Move(NamedTuple):
-    """One concrete array that is not at its target. If it is to be donated, it is used up where
-    that saves memory; the caller deletes what is left of it.
+    """One concrete array that is not at its target. If it is donated, its memory is reused if
+    possible; the caller deletes it otherwise.
     """
 
     x: Any
@@ -57,11 +58,11 @@ class Move(NamedTuple):
 
 
 def move(moves: Sequence[Move]) -> list[jax.Array]:
-    """The arrays, brought to their targets."""
+    """Moves the arrays to their targets."""
     moved: list[Any] = [None] * len(moves)
     keys: list[int] = []
     partial: list[tuple[int, NamedSharding]] = []
-    plan = _Plan()
+    work = _Work()
     for i, (x, kind, target, donate, may_alias) in enumerate(moves):
         wanted = sharding_of(target)
         if kind is Kind.DEVICE and is_of_keys(x):
@@ -72,21 +73,19 @@ def move(moves: Sequence[Move]) -> list[jax.Array]:
         if isinstance(wanted, NamedSharding) and has_partial_sums(wanted):
             partial.append((i, wanted))
             target = without_partial_sums(wanted)
-        plan.add(i, x, kind, target, donate, bool(may_alias))
-    for i, y in plan.carry_out():
+        work.add(i, x, kind, target, donate, bool(may_alias))
+    for i, y in work.carry_out():
         moved[i] = y
     for i in keys:
         moved[i] = as_keys(moved[i], moves[i].x)
     for i, wanted in partial:
-        # Only a program makes partial sums, or adds them up, and `reshard` has one for each leaf.
+        # Only programs make partial sums, or sum them up. `reshard` runs one for each leaf.
         moved[i] = jax.block_until_ready(jax.sharding.reshard(moved[i], wanted))
     return moved
 
 
-class _Plan:
-    """What is to be done for the leaves of one tree, gathered so that each kind of work is done
-    once for all of them.
-    """
+class _Work:
+    """The moves of one tree, grouped so that each kind of work is done once."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, np.ndarray, Sharding]] = []
@@ -110,7 +109,7 @@ class _Plan:
         target = fill_free(target, here, x.ndim)
         wanted = sharding_of(target)
         if isinstance(target, Format) and target.layout is not None:
-            # A layout is given by a program, to what is on its devices already.
+            # A program sets the layout, once the array is on its devices.
             self.layouts.append((i, target, not alias))
         if here is None or not _worth_staying(x, here, wanted):
             if wanted.is_fully_addressable:
@@ -123,12 +122,12 @@ class _Plan:
             self.one_by_one.append((i, x, wanted, donate))
 
     def read(self, target: Target) -> tuple[Sharding, bool]:
-        """The sharding of a target, and whether `jax.device_put` serves it as it stands."""
+        """The sharding of a target, and whether `jax.device_put` can take it unchanged."""
         known = self.targets.get(id(target))
         if known is None:
             wanted = sharding_of(target)
             whole = not isinstance(target, Format) and fill_free(wanted, None, 0) is wanted
-            # With the target itself, so that no other can come to have its identity.
+            # Keeps the target alive, because its id is the key.
             known = wanted, whole and wanted.is_fully_addressable, target
             self.targets[id(target)] = known
         return known[:2]
@@ -144,7 +143,7 @@ class _Plan:
     def carry_out(self) -> list[tuple[int, jax.Array]]:
         done: list[tuple[int, jax.Array]] = []
         if self.put_own:
-            # One sharding for all costs less than the same one for each.
+            # One sharding for all arrays costs less than a list of equal ones.
             first = self.put_where[0]
             where = first if all(w is first for w in self.put_where) else self.put_where
             done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
@@ -152,7 +151,7 @@ class _Plan:
             for i, own, wanted in self.pieces:
                 done.append((i, put_pieces(own.__getitem__, own.shape, wanted, own.dtype)))
         for i, x, wanted, donate in self.one_by_one:
-            # `jax.device_put` launches a program for each.
+            # `jax.device_put` runs a program for each.
             done.append((i, jax.block_until_ready(jax.device_put(x, wanted, donate=donate))))
         done += _reshard_groups(self.reshards)
         if self.layouts:
@@ -165,14 +164,14 @@ class _Plan:
         return done
 
 
-# One program runs on one set of devices, and knows one mesh.
+# Grouped by devices and mesh: a program has only one of each.
 _Groups = dict[Any, list[tuple[int, jax.Array, Target, bool]]]
 
 
 def _add_reshard(groups: _Groups, i: int, x: jax.Array, target: Target, donate: bool) -> None:
     here, wanted = x.sharding, sharding_of(target)
     key = _device_order(here), _mesh_of(here), _mesh_of(wanted)
-    # Memory can be used again by what has the same share of it.
+    # Memory can be reused if both shards have the same shape.
     fits = here.shard_shape(x.shape) == wanted.shard_shape(x.shape)
     fits = fits and memory_kind(here) == memory_kind(wanted)
     groups.setdefault(key, []).append((i, x, target, donate and fits))
@@ -187,7 +186,7 @@ def _reshard_groups(groups: _Groups) -> list[tuple[int, jax.Array]]:
 
 
 def _device_order(sharding: Sharding) -> Any:
-    """The devices in the order in which a program numbers them."""
+    """The devices in the order of a program's device numbers."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return tuple(sharding.mesh.devices.flat)
     return frozenset(sharding.device_set)
@@ -202,13 +201,13 @@ def _on_cpu(sharding: Sharding) -> bool:
 
 
 def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
-    """Whether shards are better exchanged by a program than by way of the host."""
+    """Whether a program should exchange the shards, rather than copies through the host."""
     if here.device_set != wanted.device_set:
         return False
     if not here.is_fully_addressable:
         return True
     if here.num_devices == 1 or here.is_equivalent_to(wanted, x.ndim):
-        # A program whose output lies as its input does may hand the input's own memory back.
+        # If input and output have the same layout, a program may return the input's memory.
         return False
     if _on_cpu(here):
         return here.is_fully_replicated and x.nbytes >= thresholds.WORTH_CUTTING
@@ -216,15 +215,13 @@ def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
 
 
 def _private(x: Any, here: Sharding | None, wanted: Sharding, donate: bool, alias: bool) -> Any:
-    """`x` as something that `jax.device_put` may share memory with, since nobody else has it;
-    `x` itself if it may be shared with.
-    """
+    """A copy of `x` whose memory `jax.device_put` may share; `x` itself if sharing is allowed."""
     if here is None or not here.is_fully_addressable:
         return on_host(x, donate or alias)
     one_to_many = here.num_devices == 1 and wanted.num_devices > 1
     if x.weak_type or canonical_dtype(x) != x.dtype:
-        # NumPy has no weak types, and would take 64 bits for a mistake. Whole copies on all devices
-        # first, since cutting up the array where it is compiles for its shape.
+        # NumPy has no weak types, and would warn about 64 bits. Copies the whole array to all
+        # devices first, since cutting it up on one device compiles for its shape.
         if one_to_many and isinstance(wanted, NamedSharding):
             return _replicas(x, wanted.mesh)
     elif _on_cpu(here) or (one_to_many and x.nbytes < thresholds.WORTH_COMPILING):
@@ -240,7 +237,9 @@ def _replicas(x: jax.Array, mesh: Any) -> jax.Array:
 
 
 def _may_share(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
-    """Whether `jax.device_put` may hand memory of `x` on, a device's share being what it was."""
+    """Whether `jax.device_put` may reuse the memory of `x`, because a device's shard stays the
+    same.
+    """
     return (
         not here.device_set.isdisjoint(wanted.device_set)
         and here.shard_shape(x.shape) == wanted.shard_shape(x.shape)

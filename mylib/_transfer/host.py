@@ -1,8 +1,8 @@
-"""Arrays in host memory: copies that are ours alone, and arrays on devices made of pieces of them.
+"""Arrays in host memory: private copies, and device arrays made from pieces of them.
 
-Copying in NumPy compiles nothing. `jax.device_put` by itself compiles a slice for every distinct
-shape that it takes from one device to a mesh, and shares memory with what it is given, so that
-donating its result can delete its source.
+Copying in NumPy compiles nothing. `jax.device_put` compiles a slice for every shape that it moves
+from one device to a mesh. It also shares memory with its source, so that donating its result can
+delete the source.
 """
 
 import math
@@ -22,7 +22,7 @@ from .thresholds import ALIGNMENT, WORTH_SHARING
 
 
 def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -> list[Any]:
-    """NumPy arrays on JAX's default device, uncommitted; all others as they are."""
+    """Puts NumPy arrays on JAX's default device, uncommitted; returns all others unchanged."""
     placed = list(arrays)
     hosts = [i for i, x in enumerate(arrays) if kind_of(x) is Kind.HOST]
     own = [on_host(arrays[i], bool(may_alias[i])) for i in hosts]
@@ -32,9 +32,7 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
 
 
 def uncommitted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """The same values on the default device, for JAX to move as it likes; where they are, if no
-    process has them whole.
-    """
+    """The same values on the default device, uncommitted; unchanged if no process has them all."""
     whole = [x for x in arrays if x.is_fully_addressable]
     own = iter(jax.device_put([on_host(x, share=False) for x in whole]))
     return [next(own) if x.is_fully_addressable else x for x in arrays]
@@ -43,15 +41,13 @@ def uncommitted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 def worth_sharing(x: Any, wanted: Sharding) -> bool:
     if x.nbytes < WORTH_SHARING:
         return False
-    # On a boundary all replicas share one buffer. Off it XLA makes a copy for each.
+    # If aligned, all replicas share one buffer. Otherwise XLA makes a copy for each.
     replicas = wanted.is_fully_replicated and wanted.num_devices > 1
     return not replicas or x.ctypes.data % ALIGNMENT == 0
 
 
 def on_host(x: Any, share: bool) -> np.ndarray:
-    """The whole of `x` in host memory: a copy that is ours alone, or, if sharing is allowed, the
-    memory that it is in.
-    """
+    """The whole of `x` in host memory: a private copy, or its own memory if sharing is allowed."""
     if isinstance(x, jax.Array):
         shards = x.addressable_shards
         if x.is_fully_replicated:
@@ -73,8 +69,8 @@ def host_copy(x: Any, share: bool) -> np.ndarray:
 def _assemble(x: jax.Array, shards: Sequence[Any]) -> np.ndarray:
     whole = _empty(x.shape, np.dtype(x.dtype))
     first = [shard for shard in shards if shard.replica_id == 0]
-    for shard, part in zip(first, jax.device_get([shard.data for shard in first]), strict=True):
-        whole[shard.index] = part
+    for shard, data in zip(first, jax.device_get([shard.data for shard in first]), strict=True):
+        whole[shard.index] = data
     return whole
 
 
@@ -84,9 +80,9 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.ndarray(shape, dtype, memory, start)
 
 
-class Part(NamedTuple):
-    """What this process has of an array of a certain shape, and what of that is at an index of the
-    whole.
+class LocalData(NamedTuple):
+    """This process's data of an array of a given shape. `within` maps an index of the whole array
+    to one of this data.
     """
 
     own: Any
@@ -95,13 +91,13 @@ class Part(NamedTuple):
     within: Callable[[Any], Any]
 
 
-def assemble(parts: Sequence[Part], may_alias: bool) -> list[jax.Array]:
-    """Arrays that may reach beyond this process, from the part of each that this process has."""
+def assemble(all_data: Sequence[LocalData], may_alias: bool) -> list[jax.Array]:
+    """Makes arrays that may reach beyond this process, each from this process's data."""
     with explicitly():
-        return [_assemble_part(*part, may_alias) for part in parts]
+        return [_assemble_one(*data, may_alias) for data in all_data]
 
 
-def _assemble_part(
+def _assemble_one(
     own: Any,
     shape: tuple[int, ...],
     wanted: Sharding,
@@ -123,8 +119,8 @@ def is_of_keys(x: Any) -> bool:
 
 
 def explicitly() -> AbstractContextManager[None]:
-    """For transfers that were asked for, as those of `jax.device_put` are: `jax.transfer_guard` may
-    forbid only what happens by the way.
+    """Marks transfers as explicit, like those of `jax.device_put`: `jax.transfer_guard` may forbid
+    only implicit ones.
     """
     guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
     by_the_way_only = guard in ("disallow", "log")
@@ -134,12 +130,12 @@ def explicitly() -> AbstractContextManager[None]:
 def put_pieces(
     piece: Callable[[Any], Any], shape: tuple[int, ...], wanted: Sharding, dtype: Any
 ) -> jax.Array:
-    """An array on several devices, perhaps of several processes, from NumPy arrays.
+    """Makes an array on several devices, perhaps of several processes, from NumPy arrays.
 
-    Every process puts the shards of its own devices; none asks another anything, so nothing here
-    finds out whether the values agree.
+    Every process puts the shards of its own devices, without communication, so it isn't checked
+    whether the values agree.
     """
-    # A process that has no device of the target can't tell the dtype by its shards.
+    # A process without devices of the target has no shards to read the dtype from.
     return jax.make_array_from_callback(shape, wanted, piece, dtype=dtype)
 
 
@@ -147,16 +143,14 @@ def as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
     keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
     here = keys.sharding
     if isinstance(here, NamedSharding) and len(here.spec) > keys.ndim:
-        # On a mesh of one device, jax 0.10 leaves the keys with the spec of their data.
+        # On a mesh of one device, JAX 0.10 gives the keys the spec of their data.
         spec = with_entries(here.spec, entries_of(here.spec)[: keys.ndim])
         keys = jax.device_put(keys, here.update(spec=spec))
     return keys
 
 
 def over_key_data(target: Target, ndim: int) -> Target:
-    """A target for keys, spelt for the integers that they are made of, whose extra dimension stays
-    whole.
-    """
+    """A target for keys, as one for their key data, whose extra dimension is not split."""
     if isinstance(target, Format):
         return over_key_data(sharding_of(target), ndim)
     if not isinstance(target, NamedSharding):

@@ -1,7 +1,7 @@
-"""Eager placement as one JAX primitive, so that an eager `grad`, `jvp` or `vmap` can pass through.
+"""Eager placement as one JAX primitive, so that eager `grad`, `jvp` and `vmap` work.
 
-None of JAX's own primitives does all three eagerly: `device_put` shards the batch dimension under
-`vmap`, and `with_sharding_constraint` refuses arrays that are on other devices.
+None of JAX's own primitives supports all three eagerly: `device_put` shards the batch dimension
+under `vmap`, and `with_sharding_constraint` rejects arrays on other devices.
 """
 
 from collections.abc import Sequence
@@ -45,8 +45,8 @@ def place(
     sources: Sequence[Sharding | Uncommitted | None],
     may_alias: Sequence[bool | None],
 ) -> list[Any]:
-    """Moves arrays that an eager transformation is looking at. Cotangents go back to `sources`;
-    where that is None they stay where they are.
+    """Moves arrays under an eager transformation. Cotangents go back to `sources`, or stay if that
+    is None.
     """
     return place_p.bind(
         *arrays, targets=tuple(targets), sources=tuple(sources), may_alias=tuple(may_alias)
@@ -56,7 +56,7 @@ def place(
 @place_p.def_impl
 def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.Array]:
     del sources
-    # Of the Python numbers that are differentiated JAX makes something that is not quite an array.
+    # JAX differentiates Python numbers as objects that are not quite arrays.
     arrays = tuple(
         x if isinstance(x, np.ndarray | np.generic) or hasattr(x, "sharding") else jnp.asarray(x)
         for x in arrays
@@ -150,12 +150,12 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
                     "an array under vmap",
                     tuple(x.shape),
                     repr(target),
-                    "a layout says nothing of the dimension that vmap adds",
+                    "a layout does not include the dimension that vmap adds",
                     "give the layout outside of vmap, or a sharding alone",
                 )
             ]
         )
-    # The batch dimension stays as it is, as far as its axes are not asked for elsewhere.
+    # The batch dimension keeps its axes, unless other dimensions use them.
     entries = list(entries_of(target.spec)) + [None] * (x.ndim - 1 - len(target.spec))
     taken = axes_in(target.spec)
     here = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
@@ -164,7 +164,7 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
 
 
 def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any]:
-    # Reached where the linear part of an eager `linearize` or `vjp` is put under `jit` later.
+    # Called when the linear part of an eager `linearize` or `vjp` is put under `jit` later.
     del sources, may_alias
     placed = list(arrays)
     index = [i for i, target in enumerate(targets) if target is not UNCOMMITTED]
@@ -177,7 +177,8 @@ def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any
 
 
 def _refuse_host_memory(arrays: Sequence[Any], targets: Sequence[Target]) -> None:
-    # JAX finds the memory of a program's results by its own transfers, and would ignore this one.
+    # JAX derives the memory of a program's results from its own transfers, and would ignore this
+    # one.
     faults = [
         Fault(
             "an array in a function that was linearized outside of jit",

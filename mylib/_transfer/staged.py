@@ -1,4 +1,4 @@
-"""Staged placement: constraints on the values of a program that is being written down."""
+"""Staged placement: constrains values of a program that is being traced."""
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -31,12 +31,12 @@ from .._tree import Kind, kind_of
 
 
 def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) -> list[jax.Array]:
-    """The same values, such that when compiled they lie as the targets say."""
+    """The same values, constrained to the targets in the compiled program."""
     arrays = [_constant(x) for x in arrays]
     constrained = list(arrays)
     shardings = _in_force([sharding_of(target) for target in targets], world)
     plain = [i for i, s in enumerate(shardings) if s is not None and not _has_explicit_axes(s)]
-    # One call for them all, which is cheaper than one for each.
+    # One call for all is cheaper than one for each.
     for i, y in zip(
         plain,
         jax.lax.with_sharding_constraint([arrays[i] for i in plain], [shardings[i] for i in plain]),
@@ -47,7 +47,7 @@ def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) ->
         if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
             constrained[i] = _to_explicit(arrays[i], sharding, world)
             if AxisType.Auto in sharding.mesh.axis_types:
-                auto = _part(sharding, AxisType.Auto, None)
+                auto = _entries_of_type(sharding, AxisType.Auto, None)
                 constrained[i] = constrain_auto_p.bind(
                     constrained[i], sharding=NamedSharding(sharding.mesh, auto)
                 )
@@ -60,7 +60,7 @@ def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) ->
 def transfer_and_constrain(
     arrays: Sequence[Any], targets: Sequence[Target], world: World
 ) -> list[jax.Array]:
-    """As `constrain`, and the values in the kind of memory that the targets say."""
+    """As `constrain`, and also moves the values to the targets' memory kinds."""
     on_device = [_moved_to(jax.memory.Space.Device, x) for x in arrays]
     constrained = constrain(on_device, targets, world)
     return [
@@ -71,21 +71,21 @@ def transfer_and_constrain(
 
 def _moved_to(space: Any, x: Any) -> Any:
     here = jax.typeof(x).memory_space
-    # Where a cotangent goes is said by `src`. Without it JAX leaves some where they are, and under
-    # `vmap` shards the batch dimension of others.
+    # `src` determines where the cotangent goes. Without it JAX leaves some where they are, and
+    # under `vmap` shards the batch dimension of others.
     return x if here == space else jax.device_put(x, space, src=here)
 
 
 def _constant(x: Any) -> Any:
-    """A captured array is copied into the program; from a mesh with Explicit axes, which it would
-    not get rid of, by way of the host.
+    """Copies a captured array into the program. On a mesh with Explicit axes it goes through the
+    host, as it would keep these axes otherwise.
     """
     captured = kind_of(x) is Kind.DEVICE
     return jax.device_get(x) if captured and _has_explicit_axes(x.sharding) else x
 
 
 def _in_force(shardings: Sequence[Sharding], world: World) -> list[Sharding | None]:
-    """The shardings over the meshes that are in force here; None where nothing is left to say."""
+    """The shardings over the meshes in force here; None if no constraint is left."""
     known: dict[int, Sharding | None] = {}
     for sharding in shardings:
         if id(sharding) not in known:
@@ -109,16 +109,16 @@ def _has_explicit_axes(sharding: Sharding) -> bool:
 
 def _to_explicit(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
     mesh = sharding.mesh
-    # `reshard` doesn't say which devices are meant, and without a mesh around nothing else does: a
-    # nested program brings them along, or is refused by JAX if the value is on others.
-    devices_unsaid = world.mesh.empty and isinstance(mesh, Mesh)
+    # `reshard` doesn't determine the devices, nor does the context without a mesh. A nested program
+    # fixes them, and JAX raises if the value is on others.
+    devices_unknown = world.mesh.empty and isinstance(mesh, Mesh)
     mesh_known = isinstance(x, Tracer) and not jax.typeof(x).sharding.mesh.empty
-    if devices_unsaid and not mesh_known:
+    if devices_unknown and not mesh_known:
         whole = without_partial_sums(sharding)
         x = _on_devices(whole, jax.device_get(x) if kind_of(x) is Kind.DEVICE else x)
-    explicit = _part(sharding, AxisType.Explicit, jax.typeof(x).sharding)
+    explicit = _entries_of_type(sharding, AxisType.Explicit, jax.typeof(x).sharding)
     x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
-    if devices_unsaid and mesh_known:
+    if devices_unknown and mesh_known:
         x = _on_devices(sharding, x)
     return x
 
@@ -127,9 +127,9 @@ def _on_devices(sharding: NamedSharding, x: Any) -> jax.Array:
     return _identity(fill_free(sharding, None, x.ndim))(x)
 
 
-def _part(sharding: NamedSharding, kind: AxisType, here: Any) -> PartitionSpec:
-    """What a spec says of the axes of one kind. A dimension that it leaves free stays as it is
-    `here` where the axes are Explicit, and free where they are Auto.
+def _entries_of_type(sharding: NamedSharding, kind: AxisType, here: Any) -> PartitionSpec:
+    """A spec's entries for the axes of one type. Free dimensions stay as they are `here` for
+    Explicit axes, and free for Auto axes.
     """
     spec, types = sharding.spec, axis_types(sharding.mesh)
     taken = axes_in(spec)
@@ -152,9 +152,9 @@ def _identity(sharding: NamedSharding) -> Any:
     return jit(lambda x: x, out_shardings=sharding)
 
 
-# `with_sharding_constraint` for the Auto axes of a mesh that also has Explicit axes. JAX's own is
-# right in a compiled program. But where a program is evaluated step by step (`jax.closure_convert`)
-# it takes the value off the Explicit axes.
+# `with_sharding_constraint` for the Auto axes of a mesh that also has Explicit axes. JAX's own
+# works in compiled programs. But if a program is evaluated eagerly (`jax.closure_convert`), it
+# removes the Explicit axes from the value.
 constrain_auto_p = Primitive("constrain_auto")
 
 
@@ -170,7 +170,7 @@ def _constrain_auto_type(x: Any, *, sharding: NamedSharding) -> Any:
 
 
 def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
-    # JAX refuses a free dimension that is split over Explicit axes.
+    # JAX rejects a free dimension that is split over Explicit axes.
     entries = [
         None if entry is PartitionSpec.UNCONSTRAINED and explicit is not None else entry
         for entry, explicit in zip(
@@ -179,11 +179,11 @@ def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
     ]
     spec = with_entries(sharding.spec, entries)
     constrained = NamedSharding(sharding.mesh, spec)
-    # Of successive constraints of one array, Shardy gives the result of the last to whatever else
-    # uses the array, and shards it as these other uses suggest. The last may be one of JAX's own,
-    # which are less strict (on what a nested `jit` or `cond` returns). So the strict one is the
-    # last of this array, and then the first of another. The two operations between them cost
-    # nothing: XLA removes them once it has partitioned the program.
+    # If an array has several constraints, Shardy passes the result of the last one to all other
+    # users of the array, and shards it as these suggest. The last one may be JAX's own, which is
+    # less strict (on results of a nested `jit` or `cond`). So the strict constraint is applied last
+    # to this array, and again first to another array. The two operations in between are free: XLA
+    # removes them after partitioning.
     x = jax.lax.with_sharding_constraint(x, constrained)
     x = jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))
     return jax.lax.with_sharding_constraint(x, constrained)

@@ -1,4 +1,4 @@
-"""Whether an array is where it is wanted, so that it can stay the same object."""
+"""Checks whether an array is at its target already, so that it can stay the same object."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ from .._tree import Kind
 def not_there(
     arrays: Sequence[Any], kinds: Sequence[Kind], targets: Sequence[Any], index: Sequence[int]
 ) -> list[int]:
-    """Which of the arrays at `index` have to be moved to be at their targets."""
-    # For the length of this call, which pairs of shardings agree: leaves mostly share a few. The
-    # shardings are kept beside the answers, so that no other can come to have their identity.
+    """The positions in `index` of arrays that must be moved to their targets."""
+    # Caches which pairs of shardings agree, for this call: most leaves share a few. The shardings
+    # are kept alive, because their ids are the keys.
     known: dict[tuple[int, int, int], tuple[bool, Any]] = {}
     moving: list[int] = []
     for i in index:
@@ -42,9 +42,10 @@ def _has_layout(x: Any, target: Target) -> bool:
 
 
 def same_place(here: Sharding, wanted: Sharding, ndim: int) -> bool:
-    """Whether an array that is here is where it is wanted."""
+    """Whether an array at `here` is at `wanted`."""
     if isinstance(here, NamedSharding) or isinstance(wanted, NamedSharding):
-        # Equivalence forgets names and types of axes, and arrays that differ in them don't mix.
+        # `is_equivalent_to` ignores names and types of axes, but arrays that differ in them can't
+        # be combined.
         if not (isinstance(here, NamedSharding) and isinstance(wanted, NamedSharding)):
             return False
         if here.mesh != wanted.mesh:
@@ -56,8 +57,8 @@ def same_place(here: Sharding, wanted: Sharding, ndim: int) -> bool:
 
 
 def same_type(here: NamedSharding, wanted: NamedSharding, ndim: int) -> bool:
-    """Whether two shardings over one mesh, whose axes are Explicit, make the same type: also axes
-    of size 1, which split nothing, are part of it.
+    """Whether two shardings over one mesh with Explicit axes give arrays the same type, which
+    includes axes of size 1.
     """
 
     def signature(sharding: NamedSharding) -> Any:

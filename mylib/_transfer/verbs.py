@@ -1,4 +1,4 @@
-"""`filter_shard` and `filter_device_put`: the law of placement."""
+"""`filter_shard` and `filter_device_put`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ from .._placement import (
     sharding_of,
     unusual_memory_kind,
 )
-from .._processes import Processes, agree, check_replicas, named, owners, told_to_all
+from .._processes import Processes, agree, check_replicas, named, owners, raised_in_all
 from .._tree import Kind, Leaves, broadcast_prefix, name_of, split
 from .eager import Move, move
 from .host import to_default_device
@@ -44,39 +44,40 @@ def filter_shard(
     mesh: AnyMesh | None = None,
     check: bool | None = None,
 ) -> T:
-    """Puts the arrays of a PyTree where `placement` says, in whatever context this is called.
+    """Places the arrays of a PyTree according to `placement`, in any context.
 
-    Outside of `jax.jit` the arrays are moved there; inside, the compiled values are constrained to
-    be there. Both work on meshes with Auto, Explicit and mixed axes, under `vmap` and inside
-    `shard_map`, and can be differentiated.
+    Outside `jax.jit` the arrays are moved; inside, values of the compiled program are constrained.
+    Both work on meshes with Auto, Explicit and mixed axes, under `vmap` and inside `shard_map`, and
+    can be differentiated.
 
-    Takes the place of `equinox.filter_shard`.
+    A replacement for `equinox.filter_shard`.
 
     **Arguments:**
 
-    - `tree`: any PyTree. What is not an array comes back as the same object.
+    - `tree`: any PyTree. Anything else than an array is returned as the same object.
     - `placement`: a device, a `jax.sharding.Sharding`, a `Format`, a `PartitionSpec`, None (leave
         alone), a rule (a callable from [`mylib.Leaf`][] to any of these), or a PyTree prefix of
         all of these.
-    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
-    - `check`: how far it is checked that copies that should be equal are. Where several processes
-        put values of their own onto devices of all of them, they compare by default what the arrays
-        are and where they go, the numbers of NumPy arrays that more than one of them puts, and the
-        structure and static values of the tree (strings, numbers and booleans; of all else the
-        type); on the host, once a call. If True, the numbers on the devices are compared as well,
-        by [`mylib.check_replicas`][], also if nothing is to be moved; if False, nothing is.
+    - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`.
+    - `check`: whether to check that copies are equal. If several processes place values of their
+        own on the devices of all of them, they compare by default, on the host, once per call:
+        shapes, dtypes and targets; the numbers of NumPy arrays that more than one process passes;
+        and the structure and static values of the tree (strings, numbers and booleans; only the
+        type of anything else). If True, the numbers on the devices are also compared, by
+        [`mylib.check_replicas`][], even if nothing must be moved; if False, nothing is compared.
 
     **Returns:**
 
-    A tree of the same structure and values. An array that was already there comes back as the same
-    object; no other shares memory with what went in.
+    A tree of the same structure and values. An array that is already at its target is returned as
+    the same object; all others share no memory with their source.
 
     **Raises:**
 
-    [`mylib.PlacementError`][] before anything has moved, naming every leaf whose placement can't
-    be had, or that isn't the same in all processes. A rule's own error, in the process in which it
-    was raised; the others raise a `PlacementError` that quotes it. `TimeoutError`, if a process
-    does not come to compare. [`mylib.ReplicaError`][], if `check` is True and copies differ.
+    [`mylib.PlacementError`][] before anything has moved, naming every leaf that can't be placed as
+    requested, or that isn't the same in all processes. A rule's own error in the process where it
+    was raised; the other processes raise a `PlacementError` that quotes it. `TimeoutError` if a
+    process does not take part in the comparison. [`mylib.ReplicaError`][] if `check` is True and
+    copies differ.
 
     !!! Example
 
@@ -91,7 +92,7 @@ def filter_shard(
     world = current_world()
     leaves = split(tree)
     refuse = _refuse_memory_kinds if world.staged else None
-    with told_to_all(mesh_of_all(mesh, world), check):
+    with raised_in_all(mesh_of_all(mesh, world), check):
         targets = resolve_leaves(leaves, placement, mesh, world, refuse)
     if world.staged:
         _refuse_check(check)
@@ -105,14 +106,14 @@ def place_leaves(
     may_alias: Sequence[bool | None] | None = None,
     check: bool | None = None,
 ) -> list[Any]:
-    """The array leaves at their targets, in the world that they were resolved for."""
+    """The array leaves, moved to their targets, in the world that they were resolved for."""
     if world.staged:
         return _constrain_all(leaves, targets, world)
     return _move_all(leaves, targets, may_alias=may_alias, check=check)
 
 
 def transfer_leaves(leaves: Leaves, targets: Sequence[Target | None], world: World) -> list[Any]:
-    """[`place_leaves`][] that moves between kinds of memory in compiled programs, too."""
+    """[`place_leaves`][] that moves between memory kinds in compiled programs, too."""
     if world.staged:
         return _constrain_all(leaves, targets, world, transfer_and_constrain)
     return _move_all(leaves, targets)
@@ -131,22 +132,22 @@ def filter_device_put(
 ) -> T:
     """[`mylib.filter_shard`][] as a transfer, with the arguments of `jax.device_put`.
 
-    Takes the place of `jax.device_put` for trees with anything in them. Inside `jax.jit` it moves
-    between memory kinds too, and, unlike `jax.device_put`, heeds Auto axes.
+    A replacement for `jax.device_put` for trees that may hold anything. Inside `jax.jit` it also
+    moves between memory kinds, and, unlike `jax.device_put`, respects Auto axes.
 
     **Arguments:**
 
     - `tree`, `placement`, `mesh`, `check`: as in [`mylib.filter_shard`][]. Without a placement
         arrays go to JAX's default device, if they are not on a device already.
-    - `src`: where the cotangents of an eager transfer go back to, a device or sharding; by default
-        where the arrays come from.
-    - `donate`: whether the arrays may be used up. Their memory is freed or reused, and they can't
-        be read any more.
+    - `src`: the device or sharding for the cotangents of an eager transfer; by default that of the
+        arrays.
+    - `donate`: whether to donate the arrays. Their memory is freed or reused, and they can't be
+        read any more.
     - `may_alias`: if True, the result may share memory with its source, which saves a copy. Writing
         to a NumPy source, or donating either side, may then change the other.
 
-    `src`, `donate` and `may_alias` may be PyTree prefixes of `tree`. On traced values
-    `donate` has no effect, and inside `jax.jit` none of them has one.
+    `src`, `donate` and `may_alias` may be PyTree prefixes of `tree`. `donate` has no effect on
+    traced values, and inside `jax.jit` all three have no effect.
 
     **Returns:**
 
@@ -174,7 +175,7 @@ def filter_device_put(
     if placement is ...:
         return leaves.join(to_default_device(leaves.arrays, alias))
     refuse = _refuse_unpinned if world.staged else None
-    with told_to_all(mesh_of_all(mesh, world), check):
+    with raised_in_all(mesh_of_all(mesh, world), check):
         targets = resolve_leaves(leaves, placement, mesh, world, refuse)
     if world.staged:
         _refuse_check(check)
@@ -183,7 +184,7 @@ def filter_device_put(
 
 
 def mesh_of_all(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
-    """The mesh whose processes are told of an error that is raised before anything is moved."""
+    """The mesh whose processes receive an error that is raised before anything is moved."""
     if world.staged:
         return None
     return world.devices if mesh is None else mesh
@@ -193,7 +194,7 @@ def _refuse_check(check: bool | None) -> None:
     if check:
         raise TypeError(
             "check=True compares values, and inside a transformed function there are none yet. "
-            "Leave it out there, and call mylib.check_replicas on what the function returns"
+            "Leave it out there, and call mylib.check_replicas on the results"
         )
 
 
@@ -206,14 +207,14 @@ def _checked(tree: T, check: bool | None) -> T:
 def _place_abstract(
     leaves: Leaves, targets: Sequence[Target | None]
 ) -> tuple[list[Any], list[int]]:
-    """The leaves, with the abstract ones at their targets, and which others are to be placed."""
+    """The leaves, with the abstract ones at their targets, and the positions of the others."""
     placed = list(leaves.arrays)
     rest: list[int] = []
     for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
         if target is None:
             continue
         if kind is Kind.ABSTRACT:
-            # Not `update`: it refuses to put a sharding in the place of a layout.
+            # Not `update`: it can't replace a layout by a sharding.
             x = placed[i]
             placed[i] = jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=target, weak_type=x.weak_type
@@ -261,7 +262,7 @@ def _move_all(
         arrays, wanted, alias = (_pick(column, traced) for column in (placed, targets, may_alias))
         _put_back(placed, traced, place(arrays, wanted, homes, alias))
     if moving:
-        # An array that stands in the tree more than once is not used up for one of its places.
+        # An array that occurs in the tree more than once is not donated at one occurrence.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
         moves: list[Move] = []
         for i in moving:
@@ -281,8 +282,8 @@ def _let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
 
 
 def _near(target: Target | None) -> Sharding | None:
-    """Where a cotangent goes that has no place to return to, its primal being a NumPy array: it
-    stays, but never in memory of another kind, which JAX would not take for the primal's.
+    """The target of a cotangent whose primal is a NumPy array: it stays where it is, but in the
+    default memory, because JAX would reject another memory kind.
     """
     sharding = None if target is None else sharding_of(target)
     if sharding is None or memory_kind(sharding) == default_memory_kind(sharding):
@@ -293,7 +294,7 @@ def _near(target: Target | None) -> Sharding | None:
 def _elsewhere(
     leaves: Leaves, targets: Sequence[Target | None], placed: Sequence[int]
 ) -> list[Fault]:
-    """Which of the arrays would go to devices that are not here."""
+    """Faults of arrays whose targets are devices that are not here."""
     reason = "a machine that is not here can compile, not run: nothing can be put there"
     mend = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
     return [
@@ -306,7 +307,7 @@ def _elsewhere(
 def _unreadable(
     leaves: Leaves, targets: Sequence[Target | None], concrete: Sequence[int]
 ) -> list[Fault]:
-    """Which of the arrays have no values, or none that can be had by this process."""
+    """Faults of arrays without values, or with values that this process can't read."""
     faults: list[Fault] = []
     several_processes = jax.process_count() > 1
     for i in concrete:
@@ -315,14 +316,14 @@ def _unreadable(
             continue
         if x.is_deleted():
             reason = "the array has been deleted"
-            mend = "if it was donated to a function, go on with what that function returned"
+            mend = "if it was donated to a function, use that function's result instead"
         elif several_processes and (ends := _far_apart(x, sharding_of(target))):
             source, destination = ends
             reason = (
                 f"its shards are on {named(source)}, and the target's devices are those of "
                 f"{named(destination)}"
             )
-            mend = "give every process that is to have it a value of its own, such as a NumPy array"
+            mend = "give every process of the target a value of its own, such as a NumPy array"
         elif several_processes and _out_of_reach(x, sharding_of(target)):
             reason = "its shards are on other processes, and the target has other devices"
             mend = "place it over the same devices first, replicated; each process then has it all"
@@ -333,8 +334,8 @@ def _unreadable(
 
 
 def _far_apart(x: jax.Array, wanted: Sharding) -> tuple[Processes, Processes] | None:
-    """The processes that hold an array and those that would, if no process is among both. All that
-    call see the same, also those that have a shard: they would get an array without one.
+    """The processes that hold an array and those of its target, if no process is among both.
+    Processes with shards return the same as others: they would get an array without shards.
     """
     source, destination = owners(x.sharding), owners(wanted)
     if not x.committed or set(source) & set(destination):
@@ -392,10 +393,10 @@ def _check_options(
                 (flags, "these are flags", "write True or False, or a prefix of them")
             )
         elif gone and alias:
-            reason = "a donated array has no other side left that could share its memory"
+            reason = "a donated array can't share its memory: it is deleted"
             complaints.append((flags, reason, "give one of the two"))
         if not _is_source(source):
-            reason = "src is where the array comes from"
+            reason = "src is the device or sharding of the source"
             complaints.append((f"src={source!r}", reason, "give a device or a Sharding"))
         if complaints:
             name, shape = name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape)

@@ -1,4 +1,4 @@
-"""What is an array leaf of a tree and what is static; prefixes, paths, patterns, annotations."""
+"""Splits trees into array leaves and static leaves; prefixes, paths, patterns, annotations."""
 
 from .annotations import Fit as Fit, name_dimensions as name_dimensions
 from .leaves import (

@@ -16,15 +16,15 @@ Step = tuple[Any, Any]
 _ABSENT = object()
 
 
-# How many dimensions a leaf has in front of those that are named, and the names of all of them.
+# The number of a leaf's dimensions before the annotated ones, and the names of all its dimensions.
 Fit = tuple[int, tuple[str | None, ...]]
 
 
 def fit_of(steps: Iterable[Step], ndim: int) -> Fit | None:
-    """The names of the dimensions of the leaf that `steps` lead to, or None if nothing names them.
+    """The names of the dimensions of the leaf at the end of `steps`; None if it has no annotation.
 
-    The innermost annotation on the way to the leaf counts: a field of a Module, or of another
-    dataclass, or what a container's annotation says of its elements.
+    The innermost annotation on the path counts. It belongs to a field of a Module (or of another
+    dataclass), or to the elements of a container.
     """
     annotation: Any = None
     for node, key in steps:
@@ -40,16 +40,17 @@ def fit_of(steps: Iterable[Step], ndim: int) -> Fit | None:
 
 
 class Walker:
-    """Finds the nodes on the way to the leaves of a tree."""
+    """Finds the nodes on the path to a leaf of a tree."""
 
     def __init__(self, tree: Any):
         self.tree = tree
-        # Of the nodes whose keys say nothing of how they are read; each is kept, for its id.
+        # The children of nodes whose keys don't show how to read them. The nodes are kept, so that
+        # their ids stay valid.
         self._flattened: dict[int, tuple[Any, dict[str, Any]]] = {}
 
     def steps_to(self, path: Iterable[Any]) -> Iterator[Step]:
-        """The nodes on the way to the leaf at `path`, each with the key that leads on from it, as
-        far as the keys lead.
+        """The nodes on `path`, each with the key of the next one. It ends early if a key leads
+        nowhere.
         """
         node = self.tree
         for key in path:
@@ -84,8 +85,8 @@ def _field_annotations(cls: type) -> Mapping[str, Any]:
     for base in reversed(cls.__mro__):
         names = getattr(sys.modules.get(base.__module__), "__dict__", {})
         for name, written in inspect.get_annotations(base).items():
-            # One by one, so that an annotation written as text that means nothing here (a name
-            # imported for type checkers only) costs no other field its names.
+            # One field at a time: an annotation that can't be evaluated here (a name imported for
+            # type checkers only) must not cost the other fields theirs.
             field = types.SimpleNamespace(__annotations__={name: written})
             try:
                 hints = typing.get_type_hints(field, names, dict(vars(base)))
@@ -97,7 +98,7 @@ def _field_annotations(cls: type) -> Mapping[str, Any]:
 
 
 def _arguments(cls: type, base: type) -> Mapping[Any, Any]:
-    """What `cls` has put in the place of the type variables of a generic base."""
+    """The arguments that `cls` gives to the type variables of a generic base."""
     for written in getattr(cls, "__orig_bases__", ()):
         origin, args = typing.get_origin(written) or written, typing.get_args(written)
         parameters = getattr(origin, "__parameters__", ())
@@ -153,21 +154,21 @@ def _name_dimensions(annotation: Any, ndim: int) -> Fit | None:
     choices = _alternatives(annotation)
     arrays = [c for c in choices if isinstance(c, type) and issubclass(c, AbstractArray)]
     fits = [fit for array in arrays for fit in _fit(array.dim_str, ndim)]
-    # Of `Float[Array, "a"] | Float[Array, "a b"]` the one that leaves the fewest dimensions over.
+    # Of `Float[Array, "a"] | Float[Array, "a b"]`, take the one that covers the most dimensions.
     return min(fits, key=lambda fit: fit[0]) if fits else None
 
 
 def name_dimensions(names: str, ndim: int) -> Fit | None:
-    """`names`, written as in a jaxtyping annotation, for an array of rank `ndim`; None if they are
-    more than its dimensions.
+    """Reads `names`, written as in a jaxtyping annotation, for an array of rank `ndim`; None if
+    there are more names than dimensions.
     """
     return next(iter(_fit(names, ndim)), None)
 
 
 @cache
 def _fit(dim_str: str, ndim: int) -> Sequence[Fit]:
-    """How many dimensions an annotation leaves over, and the names that it gives; nothing if it
-    has more of them than the array.
+    """The number of dimensions before the annotated ones, and the names of all; empty if the
+    annotation has more dimensions than the array.
     """
     dims = dim_str.split()
     names = [_dimension_name(dim) for dim in dims]
@@ -179,24 +180,24 @@ def _fit(dim_str: str, ndim: int) -> Sequence[Fit]:
     return (((extra if at is None else 0), (*before, *[None] * extra, *after)),)
 
 
-# "#" broadcasts, "*" stands for several, "?" varies from leaf to leaf, and "heads=4" says what a
-# size is for. What is left is a name, a size, an expression, or anonymous: "_", "_name".
+# "#" broadcasts, "*" stands for several dimensions, "?" varies from leaf to leaf, and "heads=4"
+# labels a size. The rest is a name, a size, an expression, or anonymous: "_", "_name".
 _DIMENSION = re.compile(r"(?P<marks>[#*?_]*)((?P<label>\w+)=(?P<more>[#*?_]*))?(?P<value>.*)")
 
 
-def _parts(dim: str) -> Mapping[str, str]:
+def _syntax(dim: str) -> Mapping[str, str]:
     match = _DIMENSION.fullmatch(dim)
     assert match is not None
     return match.groupdict(default="")
 
 
 def _is_variadic(dim: str) -> bool:
-    parts = _parts(dim)
-    return dim == "..." or "*" in parts["marks"] + parts["more"]
+    syntax = _syntax(dim)
+    return dim == "..." or "*" in syntax["marks"] + syntax["more"]
 
 
 def _dimension_name(dim: str) -> str | None:
-    parts = _parts(dim)
-    if "_" in parts["marks"] + parts["more"]:
+    syntax = _syntax(dim)
+    if "_" in syntax["marks"] + syntax["more"]:
         return None
-    return next((text for text in (parts["value"], parts["label"]) if text.isidentifier()), None)
+    return next((text for text in (syntax["value"], syntax["label"]) if text.isidentifier()), None)

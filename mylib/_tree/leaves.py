@@ -1,4 +1,4 @@
-"""A PyTree's array leaves with their paths; the static rest; joining them again."""
+"""Splits a PyTree into array leaves, with their paths, and static leaves, and joins them again."""
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ KeyPath = tuple[Any, ...]
 
 
 class Kind(Enum):
-    """What a leaf is, as far as placing it goes."""
+    """The kinds of leaves that are placed differently."""
 
     STATIC = "static"
     HOST = "host"  # NumPy arrays and scalars
@@ -27,7 +27,7 @@ class Kind(Enum):
     TRACED = "traced"
     ABSTRACT = "abstract"  # `jax.ShapeDtypeStruct`
 
-    # Every leaf's kind is looked up in tables, and an enum's own hash is written in Python.
+    # Kinds are looked up in tables for every leaf, and an enum's own hash is slow Python.
     __hash__ = object.__hash__
 
 
@@ -56,32 +56,32 @@ def _classify(x: Any) -> Kind:
     if isinstance(x, jax.Array):
         return Kind.DEVICE
     if isinstance(x, np.ma.MaskedArray):
-        # JAX has no arrays with holes, and what is under the mask is not meant to be seen.
+        # JAX has no masked arrays, and the values under the mask must not be used.
         return Kind.STATIC
     return Kind.HOST if eqx.is_array(x) else Kind.STATIC
 
 
 def _classify_dtype(dtype: np.dtype) -> Kind:
     holdable = dtype.isnative and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number))
-    # To NumPy these are numbers too.
+    # NumPy counts these as numbers, JAX doesn't.
     holdable = holdable and dtype.type not in (np.timedelta64, np.longdouble, np.clongdouble)
     return Kind.HOST if holdable else Kind.STATIC
 
 
 def is_array(x: Any, abstract: bool = False) -> bool:
-    """Whether a leaf is an array to transformations and loops; what isn't, is static.
+    """Whether transformations and loops treat a leaf as an array; all other leaves are static.
     `jax.ShapeDtypeStruct`s are arrays if `abstract`.
     """
     if isinstance(x, np.ndarray | np.generic):
-        # `float0`, the dtype of tangents of integers, holds nothing to place, but JAX traces it.
+        # Arrays of `float0` (tangents of integers) are never placed, but JAX traces them.
         return kind_of(x) is not Kind.STATIC or x.dtype == jax.dtypes.float0
     return _is_array_type(type(x), abstract)
 
 
 def which_are_arrays(types: tuple[type, ...], abstract: bool) -> tuple[bool, ...] | None:
-    """For each type whether it is one of arrays, or None if the types don't tell."""
+    """Whether each type is an array type, or None if the types don't decide it."""
     if any(issubclass(t, np.ndarray | np.generic) for t in types):
-        return None  # there are dtypes that JAX has no arrays for
+        return None  # JAX doesn't support all of NumPy's dtypes
     return tuple(_is_array_type(t, abstract) for t in types)
 
 
@@ -90,13 +90,13 @@ def _is_array_type(t: type, abstract: bool) -> bool:
 
 
 def is_ref(x: Any) -> bool:
-    """Whether a traced leaf is a place and not a value."""
+    """Whether a traced leaf is a mutable reference (`jax.Ref`), not a value."""
     return isinstance(x, Tracer) and not isinstance(jax.typeof(x), ShapedArray)
 
 
 @dataclass
 class Leaves:
-    """A flattened PyTree: all its leaves, and which of them are arrays."""
+    """A flattened PyTree: all its leaves, and the positions of the arrays."""
 
     tree: Any
     treedef: Any
@@ -107,7 +107,7 @@ class Leaves:
 
     @cached_property
     def paths(self) -> list[KeyPath]:
-        """The key path of every array leaf. Costly, so made only where a rule or an error asks."""
+        """The key path of every array leaf. Costly, so computed only for rules and errors."""
         with_paths, _ = jtu.tree_flatten_with_path(self.tree)
         return [with_paths[i][0] for i in self.positions]
 
@@ -120,8 +120,8 @@ class Leaves:
         return self._unflatten(list(self.all), arrays)
 
     def with_shapes(self, arrays: Iterable[Any]) -> "Leaves":
-        """The same leaves for who asks where `arrays` would go in their place: only shapes and
-        dtypes are known of them. The tree stays: its nodes need not be able to hold shapes.
+        """The same leaves with the shapes and dtypes of `arrays`, to decide where `arrays` would
+        go. The tree stays as it is: some nodes can't hold shapes.
         """
         shapes = [jax.ShapeDtypeStruct(x.shape, canonical_dtype(x)) for x in arrays]
         return replace(self, arrays=shapes, kinds=[Kind.ABSTRACT] * len(shapes))
@@ -137,7 +137,7 @@ class Leaves:
 
 
 def split(tree: Any, static: Container[int] = ()) -> Leaves:
-    """`tree`, flattened. The leaves at the positions `static` are none to place."""
+    """Flattens `tree`. The leaves at the positions `static` count as static."""
     leaves, treedef = jtu.tree_flatten(tree)
     positions: list[int] = []
     arrays: list[Any] = []
@@ -157,9 +157,7 @@ def canonical_dtype(x: Any) -> Any:
 
 
 def name_of(path: KeyPath) -> str:
-    """A path as text, `.layers[0].weight`; the tree itself, when it is a single leaf, is
-    `the array`.
-    """
+    """A path as text, `.layers[0].weight`; `the array` if the tree is a single leaf."""
     return jtu.keystr(path) or "the array"
 
 
@@ -182,25 +180,24 @@ def _key_text(key: Any) -> str:
 
 @dataclass(frozen=True)
 class Leaf:
-    """What a rule sees of one array leaf. It is no array itself: `equinox.is_array` of it is False,
-    and a rule is never asked about anything but arrays.
+    """Describes one array leaf to a rule. It is not an array itself (`equinox.is_array` returns
+    False). Rules are called for array leaves only.
 
     **Attributes:**
 
-    - `path`: the key path from the root of the tree that was given to the verb.
-    - `shape`, `dtype`: of the leaf, the dtype as JAX will hold it (`float64` from NumPy is
-        `float32` unless `jax_enable_x64` is set).
-    - `mesh`: the mesh that a `PartitionSpec` returned by the rule will be read over, or None.
+    - `path`: the key path from the root of the tree that was passed to the verb.
+    - `shape`, `dtype`: those of the leaf; the dtype is the one that JAX will use (`float64` from
+        NumPy is `float32` unless `jax_enable_x64` is set).
+    - `mesh`: the mesh for a `PartitionSpec` that the rule returns, or None.
     - `name`: the path as text, such as `.layers[0].weight`.
     - `parts`: the path as the texts of its keys, such as `("layers", "0", "weight")`.
-    - `ndim`, `size`, `nbytes`: as of an array.
-    - `axes`: the names that the leaf's jaxtyping annotation gives its dimensions, one entry a
-        dimension (None where it gives no name, and in front where there are more dimensions than
-        annotated), or None if the leaf has no annotation that fits.
-    - `in_front`: how many dimensions the leaf has in front of the annotated ones, those of layers
-        that are stacked by `vmap`; 0 if it has no annotation that fits.
-    - `owners`: the classes of which the leaf is a part, from the outermost to the innermost, each
-        with the parts of the path that lead from there to the leaf.
+    - `ndim`, `size`, `nbytes`: as for an array.
+    - `axes`: the dimension names from the leaf's jaxtyping annotation, one entry per dimension
+        (None for unnamed ones and for extra ones in front), or None if no annotation fits the leaf.
+    - `in_front`: the number of dimensions before the annotated ones, as in layers stacked by
+        `vmap`; 0 if no annotation fits the leaf.
+    - `owners`: the classes that contain the leaf, from the outermost to the innermost, each with
+        the parts of the path from there to the leaf.
 
     !!! Example
 

@@ -20,7 +20,7 @@ Static = tuple[Any, ...]
 @jtu.register_static
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """A tree without its arrays: its structure, which of its leaves are arrays, and the others."""
+    """A tree without its arrays: its structure, a flag for each leaf, and its static leaves."""
 
     treedef: Any
     are_arrays: tuple[bool, ...]
@@ -28,12 +28,12 @@ class Outline:
 
     @cached_property
     def count(self) -> int:
-        """How many arrays there were."""
+        """The number of arrays."""
         return len(self.are_arrays) - len(self.static)
 
     @cached_property
     def positions(self) -> frozenset[int]:
-        """Those of the leaves that are no arrays."""
+        """The positions of the static leaves."""
         return frozenset(i for i, is_array in enumerate(self.are_arrays) if not is_array)
 
     def fill(self, arrays: Iterable[Any]) -> Any:
@@ -43,24 +43,26 @@ class Outline:
 
     @cached_property
     def _in_order(self) -> "Take":
-        """Puts the arrays, and what is static after them, where they were."""
+        """Puts the arrays, and the static leaves after them, back into the order of the tree."""
         arrays, static = count(), count(self.count)
         return _taking([next(arrays if x else static) for x in self.are_arrays])
 
 
 def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Outline]:
-    """A tree's arrays, and the rest of it. `jax.ShapeDtypeStruct`s are arrays if `abstract`."""
+    """Splits a tree into its arrays and its outline. `jax.ShapeDtypeStruct`s are arrays if
+    `abstract`.
+    """
     leaves, treedef = jtu.tree_flatten(tree)
     arrays, are_arrays, static = parted(leaves, abstract)
     return arrays, Outline(treedef, are_arrays, static)
 
 
 def parted(leaves: list[Any], abstract: bool = False) -> tuple[Arrays, tuple[bool, ...], Static]:
-    """A tree's leaves: the arrays, which of them these are, and the others."""
-    parts = _parts_by_type(tuple(map(type, leaves)), abstract)
-    if parts is None:
-        parts = _Parts.of(tuple([is_array(x, abstract) for x in leaves]))
-    are_arrays, arrays_of, static_of = parts
+    """Splits a tree's leaves: the arrays, a flag for each leaf, and the static leaves."""
+    partition = _partition_by_type(tuple(map(type, leaves)), abstract)
+    if partition is None:
+        partition = _Partition.of(tuple([is_array(x, abstract) for x in leaves]))
+    are_arrays, arrays_of, static_of = partition
     if static_of is None:
         return leaves, are_arrays, ()
     return list(arrays_of(leaves)), are_arrays, static_of(leaves)
@@ -69,15 +71,15 @@ def parted(leaves: list[Any], abstract: bool = False) -> tuple[Arrays, tuple[boo
 Take = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
-class _Parts(NamedTuple):
-    """Which of a tree's leaves are arrays, and what takes these and the others out of them."""
+class _Partition(NamedTuple):
+    """Flags a tree's array leaves, with functions that pick the array and the static leaves."""
 
     are_arrays: tuple[bool, ...]
     arrays_of: Take
     static_of: Take | None
 
     @classmethod
-    def of(cls, are_arrays: tuple[bool, ...]) -> "_Parts":
+    def of(cls, are_arrays: tuple[bool, ...]) -> "_Partition":
         static = [i for i, is_array in enumerate(are_arrays) if not is_array]
         arrays = [i for i, is_array in enumerate(are_arrays) if is_array]
         return cls(are_arrays, _taking(arrays), _taking(static) if static else None)
@@ -90,7 +92,7 @@ def _taking(index: list[int]) -> Take:
 
 
 @lru_cache(maxsize=4096)
-def _parts_by_type(types: tuple[type, ...], abstract: bool) -> _Parts | None:
-    """The parts of leaves of these types, or None if the types don't tell."""
+def _partition_by_type(types: tuple[type, ...], abstract: bool) -> _Partition | None:
+    """How to split leaves of these types, or None if the types don't decide it."""
     are_arrays = which_are_arrays(types, abstract)
-    return None if are_arrays is None else _Parts.of(are_arrays)
+    return None if are_arrays is None else _Partition.of(are_arrays)

@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 
 from .leaves import KeyPath
 
-# A part is written plainly, or in brackets, where it may also be quoted: `.layers[0]['a.b']`. What
-# is quoted or in brackets inside of brackets is part of a key such as `[('x', 1)]`.
+# A part is plain or in brackets, where it may be quoted: `.layers[0]['a.b']`. Quotes and brackets
+# inside brackets belong to a key such as `[('x', 1)]`.
 _PART = re.compile(
     r"""\.?(?P<plain>[^.\[\]'"]+)
     | \[ (?P<quoted> '(?:[^'\\]|\\.)*' | "(?:[^"\\]|\\.)*" ) \]
@@ -22,15 +22,13 @@ _PART = re.compile(
 )
 _PLAIN = re.compile(r"[^.\[\]'\"]+")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-# Stands in front of every part of a path when it is matched: no key has it.
+# Separates the parts of a path for matching: no key contains it.
 _MARK = "\0"
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """The end of a path, part by part, in which `*` stands for anything within one part and `**`
-    for any number of whole parts.
-    """
+    """Matches the end of a path. `*` matches anything within one part, `**` any number of parts."""
 
     text: str
 
@@ -57,24 +55,24 @@ class Pattern:
 
     @cached_property
     def names_odd_keys(self) -> bool:
-        """Whether there are keys in it of which the text in a path may be another than their own,
-        as `str` and `repr` differ.
+        """Whether it has keys whose `str` and `repr` may differ, so that the text in a path may be
+        different from the key's.
         """
         matches = _PART.finditer(self.text)
         return any(match["other"] or not (match["key"] or "0").isdigit() for match in matches)
 
     def ends_as_it_stands(self, path: KeyPath) -> bool:
-        """Whether the pattern is, letter by letter, the end of what JAX writes for `path`."""
+        """Whether `jax.tree_util.keystr(path)` ends with the literal text of the pattern."""
         return any(jtu.keystr(path[start:]) == self.text for start in range(len(path)))
 
     @cached_property
     def ends(self) -> Callable[[str], Any]:
-        """Whether the pattern is the end of a path, given as `joined`."""
+        """Whether the pattern matches the end of a path, given as `joined`."""
         return re.compile(self._regex + r"\Z", re.DOTALL).search
 
     @cached_property
     def matches(self) -> Callable[[str], Any]:
-        """Whether the pattern is the whole of a path, given as `joined`."""
+        """Whether the pattern matches a whole path, given as `joined`."""
         return re.compile(self._regex, re.DOTALL).fullmatch
 
     @property
@@ -90,7 +88,7 @@ def _part_regex(part: str) -> str:
 
 
 def spelled(parts: Sequence[str]) -> str:
-    """A pattern that matches these parts, and others in which numbers differ."""
+    """A pattern that matches these parts, with any numbers in place of theirs."""
     texts = (_NUMBER.sub("*", part) for part in parts)
     plain = (f".{text}" if _PLAIN.fullmatch(text) else f"[{text!r}]" for text in texts)
     return "".join(plain).removeprefix(".")

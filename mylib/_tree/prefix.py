@@ -1,4 +1,4 @@
-"""Spreading a PyTree prefix over the array leaves of a tree."""
+"""Spreads a PyTree prefix over the array leaves of a tree."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,12 +10,12 @@ from .leaves import KeyPath, Kind, Leaves, kind_of, name_of
 
 IsLeaf = Callable[[Any], bool]
 MISFIT = object()
-"""Stands for the entry of a leaf where the prefix doesn't fit."""
+"""The entry of a leaf at which the prefix doesn't fit."""
 
 
 def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
-    """One entry of `prefix` for every array leaf, or a `PlacementError` that names every place
-    where the prefix doesn't fit.
+    """One entry of `prefix` for every array leaf, or a `PlacementError` that names every node at
+    which the prefix doesn't fit.
     """
     entries, faults = spread_prefix(prefix, leaves, is_leaf)
     if faults:
@@ -24,7 +24,7 @@ def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
 
 
 def spread_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> tuple[list[Any], list[Fault]]:
-    """One entry of `prefix` for every array leaf, and a fault for every place where the prefix
+    """One entry of `prefix` for every array leaf, and a fault for every node at which the prefix
     doesn't fit; the entries there are MISFIT.
     """
     if is_leaf(prefix):
@@ -52,11 +52,11 @@ def _spread_one_level(
     prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
 ) -> Iterator[Any]:
     # JAX stops at the first mismatch; going down level by level finds them all.
-    parts, prefix_def = _children(prefix)
+    prefixes, prefix_def = _children(prefix)
     subtrees, tree_def = _children(tree)
-    if parts and prefix_def == tree_def:
-        for (key, part), (_, subtree) in zip(parts, subtrees, strict=True):
-            yield from _spread(part, subtree, (*path, key), is_leaf, faults)
+    if prefixes and prefix_def == tree_def:
+        for (key, inner), (_, subtree) in zip(prefixes, subtrees, strict=True):
+            yield from _spread(inner, subtree, (*path, key), is_leaf, faults)
         return
     wanted, found = _outline(prefix), _outline(tree)
     faults.append(
@@ -73,7 +73,9 @@ def _spread_one_level(
 
 
 def first_difference(one: Any, other: Any, path: KeyPath = ()) -> tuple[str, str, str]:
-    """The path of the first node at which the structures of two trees differ, and what is there."""
+    """The path of the first node at which the structures of two trees differ, and both nodes as
+    text.
+    """
     (ones, one_def), (others, other_def) = _children(one), _children(other)
     if ones and one_def == other_def:
         for (key, x), (_, y) in zip(ones, others, strict=True):

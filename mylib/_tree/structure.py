@@ -1,4 +1,4 @@
-"""What a tree is beside its arrays, as text that is the same in all processes."""
+"""Describes a tree without its arrays, as text that is equal in all processes."""
 
 import dataclasses
 import hashlib
@@ -11,13 +11,13 @@ import jax.tree_util as jtu
 from .leaves import KeyPath, Leaves
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-# Longer texts are shortened, and given with their checksum.
+# Longer texts are cut off, and end with a checksum.
 _LONG = 200
 
 
 def texts_of(leaves: Leaves) -> list[str]:
-    """The types of a tree's nodes, what they hold beside their children, and its static leaves, in
-    an order that is the same for equal trees.
+    """The types of a tree's nodes, their static data, and the static leaves, in an order that is
+    the same for equal trees.
     """
     texts: list[str] = []
     queue = [leaves.treedef]
@@ -37,7 +37,7 @@ def texts_of(leaves: Leaves) -> list[str]:
 
 
 def named_texts_of(leaves: Leaves) -> dict[str, str]:
-    """The same with the names of the nodes and leaves. It takes longer."""
+    """The same, by the names of the nodes and leaves. It is slower."""
     arrays = set(map(id, leaves.arrays))
     return {jtu.keystr(path) or "the tree": text for path, text in _walk(leaves.tree, (), arrays)}
 
@@ -61,8 +61,8 @@ def _walk(x: Any, path: KeyPath, arrays: set[int]) -> Iterator[tuple[KeyPath, st
 
 
 def _text(x: Any) -> str:
-    """Numbers and strings as they are, and containers of them; of all else the type. What a user's
-    own type says of itself may hold addresses, or be different in each process.
+    """Numbers and strings in full, and containers of them; only the type of anything else. The
+    `repr` of a user's own type may contain addresses, or differ between processes.
     """
     kind = type(x)
     if kind in _PLAIN:

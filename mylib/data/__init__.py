@@ -1,4 +1,4 @@
-"""Batches from any loader onto the mesh, on one host or many, ahead of time."""
+"""Puts batches from any loader onto the mesh ahead of time, on one host or many."""
 
 from ._global import to_global as to_global
 from ._prefetch import Prefetch as Prefetch, prefetch as prefetch

@@ -1,4 +1,4 @@
-"""What stands in a batch, as arrays."""
+"""Converts the leaves of a batch to arrays."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from .._tree import KeyPath, Kind, Pattern, joined, kind_of, name_of, parts_of
 
 
 def own(x: Any) -> Any:
-    """What is left of `x` when its source fills it again."""
+    """Copies NumPy arrays, because their source may overwrite them."""
     return x.copy() if isinstance(x, np.ndarray) else x
 
 
 def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list[Fault]]:
-    """The batch with arrays of other libraries, or of bytes in another order, as NumPy arrays, and
-    so the Python numbers that are `named`; which of its leaves these numbers are; and what is wrong
-    with the names.
+    """Converts arrays of other libraries, arrays of foreign byte order, and the Python numbers that
+    are `named` to NumPy arrays. Returns the batch, the positions of those numbers, and the faults
+    of the names.
     """
     if not named:
         return jtu.tree_map_with_path(_as_numpy, batch), set(), []
@@ -43,7 +43,7 @@ def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list
 
 
 def _as_array(x: Any, pattern: Pattern, path: KeyPath, faults: list[Fault]) -> Any:
-    # Also what is made of one, such as a member of an IntEnum.
+    # Also subclasses, such as members of an IntEnum.
     number: Any = next((kind for kind in (bool, int, float, complex) if isinstance(x, kind)), None)
     if number is None:
         reason, mend = f"it is a {type(x).__name__}, not a number", "name Python numbers"
@@ -70,12 +70,12 @@ def _as_numpy(path: KeyPath, x: Any) -> Any:
     except Exception as error:
         error.add_note(f"(raised by the {type(x).__name__} {name_of(path)} of the batch)")
         raise
-    # A table of texts, say, stays what it is.
+    # A table of strings, for example, stays as it is.
     return x if kind_of(y) is Kind.STATIC else y
 
 
 def _natively(x: Any) -> Any:
-    # Files say which byte comes first, and it need not be the one that is first here.
+    # Arrays read from files may have a foreign byte order.
     native = x.dtype.newbyteorder("=")
     return x if kind_of(np.empty(0, native)) is Kind.STATIC else x.astype(native)
 
@@ -84,7 +84,7 @@ def _values(x: Any) -> np.ndarray:
     try:
         return np.asarray(x)
     except TypeError as error:
-        # PyTorch can't say bfloat16 to NumPy, nor what is not in host memory. JAX knows both.
+        # PyTorch can't convert bfloat16, or memory of other devices, to NumPy. JAX can.
         if not hasattr(x, "__dlpack__"):
             raise
         try:

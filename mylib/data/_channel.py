@@ -1,8 +1,8 @@
-"""How the loaders of several processes keep in step.
+"""Keeps the loaders of several processes in step.
 
-As in `mylib._processes`, they meet at JAX's coordination service. But here a thread of each waits
-for as long as it takes, since it is the consumer that loses patience; and whoever leaves wakes up
-all who wait.
+As in `mylib._processes`, they meet at JAX's coordination service. But here a thread of each process
+waits without a deadline, because the consumer has one; and a process that leaves wakes up all that
+wait.
 """
 
 import json
@@ -16,37 +16,39 @@ import jax
 from .._compat import coordination_client
 from .._processes import JUDGED, Conclusion, Judge, Processes, Series, digest, named
 
-# How a meeting ends to which a process does not come.
+# The conclusion of a meeting that a process does not attend.
 _LEFT = "left"
 _FAILED = "failed"
-# In seconds. Waiting has to have a limit there; then a thread waits again.
+# In seconds. JAX's service needs a limit for each wait; then the thread waits again.
 _LONG = 10.0
 
-# How many channels some processes have opened, in several threads.
+# The number of channels opened so far, in all threads, by the set of processes.
 _opened: Counter[Processes] = Counter()
 _opening = threading.Lock()
 
 
 class Channel:
-    """A series of meetings, all of which are of one loop.
+    """A series of meetings of one loop.
 
-    All processes have to open their channels in the same order. A channel at which others have
-    waited in vain, and have left before the first meeting, is passed over.
+    All processes must open their channels in the same order. A channel is skipped if the others
+    have already left it before its first meeting.
     """
 
     def __init__(self, processes: Processes):
         self._processes = processes
-        # Asked for now: when Python ends, JAX may have been taken down already.
+        # Read now: when Python exits, JAX may already be shut down.
         self.me = jax.process_index()
         self._open()
         self._has_left = False
-        # After its end nothing is said here: there would be nobody to tidy that up. Collecting what
-        # the consumer had, in whichever thread, may come in between.
+        # After the end no messages are sent: nobody would delete them. Garbage collection of the
+        # consumer's iterator, in any thread, may end the channel at any point.
         self._ending, self._ended = threading.RLock(), False
         self._since: float | None = None
 
     def meet(self, mine: str, judge: Judge) -> str:
-        """Says something to the others, and returns what the last to come makes of it all."""
+        """Sends a message to the others, and returns the conclusion that the last one to come draws
+        from all messages.
+        """
         if len(self._processes) == 1:
             return judge({self.me: mine})
         self._since = time.monotonic()
@@ -57,8 +59,8 @@ class Channel:
         self._since = None
         if kind == _LEFT:
             raise RuntimeError(
-                f"process {text} has left its loop, and makes no more batches. Let all processes "
-                "leave it after the same batch"
+                f"process {text} has left its loop, and makes no more batches. Make all processes "
+                "leave the loop after the same batch"
             )
         if kind == _FAILED:
             raise RuntimeError(json.loads(text))
@@ -66,33 +68,35 @@ class Channel:
         return text
 
     def leave(self) -> None:
-        """Ends the next meeting, or the one that is under way, for all who are or will be there."""
+        """Ends the current or next meeting for all processes."""
         with self._ending:
             self._has_left = True
             if not self._ended:
                 self._quietly(lambda: self._series.conclude(_LEFT, str(self.me)))
 
     def fail(self, why: str) -> None:
-        """Leaves, for the thread that meets, and tells the others why, without waiting for them."""
+        """Called by the thread that meets: leaves, and sends the others the reason, without waiting
+        for them.
+        """
         with self._ending:
-            # A name of a file, say, may have bytes that are no text.
+            # A file name, for example, may contain bytes that are not text.
             self._quietly(lambda: self._tell(json.dumps(why)))
             self._has_left = True
 
     def end(self) -> None:
-        """Leaves, for the thread that meets: it does not come back."""
+        """Called by the thread that meets: leaves for good."""
         self.leave()
         with self._ending:
             self._ended = True
         self._quietly(self._close)
 
     def waited(self, since: float) -> float:
-        """For how many seconds the others have been waited for, counted from `since`."""
+        """The seconds spent waiting for the others, from `since` on."""
         begun = self._since
         return 0.0 if begun is None else time.monotonic() - max(begun, since)
 
     def missing(self) -> str:
-        """Who has not come yet."""
+        """Names the processes that have not come yet."""
         said = self._series.said()
         return named([i for i in self._processes if i not in said] or self._processes)
 
@@ -113,7 +117,7 @@ class Channel:
 
     def _meet(self, mine: str, judge: Judge) -> Conclusion:
         if self._has_left:
-            # When that was said, the meeting was another one.
+            # The message was about an earlier meeting.
             self._series.conclude(_LEFT, str(self.me))
         self._series.say(mine, judge)
         while (conclusion := self._series.hear(judge, _LONG)) is None:
@@ -121,7 +125,7 @@ class Channel:
         return conclusion
 
     def _tell(self, why: str) -> None:
-        """Says it at the first meeting to which others may still come."""
+        """Sends the reason to the first meeting that others may still attend."""
         while not self._series.conclude(_FAILED, why):
             conclusion = self._series.read(_LONG)
             if conclusion is not None and self._may_pass_over(conclusion.kind):
@@ -129,11 +133,11 @@ class Channel:
             elif conclusion is not None and conclusion.kind != JUDGED:
                 return
             elif conclusion is not None:
-                # All were there, and this process has not heard what came of it.
+                # All attended, but this process has not read the conclusion.
                 self._series.go_on()
 
     def _close(self) -> None:
-        # The last one tidies up.
+        # The last process deletes the keys.
         if self._series.count("closed") == len(self._processes):
             self._series.forget()
 
@@ -142,5 +146,5 @@ class Channel:
             try:
                 tell()
             except jax.errors.JaxRuntimeError:
-                # Where they meet is gone: whoever waits there has had an error of their own.
+                # The service is gone: processes waiting there have had an error of their own.
                 pass

@@ -1,7 +1,7 @@
-"""The thread that makes batches ahead of time.
+"""A thread that makes batches ahead of time.
 
-It reads from the source and places what it has read. It knows nothing of the iterator that the
-consumer has, so that this can be collected, which ends the thread.
+It reads from the source and places the batches. It has no reference to the consumer's iterator, so
+that this can be garbage collected, which ends the thread.
 """
 
 import atexit
@@ -24,17 +24,17 @@ from .._placement import current_world
 from .._processes import patience
 from ._arrays import own
 from ._channel import Channel
-from ._request import Request
+from ._request import BatchRequest
 from ._settle import farewell, in_words, settle, settle_end
 from ._share import Share, look_through
 
-# How long a thread is waited for that was told to end. It may be in the midst of its source.
+# Seconds to wait for a thread to end. It may be reading from its source.
 PATIENCE = 5.0
 
 
 @dataclass
 class Item:
-    """What comes next: a batch, and where the source is after it; or, as the last item, why there
+    """A batch, with the state of the source after it; or, as the last item, the reason why there
     are no more.
     """
 
@@ -45,7 +45,7 @@ class Item:
 
 
 class _Buffer:
-    """Batches that are ready, no more than `size`, between one thread and another."""
+    """Passes finished batches from one thread to another, at most `size` at a time."""
 
     def __init__(self, size: int):
         self._size = size
@@ -56,11 +56,11 @@ class _Buffer:
         self._idle_since: float | None = None
 
     def wait_for_room(self) -> bool:
-        """Whether another batch is wanted; waits until that is known."""
+        """Waits for room for another batch; False if the buffer has been closed."""
         with self._changed:
             self._idle_since = time.perf_counter()
-            # With a limit: `close` may be called by the collection of garbage in this very thread,
-            # after a look and before waiting.
+            # With a timeout: garbage collection in this very thread may call `close` between the
+            # check and the wait.
             while not self._changed.wait_for(self._has_room, timeout=1.0):
                 pass
             self._idle, self._idle_since = self._idle_now(), None
@@ -76,7 +76,7 @@ class _Buffer:
                 self._changed.notify_all()
 
     def take(self, timeout: float) -> Item | None:
-        """The next item, or None if there is none for so long."""
+        """The next item, or None after the timeout."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._items or self._closed, timeout):
                 return None
@@ -100,21 +100,21 @@ class _Buffer:
 
 
 class _Maker:
-    """Makes batches of what a source gives, one by one, in step with the other processes."""
+    """Makes batches from a source, one by one, in step with the other processes."""
 
-    def __init__(self, source: Iterator[Any], request: Request, channel: Channel):
+    def __init__(self, source: Iterator[Any], request: BatchRequest, channel: Channel):
         self._source = source
         self._request = request
         self._channel = channel
         self._compared: set[str] = set()
         self._has_ended = False
-        # By what the last batches are filled up: the rows of the first one, and, where the source
-        # has ended, all that had no rows in the last.
+        # To fill up the last batches: the number of rows of the first one, and, after the end of
+        # the source, the leaves without rows of the last one.
         self._rows = 0
         self._nothing: Share | None = None
 
     def make(self) -> Item | None:
-        """What comes next; None if it is a batch of which nothing is left."""
+        """The next item; None for a batch without any rows left."""
         share, ended = self._read()
         if share is None:
             settle_end(self._request.tail, self._channel.meet)
@@ -129,13 +129,13 @@ class _Maker:
             self._nothing = None if self._request.is_alone else share.emptied()
         batch = settled.placed()
         if not self._request.may_alias:
-            # What is not placed would be the source's own.
+            # Leaves that are not placed would still belong to the source.
             batch = jtu.tree_map(own, batch)
         return Item(batch, state_of(self._source))
 
     def _read(self) -> tuple[Share | None, bool]:
-        """This process's share of the next batch, and whether its source has ended. Then it is one
-        without rows, if that is of use.
+        """This process's share of the next batch, and whether its source has ended. After the end
+        the share has no rows; it is None if it isn't needed.
         """
         if self._has_ended:
             return self._nothing, True
@@ -148,9 +148,11 @@ class _Maker:
 
 
 class Feed:
-    """A thread, what it fills, and how to end it."""
+    """A thread, its buffer, and the way to end it."""
 
-    def __init__(self, source: Iterator[Any], request: Request, size: int, settings: "Settings"):
+    def __init__(
+        self, source: Iterator[Any], request: BatchRequest, size: int, settings: "Settings"
+    ):
         alone = (jax.process_index(),)
         self.buffer = _Buffer(size)
         self.channel = Channel(alone if request.is_alone else request.processes)
@@ -165,7 +167,7 @@ class Feed:
         try:
             self.thread.start()
         except RuntimeError as error:
-            # There are too many.
+            # Too many threads.
             self.channel.fail(farewell(self.channel.me, error))
             self.channel.end()
             raise
@@ -180,13 +182,13 @@ class Feed:
             if self.channel.waited(begun) > limit:
                 raise TimeoutError(
                     f"{self.channel.missing()} did not come within {limit:g} s with the next "
-                    "batch. All processes have to begin their loops in the same order. If a loader "
+                    "batch. All processes must begin their loops in the same order. If a loader "
                     "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
                 )
 
     def stop(self) -> None:
         if os.getpid() != self._process:
-            # A copy, in a process that was forked off, where there is no thread.
+            # A copy in a forked process, which has no such thread.
             return
         self.buffer.close()
         self.channel.leave()
@@ -197,7 +199,7 @@ class Feed:
 _feeds: weakref.WeakSet[Feed] = weakref.WeakSet()
 
 
-# Before JAX takes down what the threads use: it was imported earlier, so its turn comes later.
+# Runs before JAX shuts down: it was imported earlier, so its handlers run later.
 @atexit.register
 def _stop_all() -> None:
     for feed in list(_feeds):
@@ -205,11 +207,11 @@ def _stop_all() -> None:
 
 
 class Settings:
-    """Those of the thread that this is made in, for another one."""
+    """Copies the JAX settings of this thread to another one."""
 
     def __init__(self) -> None:
         self._context = contextvars.copy_context()
-        # JAX keeps these for each thread.
+        # JAX keeps these per thread.
         self._mesh = current_world().devices
         self._wide = jax.dtypes.canonicalize_dtype("float64") == "float64"
 
@@ -229,7 +231,9 @@ def _fill(maker: _Maker, buffer: _Buffer, channel: Channel) -> None:
 
 
 def _fill_one(maker: _Maker, buffer: _Buffer, channel: Channel) -> bool:
-    """Puts the next item into the buffer, and keeps none of it. Whether there may be more."""
+    """Puts the next item into the buffer, without keeping a reference. Returns whether there may be
+    more.
+    """
     item = _made(maker)
     if item is None:
         return True
@@ -239,7 +243,7 @@ def _fill_one(maker: _Maker, buffer: _Buffer, channel: Channel) -> bool:
             channel.fail(farewell(channel.me, item.error))
     finally:
         buffer.put(item)
-        # An error refers to this frame by its traceback.
+        # An error's traceback refers to this frame.
         del item
     return not is_last
 
@@ -248,7 +252,7 @@ def _made(maker: _Maker) -> Item | None:
     try:
         return maker.make()
     except StopIteration as error:
-        # To the loop it would mean the end.
+        # A loop would take StopIteration as its end.
         return Item(is_last=True, error=_caused_by(error))
     except BaseException as error:
         return Item(is_last=True, error=error)
@@ -262,7 +266,7 @@ def _caused_by(cause: BaseException) -> RuntimeError:
 
 @dataclass(frozen=True)
 class NoState:
-    """Why there is no state to go on from."""
+    """The reason why there is no state to resume from."""
 
     reason: str
 
@@ -270,23 +274,23 @@ class NoState:
 def state_of(iterator: Any) -> Any:
     if not hasattr(iterator, "get_state"):
         return NoState(stateless(iterator, "get_state"))
-    # Nobody may ever ask, so what is wrong is told to who does.
+    # The state may never be needed, so errors are raised only when it is asked for.
     try:
         state = iterator.get_state()
     except (TypeError, NotImplementedError) as error:
-        # It has a source in turn that has none.
+        # Its own source has no state.
         return NoState(in_words(error))
     try:
-        # It may go on writing to what it has returned.
+        # The source may go on writing to the returned object.
         return copy.deepcopy(state)
     except Exception as error:
-        # Whatever is in it may raise anything.
+        # The objects in it may raise anything.
         kind = type(iterator).__name__
-        return NoState(f"what get_state of a {kind} returns can't be copied: {in_words(error)}")
+        return NoState(f"the result of get_state of a {kind} can't be copied: {in_words(error)}")
 
 
 def stateless(iterator: Any, method: str) -> str:
     return (
-        f"the source can't say where it is: a {type(iterator).__name__} has no {method}. Give one "
-        "whose iterator has get_state and set_state, such as a grain.IterDataset"
+        f"the source has no position to save: a {type(iterator).__name__} has no {method}. Give a "
+        "source whose iterator has get_state and set_state, such as a grain.IterDataset"
     )

@@ -1,4 +1,4 @@
-"""`to_global`: the shares that the processes have of a batch, as arrays over all of them."""
+"""`to_global`: makes arrays over all processes from each process's share of a batch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from ._request import Tail, request_of
 from ._settle import settle, settle_failure
 from ._share import look_through
 
-# What has been compared once, number by number.
+# The kinds of batches whose numbers have been compared once.
 _compared: set[str] = set()
 
 
@@ -27,41 +27,41 @@ def to_global(
     may_alias: bool | None = None,
     check: bool | None = None,
 ) -> PyTree[Any]:
-    """Makes global arrays of the share of a batch that each process has.
+    """Makes global arrays from each process's share of a batch.
 
-    Arrays whose first dimension is split over processes consist of the rows of all of them: each
-    gives those that [`mylib.data.reader_shard`][] names. All other arrays are given whole by every
-    process, which have to agree. In a single process this is [`mylib.filter_shard`][].
+    Arrays whose first dimension is split over processes are put together from the rows of all
+    processes: each passes the rows that [`mylib.data.reader_shard`][] names. All other arrays must
+    be passed whole, and equal, by every process. In a single process this is
+    [`mylib.filter_shard`][].
 
     **Arguments:**
 
-    - `batch`: any PyTree. Arrays of other libraries, such as PyTorch's, are arrays here. What is
-        not an array comes back as the same object.
+    - `batch`: any PyTree. Arrays of other libraries, such as PyTorch's, are arrays here. Anything
+        else is returned as the same object.
     - `placement`: where the global arrays go, as in [`mylib.filter_shard`][].
-    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
-    - `tail`: what becomes of a batch whose rows can't be split evenly: "error"; "drop", which
-        leaves off the last of them; or "pad", which fills up with zeros, and gives a mask with
-        every batch. With the last two, processes may have different numbers of rows: all drop, or
-        fill up, to the same number.
-    - `arrays`: names of Python numbers that are to be arrays, on all devices; patterns as in
+    - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`.
+    - `tail`: what to do with a batch whose rows can't be split evenly: "error"; "drop" the last
+        rows; or "pad" with zeros, and return a mask with every batch. With the last two, processes
+        may have different numbers of rows: all drop rows, or pad, to the same number.
+    - `arrays`: names of Python numbers that become arrays, on all devices; patterns as in
         [`mylib.rules.by_path`][]. Other numbers are static: a compiled step is compiled again when
         they change.
-    - `may_alias`: if True, the arrays may share memory with the batch, which saves a copy. Nothing
-        may be written to the batch any more.
-    - `check`: processes compare what the arrays are and where they go, in every batch, on the host;
-        and, of what more than one process gives, the numbers: by default in the first batch of a
+    - `may_alias`: if True, the arrays may share memory with the batch, which saves a copy. You must
+        not write to the batch any more.
+    - `check`: processes compare shapes, dtypes and targets of every batch, on the host. They also
+        compare the numbers that more than one process passes: by default in the first batch of a
         kind, always if True. If False, they compare nothing.
 
     **Returns:**
 
-    The batch with global arrays. If `tail` is "pad", a pair of that and a mask: True for each row
-    that was given, False for what was filled up, split as the rows are.
+    The batch with global arrays. If `tail` is "pad", a pair of the batch and a mask, split as the
+    rows are: True for each given row, False for padding.
 
     **Raises:**
 
     [`mylib.PlacementError`][] in all processes, before anything has moved, naming every leaf that
-    can't be placed, or differs where it should not. `RuntimeError`, if another process has failed;
-    `TimeoutError`, if it does not come.
+    can't be placed, or that should be equal in several processes and isn't. `RuntimeError` if
+    another process has failed; `TimeoutError` if it does not take part.
 
     !!! Example
 
@@ -85,6 +85,6 @@ def to_global(
     settled = settle(share, meet, _compared)
     assert settled is not None
     if settled.is_empty:
-        reason, mend = "all rows are left off", "leave out such a batch, or write tail='pad'"
+        reason, mend = "all rows are dropped", "leave out such a batch, or write tail='pad'"
         raise PlacementError([Fault("", None, "tail='drop'", reason, mend)])
     return settled.placed()

@@ -1,4 +1,4 @@
-"""`prefetch`: batches that are on their way while the step before them runs."""
+"""`prefetch`: transfers the next batches while a step runs."""
 
 import os
 import threading
@@ -15,17 +15,17 @@ from jaxtyping import PyTree
 
 from .._placement import AnyMesh, Placement
 from ._feed import PATIENCE, Feed, NoState, Settings, state_of, stateless
-from ._request import Request, Tail, request_of
+from ._request import BatchRequest, Tail, request_of
 from ._settle import in_words
 from ._timing import Clock, Timing
 
 
 class Prefetch(Iterator[Any]):
-    """Batches that are made ahead of time, as [`mylib.data.prefetch`][] returns them: an iterator,
-    and a context that closes it. It has the length of its source.
+    """Batches made ahead of time, returned by [`mylib.data.prefetch`][]: an iterator, and a context
+    manager that closes it. It has the length of its source.
     """
 
-    def __init__(self, source: Iterable[Any], request: Request, buffer: int):
+    def __init__(self, source: Iterable[Any], request: BatchRequest, buffer: int):
         self._source: Any = source
         self._request = request
         self._size = buffer
@@ -49,13 +49,13 @@ class Prefetch(Iterator[Any]):
 
     def _next(self) -> Any:
         if self._is_lost:
-            raise RuntimeError("set_state has failed, and nobody knows where the source is")
+            raise RuntimeError("set_state has failed, so the position of the source is unknown")
         if self._is_over:
             raise StopIteration
         with self._clock:
             feed = self._feed or self._start()
             if self._is_over:
-                # Closed meanwhile by who could not see the thread yet.
+                # Closed meanwhile by another thread, which could not see this feed yet.
                 feed.stop()
             item = feed.take()
         if item.is_last:
@@ -64,7 +64,7 @@ class Prefetch(Iterator[Any]):
             try:
                 raise error
             finally:
-                # It refers to this frame by its traceback.
+                # Its traceback refers to this frame.
                 del error
         self._state = item.state
         self._clock.count(feed.buffer.idle)
@@ -80,7 +80,7 @@ class Prefetch(Iterator[Any]):
         return True
 
     def __reduce__(self) -> Any:
-        raise TypeError("batches that are on their way can't be copied: make them anew")
+        raise TypeError("prefetched batches can't be copied or pickled: call prefetch again")
 
     def __enter__(self) -> "Prefetch":
         return self
@@ -94,8 +94,8 @@ class Prefetch(Iterator[Any]):
         self.close()
 
     def close(self) -> None:
-        """Ends the thread, and lets go of the batches that are ready. A thread in the midst of its
-        source ends when that returns.
+        """Ends the thread, and drops the batches that are ready. If the thread is reading from its
+        source, it ends when that returns.
         """
         self._end()
         self._is_closed = True
@@ -103,12 +103,12 @@ class Prefetch(Iterator[Any]):
 
     @property
     def timing(self) -> Timing:
-        """Where the time of the loop has gone so far, a [`mylib.data.Timing`][]."""
+        """Where the loop's time has gone so far, as a [`mylib.data.Timing`][]."""
         return self._clock.timing()
 
     def get_state(self) -> Any:
-        """Where the source was after the batch that the loop had last, whatever has been read
-        since: what `get_state` of the source's iterator, as those of grain have it, said then. Each
+        """The state of the source after the loop's last batch, even if more has been read since:
+        the result of `get_state` of the source's iterator, as grain's iterators have it. Each
         process has its own.
         """
         state = state_of(self._iterated()) if self._feed is None else self._state
@@ -117,8 +117,8 @@ class Prefetch(Iterator[Any]):
         return state
 
     def set_state(self, state: Any) -> None:
-        """Goes on after the batch at which [`mylib.data.Prefetch.get_state`][] has returned this
-        state. In several processes, all of them have to.
+        """Continues after the batch at which [`mylib.data.Prefetch.get_state`][] returned this
+        state. With several processes, all must call it.
         """
         self._check_process()
         iterator = self._iterated()
@@ -128,8 +128,8 @@ class Prefetch(Iterator[Any]):
         self._is_lost = True
         if self._feed is not None and self._feed.thread.is_alive():
             raise TimeoutError(
-                f"the source has not come back within {PATIENCE:g} s: it can't be told to go on "
-                "from elsewhere. Try again"
+                f"the source is still reading after {PATIENCE:g} s, so its state can't be set. "
+                "Try again"
             )
         iterator.set_state(state)
         self._feed, self._is_over, self._is_lost = None, False, False
@@ -140,19 +140,19 @@ class Prefetch(Iterator[Any]):
             iterator = self._iterated()
             self._state = state_of(iterator)
         except BaseException as error:
-            # The thread tells the other processes, and raises it at its place in the order.
+            # The thread reports it to the other processes, and raises it in order.
             iterator = _raising(error)
-            self._state = NoState(f"the source could not begin: {in_words(error)}")
+            self._state = NoState(f"the source could not start: {in_words(error)}")
         self._feed = Feed(iterator, self._request, self._size, self._settings)
-        # When this is collected; for the end of Python there is `_stop_all`.
+        # When this is garbage collected; `_stop_all` does it when Python exits.
         weakref.finalize(self, self._feed.stop).atexit = False
         return self._feed
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise RuntimeError(
-                "these batches belong to the process from which this one was forked off, as does "
-                "their thread: call mylib.data.prefetch in each"
+                "these batches and their thread belong to the process that this one was forked "
+                "from: call mylib.data.prefetch in each process"
             )
 
     def _end(self) -> None:
@@ -161,7 +161,7 @@ class Prefetch(Iterator[Any]):
             self._feed.stop()
 
     def _iterated(self) -> Any:
-        # In the consumer's thread, which mostly is the main one: some sources start processes.
+        # In the consumer's thread, usually the main one, because some sources start processes.
         if self._iterator is None:
             if self._is_closed:
                 raise ValueError("these batches have been closed")
@@ -174,7 +174,7 @@ def _raising(error: BaseException) -> Iterator[Any]:
         raise error
         yield
     finally:
-        # It refers to this frame by its traceback.
+        # Its traceback refers to this frame.
         del error
 
 
@@ -190,35 +190,37 @@ def prefetch(
     may_alias: bool | None = None,
     check: bool | None = None,
 ) -> Prefetch:
-    """Goes over the batches of a loader, and makes the next ones global arrays while the step runs.
+    """Iterates over the batches of a loader, and makes the next ones global arrays while the step
+    runs.
 
-    A thread reads from the source, copies, and starts the transfers, as
-    [`mylib.data.to_global`][] does. It begins when the first batch is asked for.
+    A thread reads from the source, copies, and starts the transfers, as [`mylib.data.to_global`][]
+    does. It starts when the first batch is requested.
 
-    What goes wrong in the source is raised at its place in the order. Several processes keep in
-    step: if one of them fails, ends early, or leaves its loop, the others get an error there, and
-    do not wait for ever.
+    Errors of the source are raised in order. Several processes keep in step: if one of them fails,
+    ends early, or leaves its loop, the others raise an error at the same batch, and do not wait
+    forever.
 
     **Arguments:**
 
     - `source`: any iterable of batches: a generator, a list, a `torch.utils.data.DataLoader`, a
-        `grain` data set; in several processes of the share of each, see
+        `grain` data set. With several processes each reads its share, see
         [`mylib.data.reader_shard`][].
-    - `placement`, `mesh`, `arrays`, `may_alias`: as in [`mylib.data.to_global`][]. The mesh of
-        `jax.set_mesh` and `jax.enable_x64` are, for the source too, those of this call. NumPy
-        arrays that are not placed are copied too, as a source may fill the same buffer again; but
-        not with `may_alias=True`.
-    - `buffer`: how many batches there may be beyond the one that the loop has, ready or being made.
+    - `placement`, `mesh`, `arrays`, `may_alias`: as in [`mylib.data.to_global`][]. The settings of
+        `jax.set_mesh` and `jax.enable_x64` at this call are used, for the source too. NumPy arrays
+        that are not placed are copied, as a source may fill the same buffer again; but not with
+        `may_alias=True`.
+    - `buffer`: the most batches that are ready or being made, besides the one that the loop has.
     - `tail`: as in [`mylib.data.to_global`][]. "pad" fills up to the rows of the first batch, so
-        that no step is compiled again; then every batch is a pair of the batch and its mask. "pad"
-        and "drop" also say what is to be done when the sources of some processes end before
-        others: fill up until the last, or end with the first.
+        that no step is compiled again; then every batch is a pair of the batch and its mask. If the
+        sources of some processes end before others, "pad" continues until the last one, and "drop"
+        ends with the first.
     - `check`: as in [`mylib.data.to_global`][]. If False, the processes do not keep in step.
 
     **Returns:**
 
-    A [`mylib.data.Prefetch`][], an iterator. Closing it, leaving its `with` block, or, after an
-    error or a `break`, letting go of it, ends its thread and lets go of what was ready.
+    A [`mylib.data.Prefetch`][], an iterator. Its thread ends, and its batches are dropped, when it
+    is closed, when its `with` block ends, or when it is garbage collected after an error or a
+    `break`.
 
     !!! Example
 
@@ -231,9 +233,9 @@ def prefetch(
         ```
     """
     if not isinstance(buffer, Integral) or buffer < 1:
-        raise ValueError(f"buffer={buffer!r}: give how many batches are on their way, 1 at least")
+        raise ValueError(f"buffer={buffer!r}: give a number of batches, at least 1")
     request = request_of(placement, mesh, tail, arrays, may_alias, check)
-    # By this processes know if they mean the same loop.
+    # Identifies the loop, so that processes can check that they are in the same one.
     caller = traceback.extract_stack(limit=2)[0]
     site = f"{Path(caller.filename).name}:{caller.lineno}"
     return Prefetch(source, replace(request, loop=site), int(buffer))

@@ -1,4 +1,4 @@
-"""What is asked for every batch of a loader."""
+"""The options of a loader, for every batch."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ _FLAGS = (None, True, False)
 
 
 @dataclass
-class Request:
-    """What is asked for every batch of a loader. `shardings` are those in its placement, as far as
-    that is known without a batch; `processes` are those that have a share of one, and `loop` is
-    what they all have to be in.
+class BatchRequest:
+    """The options for every batch of a loader. `shardings` are those of its placement that are
+    known without a batch; `processes` are those that have a share of a batch, and `loop` identifies
+    the loop that they must all be in.
     """
 
     placement: Any
@@ -38,7 +38,7 @@ class Request:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this process compares nothing with others."""
+        """Whether this process doesn't compare batches with others."""
         return len(self.processes) == 1 or self.check is False
 
 
@@ -49,7 +49,7 @@ def request_of(
     arrays: Sequence[str],
     may_alias: bool | None,
     check: bool | None,
-) -> Request:
+) -> BatchRequest:
     if tail not in _TAILS:
         raise ValueError(f"tail={tail!r}: write one of {_TAILS}")
     if isinstance(arrays, str):
@@ -63,23 +63,25 @@ def request_of(
     patterns = tuple(map(Pattern, names))
     mesh = current_world().devices if mesh is None else mesh
     if jax.process_count() == 1:
-        # Nobody to agree with, and so nothing to be known before there is a batch.
-        return Request(placement, mesh, tail, patterns, may_alias, check, (), (0,))
-    # What is wrong with them is found with the first batch, which all processes then hear of.
+        # Without other processes nothing must be known before the first batch.
+        return BatchRequest(placement, mesh, tail, patterns, may_alias, check, (), (0,))
+    # Their faults are found with the first batch, and reported to all processes.
     shardings, _ = shardings_in(placement, mesh)
     processes = _processes_in(placement, mesh, shardings)
     if jax.process_index() not in processes:
         raise PlacementError([no_device(placement, mesh)])
-    return Request(placement, mesh, tail, patterns, may_alias, check, tuple(shardings), processes)
+    return BatchRequest(
+        placement, mesh, tail, patterns, may_alias, check, tuple(shardings), processes
+    )
 
 
 def _processes_in(
     placement: PyTree[Placement], mesh: AnyMesh | None, shardings: Sequence[Sharding]
 ) -> Processes:
     if mesh is None and rules_in(placement):
-        # A rule may answer with anything.
+        # A rule may return any placement.
         return everybody()
     devices = {device for sharding in shardings for device in sharding.device_set}
     devices |= set(mesh.devices.flat) if isinstance(mesh, Mesh) else set()
-    # If it is to leave everything as it is, that is this process's own affair.
+    # A placement of None concerns only this process.
     return processes_of(devices) or (jax.process_index(),)

@@ -1,7 +1,7 @@
-"""Which rows of a global batch each process reads.
+"""The rows of a global batch that each process reads.
 
 The shardings of a batch split its rows into blocks. A process needs the blocks that its devices
-hold; processes that need some of the same are one reader, and read the same.
+hold; processes that share a block form one reader, and read the same rows.
 """
 
 import functools
@@ -40,16 +40,16 @@ Blocks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class ReaderShard:
-    """What one process reads of each global batch: the share of one of several readers.
+    """The share of each global batch that one process reads.
 
-    Processes whose devices hold the same rows, such as those along a model axis, are the same
-    reader.
+    Processes whose devices hold the same rows, such as those along a model axis, form one reader.
 
     **Attributes:**
 
-    - `index`, `count`: which reader this is, of how many. All of them read equally much.
-    - `blocks`, `block_count`: into how many equal blocks the rows of a batch are split, and which
-        of these this reader reads, in order.
+    - `index`, `count`: the number of this reader, and how many readers there are. All read the same
+        amount.
+    - `blocks`, `block_count`: the rows of a batch are split into `block_count` equal blocks, and
+        this reader reads `blocks`, in order.
     """
 
     index: int
@@ -59,8 +59,7 @@ class ReaderShard:
 
     def rows(self, global_rows: int) -> tuple[slice, ...]:
         """The rows that this process reads of a global batch of `global_rows` rows: ranges in
-        order. One after the other they make the part of the batch that [`mylib.data.to_global`][]
-        takes.
+        order. Concatenated, they are the share that [`mylib.data.to_global`][] takes.
 
         !!! Example
 
@@ -75,8 +74,8 @@ class ReaderShard:
             raise ValueError(f"a batch can't have {global_rows} rows")
         if global_rows % self.block_count:
             raise ValueError(
-                f"{global_rows} rows do not split into the {self.block_count} blocks that this "
-                f"placement makes of them: read a multiple of {self.block_count} rows"
+                f"{global_rows} rows do not split into {self.block_count} equal blocks, as this "
+                f"placement needs: read a multiple of {self.block_count} rows"
             )
         size = global_rows // self.block_count
         ranges: list[slice] = []
@@ -89,27 +88,28 @@ class ReaderShard:
 
 
 def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> ReaderShard:
-    """Works out which part of each global batch this process reads, for any mesh: the same in
-    every process, whichever way the axes run across them.
+    """The share of each global batch that this process reads, for any mesh, even if mesh axes cross
+    processes in unusual ways.
 
     **Arguments:**
 
     - `placement`: where the batch goes: a `PartitionSpec`, a `jax.sharding.Sharding`, a device, or
-        a PyTree of these. A rule looks at arrays: give what [`mylib.resolve`][] makes of it for an
-        example of a batch.
-    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`.
+        a PyTree of these. Rules need arrays: give the result of [`mylib.resolve`][] for an example
+        batch.
+    - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`.
 
     **Returns:**
 
-    A [`mylib.data.ReaderShard`][]. Its `index` and `count` are what `grain.sharding.ShardOptions`
-    and `torch.utils.data.DistributedSampler` ask for, its `rows` the rows themselves.
+    A [`mylib.data.ReaderShard`][]. Its `index` and `count` are arguments for
+    `grain.sharding.ShardOptions` and `torch.utils.data.DistributedSampler`, its `rows` returns the
+    rows themselves.
 
-    Where readers can't be equal (a mesh that takes one device of a process and two of another),
-    there is one reader, and every process reads the whole batch.
+    If processes can't read equal shares (a mesh with one device of one process and two of another),
+    all of them read everything.
 
     **Raises:**
 
-    [`mylib.PlacementError`][], if the placement is none, or if this process has no device of the
+    [`mylib.PlacementError`][], if the placement is invalid, or if this process has no device of the
     mesh.
 
     !!! Example
@@ -123,7 +123,7 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
     rules = rules_in(placement)
     if rules:
         reason = "a rule chooses by the arrays, and there are none here"
-        mend = "give mylib.resolve(example, rule, mesh=mesh), of an example of a batch"
+        mend = "give mylib.resolve(example, rule, mesh=mesh), for an example batch"
         raise PlacementError([Fault("", None, repr(rule), reason, mend) for rule in rules])
     shardings, faults = shardings_in(placement, mesh)
     me = jax.process_index()
@@ -134,18 +134,18 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
     return readers_of(shardings).get(me, ALONE)
 
 
-# What a process reads of a batch that is its own.
+# The share of a process that has the whole batch.
 ALONE = ReaderShard(0, 1, (0,), 1)
 
 
 def shardings_in(
     placement: PyTree[Placement], mesh: AnyMesh | None
 ) -> tuple[list[Sharding], list[Fault]]:
-    """What the entries of a placement come down to, asked of no array in particular, and what is
-    wrong with them. Rules say nothing.
+    """The shardings of a placement's entries, without any arrays, and their faults. Rules are left
+    out.
     """
     plain = jtu.tree_map(_plain, placement, is_leaf=is_placement_leaf)
-    # Any array does: no shape is compared.
+    # Any array will do: no shape is checked.
     stand_ins = jtu.tree_map(lambda _: np.zeros(()), placement, is_leaf=is_placement_leaf)
     decision = decide(split(stand_ins), plain, mesh, current_world(), fit=fits_all)
     shardings = [
@@ -178,14 +178,15 @@ def _plain(entry: Any) -> Any:
 
 
 def fits_all(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    """No shape is at fault, because it is not known yet."""
+    """Accepts any shape, because it is not known yet."""
     yield from ()
 
 
 def readers_of(shardings: Iterable[Sharding]) -> Mapping[int, ReaderShard]:
-    """What each process with devices of any of these reads, so that it has the rows for all.
+    """The share of each process with devices of any of these shardings: it covers the rows for all
+    of them.
 
-    What lies within one process says nothing of what others read, if there is anything else.
+    Shardings within one process don't count, if there are others.
     """
     each = tuple(dict.fromkeys(shardings))
     return _readers_of(tuple(s for s in each if len(processes_of(s.device_set)) > 1) or each)
@@ -196,7 +197,7 @@ def _readers_of(shardings: tuple[Sharding, ...]) -> Mapping[int, ReaderShard]:
     count = math.lcm(*[row_blocks(sharding) for sharding in shardings])
     needs: dict[int, set[int]] = {}
     for sharding in shardings:
-        # An array whose rows are not split is given whole by everybody, and says nothing here.
+        # Arrays whose rows are not split are passed whole by every process, and don't count.
         splits = row_blocks(sharding) > 1 or count == 1
         for device, blocks in _blocks_of_devices(sharding, count).items():
             needs.setdefault(device.process_index, set()).update(blocks if splits else ())
@@ -209,7 +210,7 @@ def _readers_of(shardings: tuple[Sharding, ...]) -> Mapping[int, ReaderShard]:
 
 
 def _shares(needs: Sequence[set[int]], count: int) -> list[Blocks]:
-    """The blocks in shares of equal size, such that everybody's needs are within one of them."""
+    """Splits the blocks into shares of equal size, so that each process needs only one of them."""
     shares: list[set[int]] = []
     for need in filter(None, needs):
         touched = [share for share in shares if share & need]
@@ -220,7 +221,7 @@ def _shares(needs: Sequence[set[int]], count: int) -> list[Blocks]:
 
 
 def row_blocks(sharding: Sharding) -> int:
-    """Into how many blocks a sharding splits the rows."""
+    """The number of blocks that a sharding splits the rows into."""
     if not isinstance(sharding, NamedSharding):
         return 1
     return math.prod(sharding.mesh.shape[name] for name in axis_names(row_entry(sharding)))
@@ -229,13 +230,13 @@ def row_blocks(sharding: Sharding) -> int:
 def unfit_rows(sharding: Sharding) -> Iterator[tuple[str, str]]:
     if not isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
         yield (
-            "it does not say how it splits the rows before it knows how many there are",
+            "it can't split the rows before their number is known",
             "give a `jax.sharding.NamedSharding`",
         )
 
 
 def row_entry(sharding: NamedSharding) -> Any:
-    """The mesh axes that split the rows, as a `PartitionSpec` names them."""
+    """The mesh axes that split the rows, as an entry of a `PartitionSpec`."""
     entries = entries_of(sharding.spec)
     return entries[0] if entries and entries[0] is not PartitionSpec.UNCONSTRAINED else None
 

@@ -1,4 +1,4 @@
-"""What processes settle about a batch before they place it."""
+"""The agreement of processes about a batch before they place it."""
 
 import functools
 import json
@@ -12,17 +12,17 @@ from ._share import Share
 
 _MEND = (
     "begin the same loops in the same order in every process; read the rows that "
-    "mylib.data.reader_shard names, and make all else of a batch in the same way"
+    "mylib.data.reader_shard names, and make the rest of a batch in the same way"
 )
 
 
 def settle(
     share: Share, meet: Meet, compared: set[str], rows: int = 0, ended: bool = False
 ) -> Share | None:
-    """The share as it can be placed, having been compared with those of the other processes; of
-    `rows` rows at least, where it may be filled up. None, if the sources of all have `ended`.
+    """Compares the share with those of the other processes, and returns it ready to be placed, with
+    at least `rows` rows if it may be padded. None if the sources of all processes have `ended`.
 
-    `compared` are the kinds of batches of which the numbers have been compared.
+    `compared` are the kinds of batches whose numbers have been compared.
     """
     if share.request.is_alone:
         if share.faults:
@@ -48,27 +48,27 @@ def settle(
 
 
 def settle_end(tail: Tail, meet: Meet) -> None:
-    """Ends with the other processes, having had no batch at all."""
+    """Ends together with the other processes, without ever having had a batch."""
     _judged({"ended": True}, tail, meet)
 
 
 def settle_failure(error: Exception, tail: Tail, meet: Meet) -> None:
-    """Tells the other processes why there is no batch."""
+    """Reports to the other processes why there is no batch."""
     try:
         meet(json.dumps({"failed": in_words(error)}), _judge_for(tail))
     except TimeoutError:
-        # Nobody is there who would want to know.
+        # No other process is waiting.
         pass
 
 
 def farewell(process: int, error: BaseException) -> str:
-    """What the others are told when a process makes no more batches, because of an error."""
+    """The message to the others when a process makes no more batches because of an error."""
     return _no_batch({process: in_words(error)})
 
 
 def _no_batch(failed: Mapping[Any, str]) -> str:
-    told = "; ".join(f"process {i}: {text}" for i, text in failed.items())
-    return f"there is no batch, as it could not be made everywhere. {told}"
+    reported = "; ".join(f"process {i}: {text}" for i, text in failed.items())
+    return f"there is no batch, as it could not be made in all processes. {reported}"
 
 
 def _fitting(share: Share, least: int, rows: int | None) -> Share:
@@ -79,16 +79,16 @@ def _fitting(share: Share, least: int, rows: int | None) -> Share:
 
 
 def _judged(said: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:
-    """What is to be done, None if that is to end; or the error that is the same in all."""
+    """What to do next, None to end. Raises the same error in all processes."""
     judgement = json.loads(meet(json.dumps(said), _judge_for(tail)))
     if "failed" in judgement:
         raise RuntimeError(_no_batch(judgement["failed"]))
     if "ended" in judgement:
         mend = (
-            "To fill up, each has to have had one batch that has rows"
+            "To pad, each process must have had one batch with rows"
             if tail == "pad"
             else "Give all the same number of batches; or write tail='drop', to end with the "
-            "first, or tail='pad', to fill up until the last"
+            "first, or tail='pad', to pad until the last"
         )
         raise RuntimeError(
             f"the source of {named(judgement['ended'])} has ended, and that of "
@@ -110,7 +110,7 @@ def _judge(tail: Tail, said: dict[int, str]) -> str:
     going = [i for i, s in all_said.items() if not s["ended"]]
     if not going or (ended and tail == "drop"):
         return json.dumps({})
-    # To fill up, one must have had a batch.
+    # Only a process that has had a batch can pad.
     if ended and (tail == "error" or not all("rows" in s for s in all_said.values())):
         return json.dumps({"ended": ended, "going": going})
     rows = [s["rows"] for s in all_said.values() if s["rows"] is not None]
@@ -118,7 +118,7 @@ def _judge(tail: Tail, said: dict[int, str]) -> str:
         {
             "faulty": not all_fine(all_said),
             "rows": (min if tail == "drop" else max)(rows, default=None),
-            # Who has ended says again what it said last, of all that has no rows.
+            # A finished process repeats its last values for leaves without rows.
             "news": bool(ended) or any(s["news"] for s in all_said.values()),
         }
     )

@@ -1,4 +1,4 @@
-"""This process's share of a batch: looked through, and placed."""
+"""This process's share of a batch: checked, and placed."""
 
 import functools
 import math
@@ -23,24 +23,22 @@ from .._placement import (
     show,
     unfit_shape,
 )
-from .._processes import Facts, Processes, checksum, described, digest, owners, shared_parts
-from .._transfer import Part, assemble, is_of_keys, not_there, place_leaves
+from .._processes import Facts, Processes, checksum, described, digest, owners, shared_indices
+from .._transfer import LocalData, assemble, is_of_keys, not_there, place_leaves
 from .._tree import Kind, Leaves, canonical_dtype, name_of, split
 from ._arrays import as_arrays, own
-from ._request import Request, Tail
+from ._request import BatchRequest, Tail
 from ._rows import ALONE, ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows
 
 
 @dataclass
 class Share:
-    """This process's share of a batch, and what is to become of it.
-
-    `spanning` are the leaves that are to reach beyond this process, `row_leaves` those whose rows
-    are left off or filled up, `rows` how many they have. `sharers` are the processes that read the
-    same rows.
+    """This process's share of a batch, and its targets. `spanning` are the leaves whose targets
+    reach beyond this process, `row_leaves` those whose rows may be dropped or padded, `rows` their
+    number. `sharers` are the processes that read the same rows.
     """
 
-    request: Request
+    request: BatchRequest
     leaves: Leaves
     targets: list[Target | None]
     spanning: list[int]
@@ -51,7 +49,7 @@ class Share:
     faults: list[Fault]
 
     def facts(self) -> Facts:
-        """What has to be the same in all processes, or in some."""
+        """The facts that must be equal in all processes, or in some."""
         facts: dict[Processes, dict[str, str]] = {}
         rows_vary = self.request.tail != "error"
         for i in self.spanning:
@@ -62,26 +60,26 @@ class Share:
             said = f"{canonical_dtype(x)}[{', '.join(shape)}] as {described(target)}"
             facts.setdefault(owners(sharding_of(target)), {})[self.name(i)] = said
         everybody = facts.setdefault(self.request.processes, {})
-        everybody |= {"the loop": self.request.loop, "what becomes of a tail": self.request.tail}
+        everybody |= {"the loop": self.request.loop, "the option tail=": self.request.tail}
         if rows_vary:
-            everybody["what rows are a multiple of"] = str(self.multiple)
+            everybody["the divisor of the number of rows"] = str(self.multiple)
             facts.setdefault(self.sharers, {})["the number of rows"] = str(self.rows)
         return {group: said for group, said in facts.items() if len(group) > 1}
 
     def kind(self) -> str:
-        """What batches of the same kind have in common, whatever their shapes."""
+        """Equal for batches of the same kind, whatever their shapes."""
         spanning = [(self.leaves.arrays[i], self.target(i), self.name(i)) for i in self.spanning]
         return digest([[name, str(x.dtype), described(target)] for x, target, name in spanning])
 
     def values(self) -> Facts:
-        """Checksums of what more than one process has."""
+        """Checksums of data that more than one process has."""
         facts: dict[Processes, dict[str, str]] = {}
         me = jax.process_index()
         for i in self.spanning:
             sharding = sharding_of(self.target(i))
             x = _numbers_of(self.leaves.arrays[i])
-            for sharers, parts in shared_parts(sharding, self.global_shape(i), me).items():
-                said = checksum([x[self.within(i, part)] for part in parts], canonical_dtype(x))
+            for sharers, indices in shared_indices(sharding, self.global_shape(i), me).items():
+                said = checksum([x[self.within(i, j)] for j in indices], canonical_dtype(x))
                 facts.setdefault(sharers, {})[self.name(i)] = f"checksum {said}"
         return facts
 
@@ -90,7 +88,7 @@ class Share:
         return (shape[0] * self.reader.count, *shape[1:]) if self._is_part(i) else shape
 
     def within(self, i: int, index: tuple[slice, ...] | None) -> Any:
-        """What of the share of a leaf is at `index` of the whole array."""
+        """The data of a leaf's share at `index` of the whole array."""
         if not index or not self._is_part(i):
             return index or ...
         size = self.leaves.arrays[i].shape[0] // len(self.reader.blocks)
@@ -99,9 +97,7 @@ class Share:
         return slice(first, first + stop - start), *index[1:]
 
     def masked(self, given: int | None) -> "Share":
-        """The share with a mask beside it, if it may have been filled up: so many of its rows were
-        given.
-        """
+        """The share with a mask, if it may have been padded: `given` of its rows are real."""
         if self.request.tail != "pad":
             return self
         first, mask = self.row_leaves[0], np.arange(self.rows or 0) < (given or 0)
@@ -114,19 +110,19 @@ class Share:
         )
 
     def emptied(self) -> "Share":
-        """The share without its rows; its own, whatever the source does to what it gave."""
+        """The share without its rows, independent of the source's buffers."""
         share = self.with_rows(0)
         return replace(share, leaves=split(jtu.tree_map(own, share.leaves.tree)))
 
     def with_rows(self, rows: int) -> "Share":
-        """The share with so many rows: the last ones left off, or filled up with zeros."""
+        """The share with this number of rows: the last ones dropped, or zeros added."""
         arrays = list(self.leaves.arrays)
         for i in self.row_leaves:
             arrays[i] = _with_rows(arrays[i], rows)
         return replace(self, leaves=split(self.leaves.join(arrays)), rows=rows)
 
     def placed(self) -> Any:
-        """The batch, its arrays where they were asked for."""
+        """The batch, with its arrays at their targets."""
         alias = self.request.may_alias
         leaves = self._assembled(bool(alias)) if self.spanning else self.leaves
         each = [alias] * len(leaves.arrays)
@@ -136,11 +132,13 @@ class Share:
 
     def _assembled(self, may_alias: bool) -> Leaves:
         arrays = list(self.leaves.arrays)
-        parts: list[Part] = []
+        spanning: list[LocalData] = []
         for i in self.spanning:
             sharding, shape = sharding_of(self.target(i)), self.global_shape(i)
-            parts.append(Part(arrays[i], shape, sharding, functools.partial(self.within, i)))
-        for i, y in zip(self.spanning, assemble(parts, may_alias), strict=True):
+            spanning.append(
+                LocalData(arrays[i], shape, sharding, functools.partial(self.within, i))
+            )
+        for i, y in zip(self.spanning, assemble(spanning, may_alias), strict=True):
             arrays[i] = y
         return split(self.leaves.join(arrays))
 
@@ -149,7 +147,7 @@ class Share:
         return self.request.tail == "drop" and self.rows == 0
 
     def multiple_of(self, i: int) -> int:
-        """What the number of rows of a leaf has to be a multiple of, in this process."""
+        """The number of rows of a leaf in this process must be a multiple of this."""
         blocks = _blocks(self.target(i))
         return len(self.reader.blocks) if self._is_part(i) else blocks
 
@@ -158,12 +156,12 @@ class Share:
         return math.lcm(*[self.multiple_of(i) for i in self.row_leaves])
 
     def rounded(self, rows: int) -> int:
-        """So many rows, or, so that they can be split, as few less or more as need be."""
+        """`rows`, rounded down or up so that they can be split."""
         least = rows // self.multiple * self.multiple
         return least + self.multiple if rows > least and self.request.tail == "pad" else least
 
     def _is_part(self, i: int) -> bool:
-        """Whether this process has but some of the rows of a leaf."""
+        """Whether this process has only some of the rows of a leaf."""
         return self.reader.count > 1 and i in self.spanning and _blocks(self.target(i)) > 1
 
     def target(self, i: int) -> Target:
@@ -175,13 +173,13 @@ class Share:
         return name_of(self.leaves.paths[i])
 
 
-def look_through(batch: Any, request: Request) -> Share:
-    """Finds out what is to become of a batch, and whether it can."""
+def look_through(batch: Any, request: BatchRequest) -> Share:
+    """Resolves the placement of a batch, and finds its faults."""
     leaves, numbers, faults = _flattened(batch, request)
     world = current_world()
     if world.staged or Kind.TRACED in leaves.kinds:
         raise TypeError(
-            "a batch is made of values, and inside a transformed function there are none yet: use "
+            "a batch needs values, and inside a transformed function there are none yet: use "
             "mylib.filter_shard there"
         )
     simple = jax.process_count() == 1 and request.tail == "error" and not numbers
@@ -211,7 +209,7 @@ def look_through(batch: Any, request: Request) -> Share:
 def _put_unplaced(
     leaves: Leaves, numbers: Container[int], targets: Sequence[Target | None]
 ) -> None:
-    """Numbers that are to be arrays, and go nowhere, become JAX's, as if by `jnp.asarray`."""
+    """Numbers that become arrays without a target are converted as by `jnp.asarray`."""
     for i, position in enumerate(leaves.positions):
         if position in numbers and targets[i] is None:
             leaves.arrays[i], leaves.kinds[i] = jnp.asarray(leaves.arrays[i]), Kind.DEVICE
@@ -220,7 +218,7 @@ def _put_unplaced(
 def _to_place(
     leaves: Leaves, targets: Sequence[Target | None], faults: list[Fault]
 ) -> dict[int, Target]:
-    """The arrays that are to be placed from values of this process."""
+    """The arrays to be placed from values of this process."""
     placed: dict[int, Target] = {}
     for i, target in enumerate(targets):
         if target is None or leaves.kinds[i] not in (Kind.HOST, Kind.DEVICE):
@@ -233,7 +231,7 @@ def _to_place(
 
 
 def _share_of(
-    request: Request,
+    request: BatchRequest,
     leaves: Leaves,
     targets: list[Target | None],
     placed: Mapping[int, Target],
@@ -250,7 +248,7 @@ def _share_of(
     return Share(request, leaves, targets, spanning, reader, sharers, row_leaves, rows, faults)
 
 
-def _flattened(batch: Any, request: Request) -> tuple[Leaves, set[int], list[Fault]]:
+def _flattened(batch: Any, request: BatchRequest) -> tuple[Leaves, set[int], list[Fault]]:
     leaves = split(batch)
     if len(leaves.arrays) == len(leaves.all) and not request.arrays:
         return leaves, set(), []
@@ -268,7 +266,7 @@ def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]
         mend = "if it was donated to a function, make another one"
         yield Fault(name, tuple(x.shape), request, reason, mend)
     elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
-        reason = "it is an array over several processes already, and no share of one"
+        reason = "it is already an array over several processes, not a share of one"
         mend = "move it by mylib.filter_shard, before or after"
         yield Fault(name, tuple(x.shape), request, reason, mend)
 
@@ -280,8 +278,8 @@ def _unfit_batch(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, 
 def _unfit_shape(
     target: Target, shape: tuple[int, ...], multiple: int, tail: Tail
 ) -> Iterator[tuple[str, str]]:
-    """What is wrong with the shape of a share, whose rows have to be a multiple of something, if
-    they are not left off or filled up.
+    """The faults of a share's shape: unless rows are dropped or padded, they must be a multiple of
+    something.
     """
     if shape and _blocks(target) > 1:
         if shape[0] % multiple and tail == "error":
@@ -289,7 +287,7 @@ def _unfit_shape(
             yield (
                 f"its {shape[0]} rows are not a multiple of {multiple}",
                 f"give such batches; or write tail='drop', which keeps {fewer} of the rows, or "
-                f"tail='pad', which fills up to {fewer + multiple} and says so in a mask",
+                f"tail='pad', which pads to {fewer + multiple} rows and returns a mask",
             )
         shape = _blocks(target), *shape[1:]
     yield from unfit_shape(target, shape)
@@ -299,7 +297,7 @@ def _unequal_rows(share: Share) -> Iterator[Fault]:
     request = f"tail={share.request.tail!r}"
     if not share.row_leaves and share.request.tail == "pad" and not share.faults:
         mend = "leave tail= out, or give a batch with arrays in it"
-        yield Fault("", None, request, "the batch has no rows that could be filled up", mend)
+        yield Fault("", None, request, "the batch has no rows that could be padded", mend)
     for i in share.row_leaves:
         x = share.leaves.arrays[i]
         if x.shape[0] != share.rows:
@@ -310,7 +308,7 @@ def _unequal_rows(share: Share) -> Iterator[Fault]:
 
 
 def _undecided_rules(share: Share) -> Iterator[Fault]:
-    """Rules that look at how many rows there are have seen a share so far."""
+    """Faults of rules that depend on the number of rows: they were called with a share."""
     whole = [
         jax.ShapeDtypeStruct(share.global_shape(i), canonical_dtype(x))
         for i, x in enumerate(share.leaves.arrays)
@@ -322,10 +320,10 @@ def _undecided_rules(share: Share) -> Iterator[Fault]:
         one, other = share.targets[i], decision.targets[i]
         if is_rule(decision.entries[i]) and one != other:
             reason = (
-                f"for the share of a process it says {one and show(one, None)}, for the whole, "
+                f"for one process's share it returns {one and show(one, None)}, for the whole, "
                 f"{whole[i].shape}, {other and show(other, None)}"
             )
-            mend = "give what mylib.resolve says of an example of a whole batch"
+            mend = "give the result of mylib.resolve for an example of a whole batch"
             shape, rule = tuple(share.leaves.arrays[i].shape), repr(decision.entries[i])
             yield Fault(share.name(i), shape, rule, reason, mend)
 
@@ -346,7 +344,7 @@ def _everywhere(target: Target | None) -> Target | None:
 
 
 def _of_rows(target: Target) -> Sharding:
-    """Where one value a row goes, beside an array that goes to `target`."""
+    """The sharding of an array with one value per row, next to an array at `target`."""
     sharding = sharding_of(target)
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -354,7 +352,7 @@ def _of_rows(target: Target) -> Sharding:
 
 
 def _numbers_of(x: Any) -> np.ndarray:
-    """The numbers of an array that is here, on the host; those that keys are made of."""
+    """The numbers of a local array, on the host; for keys, their key data."""
     return np.asarray(jax.random.key_data(x) if is_of_keys(x) else x)
 
 

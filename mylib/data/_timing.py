@@ -1,24 +1,24 @@
-"""Where the time of a loop over batches goes."""
+"""Measures where the time of a loop over batches goes."""
 
 import time
 from dataclasses import dataclass
 
-# How much of what was measured counts for the next batch.
+# The weight of earlier measurements at each new batch.
 _MEMORY = 0.9
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Where the time of a loop over a [`mylib.data.Prefetch`][] went, until it had its last batch,
-    in seconds. As text, it is a line for a progress bar.
+    """Where the time of a loop over a [`mylib.data.Prefetch`][] went, until its last batch, in
+    seconds. `str` makes it a line for a progress bar.
 
     **Attributes:**
 
-    - `batches`: how many the loop has had.
-    - `total`: since it asked for the first.
-    - `waited`: how long of that it waited for batches; `last_waited`: for the last of them.
-    - `idle`: how long the thread that makes batches had nothing to do, its buffer being full.
-    - `slower`: which of the two the other has waited for lately, "loader" or "step".
+    - `batches`: the number of batches that the loop has had.
+    - `total`: the time since it requested the first batch.
+    - `waited`: the part of it spent waiting for batches; `last_waited`: waiting for the last one.
+    - `idle`: how long the thread that makes batches was idle because its buffer was full.
+    - `slower`: the current bottleneck, "loader" or "step".
 
     !!! Example
 
@@ -46,16 +46,16 @@ class Timing:
 
 
 class Clock:
-    """What is measured for a `Timing`. As a context, it measures how long a batch is waited for."""
+    """Measures the times of a `Timing`. As a context manager, it measures the wait for a batch."""
 
     def __init__(self) -> None:
         self._batches = 0
         self._begun: float | None = None
         self._asked = self._given = 0.0
         self._waited = self._last_waited = 0.0
-        # Of threads that have ended, and of the one that makes batches now.
+        # The idle times of earlier threads, and of the current one.
         self._idle_before = self._idle = 0.0
-        # The same, but that what was long ago counts less: a first step that compiles says little.
+        # The same with decaying weights: a first step that compiles should count little.
         self._waited_lately = self._idle_lately = 0.0
 
     def __enter__(self) -> None:
@@ -79,7 +79,7 @@ class Clock:
     def timing(self) -> Timing:
         return Timing(
             self._batches,
-            # Not before the first batch has come.
+            # Zero before the first batch.
             max(0.0, self._given - (self._begun or 0.0)),
             self._waited,
             self._last_waited,

@@ -1,4 +1,4 @@
-"""Choosing placements by rule. A rule is a callable `Leaf -> Placement`, or `PASS`."""
+"""Rules that choose placements. A rule is a callable from `Leaf` to a placement or `PASS`."""
 
 from .._placement import PASS as PASS
 from ._axes import by_axes as by_axes

@@ -1,4 +1,4 @@
-"""`by_axes`: placements by the names of the dimensions."""
+"""`by_axes`: chooses placements by dimension names."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -44,13 +44,13 @@ EQUINOX_NAMES: ClassNames = {
     eqx.nn.WeightNorm: {"g": "out ..."},
     eqx.nn.PReLU: {"negative_slope": "..."},
 }
-"""The names of the dimensions of `eqx.nn`'s layers that have none in their annotations."""
+"""Dimension names for `eqx.nn`'s layers, whose annotations have none."""
 
 
 def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None) -> Rule:
-    """Chooses placements by the names that the dimensions have in jaxtyping annotations.
+    """Chooses placements by the dimension names in jaxtyping annotations.
 
-    A Module that is annotated needs no second description of its sharding:
+    An annotated Module needs no second description of its sharding:
 
     ```python
     class MLP(eqx.Module):
@@ -61,24 +61,24 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
     ```
 
     shards `up` by rows and `down` by columns, over the mesh axis "model". The names are also found
-    where the Modules stand in lists and dicts, and in an optimiser state. Dimensions whose names
-    are not mapped stay whole, and so do those in front of the annotated ones (of layers stacked by
-    `vmap`). On leaves without names, and on those of fewer dimensions than annotated (factored
-    moments), the rule has no opinion, but that leaves of rank 0 are replicated.
+    for Modules in lists and dicts, and in an optimiser state. Dimensions whose names are not mapped
+    stay whole, and so do those before the annotated ones (of layers stacked by `vmap`). For leaves
+    without names, and for those with fewer dimensions than annotated (factored moments), the rule
+    returns PASS, except that leaves of rank 0 are replicated.
 
     **Arguments:**
 
-    - `axes`: a mapping from names of dimensions to mesh axes (one, a tuple of several, or None).
-        An array uses each mesh axis once: of two names that ask for the same, the one that stands
-        first in `axes` has it, and of two dimensions of the same name the first.
-    - `names`: names for classes that are not annotated: a mapping from classes to mappings from
-        fields, or whole paths inside of the class, to names, written as in an annotation. The paths
-        may hold the `*` and `**` of [`mylib.rules.by_path`][]. What is given here counts more than
-        an annotation, and the outer class more than the inner, so that one can tell the
-        `eqx.nn.Linear` that goes up from the one that goes down:
+    - `axes`: a mapping from dimension names to mesh axes (one, a tuple of several, or None). An
+        array uses each mesh axis once: of two names with the same axis the first in `axes` gets it,
+        and of two dimensions with the same name the first.
+    - `names`: names for classes without annotations: a mapping from classes to mappings from
+        fields, or paths inside the class, to names, written as in an annotation. The paths may
+        contain `*` and `**` as in [`mylib.rules.by_path`][]. `names` takes precedence over
+        annotations, and an outer class over an inner one, so that two `eqx.nn.Linear`s in it can
+        have different names:
         `{Block: {"up.weight": "mlp embed", "down.weight": "embed mlp"}}`.
 
-    The layers of `equinox.nn` have names already:
+    The layers of `equinox.nn` already have names:
 
     | layer | names |
     |---|---|
@@ -93,8 +93,8 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
 
     **Returns:**
 
-    A [`mylib.rules.Rule`][]. A name in `axes` that no dimension of any leaf has is an error when it
-    is used, and so is an entry of `names` that fits no leaf.
+    A [`mylib.rules.Rule`][]. Using it raises if a name in `axes` is not in any leaf, or if an entry
+    of `names` fits no leaf.
 
     !!! Example
 
@@ -114,7 +114,7 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
 
 @dataclass(frozen=True)
 class Entry:
-    """Names for what `pattern` leads to inside of a class."""
+    """Names for the arrays at `pattern` inside a class."""
 
     cls: type
     pattern: Pattern
@@ -138,8 +138,8 @@ class Table:
         self._of_class: dict[type, list[Entry]] = {}
 
     def fitting(self, leaf: Leaf) -> Iterator[Entry]:
-        """The entries that name the leaf, those for its outermost owner first, and of those for
-        one owner the most derived class.
+        """The entries that name the leaf, outermost owner first; for one owner, the most derived
+        class first.
         """
         for owner, parts in leaf.owners if self.entries else ():
             entries = self._for(owner)
@@ -195,7 +195,7 @@ class ByAxes(Rule):
         return _names(self.given.fitting(leaf), leaf)
 
     def _assign(self, names: Names) -> list[tuple[Any, str]]:
-        """For each dimension its mesh axes, and what kept it from having more."""
+        """The mesh axes of each dimension, and the reason why it doesn't have more."""
         taken: dict[str, str] = {}
         assigned: list[tuple[Any, str]] = [(None, "")] * len(names)
         for name, axes in self.axes:
@@ -225,7 +225,7 @@ def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
 
 
 def dimensions_in_front(leaf: Leaf) -> int:
-    """How many dimensions the leaf has in front of those that its annotation names, or Equinox."""
+    """The number of dimensions before those that the leaf's annotation, or Equinox, names."""
     if leaf.axes is not None:
         return leaf.in_front
     fits = (name_dimensions(entry.names, leaf.ndim) for entry in _EQUINOX.fitting(leaf))
@@ -256,6 +256,6 @@ def _unused(entry: Entry) -> Fault:
         "",
         None,
         f"by_axes: names {entry.names!r} for {entry.pattern.text!r} of {entry.cls.__qualname__}",
-        "no leaf with so many dimensions is there",
+        "no leaf there has this number of dimensions",
         "write the path from a field of the class to the array, or drop the entry",
     )

@@ -1,4 +1,4 @@
-"""`like`: the placement that another tree has."""
+"""`like`: places leaves as in another tree."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +19,17 @@ Parts = tuple[str, ...]
 
 
 def like(tree: PyTree[Any], /) -> Rule:
-    """Puts leaves where another tree has those of the same path and shape.
+    """Places leaves where another tree has leaves with the same path and shape.
 
-    A leaf is also like another whose path is the end of its own, so that an optimiser state follows
-    its model: `opt_state[0].mu.layers[0].weight` goes where `.layers[0].weight` is. Of several the
-    longest path counts, and a place in a list is no path by itself. On other leaves the rule has no
-    opinion, but that those of rank 0 are replicated, if all of the tree is over one mesh.
+    A leaf also matches another one whose path is the end of its own, so that an optimiser state
+    follows its model: `opt_state[0].mu.layers[0].weight` goes where `.layers[0].weight` is. The
+    longest matching path counts, and a list index alone is not a path. For other leaves the rule
+    returns PASS, except that those of rank 0 are replicated, if the whole tree is on one mesh.
 
     **Arguments:**
 
-    - `tree`: arrays that have a place, or `jax.ShapeDtypeStruct`s with a sharding. Only shapes and
-        shardings are kept of it, not the arrays.
+    - `tree`: arrays on devices, or `jax.ShapeDtypeStruct`s with a sharding. The rule keeps only
+        shapes and shardings, not the arrays.
 
     **Returns:**
 
@@ -49,20 +49,20 @@ def like(tree: PyTree[Any], /) -> Rule:
     if isinstance(tree, Leaf):
         raise TypeError("like: call it with the tree to follow, like(model)")
     leaves = split(tree)
-    places: dict[tuple[Parts, tuple[int, ...]], Target] = {}
+    targets: dict[tuple[Parts, tuple[int, ...]], Target] = {}
     for path, x, kind in zip(leaves.paths, leaves.arrays, leaves.kinds, strict=True):
-        place = _place_of(x, kind)
-        if place is not None:
-            places[parts_of(path), tuple(x.shape)] = place
-    if not places:
+        target = _target_of(x, kind)
+        if target is not None:
+            targets[parts_of(path), tuple(x.shape)] = target
+    if not targets:
         raise ValueError(
-            "like(tree): no array of the tree has a place to follow. Place it first, or give "
+            "like(tree): no array of the tree has a sharding to follow. Place it first, or give "
             "`jax.ShapeDtypeStruct`s with shardings"
         )
-    return Like(places)
+    return Like(targets)
 
 
-def _place_of(x: Any, kind: Kind) -> Target | None:
+def _target_of(x: Any, kind: Kind) -> Target | None:
     if kind is Kind.ABSTRACT:
         return x.format if x.format.layout is not None else x.sharding
     if kind is Kind.TRACED:
@@ -74,12 +74,12 @@ def _place_of(x: Any, kind: Kind) -> Target | None:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Like(Rule):
-    places: dict[tuple[Parts, tuple[int, ...]], Target] = field(repr=False)
+    targets: dict[tuple[Parts, tuple[int, ...]], Target] = field(repr=False)
 
     def __call__(self, leaf: Leaf) -> Any:
         found = self._find(leaf)
         if found is not None:
-            return self.places[found, leaf.shape]
+            return self.targets[found, leaf.shape]
         everywhere = self._everywhere
         return PASS if leaf.ndim or everywhere is None else everywhere
 
@@ -90,8 +90,8 @@ class Like(Rule):
         return "like no other leaf" if self(leaf) is PASS else "a leaf of rank 0"
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        paths = {path for path, _ in self.places}
-        # Also of another shape: of factored moments not one may be like its weight.
+        paths = {path for path, _ in self.targets}
+        # Shapes may differ: all factored moments may have other shapes than their weights.
         known = any(end in paths for leaf in leaves for end in _ends(leaf))
         if known or all(leaf.ndim == 0 for leaf in leaves):
             return []
@@ -100,12 +100,12 @@ class Like(Rule):
         return [Fault("", None, repr(self), reason, mend)]
 
     def _find(self, leaf: Leaf) -> Parts | None:
-        return next((end for end in _ends(leaf) if (end, leaf.shape) in self.places), None)
+        return next((end for end in _ends(leaf) if (end, leaf.shape) in self.targets), None)
 
     @property
     def _everywhere(self) -> Sharding | None:
-        """Where a copy is wherever the tree is, if that is one mesh or one device."""
-        shardings = {sharding_of(place) for place in self.places.values()}
+        """The sharding of replicated leaves, if the tree is on one mesh or one device."""
+        shardings = {sharding_of(target) for target in self.targets.values()}
         meshes = {s.mesh for s in shardings if isinstance(s, NamedSharding)}
         others = {s for s in shardings if not isinstance(s, NamedSharding)}
         if len(meshes) == 1 and not others:
@@ -114,12 +114,12 @@ class Like(Rule):
         return only if isinstance(only, SingleDeviceSharding) else None
 
     def __repr__(self) -> str:
-        return f"like(a tree of {len(self.places)} arrays)"
+        return f"like(a tree of {len(self.targets)} arrays)"
 
 
 def _ends(leaf: Leaf) -> Iterator[Parts]:
-    """The path and its ends. One that says nothing but places in lists counts only as what a field
-    holds, as the moments of `[weight, bias]` are in `.mu`.
+    """The path and its ends. An end of only list indices counts only directly after a field, as for
+    the moments of `[weight, bias]` in `.mu`.
     """
     yield leaf.parts
     for start in range(1, len(leaf.parts)):

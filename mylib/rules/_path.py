@@ -1,4 +1,4 @@
-"""`by_path`: placements by patterns over the paths of the leaves."""
+"""`by_path`: chooses placements by patterns over the paths of leaves."""
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,35 +11,34 @@ from jax.sharding import PartitionSpec
 from .._errors import Fault
 from .._placement import PASS, Placement, entries_of, is_rule, with_entries
 from .._tree import Leaf, Pattern, joined, name_of, spelled
-from ._rule import Rule, as_rule, asked_about, trimmed
+from ._rule import Rule, as_rule, leaves_by_rule, trimmed
 
 
 def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule:
     """Chooses placements by the paths of the leaves.
 
-    **A pattern is the end of a path, part by part, in which `*` stands for anything within one
-    part and `**` for any number of whole parts.** The leaf `.blocks[3].mlp.layers[0].weight` is
-    matched by `"weight"`, `"mlp.layers.0.weight"`, `"mlp.layers.*.weight"` and
-    `"blocks.*.mlp.**"`, and by its own path as it stands. A key with dots or brackets in it is
-    written in brackets and quotes: `"['a.b'].weight"`.
+    **A pattern matches the end of a path. In it `*` matches anything within one part, and `**` any
+    number of parts.** The leaf `.blocks[3].mlp.layers[0].weight` is matched by `"weight"`,
+    `"mlp.layers.0.weight"`, `"mlp.layers.*.weight"`, `"blocks.*.mlp.**"`, and its own path. Write
+    keys that contain dots or brackets in brackets and quotes: `"['a.b'].weight"`.
 
-    As a pattern is the end of a path, one that fits a model's weight fits its moments in an
-    optimiser state, too. Leaves of rank 0 that no pattern matches, such as Adam's `count`, are
-    replicated. On other leaves that no pattern matches the rule has no opinion: that is an error,
-    unless another rule follows, as in `by_path(...) | replicated()`.
+    As a pattern matches the end of a path, a pattern for a model's weight also matches its moments
+    in an optimiser state. Unmatched leaves of rank 0, such as Adam's `count`, are replicated. For
+    other unmatched leaves the rule returns PASS, which raises an error unless another rule follows,
+    as in `by_path(...) | replicated()`.
 
     **Arguments:**
 
     - `patterns`: a mapping from patterns to placements, or to rules for the leaves that match. A
-        `PartitionSpec` that is too long for one of the leaves (a factored moment, of lower rank
-        than its weight) says nothing of that leaf.
-    - `ordered`: whether the first of several patterns that match wins. By default patterns that
-        match the same leaf must agree.
+        `PartitionSpec` that is too long for a leaf (a factored moment, of lower rank than its
+        weight) is not used for it.
+    - `ordered`: whether the first matching pattern wins. By default all patterns that match a leaf
+        must agree.
 
     **Returns:**
 
-    A [`mylib.rules.Rule`][]. These are errors when it is used: a pattern that matches nothing, two
-    patterns that match the same leaf and disagree, a spec too long for every leaf that it is for.
+    A [`mylib.rules.Rule`][]. Using it raises if a pattern matches nothing, if two patterns that
+    match a leaf disagree, or if a spec is too long for all its leaves.
 
     !!! Example
 
@@ -61,7 +60,7 @@ def _value(placement: Any) -> Any:
     return as_rule(placement) if is_rule(placement) else placement
 
 
-# How many paths, and how many ends of paths, a misspelt pattern is compared with.
+# The most paths, and path ends, that a misspelt pattern is compared with.
 _MANY = 200
 
 
@@ -99,7 +98,7 @@ class ByPath(Rule):
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if all(leaf.ndim == 0 for leaf in leaves):
-            return []  # an optimiser state with nothing but a counter in it
+            return []  # an optimiser state that holds only a counter
         paths = [joined(leaf.parts) for leaf in leaves]
         found: list[Fault] = []
         for pattern, value in self.patterns:
@@ -113,11 +112,11 @@ class ByPath(Rule):
         return found
 
     def _nested(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
-        """The rules among the values, each with the leaves that it decides about."""
+        """The rules among the values, each with its leaves."""
         if not any(isinstance(value, Rule) for _, value in self.patterns):
             return ()
         values = ((self._value(leaf), leaf) for leaf in leaves)
-        return asked_about((value, leaf) for value, leaf in values if isinstance(value, Rule))
+        return leaves_by_rule((value, leaf) for value, leaf in values if isinstance(value, Rule))
 
     def _matching(self, leaf: Leaf) -> list[tuple[Pattern, Any]]:
         path, odd = joined(leaf.parts), self._name_odd_keys
@@ -166,7 +165,7 @@ def _conflict(leaf: Leaf, matching: Sequence[tuple[Pattern, Any]]) -> Fault:
         leaf.shape,
         "by_path: " + ", ".join(f"{pattern.text!r} says {value}" for pattern, value in matching),
         "these patterns all match, and disagree",
-        "make them narrower, or write ordered=True and put the one that shall win first",
+        "make them narrower, or write ordered=True and put the one that should win first",
     )
 
 
@@ -177,7 +176,7 @@ def _unused(
     if not matched:
         mend = _suggestion(pattern, leaves)
         if any(map(_is_in_a_state, leaves)):
-            mend += " If it is for a weight that has no state, place the state with its model"
+            mend += " If it is for a weight without a state, place the state along with its model"
         reason = f"the pattern matches none of the {len(leaves)} leaves"
         yield Fault("", None, request, reason, mend)
     elif all(_is_too_long(value, leaf) and not _is_in_a_state(leaf) for leaf in matched):
@@ -193,18 +192,18 @@ def _unused(
 
 
 def _is_in_a_state(leaf: Leaf) -> bool:
-    """Whether the leaf is part of an optimiser state, which in optax are named tuples: there, a
-    moment may be factored, and weights may be missing.
+    """Whether the leaf is in an optimiser state (a named tuple in optax), where moments may be
+    factored, and weights may be missing.
     """
     return any(issubclass(owner, tuple) for owner, _ in leaf.owners)
 
 
 def _suggestion(pattern: Pattern, leaves: Sequence[Leaf]) -> str:
     count = len(pattern.parts)
-    # What `pattern` can be meant for need not be the end of a path: each part of one, as long as
-    # the pattern, with the pattern that goes on from there.
+    # The intended pattern may match the middle of a path: maps each piece of a path with the length
+    # of `pattern` to the pattern that continues from there.
     meant: dict[str, str] = {}
-    # No more than a person would look through, as comparing texts is slow.
+    # Limited, because comparing texts is slow.
     for parts in dict.fromkeys(_starred(leaf.parts) for leaf in leaves):
         for start in reversed(range(max(1, len(parts) - count + 1))):
             text = ".".join(parts[start : start + count])
@@ -217,7 +216,7 @@ def _suggestion(pattern: Pattern, leaves: Sequence[Leaf]) -> str:
 
 
 def _endings(leaves: Sequence[Leaf], count: int) -> list[str]:
-    """Ends of the paths, at least so many parts long and long enough to be told apart."""
+    """Ends of the paths, with at least `count` parts, and long enough to be distinct."""
     longest = max(len(leaf.parts) for leaf in leaves)
     while True:
         ends = list(dict.fromkeys(spelled(leaf.parts[-count:]) for leaf in leaves))

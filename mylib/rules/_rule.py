@@ -1,4 +1,4 @@
-"""What a rule is, beside a callable: how it explains itself, and how two of them combine."""
+"""The base class of rules: how they explain their results, and how they combine."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,17 +26,17 @@ Axes = str | tuple[str, ...]
 
 class Rule:
     """A rule of `mylib.rules`. Like any rule it is a callable from [`mylib.Leaf`][] to a placement
-    or [`mylib.rules.PASS`][], and every verb takes it in the place of a placement. Beyond that it
-    can be combined with others, and says why it answers as it does.
+    or [`mylib.rules.PASS`][], and every verb accepts it as a placement. It can also be combined
+    with other rules, and explains its results.
 
-    - `a | b`: the first that has an opinion. What `a` passes on, `b` is asked about.
-    - `a & b`: `b` shards what `a` leaves whole. Where `a` answers with a `PartitionSpec`, `b` may
-        shard the dimensions that are None there, over axes that are not used there; where `a` has
-        no opinion, `b` answers. Other answers of `a` (a sharding, a device, None) stand as they
-        are.
+    - `a | b`: the first that doesn't return PASS. `b` decides the leaves for which `a` returns
+        PASS.
+    - `a & b`: `b` shards dimensions that `a` leaves whole. If `a` returns a `PartitionSpec`, `b`
+        may shard its None dimensions over axes that it doesn't use; if `a` returns PASS, `b`
+        decides. Other results of `a` (a sharding, a device, None) are final.
 
-    `&` binds tighter than `|`, as everywhere in Python. Either side may be a plain function, as
-    long as the other is not. Your own rules need not be of this class.
+    `&` binds tighter than `|`, as always in Python. One side may be a plain function. Your own
+    rules need not subclass this class.
     """
 
     @abstractmethod
@@ -44,20 +44,20 @@ class Rule:
         """The placement of `leaf`, or PASS."""
 
     def why(self, leaf: Leaf) -> str:
-        """Why the rule answers so for `leaf`; [`mylib.explain`][] shows it."""
+        """The reason for the rule's result for `leaf`; [`mylib.explain`][] shows it."""
         return repr(self)
 
     def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        """What is wrong with the rule, given all the leaves that it was asked about."""
+        """The faults of the rule, given all leaves that it was called with."""
         return [*self.contradictions(leaves), *self.unused(leaves)]
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        """What is wrong with its answers for these leaves."""
+        """The faults of its results for these leaves."""
         return ()
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        """Which of its parts say something of none of these leaves. In `a | b`, `b` is asked about
-        those, too, that `a` has taken: what is overruled is not misspelt.
+        """The faults of its parts that match none of these leaves. In `a | b`, `b` also gets the
+        leaves that `a` decides: an overruled pattern is not misspelt.
         """
         return ()
 
@@ -79,7 +79,7 @@ class Rule:
 
 
 def as_rule(rule: AnyRule) -> Rule:
-    """A rule of any kind as one that can be combined."""
+    """Wraps any callable as a `Rule`."""
     if isinstance(rule, Rule) and type(rule).faults is Rule.faults:
         return rule
     return Plain(rule)
@@ -87,7 +87,7 @@ def as_rule(rule: AnyRule) -> Rule:
 
 @dataclass(frozen=True, repr=False)
 class Plain(Rule):
-    """A function, or whatever else can be called, and may answer with another rule."""
+    """A function or other callable, which may return another rule."""
 
     function: AnyRule
 
@@ -105,27 +105,29 @@ class Plain(Rule):
         if not leaves:
             return []
         found = faults_of(self.function, leaves)
-        for rule, asked in self._answering(leaves):
+        for rule, asked in self._returned_rules(leaves):
             found += rule.contradictions(asked)
         return found
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        return [fault for rule, asked in self._answering(leaves) for fault in rule.unused(asked)]
+        return [
+            fault for rule, asked in self._returned_rules(leaves) for fault in rule.unused(asked)
+        ]
 
     def _chain(self, leaf: Leaf) -> tuple[list[AnyRule], Any]:
-        """The rules that were asked, and what the last of them says."""
+        """The rules called in turn, and the result of the last one."""
         rules, placement = [self.function], ask(self.function, leaf)
         while is_rule(placement):
             if any(placement is rule for rule in rules):
-                raise ValueError(f"the rule {placement!r} answers with itself")
+                raise ValueError(f"the rule {placement!r} returns itself")
             rules.append(placement)
             placement = ask(placement, leaf)
         return rules, placement
 
-    def _answering(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
-        """The rules that the function answers with, each with the leaves that it is asked about."""
-        answers = ((ask(self.function, leaf), leaf) for leaf in leaves)
-        return asked_about((as_rule(rule), leaf) for rule, leaf in answers if is_rule(rule))
+    def _returned_rules(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
+        """The rules that the function returns, each with its leaves."""
+        results = ((ask(self.function, leaf), leaf) for leaf in leaves)
+        return leaves_by_rule((as_rule(rule), leaf) for rule, leaf in results if is_rule(rule))
 
     def __repr__(self) -> str:
         return repr(self.function)
@@ -139,11 +141,11 @@ class FirstOf(Rule):
         return FirstOf((*self.rules, as_rule(other))) if is_rule(other) else NotImplemented
 
     def __call__(self, leaf: Leaf) -> Any:
-        return next((a for a in self._answers(leaf) if a is not PASS), PASS)
+        return next((a for a in self._results(leaf) if a is not PASS), PASS)
 
     def why(self, leaf: Leaf) -> str:
         rule = self._chosen(leaf)
-        return "no rule has an opinion" if rule is None else rule.why(leaf)
+        return "all rules return PASS" if rule is None else rule.why(leaf)
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         rule = self._chosen(leaf)
@@ -160,12 +162,12 @@ class FirstOf(Rule):
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return [fault for rule in self.rules for fault in rule.unused(leaves)]
 
-    def _answers(self, leaf: Leaf) -> Iterator[Any]:
+    def _results(self, leaf: Leaf) -> Iterator[Any]:
         return (rule(leaf) for rule in self.rules)
 
     def _chosen(self, leaf: Leaf) -> Rule | None:
-        answers = zip(self.rules, self._answers(leaf), strict=True)
-        return next((rule for rule, placement in answers if placement is not PASS), None)
+        results = zip(self.rules, self._results(leaf), strict=True)
+        return next((rule for rule, placement in results if placement is not PASS), None)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.rules))
@@ -188,10 +190,10 @@ class Both(Rule):
         placement = self.first(leaf)
         if placement is PASS:
             return self.second.why(leaf)
-        told = self.first.why(leaf)
+        reason = self.first.why(leaf)
         if self(leaf) == placement:
-            return told
-        return f"{told}, then {self.second.why(leaf)}"
+            return reason
+        return f"{reason}, then {self.second.why(leaf)}"
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         return self.second.fill(leaf, self.first.fill(leaf, spec))
@@ -216,14 +218,14 @@ class Both(Rule):
         return [*self.first.unused(leaves), *self.second.unused(leaves)]
 
     def _unfit(self, leaf: Leaf) -> Fault | None:
-        """What the second rule says of a leaf that the first has sharded, if it is no help."""
+        """The fault if the second rule can't shard a leaf that the first has sharded."""
         placement = self.second(leaf)
         if placement is PASS or placement is None:
             return None
         request, name = f"... & {self.second!r}", name_of(leaf.path)
         if not isinstance(placement, PartitionSpec):
             reason = f"{placement!r} can't shard what another rule leaves whole"
-            return Fault(name, leaf.shape, request, reason, "answer with a PartitionSpec, or PASS")
+            return Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
         if len(placement) > leaf.ndim:
             reason = f"{placement} has {len(placement)} entries, for an array of rank {leaf.ndim}"
             return Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
@@ -234,8 +236,8 @@ class Both(Rule):
         return " & ".join(f"({r!r})" if isinstance(r, FirstOf) else repr(r) for r in sides)
 
 
-def asked_about(pairs: Iterable[tuple[Rule, Leaf]]) -> Iterable[tuple[Rule, list[Leaf]]]:
-    """Each rule with all of its leaves."""
+def leaves_by_rule(pairs: Iterable[tuple[Rule, Leaf]]) -> Iterable[tuple[Rule, list[Leaf]]]:
+    """Groups leaves by rule."""
     asked: dict[int, tuple[Rule, list[Leaf]]] = {}
     for rule, leaf in pairs:
         key = id(rule.function if isinstance(rule, Plain) else rule)
@@ -244,7 +246,7 @@ def asked_about(pairs: Iterable[tuple[Rule, Leaf]]) -> Iterable[tuple[Rule, list
 
 
 def used_axes(spec: PartitionSpec) -> frozenset[Any]:
-    """The mesh axes that a dimension can't be split over any more."""
+    """The mesh axes that `spec` already uses."""
     return frozenset(axes_in(spec)) | spec.unreduced | spec.reduced
 
 
@@ -262,7 +264,7 @@ def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
 
 
 def trimmed(entries: Sequence[Any]) -> Sequence[Any]:
-    """The entries of a spec without those at its end that say nothing."""
+    """The entries of a spec without None at the end."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return entries

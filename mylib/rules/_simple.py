@@ -1,4 +1,4 @@
-"""Rules that look at shapes alone."""
+"""Rules that depend only on shapes."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -20,8 +20,8 @@ def replicated() -> Rule:
 
     **Returns:**
 
-    A [`mylib.rules.Rule`][]. At the end of a chain, `... | replicated()`, it says what becomes of
-    the leaves on which nothing else has an opinion.
+    A [`mylib.rules.Rule`][]. At the end of a chain, `... | replicated()`, it replicates all leaves
+    that no other rule decides.
 
     !!! Example
 
@@ -82,27 +82,27 @@ class Batch(Rule):
 
 
 def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] = ()) -> Rule:
-    """Shards the largest dimension that the axis divides, the first of equals. How the layers of a
-    model come to gather what is kept so: [`mylib.fully_shard`][].
+    """Shards the largest dimension that the axis divides; of equal ones, the first. To gather the
+    layers of a model sharded this way, use [`mylib.fully_shard`][].
 
-    The dimension of stacked layers, over which `jax.lax.scan` goes, is never sharded: each turn of
-    the loop would gather all of them. It is known as such where a leaf has more dimensions than its
-    jaxtyping annotation, or than `eqx.nn`'s layers have (those of [`mylib.rules.by_axes`][]); of
-    others `stacked` tells.
+    The dimension of stacked layers, which `jax.lax.scan` iterates over, is never sharded: each
+    iteration would gather all of them. It is detected if a leaf has more dimensions than its
+    jaxtyping annotation, or than `eqx.nn`'s layers have (those of [`mylib.rules.by_axes`][]); for
+    other layers use `stacked`.
 
-    A leaf with no such dimension, or with fewer than `min_size` elements, is replicated;
-    [`mylib.explain`][] says so.
+    A leaf without such a dimension, or with fewer than `min_size` elements, is replicated;
+    [`mylib.explain`][] shows it.
 
-    On the right of `&` it chooses among the dimensions that the rule on the left leaves whole:
+    On the right of `&` it chooses among the dimensions that the left rule leaves whole:
     `by_path(...) & fsdp("data")`.
 
     **Arguments:**
 
     - `axis`: the mesh axis, or a tuple of them.
-    - `min_size`: how many elements a leaf must have to be worth sharding: a small one is gathered
-        for little less than a large one costs, and saves nothing.
-    - `stacked`: the class of layers that are stacked, or a tuple of classes: the first dimension of
-        whatever is in them is that of the layers.
+    - `min_size`: the fewest elements of a leaf worth sharding: gathering a small one costs almost
+        as much as a large one, and saves little memory.
+    - `stacked`: the class of stacked layers, or a tuple of classes: the first dimension of all
+        arrays in them is that of the layers.
 
     **Returns:**
 
@@ -134,7 +134,7 @@ class Fsdp(Rule):
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         taken = used_axes(spec).intersection(axis_names(self.axis))
-        if taken or self._is_small(leaf) or parts_of_axes(self.axis, leaf.mesh) is None:
+        if taken or self._is_small(leaf) or number_of_parts(self.axis, leaf.mesh) is None:
             return spec
         layers = self._layers(leaf)
         dims = [
@@ -147,24 +147,24 @@ class Fsdp(Rule):
         return with_entry(spec, max(dims, key=lambda dim: leaf.shape[dim]), self.axis)
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        # One fault of the rule, not one of every leaf; and none of small leaves would show it.
+        # One fault for the rule, not one per leaf. Small leaves alone would not show it.
         meshes = {leaf.mesh for leaf in leaves} - {None}
         unknown = [fault for mesh in meshes for fault in unfit_spec(PartitionSpec(self.axis), mesh)]
         return [Fault("", None, repr(self), reason, mend) for reason, mend in unknown]
 
     def _layers(self, leaf: Leaf) -> int:
-        """How many dimensions are those of stacked layers."""
+        """The number of dimensions of stacked layers."""
         told = any(issubclass(owner, self.stacked) for owner, _ in leaf.owners)
         return max(dimensions_in_front(leaf), int(told))
 
     def _is_small(self, leaf: Leaf) -> bool:
-        # A symbolic size, as in `jax.export`, may be anything.
+        # Symbolic sizes, as in `jax.export`, are unknown.
         return all(isinstance(n, int) for n in leaf.shape) and leaf.size < self.min_size
 
     def why(self, leaf: Leaf) -> str:
         if self._is_small(leaf):
             return f"{self!r}: replicated, fewer than {self.min_size} elements"
-        parts = parts_of_axes(self.axis, leaf.mesh)
+        parts = number_of_parts(self.axis, leaf.mesh)
         if parts is None:
             return f"{self!r}: replicated, there is no such axis"
         if self(leaf) == PartitionSpec():
@@ -180,17 +180,17 @@ class Fsdp(Rule):
 
 
 def where_even(rule: AnyRule | PartitionSpec | NamedSharding | Format) -> Rule:
-    """Another rule, but for dimensions that the mesh axes don't divide: they stay whole, where
-    they would be an error.
+    """Another rule, but dimensions that the mesh axes don't divide stay whole instead of raising an
+    error.
 
     **Arguments:**
 
-    - `rule`: the rule that may ask for the impossible; or one placement for all leaves, a
-        `PartitionSpec`, a `NamedSharding` or a `Format`.
+    - `rule`: the other rule; or one placement for all leaves, a `PartitionSpec`, a `NamedSharding`
+        or a `Format`.
 
     **Returns:**
 
-    A [`mylib.rules.Rule`][]. [`mylib.explain`][] says where it has made a difference.
+    A [`mylib.rules.Rule`][]. [`mylib.explain`][] shows the leaves that it changed.
 
     !!! Example
 
@@ -234,7 +234,7 @@ class WhereEven(Rule):
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         filled = self.rule.fill(leaf, spec)
-        # What the other rule has said stands, also where it can't be had.
+        # Keep the other rule's entries, even if they don't divide.
         added = set(free_dimensions(spec, leaf.ndim))
         return _without(filled, added.intersection(_uneven(filled, leaf, leaf.mesh)))
 
@@ -244,7 +244,7 @@ class WhereEven(Rule):
         if spec is None:
             return told
         return told + "".join(
-            f"; whole, as {parts_of_axes(entries_of(spec)[dim], mesh)} does not divide "
+            f"; whole, as {number_of_parts(entries_of(spec)[dim], mesh)} does not divide "
             f"{leaf.shape[dim]}"
             for dim in _uneven(spec, leaf, mesh)
         )
@@ -267,9 +267,9 @@ def _checked(name: str, axis: Any) -> Axes:
     return axis
 
 
-def parts_of_axes(entry: Any, mesh: AnyMesh | None) -> int | None:
-    """Into how many parts `entry` splits a dimension, or None if there is no mesh that knows its
-    axes; the spec is found fault with as it stands, then.
+def number_of_parts(entry: Any, mesh: AnyMesh | None) -> int | None:
+    """The number of parts that `entry` splits a dimension into; None without a mesh that has its
+    axes, which is reported as a fault of the spec.
     """
     names = axis_names(entry)
     if mesh is None or not set(names) <= set(mesh.axis_names):
@@ -278,7 +278,7 @@ def parts_of_axes(entry: Any, mesh: AnyMesh | None) -> int | None:
 
 
 def _spec_of(placement: Any, leaf: Leaf) -> tuple[PartitionSpec | None, AnyMesh | None]:
-    """The spec that a placement is, or has in it, and the mesh that it speaks of."""
+    """The spec of a placement, and its mesh."""
     if isinstance(placement, PartitionSpec):
         return placement, leaf.mesh
     sharding = placement.sharding if isinstance(placement, Format) else placement
@@ -303,9 +303,9 @@ def _uneven(spec: PartitionSpec, leaf: Leaf, mesh: AnyMesh | None) -> list[int]:
 def _divides(
     entry: Any, leaf: Leaf, dim: int, mesh: AnyMesh | None, symbolic: bool = False
 ) -> bool:
-    """Whether a dimension can be split so; of one of symbolic size, `symbolic` is the answer."""
+    """Whether a dimension can be split this way; `symbolic` if its size is symbolic."""
     size = leaf.shape[dim]
-    return size % (parts_of_axes(entry, mesh) or 1) == 0 if isinstance(size, int) else symbolic
+    return size % (number_of_parts(entry, mesh) or 1) == 0 if isinstance(size, int) else symbolic
 
 
 def _without(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:

@@ -1,6 +1,6 @@
 """Tools for testing code that places arrays, on one device or in many processes.
 
-The pytest plugin that goes with it is `mylib_pytest`.
+Its pytest plugin is `mylib_pytest`.
 """
 
 from .._audit import check_snapshot as check_snapshot

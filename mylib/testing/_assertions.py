@@ -1,4 +1,4 @@
-"""Assertions about where arrays are, and that processes hold the same."""
+"""Assertions about the placement of arrays, and about equal data in all processes."""
 
 from typing import Any
 
@@ -32,16 +32,16 @@ def assert_placed(
     tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
 ) -> None:
     """Asserts that the arrays of a tree are where [`mylib.filter_shard`][] would put them, so that
-    it would move nothing. An array that is replicated is not where a sharded one should be.
+    it would move nothing. A replicated array fails if a sharded one is expected.
 
-    Inside `jax.jit` the types of values say where they are if all axes of the mesh are Explicit.
-    Otherwise the compiler decides later, and the assertion fails: check what the function returns.
+    Inside `jax.jit` shardings are known if all axes of the mesh are Explicit. Otherwise the
+    compiler decides later, and the assertion fails: check the results of the function instead.
 
     **Arguments:**
 
-    - `tree`, `placement`: as of [`mylib.filter_shard`][].
-    - `mesh`: what a `PartitionSpec` refers to; by default the mesh of `jax.set_mesh`, or else the
-        one mesh that the arrays are on.
+    - `tree`, `placement`: as in [`mylib.filter_shard`][].
+    - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`, or else the
+        mesh of the arrays, if they are all on one.
 
     !!! Example
 
@@ -66,20 +66,20 @@ def assert_placed(
         for i in wrong:
             x, target = leaves.arrays[i], targets[i]
             assert target is not None
-            told = f"is at: {_place(x, world)}", f"wanted: {sharding_of(target)}"
-            alike.setdefault(told, []).append(f"{name_of(leaves.paths[i])} {tuple(x.shape)}")
+            texts = f"is at: {_shown_location(x, world)}", f"wanted: {sharding_of(target)}"
+            alike.setdefault(texts, []).append(f"{name_of(leaves.paths[i])} {tuple(x.shape)}")
         lines = listed(alike, f"{len(wrong)} leaves in all")
         raise AssertionError("\n".join(["not where they should be:", *lines]))
 
 
 def _mesh_of(leaves: Leaves, world: World) -> AnyMesh | None:
-    """The mesh that the arrays are on, if it is one."""
-    places = (_known_place(x, world) for x in leaves.arrays)
+    """The mesh of the arrays, if they are all on one."""
+    places = (_known_sharding(x, world) for x in leaves.arrays)
     meshes = {place.mesh for place in places if isinstance(place, NamedSharding)}
     return meshes.pop() if len(meshes) == 1 else None
 
 
-def _known_place(x: Any, world: World) -> Sharding | None:
+def _known_sharding(x: Any, world: World) -> Sharding | None:
     if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
     if world.staged:
@@ -90,7 +90,7 @@ def _known_place(x: Any, world: World) -> Sharding | None:
 
 
 def _traced_is_there(x: Any, target: Target | None, world: World) -> bool:
-    here, wanted = _known_place(x, world), None if target is None else sharding_of(target)
+    here, wanted = _known_sharding(x, world), None if target is None else sharding_of(target)
     if here is None or wanted is None:
         return False
     if not world.staged:
@@ -106,14 +106,14 @@ def _traced_is_there(x: Any, target: Target | None, world: World) -> bool:
     )
 
 
-def _place(x: Any, world: World) -> str:
+def _shown_location(x: Any, world: World) -> str:
     match x:
         case np.ndarray() | np.generic():
             return "no device: it is a NumPy array"
         case Tracer():
-            known = _known_place(x, world)
-            advice = "assert it of what the function returns"
-            return f"no known place: it is traced; {advice}" if known is None else str(known)
+            known = _known_sharding(x, world)
+            advice = "check the results of the function"
+            return f"unknown: it is traced; {advice}" if known is None else str(known)
         case jax.ShapeDtypeStruct():
             return "no device: it has no values"
         case _:
@@ -121,15 +121,14 @@ def _place(x: Any, world: World) -> str:
 
 
 def assert_same_everywhere(tree: PyTree[Any], /) -> None:
-    """Asserts that all processes hold the same: structure, shapes, dtypes, and all numbers, to the
-    bit; if not, it fails in all of them.
+    """Asserts that all processes hold the same structure, shapes, dtypes and numbers, bit for bit;
+    if not, it fails in all of them.
 
     **Arguments:**
 
-    - `tree`: any PyTree. Arrays that only this process has are compared with the other processes'
-        own, arrays over several processes by [`mylib.check_replicas`][]. Of what isn't an array,
-        numbers, strings and None are compared, and the types of all else. All processes must call
-        this.
+    - `tree`: any PyTree. Local arrays are compared with those of the other processes, arrays over
+        several processes by [`mylib.check_replicas`][]. Numbers, strings and None are compared by
+        value, other static leaves by type. All processes must call this.
 
     !!! Example
 

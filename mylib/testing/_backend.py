@@ -4,16 +4,16 @@ from .._compat import add_cpu_backend
 
 
 def second_backend(name: str = "other", *, devices: int = 4) -> None:
-    """Registers a second backend, so that moves between backends can be tested without an
-    accelerator. It is never the default backend.
+    """Registers a second backend, to test moves between backends without an accelerator. It is
+    never the default backend.
 
-    The fixture of this name does so where there is no accelerator, and gives the devices of a
-    backend that isn't the default one.
+    The fixture of this name calls it if there is no accelerator, and returns the devices of a
+    backend that is not the default.
 
     **Arguments:**
 
-    - `name`: what to ask `jax.devices` for.
-    - `devices`: how many devices it has.
+    - `name`: the backend's name in `jax.devices`.
+    - `devices`: the number of its devices.
 
     !!! Example
 

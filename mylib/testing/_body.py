@@ -1,4 +1,4 @@
-"""What the body of a test that runs in several processes needs to know and to say."""
+"""Functions for the body of a test that runs in several processes."""
 
 import difflib
 from collections.abc import Callable
@@ -15,12 +15,12 @@ _DIFFERENCE = 40
 
 @dataclass(frozen=True)
 class Info:
-    """Which process this is, among which.
+    """Describes this process and its group.
 
     **Attributes:**
 
-    - `process_index`, `process_count`: of JAX's processes.
-    - `local_device_count`, `device_count`: devices of this process, and of all.
+    - `process_index`, `process_count`: as in JAX.
+    - `local_device_count`, `device_count`: the number of devices of this process, and of all.
     - `platform`: of the devices.
     """
 
@@ -32,7 +32,7 @@ class Info:
 
 
 def info() -> Info:
-    """Which process this is, among which.
+    """Describes this process and its group.
 
     !!! Example
 
@@ -51,12 +51,12 @@ def info() -> Info:
 
 
 def barrier(timeout: float = _PATIENCE) -> None:
-    """Waits until all processes have come here. No device takes part, so it also works where
-    devices are busy, or waiting for each other.
+    """Waits until all processes have called it. It uses no devices, so it also works while devices
+    are busy, or waiting for each other.
 
     **Arguments:**
 
-    - `timeout`: after so many seconds it is a `TimeoutError`, which names who is missing.
+    - `timeout`: seconds before a `TimeoutError` that names the missing processes.
 
     !!! Example
 
@@ -68,12 +68,12 @@ def barrier(timeout: float = _PATIENCE) -> None:
 
 
 def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
-    """What each process says, in the order of the processes, in all of them.
+    """Returns the values of all processes, in their order, to each of them.
 
     **Arguments:**
 
-    - `value`: anything small that JSON can say.
-    - `timeout`: after so many seconds it is a `TimeoutError`, which names who is missing.
+    - `value`: anything small that JSON can represent.
+    - `timeout`: seconds before a `TimeoutError` that names the missing processes.
 
     !!! Example
 
@@ -85,11 +85,11 @@ def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
 
 
 def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
-    """Asserts that all processes say the same; if not, it fails in all of them.
+    """Asserts that all processes pass the same value; if not, it fails in all of them.
 
     **Arguments:**
 
-    - `value`, `timeout`: as of [`mylib.testing.gather`][].
+    - `value`, `timeout`: as in [`mylib.testing.gather`][].
 
     !!! Example
 
@@ -99,8 +99,8 @@ def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
     """
     said = gather(value, timeout)
     if any(value != said[0] for value in said):
-        told = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(said))
-        raise AssertionError(f"the processes disagree:\n{told}")
+        lines = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(said))
+        raise AssertionError(f"the processes disagree:\n{lines}")
 
 
 def same_program(
@@ -108,14 +108,14 @@ def same_program(
 ) -> None:
     """Asserts that all processes lower a call to the same program; if not, it fails in all.
 
-    JAX does not notice that processes run different programs: they wait for each other for ever, or
-    take one number for another.
+    JAX doesn't detect that processes run different programs: they wait for each other forever, or
+    mix up numbers.
 
     **Arguments:**
 
-    - `fun`: a function, or what `jax.jit` or [`mylib.filter_jit`][] makes of one.
-    - `args`, `kwargs`: what it is called with.
-    - `timeout`: as of [`mylib.testing.gather`][].
+    - `fun`: a function, or the result of `jax.jit` or [`mylib.filter_jit`][].
+    - `args`, `kwargs`: its arguments.
+    - `timeout`: as in [`mylib.testing.gather`][].
 
     !!! Example
 
@@ -133,6 +133,6 @@ def same_program(
         )
         difference = "\n".join([*lines][:_DIFFERENCE])
         raise AssertionError(
-            f"process 0 has another program than process {', '.join(map(str, differing))}\n"
+            f"process 0 has a different program than process {', '.join(map(str, differing))}\n"
             f"{difference}".rstrip()
         )

@@ -1,4 +1,4 @@
-"""The pytest session that the user has started: it hands marked tests to processes, and reports."""
+"""The user's pytest session: sends marked tests to processes, and reports their results."""
 
 import dataclasses
 import importlib
@@ -18,14 +18,14 @@ from ._names import name_in_processes
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
 from ._reruns import Reruns
-from ._topology import Request, Topology, Unavailable
+from ._topology import Topology, TopologyRequest, Unavailable, counted
 
-# Kept warm at once. An accelerator's memory is for one.
+# The number of pools kept warm. An accelerator has memory for one.
 _POOLS = {"cpu": 2}
-# How often a topology may fail to start before its other tests are not even tried.
+# After this many failed starts of a topology, its other tests are not tried.
 _ATTEMPTS = 2
 
-# Options that say which tests run and how the session shows them, not what happens in a test.
+# Options for selecting and showing tests, which don't change how a test runs.
 _OWN_OPTIONS = {
     "basetemp",
     "cacheclear",
@@ -59,7 +59,7 @@ _OWN_OPTIONS = {
     "xmlpath",
 }
 
-_given = pytest.StashKey[Request]()
+_given = pytest.StashKey[TopologyRequest]()
 _limit = pytest.StashKey[float]()
 
 
@@ -68,7 +68,7 @@ class Controller:
         self._config = config
         self._guard: Guard | None = None
         self._coverage: Coverage | None = None
-        # In the order in which they were used last.
+        # In order of last use.
         self._pools: dict[Topology, Pool] = {}
         self._refused: dict[Topology, list[str]] = {}
         self._items: list[pytest.Item] = []
@@ -92,7 +92,7 @@ class Controller:
                 reports, final = self._run(item, nextitem, anew=again is not None)
                 again = reruns.again(reports, final)
             except BaseException:
-                # Ctrl-C, or the end of pytest for whatever reason.
+                # Ctrl-C, or any other end of pytest.
                 self._kill_all()
                 raise
             reports = [*reports, *_torn_down(item, nextitem)] if again is None else [again]
@@ -104,7 +104,7 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
-        """The limit of pytest-timeout is kept here, where all processes can be looked at."""
+        """Enforces pytest-timeout's limit here, where all processes can be inspected."""
         if not is_marked(item):
             return None
         item.stash[_limit] = settings.timeout
@@ -113,8 +113,8 @@ class Controller:
     def _run(
         self, item: pytest.Item, nextitem: pytest.Item | None, *, anew: bool
     ) -> tuple[list[pytest.TestReport], bool]:
-        """The reports of a test, and whether it has failed for good. `anew`: in processes that
-        were not there when it failed.
+        """The reports of a test, and whether it has failed for good. `anew`: use new processes, not
+        those in which it failed.
         """
         start = time.time()
         request = given_to(item)
@@ -148,19 +148,19 @@ class Controller:
         reports = Merger(item, result, timeout=timeout, grace=grace, start=start).reports()
         if self._config.option.capture == "no":
             _print(reports)
-        # The others may have failed because the first did.
+        # The other processes may have failed because the first one did.
         return reports, result.by_time[0].final
 
-    def _timeout(self, item: pytest.Item, request: Request) -> float:
+    def _timeout(self, item: pytest.Item, request: TopologyRequest) -> float:
         own = request.timeout or item.stash.get(_limit, None)
         return own or float(self._config.getini("multihost_timeout"))
 
     def _following(
         self, item: pytest.Item, topology: Topology, nextitem: pytest.Item | None
     ) -> pytest.Item | None:
-        """Which test the same processes get next: it decides which fixtures they keep."""
+        """The next test for the same processes. They keep the fixtures that it needs."""
         if hasattr(self._config, "workerinput"):
-            # Under xdist nobody knows what comes after the next one.
+            # Under xdist only the next test is known.
             later = [nextitem] if nextitem is not None and is_marked(nextitem) else []
         else:
             later = self._items[self._items.index(item) + 1 :]
@@ -214,12 +214,12 @@ class Controller:
     def _session(self, topology: Topology, coverage: Coverage) -> Session:
         config, option = self._config, self._config.option
         files = [item.path for item in self._items if self._asks_for(item, topology)]
-        # No screen. Output straight to files, or the last words of a crash would be lost. And what
-        # addopts asks for has been done here, or is among the options.
+        # No terminal output. Output goes straight to files, or the last output of a crash would be
+        # lost. The options of addopts are applied here, or are passed on below.
         arguments = [*map(str, dict.fromkeys(files)), "-p", "no:terminal", "--capture=no"]
         arguments += ["-o", "addopts=", f"--import-mode={option.importmode}"]
         arguments += ["--rootdir", str(config.rootpath), "-o", "log_file="]
-        # Without one here there is none there either, wherever the tests lie.
+        # Without an ini file here the processes don't look for one either.
         arguments += ["-c", str(config.inipath or os.devnull)]
         if option.confcutdir:
             arguments.append(f"--confcutdir={option.confcutdir}")
@@ -261,9 +261,9 @@ class Controller:
                 capture.resume_global_capture()
 
     def _pass_on(self, result: Result) -> None:
-        """Warnings, once for all processes that give them; and a request to stop."""
-        told = [json.dumps(warning) for o in result.outcomes for warning in o.warnings]
-        for warning in map(json.loads, dict.fromkeys(told)):
+        """Passes on warnings, each once for all processes, and requests to stop."""
+        given = [json.dumps(warning) for o in result.outcomes for warning in o.warnings]
+        for warning in map(json.loads, dict.fromkeys(given)):
             self._config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
                     "warning_message": _as_warning(warning),
@@ -275,19 +275,19 @@ class Controller:
         for outcome in result.outcomes:
             if outcome.stop is not None:
                 reason, status = outcome.stop
-                pytest.exit(f"process {outcome.index} has asked for it: {reason}", status)
+                pytest.exit(f"process {outcome.index} called pytest.exit: {reason}", status)
 
     # --- the end --------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Any:
-        # trylast: before the other wrappers go on, which may look at what the processes leave.
+        # trylast: runs before other wrappers continue, which may read the files of the processes.
         try:
             result = yield
         finally:
             self._close_all()
         if self._coverage is not None:
-            # After -x, say, pytest-cov reports nothing, and leaves nothing.
+            # After -x, for example, pytest-cov reports nothing and leaves no files.
             self._coverage.collect()
         return result
 
@@ -313,14 +313,14 @@ class Controller:
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._started:
             terminalreporter.write_line(
-                f"{self._served} tests in several processes; these were started "
-                f"{self._started} times, which took {self._starting:.1f} s"
+                f"{counted(self._served, 'test')} in several processes; these were started "
+                f"{counted(self._started, 'time')}, which took {self._starting:.1f} s"
             )
 
 
 def _torn_down(item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
-    """Ends what tests of this session before `item` have left up for it, and `nextitem` won't need:
-    the fixtures of its module. They are not left to `item`'s own tear-down, which is elsewhere.
+    """Tears down fixtures of this session that earlier tests left up for `item`, and that
+    `nextitem` doesn't need. `item` is torn down in other processes, not here.
     """
     call = pytest.CallInfo.from_call(
         lambda: item.session._setupstate.teardown_exact(nextitem),  # pyright: ignore[reportPrivateUsage]
@@ -338,30 +338,30 @@ def mark(items: Sequence[pytest.Item]) -> None:
         try:
             item.stash[_given] = _request_of(item)
         except (TypeError, ValueError) as error:
-            text = str(error).removeprefix("Request.__init__() ")
+            text = str(error).removeprefix("TopologyRequest.__init__() ")
             faults.append(f"{item.nodeid}: @pytest.mark.multihost: {text}")
     if faults:
         raise pytest.UsageError(*faults)
 
 
-def _request_of(item: pytest.Item) -> Request:
-    """What is said nearest to the test wins, of each argument."""
-    names = [field.name for field in dataclasses.fields(Request)]
+def _request_of(item: pytest.Item) -> TopologyRequest:
+    """For each argument the mark nearest to the test wins."""
+    names = [field.name for field in dataclasses.fields(TopologyRequest)]
     given: dict[str, Any] = {}
     for node in item.listchain():
-        # A function's own marks, then those of its parameters.
+        # The marks of the function, then those of its parameters.
         for mark in node.own_markers:
             if mark.name == "multihost":
                 given.update(zip(names, mark.args, strict=False))
                 given.update(mark.kwargs)
-    return Request(**given)
+    return TopologyRequest(**given)
 
 
 def is_marked(item: pytest.Item) -> bool:
     return _given in item.stash
 
 
-def given_to(item: pytest.Item) -> Request:
+def given_to(item: pytest.Item) -> TopologyRequest:
     return item.stash[_given]
 
 
@@ -386,20 +386,20 @@ def _set_up_only(
     ]
 
 
-def _as_warning(told: dict[str, Any]) -> warnings.WarningMessage:
+def _as_warning(fields: dict[str, Any]) -> warnings.WarningMessage:
     category: Any = UserWarning
     try:
-        found = getattr(importlib.import_module(told["module"]), told["category"], None)
+        found = getattr(importlib.import_module(fields["module"]), fields["category"], None)
     except ImportError:
         found = None
     if isinstance(found, type) and issubclass(found, Warning):
         category = found
     try:
-        message = category(told["text"])
+        message = category(fields["text"])
     except TypeError:
-        # It wants to be made of something else than its text.
-        message = UserWarning(told["text"])
-    return warnings.WarningMessage(message, category, told["file"], told["line"])
+        # Its class needs other arguments than a text.
+        message = UserWarning(fields["text"])
+    return warnings.WarningMessage(message, category, fields["file"], fields["line"])
 
 
 def _print(reports: Sequence[pytest.TestReport]) -> None:

@@ -1,8 +1,8 @@
-"""pytest-cov and tests in several processes: `--cov` measures the processes as well.
+"""pytest-cov for tests in several processes: `--cov` measures the processes, too.
 
-pytest-cov knows only this session and the workers of xdist. Here each process measures itself, with
-the session's options, into a folder of ours; the session adds those files to its own data before
-pytest-cov reports. The user's folder never holds a file of a process.
+pytest-cov handles only this session and the workers of xdist. Here each process measures itself,
+with the session's options, into a temporary folder; the session adds those files to its own data
+before pytest-cov reports. No files of processes appear in the user's folder.
 """
 
 import shutil
@@ -15,17 +15,17 @@ import pytest
 
 from ._group import Guard
 
-# How coverage.py's `patch = subprocess` measures whatever a process starts.
+# With these variables coverage.py's `patch = subprocess` measures subprocesses.
 VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 
 
 class Coverage:
-    """In the session."""
+    """The session's side."""
 
     def __init__(self, config: pytest.Config, guard: Guard) -> None:
         plugin: Any = config.pluginmanager.getplugin("_cov")
         controller = getattr(plugin, "cov_controller", None)
-        # None without `--cov`, and with `--no-cov`.
+        # None without `--cov`, or with `--no-cov`.
         self._session: Any = getattr(controller, "cov", None)
         self.settings: dict[str, Any] | None = None
         if self._session is None:
@@ -40,7 +40,7 @@ class Coverage:
         }
 
     def collect(self) -> None:
-        """Adds what the processes have measured to the session's data."""
+        """Adds the processes' measurements to the session's data."""
         if self._session is None:
             return
         from coverage import CoverageData
@@ -52,7 +52,7 @@ class Coverage:
                 measured.read()
                 self._session.get_data().update(measured)
             except CoverageException as error:
-                # Of a process that was killed while it wrote.
+                # The process was killed while writing it.
                 sys.stderr.write(f"mylib.testing: a process's coverage is lost: {error}\n")
             finally:
                 measured.close()
@@ -63,7 +63,7 @@ class Coverage:
 
 
 class Measured:
-    """In a process."""
+    """A process's side."""
 
     def __init__(self, settings: dict[str, Any] | None) -> None:
         self._coverage: Any = None
@@ -72,7 +72,7 @@ class Measured:
         import coverage
 
         self._coverage = coverage.Coverage(data_suffix=True, **settings)
-        # No process runs everything: what is missing there is for the session to say.
+        # No process runs everything, so only the session reports missing lines.
         self._coverage.set_option(
             "run:disable_warnings",
             ["no-data-collected", "module-not-imported", "already-imported"],

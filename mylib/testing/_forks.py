@@ -1,4 +1,4 @@
-"""Tests that call `os.fork()` and forget `os._exit()`: their child returns into pytest."""
+"""Handles tests that call `os.fork()` without `os._exit()`: their child returns into pytest."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ _LENGTH = 4096
 
 
 class Forks:
-    """Ends such a child, and has its parent's test fail."""
+    """Ends such a child, and makes the parent's test fail."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -21,7 +21,7 @@ class Forks:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Any:
         self.end_a_child(item.nodeid)
         report = yield
-        text = self._told()
+        text = self._message()
         if text and not report.failed:
             report.outcome, report.longrepr = "failed", text
         elif text:
@@ -29,8 +29,8 @@ class Forks:
         return report
 
     def end_a_child(self, test: str) -> None:
-        """Nothing of pytest may go on in a child: it would speak with the others in this process's
-        name.
+        """Ends the child process: pytest must not continue in it, because it would send messages in
+        its parent's name.
         """
         if os.getpid() == self._process:
             return
@@ -41,7 +41,7 @@ class Forks:
         os.write(self._write, text.encode()[:_LENGTH])
         os._exit(1)
 
-    def _told(self) -> str:
+    def _message(self) -> str:
         try:
             return os.read(self._read, _LENGTH).decode(errors="replace")
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""Operating-system processes that start together and end together, whatever happens to whom."""
+"""Groups of operating-system processes that start and end together, whatever happens."""
 
 import contextlib
 import os
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ._topology import HOST, Topology, environment
 
-# Told about groups of processes ("+12", "-12") and folders; when its input ends, however that came
-# about, it kills what is left of the groups and removes the folders. A group outlives its leader,
-# so what a process has started is found as well.
+# Reads process groups ("+12", "-12") and folders from its input. When the input ends, for any
+# reason, it kills the remaining groups and removes the folders. A group outlives its leader, so
+# subprocesses are killed, too.
 _GUARD = """
 import os, shutil, signal, sys
 groups, folders = set(), []
@@ -33,7 +33,7 @@ for folder in folders: shutil.rmtree(folder, ignore_errors=True)
 
 
 class Guard:
-    """A small process that ends what we have started when we can't: SIGKILL leaves us no time."""
+    """A small process that cleans up for this one, which can't do it itself after SIGKILL."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -57,7 +57,7 @@ class Guard:
     def _tell(self, line: str) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        # Somebody may have killed the guard; that is no reason for tests to fail.
+        # If the guard was killed, tests must not fail.
         with contextlib.suppress(OSError):
             stdin.write(line + "\n")
             stdin.flush()
@@ -70,8 +70,8 @@ class Guard:
 
 
 class Ports:
-    """Ports that are ours: bound, but not listened at, so that the kernel gives them to nobody,
-    while JAX's coordinator, which shares ports, can bind them too.
+    """Reserved ports: bound but not listening, so the kernel gives them to no other program, and
+    JAX's coordinator, which shares ports, can still bind them.
     """
 
     def __init__(self, count: int) -> None:
@@ -92,8 +92,8 @@ def _bound() -> socket.socket:
 
 
 class Process:
-    """One of a group. It leads a session of its own, so that all it starts can be killed with it,
-    and no Ctrl-C of a terminal reaches it.
+    """One process of a group. It leads its own session, so that it can be killed with all its
+    subprocesses, and a terminal's Ctrl-C doesn't reach it.
     """
 
     def __init__(
@@ -121,14 +121,14 @@ class Process:
         self.pid = self._popen.pid
 
     def status(self, timeout: float = 0.0) -> int | None:
-        """The exit status, as `subprocess` gives it, or None while the process lives."""
+        """The exit status as in `subprocess`, or None while the process lives."""
         try:
             return self._popen.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> None:
-        # Also when the process itself has ended: what it started is in its group.
+        # Even if the process itself has ended: its subprocesses are in its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -148,7 +148,7 @@ class Group:
         self._ports = Ports(2 + topology.processes)
         coordinator, another, *self._on_tpu = self._ports.numbers
         self.coordinator = f"{HOST}:{coordinator}"
-        # For a test's own: at the first one's a process may still meet the first one.
+        # For a test's own coordinator: processes may still reach the first one at its address.
         self.another_coordinator = f"{HOST}:{another}"
         self.processes: list[Process] = []
 
@@ -175,11 +175,11 @@ class Group:
             self.processes.append(process)
 
     def end(self, timeout: float = 0.0) -> None:
-        """Kills what hasn't ended by then, with all that the processes have started."""
+        """Kills processes that haven't ended by then, and all subprocesses."""
         deadline = time.monotonic() + timeout
         for process in self.processes:
             process.status(max(0.0, deadline - time.monotonic()))
-        # The coordinator last: its end makes noise in the others.
+        # The coordinator last: when it ends, the others print errors.
         for process in reversed(self.processes):
             process.kill()
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""This machine's own name, which the collectives of the CPU look up."""
+"""Explains failures to resolve this machine's name, which the CPU's collectives need."""
 
 import socket
 
@@ -6,8 +6,8 @@ from .._compat import names
 
 
 def why_no_devices(error: RuntimeError) -> RuntimeError:
-    """What JAX raised when it was to make its devices, or the cause and the way out if that is the
-    machine's name.
+    """The error for JAX's failure to make its devices: with cause and remedy if the machine's name
+    can't be resolved, else JAX's own.
     """
     name = socket.gethostname()
     if names.TEXT_GLOO not in str(error):
@@ -19,6 +19,6 @@ def why_no_devices(error: RuntimeError) -> RuntimeError:
             f"this machine can't resolve its own name, {name!r} ({cause}). JAX's collectives on "
             "the CPU (gloo) listen at the address of that name. Add it to /etc/hosts: "
             f'echo "127.0.0.1 {name}" >> /etc/hosts. If processes on other machines take part, '
-            "write this machine's address in their network in place of 127.0.0.1"
+            "use this machine's address in their network instead of 127.0.0.1"
         )
     return error

@@ -1,4 +1,4 @@
-"""`python -m mylib.testing launch`: a script in several processes on this machine."""
+"""`python -m mylib.testing launch`: runs a script in several processes on this machine."""
 
 import argparse
 import contextlib
@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 from ._group import Group, Guard
 from ._pool import named_status
-from ._topology import HOST, PLATFORMS, Request, Topology, Unavailable, cpu_settings
+from ._topology import HOST, PLATFORMS, Topology, TopologyRequest, Unavailable, cpu_settings
 
-# Runs a script, or a module after -m, as Python itself would, but for its end: after an exception
-# JAX waits five minutes for the other processes, and they for this one.
+# Runs a script, or a module after -m, as Python does, but exits at once after an exception: JAX
+# would wait five minutes for the other processes, and they for this one.
 _RUN = """
 import os, runpy, sys, traceback
 arguments = sys.argv[1:]
@@ -43,14 +43,14 @@ except BaseException:
     sys.stderr.flush()
     os._exit(1)
 """
-# How long the others may go on when one has failed.
+# Seconds that the others may continue after one has failed.
 _GRACE = 3.0
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m mylib.testing launch",
-        description="Runs a script in several processes on this machine, for each of which "
+        description="Runs a script in several processes on this machine. In each of them "
         "jax.distributed.initialize() finds the others.",
     )
     parser.add_argument("-n", "--processes", type=int, required=True, metavar="N")
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_ENGINES[given.engine](command, given.processes, devices, given.platform))
         return 0
     try:
-        topology = Request(given.processes, devices).topology(given.platform)
+        topology = TopologyRequest(given.processes, devices).topology(given.platform)
     except (ValueError, Unavailable) as error:
         parser.error(str(error))
     return _launch(command, topology)
@@ -107,7 +107,7 @@ def _with_settings(command: Sequence[str], devices: int | None, platform: str) -
 def _launch(command: Sequence[str], topology: Topology) -> int:
     guard = Guard()
     group = Group(topology, guard)
-    # As by Ctrl-C: everything below is tidied up.
+    # Like Ctrl-C, so that everything below is cleaned up.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         group.start(
@@ -123,7 +123,7 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
 
 
 def _joining(group: Group, index: int) -> dict[str, str]:
-    """What `jax.distributed.initialize()` looks at: a step of a SLURM job on one machine."""
+    """The environment for `jax.distributed.initialize()`: a step of a SLURM job on one machine."""
     return {
         "JAX_COORDINATOR_ADDRESS": group.coordinator,
         "JAX_COORDINATOR_BIND_ADDRESS": group.coordinator,
@@ -136,7 +136,7 @@ def _joining(group: Group, index: int) -> dict[str, str]:
 
 
 class _Watch:
-    """Shows what processes print until all have ended, or are to be ended."""
+    """Shows the output of processes until all have ended or must be stopped."""
 
     def __init__(self, group: Group) -> None:
         self._processes = group.processes
@@ -149,14 +149,14 @@ class _Watch:
         self._deadline = float("inf")
 
     def follow(self) -> int:
-        """The status of the first that fails."""
+        """The status of the first process that fails."""
         while True:
             try:
                 if self._is_over():
                     return self._status
                 time.sleep(0.05)
             except KeyboardInterrupt:
-                # They lead sessions of their own, and don't hear the terminal's.
+                # They lead their own sessions, so the terminal's Ctrl-C doesn't reach them.
                 for process in self._processes:
                     process.signal(signal.SIGINT)
                 self._fail(128 + signal.SIGINT)
@@ -186,7 +186,7 @@ class _Watch:
 
 
 class _Screen:
-    """What a process writes to a file, line by line with its index in front."""
+    """Shows a process's output file, each line with the process's index in front."""
 
     def __init__(self, index: int, path: Path, where: Any) -> None:
         self._prefix = f"[{index}] "

@@ -1,8 +1,8 @@
-"""A session that is one of several which a cluster has started with the same command.
+"""A pytest session that a cluster has started, with the same command, in each of several processes.
 
-All of them run the marked tests together, and after each phase of a test they tell each other what
-came of it: what they report is the same, so that they also stop at the same test. Nothing can be
-started again here. When a process does not answer, the whole session ends.
+All sessions run the marked tests together, and exchange the results after each phase of a test:
+their reports are equal, so they also stop at the same test. Processes can't be restarted here. When
+one does not answer, the whole session ends.
 """
 
 import faulthandler
@@ -30,9 +30,9 @@ from ._report import Merger, stack_of
 from ._worker import draw_the_same_everywhere
 
 _ABORT = "mylib/member/abort"
-# Beside those that pytest itself has.
+# Not one of pytest's own.
 _ABORTED = 70
-# How long the others have to say what became of a phase, beyond the limit of the test.
+# Seconds that the others have to report a phase, beyond the limit of the test.
 _SLACK = 30.0
 
 
@@ -60,7 +60,7 @@ class Member:
         self._config = config
         config.pluginmanager.register(Forks())
         config.pluginmanager.register(Once())
-        # All processes make their devices known to each other, at once.
+        # All processes exchange their devices here, at the same time.
         try:
             self._me, self._count = jax.process_index(), jax.process_count()
         except RuntimeError as error:
@@ -74,7 +74,7 @@ class Member:
             draw_the_same_everywhere()
         self._header = self._gather("header", _where(), self._timeout)
         if self._me:
-            # Process 0 says the same.
+            # Process 0 prints the same.
             config.pluginmanager.unregister(name="terminalreporter")
         self._watch = threading.Thread(target=self._look_out, daemon=True)
         self._watch.start()
@@ -86,7 +86,7 @@ class Member:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         others = [item for item in items if not is_marked(item)]
         if others and self._count > 1:
-            # Each process would run them, all at the same time and with the same files.
+            # All processes would run them at the same time, with the same files.
             self._config.hook.pytest_deselected(items=others)
             items[:] = [item for item in items if is_marked(item)]
         for item in items:
@@ -95,7 +95,7 @@ class Member:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
     def _why_not(self, item: pytest.Item) -> str | None:
-        """Why a test can't be run by these processes."""
+        """The reason why these processes can't run a test."""
         given = given_to(item)
         asked = {
             "processes": (given.processes, self._count),
@@ -108,7 +108,7 @@ class Member:
         if given.platform not in (None, on):
             return f"is for {given.platform}, this job is on {on}"
         if given.fresh or given.env:
-            return "needs processes of its own, and these have been started by somebody else"
+            return "needs processes of its own, but these were started by the cluster"
         return None
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -135,7 +135,7 @@ class Member:
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:
-        # It would end one process; here all have to.
+        # pytest-timeout would end one process; here all must end.
         return True
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -148,7 +148,7 @@ class Member:
         left = self._running[1] - time.monotonic() + _SLACK
         patience = self._grace if report.failed else left
         try:
-            # More than one of a phase, if it has subtests.
+            # A phase with subtests has several reports.
             self._reports += 1
             everybodys = self._gather(f"{self._number}/{self._reports}", mine, patience)
         except _ApartError as error:
@@ -165,18 +165,18 @@ class Member:
         return merger.merge(report.when, group)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
-        """Ctrl-C, or `pytest.exit`, here: the others would wait."""
+        """Ends the others, too, after Ctrl-C or `pytest.exit` here: they would wait."""
         if self._count > 1:
             self._abort(f"pytest was asked to stop: {excinfo.exconly()}")
 
     def _gather(self, where: str, mine: Any, timeout: float) -> list[Any]:
-        """What all say at this point of the session."""
+        """The values of all processes at this point of the session."""
         mine = [where, json.dumps(mine, default=str)]
         try:
             said = gather("session", mine, everybody(), timeout=timeout)
         except AbsentError as error:
             raise _ApartError(
-                f"{named(error.missing)} had not come as far as that after {timeout:g} s"
+                f"{named(error.missing)} had not reached this point after {timeout:g} s"
             ) from error
         elsewhere = {index: theirs for index, (theirs, _) in enumerate(said) if theirs != where}
         if elsewhere:
@@ -186,15 +186,15 @@ class Member:
     # --- the end --------------------------------------------------------------------------------
 
     def _look_out(self) -> None:
-        """In a thread of its own: whether somebody has ended the session, or a test takes too
-        long.
+        """Runs in a thread: ends this process if another one has ended the session, or if a test
+        takes too long.
         """
         client = _client()
         while not self._ended.wait(0.2):
             try:
                 reason = client.key_value_try_get(_ABORT)
             except jax.errors.JaxRuntimeError as error:
-                # Nobody has, or the coordinator has gone; then JAX ends this process by itself.
+                # Not ended; or the coordinator is gone, and JAX ends this process itself.
                 reason = None
                 if names.TEXT_NOT_FOUND not in str(error):
                     return
@@ -219,7 +219,8 @@ class Member:
         screen.write(f"{_my_stack()}\n")
         screen.flush()
         if self._me == 0:
-            # It is the coordinator: with its end the others end, and they have things to say.
+            # The coordinator waits: when it ends, the others end, too, and they have output to
+            # print.
             time.sleep(1.0)
         os._exit(_ABORTED)
 
@@ -231,18 +232,18 @@ class Member:
         jax.distributed.shutdown()
 
     def shared_folder(self, mine: Path) -> Path:
-        """Process 0's folder, if all can see it."""
+        """Process 0's folder, if it exists on all hosts."""
         first = Path(self._gather(f"{self._number}/folder", str(mine), self._timeout)[0])
         if not all(self._gather(f"{self._number}/seen", first.is_dir(), self._timeout)):
             pytest.fail(
-                f"{first} is not there on all hosts: set TMPDIR to a folder that they share"
+                f"{first} does not exist on all hosts: set TMPDIR to a folder that they share"
             )
         return first
 
 
 def _client() -> CoordinationClient:
     client = coordination_client()
-    assert client is not None  # these processes have been joined
+    assert client is not None  # these processes are connected
     return client
 
 

@@ -1,4 +1,4 @@
-"""What a test is called in the processes that run it."""
+"""The names of tests in the processes that run them."""
 
 import pytest
 
@@ -6,7 +6,7 @@ _name = pytest.StashKey[str]()
 
 
 def keep_name(item: pytest.Item) -> None:
-    """To be called when the test is collected: pytest-xdist goes on to change the name."""
+    """Called when the test is collected, because pytest-xdist changes the name later."""
     item.stash[_name] = item.nodeid
 
 

@@ -1,12 +1,12 @@
-"""A test that all processes run together is run once, by the process that was told to."""
+"""Runs a test of all processes only once in each."""
 
 import pytest
 from _pytest.runner import runtestprotocol
 
 
 class Once:
-    """Before plugins that run a test again, or in a process that they fork off: they would do so in
-    one of the processes, without the others.
+    """Comes before plugins that rerun a test or fork a process for it: they would do so in one of
+    the processes, without the others.
     """
 
     @pytest.hookimpl(tryfirst=True)

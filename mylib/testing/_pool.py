@@ -1,7 +1,7 @@
-"""Processes that serve test after test, and how it is found out what became of one test.
+"""Pools of processes that run test after test, and the outcomes of a test.
 
-The processes are pytest sessions of their own (`_worker.py`) and do what they are told over a pipe.
-Not over their standard output: JAX's libraries write to that as well.
+The processes are pytest sessions (`_worker.py`) that receive commands over a pipe. Standard output
+can't be used: JAX's libraries write to it as well.
 """
 
 import contextlib
@@ -19,45 +19,45 @@ from ._coverage import VARIABLES
 from ._group import Group, Guard
 from ._topology import Topology
 
-# To import what the tests import, on a busy machine.
+# Enough to import the tests' modules on a busy machine.
 _START = 240.0
 _START_EACH = 15.0
-# After a test that has passed. Two milliseconds is what it takes, if the machine isn't busy.
+# For the check after a passed test. It takes two milliseconds on an idle machine.
 _IN_STEP = 20.0
 _END = 60.0
-# For a process to print its stacks. Only one that is stopped takes so long, or a busy machine.
+# For a process to print its stacks. Only a stopped process or a busy machine takes this long.
 _LOOK_AT = 5.0
-# How often it is looked whether a process that says nothing has ended.
+# The interval of checks whether a silent process has ended.
 _LOOK = 0.5
-# How much of what a process has printed is shown when it has died.
+# The most output to show of a process that died.
 _TAIL = 20_000
 
 
 class NotStarted(Exception):
-    """Why the processes of a topology can't be had."""
+    """The processes of a topology can't be started."""
 
 
 @dataclass
 class Outcome:
-    """What one process said of one test, or what was found out about it."""
+    """One process's outcome of one test, reported or found out."""
 
     index: int
     reports: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[dict[str, Any]] = field(default_factory=list)
     finished: bool = False
-    # When it first failed, or was seen to have died.
+    # The time of its first failure, or when its death was noticed.
     failed_at: float | None = None
-    # If it died: the status, as `subprocess` gives it.
+    # If it died: its status, as in `subprocess`.
     status: int | None = None
-    # What kept it from running the test.
+    # The reason why it could not run the test.
     trouble: str | None = None
-    # Of pytest.exit() and the like: why, and the status that the session is to have.
+    # After pytest.exit() and the like: the reason, and the session's exit status.
     stop: tuple[str, int | None] | None = None
-    # Whether it has failed with what is not to be tried again.
+    # Whether its failure must not be retried.
     final: bool = False
-    # Where it was when it was given up.
+    # Its stack when it was given up.
     stack: str | None = None
-    # What it has printed since its last report.
+    # Its output since its last report.
     output: str = ""
     errors: str = ""
 
@@ -66,29 +66,29 @@ class Outcome:
 class Result:
     outcomes: list[Outcome]
     timed_out: bool
-    # Why the processes can't be used for another test, although this one has passed in all.
+    # The reason why the processes can't run another test, although all have passed this one.
     out_of_step: str | None = None
     kept: bool = True
 
     @property
     def by_time(self) -> list[Outcome]:
-        """The first to fail first."""
+        """Outcomes in order of failure."""
         late = float("inf")
         return sorted(self.outcomes, key=lambda o: late if o.failed_at is None else o.failed_at)
 
 
 @dataclass(frozen=True)
 class Session:
-    """What each process's own pytest is started with."""
+    """The settings of each process's pytest."""
 
     arguments: Sequence[str]
     options: dict[str, Any]
     directory: str
-    # Which process opens a debugger when a test fails: its index, -1 for the first that fails.
+    # The index of the process that opens a debugger when a test fails; -1 for the first that fails.
     debug: int | None
-    # Whether it has pytest's cache, which each process then has for itself.
+    # Whether pytest's cache is used; each process then has its own.
     cached: bool
-    # How it measures what is run; None if it doesn't.
+    # The options for measuring coverage, or None.
     coverage: dict[str, Any] | None = None
 
 
@@ -100,7 +100,7 @@ class Pool:
         self._tests = 0
         self._connections: list[Connection] = []
         self._group = Group(topology, guard)
-        # -P: a folder that happens to be the current one is nothing to import from.
+        # -P: don't import from the current folder.
         command = [sys.executable, "-P", "-m", "pytest", *session.arguments]
         try:
             with contextlib.ExitStack() as theirs:
@@ -110,10 +110,10 @@ class Pool:
                     self._connections.append(mine)
                     channels.append(theirs.enter_context(its).fileno())
                 self._group.start(
-                    lambda index: [*command, *self._places(index, session.cached)],
+                    lambda index: [*command, *self._folder_options(index, session.cached)],
                     lambda index: {
                         "MYLIB_TESTING_CHANNEL": str(channels[index]),
-                        # What can be imported here can be imported there.
+                        # The processes can import what this one can.
                         "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
                     },
                     without=VARIABLES if session.coverage else (),
@@ -130,8 +130,8 @@ class Pool:
             self.kill()
             raise
 
-    def _places(self, index: int, cached: bool) -> list[str]:
-        """Folders for a process's pytest alone."""
+    def _folder_options(self, index: int, cached: bool) -> list[str]:
+        """Options that give a process's pytest its own folders."""
         folder = self._group.folder
         cache = ["-o", f"cache_dir={folder / f'cache{index}'}"] if cached else []
         return [f"--basetemp={folder / f'tmp{index}'}", *cache]
@@ -157,10 +157,10 @@ class Pool:
         grace: float,
         talk: Callable[[int, str | None], str],
     ) -> Result:
-        """One test in all processes. `following` is the next that they will be given. `timeout` is
-        for the whole, `grace` for the others once one has failed.
+        """Runs one test in all processes. `following` is their next test. `timeout` limits the
+        whole test, `grace` the other processes after one has failed.
 
-        `talk` serves a debugger in a process: it shows what it is given, or asks for a line.
+        `talk` serves a debugger in a process: it shows a text, or reads a line.
         """
         self._tests += 1
         run = _Run(self, timeout, grace, talk)
@@ -192,8 +192,8 @@ class Pool:
         return result
 
     def _out_of_step(self) -> str | None:
-        """Whether some process has something pending that the others have not, or is set up in
-        another way than the others.
+        """The reason, if any, why processes are out of step: one has pending work or settings that
+        the others don't have.
         """
         for index in range(self.topology.processes):
             message = {"do": "step", "number": self._tests, "timeout": _IN_STEP}
@@ -202,8 +202,8 @@ class Pool:
         return self._all_say("step", _IN_STEP + 1)
 
     def _look_at(self, outcomes: Sequence[Outcome]) -> None:
-        """Where the processes are that have not finished. They print it in a signal handler written
-        in C, also while they wait for others or hold Python's lock.
+        """Records the stacks of unfinished processes. A signal handler in C prints them, even while
+        a process waits for others or holds the GIL.
         """
         for outcome in outcomes:
             self._group.processes[outcome.index].signal(signal.SIGUSR1)
@@ -215,8 +215,8 @@ class Pool:
             outcome.stack = text
 
     def close(self) -> str | None:
-        """The end in order: fixtures are torn down, the processes leave each other. Returns what
-        went wrong with that, if anything did.
+        """Ends in order: tears down fixtures, and disconnects the processes. Returns what went
+        wrong, if anything.
         """
         for index in range(self.topology.processes):
             self.tell(index, {"do": "end"})
@@ -240,8 +240,8 @@ class Pool:
         return True
 
     def _all_say(self, event: str, timeout: float) -> str | None:
-        """Waits until all processes have said `event`. Returns why they have not, or what one of
-        them had to complain of.
+        """Waits until all processes have sent `event`. Returns the reason if they haven't, or the
+        trouble that one reported.
         """
         deadline = time.monotonic() + timeout
         silent = set(range(self.topology.processes))
@@ -262,7 +262,7 @@ class Pool:
     def hear(
         self, indices: set[int], deadline: float
     ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """What those processes say next; None of one that has gone."""
+        """The next messages of those processes; None from a process that is gone."""
         connections = {self._connections[index]: index for index in sorted(indices)}
         while True:
             left = deadline - time.monotonic()
@@ -274,7 +274,7 @@ class Pool:
                     yield index, json.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     yield index, None
-            # A child that a process has forked holds its end of the pipe, too.
+            # A forked child holds the process's end of the pipe open, too.
             processes = self._group.processes
             gone = [] if heard else [i for i in indices if processes[i].status() is not None]
             yield from ((index, None) for index in gone)
@@ -305,17 +305,17 @@ class _Run:
     ) -> None:
         count = pool.topology.processes
         self.outcomes = [Outcome(index) for index in range(count)]
-        # How far the files are known in which the output and the errors of each process go.
+        # The positions up to which each process's stdout and stderr files have been read.
         self.printed = [(0, 0)] * count
         self._pool, self._grace, self._talk = pool, grace, talk
         self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
         self._running = set(range(count))
-        # The one process that may open a debugger, and whether it has it open.
+        # The process that may open a debugger, and whether it is open.
         self._debugger: int | None = None
         self._debugging = False
 
     def follow(self) -> None:
-        """Until all have finished, or it is too late."""
+        """Waits until all have finished, or until the deadline."""
         while self._running:
             heard = list(self._pool.hear(self._running, self._until()))
             if not heard:
@@ -335,7 +335,7 @@ class _Run:
     def died(self, index: int) -> None:
         outcome = self.outcomes[index]
         status = self._pool.status_of(index)
-        # A process that has closed its pipe and lives is of no use either.
+        # A live process that has closed its pipe is useless, too.
         outcome.status = -signal.SIGKILL if status is None else status
         self._failed(outcome)
         self._running.discard(index)
@@ -371,7 +371,7 @@ class _Run:
                 self._pool.tell(index, {"line": self._talk(index, None)})
             case "debugged":
                 self._debugging = False
-                # The others have been waiting for whoever typed.
+                # The others were waiting while the user typed.
                 self._deadline = float("inf")
                 for other in self.outcomes:
                     other.failed_at = other.failed_at and time.monotonic()
@@ -392,8 +392,8 @@ def named_status(status: int | None) -> str:
 
 
 def is_whole(stacks: str) -> bool:
-    """Whether faulthandler has printed all stacks. It prints line by line, and the main thread's
-    last: a hundred frames, or up to that of `python -m`.
+    """Whether faulthandler has printed all stacks. It prints line by line, with the main thread
+    last: a hundred frames, or down to that of `python -m`.
     """
     frames = stacks.split("\n\n")[-1].splitlines()[1:]
     ended = len(frames) >= 100 or (bool(frames) and "_run_module_as_main" in frames[-1])

@@ -1,6 +1,6 @@
-"""One report of a test for what several processes say of it.
+"""Merges the reports of several processes into one report of a test.
 
-What "some failed, some were skipped, one died" means is decided here and nowhere else:
+Only this module decides what "some failed, some were skipped, one died" means:
 
 | the processes say                | the test                                              |
 |----------------------------------|-------------------------------------------------------|
@@ -26,10 +26,10 @@ import pytest
 from .._processes import named
 from ._pool import Outcome, Result, named_status
 
-# Others, which plugins may have, come between them.
+# Phases of plugins come between them.
 _PLACES = {"setup": 0, "teardown": 2}
 _OUTCOMES = {"passed", "failed", "skipped"}
-# Frames that are ours or pytest's, and what libraries say at their end.
+# Frames of ours or of pytest, and libraries' messages at exit.
 _NOISE = (
     "/_pytest/",
     "/pluggy/",
@@ -55,10 +55,10 @@ class _Crash:
 
 
 class Text:
-    """What a report says of a failure: a line that is also the summary's, and all the rest."""
+    """The text of a failure: a line for the summary, and sections."""
 
     def __init__(self, summary: str, sections: Sequence["Section"]) -> None:
-        # Where pytest and its JUnit file look for the line.
+        # pytest and its JUnit file read the line from here.
         self.reprcrash = _Crash(summary)
         self._sections = sections
 
@@ -77,12 +77,12 @@ class Text:
         return "\n\n".join([self.reprcrash.message, *sections])
 
 
-# A heading, and text or what pytest has made of an exception.
+# A heading, and a text or pytest's representation of an exception.
 Section = tuple[str, Any]
 
 
 class Merger:
-    """Makes the reports of one test."""
+    """Merges the reports of one test."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class Merger:
         return merged
 
     def by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
-        """What the processes say of each phase, and of each subtest in it."""
+        """The processes' reports by phase, and by subtest in it."""
         phases: dict[Any, dict[int, pytest.TestReport]] = {}
         for index, reports in self._reports.items():
             times: dict[Any, int] = {}
@@ -148,10 +148,10 @@ class Merger:
         elif skipped:
             outcome = "skipped"
             skip = next(iter(skipped.values()))
-            # JSON has no tuples, and pytest knows a skip's place by one.
+            # JSON has no tuples, but pytest needs one for the location of a skip.
             text = tuple(skip.longrepr) if isinstance(skip.longrepr, list) else skip.longrepr
         elif others:
-            # A plugin's own word, of which it knows what it means.
+            # An outcome of a plugin, which handles it itself.
             outcome, text = others[0].outcome, others[0].longrepr
         if expected and not failed:
             reason = next(iter(expected.values())).wasxfail
@@ -177,8 +177,8 @@ class Merger:
         return merged
 
     def _properties(self, reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, object]]:
-        told = [tuple(pair) for r in reports.values() for pair in r.user_properties]
-        return [(str(name), value) for name, value in dict.fromkeys(told)]
+        pairs = [tuple(pair) for r in reports.values() for pair in r.user_properties]
+        return [(str(name), value) for name, value in dict.fromkeys(pairs)]
 
     def _lost(self, lost: Sequence[Outcome]) -> pytest.TestReport:
         sections = [
@@ -207,13 +207,13 @@ class Merger:
         self, skipped: Mapping[int, pytest.TestReport], reports: Mapping[int, pytest.TestReport]
     ) -> Text:
         others = [i for i in reports if i not in skipped]
-        told = [f"process {i}: {_skip_reason(r)}" for i, r in skipped.items()]
-        return Text(f"the processes disagree: {'; '.join(told)}; but {named(others)} ran", [])
+        reasons = [f"process {i}: {_skip_reason(r)}" for i, r in skipped.items()]
+        return Text(f"the processes disagree: {'; '.join(reasons)}; but {named(others)} ran", [])
 
     def _failure(self, failed: Mapping[int, pytest.TestReport]) -> Text:
-        """Of all that went wrong, the first to go wrong first."""
-        told = list(self._told(failed))
-        sections = [section for _, section in told]
+        """All failures, the first one first."""
+        failures = list(self._failures(failed))
+        sections = [section for _, section in failures]
         fine = [
             o.index
             for o in self._result.outcomes
@@ -221,17 +221,17 @@ class Merger:
         ]
         if fine:
             sections.append((f"{named(fine)} did not fail", ""))
-        return Text("; ".join([head for head, _ in told if head][:3]), sections)
+        return Text("; ".join([head for head, _ in failures if head][:3]), sections)
 
-    def _told(self, failed: Mapping[int, pytest.TestReport]) -> Iterator[tuple[str, Section]]:
+    def _failures(self, failed: Mapping[int, pytest.TestReport]) -> Iterator[tuple[str, Section]]:
         texts = {i: _ADDRESS.sub("0x", r.longreprtext) for i, r in failed.items()}
-        told: set[str] = set()
+        shown: set[str] = set()
         for order, outcome in enumerate(self._result.by_time):
             name = self._one_of(outcome.index)
             if outcome.index in failed:
                 text = texts[outcome.index]
-                if text not in told:
-                    told.add(text)
+                if text not in shown:
+                    shown.add(text)
                     who = self._all_of(sorted(i for i in texts if texts[i] == text))
                     report = failed[outcome.index]
                     yield f"{who}: {_headline(report)}", (f"{who} failed", report.longrepr)
@@ -244,7 +244,7 @@ class Merger:
                 yield f"{name}: {text.splitlines()[-1]}", (name, text)
             elif not outcome.finished:
                 head = f"{name} had not finished {self._late}"
-                where = stack_of(outcome.stack or "") or "(it does not even answer signals)"
+                where = stack_of(outcome.stack or "") or "(it does not respond to signals either)"
                 yield head if self._result.timed_out else "", (f"{head}; it was here", where)
 
     def _one_of(self, index: int) -> str:
@@ -289,7 +289,7 @@ def report_of(
 def _disorder(reason: str) -> str:
     return (
         f"the test has left its processes out of step, and they have been killed: {reason}. "
-        "Each has to do the same, and to wait for what it has begun"
+        "All must do the same work, and wait for everything that they start"
     )
 
 
@@ -300,8 +300,8 @@ def _as_subtest(subtest: pytest.TestReport, merged: pytest.TestReport) -> pytest
 
 
 def _count_subtests(reports: Sequence[pytest.TestReport]) -> None:
-    """A test with subtests that have failed has failed. Each process's pytest says so only when it
-    shows the test, which it doesn't.
+    """Makes a test with failed subtests fail. Each process's pytest would do so only when showing
+    the test, which it doesn't.
     """
     failed = sum(hasattr(r, "context") and r.failed for r in reports)
     for report in reports:
@@ -311,7 +311,7 @@ def _count_subtests(reports: Sequence[pytest.TestReport]) -> None:
 
 
 def _expects_everything(mark: pytest.Mark) -> bool:
-    """Whether an xfail mark is about this failure, too, of which there is no exception to see."""
+    """Whether an xfail mark covers a failure without an exception."""
     return not mark.args and mark.kwargs.get("run", True) and not mark.kwargs.get("raises")
 
 
@@ -332,7 +332,7 @@ def _last_words(outcome: Outcome) -> str:
 
 
 def stack_of(text: str) -> str:
-    """The main thread's part of what faulthandler has printed, which puts it last."""
+    """The main thread's stack, which faulthandler prints last."""
     return "\n".join(_without_noise(text.strip().split("\n\n")[-1]).splitlines()[:_STACK])
 
 
@@ -342,6 +342,6 @@ def _without_noise(text: str) -> str:
 
 
 def _without_gloo(text: str) -> str:
-    """Without the line that gloo prints for each set of processes that meet."""
+    """Removes the line that gloo prints for each group of processes."""
     lines = text.splitlines()
     return "\n".join(x for x in lines if "peer ranks" not in x or "Rank" not in x).strip()

@@ -1,4 +1,4 @@
-"""pytest-rerunfailures and tests in several processes: a test runs again in all of them."""
+"""pytest-rerunfailures for tests in several processes: reruns a test in all of them."""
 
 import time
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ import pytest
 
 
 class Reruns:
-    """Whether a test that has failed runs again. The plugin itself would have a process decide
-    alone.
+    """Decides whether a failed test runs again. With the plugin alone, each process would decide
+    for itself.
     """
 
     def __init__(self, item: pytest.Item) -> None:
@@ -22,23 +22,23 @@ class Reruns:
         self._done = 0
 
     def again(self, reports: Sequence[pytest.TestReport], final: bool) -> pytest.TestReport | None:
-        """What to report, in place of `reports`, of an attempt that is followed by another; None if
-        it was the last one. `final`: it has failed with what is not to be tried again.
+        """The report of an attempt that is followed by another, instead of `reports`; None if it
+        was the last one. `final`: its failure must not be retried.
         """
         if self._most is None:
             return None
         for report in reports:
             report.rerun = self._done  # pyright: ignore[reportAttributeAccessIssue]
         self._done += 1
-        # The plugin's `--fail-on-flaky` looks at it.
+        # The plugin's `--fail-on-flaky` reads it.
         self._item.execution_count = self._done
-        # A failed subtest is also a failure of the test around it.
+        # A failed subtest is also a failure of its test.
         failed = [r for r in reports if r.failed and not hasattr(r, "context")]
         if final or not failed or self._done > self._most:
             return None
         if not self._plugin.get_reruns_condition(self._item) or not self._session_allows_it():
             return None
-        # Older versions have none.
+        # Not in older versions.
         factor_of = getattr(self._plugin, "get_reruns_delay_backoff_factor", lambda item: 1.0)
         factor = factor_of(self._item) ** (self._done - 1)
         time.sleep(self._plugin.get_reruns_delay(self._item) * factor)
@@ -51,7 +51,7 @@ class Reruns:
 
 
 def is_final(item: pytest.Item) -> bool:
-    """Whether a test has failed, in this process, with what `--only-rerun` or `--rerun-except`
-    keep from running again. The plugin notes it in each process.
+    """Whether `--only-rerun` or `--rerun-except` exclude a test's failure in this process from
+    reruns. The plugin records it in each process.
     """
     return any(getattr(item, "_terminal_errors", {}).values())

@@ -1,6 +1,6 @@
-"""Which processes a test asks for, and what each of them finds in its environment.
+"""The processes that a test needs, and their environment variables.
 
-Neither JAX nor pytest is needed here: whoever starts processes must not take their devices.
+Imports neither JAX nor pytest: the parent must not take its processes' devices.
 """
 
 import os
@@ -17,7 +17,9 @@ _OF_THIS_SESSION = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKE
 
 @dataclass(frozen=True)
 class Topology:
-    """So many processes with so many devices each. Tests with equal topologies share processes."""
+    """A number of processes with a number of devices each. Tests with equal topologies share
+    processes.
+    """
 
     processes: int
     devices: int
@@ -25,16 +27,16 @@ class Topology:
     env: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
-        return f"{_count(self.processes, 'process')} of {self.devices} on {self.platform}"
+        return f"{counted(self.processes, 'process')} of {self.devices} on {self.platform}"
 
 
 class Unavailable(Exception):
-    """Why a test can't run on this machine."""
+    """A test can't run on this machine."""
 
 
 @dataclass(frozen=True)
-class Request:
-    """What `@pytest.mark.multihost` says. None: whatever is there, or the platform's usual."""
+class TopologyRequest:
+    """The arguments of `@pytest.mark.multihost`. None means the platform's default."""
 
     processes: int | None = None
     devices_per_process: int | None = None
@@ -59,7 +61,7 @@ class Request:
             raise ValueError(f"env={self.env!r}: write a dict of strings")
 
     def topology(self, platform: str) -> Topology:
-        """The processes that this request means on this machine, `platform` being the usual one."""
+        """The processes for this request on this machine; `platform` is the default platform."""
         platform = self.platform or platform
         env = tuple(sorted((self.env or {}).items()))
         processes, devices = self.processes, self.devices_per_process
@@ -70,7 +72,7 @@ class Request:
         devices = devices or max(1, there // processes)
         if processes * devices > there:
             raise Unavailable(
-                f"needs {_count(processes, 'process')} with {_count(devices, 'device')} each; "
+                f"needs {counted(processes, 'process')} with {counted(devices, 'device')} each; "
                 f"for {platform} this machine has {there}"
             )
         if platform == "tpu" and (processes, devices) not in _TPU_BOUNDS:
@@ -83,7 +85,7 @@ class Request:
 
 
 def chips(platform: str) -> list[str]:
-    """The numbers of this machine's accelerators, without asking JAX, which would take them."""
+    """The numbers of this machine's accelerators. Doesn't use JAX, which would take them."""
     if platform == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         if visible is not None:
@@ -100,17 +102,17 @@ def _numbered(folder: str, prefix: str) -> list[str]:
 
 
 def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
-    """What process `index` of several on this machine is started with. `ports` are free, one for
-    each.
+    """The environment of process `index` of several on this machine. `ports` are free ports, one
+    for each process.
     """
-    # What is said of this pytest's session is not for others.
+    # Leave out variables of this pytest session.
     env = {k: v for k, v in os.environ.items() if k not in _OF_THIS_SESSION}
     env["PYTHONUNBUFFERED"] = "1"
-    # Different on purpose: a program that follows the order of a set is another in each process,
+    # Different on purpose: a program that depends on the order of a set differs between processes,
     # and should fail here rather than on a cluster.
     env["PYTHONHASHSEED"] = str(index + 1)
     if any(name.lower().endswith("_proxy") for name in env):
-        # What the processes tell each other goes through none.
+        # The processes' own connections must not use a proxy.
         for name in "no_proxy", "NO_PROXY":
             env[name] = ",".join(filter(None, [env.get(name), HOST, "localhost"]))
     env["JAX_PLATFORMS"] = topology.platform
@@ -122,11 +124,11 @@ def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, s
 def cpu_settings(devices: int) -> dict[str, str]:
     """The environment of a process with so many simulated devices."""
     return {
-        # Which wins over a number in XLA_FLAGS.
+        # Takes precedence over XLA_FLAGS.
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        # Threads that the simulated devices share. With fewer threads than devices JAX 0.10 aborts
-        # when programs with collectives follow each other closely.
+        # The number of threads for the simulated devices. With fewer threads than devices JAX 0.10
+        # aborts when programs with collectives follow each other closely.
         "NPROC": str(max(32, 4 * devices)),
     }
 
@@ -143,13 +145,13 @@ def _cuda(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
     return {
         "CUDA_VISIBLE_DEVICES": ",".join(mine),
         "JAX_LOCAL_DEVICE_IDS": ",".join(str(n) for n in range(len(mine))),
-        # Otherwise the first processes leave no memory for those of another topology.
+        # Otherwise the first processes would leave no memory for another topology's.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
 
 
-# How the chips of one host are shared out: (processes, chips of each) -> the grid of processes, and
-# the grid of each one's chips. As JAX's own tests on TPU have it; not tried by us.
+# The layout of one host's chips: (processes, chips of each) -> the grid of processes, and the grid
+# of each one's chips. Taken from JAX's own tests on TPU; not tested by us.
 _TPU_BOUNDS = {
     (1, 1): ("1,1,1", "1,1,1"),
     (4, 1): ("2,2,1", "1,1,1"),
@@ -186,6 +188,6 @@ def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
 
 
-def _count(n: int, noun: str) -> str:
+def counted(n: int, noun: str) -> str:
     plural = noun + ("es" if noun.endswith("s") else "s")
     return f"{n} {noun if n == 1 else plural}"

@@ -1,7 +1,7 @@
-"""What goes on inside of one of the processes that run a test together.
+"""Runs in each of the processes that run a test together.
 
 Each is an ordinary pytest session, so that fixtures, parameters, rewritten assertions and plugins
-work; but it is told from outside which of its tests to run, and what became of them it says there.
+work; but it receives the tests to run from the pool, and sends it the reports.
 """
 
 import atexit
@@ -33,21 +33,21 @@ from ._hostname import why_no_devices
 from ._once import Once
 from ._reruns import is_final
 
-# Whoever has started the processes gives up earlier.
+# The pool gives up earlier.
 _JOIN = 600
-# JAX's default of five minutes would be spent at the end of tests that have failed.
+# After failed tests JAX's default would cost five minutes.
 _LEAVE = 30
-# Of what a process prints in one phase of a test, this much is passed on.
+# The most output of one phase of a test that is passed on.
 _PRINTED = 100_000
 
 
 class Worker:
-    """Obeys the pool (`_pool.py`)."""
+    """Executes the commands of the pool (`_pool.py`)."""
 
     def __init__(self, channel: int) -> None:
         os.set_inheritable(channel, False)
         self._channel = Connection(channel)
-        beginning = self._told()
+        beginning = self._next_message()
         self._measured = Measured(beginning["coverage"])
         self._forks = Forks()
         self._index: int = beginning["index"]
@@ -63,18 +63,18 @@ class Worker:
         self._files = [
             os.open(self._folder / f"{self._index}.{end}", os.O_RDWR) for end in ("out", "err")
         ]
-        # Of a fatal signal the stack goes to the errors; on request it goes to a file.
+        # Stacks go to stderr after a fatal signal, and to a file on request.
         faulthandler.enable(file=sys.__stderr__ or 2, all_threads=True)
         stack = (self._folder / f"{self._index}.stack").open("w")
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         self.another_coordinator: str = beginning["another coordinator"]
         _join(beginning["coordinator"], self._processes, self._index)
 
-    def _told(self) -> dict[str, Any]:
+    def _next_message(self) -> dict[str, Any]:
         try:
             return json.loads(self._channel.recv_bytes())
         except (EOFError, OSError):
-            # Whoever has started us is no more.
+            # The parent process is gone.
             os._exit(1)
 
     def say(self, what: str, **more: Any) -> None:
@@ -96,8 +96,8 @@ class Worker:
             draw_the_same_everywhere()
 
     def pytest_sessionstart(self) -> None:
-        # After the conftest.py files, which may have something to say about the backends, and
-        # before the tests are imported, which may look at them. All processes have to do it.
+        # After the conftest.py files, which may configure backends, and before the tests are
+        # imported, which may use them. All processes must do it.
         try:
             jax.devices()
         except RuntimeError as error:
@@ -115,10 +115,10 @@ class Worker:
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
         self._ready = True
-        # From here on nothing may change in one process only.
+        # From here on a setting must not change in only one process.
         self._settings = _settings()
         self.say("ready")
-        while (order := self._told())["do"] != "end":
+        while (order := self._next_message())["do"] != "end":
             if order["do"] == "step":
                 self.say("step", trouble=self._out_of_step(order["number"], order["timeout"]))
             else:
@@ -137,8 +137,8 @@ class Worker:
             trouble = f"this test was not collected there: {order['test']}"
         else:
             if self._following not in (None, item.nodeid):
-                # Another test than was announced (a plugin runs one again): fixtures that were
-                # kept for that one are in the way. Public API has no word for it.
+                # Not the announced test (a plugin reruns one): tear down the fixtures kept for the
+                # announced one. There is no public API for it.
                 session._setupstate.teardown_exact(None)  # pyright: ignore[reportPrivateUsage]
             self._following = None if following is None else following.nodeid
             try:
@@ -149,14 +149,14 @@ class Worker:
                 stop = traceback.format_exc(), None
             except Exception:
                 trouble = traceback.format_exc()
-        # All of it has been reported; these processes may serve a thousand tests.
+        # Everything has been reported, and these processes may run a thousand tests.
         for file in self._files:
             os.truncate(file, 0)
         self.say("done", trouble=trouble, stop=stop, final=item is not None and is_final(item))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         end = self._end_of_files()
-        # What a subtest prints belongs to the test around it.
+        # A subtest's output belongs to its test.
         if not hasattr(report, "context"):
             for file, name, start, stop in zip(
                 self._files, ("stdout", "stderr"), self._printed, end, strict=True
@@ -191,7 +191,7 @@ class Worker:
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:
-        # The limit is kept by those who can look at all processes.
+        # The controller enforces the limit: it can inspect all processes.
         return True
 
     def pytest_exception_interact(
@@ -199,7 +199,7 @@ class Worker:
     ) -> None:
         if self._debug and isinstance(node, pytest.Item) and call.excinfo is not None:
             self.say("debugger?")
-            if self._told()["debug"]:
+            if self._next_message()["debug"]:
                 self._interact(call.excinfo, report)
 
     def _interact(self, excinfo: pytest.ExceptionInfo[Any], report: pytest.TestReport) -> None:
@@ -214,10 +214,10 @@ class Worker:
 
     def ask(self) -> str:
         self.say("ask")
-        return self._told()["line"]
+        return self._next_message()["line"]
 
     def shared_folder(self) -> Path:
-        """A folder for the test that is running, the same in all processes."""
+        """A folder for the current test, the same in all processes."""
         shared = self._folder / f"shared{self._number}"
         shared.mkdir(exist_ok=True)
         return shared
@@ -227,44 +227,46 @@ class Worker:
     def _out_of_step(self, number: int, timeout: float) -> str | None:
         if not jax.distributed.is_initialized():
             if self._left:
-                # This was the last test that this process serves.
+                # This was the last test of this process.
                 return None
             return "the test has called jax.distributed.shutdown(). Mark it fresh=True"
         try:
             everybodys = gather("settings", self._changed(), everybody(), timeout=timeout)
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
-            return f"the others can't be reached: {error}"
+            return f"the other processes can't be reached: {error}"
         if any(theirs != everybodys[0] for theirs in everybodys):
-            told = "; ".join(f"process {i}: {', '.join(x)}" for i, x in enumerate(everybodys) if x)
-            return f"the test has changed settings in some processes only: {told}"
+            changes = "; ".join(
+                f"process {i}: {', '.join(x)}" for i, x in enumerate(everybodys) if x
+            )
+            return f"the test has changed settings in some processes only: {changes}"
         try:
             return self._pending(number)
         except jax.errors.JaxRuntimeError as error:
             return f"the check failed: {error}"
 
     def _changed(self) -> dict[str, str]:
-        """The settings that are others than before the first test."""
+        """The settings that have changed since before the first test."""
         now = _settings().items()
         return {k: _text_of(v) for k, v in now if self._settings.get(k, v) != v}
 
     def _pending(self, number: int) -> str | None:
-        """A collective in which each process says something new: one that was left behind by the
-        test would be taken for it.
+        """Checks for a collective left behind by the test: it would be mistaken for this one, in
+        which each process sends a new value.
         """
         mine = np.array([number, self._index], np.int32)
-        # A setting that all have changed is no disorder.
+        # All processes may have changed this setting.
         with jax.disable_jit(False):
             got = np.asarray(multihost_utils.process_allgather(mine))
         wanted = np.array([[number, index] for index in range(self._processes)])
         if np.array_equal(got, wanted):
             return None
-        return f"a collective came back with {got.tolist()} in place of {wanted.tolist()}"
+        return f"a collective returned {got.tolist()} instead of {wanted.tolist()}"
 
     def leave(self) -> None:
-        """Leaves the other processes, if it has joined any."""
+        """Disconnects from the other processes, if connected."""
         self._left = True
         if jax.distributed.is_initialized():
-            # All wait for all, so that nobody sees the coordinator vanish.
+            # All wait for all, so that the coordinator doesn't vanish early.
             jax.distributed.shutdown()
 
     def _end_of_files(self) -> tuple[int, int]:
@@ -275,7 +277,7 @@ class Worker:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
         if not self._ready:
-            # pytest has something to say about that, and says it when all has been taken down.
+            # pytest prints a message about it, after everything has been torn down.
             atexit.register(_end, 1)
             return
         trouble = None
@@ -289,20 +291,20 @@ class Worker:
 
 
 def _end(status: int) -> None:
-    # What JAX does at exit waits for the others once more.
+    # JAX's exit handlers would wait for the others once more.
     _flush()
     os._exit(status)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # Tests do strange things to them.
+        # Tests may have closed them.
         if not stream.closed:
             stream.flush()
 
 
 class _Terminal:
-    """The terminal of whoever started pytest, for a debugger in this process."""
+    """The user's terminal, for a debugger in this process."""
 
     encoding = "utf-8"
 
@@ -330,9 +332,9 @@ def _join(coordinator: str, processes: int, index: int) -> None:
         coordinator,
         processes,
         index,
-        # Variables of a cluster's job in which the tests may run are not about these processes.
+        # If the tests run in a cluster's job, its variables don't describe these processes.
         cluster_detection_method="deactivate",
-        # The default is every network of the machine.
+        # The default would listen on all networks of the machine.
         coordinator_bind_address=coordinator,
         initialization_timeout=_JOIN,
         shutdown_timeout_seconds=_LEAVE,
@@ -340,7 +342,9 @@ def _join(coordinator: str, processes: int, index: int) -> None:
 
 
 def _wait_for(address: str) -> None:
-    """Until somebody listens there. Who asks JAX's coordinator too early waits for a second."""
+    """Waits until a process listens at the address. Connecting to JAX's coordinator too early costs
+    a second.
+    """
     host, port = address.rsplit(":", 1)
     deadline = time.monotonic() + _JOIN
     while time.monotonic() < deadline:
@@ -352,20 +356,20 @@ def _wait_for(address: str) -> None:
 
 
 def _settings() -> dict[str, Any]:
-    """What has to be the same in all processes for them to run the same programs."""
+    """The settings that must be equal in all processes for them to run the same programs."""
     mesh = get_abstract_mesh()
     return {**jax.config.values, "the mesh in force": None if mesh.empty else str(mesh)}
 
 
 def _text_of(value: Any) -> str:
-    # Each process has devices of its own.
+    # Devices differ between processes.
     return "a device" if isinstance(value, jax.Device) else str(value)
 
 
 def draw_the_same_everywhere() -> None:
     from hypothesis import settings
 
-    # Examples from a database, and fewer of them for want of time, would differ.
+    # A database, or a deadline, would give processes different examples.
     settings.register_profile(
         "mylib.testing", settings.default, derandomize=True, database=None, deadline=None
     )

@@ -167,7 +167,7 @@ def test_tails(rows, axes):
         text = _fails(mylib.PlacementError, to_global, batch, placement, mesh=mesh)
         assert f"['x'] ({rows},)" in text and f"['y'] ({rows}, 3)" in text and "['t']" not in text
         assert f"its {rows} rows are not a multiple of {parts}" in text
-        assert f"keeps {fewer} of" in text and f"fills up to {more}" in text
+        assert f"keeps {fewer} of" in text and f"pads to {more} rows" in text
     else:
         assert to_global(batch, placement, mesh=mesh)["x"].shape == (rows,)
     out, mask = to_global(batch, placement, mesh=mesh, tail="pad")
@@ -181,7 +181,7 @@ def test_tails(rows, axes):
         np.testing.assert_array_equal(kept["x"], np.arange(1.0, fewer + 1))
     else:
         text = _fails(mylib.PlacementError, to_global, batch, placement, mesh=mesh, tail="drop")
-        assert "all rows are left off" in text
+        assert "all rows are dropped" in text
 
 
 def test_tails_of_all_kinds(mesh):
@@ -218,7 +218,7 @@ def test_rows_that_differ(mesh):
         text = _fails(mylib.PlacementError, to_global, batch, placement, mesh=mesh, tail=tail)
         assert "['y'] (7,)" in text and "it has 7 rows, and ['x'] has 5" in text
     text = _fails(mylib.PlacementError, to_global, {"a": 1}, P(), mesh=mesh, tail="pad")
-    assert "no rows that could be filled up" in text
+    assert "no rows that could be padded" in text
     # As they are, they may: nodes and edges of graphs, say.
     out = to_global({"x": np.ones(4), "y": np.ones(8)}, P("data"), mesh=mesh)
     assert out["y"].shape == (8,)
@@ -453,7 +453,7 @@ def test_an_error_of_the_source_has_its_place(mesh):
     for source in 3, None:
         batches = prefetch(source, P(), mesh=mesh)
         assert "not iterable" in _fails(TypeError, next, batches) and list(batches) == []
-        assert "could not begin: TypeError" in _fails(TypeError, batches.get_state)
+        assert "could not start: TypeError" in _fails(TypeError, batches.get_state)
 
 
 @pytest.mark.parametrize("end", ["last", "error", "placing", "beginning"])
@@ -996,7 +996,7 @@ print("goes on")
     with _running(script, checkout_env) as process:
         out, _ = process.communicate(timeout=_LIMIT)
     told, *rest = out.splitlines()
-    assert "belong to the process from which this one was forked off" in told
+    assert "belong to the process that this one was forked from" in told
     assert rest == ["goes on"] and process.returncode == 0
 
 

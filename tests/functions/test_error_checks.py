@@ -556,7 +556,7 @@ def test_a_check_that_is_hidden_in_a_primitive_is_refused():
     checked_p.def_abstract_eval(lambda x: x)
     mlir.register_lowering(checked_p, mlir.lower_fun(check, multiple_results=False))
     f = mylib.filter_jit(lambda x: checked_p.bind(x) * 2, in_shardings=P("data"), mesh=AUTO)
-    with pytest.raises(ValueError, match="error_if is called in a call that mylib can't look into"):
+    with pytest.raises(ValueError, match="error_if is called in a call that mylib can't analyse"):
         f(GOOD)
     alone = mylib.filter_jit(lambda x: checked_p.bind(x) * 2)
     np.testing.assert_allclose(alone(GOOD), 2 * GOOD)

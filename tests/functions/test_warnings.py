@@ -118,8 +118,8 @@ class TestOptions:
     @pytest.mark.parametrize(
         ("option", "told"),
         [
-            ("static_argnums", "what is not an array is static"),
-            ("static_argnames", "what is not an array is static"),
+            ("static_argnums", "leave it out: everything that is not an array is static"),
+            ("static_argnames", "leave it out: everything that is not an array is static"),
             ("donate_argnums", "write donate='all'"),
             ("donate_argnames", "write donate='all'"),
             ("device", "write in_shardings=device"),

@@ -114,7 +114,7 @@ def test_nothing_is_split_over_twice():
     with pytest.raises(mylib.PlacementError) as caught:
         both(X)
     (fault,) = caught.value.faults
-    assert "along all axes of mesh ('data': 4, 'model': 2) already" in fault.reason
+    assert "splits over all axes of mesh ('data': 4, 'model': 2) already" in fault.reason
     assert fault.mend.startswith("call inner itself, or give the outer filter_shard_map axis_names")
 
 
@@ -124,7 +124,9 @@ def test_axes_that_are_split_over_already():
         specs = dict(in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
         return mylib.filter_shard_map(jnp.sin, **specs)(x)
 
-    words = r"split over \('data',\).* not split over yet are \('model',\)\n.*name some of these"
+    words = (
+        r"axis_names are \('data',\).* not split over yet are \('model',\)\n.*name some of these"
+    )
     with jax.set_mesh(AUTO), pytest.raises(mylib.PlacementError, match=words):
         f(X)
 
@@ -149,7 +151,10 @@ def test_checked_and_unchecked():
         for f in (nested(True, True), nested(False, True), nested(False, False)):
             gradient = jax.jit(jax.grad(lambda x, f=f: jnp.sum(f(x))))
             np.testing.assert_allclose(gradient(X), np.cos(X), rtol=1e-5)
-        words = "differ between the devices along 'data'\n.*give both of them the same check_vma"
+        words = (
+            "differ between the devices of the outer filter_shard_map along 'data'\n"
+            ".*give both of them the same check_vma"
+        )
         with pytest.raises(mylib.PlacementError, match=words):
             nested(True, False)(X)
 

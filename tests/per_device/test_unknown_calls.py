@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import tensor_cores
 
 import mylib
-from mylib._programs import jaxprs_in, parts_of
+from mylib._programs import all_jaxprs, jaxprs_in
 
 OLDER = jax.__version__.startswith("0.10.")
 X = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4) / 32
@@ -69,7 +69,7 @@ HOLES = {
 def test_are_refused(hole):
     fun, name = HOLES[hole]
     f = mylib.filter_shard_map(fun, mesh=AUTO, in_specs=P("data"), out_specs=P())
-    words = f"what the {name} is given .*differs .*along 'data'.*\n.*mylib.opaque"
+    words = f"the input of the {name} .*differs .*along 'data'.*\n.*mylib.opaque"
     for call in (f, jax.jit(f), f.lower):
         with pytest.raises(ValueError, match=words):
             call(X)
@@ -108,7 +108,7 @@ def test_places_that_are_looked_up_inside():
         return untyped(lambda y: y * lax.axis_index("data"))(lax.psum(x, "data"))
 
     mapped = mylib.filter_shard_map(f, mesh=AUTO, in_specs=P("data"), out_specs=P())
-    with pytest.raises(ValueError, match="what the somebodys_call is given"):
+    with pytest.raises(ValueError, match="the input of the somebodys_call"):
         mapped(X)
 
 
@@ -122,7 +122,7 @@ def test_what_they_communicate_counts():
         return lax.while_loop(lambda s: s[0] <= i, lambda s: (s[0] + 1, total(s[1])), (start, x))[1]
 
     mapped = mylib.filter_shard_map(f, mesh=AUTO, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ValueError, match="some devices would wait for ever"):
+    with pytest.raises(ValueError, match="some devices would wait forever"):
         mapped(X)
 
 
@@ -143,7 +143,7 @@ def test_kernels_that_write_into_references():
 
     mapped = mylib.filter_shard_map(f, mesh=AUTO, in_specs=P("data"), out_specs=P())
     # A newer JAX does not trace it.
-    ours, theirs = "what the core_map is given .*\n.*mylib.opaque", "not support Refs with varying"
+    ours, theirs = "the input of the core_map .*\n.*mylib.opaque", "not support Refs with varying"
     with pytest.raises(ValueError, match=ours if OLDER else theirs):
         mapped(X)
 
@@ -153,7 +153,7 @@ def test_programs_in_containers_are_found():
     (eqn,) = program.jaxpr.eqns
     assert len(jaxprs_in(eqn)) == 1
     names = {
-        e.primitive.name for part in parts_of(program) for e in getattr(part, "jaxpr", part).eqns
+        e.primitive.name for part in all_jaxprs(program) for e in getattr(part, "jaxpr", part).eqns
     }
     assert names == {"somebodys_typed_call", "jit", "sin"}
 

@@ -217,7 +217,7 @@ class TestWords:
             can't place 1 leaf:
               the array (8, 4)
                 asked for: {Format()!r}
-                but the format says no sharding
+                but the format has no sharding
                 instead: write Format(layout, sharding)
             """,
             Format(),
@@ -315,7 +315,7 @@ class TestWords:
             can't place 1 leaf:
               the array (8, 4)
                 asked for: PASS
-                but the rule has no opinion on this leaf, and no other rule follows it
+                but the rule returns PASS for this leaf, and no other rule follows it
                 instead: return a placement: None to leave the leaf alone, P() to replicate it
             """,
             placement,
@@ -341,7 +341,7 @@ class TestWords:
             can't place the tree:
                 asked for: Demanding()
                 but no leaf is called weight
-                instead: mend the rule, or drop that part of it
+                instead: fix the rule, or drop that part of it
             """,
             Demanding(),
         )
@@ -362,7 +362,7 @@ class TestWords:
               [1] (8,)
                 asked for: {WHOLE}
                 but the array has been deleted
-                instead: if it was donated to a function, go on with what that function returned
+                instead: if it was donated to a function, use that function's result instead
             """,
         )
         assert error_of(mylib.filter_device_put, [gone], WHOLE, donate=True).faults[0].path == "[0]"
@@ -377,7 +377,7 @@ class TestWords:
             can't place 1 leaf:
               an array under vmap (8, 4)
                 asked for: {format!r}
-                but a layout says nothing of the dimension that vmap adds
+                but a layout does not include the dimension that vmap adds
                 instead: give the layout outside of vmap, or a sharding alone
             """,
         )
@@ -397,7 +397,7 @@ class TestWords:
               ['a'] (8,)
               ['b'] (8,)
                 asked for: src='dev'
-                but src is where the array comes from
+                but src is the device or sharding of the source
                 instead: give a device or a Sharding
             """,
         )
@@ -419,7 +419,7 @@ class TestWords:
               ['a'] (8,)
               ['b'] (8,)
                 asked for: donate=True, may_alias=True
-                but a donated array has no other side left that could share its memory
+                but a donated array can't share its memory: it is deleted
                 instead: give one of the two
             """,
         )

@@ -87,7 +87,7 @@ def test_many_arrays_that_all_differ(mesh):
     where = NamedSharding(mesh, P())
     tree = [jax.make_array_from_process_local_data(where, mine, (4,)) for _ in range(2000)]
     text = _fails(mylib.ReplicaError, mylib.check_replicas, tree)
-    assert text.startswith("the copies differ of 2000 leaves")
+    assert text.startswith("copies differ in 2000 leaves")
 
 
 # --- from one process's devices to another's -----------------------------------------------------

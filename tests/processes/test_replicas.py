@@ -86,7 +86,7 @@ def test_what_differs_is_named():
     assert "process 0 on device 0; process 0 on device 1" in bad.reason
     assert "process 0 on devices 0, 1, 3, 4, 6, 7; process 0 on devices 2, 5" in worse.reason
     message = str(error.value)
-    assert message.startswith("the copies differ of 2 leaves:")
+    assert message.startswith("copies differ in 2 leaves:")
     assert "good" not in message
     assert str(pickle.loads(pickle.dumps(error.value))) == message
     assert str(copy.deepcopy(error.value)) == message
@@ -94,7 +94,7 @@ def test_what_differs_is_named():
 
 def test_several_parts():
     (fault,) = faults_of(spoiled(jnp.zeros((8, 2)), P("data"), 1, 3, 5))
-    assert "and so for 2 more of its parts" in fault.reason
+    assert "and 2 more of its shards differ" in fault.reason
 
 
 def test_to_the_bit():
@@ -192,7 +192,7 @@ def test_unreduced():
     odd = jax.make_array_from_single_device_arrays(y.shape, y.sharding, placed)
     (fault,) = faults_of({"y": odd})
     assert "process 0 on device 4; process 0 on device 5" in fault.reason
-    assert "more of its parts" not in fault.reason
+    assert "more of its shards differ" not in fault.reason
 
 
 @MESHES
@@ -285,5 +285,5 @@ def test_many_small_and_large_ones_in_any_order():
 
 
 def test_not_inside_jit():
-    with pytest.raises(TypeError, match=r"x'\] is traced. Values can be compared when they are"):
+    with pytest.raises(TypeError, match=r"x'\] is traced, so it has no values yet"):
         jax.jit(lambda x: check_replicas({"x": x}))(jnp.ones(3))

@@ -458,7 +458,7 @@ class TestNamesForOthers:
         assert found["['gates'][0].inner.up_bias"] == P()
         (wrong,) = faults(tree, by_axes({}, names={Gate: {"weight": "a b"}}) | replicated())
         assert wrong.request == "by_axes: names 'a b' for 'weight' of Gate"
-        assert wrong.reason == "no leaf with so many dimensions is there"
+        assert wrong.reason == "no leaf there has this number of dimensions"
 
     def test_fewer_dimensions_than_named(self):
         rule = by_axes({"a": "model"}, names={eqx.nn.Linear: {"weight": "a b c", "bias": "a"}})

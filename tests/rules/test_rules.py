@@ -166,7 +166,7 @@ class TestByPath:
         rule = by_path({"w": P("data")})
         found = fault(tree, rule)
         assert (found.path, found.shape) == ("['b']", (8,))
-        assert "no opinion on this leaf, and no other rule follows" in found.reason
+        assert "returns PASS for this leaf, and no other rule follows" in found.reason
         assert specs(tree, rule | replicated()) == {"['w']": P("data"), "['b']": P()}
         assert specs(tree, rule | batch("model")) == {"['w']": P("data"), "['b']": P("model")}
 
@@ -287,7 +287,7 @@ class TestByPath:
             P()
         }
         found = fault(state, by_path({"v": P("data", "model")}) | replicated())
-        assert found.mend.endswith("place the state with its model")
+        assert found.mend.endswith("place the state along with its model")
 
     def test_specs_that_mean_the_same_agree(self):
         tree = {"w": array(8, 8)}
@@ -541,7 +541,7 @@ class TestLike:
 
     @pytest.mark.parametrize("tree", [{"w": np.ones(8)}, {"w": array(8)}, {}, {"w": "x"}])
     def test_a_tree_without_places(self, tree):
-        with pytest.raises(ValueError, match="no array of the tree has a place to follow"):
+        with pytest.raises(ValueError, match="no array of the tree has a sharding to follow"):
             like(tree)
 
     def test_it_keeps_no_array_alive(self):
@@ -762,9 +762,9 @@ class TestComposition:
         def other(leaf):
             return one
 
-        assert fault({"w": array(8)}, one).reason == "the rule answers with itself"
+        assert fault({"w": array(8)}, one).reason == "the rule returns itself"
         assert mylib.explain({"w": array(8)}, one, MESH).faults
-        with pytest.raises(ValueError, match="answers with itself"):
+        with pytest.raises(ValueError, match="returns itself"):
             mylib.resolve({"w": array(8)}, one | replicated(), mesh=MESH)
 
     def test_what_is_overruled_is_not_misspelt(self):

@@ -153,7 +153,7 @@ def test_one_fails_at_the_beginning(broken_beginning):
 def test_processes_disagree():
     with pytest.raises(AssertionError, match="process 1: 1"):
         all_equal(me())
-    with pytest.raises(AssertionError, match="process 0 has another program than process 1"):
+    with pytest.raises(AssertionError, match="process 0 has a different program than process 1"):
         same_program(lambda x: x + me(), jnp.ones(3))
     same_program(lambda x: x + 1, jnp.ones(3))
     with pytest.raises(AssertionError, match="the processes disagree"):

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import mylib
 from mylib.testing import _launch as launch, _topology
 from mylib.testing._pool import is_whole
-from mylib.testing._topology import Request, Topology, Unavailable, environment
+from mylib.testing._topology import Topology, TopologyRequest, Unavailable, environment
 
 HERE = Path(__file__).parent
 # Sessions of a few processes each, on machines that are busy.
@@ -307,7 +307,7 @@ class TestWords:
             _about("test_one_sleeps", "in hang"),
             _about("test_one_spins", "in test_one_spins"),
             _about("test_one_sleeps", "in meet"),
-            _about("test_one_stops_answering", "(it does not even answer signals)"),
+            _about("test_one_stops_answering", "(it does not respond to signals either)"),
             _about("test_pytest_timeout_is_heeded", "in hang"),
         ],
     )
@@ -335,7 +335,7 @@ class TestWords:
         text = faults.said("test_one_leaves_something_running")
         assert "has left its processes out of step" in text and ": no answer from process" in text
         text = faults.said("test_one_changes_a_setting")
-        assert "in some processes only: process 1: jax_enable_x64. Each has to do" in text
+        assert "in some processes only: process 1: jax_enable_x64. All must do" in text
 
     @pytest.mark.thorough
     def test_processes_that_leave_each_other(self, faults):
@@ -489,7 +489,7 @@ def test_options_of_pytest(small):
     done = small.runpytest_subprocess("--junitxml=report.xml", "-v", timeout=300)
     done.assert_outcomes(passed=3, failed=2)
     done.stdout.fnmatch_lines(["*all processes: assert 2 == 3*"])
-    done.stdout.fnmatch_lines(["*5 tests in several processes; these were started 1 times*"])
+    done.stdout.fnmatch_lines(["*5 tests in several processes; these were started 1 time,*"])
     junit = (small.path / "report.xml").read_text()
     assert 'message="all processes: assert 2 == 3' in junit and 'tests="5"' in junit
     again = small.runpytest_subprocess("--lf", "-x", timeout=300)
@@ -607,7 +607,7 @@ def test_more_options_of_pytest(small):
     options = ["-p", "no:cacheprovider", "--setup-show", "--log-file=log.txt", "--tb=line"]
     done = small.runpytest_subprocess(*options, "-k", "stops", timeout=300)
     assert done.ret == 42
-    done.stdout.fnmatch_lines(["*process 0 has asked for it: enough*"])
+    done.stdout.fnmatch_lines(["*process 0 called pytest.exit: enough*"])
     done = small.runpytest_subprocess(*options, "-k", "here", timeout=300)
     done.assert_outcomes(passed=1, failed=1)
     done.stdout.fnmatch_lines(["all processes: assert 1 == 2"])
@@ -891,7 +891,7 @@ class TestEnvironment:
 
     def test_gpus_are_shared_out(self, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-        topology = Request(devices_per_process=2).topology("cuda")
+        topology = TopologyRequest(devices_per_process=2).topology("cuda")
         assert topology == Topology(2, 2, "cuda")
         seen = [environment(i, topology, self.PORTS) for i in range(2)]
         assert [env["CUDA_VISIBLE_DEVICES"] for env in seen] == ["4,5", "6,7"]
@@ -901,10 +901,10 @@ class TestEnvironment:
     @pytest.mark.parametrize(
         "visible, request_, topology",
         [
-            ("0", Request(), Topology(1, 1, "cuda")),
-            ("0,1,2", Request(), Topology(3, 1, "cuda")),
-            ("0,1,2,3", Request(processes=2), Topology(2, 2, "cuda")),
-            ("0,1", Request(platform="cpu"), Topology(2, 4, "cpu")),
+            ("0", TopologyRequest(), Topology(1, 1, "cuda")),
+            ("0,1,2", TopologyRequest(), Topology(3, 1, "cuda")),
+            ("0,1,2,3", TopologyRequest(processes=2), Topology(2, 2, "cuda")),
+            ("0,1", TopologyRequest(platform="cpu"), Topology(2, 4, "cpu")),
         ],
     )
     def test_what_is_not_named_is_chosen(self, monkeypatch, visible, request_, topology):
@@ -914,25 +914,25 @@ class TestEnvironment:
     def test_why_not(self, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
         with pytest.raises(Unavailable, match="needs 2 processes with 1 device each; for cuda "):
-            Request(processes=2).topology("cuda")
+            TopologyRequest(processes=2).topology("cuda")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         with pytest.raises(Unavailable, match="needs 1 process with 1 device each.* has 0"):
-            Request().topology("cuda")
+            TopologyRequest().topology("cuda")
 
     def test_chips_of_a_tpu_are_shared_out(self, monkeypatch):
         # As JAX's own tests have it; never tried on a TPU.
         monkeypatch.setattr(_topology, "_numbered", lambda folder, prefix: list("0123"))
-        topology = Request().topology("tpu")
+        topology = TopologyRequest().topology("tpu")
         assert topology == Topology(4, 1, "tpu")
         env = environment(2, topology, self.PORTS)
         assert env["TPU_PROCESS_BOUNDS"] == "2,2,1"
         assert env["TPU_CHIPS_PER_PROCESS_BOUNDS"] == "1,1,1"
         assert env["TPU_VISIBLE_CHIPS"] == "2" and env["CLOUD_TPU_TASK_ID"] == "2"
         assert env["TPU_PROCESS_PORT"] == "7002"
-        pair = environment(1, Request(processes=2).topology("tpu"), self.PORTS)
+        pair = environment(1, TopologyRequest(processes=2).topology("tpu"), self.PORTS)
         assert pair["TPU_VISIBLE_CHIPS"] == "2,3"
         with pytest.raises(Unavailable, match="no layout is known for 3 x 1"):
-            Request(processes=3, devices_per_process=1).topology("tpu")
+            TopologyRequest(processes=3, devices_per_process=1).topology("tpu")
         for (processes, chips), (grid, own) in _topology._TPU_BOUNDS.items():
             sizes = [math.prod(map(int, bounds.split(","))) for bounds in (grid, own)]
             assert sizes == [processes, chips]

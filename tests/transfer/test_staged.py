@@ -272,7 +272,7 @@ def test_the_batch_axis_of_an_explicit_mesh_can_not_be_asked_for_again():
     named = jax.vmap(
         lambda row: mylib.filter_shard(row, NamedSharding(mesh, P("b"))), spmd_axis_name="a"
     )
-    with pytest.raises(mylib.PlacementError, match="JAX forgets it when resharding"):
+    with pytest.raises(mylib.PlacementError, match="JAX drops it when resharding"):
         jax.jit(named)(X)
 
 
