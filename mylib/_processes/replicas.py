@@ -117,7 +117,7 @@ def _found(leaves: Leaves) -> dict[str, _Found]:
     devices: dict[Sharding, list[int]] = {}
     for name, x in arrays.items():
         by_number: dict[int, list[tuple[int, jax.Array]]] = {}
-        for device, data in _shards(to_read[name], devices) if name in to_read else ():
+        for device, data in _by_device(to_read[name], devices) if name in to_read else ():
             number = copies[name].number_on.get(device)
             if number is not None:
                 by_number.setdefault(number, []).append((device, data))
@@ -133,7 +133,7 @@ def _found(leaves: Leaves) -> dict[str, _Found]:
     return found
 
 
-def _shards(x: jax.Array, devices: dict[Sharding, list[int]]) -> Iterator[tuple[int, jax.Array]]:
+def _by_device(x: jax.Array, devices: dict[Sharding, list[int]]) -> Iterator[tuple[int, jax.Array]]:
     """What each device holds of an array, by the device's id. `devices` are known from others."""
     if x.sharding not in devices:
         devices[x.sharding] = [shard.device.id for shard in x.addressable_shards]
