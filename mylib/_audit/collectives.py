@@ -31,6 +31,8 @@ class Transfer:
     wire_bytes: int
     spelling: str = ""
     asynchronous: bool = False
+    # The instructions that have the arrays of the result.
+    results: tuple[Instruction, ...] = ()
     # Of a chain: what it consists of.
     members: "tuple[Transfer, ...]" = ()
 
@@ -113,18 +115,25 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
     late = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
     late = late or _is_started_by_fusion(x)
     each = groups.shape[1]
-    transfer = Transfer(kind, x, runs, groups, arrays, wire_bytes(kind, size, each), "", late)
+    elements = _elements(_done(x), len(arrays))
+    results = tuple(y for several in elements for y in several)
+    sent = wire_bytes(kind, size, each)
+    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results)
     if kind != "all-reduce":
         yield transfer
         return
     # Joined ones are told apart: the gradients may be divided, and the loss not.
-    elements = _elements(_done(x), len(arrays))
-    by_use: dict[bool | None, list[Array]] = {}
+    by_use: dict[bool | None, list[tuple[Array, list[Instruction]]]] = {}
     for array, users in zip(arrays, elements, strict=True):
-        by_use.setdefault(_is_scattered(x, users, each), []).append(array)
+        by_use.setdefault(_is_scattered(x, users, each), []).append((array, users))
     for fused, some in by_use.items():
-        size = sum(array.bytes for array in some)
-        part = replace(transfer, arrays=tuple(some), wire_bytes=wire_bytes(kind, size, each))
+        size = sum(array.bytes for array, _ in some)
+        part = replace(
+            transfer,
+            arrays=tuple(array for array, _ in some),
+            wire_bytes=wire_bytes(kind, size, each),
+            results=tuple(y for _, users in some for y in users),
+        )
         if fused is None:
             yield part
         else:
@@ -181,6 +190,7 @@ def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
         sent * members[0].bytes,
         f"{sent} collective-permutes",
         True,
+        tuple(y for member in members for y in member.results),
         tuple(members),
     )
 
