@@ -216,8 +216,8 @@ class TestPrivateNames:
         text = filtered.lower((X, X), {"a": X}).compile().compiled.as_text()
         own = re.findall(r'parameter\(\d\).*op_name="([^"]*)"', text.replace("\\", ""))
         found = [argument_of_filter_jit(name) for name in own]
-        assert set(found) == {("first", 0), ("first", 1), ("rest", 0)}, (
-            advice("equinox._jit._JitWrapper")
+        assert set(found) == {("first", 0), ("first", 1), ("rest", 0)}, advice(
+            "equinox._jit._JitWrapper"
         )
         assert argument_of_filter_jit("x") is None
 

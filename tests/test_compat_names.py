@@ -325,9 +325,7 @@ PAIR = [(0, 1)]
 
 
 def unchecked(f):
-    return traced(
-        jax.shard_map(f, mesh=AUTO, in_specs=SPLIT, out_specs=SPLIT, check_vma=False)
-    )
+    return traced(jax.shard_map(f, mesh=AUTO, in_specs=SPLIT, out_specs=SPLIT, check_vma=False))
 
 
 def sent(x):

@@ -93,7 +93,11 @@ def _informed_users(x: Instruction) -> Iterator[Instruction]:
     for at in queue:
         if len(queue) > _FAR:
             return
-        if at is not x and (names := _own_names(at)) and _primitive(names[0]) not in known.STRUCTURE:
+        if (
+            at is not x
+            and (names := _own_names(at))
+            and _primitive(names[0]) not in known.STRUCTURE
+        ):
             yield at
             continue
         for user in _users(at):

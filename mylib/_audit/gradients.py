@@ -9,8 +9,8 @@ from .hlo import Instruction, calls_of
 
 _ELEMENTWISE = MOVES | frozenset(
     """
-    abs add add-dependency and clamp compare cbrt ceil concatenate cosine divide dynamic-update-slice erf
-    exponential exponential-minus-one floor is-finite log log-plus-one logistic maximum minimum
+    abs add add-dependency and clamp compare cbrt ceil concatenate cosine divide
+    dynamic-update-slice erf exponential exponential-minus-one floor is-finite log log-plus-one logistic maximum minimum
     multiply negate not or power round-nearest-afz round-nearest-even rsqrt select sign sine sqrt
     subtract tan tanh xor
     """.split()

@@ -34,8 +34,8 @@ class Collective:
     - `dtype`: of what is sent. The CPU's compiler, for example, sends bfloat16 as float32.
     - `arrays`: the arguments that are moved, by path, where they are moved as they are. What was
         computed has no path; see `gradients`, `primitive` and `source`.
-    - `gradients`: the arguments whose gradients are summed or moved, by path, where the program goes
-        on to update them.
+    - `gradients`: the arguments whose gradients are summed or moved, by path, where the program
+        goes on to update them.
     - `primitive`: JAX's primitive that it belongs to, such as `"dot_general"`.
     - `source`: the line of Python, as `"file.py:31"`.
     - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty.

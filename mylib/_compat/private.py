@@ -2,8 +2,8 @@
 
 import functools
 import importlib
-import re
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence

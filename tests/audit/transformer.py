@@ -1,4 +1,4 @@
-"""Training steps of a transformer under the usual strategies, its blocks in a list and in a scan."""
+"""Training steps of a transformer under the usual strategies, in a list and in a scan."""
 
 from dataclasses import dataclass
 from typing import Any
