@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._compat import argument_of_filter_jit, is_filter_jit
 from .._errors import AuditError
 from .._tree import is_array, outlined
+from ..machines import Argument
 from .attribution import Names, origin_of, source_of
 from .collectives import Transfer, is_overlapped, transfers
 from .gradients import gradients_of
@@ -194,12 +195,14 @@ def report_of(
         )
     known = known or [axes for axes in axes_in(module.text) if axes.size == devices]
     found = transfers(module, frozenset(local))
+    parameters = tuple(_parameters(module, names, compiled))
+    arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
         collectives=tuple(_collective(transfer, known, names) for transfer in found),
-        memory=None if compiled is None else ProgramMemory.of(compiled, module),
+        memory=None if compiled is None else ProgramMemory.of(compiled, module, arguments),
         axes=dict(zip(known[0].names, known[0].sizes, strict=True)) if known else {},
         name=module.name,
-        parameters=tuple(_parameters(module, names, compiled)),
+        parameters=parameters,
         work=work_of(module),
     )
 

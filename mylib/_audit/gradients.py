@@ -10,9 +10,9 @@ from .hlo import Instruction, calls_of
 _ELEMENTWISE = MOVES | frozenset(
     """
     abs add add-dependency and clamp compare cbrt ceil concatenate cosine divide
-    dynamic-update-slice erf exponential exponential-minus-one floor is-finite log log-plus-one logistic maximum minimum
-    multiply negate not or power round-nearest-afz round-nearest-even rsqrt select sign sine sqrt
-    subtract tan tanh xor
+    dynamic-update-slice erf exponential exponential-minus-one floor is-finite log log-plus-one
+    logistic maximum minimum multiply negate not or power round-nearest-afz round-nearest-even
+    rsqrt select sign sine sqrt subtract tan tanh xor
     """.split()
 )
 # Of these only the first operands are data; the others say where it is.
