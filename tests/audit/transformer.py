@@ -70,8 +70,3 @@ def strategies(one: Mesh, two: Mesh) -> dict[str, Strategy]:
         "tensor_parallel": Strategy(two, MODEL, None, tensor_parallel("model", forward=2 * DEPTH)),
         "two_d": Strategy(two, both, MODEL, two_d("data", "model")),
     }
-
-
-def broken(one: Mesh, two: Mesh) -> dict[str, tuple[Strategy, str]]:
-    """Strategies with a wrong placement, and what is told of it."""
-    return {}
