@@ -19,7 +19,7 @@ _INSTRUCTION = re.compile(
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _NUMBERED = re.compile(r"(\d+) (.*)$")
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]++|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # What calls another computation, in the order of the text.
@@ -81,6 +81,7 @@ class Instruction:
         "computation",
         "found",
         "name",
+        "named",
         "opcode",
         "operands",
         "rest",
@@ -98,6 +99,7 @@ class Instruction:
         self.attributes: str = rest[end + 1 :]
         self.calls: list[tuple[str, str]] | None = None
         self.found: list[Array] | None = None
+        self.named: list[str] | None = None
         self.operands: list[str] = [] if self.opcode == "constant" else _NAME.findall(self.rest)
 
     @property
@@ -136,9 +138,11 @@ class Instruction:
     @property
     def op_names(self) -> list[str]:
         """Where it comes from, as JAX names it. Instructions that were merged have several."""
-        start = self.attributes.find('op_name="')
-        match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
-        return re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
+        if self.named is None:
+            start = self.attributes.find('op_name="')
+            match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
+            self.named = re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
+        return self.named
 
     @property
     def is_root(self) -> bool:

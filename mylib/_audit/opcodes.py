@@ -39,8 +39,7 @@ _LOCAL = frozenset(
 )
 
 # Calls of code that is not in the program, and is known to stay on its device (or to go to its
-# host): what JAX itself makes, and the compilers. Those of the compilers are in programs of a single
-# device, too.
+# host): what JAX itself makes, and the compilers, for programs of a single device as well.
 _LOCAL_TARGETS = re.compile(
     r"""AllocateBuffer|AsyncCollective(Start|Done)|ConcatBitcast|X64\w+|Sharding|TopK|PartialReduce
     |ApproxTopK|MoveTo(Host|Device)|annotate_device_placement|Pin|Unpin|CreateBuffer|SliceToDynamic
