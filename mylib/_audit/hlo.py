@@ -18,6 +18,7 @@ _INSTRUCTION = re.compile(
 )
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
 _NUMBERED = re.compile(r"(\d+) (.*)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]++|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
@@ -49,6 +50,22 @@ class Array(NamedTuple):
     def bytes(self) -> int:
         """Without the padding of a tiled layout. Of types of less than a byte several are one."""
         return -(-self.size * bits_of(self.dtype) // 8)
+
+    @property
+    def padded_bytes(self) -> int:
+        """With the padding of a tiled layout, `{1,0:T(8,128)}`: whole tiles of the last
+        dimensions in the order in which they lie in memory.
+        """
+        match = _TILED.match(self.layout)
+        if match is None:
+            return self.bytes
+        order = [int(n) for n in match["order"].split(",") if n]
+        tile = [int(n) for n in match["tile"].split(",")]
+        sizes = [self.shape[i] for i in reversed(order)]
+        sizes = [1] * (len(tile) - len(sizes)) + sizes
+        whole = sizes[: len(sizes) - len(tile)]
+        padded = [-(-n // t) * t for n, t in zip(sizes[len(whole) :], tile, strict=True)]
+        return math.prod(whole + padded) * bits_of(self.dtype) // 8
 
     @property
     def on_host(self) -> bool:

@@ -109,7 +109,7 @@ def _alive(buffers: list[Buffer]) -> tuple[Alive, ...]:
         if buffer.bytes < _SMALL:
             continue
         x = buffer.made_by
-        array = next(a for a in x.arrays if a.bytes == buffer.bytes)
+        array = next(a for a in x.arrays if a.padded_bytes == buffer.bytes)
         key = array.dtype, array.shape, primitive_of(x), source_of(x)
         alike[key] = alike.get(key, 0) + 1
         sizes[key] = sizes.get(key, 0) + buffer.bytes

@@ -193,7 +193,7 @@ def _may_share(x: Instruction) -> bool:
 
 
 def _size(array: Array) -> int:
-    return 0 if _NEAR.search(array.layout) or array.on_host else array.bytes
+    return 0 if _NEAR.search(array.layout) or array.on_host else array.padded_bytes
 
 
 def _elements(type_: str) -> Iterator[str]:

@@ -32,9 +32,9 @@ class Strategy:
     batch: P = P("data")
 
     def step(self) -> Any:
-        placed = {"in_shardings": (self.kept, self.batch), "out_shardings": (self.kept, P())}
-
-        @mylib.filter_jit(mesh=self.mesh, **placed)
+        @mylib.filter_jit(
+            in_shardings=(self.kept, self.batch), out_shardings=(self.kept, P()), mesh=self.mesh
+        )
         def step(model: Transformer, tokens: Any) -> Any:
             def loss(model: Transformer) -> Any:
                 if self.used is not None:
