@@ -62,13 +62,18 @@ def test_live(machine, name, stacked):
     assert_gradients(report, stacked)
 
 
-# What the compilers' own analyses say: MiB of temporaries and results.
+# What the compilers' own analyses say: MiB of temporaries and results. None where a TPU has almost
+# all in its on-chip memory.
 HELD = {
     ("gpu", "data_parallel", "scan"): 160.8 + 1.5,
     ("gpu", "fsdp", "list"): 50.1 + 0.2,
     ("gpu", "fsdp", "scan"): 49.7 + 0.2,
     ("gpu", "tensor_parallel", "list"): 108.1 + 0.8,
     ("gpu", "two_d", "scan"): 69.3 + 0.2,
+    ("tpu", "data_parallel", "scan"): 158.7 + 1.5,
+    ("tpu", "fsdp", "list"): None,
+    ("tpu", "fsdp", "scan"): None,
+    ("tpu", "tensor_parallel", "list"): 88.5 + 0.8,
 }
 
 
@@ -81,8 +86,9 @@ def test_texts(key):
     report = read(text, strategy, stacked)
     report.expect(strategy.contract)
     assert_gradients(report, stacked)
-    within = {"gpu": 0.04, "tpu": 0.5}[compiler]
-    assert abs(peak_of(Module(text)).bytes / MIB / HELD[key] - 1) < within
+    if (held := HELD[key]) is not None:
+        within = {"gpu": 0.04, "tpu": 0.3}[compiler]
+        assert abs(peak_of(Module(text)).bytes / MIB / held - 1) < within
 
 
 def read(hlo: str, strategy: transformer.Strategy, stacked: bool) -> mylib.Report:
@@ -146,4 +152,5 @@ def assert_gradients(report: mylib.Report, stacked: bool) -> None:
 def assert_peak(memory: mylib.ProgramMemory) -> None:
     held = memory.peak - memory.arguments - memory.constants
     given = memory.temporaries + memory.results - memory.aliased
-    assert abs(held / given - 1) < 0.06
+    # The older compiler for CPUs finds less room to share in a scan.
+    assert abs(held / given - 1) < (0.06 if jax.__version_info__ >= (0, 12) else 0.2)
