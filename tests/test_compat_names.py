@@ -220,6 +220,7 @@ PROGRAMS = {
     "custom_vmap_call": lambda: traced(custom_vmap),
     "device_put": lambda: traced(lambda x: jax.device_put(x, jax.devices()[0])),
     "div": lambda: traced(lambda x: x / 2),
+    "dot_general": lambda: traced(lambda x: x @ x),
     "dynamic_slice": lambda: traced(lambda x: lax.dynamic_slice(x, (jnp.argmin(x),), (2,))),
     "dynamic_update_slice": lambda: traced(
         lambda x: lax.dynamic_update_slice(x, x[:2], (jnp.argmin(x),))

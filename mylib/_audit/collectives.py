@@ -10,6 +10,7 @@ from .flow import Run, Value, computed, runs_of, target_of, trips, unchanged
 from .groups import Groups, groups_of, pairs_of, rings_of
 from .hlo import Array, Instruction, Module
 from .opcodes import moves, opcode_of
+from .windows import rings_in
 
 # What a value passes through unharmed on its way to where it is used.
 _PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
@@ -160,6 +161,8 @@ def chained(found: list[Transfer]) -> list[Transfer]:
         chain = _chain(steps, found)
         if chain is not None:
             chains.update(dict.fromkeys(map(id, chain.members), chain))
+    for chain in _unrolled([t for t in found if id(t) not in chains]):
+        chains.update(dict.fromkeys(map(id, chain.members), chain))
     return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in found))
 
 
@@ -193,6 +196,28 @@ def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
         tuple(y for member in members for y in member.results),
         tuple(members),
     )
+
+
+def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
+    steps = [t for t in found if t.kind == "collective-permute"]
+    seen: set[int] = set()
+    for ring in rings_in([(t.first, t.done) for t in steps]):
+        members = [steps[i] for i in ring if i not in seen]
+        rings = rings_of(steps[ring[-1]].groups)
+        alike = {steps[i].bytes for i in ring} == {members[-1].bytes}
+        if rings is None or not alike or abs(len(ring) - rings.shape[1]) > 1:
+            continue
+        seen.update(ring)
+        each, last = rings.shape[1], members[-1]
+        yield replace(
+            last,
+            kind="reduce-scatter",
+            groups=rings,
+            arrays=tuple(a._replace(shape=(each, *a.shape)) for a in last.arrays),
+            wire_bytes=len(members) * last.bytes,
+            spelling=f"{len(ring)} collective-permutes",
+            members=tuple(members),
+        )
 
 
 def _touches(transfer: Transfer, loop: Instruction) -> bool:

@@ -74,6 +74,8 @@ HELD = {
     ("tpu", "fsdp", "list"): None,
     ("tpu", "fsdp", "scan"): None,
     ("tpu", "tensor_parallel", "list"): 88.5 + 0.8,
+    ("tpu", "two_d", "list"): None,
+    ("tpu", "two_d", "scan"): None,
 }
 
 
@@ -89,6 +91,22 @@ def test_texts(key):
     if (held := HELD[key]) is not None:
         within = {"gpu": 0.04, "tpu": 0.3}[compiler]
         assert abs(peak_of(Module(text)).bytes / MIB / held - 1) < within
+
+
+@pytest.mark.parametrize("layers", ["list", "scan"])
+def test_short_rings_are_reduce_scatters(layers):
+    """Among 4 devices the TPU's compiler writes them step by step: 5 permutations."""
+    stacked = layers == "scan"
+    path = TEXTS / f"tpu-0.12.0.1-transformer_two_d_{layers}.hlo.gz"
+    report = read(gzip.decompress(path.read_bytes()).decode(), STRATEGIES["two_d"], stacked)
+    rings = [c for c in report.among("reduce-scatter", "data") if "permutes" in c.spelling]
+    weights = [p for p in report.parameters if "weight" in p.path and len(p.axes) == 2]
+    # All 4 parts of a weight are summed, and each device keeps one.
+    assert sorted((c.gradients, (c.times or 0) * c.bytes) for c in rings) == sorted(
+        ((p.path,), 4 * p.bytes) for p in weights
+    )
+    assert {c.spelling for c in rings} == {"5 collective-permutes"}
+    assert report.count("collective-permute") == 0
 
 
 def read(hlo: str, strategy: transformer.Strategy, stacked: bool) -> mylib.Report:
