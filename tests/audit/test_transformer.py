@@ -26,7 +26,7 @@ ONE = known.mesh_of(jax.devices(), (8,), ("data",))
 TWO = known.mesh_of(jax.devices(), (4, 2), ("data", "model"))
 STRATEGIES = transformer.strategies(ONE, TWO)
 MACHINES = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
-EVERYDAY = [("fsdp", False), ("two_d", True)]
+EVERYDAY = [("fsdp", False)]
 MIB = 2**20
 
 
