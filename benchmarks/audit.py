@@ -83,14 +83,15 @@ def layers(quick: bool) -> None:
 def texts() -> None:
     """Programs that the compilers for GPUs and TPUs have made."""
     print("\nprograms of the GPU's and the TPU's compilers, from tests/audit/texts")
-    for path in sorted((ROOT / "tests" / "audit" / "texts").glob("*mlp_*")):
+    folder = ROOT / "tests" / "audit" / "texts"
+    for path in sorted([*folder.glob("*mlp_*"), *folder.glob("*transformer_*")]):
         text = gzip.decompress(path.read_bytes()).decode()
         mesh = AbstractMesh((4, 2), ("data", "model"))
         took = cpu_time(lambda text=text, mesh=mesh: mylib.audit(text, mesh=mesh))
         rate = took * 1e3 / len(text) * 2**20
         kept = "kept" if rate < 300 else "BROKEN"
         name = path.name.removesuffix(".hlo.gz")
-        print(f"  {name:28} {len(text) // 1024:5} KiB  {took * 1e3:5.0f} ms  {rate:5.0f} ms/MiB"
+        print(f"  {name:42} {len(text) // 1024:5} KiB  {took * 1e3:5.0f} ms  {rate:5.0f} ms/MiB"
               f"  under 300: {kept}")  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from ._audit import Collective, Contract, Parameter, Report, readable
+from ._audit import Collective, Contract, Parameter, Report, readable, what_of
 from ._errors import AuditError
 
 __all__ = [
@@ -407,7 +407,7 @@ def _counted(n: int, kind: str) -> str:
 
 
 def _tell(c: Collective) -> str:
-    what = ", ".join(c.arrays) or c.primitive
+    what = what_of([c])
     where = "".join([f" of {what}" if what else "", f" at {c.source}" if c.source else ""])
     loop = " in a loop" if c.loops else ""
     return f"{c.kind} over {_show(_over(c))}{where}{loop}: {readable(c.bytes)}"

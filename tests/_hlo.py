@@ -1,4 +1,4 @@
-"""What a compiled program communicates, read from its text."""
+"""The shapes of what a compiled program communicates, which `mylib.audit` doesn't tell."""
 
 import math
 import re
@@ -79,22 +79,3 @@ def gathered(text: str) -> tuple[int, int]:
         sum(n * len(c.shapes) for c, n in gathers.items()),
         sum(n * c.nbytes for c, n in gathers.items()),
     )
-
-
-def kinds(text: str) -> Counter[str]:
-    return Counter(collective.kind for collective in collectives(text))
-
-
-def group_sizes(text: str) -> list[int]:
-    """How many devices take part in each collective."""
-    return [_group_size(line) for line in text.splitlines() if _INSTRUCTION.search(line)]
-
-
-def _group_size(line: str) -> int:
-    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
-    if listed is not None:
-        return len(listed[1].split(","))
-    # By the axes of a mesh, as in jax 0.12: mesh['data'=4,'model'=2] {'data'}
-    mesh, axes = re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line).groups()
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
-    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))

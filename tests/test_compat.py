@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import re
 import warnings
 from pathlib import Path
 
@@ -30,11 +31,13 @@ from mylib._compat import (
     UNCOMMITTED,
     Pass,
     UnknownParameter,
+    argument_of_filter_jit,
     axes_of_cast_or_sum,
     coordination_client,
     data_of_shards,
     donation_warning,
     function_of_equinox,
+    is_filter_jit,
     opened,
     pass_of,
     readable_error,
@@ -66,6 +69,10 @@ USES = {
     "equinox._jit.last_error_info": (
         "the message of the last error that `equinox.error_if` raised, and the stack inside of the "
         "program, with `__equinox_jit_id__` between the frames"
+    ),
+    "equinox._jit._JitWrapper": (
+        "what `equinox.filter_jit` returns: `mylib.audit` finds the names of its arguments. See "
+        "test_the_arguments_of_filter_jit for what they are called in the program"
     ),
     "equinox._jit._on_error_msg": "what `equinox.filter_jit` makes of these two",
     "equinox.internal._primitive._vprim_impl_registry": (
@@ -203,6 +210,17 @@ class TestPrivateNames:
             assert not names or path == PACKAGE / "_compat/private.py", (path, names)
             used |= names
         assert used == set(USES)
+
+    def test_the_arguments_of_filter_jit(self):
+        filtered = eqx.filter_jit(lambda first, second: (first[0] + second["a"]) * first[1])
+        assert is_filter_jit(filtered) and not is_filter_jit(jax.jit(jnp.sin))
+        text = filtered.lower((X, X), {"a": X}).compile().compiled.as_text()
+        own = re.findall(r'parameter\(\d\).*op_name="([^"]*)"', text.replace("\\", ""))
+        found = [argument_of_filter_jit(name) for name in own]
+        assert set(found) == {("first", 0), ("first", 1), ("rest", 0)}, advice(
+            "equinox._jit._JitWrapper"
+        )
+        assert argument_of_filter_jit("x") is None
 
     def test_the_error_of_a_check(self):
         def f(x):

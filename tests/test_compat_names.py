@@ -198,6 +198,9 @@ PROGRAMS = {
     "all_gather_reduced": lambda: reduced(lambda x: lax.all_gather(x, "data", to="reduced")),
     "all_gather_reduced_start": lambda: gathered_later(to="reduced"),
     "all_gather_start": lambda: gathered_later(),
+    "all_to_all": lambda: mapped(
+        lambda x: lax.all_to_all(x, "data", 0, 0, tiled=True), jnp.ones(64)
+    ),
     "axis_index": lambda: mapped(lambda x: x * lax.axis_index("data")),
     "broadcast_in_dim": lambda: traced(lambda x: jnp.broadcast_to(x, (2, 16))),
     "buffer_callback": lambda: traced(buffer_callback(lambda *args: None, LIKE)),
@@ -217,6 +220,11 @@ PROGRAMS = {
     "custom_vmap_call": lambda: traced(custom_vmap),
     "device_put": lambda: traced(lambda x: jax.device_put(x, jax.devices()[0])),
     "div": lambda: traced(lambda x: x / 2),
+    "dot_general": lambda: traced(lambda x: x @ x),
+    "dynamic_slice": lambda: traced(lambda x: lax.dynamic_slice(x, (jnp.argmin(x),), (2,))),
+    "dynamic_update_slice": lambda: traced(
+        lambda x: lax.dynamic_update_slice(x, x[:2], (jnp.argmin(x),))
+    ),
     "eval_jaxpr": saved_loop,
     "ffi_call": lambda: traced(jax.ffi.ffi_call("anything", LIKE)),
     "io_callback": lambda: traced(lambda x: io_callback(np.sin, LIKE, x)),
@@ -235,11 +243,19 @@ PROGRAMS = {
     "optimization_barrier": lambda: traced(lax.optimization_barrier),
     "pad": lambda: traced(lambda x: jnp.pad(x, 1)),
     "pallas_call": lambda: traced(pl.pallas_call(kernel, out_shape=LIKE)),
+    "pbroadcast": lambda: unchecked(lambda x: lax.pbroadcast(x, ("data",), 0)),
+    "pmax": lambda: mapped(lambda x: lax.pmax(x, "data"), out_specs=P()),
+    "pmin": lambda: mapped(lambda x: lax.pmin(x, "data"), out_specs=P()),
+    "ppermute": lambda: mapped(lambda x: lax.ppermute(x, "data", PAIR)),
+    "precv": lambda: unchecked(sent),
     "preduced": lambda: reduced(lambda x: lax.pcast(lax.psum(x, "data"), "data", to="reduced")),
     "program_order": in_order,
+    "psend": lambda: unchecked(sent),
+    "psum": lambda: unchecked(lambda x: lax.psum(x, "data")),
     "psum_invariant": lambda: mapped(lambda x: lax.psum(x, "data"), out_specs=P()),
     "pure_callback": lambda: traced(lambda x: jax.pure_callback(np.sin, LIKE, x, **CALLED)),
     "pvary": lambda: mapped(lambda x: lax.pcast(x, "data", to="varying"), in_specs=P()),
+    "ragged_all_to_all": lambda: unchecked(ragged),
     "reduce": lambda: traced(lambda x: lax.reduce(x, 0.0, lambda a, b: a + 2 * b, (0,))),
     "reduce_precision": lambda: traced(lambda x: lax.reduce_precision(x, 5, 10)),
     "reduce_scatter": lambda: mapped(
@@ -281,6 +297,10 @@ PROGRAMS = {
     "tile": lambda: traced(lambda x: lax.tile(x, (2,))),
     "tpu_custom_call": lambda: traced(on_tpu),
     "transpose": lambda: traced(jnp.transpose, TABLE),
+    "unreduced_psum": lambda: unreduced(lambda x: lax.psum(x, "data"), P()),
+    "unreduced_reduce_scatter": lambda: unreduced(
+        lambda x: lax.psum_scatter(x, "data", tiled=True), SPLIT
+    ),
     "unstack": lambda: traced(lambda x: jnp.unstack(x)),
     "while": lambda: traced(lambda x: lax.while_loop(lambda x: x[0] < 3, lambda x: x + 1, x)),
     "xla_metadata_call": with_metadata,
@@ -300,6 +320,33 @@ def gathered_later(to="varying"):
         return all_gather_done(later)
 
     return reduced(f) if to == "reduced" else mapped(f)
+
+
+PAIR = [(0, 1)]
+
+
+def unchecked(f):
+    return traced(jax.shard_map(f, mesh=AUTO, in_specs=SPLIT, out_specs=SPLIT, check_vma=False))
+
+
+def sent(x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        token = lax.psend(x, "data", PAIR)
+        return lax.precv(token, jax.ShapeDtypeStruct(x.shape, x.dtype), "data", PAIR)
+
+
+def ragged(x):
+    i, one = jnp.arange(8, dtype=jnp.int32), jnp.ones(8, jnp.int32)
+    return lax.ragged_all_to_all(x, x, i, one, i, one, axis_name="data")
+
+
+def unreduced(f, out):
+    def whole(x):
+        return f(lax.pcast(jnp.tile(x, 8), "data", to="unreduced"))
+
+    with jax.set_mesh(TYPED):
+        return mapped(whole, ON_TYPED, out_specs=out, mesh=TYPED)
 
 
 def varied():

@@ -7,6 +7,7 @@ from .report import (
     Contract as Contract,
     Parameter as Parameter,
     Report as Report,
+    what_of as what_of,
 )
 from .roofline import Estimate as Estimate, Work as Work
 from .snapshot import check_snapshot as check_snapshot, snapshot_of as snapshot_of

@@ -2,30 +2,14 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from .flow import MOVES, Value, computed, unchanged
+from .._compat import names as known
+from .flow import MOVES, Value, computed, target_of, unchanged
 from .hlo import Instruction, calls_of, short
 
-# What a user calls to communicate, by the names of JAX's primitives.
-_WRITTEN = frozenset(
-    {
-        "all_gather", "all_gather_invariant", "all_gather_reduced", "all_to_all", "pbroadcast",
-        "pgather", "pmax", "pmin", "ppermute", "psum", "psum2", "psum_invariant", "psum_scatter",
-        "ragged_all_to_all", "recv", "reduce_scatter", "send", "unreduced_psum",
-        "unreduced_reduce_scatter",
-    }
-)  # fmt: skip
-# What holds or moves an array and doesn't tell what it is needed for.
-_STRUCTURE = frozenset(
-    {
-        "broadcast_in_dim", "checkpoint", "closed_call", "convert_element_type", "copy",
-        "dynamic_slice", "dynamic_update_slice", "eval_jaxpr", "jit", "pjit", "pvary", "remat2",
-        "reshape", "scan", "shard_map", "slice", "squeeze", "transpose", "while",
-    }
-)  # fmt: skip
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 _FAR = 400  # how many instructions are looked at before one gives up
@@ -38,6 +22,7 @@ class Origin(NamedTuple):
     """Where a collective comes from. Empty where the program doesn't tell."""
 
     arrays: tuple[str, ...]
+    is_gradient: bool
     primitive: str
     source: str
     phase: str
@@ -48,13 +33,15 @@ def origin_of(x: Instruction, names: Names) -> Origin:
     named = _own_names(x)
     primitive = _primitive(named[0]) if named else ""
     generated = 'is_spmd_generated="true"' in x.attributes
-    written = primitive in _WRITTEN and not generated
-    told = x if named and primitive not in _STRUCTURE else next(_informed_users(x), x)
+    written = _is_written(primitive) and not generated
+    told = x if named and primitive not in known.STRUCTURE else next(_informed_users(x), x)
     if not _own_names(told):
         told = next(_informed_inputs(x), x)
     around = _own_names(told)
+    made_by = next(_informed_inputs(x), x)
     return Origin(
         arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
+        is_gradient="backward" in (_phase(named), _phase(_own_names(made_by))),
         primitive=primitive if written else _primitive(around[0]) if around else "",
         source=source_of(x if written else told) or source_of(x),
         phase=_phase([*named, *around]),
@@ -65,6 +52,10 @@ def origin_of(x: Instruction, names: Names) -> Origin:
 def _own_names(x: Instruction) -> list[str]:
     """Where JAX says that it comes from; the name of an argument says only what it is."""
     return [name for name in x.op_names if name.startswith("jit(") or "/" in name]
+
+
+def _is_written(primitive: str) -> bool:
+    return re.sub(r"_(start|done)$", "", primitive) in known.COLLECTIVES
 
 
 def primitive_of(x: Instruction) -> str:
@@ -82,11 +73,11 @@ def _primitive(name: str) -> str:
 
 
 def _phase(names: Sequence[str]) -> str:
-    if any("rematted_computation" in name for name in names):
+    if any(known.STACK_RECOMPUTED in name for name in names):
         return "recomputed"
-    if any("transpose(" in name for name in names[:1]):
+    if any(f"{known.STACK_TRANSPOSE}(" in name for name in names[:1]):
         return "backward"
-    return "forward" if any("jvp(" in name for name in names[:1]) else ""
+    return "forward" if any(f"{known.STACK_JVP}(" in name for name in names[:1]) else ""
 
 
 def source_of(x: Instruction) -> str:
@@ -102,7 +93,11 @@ def _informed_users(x: Instruction) -> Iterator[Instruction]:
     for at in queue:
         if len(queue) > _FAR:
             return
-        if at is not x and (names := _own_names(at)) and _primitive(names[0]) not in _STRUCTURE:
+        if (
+            at is not x
+            and (names := _own_names(at))
+            and _primitive(names[0]) not in known.STRUCTURE
+        ):
             yield at
             continue
         for user in _users(at):
@@ -142,18 +137,35 @@ def _arrays(x: Instruction) -> Iterator[str]:
     """The names of the arguments that are moved as they are, or are as good as that: cast, sliced,
     gathered over another axis.
     """
-    queue = [Value(operand) for operand in x.inputs()[: _operands(x)]]
+    for made_by in _sources(x.inputs()[: _operands(x)]):
+        yield (made_by.op_names or [made_by.name])[0]
+
+
+def argument_of(x: Instruction) -> Instruction | None:
+    """The argument of the program that a value is, or is as good as."""
+    found = list(dict.fromkeys(_sources([x])))
+    return found[0] if len(found) == 1 else None
+
+
+def _sources(values: Iterable[Instruction]) -> Iterator[Instruction]:
+    queue = [Value(x) for x in values]
     for value in queue:
         if len(queue) > _FAR:
             return
         made_by = computed(value).made_by
         module = made_by.computation.module
         if made_by.opcode == "parameter" and made_by.computation is module.entry:
-            yield (made_by.op_names or [made_by.name])[0]
-        elif made_by.opcode.removesuffix("-start").removesuffix("-done") in _MOVED:
+            yield made_by
+        elif _is_moved(made_by):
             data = made_by.inputs()
             # Where a slice begins is no data.
             queue += [Value(y) for y in (data[:1] if "slice" in made_by.opcode else data)]
+
+
+def _is_moved(x: Instruction) -> bool:
+    if x.opcode == "custom-call":  # what the TPU's compiler brings to fast memory in pieces
+        return target_of(x) == "ConcatBitcast"
+    return x.opcode.removesuffix("-start").removesuffix("-done") in _MOVED
 
 
 def _operands(x: Instruction) -> int:

@@ -1,7 +1,6 @@
 """`audit`: reads a compiled program."""
 
 import inspect
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,10 +8,13 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._compat import argument_of_filter_jit, is_filter_jit
 from .._errors import AuditError
 from .._tree import is_array, outlined
+from ..machines import Argument
 from .attribution import Names, origin_of, source_of
 from .collectives import Transfer, is_overlapped, transfers
+from .gradients import gradients_of
 from .groups import Axes, axes_in
 from .hlo import Module
 from .memory import ProgramMemory
@@ -82,7 +84,7 @@ def audit(
             return report_of(compiled, names, mesh=mesh, local=local)
         jitted: Any = fun
         compiled = jitted.lower(*args, **kwargs).compile()
-        if type(jitted).__module__ == "equinox._jit":
+        if is_filter_jit(jitted):
             names = _names_of_equinox(jitted, args, kwargs)
             return report_of(compiled.compiled, names, mesh=mesh, local=local)
         fun = compiled
@@ -128,9 +130,6 @@ def _called(path: Any) -> str:
     return f"{path[1].key}{jtu.keystr(path[2:])}"
 
 
-_FILTERED = re.compile(r"dynamic_(?:no)?donate\['(first|rest|fun)'\]\[(\d+)\]")
-
-
 def _names_of_equinox(jitted: Any, args: Any, kwargs: Any) -> Names:
     """The paths of the leaves that `equinox.filter_jit` numbers."""
     bound = inspect.signature(jitted).bind(*args, **kwargs)
@@ -157,9 +156,9 @@ def _leaves_of(name: str, tree: Any) -> list[str]:
 
 
 def _numbered(own: str, named: dict[str, list[str]]) -> str:
-    match = _FILTERED.fullmatch(own)
-    names = named.get(match[1], []) if match else []
-    return names[int(match[2])] if match and int(match[2]) < len(names) else own
+    part, number = argument_of_filter_jit(own) or ("", 0)
+    names = named.get(part, [])
+    return names[number] if number < len(names) else own
 
 
 def _meshes_of(compiled: jax.stages.Compiled) -> list[AnyMesh]:
@@ -196,12 +195,14 @@ def report_of(
         )
     known = known or [axes for axes in axes_in(module.text) if axes.size == devices]
     found = transfers(module, frozenset(local))
+    parameters = tuple(_parameters(module, names, compiled))
+    arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
         collectives=tuple(_collective(transfer, known, names) for transfer in found),
-        memory=None if compiled is None else ProgramMemory.of(compiled, module),
+        memory=None if compiled is None else ProgramMemory.of(compiled, module, arguments),
         axes=dict(zip(known[0].names, known[0].sizes, strict=True)) if known else {},
         name=module.name,
-        parameters=tuple(_parameters(module, names, compiled)),
+        parameters=parameters,
         work=work_of(module),
     )
 
@@ -247,6 +248,7 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
         wire_bytes=transfer.wire_bytes,
         dtype="/".join(sorted({array.dtype for array in transfer.arrays})),
         arrays=origin.arrays,
+        gradients=gradients_of(transfer.results, names) if origin.is_gradient else (),
         primitive=origin.primitive,
         source=origin.source,
         phase=origin.phase,

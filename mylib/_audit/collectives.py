@@ -10,6 +10,7 @@ from .flow import Run, Value, computed, runs_of, target_of, trips, unchanged
 from .groups import Groups, groups_of, pairs_of, rings_of
 from .hlo import Array, Instruction, Module
 from .opcodes import moves, opcode_of
+from .windows import rings_in
 
 # What a value passes through unharmed on its way to where it is used.
 _PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
@@ -31,6 +32,8 @@ class Transfer:
     wire_bytes: int
     spelling: str = ""
     asynchronous: bool = False
+    # The instructions that have the arrays of the result.
+    results: tuple[Instruction, ...] = ()
     # Of a chain: what it consists of.
     members: "tuple[Transfer, ...]" = ()
 
@@ -113,18 +116,25 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
     late = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
     late = late or _is_started_by_fusion(x)
     each = groups.shape[1]
-    transfer = Transfer(kind, x, runs, groups, arrays, wire_bytes(kind, size, each), "", late)
+    elements = _elements(_done(x), len(arrays))
+    results = tuple(y for several in elements for y in several)
+    sent = wire_bytes(kind, size, each)
+    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results)
     if kind != "all-reduce":
         yield transfer
         return
     # Joined ones are told apart: the gradients may be divided, and the loss not.
-    elements = _elements(_done(x), len(arrays))
-    by_use: dict[bool | None, list[Array]] = {}
+    by_use: dict[bool | None, list[tuple[Array, list[Instruction]]]] = {}
     for array, users in zip(arrays, elements, strict=True):
-        by_use.setdefault(_is_scattered(x, users, each), []).append(array)
+        by_use.setdefault(_is_scattered(x, users, each), []).append((array, users))
     for fused, some in by_use.items():
-        size = sum(array.bytes for array in some)
-        part = replace(transfer, arrays=tuple(some), wire_bytes=wire_bytes(kind, size, each))
+        size = sum(array.bytes for array, _ in some)
+        part = replace(
+            transfer,
+            arrays=tuple(array for array, _ in some),
+            wire_bytes=wire_bytes(kind, size, each),
+            results=tuple(y for _, users in some for y in users),
+        )
         if fused is None:
             yield part
         else:
@@ -151,6 +161,8 @@ def chained(found: list[Transfer]) -> list[Transfer]:
         chain = _chain(steps, found)
         if chain is not None:
             chains.update(dict.fromkeys(map(id, chain.members), chain))
+    for chain in _unrolled([t for t in found if id(t) not in chains]):
+        chains.update(dict.fromkeys(map(id, chain.members), chain))
     return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in found))
 
 
@@ -181,8 +193,31 @@ def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
         sent * members[0].bytes,
         f"{sent} collective-permutes",
         True,
+        tuple(y for member in members for y in member.results),
         tuple(members),
     )
+
+
+def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
+    steps = [t for t in found if t.kind == "collective-permute"]
+    seen: set[int] = set()
+    for ring in rings_in([(t.first, t.done) for t in steps]):
+        members = [steps[i] for i in ring if i not in seen]
+        rings = rings_of(steps[ring[-1]].groups)
+        alike = {steps[i].bytes for i in ring} == {members[-1].bytes}
+        if rings is None or not alike or abs(len(ring) - rings.shape[1]) > 1:
+            continue
+        seen.update(ring)
+        each, last = rings.shape[1], members[-1]
+        yield replace(
+            last,
+            kind="reduce-scatter",
+            groups=rings,
+            arrays=tuple(a._replace(shape=(each, *a.shape)) for a in last.arrays),
+            wire_bytes=len(members) * last.bytes,
+            spelling=f"{len(ring)} collective-permutes",
+            members=tuple(members),
+        )
 
 
 def _touches(transfer: Transfer, loop: Instruction) -> bool:

@@ -18,8 +18,9 @@ _INSTRUCTION = re.compile(
 )
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
 _NUMBERED = re.compile(r"(\d+) (.*)$")
-_OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
+_OP_NAME = re.compile(r'op_name="((?:[^"\\]++|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # What calls another computation, in the order of the text.
@@ -49,6 +50,22 @@ class Array(NamedTuple):
     def bytes(self) -> int:
         """Without the padding of a tiled layout. Of types of less than a byte several are one."""
         return -(-self.size * bits_of(self.dtype) // 8)
+
+    @property
+    def padded_bytes(self) -> int:
+        """With the padding of a tiled layout, `{1,0:T(8,128)}`: whole tiles of the last
+        dimensions in the order in which they lie in memory.
+        """
+        match = _TILED.match(self.layout)
+        if match is None:
+            return self.bytes
+        order = [int(n) for n in match["order"].split(",") if n]
+        tile = [int(n) for n in match["tile"].split(",")]
+        sizes = [self.shape[i] for i in reversed(order)]
+        sizes = [1] * (len(tile) - len(sizes)) + sizes
+        whole = sizes[: len(sizes) - len(tile)]
+        padded = [-(-n // t) * t for n, t in zip(sizes[len(whole) :], tile, strict=True)]
+        return math.prod(whole + padded) * bits_of(self.dtype) // 8
 
     @property
     def on_host(self) -> bool:
@@ -81,6 +98,7 @@ class Instruction:
         "computation",
         "found",
         "name",
+        "named",
         "opcode",
         "operands",
         "rest",
@@ -98,6 +116,7 @@ class Instruction:
         self.attributes: str = rest[end + 1 :]
         self.calls: list[tuple[str, str]] | None = None
         self.found: list[Array] | None = None
+        self.named: list[str] | None = None
         self.operands: list[str] = [] if self.opcode == "constant" else _NAME.findall(self.rest)
 
     @property
@@ -136,9 +155,11 @@ class Instruction:
     @property
     def op_names(self) -> list[str]:
         """Where it comes from, as JAX names it. Instructions that were merged have several."""
-        start = self.attributes.find('op_name="')
-        match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
-        return re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
+        if self.named is None:
+            start = self.attributes.find('op_name="')
+            match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
+            self.named = re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
+        return self.named
 
     @property
     def is_root(self) -> bool:

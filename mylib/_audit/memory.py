@@ -1,12 +1,12 @@
 """What a compiled program holds: the compiler's own numbers, constants, and the peak."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import jax
 
+from ..machines import Argument, Memory, memory_of
 from .attribution import primitive_of, source_of
-from .flow import runs_of
 from .hlo import Module
 from .peak import Buffer, peak_of
 from .text import readable, table
@@ -33,8 +33,9 @@ class Alive:
 
 
 @dataclass(frozen=True)
-class ProgramMemory:
-    """The memory that a compiled program needs, in bytes a device.
+class ProgramMemory(Memory):
+    """The memory that a compiled program needs, in bytes a device: a [`mylib.machines.Memory`][],
+    with `total` and `fits(machine)`, and what is alive at the peak.
 
     **Attributes:**
 
@@ -44,6 +45,7 @@ class ProgramMemory:
     - `constants`: the arrays that the function captures, and other large constants. The compiler's
         own analysis leaves them out.
     - `host`: arguments, results and temporaries in the host's memory.
+    - `largest`: the largest arguments, each with `path`, `shape` and `nbytes`.
     - `peak`: an estimate of the most that is held at one time: what is above, with the temporaries
         that are alive together by the order in which the program runs. The compiler may share more
         memory than this knows of, or pad tiles; `temporaries` is its own number.
@@ -52,40 +54,20 @@ class ProgramMemory:
         program's instructions are not in the order in which they run.
     """
 
-    arguments: int
-    results: int
-    temporaries: int
-    aliased: int
-    code: int
-    constants: int
-    host: int
-    peak: int
-    alive: tuple[Alive, ...]
+    peak: int = 0
+    alive: tuple[Alive, ...] = ()
 
     @classmethod
-    def of(cls, compiled: jax.stages.Compiled, module: Module) -> "ProgramMemory | None":
-        analysis: Any = compiled.memory_analysis()
-        if analysis is None:
-            return None
-        constants = constants_of(module)
-        peak, alive = 0, ()
-        if module.is_scheduled:
-            found = peak_of(module)
-            alive = _alive(found.alive)
-            peak = analysis.argument_size_in_bytes + constants + found.bytes
-        return cls(
-            arguments=analysis.argument_size_in_bytes,
-            results=analysis.output_size_in_bytes,
-            temporaries=analysis.temp_size_in_bytes,
-            aliased=analysis.alias_size_in_bytes,
-            code=analysis.generated_code_size_in_bytes,
-            constants=constants,
-            host=analysis.host_argument_size_in_bytes
-            + analysis.host_output_size_in_bytes
-            + analysis.host_temp_size_in_bytes,
-            peak=peak,
-            alive=alive,
-        )
+    def of(
+        cls, compiled: jax.stages.Compiled, module: Module, arguments: Sequence[Argument]
+    ) -> "ProgramMemory":
+        known = memory_of(compiled, arguments, module.text)
+        parts = {part.name: getattr(known, part.name) for part in fields(known)}
+        if not module.is_scheduled:
+            return cls(**parts)
+        found = peak_of(module)
+        peak = known.arguments + known.constants + found.bytes
+        return cls(**parts, peak=peak, alive=_alive(found.alive))
 
     def lines(self) -> list[str]:
         parts = {
@@ -127,21 +109,9 @@ def _alive(buffers: list[Buffer]) -> tuple[Alive, ...]:
         if buffer.bytes < _SMALL:
             continue
         x = buffer.made_by
-        array = next(a for a in x.arrays if a.bytes == buffer.bytes)
+        array = next(a for a in x.arrays if a.padded_bytes == buffer.bytes)
         key = array.dtype, array.shape, primitive_of(x), source_of(x)
         alike[key] = alike.get(key, 0) + 1
         sizes[key] = sizes.get(key, 0) + buffer.bytes
     found = [Alive(sizes[key], count, *key) for key, count in alike.items()]
     return tuple(sorted(found, key=lambda x: -x.bytes))
-
-
-def constants_of(module: Module) -> int:
-    """The size of the arrays that are part of the program. What is the same number throughout is
-    none.
-    """
-    return sum(
-        x.bytes
-        for name in runs_of(module)
-        for x in module.computations[name].instructions
-        if x.opcode == "constant" and x.type.find("[]") < 0
-    )

@@ -39,13 +39,14 @@ _LOCAL = frozenset(
 )
 
 # Calls of code that is not in the program, and is known to stay on its device (or to go to its
-# host): what JAX itself makes, and the compilers.
+# host): what JAX itself makes, and the compilers, for programs of a single device as well.
 _LOCAL_TARGETS = re.compile(
     r"""AllocateBuffer|AsyncCollective(Start|Done)|ConcatBitcast|X64\w+|Sharding|TopK|PartialReduce
     |ApproxTopK|MoveTo(Host|Device)|annotate_device_placement|Pin|Unpin|CreateBuffer|SliceToDynamic
-    |PadToStatic|DynamicGather|ResizeNearest\w*|ResizeBilinear\w*|AssumeGatherIndicesInBound
-    |InspectSharding|LayoutConstraint|GetHostDesc\w*|Eigh|Qr|Lu\w*|Householder\w*|Svd\w*|Erf\w*
-    |RngBitGenerator|xla_(ffi_)?(partitioned_)?python_(cpu|gpu)_callback
+    |Pad(Real)?ToStatic|DynamicGather|ResizeNearest\w*|ResizeBilinear\w*|AssumeGatherIndicesInBound
+    |GatherScatterIndicesBitpacked|InspectSharding|LayoutConstraint|GetHostDesc\w*|Cholesky|Eigh\w*
+    |Qr(DecompositionBlock)?|CompactWyHelper|InvertDiagBlocks(Lower|Upper)Triangular|Lu\w*
+    |Householder\w*|Svd\w*|Erf\w*|RngBitGenerator|xla_(ffi_)?(partitioned_)?python_(cpu|gpu)_callback
     |(lapack|blas|cu|hip|rocsolver)_\w+|(hipsolver|hipblas|hipsparse|cusolver|cusparse|cublas|cudnn)\w+
     |(dynamic_)?ducc_fft
     |__(cublas|cudnn|cub|onednn|topk|triton)\$.*|__gpu\$xla\.gpu\.triton|__gpu\$TopK

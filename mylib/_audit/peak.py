@@ -148,7 +148,9 @@ class _Run:
         order = self.computation.instructions
         last: dict[int, int] = {}
         for i, x in enumerate(order):
-            for name in (x.name, *x.operands):
+            # Who takes an element out of a tuple needs no other.
+            operands = x.operands if x.opcode != "get-tuple-element" else []
+            for name in (x.name, *operands):
                 last.update((id(b), i) for b in self.held[name])
         # What is returned is needed to the end.
         last.update((id(b), len(order)) for b in self.held[self.computation.result.name])
@@ -191,7 +193,7 @@ def _may_share(x: Instruction) -> bool:
 
 
 def _size(array: Array) -> int:
-    return 0 if _NEAR.search(array.layout) or array.on_host else array.bytes
+    return 0 if _NEAR.search(array.layout) or array.on_host else array.padded_bytes
 
 
 def _elements(type_: str) -> Iterator[str]:

@@ -33,7 +33,9 @@ class Collective:
     - `wire_bytes`: what a device sends in one execution, if the algorithm is a ring.
     - `dtype`: of what is sent. The CPU's compiler, for example, sends bfloat16 as float32.
     - `arrays`: the arguments that are moved, by path, where they are moved as they are. What was
-        computed has no path; see `primitive` and `source`.
+        computed has no path; see `gradients`, `primitive` and `source`.
+    - `gradients`: the arguments whose gradients are summed or moved, by path, where the program
+        goes on to update them.
     - `primitive`: JAX's primitive that it belongs to, such as `"dot_general"`.
     - `source`: the line of Python, as `"file.py:31"`.
     - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty.
@@ -54,6 +56,7 @@ class Collective:
     wire_bytes: int
     dtype: str
     arrays: tuple[str, ...]
+    gradients: tuple[str, ...]
     primitive: str
     source: str
     phase: str
@@ -209,6 +212,7 @@ def _known(c: Collective) -> int:
     return c.times
 
 
+_SHOWN = 3
 _COLUMNS = ("times", "collective", "over", "bytes", "sent", "who", "pass", "what", "line")
 
 
@@ -233,7 +237,8 @@ def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
     alike: dict[Any, list[Collective]] = {}
     for c in collectives:
         same = c.kind, c.axes, c.bytes, c.dtype, c.inserted, c.phase, c.primitive, c.source, c.times
-        alike.setdefault((*same, tuple(map(without_indices, c.arrays))), []).append(c)
+        paths = (tuple(map(without_indices, paths)) for paths in (c.arrays, c.gradients))
+        alike.setdefault((*same, *paths), []).append(c)
     return sorted(alike.values(), key=lambda group: (group[0].kind, group[0].axes or ()))
 
 
@@ -245,7 +250,7 @@ def without_indices(path: str) -> str:
 def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     c = group[0]
     times = "?" if c.times is None else f"{c.times * len(group)}"
-    what = ", ".join(folded([path for one in group for path in one.arrays])) or c.primitive
+    what = what_of(group)
     notes = [c.spelling] if c.spelling else []
     notes += ["overlapped"] if c.overlapped else []
     notes += ["in a branch"] if c.sometimes else []
@@ -260,6 +265,19 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
         what + (f" ({', '.join(notes)})" if notes else ""),
         c.source + (f" in the loop of {c.loops[-1]}" if c.loops else ""),
     )
+
+
+def what_of(group: Sequence[Collective]) -> str:
+    """What collectives that are alike move."""
+    moved = _listed([path for c in group for path in c.arrays])
+    summed = _listed([path for c in group for path in c.gradients])
+    return moved or (summed and f"gradient of {summed}") or group[0].primitive
+
+
+def _listed(paths: Sequence[str]) -> str:
+    names = list(folded(paths))
+    left = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
 def _sum(report: Report) -> str:

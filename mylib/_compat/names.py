@@ -94,12 +94,35 @@ PVARY = "pvary"
 PSUM = "psum_invariant"
 REDUCE_SCATTER = "reduce_scatter"
 
+# What a user calls to communicate, without what only starts it or waits for it.
+COLLECTIVES = frozenset(
+    {
+        PSUM,
+        REDUCE_SCATTER,
+        "all_gather",
+        "all_gather_invariant",
+        "all_gather_reduced",
+        "all_to_all",
+        "pbroadcast",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "precv",
+        "psend",
+        "psum",
+        "ragged_all_to_all",
+        "unreduced_psum",
+        "unreduced_reduce_scatter",
+    }
+)
+
 # Single operations that an analysis treats specially.
 BARRIER = "optimization_barrier"
 CHECKPOINT_NAME = "name"
 CONVERT = "convert_element_type"
 DEVICE_PUT = "device_put"
 DIV = "div"
+DOT = "dot_general"
 MUL = "mul"
 REDUCE_SUM = "reduce_sum"
 RESHARD = "reshard"
@@ -160,6 +183,35 @@ ONLY_MOVED = frozenset(
         "tile",
         "transpose",
         "unstack",
+    }
+)
+
+# What holds, places or moves an array, and doesn't tell what it is needed for.
+STRUCTURE = frozenset(
+    {
+        BARRIER,
+        CLOSED_CALL,
+        CONVERT,
+        CUSTOM_JVP_CALL,
+        CUSTOM_VJP_CALL,
+        DEVICE_PUT,
+        EVAL_JAXPR,
+        JIT,
+        PVARY,
+        REMAT,
+        RESHARD,
+        SCAN,
+        SHARD_MAP,
+        SLICE,
+        WHILE,
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "reshape",
+        "sharding_constraint",
+        "squeeze",
+        "transpose",
     }
 )
 

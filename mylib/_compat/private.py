@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -239,6 +240,22 @@ def function_of_equinox(eqn: Any) -> Callable[..., list[Any]] | None:
     known = equinox_primitives._vprim_impl_registry
     function = known.get(eqn.primitive)
     return None if function is None else functools.partial(function, **eqn.params)
+
+
+def is_filter_jit(fun: Any) -> bool:
+    """Whether `equinox.filter_jit` has made it."""
+    return isinstance(fun, equinox_jit._JitWrapper)
+
+
+_FILTERED = re.compile(r"dynamic_(?:no)?donate\['(first|rest|fun)'\]\[(\d+)\]")
+
+
+def argument_of_filter_jit(name: str) -> tuple[str, int] | None:
+    """Which leaf an argument of a program is that `equinox.filter_jit` has compiled: of the
+    `"first"` argument, of the `"rest"`, or of the function, and the leaf's number.
+    """
+    match = _FILTERED.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]))
 
 
 class UnknownParameter(Exception):

@@ -72,11 +72,14 @@ class Memory:
         return ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size)
 
 
-def memory_of(compiled: jax.stages.Compiled, arguments: Sequence[Argument]) -> Memory:
+def memory_of(
+    compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str | None = None
+) -> Memory:
+    """`text` is that of the program, if it is at hand."""
     stats: Any = compiled.memory_analysis()
     if stats is None:
         raise NotImplementedError("this compiler does not say how much memory a program takes")
-    constants = sum(_constants(compiled.as_text() or ""))
+    constants = sum(_constants(compiled.as_text() or "" if text is None else text))
     code = stats.generated_code_size_in_bytes
     return Memory(
         arguments=stats.argument_size_in_bytes,

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import known
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -180,6 +181,89 @@ class TestOrigins:
         assert (only.kind, only.axes, only.phase) == ("all-reduce", ("model",), "backward")
         assert only.source.startswith("test_audit.py:") and not only.inserted
         assert gradient(opaque).collectives == ()
+
+
+def pairs(model, x):
+    for w in model["layers"]:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+class TestGradients:
+    """Whose gradient a collective sums, in programs that update what they were given."""
+
+    MODEL = {"layers": [known.abstract(ONE, P(), (64, 64))] * 2}
+    X = known.abstract(ONE, P("data"), (512, 64))
+    PATHS = ("model['layers'][0]", "model['layers'][1]")
+
+    def gradients(self, step, *args):
+        report = mylib.audit(step, *args)
+        found = {path for c in report.among("all-reduce", "data") for path in c.gradients}
+        return tuple(sorted(found)), report
+
+    def test_of_an_update(self):
+        def step(model, x):
+            gradient = jax.grad(pairs)(model, x)
+            return jax.tree.map(lambda w, g: w - 0.1 * g, model, gradient)
+
+        found, report = self.gradients(step, self.MODEL, self.X)
+        assert found == self.PATHS
+        assert all(c.arrays == () and c.phase == "backward" for c in report.collectives)
+        assert "gradient of model['layers'][0..1]" in str(report)
+
+    def test_of_an_optimiser(self):
+        """Its state is updated, too, and is not what a user looks for."""
+        optimiser = optax.adamw(1e-3)
+        arrays = jax.tree.map(lambda x: jnp.zeros(x.shape), self.MODEL)
+        state = jax.eval_shape(optimiser.init, arrays)
+        whole = NamedSharding(ONE, P())
+        state = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), state
+        )
+
+        def step(state, model, x):
+            updates, state = optimiser.update(jax.grad(pairs)(model, x), state, model)
+            return optax.apply_updates(model, updates), state
+
+        assert self.gradients(step, state, self.MODEL, self.X)[0] == self.PATHS
+
+    def test_in_a_loop(self):
+        def step(stack, x):
+            def loss(stack):
+                return jnp.mean(lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0] ** 2)
+
+            return stack - 0.1 * jax.grad(loss)(stack)
+
+        stack = known.abstract(ONE, P(), (3, 64, 64))
+        found, report = self.gradients(step, stack, self.X)
+        assert found == ("stack",) and report.count("all-reduce", "data") == 3
+
+    def test_written_by_the_user(self):
+        def step(w, x):
+            gradient = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+            return w - 0.1 * lax.pmean(gradient, "data")
+
+        mapped = jax.shard_map(
+            step, mesh=ONE, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+        )
+        w = known.abstract(ONE, P(), (64, 64))
+        found, report = self.gradients(jax.jit(mapped), w, self.X)
+        assert found == ("w",) and not report.collectives[0].inserted
+
+    def test_activations_are_none(self):
+        """They are added to an argument of their size, too."""
+        columns, rows = (known.abstract(TWO, spec, (64, 64)) for spec in _MEGATRON)
+        x = known.abstract(TWO, P("data"), (512, 64))
+        block = lambda up, down, x: x + jnp.tanh(x @ up) @ down  # noqa: E731
+        (only,) = mylib.audit(jax.jit(block), columns, rows, x).collectives
+        assert only.axes == ("model",) and only.gradients == ()
+
+    def test_what_is_not_updated_has_no_path(self):
+        found, report = self.gradients(jax.grad(pairs), self.MODEL, self.X)
+        assert found == () and report.count("all-reduce", "data") >= 1
+
+
+_MEGATRON = P(None, "model"), P("model")
 
 
 class TestMemory:

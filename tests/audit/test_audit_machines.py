@@ -1,10 +1,14 @@
 """The compilers for GPUs and TPUs themselves, where they are installed."""
 
+import re
+
 import jax
+import jax.numpy as jnp
 import known
 import numpy as np
 import pytest
 import steps
+from jax.sharding import PartitionSpec as P
 
 import mylib
 from mylib import contracts, machines
@@ -49,6 +53,29 @@ def test_contracts(machine, name, stacked):
     )
     estimate = report.estimate(machine)
     assert estimate.seconds > 0 and np.isfinite(estimate.seconds)
+
+
+@MACHINES
+def test_what_programs_of_one_device_call_is_known(machine):
+    """The compilers' own calls, for gathers and linear algebra: they move nothing."""
+    whole = jax.NamedSharding(known.mesh_of(list(machine.devices), (1,), ("one",)), P())
+
+    def abstract(*shape, dtype="float32"):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+    def fun(a, table, i, j):
+        cut = jnp.take_along_axis(table, j, -1), table[i, i], table.at[i, i].add(1.0)
+        return cut, jnp.linalg.cholesky(a), jnp.linalg.qr(a), jnp.linalg.eigh(a), jnp.sort(table)
+
+    args = abstract(64, 64), abstract(64, 64), abstract(16, dtype="int32")
+    compiled = jax.jit(fun).lower(*args, abstract(64, 1, dtype="int32")).compile()
+    assert mylib.audit(compiled).collectives == ()
+    targets = set(re.findall(r'custom_call_target="([^"]*)"', compiled.as_text()))
+    ours = {
+        "gpu": {"cusolver_potrf_ffi", "cusolver_geqrf_ffi", "cusolver_syevd_ffi"},
+        "tpu": {"GatherScatterIndicesBitpacked", "Cholesky", "QrDecompositionBlock", "EighTpu"},
+    }
+    assert targets >= ours[machine.chip.platform]
 
 
 def test_an_estimate_says_that_it_is_one():

@@ -1,0 +1,49 @@
+"""Reduce-scatters that the TPU's compiler has written as short rings of permutations.
+
+It makes a matrix product of them: in each step it adds its own part of the product to what has
+come, and sends the sum on. Long rings are loops; short ones stand in the program step by step, and
+products that are alike may share their first step.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from .._compat import names
+from .flow import MOVES
+from .hlo import Instruction
+
+_MOVED = MOVES | {"get-tuple-element", "tuple"}
+
+
+def rings_in(steps: Sequence[tuple[Instruction, Instruction]]) -> Iterator[list[int]]:
+    """Which permutations are the steps of one reduce-scatter. Each is given by two instructions:
+    the one that starts it, and the one that has its result.
+    """
+    number = {id(done): i for i, (_, done) in enumerate(steps) if _is_of_product(done)}
+    before = {i: _sources(steps[i][0], number) for i in number.values()}
+    inner = {j for sources in before.values() for j in sources}
+    ends: dict[int, list[int]] = {}
+    for i in before.keys() - inner:
+        done = steps[i][1]
+        for user in done.computation.users[done.name]:
+            ends.setdefault(id(user), []).append(i)
+    for last in ends.values():
+        members = list(dict.fromkeys(sorted(last)))
+        for i in members:
+            members += [j for j in before[i] if j not in members]
+        yield sorted(members)
+
+
+def _is_of_product(x: Instruction) -> bool:
+    return any(name.endswith(f"/{names.DOT}") for name in x.op_names)
+
+
+def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
+    """The permutations whose results are in what is sent, after one sum at the most."""
+    found: list[int] = []
+    queue = [(x, False) for x in start.inputs()]
+    for x, summed in queue:
+        if id(x) in number:
+            found.append(number[id(x)])
+        elif x.opcode in _MOVED or (x.opcode in ("fusion", "add") and not summed):
+            queue += [(y, summed or x.opcode not in _MOVED) for y in x.inputs()]
+    return found
