@@ -167,7 +167,7 @@ def spec(shape: tuple[int, ...], which: str) -> P:
     return P(*[None] * dim, "data")
 
 
-TENSOR = mylib.rules.by_axes({"mlp": "model", "heads": "model"}) | mylib.rules.replicated()
+TENSOR = mylib.rules.by_axes({"mlp": "model"}) | mylib.rules.replicated()
 
 
 def kept(case: Case, mesh: Mesh, which: str) -> Any:
