@@ -196,7 +196,7 @@ def haliax(mesh: Mesh, depth: int, width: int, hidden: int, stacked: bool) -> Pr
         return jax.tree.map(lambda x: x.astype(DTYPE), made)
 
     model = equinox.filter_eval_shape(make, keys)
-    arrays, rest = equinox.partition(model, equinox.is_array_like)
+    arrays, rest = equinox.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     params, where = placed(arrays, on_embed(width, stacked), mesh)
 
     def loss(params: Any, x: jax.Array) -> jax.Array:
