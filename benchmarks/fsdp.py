@@ -3,11 +3,15 @@ receives in a step, for `mylib.fully_shard` and for what others write.
 
     python benchmarks/fsdp.py h100                 an MLP in a scan and in a list
     python benchmarks/fsdp.py v5e --model transformer --layers scan
-    python benchmarks/fsdp.py h100 --only ours --rows 128
+    python benchmarks/fsdp.py h100 --only mylib --rows 128
+    python benchmarks/fsdp.py h100 --only mylib --grid       4 x 4, with tensor parallelism
+    python benchmarks/fsdp.py h100 --only mylib --dtype f32  kept in f32, sent in bf16
+    python benchmarks/fsdp.py h100 --only mylib --model deep --layers list    48 layers of 1 GiB
 
-Nothing is run, and no GPU or TPU is needed: each gradient is compiled for 16 devices by XLA's own
-compiler for them (`pip install 'mylib[gpu-compiler,tpu-compiler]'`). Memory and bytes are exact,
-for one version of the compiler.
+Peers (flax, haliax, scalax) are in the table of the MLP where they are installed. Nothing is run,
+and no GPU or TPU is needed: each gradient is compiled for 16 devices by XLA's own compiler for them
+(`pip install 'mylib[gpu-compiler,tpu-compiler]'`). Memory and bytes are exact, for one version of
+the compiler.
 """
 
 import argparse
@@ -22,6 +26,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from fsdp_peers import PEERS
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 from side_by_side import print_header, print_row
@@ -29,7 +34,7 @@ from side_by_side import print_header, print_row
 import mylib
 from mylib import machines
 
-DEPTH, WIDTH, HIDDEN, HEADS, VOCAB, TIME = 16, 2048, 8192, 16, 32768, 512
+HEADS, VOCAB, TIME = 16, 32768, 512
 DTYPE = jnp.bfloat16
 # The TPU compiler's own, for the indices of an embedding: on each device by itself.
 LOCAL = ("GatherScatterIndicesBitpacked",)
@@ -37,6 +42,19 @@ MIB = 2**20
 MACHINES = {
     "h100": partial(machines.gpu, "h100", hosts=2),
     "v5e": partial(machines.tpu, "v5e", (4, 4)),
+}
+
+
+class Size(NamedTuple):
+    depth: int
+    width: int
+    hidden: int
+
+
+SIZES = {
+    "mlp": Size(16, 2048, 8192),
+    "transformer": Size(16, 2048, 8192),
+    "deep": Size(48, 8192, 32768),
 }
 
 
@@ -118,37 +136,46 @@ def transformer_loss(model: Transformer, tokens: jax.Array, each: Each) -> jax.A
     return -jnp.mean(jnp.take_along_axis(logits, jnp.roll(tokens, -1, 1)[..., None], -1))
 
 
-def case_of(model: str, layers: str, rows: int, devices: int) -> Case:
+def case_of(model: str, layers: str, rows: int, devices: int, dtype: Any) -> Case:
+    depth, width, hidden = SIZES[model]
+
     def stack(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((DEPTH, *shape) if layers == "scan" else shape, DTYPE)
+        return jax.ShapeDtypeStruct((depth, *shape) if layers == "scan" else shape, dtype)
 
     def repeated(layer: Any) -> Any:
-        return layer if layers == "scan" else [layer] * DEPTH
+        return layer if layers == "scan" else [layer] * depth
 
-    up, down, square = stack(WIDTH, HIDDEN), stack(HIDDEN, WIDTH), stack(WIDTH, WIDTH)
-    if model == "mlp":
-        data = jax.ShapeDtypeStruct((rows * devices, WIDTH), DTYPE)
+    up, down, square = stack(width, hidden), stack(hidden, width), stack(width, width)
+    if model != "transformer":
+        data = jax.ShapeDtypeStruct((rows * devices, width), DTYPE)
         return Case(Dense, MLP(repeated(Dense(up, down))), data, mlp_loss)
-    block = Block(stack(2, WIDTH), *[square] * 4, up, down)
-    table = jax.ShapeDtypeStruct((VOCAB, WIDTH), DTYPE)
-    out = jax.ShapeDtypeStruct((WIDTH, VOCAB), DTYPE)
+    block = Block(stack(2, width), *[square] * 4, up, down)
+    table = jax.ShapeDtypeStruct((VOCAB, width), dtype)
+    out = jax.ShapeDtypeStruct((width, VOCAB), dtype)
     data = jax.ShapeDtypeStruct((rows * devices // TIME, TIME), jnp.int32)
     return Case(Block, Transformer(table, repeated(block), out), data, transformer_loss)
 
 
+SMALL = 2**13  # weights of fewer elements are copied: the norms
+
+
 def spec(shape: tuple[int, ...], which: str) -> P:
     """The spec of one layer's weight: its first dimension split, its largest, or "embed"."""
-    if math.prod(shape) < 2 * WIDTH + 1:
+    if math.prod(shape) < SMALL:
         return P()
     dim = {"first": 0, "largest": shape.index(max(shape)), "embed": shape.index(min(shape))}[which]
     return P(*[None] * dim, "data")
 
 
+TENSOR = mylib.rules.by_axes({"mlp": "model"}) | mylib.rules.replicated()
+
+
 def kept(case: Case, mesh: Mesh, which: str) -> Any:
+    if "model" in mesh.shape:
+        rule = TENSOR & mylib.rules.fsdp("data", min_size=SMALL)
+        return mylib.resolve(case.model, rule, mesh=mesh)
     if which == "rule":
-        return mylib.resolve(
-            case.model, mylib.rules.fsdp("data", min_size=2 * WIDTH + 1), mesh=mesh
-        )
+        return mylib.resolve(case.model, mylib.rules.fsdp("data", min_size=SMALL), mesh=mesh)
 
     def place(path: Any, x: Any) -> NamedSharding:
         stacked = ".layers" in jax.tree_util.keystr(path) and not isinstance(
@@ -174,7 +201,11 @@ def rematerialised(case: Case) -> Each:
 
 def raw(case: Case, mesh: Mesh, where: Any) -> Loss:
     """Shardings of what goes in and comes out, and nothing else."""
-    return lambda model, x: case.loss(model, x, rematerialised(case))
+    return lambda model, x: case.loss(narrow(model), x, rematerialised(case))
+
+
+def narrow(model: Any) -> Any:
+    return jax.tree.map(lambda x: x.astype(DTYPE), model)
 
 
 def activations(case: Case, mesh: Mesh, where: Any) -> Loss:
@@ -210,7 +241,9 @@ def before(case: Case, mesh: Mesh, where: Any) -> Loss:
 
 def ours(case: Case, mesh: Mesh, where: Any, **options: Any) -> Loss:
     """`fully_shard`, and nothing else."""
-    used = options.pop("used", mylib.rules.replicated())
+    used = options.pop("used", TENSOR if "model" in mesh.shape else mylib.rules.replicated())
+    if jax.tree.leaves(case.model)[0].dtype != DTYPE:
+        options["dtype"] = DTYPE
 
     def loss(model: Any, x: jax.Array) -> jax.Array:
         model = mylib.fully_shard(model, case.layer, where, used, mesh=mesh, **options)
@@ -222,6 +255,8 @@ def ours(case: Case, mesh: Mesh, where: Any, **options: Any) -> Loss:
 FORMULATIONS: dict[str, tuple[Callable[..., Loss], str]] = {
     "mylib.fully_shard": (ours, "rule"),
     "mylib.fully_shard, used=None": (partial(ours, used=None), "rule"),
+    "mylib.fully_shard, in_turn=False": (partial(ours, in_turn=False), "rule"),
+    "mylib.fully_shard, first dimension": (ours, "first"),
     "jax.jit, rematerialised, embed": (raw, "embed"),
     "jax.jit, rematerialised, largest": (raw, "largest"),
     "jax.jit, rematerialised, first": (raw, "first"),
@@ -241,7 +276,9 @@ def data_of(case: Case, mesh: Mesh) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(case.data.shape, case.data.dtype, sharding=rows)
 
 
-def programs(case: Case, mesh: Mesh, only: str) -> Iterator[tuple[str, jax.stages.Compiled]]:
+def programs(
+    case: Case, mesh: Mesh, only: str, peers: bool
+) -> Iterator[tuple[str, jax.stages.Compiled | str]]:
     for name, (formulation, which) in FORMULATIONS.items():
         if only in name:
             where = kept(case, mesh, which)
@@ -250,30 +287,62 @@ def programs(case: Case, mesh: Mesh, only: str) -> Iterator[tuple[str, jax.stage
             )
             loss = formulation(case, mesh, where)
             yield name, compiled(loss, params, data_of(case, mesh), where)
+    for name, peer in PEERS.items() if peers else ():
+        if only in name:
+            try:
+                stacked = not isinstance(case.model.layers, list)
+                loss, params, where = peer(mesh, *SIZES["mlp"], stacked)
+                there = jax.tree.leaves(where)[0].mesh
+                with jax.set_mesh(there):
+                    program = compiled(loss, params, data_of(case, there), where)
+            # The second: it uses what this version of JAX has no more.
+            except (ImportError, AttributeError) as error:
+                program = f"left out: {str(error).splitlines()[0]}"
+            yield name, program
+
+
+def row(layers: str, name: str, program: jax.stages.Compiled | str, mesh: Mesh) -> list[str]:
+    if isinstance(program, str):
+        return [layers, name, program, "", "", "", ""]
+    report = mylib.audit(program, mesh=mesh, local=LOCAL)
+    temporary = program.memory_analysis().temp_size_in_bytes / MIB
+    gathers = [c for c in report.collectives if c.kind == "all-gather" and c.bytes >= MIB]
+    hidden = sum(c.overlapped for c in gathers)
+    summed = [c for c in report.collectives if c.kind == "all-reduce" and c.bytes >= MIB]
+    kinds = sorted({c.kind for c in report.collectives})
+    return [
+        layers,
+        name,
+        f"{temporary:.0f}",
+        f"{report.wire_bytes() / MIB:.0f}",
+        f"{sum(c.bytes * (c.times or 1) for c in summed) / MIB:.0f}",
+        f"{hidden} of {len(gathers)}",
+        ", ".join(kinds),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("machine", choices=MACHINES)
-    parser.add_argument("--model", choices=["mlp", "transformer"], default="mlp")
+    parser.add_argument("--model", choices=SIZES, default="mlp")
     parser.add_argument("--layers", choices=["scan", "list"], nargs="+", default=["scan", "list"])
     parser.add_argument("--rows", type=int, default=2048, help="rows, or tokens, a device")
+    parser.add_argument("--dtype", choices=["bf16", "f32"], default="bf16", help="of what is kept")
+    parser.add_argument("--grid", action="store_true", help="4 x 4 devices, data x model")
     parser.add_argument("--only", default="", help="formulations with this in their name")
     given = parser.parse_args()
     machine = MACHINES[given.machine]()
-    mesh = machine.mesh(data=-1)
-    columns = ["layers", "formulation", "temporary MiB", "received MiB", "collectives"]
-    print_header(
-        f"{given.model} of {DEPTH} layers on {machine}, {given.rows} rows a device", columns
-    )
+    mesh = machine.mesh(data=4, model=4) if given.grid else machine.mesh(data=-1)
+    columns = ["layers", "formulation", "temporary MiB", "received MiB", "all-reduced MiB"]
+    columns += ["gathers under way during other work", "collectives"]
+    where = f"{given.model} of {SIZES[given.model].depth} layers on {machine}"
+    print_header(f"{where}, {dict(mesh.shape)}, {given.rows} rows a device", columns)
+    dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[given.dtype]
+    peers = given.model == "mlp" and given.dtype == "bf16" and not given.grid
     for layers in given.layers:
-        case = case_of(given.model, layers, given.rows, machine.count)
-        for name, program in programs(case, mesh, given.only):
-            report = mylib.audit(program, mesh=mesh, local=LOCAL)
-            temporary = program.memory_analysis().temp_size_in_bytes / MIB
-            kinds = sorted({c.kind for c in report.collectives})
-            received = report.wire_bytes() / MIB
-            print_row([layers, name, f"{temporary:.0f}", f"{received:.0f}", ", ".join(kinds)])
+        case = case_of(given.model, layers, given.rows, mesh.shape["data"], dtype)
+        for name, program in programs(case, mesh, given.only, peers):
+            print_row(row(layers, name, program, mesh))
 
 
 if __name__ == "__main__":

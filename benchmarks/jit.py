@@ -121,9 +121,13 @@ def training(effort: float) -> Iterator[Row]:
             targets = mylib.resolve(start, kept)
             tokens = mylib.filter_shard(text, P("data"))
 
-            def step(model: Any, state: Any, tokens: Any, used: Any = used) -> Any:
+            def step(
+                model: Any, state: Any, tokens: Any, kept: Any = kept, used: Any = used
+            ) -> Any:
                 def loss(model: Any) -> Any:
-                    return strategies.loss_of(mylib.filter_shard(model, used), tokens)
+                    return strategies.loss_of(
+                        mylib.fully_shard(model, strategies.Block, kept, used), tokens
+                    )
 
                 grads = eqx.filter_grad(loss)(model)
                 arrays = eqx.filter(model, eqx.is_array)

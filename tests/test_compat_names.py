@@ -31,6 +31,7 @@ AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 TYPED = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
 SHARDED = NamedSharding(AUTO, P("data"))
 X = jnp.arange(16.0)
+IMAGE = jnp.ones((1, 1, 4, 4))
 ON_TYPED = jax.device_put(X, NamedSharding(TYPED, P("data")))
 PACKAGE = Path(mylib.__file__).parent
 
@@ -278,6 +279,11 @@ PROGRAMS = {
     "rev": lambda: traced(jnp.flip),
     "run_state": lambda: traced(run_state),
     "scan": lambda: traced(loop),
+    "conv_general_dilated": lambda: traced(lambda x: lax.conv(IMAGE, IMAGE, (1, 1), "SAME") * x[0]),
+    "dot_general": lambda: traced(lambda x: x @ x),
+    "ragged_dot_general": lambda: traced(
+        lambda x: lax.ragged_dot(x[:, None], x[None, None], jnp.array([16]))
+    ),
     "scatter": lambda: scattered("set"),
     "scatter-add": lambda: scattered("add"),
     "scatter-max": lambda: scattered("max"),
@@ -473,6 +479,9 @@ PARAMS = {
     "PARAM_OUT_LAYOUTS": ("jit",),
     "PARAM_OUT_SHARDINGS": ("jit",),
     "PARAM_OUT_SPECS": ("shard_map",),
+    "PARAM_POLICY": ("remat2",),
+    "PARAM_PREFERRED": ("conv_general_dilated", "dot_general", "ragged_dot_general"),
+    "PARAM_PREVENT_CSE": ("remat2",),
     "PARAM_REVERSE": ("scan",),
     "PARAM_STARTS": ("slice",),
     "PARAM_UNROLL": ("scan",),

@@ -17,7 +17,12 @@ MOVES = frozenset(
         "slice-done", "slice-start", "transpose",
     }
 )  # fmt: skip
-_WRAPPERS = {"fusion": "calls", "call": "to_apply", "async-start": "calls"}
+_WRAPPERS = {
+    "fusion": "calls",
+    "call": "to_apply",
+    "call-start": "to_apply",
+    "async-start": "calls",
+}
 
 
 class Value(NamedTuple):
@@ -48,7 +53,7 @@ def runs_of(module: Module) -> dict[str, list[Run]]:
         for x in computation.instructions:
             for role, name in calls_of(x):
                 called = module.computations[name]
-                if role == "to_apply" and x.opcode != "call":
+                if role == "to_apply" and x.opcode not in ("call", "call-start"):
                     continue  # how two numbers are added
                 if x.opcode == "while":
                     times = trips(x)

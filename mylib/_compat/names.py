@@ -130,6 +130,9 @@ SELECT = "select_n"
 SLICE = "slice"
 STOP_GRADIENT = "stop_gradient"
 
+# Sums of products, whose result may be of a wider dtype than their operands.
+PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+
 # Operations of one array that turn a gradient into a gradient (`_per_device/sums.py`).
 LINEAR_IN_ONE = frozenset(
     {
@@ -252,11 +255,15 @@ PARAM_IN_SPECS = "in_specs"
 PARAM_MANUAL_AXES = "newly_manual_axes"
 PARAM_MESH = "mesh"
 PARAM_OUT_SPECS = "out_specs"
+# Parameters of a checkpoint inside a program.
+PARAM_POLICY = "policy"
+PARAM_PREVENT_CSE = "prevent_cse"
 # Parameters of single operations.
 PARAM_DEVICES = "devices"
 PARAM_DST_SHARDING = "dst_sharding"
 PARAM_LIMITS = "limit_indices"
 PARAM_NEW_DTYPE = "new_dtype"
+PARAM_PREFERRED = "preferred_element_type"
 PARAM_STARTS = "start_indices"
 
 # --- transformations, by their entries in an equation's stack of names ----------------------------

@@ -1,6 +1,7 @@
 """`fully_shard`: the weights of a layer are gathered where it is called."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -40,6 +41,7 @@ def fully_shard(
     *,
     mesh: AnyMesh | None = None,
     dtype: Any = None,
+    reduce_dtype: Any = None,
     checkpoint: bool = True,
     policy: Policy | None = None,
     in_turn: bool = True,
@@ -70,6 +72,9 @@ def fully_shard(
     - `mesh`: for placements that are no shardings; by default that of `jax.set_mesh`.
     - `dtype`: what floating weights are cast to before they are sent. The layers compute with
         that, and gradients are summed in it; they come back in the dtype of the weights.
+    - `reduce_dtype`: a wider dtype in which the gradients of layers are made and summed over the
+        devices, such as `jnp.float32` where `dtype=jnp.bfloat16`. Products still multiply
+        numbers of `dtype`. Leaves in no layer are summed in `dtype` all the same.
     - `checkpoint`: whether layers are rematerialised: gathered weights are then never saved for the
         backward pass. If False, everything may be.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
@@ -108,7 +113,8 @@ def fully_shard(
         assert grads.layers[0].weight.sharding.spec == P("data")
         ```
     """
-    methods = _checked(layers, dtype, checkpoint, policy)
+    _check_dtypes(dtype, reduce_dtype)
+    methods = _checked(layers, checkpoint, policy)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
     faults = [fault for decision in decisions for fault in decision.faults]
@@ -118,7 +124,7 @@ def fully_shard(
     if faults:
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
-    route = Route(kept_at, used_at, dtype)
+    route = Route(kept_at, used_at, dtype, reduce_dtype)
     made: list[Any] = []
     at_top: dict[int, int] = {}  # of arrays that are in no layer, where they are in `made`
     start = 0
@@ -131,15 +137,25 @@ def fully_shard(
         else:
             at_top |= dict.fromkeys(inside, len(made))
         made.append(node)
-    gathered = gather([leaves.arrays[i] for i in at_top], route.part(list(at_top)))
+    top = replace(route, reduce_dtype=None).part(list(at_top))
+    gathered, _ = gather([leaves.arrays[i] for i in at_top], top)
     for position, x in zip(at_top.values(), gathered, strict=True):
         made[position] = x
     return jtu.tree_unflatten(treedef, made)
 
 
-def _checked(layers: Any, dtype: Any, checkpoint: bool, policy: Any) -> _Methods:
-    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"fully_shard: dtype={dtype!r} is not a floating dtype")
+def _check_dtypes(dtype: Any, reduce_dtype: Any) -> None:
+    for name, x in (("dtype", dtype), ("reduce_dtype", reduce_dtype)):
+        if x is not None and not jnp.issubdtype(x, jnp.floating):
+            raise TypeError(f"fully_shard: {name}={x!r} is not a floating dtype")
+    if None not in (dtype, reduce_dtype) and jnp.promote_types(dtype, reduce_dtype) != reduce_dtype:
+        raise TypeError(
+            f"fully_shard: reduce_dtype={jnp.dtype(reduce_dtype)} is narrower than "
+            f"dtype={jnp.dtype(dtype)}, in which gradients are computed"
+        )
+
+
+def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
     if policy is recompute_resharded:
         raise TypeError(
             "fully_shard: policy=recompute_resharded is what makes a policy, and fully_shard makes "

@@ -18,11 +18,14 @@ Targets = tuple[Target | None, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """Where weights are kept and used, and the dtype in which they are sent."""
+    """Where weights are kept and used, the dtype in which they are sent, and that in which their
+    gradients are.
+    """
 
     kept: Targets
     used: Targets
     dtype: Any
+    reduce_dtype: Any
 
     def without(self, dims: int) -> "Route":
         """The route of what a loop over the first dimensions sees of the weights."""
@@ -36,18 +39,22 @@ class Route:
         return replace(self, kept=kept, used=used)
 
 
-def gather(arrays: Sequence[Any], route: Route) -> list[Any]:
-    """The weights where they are used. What has no gradient is moved and not cast."""
+def gather(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
+    """The weights where they are used, and their sinks (`wide.py`), each None if there is no
+    `reduce_dtype`. What has no gradient is moved and not cast.
+    """
     index = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
     rest = [i for i in range(len(arrays)) if i not in set(index)]
-    gathered = list(arrays)
-    for positions, move in ((index, _gather), (rest, _forward)):
-        if positions:
-            part = route.part(positions)
-            moved: Any = move([arrays[i] for i in positions], part)
-            for i, x in zip(positions, moved, strict=True):
-                gathered[i] = x
-    return gathered
+    gathered, sinks = list(arrays), [None] * len(arrays)
+    if index:
+        moved: Any = _gather([arrays[i] for i in index], route.part(index))
+        for i, x, sink in zip(index, *moved, strict=True):
+            gathered[i], sinks[i] = x, sink
+    if rest:
+        moved = _forward([arrays[i] for i in rest], route.part(rest))
+        for i, x in zip(rest, moved, strict=True):
+            gathered[i] = x
+    return gathered, sinks
 
 
 def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
@@ -56,8 +63,9 @@ def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _gather(arrays: list[Any], route: Route) -> list[Any]:
-    return _forward(arrays, route)
+def _gather(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
+    gathered = _forward(arrays, route)
+    return gathered, [_sink(x, route.reduce_dtype) for x in gathered]
 
 
 def _forward(arrays: list[Any], route: Route) -> list[Any]:
@@ -67,18 +75,30 @@ def _forward(arrays: list[Any], route: Route) -> list[Any]:
     return keep(keep(arrays, _on_device(route.kept)), route.used)
 
 
-def _forward_of_vjp(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
+def _sink(x: Any, dtype: Any) -> Any:
+    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return None
+    return x.astype(dtype)
+
+
+def _forward_of_vjp(arrays: list[Any], route: Route) -> tuple[Any, list[Any]]:
     # Not `_gather` again: the policy of a checkpoint would see one opaque call, and save its
     # result.
-    return _forward(arrays, route), [jnp.zeros((0,), x.dtype) for x in arrays]
+    gathered = _forward(arrays, route)
+    sinks = [_sink(x, route.reduce_dtype) for x in gathered]
+    return (gathered, sinks), [jnp.zeros((0,), x.dtype) for x in arrays]
 
 
-def _backward(route: Route, like: list[Any], cotangents: list[Any]) -> tuple[list[Any]]:
+def _backward(route: Route, like: list[Any], cotangents: Any) -> tuple[list[Any]]:
+    summed = [
+        x if of_sink is None else x.astype(of_sink.dtype) + of_sink
+        for x, of_sink in zip(*cotangents, strict=True)
+    ]
     # The sum over the devices comes back cut. The transpose of the second constraint above would
     # ask for all of it, which on TPUs stays an all-reduce.
-    cotangents = keep(cotangents, _on_device(route.kept))
-    cotangents = [x.astype(old.dtype) for x, old in zip(cotangents, like, strict=True)]
-    return (keep(cotangents, route.kept),)
+    summed = keep(summed, _on_device(route.kept))
+    summed = [x.astype(old.dtype) for x, old in zip(summed, like, strict=True)]
+    return (keep(summed, route.kept),)
 
 
 _gather.defvjp(_forward_of_vjp, _backward)

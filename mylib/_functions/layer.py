@@ -15,6 +15,7 @@ from .._placement import World, axes_in, axis_names, current_world, entries_of, 
 from .._tree import Arrays, Leaves, name_of, outlined, split
 from .checkpoint import Policy, filter_checkpoint, recompute_resharded
 from .gather import Route, gather, keep
+from .wide import call_with_sinks
 
 # A field of the classes made here. Their instances have the fields of the original beside it.
 _PLAN = "_fully_shard_plan"
@@ -90,7 +91,14 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
         route, arrays = plan.route.without(stacked), leaves.arrays
 
         def run(arrays: Arrays, args: Any, kwargs: Any) -> Any:
-            return method(leaves.join(gather(arrays, route)), *args, **kwargs)
+            gathered, sinks = gather(arrays, route)
+
+            def plain(gathered: Arrays, args: Any, kwargs: Any) -> Any:
+                return method(leaves.join(gathered), *args, **kwargs)
+
+            if route.reduce_dtype is None:
+                return plain(gathered, args, kwargs)
+            return _with_sinks(plain, gathered, sinks, args, kwargs)
 
         if plan.in_turn and not stacked:
             arrays, args, kwargs = _after(arrays, route, args, kwargs)
@@ -102,6 +110,21 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
         return run(arrays, args, kwargs)
 
     return called
+
+
+def _with_sinks(
+    run: Callable[..., Any], weights: Arrays, sinks: Arrays, args: Any, kwargs: Any
+) -> Any:
+    given, outline = outlined((args, kwargs))
+    returned = outline
+
+    def computed(weights: Arrays, given: Arrays) -> Arrays:
+        nonlocal returned
+        arrays, returned = outlined(run(weights, *outline.fill(given)))
+        return arrays
+
+    arrays = call_with_sinks(computed, weights, sinks, given)
+    return returned.fill(arrays)
 
 
 def _after(arrays: Arrays, route: Route, args: Any, kwargs: Any) -> tuple[Arrays, Any, Any]:

@@ -189,7 +189,8 @@ def program(*body: str, computations: str = "") -> str:
 PARAMETER = '%x = f32[8]{0} parameter(0), metadata={op_name="x"}'
 
 
-def test_a_computation_that_is_started():
+@pytest.mark.parametrize(("opcode", "role"), [("async", "calls"), ("call", "to_apply")])
+def test_a_computation_that_is_started(opcode, role):
     gather = """%async (p: f32[8]) -> f32[64] {
   %p = f32[8]{0} parameter(0)
   ROOT %g = f32[64]{0} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
@@ -197,9 +198,9 @@ def test_a_computation_that_is_started():
 """
     text = program(
         PARAMETER,
-        "%s = ((f32[8]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%async",
-        "%u = ((f32[8]{0}), f32[64]{0}, u32[]) async-update(%s)",
-        "ROOT %d = f32[64]{0} async-done(%u)",
+        f"%s = ((f32[8]{{0}}), f32[64]{{0}}, u32[]) {opcode}-start(%x), {role}=%async",
+        f"%u = ((f32[8]{{0}}), f32[64]{{0}}, u32[]) {opcode}-update(%s)",
+        f"ROOT %d = f32[64]{{0}} {opcode}-done(%u)",
         computations=gather,
     )
     (only,) = mylib.audit(text, mesh=MESH).collectives

@@ -435,16 +435,34 @@ def test_ways_to_name_layers(layers):
 
 
 def test_methods_that_gather():
-    def gathers(layers, kept=KEPT):
-        def value(layer, x):
-            return mylib.fully_shard(layer, layers, kept, None, mesh=AUTO, dtype=jnp.bfloat16)
+    layer = mylib.fully_shard(LISTED.layers[0], {Layer: ["halved"]}, KEPT, mesh=AUTO)
+    halved, called = (
+        str(jax.make_jaxpr(lambda x, f=f: f(x))(X)) for f in (layer.halved, layer.__call__)
+    )
+    assert "remat" in halved and "remat" not in called
 
-        return value(LISTED.layers[0], X)
 
-    layer = gathers({Layer: ["halved"]})
-    # What gathers computes in `dtype`; the other method does with what the layer holds.
-    x = X.astype(jnp.bfloat16)
-    assert layer.halved(x).dtype == jnp.bfloat16 and layer(x).dtype == jnp.float32
+class Tying(eqx.Module):
+    """Its head is the layer, transposed."""
+
+    layer: Layer
+
+    def __call__(self, x):
+        return self.layer(x) @ self.layer.down.T @ self.layer.up.T
+
+
+def test_weights_read_outside_of_a_call_are_as_they_are_kept():
+    model = Tying(LISTED.layers[0])
+
+    def loss(model, x):
+        return jnp.sum(model(x) ** 2)
+
+    with jax.set_mesh(AUTO):
+        model_there, x = placed(AUTO, KEPT, model, X)
+        found = step(loss, Layer, KEPT)(model_there, x)
+    assert_close(found, on_one_device(loss, model, X))
+    layer = mylib.fully_shard(model_there, Layer, KEPT, mesh=AUTO, dtype=jnp.bfloat16).layer
+    assert layer.down is model_there.layer.down
 
 
 # What it refuses.
