@@ -280,7 +280,6 @@ PROGRAMS = {
     "run_state": lambda: traced(run_state),
     "scan": lambda: traced(loop),
     "conv_general_dilated": lambda: traced(lambda x: lax.conv(IMAGE, IMAGE, (1, 1), "SAME") * x[0]),
-    "dot_general": lambda: traced(lambda x: x @ x),
     "ragged_dot_general": lambda: traced(
         lambda x: lax.ragged_dot(x[:, None], x[None, None], jnp.array([16]))
     ),
