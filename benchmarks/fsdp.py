@@ -118,12 +118,12 @@ def transformer_loss(model: Transformer, tokens: jax.Array, each: Each) -> jax.A
     return -jnp.mean(jnp.take_along_axis(logits, jnp.roll(tokens, -1, 1)[..., None], -1))
 
 
-def case_of(model: str, layers: str, rows: int, devices: int) -> Case:
+def case_of(model: str, layers: str, rows: int, devices: int, depth: int = DEPTH) -> Case:
     def stack(*shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((DEPTH, *shape) if layers == "scan" else shape, DTYPE)
+        return jax.ShapeDtypeStruct((depth, *shape) if layers == "scan" else shape, DTYPE)
 
     def repeated(layer: Any) -> Any:
-        return layer if layers == "scan" else [layer] * DEPTH
+        return layer if layers == "scan" else [layer] * depth
 
     up, down, square = stack(WIDTH, HIDDEN), stack(HIDDEN, WIDTH), stack(WIDTH, WIDTH)
     if model == "mlp":
