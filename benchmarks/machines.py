@@ -2,7 +2,8 @@
 compiler with as many simulated devices.
 
     python benchmarks/machines.py            every row, about half an hour
-    python benchmarks/machines.py --quick    4 layers, at most 64 devices
+    python benchmarks/machines.py --quick    4 layers in a scan, at most 64 devices
+    python benchmarks/machines.py --machines "h100 x 1024" --only "4 layers"
 
 Nothing is run, and no GPU or TPU is needed (`pip install 'mylib[gpu-compiler,tpu-compiler]'`).
 Times are of a process's own CPU, all threads together: the machine may do other work. Each machine
@@ -158,15 +159,17 @@ def said(kept: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="4 layers, at most 64 devices")
+    parser.add_argument("--quick", action="store_true", help="4 layers in a scan, at most 64 devices")
     parser.add_argument("--machines", nargs="+", metavar="NAME", help="these alone")
+    parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
         compile_all(given.one[0], [Model(*x) for x in json.loads(given.one[1])])
         return
     names = given.machines or (QUICK if given.quick else MACHINES)
-    models = [x for x in MODELS if x.depth == 4] if given.quick else MODELS
+    only = "4 layers in a scan" if given.quick else given.only
+    models = [x for x in MODELS if only in str(x)]
     growth(table(names, models), names, models)
 
 
