@@ -159,7 +159,9 @@ def said(kept: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="4 layers in a scan, at most 64 devices")
+    parser.add_argument(
+        "--quick", action="store_true", help="4 layers in a scan, at most 64 devices"
+    )
     parser.add_argument("--machines", nargs="+", metavar="NAME", help="these alone")
     parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)

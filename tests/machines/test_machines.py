@@ -129,6 +129,7 @@ class TestDescriptions:
             (lambda: machines.gpu("v5e"), "'v5e' is no GPU"),
             (lambda: machines.gpu("h100", hosts=0), "has no devices"),
             (lambda: machines.tpu("v5e", (4, 4, 4)), "has 2 directions, such as 4x4, not 4x4x4"),
+            (lambda: machines.tpu("v5e", 16), "has 2 directions, such as 4x4, not 16"),
             (lambda: machines.tpu("v5e", (32, 32)), "larger than the largest slice of v5e, 16x16"),
             (lambda: machines.gpu(machines.Chip("my", "gpu")), "my has no `target`"),
         ],
