@@ -136,8 +136,16 @@ def transformer_loss(model: Transformer, tokens: jax.Array, each: Each) -> jax.A
     return -jnp.mean(jnp.take_along_axis(logits, jnp.roll(tokens, -1, 1)[..., None], -1))
 
 
-def case_of(model: str, layers: str, rows: int, devices: int, dtype: Any) -> Case:
-    depth, width, hidden = SIZES[model]
+def case_of(
+    model: str,
+    layers: str,
+    rows: int,
+    devices: int,
+    dtype: Any = DTYPE,
+    depth: int | None = None,
+) -> Case:
+    usual, width, hidden = SIZES[model]
+    depth = usual if depth is None else depth
 
     def stack(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((depth, *shape) if layers == "scan" else shape, dtype)

@@ -99,7 +99,8 @@ def checkout_env() -> dict[str, str]:
     spec = importlib.util.find_spec("mylib")
     assert spec is not None and spec.origin is not None
     here = Path(spec.origin).parent.parent
-    return {**os.environ, "PYTHONPATH": str(here)}
+    paths = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 @pytest.fixture(scope="session")

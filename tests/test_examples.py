@@ -10,7 +10,9 @@ import pytest
 
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _SCRIPTS = sorted(_EXAMPLES.glob("*.py"))
-_NOTEBOOKS = sorted(_EXAMPLES.glob("*.ipynb"))
+# It needs XLA's compilers for GPU and TPU, so its outputs are kept, for those who have none.
+_MACHINES = _EXAMPLES / "machines_you_dont_have.ipynb"
+_NOTEBOOKS = sorted(path for path in _EXAMPLES.glob("*.ipynb") if path != _MACHINES)
 _MANY_PROCESSES = _EXAMPLES / "many_processes.py"
 
 
@@ -49,20 +51,42 @@ def test_script(script, newcomer_env, cache_env):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)
 def test_notebook(path, newcomer_env, monkeypatch):
+    _execute(path, newcomer_env, monkeypatch, 120)
+
+
+@pytest.mark.compilers
+@pytest.mark.timeout(900)
+@pytest.mark.compiles_for("v5e 16x16")
+def test_notebook_of_machines(machine, newcomer_env, monkeypatch):
+    """Its verdicts are those that are committed with it."""
+    found = _execute(_MACHINES, newcomer_env, monkeypatch, 600)
+    kept = nbformat.read(_MACHINES, as_version=4)
+    assert [_verdicts(cell) for cell in found.cells] == [_verdicts(cell) for cell in kept.cells]
+    assert sum(len(_verdicts(cell)) for cell in kept.cells) == 4
+
+
+def _verdicts(cell):
+    """Whether programs fit, as a cell has printed it; how many bytes is for the compiler to say."""
+    said = "".join(output.get("text", "") for output in cell.get("outputs", ()))
+    return ["missing" in line for line in said.splitlines() if "the program needs" in line]
+
+
+def _execute(path, env, monkeypatch, seconds):
     # The kernel of this interpreter, not one that the user has registered under the same name.
     monkeypatch.setenv("JUPYTER_PREFER_ENV_PATH", "1")
     notebook = nbformat.read(path, as_version=4)
     client = nbclient.NotebookClient(
         notebook,
         kernel_name="python3",
-        timeout=120,
+        timeout=seconds,
         resources={"metadata": {"path": str(_EXAMPLES)}},
     )
-    client.execute(env=newcomer_env)
+    client.execute(env=env)
     for cell in notebook.cells:
         for output in cell.get("outputs", ()):
             # The kernel's own machinery warns too much for `-W error`; its cells may not.
             assert output.get("name") != "stderr", output["text"]
+    return notebook
 
 
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)

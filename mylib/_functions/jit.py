@@ -370,6 +370,11 @@ class Compiled:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = self._jitted.recipe.read(args, kwargs)
         if call.key != self._prepared.key:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
+                raise TypeError(
+                    f"{self._prepared.recipe.name} is called with a jax.ShapeDtypeStruct, which "
+                    "has no numbers: it is for compiling only"
+                )
             raise TypeError(
                 f"{self._prepared.recipe.name} was compiled for other static arguments, or for "
                 "another tree structure: compile it for these, too"

@@ -57,7 +57,10 @@ class Machine:
         slice_ = re.fullmatch(r"(\S+) +(\d+(?:x\d+)+)", name.strip())
         if slice_:
             return tpu(slice_[1], tuple(map(int, slice_[2].split("x"))))
-        raise ValueError(f"{name!r} is no machine. Write, for instance, 'h100 x 8' or 'v5e 4x4'")
+        raise ValueError(
+            f"{name!r} is no machine. Write how many GPUs, or the shape of a slice of TPUs: "
+            "'h100 x 8' or 'v5e 4x4'"
+        )
 
     @functools.cached_property
     def devices(self) -> Devices:
@@ -192,7 +195,8 @@ def tpu(version: str | Chip, shape: Sequence[int]) -> Machine:
         assert machine.count == 128
         ```
     """
-    chip, shape = _sheet(version, "tpu"), tuple(shape)
+    chip = _sheet(version, "tpu")
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
     said = "x".join(map(str, shape))
     largest = chip.largest or shape
     if len(shape) != len(largest) or min(shape, default=0) < 1:

@@ -21,7 +21,8 @@ class Chip:
     - `memory_bandwidth`: bytes a second between the chip and its memory.
     - `links`, `link_bandwidth`: how many direct links the chip has to other chips (NVLink, or a
         TPU's ICI), and how many bytes a second each carries in one direction.
-    - `network_bandwidth`: bytes a second to other hosts, in one direction, for each GPU.
+    - `network_bandwidth`: bytes a second to what no link leads to, in one direction, for each chip:
+        to other hosts for GPUs, to other slices for TPUs.
     - `devices`: how many devices JAX makes of one chip: 2 for TPUs whose cores are separate.
     - `host`: how many chips one host has.
     - `largest`: for TPUs, the shape of the largest slice.
@@ -50,9 +51,10 @@ class Chip:
 
 
 _XLA = "https://github.com/openxla/xla/tree/main/xla/backends/gpu/target_config/specs"
-_NVIDIA = "https://resources.nvidia.com/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _DGX = "https://docs.nvidia.com/dgx/"
 _TPU = "https://docs.cloud.google.com/tpu/docs/"
+_SCALING_BOOK = "https://jax-ml.github.io/scaling-book/tpus/"
 
 _AMPERE = {
     "float64": 19.5e12,
@@ -70,7 +72,7 @@ _HOPPER = {
     "int8": 1979e12,
 }
 _BLACKWELL = {
-    "float64": 40e12,
+    "float64": 37e12,
     "float32": 1125e12,
     "float16": 2250e12,
     "bfloat16": 2250e12,
@@ -151,7 +153,7 @@ def _a100(name: str, kind: str, memory: int, bandwidth: float) -> Chip:
         (12, 25e9),
         25e9,
         (
-            _NVIDIA + "en-us-genomics-ep/ampere-architecture-white-paper",
+            _NVIDIA + "a100/",
             _DGX + "dgxa100-user-guide",
         ),
         capability=8,
@@ -188,12 +190,14 @@ def _tpu(
     flops: dict[str, float],
     bandwidth: float,
     links: int,
-    link: float | None,
+    link: float,
+    network: float,
     largest: tuple[int, ...],
     kinds: tuple[str, ...],
     devices: int = 1,
+    in_scaling_book: tuple[str, ...] = (),
 ) -> Chip:
-    figures = "flops", "memory_bandwidth", "links", "link_bandwidth", "largest"
+    figures = "flops", "memory_bandwidth", "links", "link_bandwidth", "network_bandwidth", "largest"
     return Chip(
         name,
         "tpu",
@@ -202,6 +206,7 @@ def _tpu(
         bandwidth,
         links,
         link,
+        network,
         devices=devices,
         # The compiler's own unit, which it has programs for.
         host=4,
@@ -209,6 +214,7 @@ def _tpu(
         kinds=kinds,
         sources=MappingProxyType(
             dict.fromkeys(figures, _TPU + name)
+            | dict.fromkeys(in_scaling_book, _SCALING_BOOK)
             | {"memory": "what the TPU compiler says a program has, when one doesn't fit"}
         ),
     )
@@ -222,14 +228,14 @@ _SHEETS = (
         "NVIDIA H100 80GB HBM3",
         84_942_979_072,
         3352.32e9,
-        "en-us-gpu-resources/h100-datasheet-24306",
+        "h100/",
     ),
     _hopper(
         "h200",
         "NVIDIA H200",
         151_397_597_184,
         4800e9,
-        "en-us-data-center-overview/hpc-datasheet-sc23-h200",
+        "h200/",
     ),
     _gpu(
         "b200",
@@ -239,7 +245,7 @@ _SHEETS = (
         _BLACKWELL,
         (18, 50e9),
         50e9,
-        (_NVIDIA + "en-us-blackwell-architecture", _DGX + "dgxb200-user-guide"),
+        (_NVIDIA + "hgx/", _DGX + "dgxb200-user-guide"),
         capability=10,
         cores=148,
         fpus=128,
@@ -253,10 +259,12 @@ _SHEETS = (
         {"bfloat16": 275e12, "int8": 275e12},
         1200e9,
         6,
-        50e9,
+        45e9,
+        6.25e9,
         (12, 16, 16),
         ("TPU v4",),
         2,
+        ("link_bandwidth", "network_bandwidth"),
     ),
     _tpu(
         "v5e",
@@ -265,6 +273,7 @@ _SHEETS = (
         819e9,
         4,
         50e9,
+        3.125e9,
         (16, 16),
         ("TPU v5 lite", "TPU v5e"),
     ),
@@ -275,8 +284,10 @@ _SHEETS = (
         2765e9,
         6,
         100e9,
+        6.25e9,
         (16, 16, 24),
         ("TPU v5", "TPU v5p"),
+        in_scaling_book=("flops",),
     ),
     _tpu(
         "v6e",
@@ -285,6 +296,7 @@ _SHEETS = (
         1638e9,
         4,
         100e9,
+        12.5e9,
         (16, 16),
         ("TPU v6 lite", "TPU v6e"),
     ),
@@ -295,6 +307,7 @@ _SHEETS = (
         7380e9,
         6,
         100e9,
+        12.5e9,
         (16, 16, 36),
         ("TPU7x",),
         2,

@@ -998,6 +998,8 @@ class TestAheadOfTime:
         compiled = f.lower(abstract).compile()
         assert compiled.compiled.input_shardings[0][0][0].spec == P("data")
         assert jnp.all(compiled(np.ones(8, np.float32)) == 2)
+        with pytest.raises(TypeError, match="ShapeDtypeStruct, which has no numbers"):
+            compiled(abstract)
 
     def test_lowering_moves_nothing(self):
         x = jnp.ones(8)

@@ -27,14 +27,13 @@ def row(chip):
     flops = {name: f"{peak / 1e12:g}" for name, peak in chip.flops.items()}
     rates = [flops.get(name, "") for name in ("bfloat16", "float32", "int8")]
     rates.insert(2, flops.get("float8_e4m3fn", ""))
-    network = f"{chip.network_bandwidth / 1e9:g}" if chip.network_bandwidth else ""
     figures = [
         f"`{chip.name}`",
         f"{chip.memory / 2**30:.2f}",
         f"{chip.memory_bandwidth / 1e9:.0f}",
         *rates,
         f"{chip.links} x {chip.link_bandwidth / 1e9:g}",
-        network,
+        f"{chip.network_bandwidth / 1e9:g}",
         str(chip.devices),
     ]
     urls = dict.fromkeys(x for x in chip.sources.values() if x.startswith("https"))
@@ -85,8 +84,9 @@ class TestDescriptions:
 
     @pytest.mark.parametrize("chip", machines.CHIPS.values(), ids=str)
     def test_every_figure_has_a_source(self, chip):
-        figures = {"memory", "flops", "memory_bandwidth", "links", "link_bandwidth"}
-        figures |= {"network_bandwidth", "target"} if chip.platform == "gpu" else {"largest"}
+        figures = {"memory", "flops", "memory_bandwidth"}
+        figures |= {"links", "link_bandwidth", "network_bandwidth"}
+        figures |= {"target"} if chip.platform == "gpu" else {"largest"}
         assert figures <= set(chip.sources)
         for name in figures:
             assert getattr(chip, name), name
@@ -129,6 +129,7 @@ class TestDescriptions:
             (lambda: machines.gpu("v5e"), "'v5e' is no GPU"),
             (lambda: machines.gpu("h100", hosts=0), "has no devices"),
             (lambda: machines.tpu("v5e", (4, 4, 4)), "has 2 directions, such as 4x4, not 4x4x4"),
+            (lambda: machines.tpu("v5e", 16), "has 2 directions, such as 4x4, not 16"),
             (lambda: machines.tpu("v5e", (32, 32)), "larger than the largest slice of v5e, 16x16"),
             (lambda: machines.gpu(machines.Chip("my", "gpu")), "my has no `target`"),
         ],
