@@ -39,7 +39,8 @@ def test_the_drawing_is_current():
 
 def test_each_test_folder_is_a_room():
     folders = {x.name for x in Path(__file__).parent.iterdir() if list(x.glob("test_*.py"))}
-    assert folders <= {room.strip("_") for room in rooms.ORDER}
+    # What real clusters show is of many rooms.
+    assert folders <= {room.strip("_") for room in rooms.ORDER} | {"clusters"}
 
 
 def test_names():

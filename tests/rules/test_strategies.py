@@ -191,19 +191,19 @@ def arrays(tree):
     return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
 
 
-# Every model under every strategy, and the transformer with every optimiser, too. Every day, each
-# of them once.
+# Every model under every strategy, and the transformer with every optimiser, too. Every day a few of
+# them; the programs of the scanned transformer are looked at below.
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
-EVERYDAY = {"transformer": ["fsdp", "both"], "scanned": ["both"]}
+EVERYDAY = {"transformer": ["fsdp", "both"], "scanned": []}
 TRAINED = [
     pytest.param(
         name,
         strategy,
         optimiser,
         marks=[]
-        if strategy in EVERYDAY.get(name, STRATEGIES) and optimiser != "multi_transform"
+        if strategy in EVERYDAY.get(name, STRATEGIES) and optimiser == "adamw"
         else pytest.mark.thorough,
     )
     for name, strategy, optimiser in TRAINED
@@ -342,7 +342,9 @@ class TestCommunication:
         shards = local_shapes(model, TRANSFORMER)
         assert gathered(forward) == shards
         assert weights_gathered(whole, shards) == twice(shards, model, TRANSFORMER)
-        assert kinds(whole) == {"all-gather", "all-reduce", "collective-permute"}
+        # What attention computes per head: jax 0.12 gathers it.
+        heads = {"all-to-all"} if jax.__version_info__ < (0, 11) else set()
+        assert kinds(whole) == {"all-gather", "all-reduce", "collective-permute"} | heads
         assert sum(c.kind == "all-reduce" for c in forward) == 2 * 2 + 1 + 1
 
     def test_the_scanned_transformer_gathers_no_stack(self):
