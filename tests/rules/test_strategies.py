@@ -191,8 +191,8 @@ def arrays(tree):
     return jax.tree.leaves(eqx.filter(tree, eqx.is_array))
 
 
-# Every model under every strategy, and the transformer with every optimiser, too. Every day a few of
-# them; the programs of the scanned transformer are looked at below.
+# Every model under every strategy, and the transformer with every optimiser, too. Every day a few
+# of them; the programs of the scanned transformer are looked at below.
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
