@@ -362,6 +362,7 @@ def copy_kernel(x):
 
 @BOTH
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.filterwarnings("ignore:Using ``pl.pallas_call`` for Mosaic GPU kernels is deprecated")
 def test_a_kernel_has_the_collectives_that_the_docs_promise(machine):
     """One all-reduce, of the weight's gradient over "data", and the kernel is a real one."""
     mesh = machine.mesh(data=4, model=2)
