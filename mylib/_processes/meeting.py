@@ -69,9 +69,12 @@ def exchange(
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
-    me = jax.process_index()
-    place = f"mylib/{purpose}/{digest(processes)}"
-    series = _series.setdefault((purpose, processes), Series(place, processes, me))
+    me, key = jax.process_index(), (purpose, processes)
+    series = _series.get(key)
+    if series is None:
+        place = f"mylib/{purpose}/{digest(processes)}"
+        # Another thread may have been quicker.
+        series = _series.setdefault(key, Series(place, processes, me))
     timeout = patience() if timeout is None else timeout
     deadline = time.monotonic() + timeout
     with series.lock:
@@ -112,6 +115,8 @@ def _concluded(
             if missing:
                 kind = _ABSENT if came_for_it else _VOID
                 series.conclude(kind, json.dumps([missing, timeout]))
+            else:  # one has died after its message, before it was counted
+                series.conclude(JUDGED, judge_all(said))
 
 
 def gather(

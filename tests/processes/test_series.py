@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from mylib._compat import coordination_client
-from mylib._processes import JUDGED, Conclusion, Series
+from mylib._processes import JUDGED, Conclusion, Series, digest, exchange
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
 
@@ -103,6 +103,14 @@ def test_the_first_conclusion_holds(everyone):
     for series in others:
         assert meet(series, "late") == ("given-up", "no one came, it seems")
     assert wait(first) == ("given-up", "no one came, it seems")
+
+
+def test_one_dies_before_it_is_counted():
+    """Its message is there, and so the others get a decision, at the latest at their deadline."""
+    if jax.process_index() == 0:
+        place = f"mylib/half/{digest((0, 1))}"
+        coordination_client().key_value_set(f"{place}/0/said/1", "0there")
+        assert exchange("half", "here", (0, 1), told, timeout=1) == "0: here, 1: there"
 
 
 def test_nobody_waits_longer_than_asked(everyone):
