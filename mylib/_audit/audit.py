@@ -41,7 +41,7 @@ def audit(
 
     - `fun`: what `mylib.filter_jit`, `jax.jit` or `equinox.filter_jit` returns, or any function; it
         is compiled for the arguments. Or what is compiled already, or the text of that.
-    - `args`, `kwargs`: the arguments, some or all of which may be `jax.ShapeDtypeStruct`s. None if
+    - `args`, `kwargs`: the arguments. Any array may be a `jax.ShapeDtypeStruct`. Leave them out if
         `fun` is compiled already.
     - `mesh`: whose axes are named; by default that of the program's arguments and results, else
         that of `jax.set_mesh`.
@@ -262,7 +262,7 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
 
 
 def _axes_of(transfer: Transfer, known: Sequence[Axes]) -> tuple[str, ...] | None:
-    """By the first mesh of which it takes whole axes."""
+    """The names in the first mesh that has whole axes for it, else in the first that has any."""
     pairs = transfer.kind == "collective-permute"
     named = [
         axes.along(transfer.groups) if pairs else axes.named(transfer.groups) for axes in known

@@ -81,16 +81,12 @@ class Slurm:
         self, *command: str, timeout: float = 200, env: dict[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """One of SLURM's commands, with its output and its errors together."""
-        return subprocess.run(
-            command,
-            env=self.env | (env or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            timeout=timeout,
-        )
+        with self.begin(*command, env=env) as running:
+            try:
+                said, _ = running.communicate(timeout=timeout)
+            finally:
+                running.kill()
+        return subprocess.CompletedProcess(command, running.returncode, said)
 
     def begin(self, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
         return subprocess.Popen(
