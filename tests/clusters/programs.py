@@ -1,6 +1,7 @@
 """What the tests run in each process: `python programs.py NAME ...`, or a call of the function."""
 
 import os
+import re
 import signal
 import sys
 import time
@@ -106,7 +107,14 @@ def train(folder: str, steps: str, stop_at: str) -> None:
 
 
 def say(text: str) -> None:
-    print(f"<{jax.process_index()}> {text}", flush=True)
+    # Text and line end in one write: where Python does not buffer, `print` makes two of them, and
+    # what another process says could come between.
+    print(f"<{jax.process_index()}> {text}\n", end="", flush=True)
+
+
+def said(text: str) -> list[str]:
+    """What all processes have said, sorted; backends and engines have things to say as well."""
+    return sorted(re.findall(r"<\d> (?:(?!<\d> ).)*", text))
 
 
 if __name__ == "__main__":

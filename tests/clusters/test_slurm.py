@@ -1,6 +1,5 @@
 """mylib under a real SLURM, with two nodes on this machine."""
 
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,15 +7,11 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from programs import said
 from slurm import NODES, Slurm
 
 PROGRAMS = str(Path(__file__).parent / "programs.py")
 SRUN = ("srun", "-N2", "-n2")
-
-
-def lines(text: str) -> list[str]:
-    """What the programs have said; the backend has things to say as well."""
-    return sorted(line for line in text.splitlines() if re.match(r"<\d>", line))
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +26,8 @@ def nothing_is_left(slurm: Slurm):
 def test_the_example(slurm: Slurm, example, losses):
     done = slurm.run(*SRUN, sys.executable, str(example))
     assert done.returncode == 0, done.stdout
-    told = [line for line in done.stdout.splitlines() if "devices in" in line or "losses" in line]
-    assert told == ["8 devices in 2 process(es)", losses]
+    assert done.stdout.count("8 devices in 2 process(es)") == 1, done.stdout
+    assert done.stdout.count("losses") == done.stdout.count(losses) == 1, done.stdout
 
 
 def test_what_launch_prints(slurm: Slurm, example, losses):
@@ -49,19 +44,19 @@ def test_what_launch_prints(slurm: Slurm, example, losses):
 
 def test_verbs(slurm: Slurm):
     done = slurm.run(*SRUN, sys.executable, PROGRAMS, "verbs")
-    assert lines(done.stdout) == [f"<{i}> sum 120 over 8 devices of 2" for i in (0, 1)], done.stdout
+    assert said(done.stdout) == [f"<{i}> sum 120 over 8 devices of 2" for i in (0, 1)], done.stdout
 
 
 def test_two_tasks_on_each_node(slurm: Slurm):
     done = slurm.run("srun", "-N2", "-n4", sys.executable, PROGRAMS, "verbs")
-    assert lines(done.stdout) == [f"<{i}> sum 120 over 16 devices of 4" for i in range(4)], (
+    assert said(done.stdout) == [f"<{i}> sum 120 over 16 devices of 4" for i in range(4)], (
         done.stdout
     )
 
 
 def test_processes_that_disagree(slurm: Slurm):
     done = slurm.run(*SRUN, sys.executable, PROGRAMS, "differ")
-    assert lines(done.stdout) == ["<0> told: True True", "<1> told: True True"], done.stdout
+    assert said(done.stdout) == ["<0> told: True True", "<1> told: True True"], done.stdout
 
 
 def test_a_member_session(slurm: Slurm, member_session):
@@ -73,13 +68,13 @@ def test_a_member_session(slurm: Slurm, member_session):
 
 def test_a_task_that_comes_late(slurm: Slurm):
     done = slurm.run(*SRUN, sys.executable, PROGRAMS, "late", "5")
-    assert (done.returncode, lines(done.stdout)) == (0, ["<0> met", "<1> met"]), done.stdout
+    assert (done.returncode, said(done.stdout)) == (0, ["<0> met", "<1> met"]), done.stdout
 
 
 def test_a_task_that_does_not_come_in_time(slurm: Slurm):
     patience = {"MYLIB_EXCHANGE_TIMEOUT": "3"}
     done = slurm.run(*SRUN, sys.executable, PROGRAMS, "late", "15", env=patience)
-    first, second = lines(done.stdout)
+    first, second = said(done.stdout)
     assert "<0> TimeoutError: process 1 did not come within 3 s" in first
     assert "<1> TimeoutError: this process came too late" in second
     assert done.returncode == 3, done.stdout
@@ -89,7 +84,7 @@ def test_a_task_that_is_killed(slurm: Slurm):
     done = slurm.run(
         *SRUN, "--kill-on-bad-exit=1", sys.executable, PROGRAMS, "killed", "itself", timeout=90
     )
-    assert lines(done.stdout) == ["<0> here", "<1> here"], done.stdout
+    assert said(done.stdout) == ["<0> here", "<1> here"], done.stdout
     assert done.returncode == 137, done.stdout
     assert "task 1: Killed" in done.stdout
 
@@ -111,20 +106,20 @@ def waiting_step(slurm: Slurm, *options: str) -> Iterator[Popen[str]]:
 def test_a_step_that_is_cancelled(slurm: Slurm):
     with waiting_step(slurm, "--job-name=cancelled") as step:
         slurm.run("scancel", "--signal=KILL", "--name=cancelled")
-        said, _ = step.communicate(timeout=90)
-    assert step.returncode == 137, said
+        out, _ = step.communicate(timeout=90)
+    assert step.returncode == 137, out
 
 
 def test_a_node_that_dies(slurm: Slurm):
     with waiting_step(slurm) as step:
         slurm.kill_node(NODES[1])
         try:
-            said, _ = step.communicate(timeout=120)
+            out, _ = step.communicate(timeout=120)
         finally:
             slurm.start_node(NODES[1])
             slurm.wait_for_nodes()
-    assert step.returncode != 0, said
-    assert "<0> met" not in said
+    assert step.returncode != 0, out
+    assert "<0> met" not in out
 
 
 def test_training_resumes_when_a_job_is_requeued(slurm: Slurm, tmp_path):
@@ -144,7 +139,7 @@ def test_training_resumes_when_a_job_is_requeued(slurm: Slurm, tmp_path):
             slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
             slurm.wait_until(lambda: "goes on at" in out.read_text(), out)
         slurm.wait_until(lambda: out.exists() and out.read_text().count("step 7 ") == 2, out)
-        told = lines(out.read_text())
+        told = said(out.read_text())
         assert not stop_at or f"<1> goes on at {stop_at}" in told
         return [line for line in told if " step " in line]
 
