@@ -7,11 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from .._placement import Target, current_world, entries_of, unusual_memory_kind, with_entries
 from .._transfer import transfer_leaves
 from .._tree import split
+from .torus import halfway
 
 Targets = tuple[Target | None, ...]
 
@@ -71,8 +72,23 @@ def _gather(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
 def _forward(arrays: list[Any], route: Route) -> list[Any]:
     # Cast first: what is cast after it was gathered is sent in the wider dtype.
     arrays = [_cast(x, route.dtype) for x in arrays]
-    # Two constraints: with the second alone the compiler may keep the weights as they are used.
-    return keep(keep(arrays, _on_device(route.kept)), route.used)
+    # Constrained as they are kept, too: otherwise the compiler may keep them as they are used.
+    return keep(_halfway(keep(arrays, _on_device(route.kept)), route), route.used)
+
+
+def _halfway(arrays: list[Any], route: Route) -> list[Any]:
+    """Where gathers and sums are done in two steps: between them."""
+    between = map(halfway, route.kept, route.used)
+    return [
+        # A type on Explicit axes names one of the two places, and no other mesh.
+        x if target is None or _is_explicit(x) else jax.lax.with_sharding_constraint(x, target)
+        for x, target in zip(arrays, between, strict=True)
+    ]
+
+
+def _is_explicit(x: Any) -> bool:
+    meshes = jax.typeof(x).sharding.mesh, current_world().mesh
+    return any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
 
 
 def _sink(x: Any, dtype: Any) -> Any:
@@ -96,7 +112,7 @@ def _backward(route: Route, like: list[Any], cotangents: Any) -> tuple[list[Any]
     ]
     # The sum over the devices comes back cut. The transpose of the second constraint above would
     # ask for all of it, which on TPUs stays an all-reduce.
-    summed = keep(summed, _on_device(route.kept))
+    summed = keep(_halfway(summed, route), _on_device(route.kept))
     summed = [x.astype(old.dtype) for x, old in zip(summed, like, strict=True)]
     return (keep(summed, route.kept),)
 

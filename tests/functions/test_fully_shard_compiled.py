@@ -67,3 +67,44 @@ def test_one_layer_at_a_time(machine, stacked, dtype):
     parts = DEPTH * LAYER / 16 if dtype is not None else 0  # the parts in the other dtype
     temporaries = program.memory_analysis().temp_size_in_bytes
     assert temporaries < activations + 5 * LAYER + 2 * parts
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("v5p 4x4x4")
+@pytest.mark.parametrize("explicit", [(), ("data",)], ids=["Auto", "Explicit"])
+def test_in_two_steps_over_a_whole_torus_of_three_dimensions(machine, explicit):
+    """XLA makes an all-reduce of one gather over all of it, and of one sum that is scattered."""
+    mesh = machine.mesh(data=-1, explicit=explicit)
+    model = weights(mesh, stacked=True, dtype=jnp.float32)
+    kept = jax.tree.map(lambda x: x.sharding, model)
+
+    def loss(model, x):
+        model = mylib.fully_shard(model, Layer, fsdp("data"), mesh=mesh, dtype=jnp.bfloat16)
+        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
+
+    rows = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((ROWS * 64, WIDTH), jnp.bfloat16, sharding=rows)
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
+    report = mylib.audit(program, mesh=mesh)
+    assert report.bytes("all-reduce") < 1024
+    # 64 columns a device are padded to 70 by the sum that is scattered.
+    assert report.wire_bytes() <= 3.05 * DEPTH * LAYER * 63 / 64
+
+
+def one_gather(mesh):
+    def f(w):
+        return jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P())) * 2
+
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16, sharding=NamedSharding(mesh, P("data")))
+    return mylib.audit(jax.jit(f, out_shardings=NamedSharding(mesh, P())), w)
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("v5p 4x4x4", "v5p 2x4x4", "v5e 8x8")
+def test_where_one_gather_is_an_all_reduce(machine):
+    """If this fails for v5p 4x4x4, mylib/_functions/torus.py is no longer needed; if it fails for
+    another, that file has to know of it.
+    """
+    (collective,) = one_gather(machine.mesh(data=-1)).collectives
+    assert collective.kind == ("all-reduce" if machine.shape == (4, 4, 4) else "all-gather")
