@@ -77,10 +77,10 @@ def _forward(arrays: list[Any], route: Route) -> list[Any]:
 
 
 def _halfway(arrays: list[Any], route: Route) -> list[Any]:
-    """Where gathers and sums are done in two steps: between them."""
+    """Between the two steps, for weights that are gathered or summed in two steps."""
     between = map(halfway, route.kept, route.used)
     return [
-        # A type on Explicit axes names one of the two places, and no other mesh.
+        # The type of an array on Explicit axes can't name the axes of another mesh.
         x if target is None or _is_explicit(x) else jax.lax.with_sharding_constraint(x, target)
         for x, target in zip(arrays, between, strict=True)
     ]

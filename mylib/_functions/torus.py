@@ -1,8 +1,9 @@
-"""Gathers over all devices of a TPU whose torus has three dimensions.
+"""Gathers in two steps, for TPUs with a three-dimensional torus.
 
-XLA makes an all-reduce of a gather over all 64 or more of them, and of a reduce-scatter as well: it
-sends twice as much as two gathers after each other, over a part of the devices each. What is asked
-of fewer of the devices, or on a torus of two dimensions, stays a gather.
+XLA turns one all-gather over all devices of such a slice into an all-reduce, which sends twice as
+much, if there are 64 devices or more; and likewise a reduce-scatter. Two gathers in a row, each
+over a part of the devices, stay gathers, and so do gathers over fewer devices or on
+two-dimensional tori.
 """
 
 import functools
@@ -12,11 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._placement import Target, axes_in, axis_names, entries_of
 
-_FEW = 32  # devices, of which it still makes a gather
+_FEW = 32  # devices: up to here one gather stays a gather
 
 
 def halfway(kept: Target | None, used: Target | None) -> NamedSharding | None:
-    """Where a weight is after the first of two gathers, if one is not to be asked for."""
+    """The placement between the two gathers, or None if one gather is right."""
     if not (isinstance(kept, NamedSharding) and isinstance(used, NamedSharding)):
         return None
     mesh = kept.mesh
@@ -36,13 +37,13 @@ def _is_large_torus(mesh: Mesh) -> bool:
 
 
 def _of_parts(spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
-    """The same spec over the first parts of its axes, about as many as the root of all devices."""
+    """The same spec, cut into about as many parts as the square root of the number of devices."""
     left, parts = math.isqrt(mesh.size), dict.fromkeys(mesh.axis_names, 1)
     for entry in entries_of(spec):
         for name in axis_names(entry):
             size = mesh.shape[name]
             parts[name] = max(n for n in range(1, min(size, left) + 1) if size % n == 0)
-            # What comes after a part of an axis would not lie together.
+            # Once an axis is cut, parts of later axes would not be contiguous.
             left = left // size if parts[name] == size else 1
     shape = [n for name, part in parts.items() for n in (part, mesh.shape[name] // part)]
     names = [f"{name} {which}" for name in parts for which in ("part", "rest")]
