@@ -260,7 +260,7 @@ def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator
         kind = None if target is None else unusual_memory_kind(target)
         if kind is not None:
             yield Fault(
-                name_of(leaves.paths[i]),
+                leaves.name(i),
                 tuple(leaves.arrays[i].shape),
                 f"used in {kind} memory",
                 "nothing is computed there",

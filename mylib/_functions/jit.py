@@ -30,6 +30,7 @@ from .._processes import raised_in_all
 from .._transfer import filter_device_put, is_of_keys, mesh_of_all, place_leaves
 from .._tree import (
     Arrays,
+    KeyPath,
     Kind,
     Leaves,
     Outline,
@@ -52,9 +53,10 @@ from ..machines import (
 )
 from .advice import Advice, captured_by, code_of
 from .cache import Known
+from .inputs import Inputs
 from .key import Key
 from .program import Program
-from .signature import Function, Inputs, about
+from .signature import Function, about
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -357,7 +359,7 @@ class Compiled:
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
-        paths = self._prepared.names()
+        paths = self._prepared.names
         sides = {"kept": 0, "donated": self._prepared.donated_from or 0}
 
         def name(own: str) -> str:
@@ -451,8 +453,7 @@ class Recipe:
         if self.inputs is not None:
             args, kwargs = self.inputs.bind(self.function, args, kwargs)
         elif kwargs:
-            bound = self.function.signature.bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
+            args, kwargs = self.function.bind(args, kwargs)
         # Without keyword arguments a tree of the positional ones (a tuple) is enough.
         leaves, treedef = jtu.tree_flatten([args, kwargs] if kwargs else args)
         arrays, are_arrays, static = parted(leaves, abstract)
@@ -470,7 +471,7 @@ class Recipe:
     def names(self, tree: Any) -> Iterator[tuple[str, Any]]:
         """The leaves of (args, kwargs), with readable names."""
         for path, x in jtu.tree_flatten_with_path(tree)[0]:
-            yield self.function.readable(jtu.keystr(path)), x
+            yield self.function.naming(path), x
 
     def captured(self) -> Iterator[tuple[str, Any]]:
         return captured_by(self.code)
@@ -512,12 +513,14 @@ class Prepared:
         self.program: Program = Program(
             self.call,
             recipe.name,
-            Advice(recipe.name, self.names, recipe.captured, recipe.donate.startswith("warn")),
+            Advice(
+                recipe.name, lambda: self.names, recipe.captured, recipe.donate.startswith("warn")
+            ),
             donated_from,
             recipe.options,
         )
-        # The paths of the arrays in the arguments, and of those in the function.
-        self.paths: tuple[list[str], list[str]] = [], []
+        # The names of the arrays in the arguments, then of those in the function.
+        self.names: list[str] = []
         self.resolved: tuple[Any, list[Target | None]] | None = None
         # The state of the last arguments that needed no moves.
         self.in_place: Any = None
@@ -528,16 +531,14 @@ class Prepared:
         args, kwargs = given if isinstance(given, list) else (given, {})
         fun = recipe.fun.fill(arrays[self.count :])
         # Before the function can change them. Later the values may be gone.
-        self.paths = _paths_in((args, kwargs), self.outline), _paths_in(fun, recipe.fun)
+        self.names = [
+            *_names_in((args, kwargs), self.outline, recipe.function.naming),
+            *_names_in(fun, recipe.fun, lambda path: recipe.name + jtu.keystr(path)),
+        ]
         result = fun(*args, **kwargs)
         if recipe.out_shardings is None:
             return result
         return filter_device_put(result, recipe.out_shardings, mesh=recipe.mesh)
-
-    def names(self) -> list[str]:
-        given, own = self.paths
-        recipe = self.recipe
-        return [*map(recipe.function.readable, given), *(recipe.name + path for path in own)]
 
     def targets(
         self, inputs: Inputs, leaves: Leaves, args: Any, kwargs: Any, world: World
@@ -553,11 +554,11 @@ class Prepared:
         return resolved[1]
 
 
-def _paths_in(tree: Any, outline: Outline) -> list[str]:
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
+def _names_in(tree: Any, outline: Outline, naming: Callable[[KeyPath], str]) -> list[str]:
+    paths = [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
     if len(paths) != len(outline.are_arrays):  # a node that changes when it is unflattened
-        return [f"<leaf {i}>" for i in range(outline.count)]
-    return list(compress(paths, outline.are_arrays))
+        return [f"{naming(())}<leaf {i}>" for i in range(outline.count)]
+    return list(map(naming, compress(paths, outline.are_arrays)))
 
 
 class _Call:
@@ -598,7 +599,7 @@ class _Call:
         placed, own = self.placed(own, abstract=True)
         arrays = placed + own
         lowered = self.prepared.program.lower(arrays)
-        return lowered, arguments_of(self.prepared.names(), arrays)
+        return lowered, arguments_of(self.prepared.names, arrays)
 
     def used_once(self, arrays: Arrays, start: int) -> Arrays:
         """The arrays, with a copy of each donated one that occurs twice or is also passed without
@@ -651,20 +652,18 @@ class _Call:
         if inputs is None:
             return self.arrays, own
         world = current_world()
-        if inputs.are_placed(world):
+        if world.staged and not inputs.moves.also_staged:
             return self.arrays, own
         state = inputs.state_of(self.arrays + own, world)
         if state is not None and state == prepared.in_place:
             return self.arrays, own
-        leaves = split((self.args, self.kwargs), prepared.outline.positions)
+        function = prepared.recipe.function
+        leaves = function.split((self.args, self.kwargs), prepared.outline.positions)
         with raised_in_all(None if abstract else mesh_of_all(inputs.mesh, world), check=None):
             wanted = prepared.targets(inputs, leaves, self.args, self.kwargs, world)
-        function = prepared.recipe.function
-        targets = inputs.missing(function, leaves, wanted, world)
-        with function.named_in_errors():
-            values = _at(leaves, targets, world, abstract)
-        own_leaves = split(own)
-        own_values = _at(own_leaves, inputs.missing_own(function, own, world), world, abstract)
+        targets, own_targets = inputs.moves.needed(leaves, wanted, own, world)
+        values = _at(leaves, targets, world, abstract)
+        own_values = _at(split(own), own_targets, world, abstract)
         if all(map(is_, values + own_values, leaves.arrays + own)):
             # The state does not include layouts.
             if not any(isinstance(target, Format) for target in wanted):

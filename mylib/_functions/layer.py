@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from .._errors import Fault, PlacementError
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
-from .._tree import Arrays, Leaves, name_of, outlined, split
+from .._tree import Arrays, Leaves, outlined, split
 from .checkpoint import Policy, filter_checkpoint, recompute_resharded
 from .gather import Route, gather, keep
 from .wide import call_with_sinks
@@ -191,7 +191,7 @@ def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
         manual = sorted(axes_in(sharding.spec) & world.manual_axes)
         if not (taken or manual):
             continue
-        name, shape = f"{cls}{name_of(leaves.paths[i])}", tuple(leaves.arrays[i].shape)
+        name, shape = f"{cls}{leaves.name(i)}", tuple(leaves.arrays[i].shape)
         asked = show(sharding, None)
         if taken:
             faults.append(

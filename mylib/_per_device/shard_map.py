@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -30,7 +30,7 @@ from .._placement import (
     varying,
 )
 from .._transfer import place_leaves
-from .._tree import Arrays, Kind, Leaves, Outline, kind_of, name_of, outlined, split
+from .._tree import Arrays, KeyPath, Kind, Leaves, Outline, kind_of, outlined, split
 from .hazards import wrong_in
 from .specs import Region, Specs, refuse_map, spec_in
 from .sums import warn_of_sums
@@ -142,9 +142,9 @@ def filter_shard_map(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
     manual = None if axis_names is None else _names(axis_names)
-    inputs = Specs(in_specs, mesh, manual, reshard)
-    mapped = Mapped(fun, MapOptions(Function.of(fun), about(fun), inputs, out_specs, check_vma))
-    return JittedMap.of(mapped, inputs) if jit else mapped
+    specs = Specs(Function.of(fun), in_specs, mesh, manual, reshard)
+    mapped = Mapped(fun, MapOptions(about(fun), specs, out_specs, check_vma))
+    return JittedMap.of(mapped, specs.inputs) if jit else mapped
 
 
 def _names(axis_names: Collection[Any]) -> frozenset[Any]:
@@ -158,11 +158,21 @@ def _names(axis_names: Collection[Any]) -> frozenset[Any]:
 class MapOptions:
     """Everything about a mapped function except the function itself."""
 
-    function: Function
     about: Mapping[str, Any]
     specs: Specs
     out_specs: Any
     check_vma: bool
+
+    @property
+    def function(self) -> Function:
+        return self.specs.function
+
+    def naming(self, path: KeyPath) -> str:
+        """The name of a node of (function, (args, kwargs))."""
+        root, *rest = path
+        if root.idx:
+            return self.function.naming(tuple(rest))
+        return self.function.name + jtu.keystr(tuple(rest))
 
 
 @jtu.register_pytree_node_class
@@ -201,15 +211,14 @@ class Mapped:
     def _call(self, /, *args: Any, **kwargs: Any) -> Any:
         options, world = self.options, current_world()
         function, specs = options.function, options.specs
-        args, kwargs = specs.bind(function, args, kwargs)
-        region = specs.region(function, world)
-        given = args, kwargs
-        asked = specs.resolve(function, split(given, _static(given)), args, kwargs, world)
+        given = specs.inputs.bind(function, args, kwargs)
+        region = specs.region(world)
+        asked = specs.inputs.resolve(function, function.split(given, _static(given)), *given, world)
         if not options.check_vma:
             _refuse_to_forget(function, given, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
         everything = self.fun, given
-        leaves = split(everything, _static(everything))
+        leaves = split(everything, _static(everything), options.naming)
         whole = NamedSharding(region.mesh, PartitionSpec())
         targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
         arrays, in_specs = _enter(options, leaves, targets, region, world)
@@ -278,8 +287,9 @@ class JittedMap(Jitted[P, T]):
             return super().lower(*args, **kwargs)
 
     def _mesh_in_force(self) -> AbstractContextManager[None]:
-        specs: Any = self.recipe.inputs
-        return specs.in_force(current_world())
+        # The data of the tree's root, which is the mapped function.
+        options: MapOptions = self.recipe.fun.treedef.node_data()[1]
+        return options.specs.in_force(current_world())
 
 
 @contextmanager
@@ -314,10 +324,8 @@ def _enter(
     faults: list[Fault] = []
 
     def refuse(i: int, request: str, reason: str, mend: str) -> None:
-        (root, *path), shape = leaves.paths[i], tuple(leaves.arrays[i].shape)
-        name = jtu.keystr(tuple(path))
-        name = options.function.readable(name) if root.idx else options.function.name + name
-        faults.append(Fault(name, shape, request, reason, mend))
+        shape = tuple(leaves.arrays[i].shape)
+        faults.append(Fault(leaves.name(i), shape, request, reason, mend))
 
     for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
         here = region.spec_of(x)
@@ -373,7 +381,7 @@ class _Outputs:
     def take(self, result: Any) -> Arrays:
         arrays, self.outline = outlined(result)
         arrays = [jnp.asarray(x) for x in arrays]
-        leaves = split(result, self.outline.positions)
+        leaves = split(result, self.outline.positions, _name_in_result)
         self.specs[:] = self._specs_of(arrays, leaves.with_shapes(arrays))
         return arrays
 
@@ -389,10 +397,10 @@ class _Outputs:
             specs.append(spec)
             if i not in decision.faulty:
                 request = "None" if target is None else f"{spec} over {show_mesh(region.mesh)}"
-                place = name_of(leaves.paths[i]), tuple(x.shape), request
+                place = leaves.name(i), tuple(x.shape), request
                 faults += [Fault(*place, *why) for why in self._promises(x, spec, target is None)]
         if faults:
-            raise PlacementError([replace(f, path=_in_result(f.path)) for f in faults])
+            raise PlacementError(faults)
         return specs
 
     def _promises(
@@ -417,9 +425,8 @@ class _Outputs:
             )
 
 
-def _in_result(path: str) -> str:
-    # Other paths name the root: "the array", "the tree".
-    return "the result" + path if path.startswith((".", "[")) else "the result"
+def _name_in_result(path: KeyPath) -> str:
+    return "the result" + jtu.keystr(path)
 
 
 def _check(function: Function, program: Any) -> None:

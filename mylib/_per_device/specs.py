@@ -1,23 +1,22 @@
 """The mesh axes that `filter_shard_map` splits over, and the shardings of its arguments."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError
-from .._functions import Function, Inputs
+from .._functions import Function, Inputs, Moves, Targets
 from .._placement import (
     AnyMesh,
     Decision,
-    Placement,
     Target,
     World,
     axes_in,
@@ -34,7 +33,7 @@ from .._placement import (
     unusual_memory_kind,
     with_entries,
 )
-from .._tree import Kind, Leaves, kind_of, name_of
+from .._tree import Arrays, Kind, Leaves, kind_of
 
 
 @dataclass(frozen=True)
@@ -114,19 +113,26 @@ def refuse_map(function: Function, reason: str, mend: str) -> NoReturn:
 
 
 @dataclass(frozen=True, eq=False)
-class Specs(Inputs):
-    """How the arguments are split over the axes `manual` (None: all)."""
+class Specs:
+    """How the arguments of a function are split over the axes `manual` (None: all)."""
 
+    function: Function
+    placement: Any
+    mesh: AnyMesh | None
     manual: frozenset[Any] | None
     reshard: bool
 
-    option: ClassVar[str] = "in_specs"
-    otherwise: ClassVar[Placement] = PartitionSpec()
-    # The program itself reshards arrays on the mesh, whatever their shape.
-    decisive: ClassVar[Any] = staticmethod(attrgetter("sharding"))
+    @cached_property
+    def inputs(self) -> Inputs:
+        # Inside a program the program itself places its arguments. It also reshards arrays that are
+        # on the mesh, whatever their shape.
+        moves = Moves(False, self._elsewhere, attrgetter("sharding"))
+        return Inputs(
+            self.placement, self.mesh, self._decide, moves, "in_specs", otherwise=PartitionSpec()
+        )
 
-    def region(self, function: Function, world: World) -> Region:
-        mesh = self._mesh_in(function, world)
+    def region(self, world: World) -> Region:
+        function, mesh = self.function, self._mesh_in(world)
         free = frozenset(n for n, kind in axis_types(mesh).items() if kind != AxisType.Manual)
         names = free if self.manual is None else self.manual
         if not free:
@@ -146,8 +152,8 @@ class Specs(Inputs):
             )
         return Region(mesh, names)
 
-    def _mesh_in(self, function: Function, world: World) -> AnyMesh:
-        around = world.mesh
+    def _mesh_in(self, world: World) -> AnyMesh:
+        function, around = self.function, world.mesh
         given = self._given
         if around.empty:
             mesh = given or world.devices
@@ -211,33 +217,31 @@ class Specs(Inputs):
         leaves = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
 
-    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
-        region = self.region(function, world)
+    def _decide(self, leaves: Leaves, prefix: Any, mesh: AnyMesh | None, world: World) -> Decision:
+        return self.decide(leaves, prefix, self.region(world), world)
+
+    def decide(self, leaves: Leaves, prefix: Any, region: Region, world: World) -> Decision:
         return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
 
-    def are_placed(self, world: World) -> bool:
-        # Inside a program the program itself places its arguments.
-        return world.staged
-
-    def missing(
-        self,
-        function: Function,
-        leaves: Leaves,
-        targets: Sequence[Target | None],
-        world: World,
-    ) -> Sequence[Target | None]:
-        """The program reshards arrays that are on the mesh."""
-        mesh = self.region(function, world).mesh
+    def _elsewhere(
+        self, leaves: Leaves, targets: Targets, own: Arrays, world: World
+    ) -> tuple[Targets, Targets]:
+        """The targets of arrays that are not on the mesh."""
+        mesh = self.region(world).mesh
         elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
         faults = [
-            replace(fault, path=function.readable(name_of(leaves.paths[i])))
+            replace(fault, path=leaves.name(i))
             for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
             if elsewhere[i]
             for fault in self.unmovable(x, target)
         ]
         if faults:
             raise PlacementError(faults)
-        return [to if away else None for to, away in zip(targets, elsewhere, strict=True)]
+        whole = NamedSharding(mesh, PartitionSpec())
+        return (
+            [to if away else None for to, away in zip(targets, elsewhere, strict=True)],
+            [None if _is_on(mesh, x) else whole for x in own],
+        )
 
     def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
         """The fault of an array that is not on the mesh and must not be moved."""
@@ -254,13 +258,6 @@ class Specs(Inputs):
             request, mend = f"{spec_in(target)}", "leave out reshard=False"
             reason += ", and reshard=False"
         yield Fault("", x.shape, request, reason, f"move it before, or {mend}")
-
-    def missing_own(
-        self, function: Function, own: Sequence[Any], world: World
-    ) -> Sequence[Target | None]:
-        mesh = self.region(function, world).mesh
-        whole = NamedSharding(mesh, PartitionSpec())
-        return [None if _is_on(mesh, x) else whole for x in own]
 
 
 def _show_types(mesh: AnyMesh) -> str:

@@ -1,7 +1,7 @@
 """`resolve`: turns a placement into a target for every array leaf, or reports all faults."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import equinox as eqx
@@ -217,10 +217,10 @@ class _Resolver:
             targets.append(target)
             if complaints:
                 faulty.add(i)
-                name = name_of(self.leaves.paths[i])
+                name = self.leaves.name(i)
                 faults += [Fault(name, tuple(x.shape), *complaint) for complaint in complaints]
         for rule, seen in self.asked.values():
-            faults += faults_of(rule, seen)
+            faults += self.named(faults_of(rule, seen), seen)
         return Decision(entries, targets, faults, faulty, self.mesh)
 
     def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
@@ -258,9 +258,18 @@ class _Resolver:
         try:
             answer = ask(rule, leaf)
         except Exception as error:
-            error.add_note(f"(raised by the rule {rule!r} for the leaf {name_of(leaf.path)})")
+            name = self.leaves.name_at(leaf.path)
+            error.add_note(f"(raised by the rule {rule!r} for the leaf {name})")
             raise
         return self.specs.setdefault(answer, answer) if type(answer) is PartitionSpec else answer
+
+    def named(self, faults: list[Fault], seen: Sequence[Leaf]) -> list[Fault]:
+        """A rule's faults of leaves, which it knows by their paths."""
+        if not faults:
+            return []
+        names = {name_of(leaf.path): self.leaves.name_at(leaf.path) for leaf in seen}
+        names[""] = self.leaves.naming(())
+        return [replace(fault, path=names.get(fault.path, fault.path)) for fault in faults]
 
     def try_target(self, entry: Any, written: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
         try:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, in_words
 from .._placement import Target, fill_free, sharding_of
-from .._tree import Kind, Leaves, canonical_dtype, name_of, named_texts_of, texts_of
+from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, texts_of
 from .meeting import (
     Facts,
     Processes,
@@ -114,7 +114,7 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
         if me not in group:
             continue
         x, target = leaves.arrays[i], targets[i]
-        name, dtype = name_of(leaves.paths[i]), canonical_dtype(x)
+        name, dtype = leaves.name(i), canonical_dtype(x)
         what = f"{dtype}{list(x.shape)} as {described(target)}"
         facts.setdefault(group, {})[name] = what
         if leaves.kinds[i] is Kind.HOST:

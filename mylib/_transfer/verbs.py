@@ -26,7 +26,7 @@ from .._placement import (
     unusual_memory_kind,
 )
 from .._processes import Processes, agree, check_replicas, named, owners, raised_in_all
-from .._tree import Kind, Leaves, broadcast_prefix, name_of, split
+from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import Move, move
 from .host import to_default_device
 from .primitive import place
@@ -298,7 +298,7 @@ def _elsewhere(
     reason = "a machine that is not here can compile, not run: nothing can be put there"
     mend = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
     return [
-        Fault(name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape), str(target), reason, mend)
+        Fault(leaves.name(i), tuple(leaves.arrays[i].shape), str(target), reason, mend)
         for i in placed
         if (target := targets[i]) is not None and not is_here(sharding_of(target))
     ]
@@ -329,7 +329,7 @@ def _unreadable(
             mend = "place it over the same devices first, replicated; each process then has it all"
         else:
             continue
-        faults.append(Fault(name_of(leaves.paths[i]), x.shape, str(target), reason, mend))
+        faults.append(Fault(leaves.name(i), x.shape, str(target), reason, mend))
     return faults
 
 
@@ -399,7 +399,7 @@ def _check_options(
             reason = "src is the device or sharding of the source"
             complaints.append((f"src={source!r}", reason, "give a device or a Sharding"))
         if complaints:
-            name, shape = name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape)
+            name, shape = leaves.name(i), tuple(leaves.arrays[i].shape)
             faults += [Fault(name, shape, *complaint) for complaint in complaints]
     if faults:
         raise PlacementError(faults)

@@ -25,7 +25,7 @@ from .._placement import (
 )
 from .._processes import Facts, Processes, checksum, described, digest, owners, shared_indices
 from .._transfer import LocalData, assemble, is_of_keys, not_there, place_leaves
-from .._tree import Kind, Leaves, canonical_dtype, name_of, split
+from .._tree import Kind, Leaves, canonical_dtype, split
 from ._arrays import as_arrays, own
 from ._request import BatchRequest, Tail
 from ._rows import ALONE, ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows
@@ -170,7 +170,7 @@ class Share:
         return fill_free(target, None, len(self.leaves.arrays[i].shape))
 
     def name(self, i: int) -> str:
-        return name_of(self.leaves.paths[i])
+        return self.leaves.name(i)
 
 
 def look_through(batch: Any, request: BatchRequest) -> Share:
@@ -258,7 +258,7 @@ def _flattened(batch: Any, request: BatchRequest) -> tuple[Leaves, set[int], lis
 
 def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]:
     x, sharding = leaves.arrays[i], sharding_of(target)
-    name, request = name_of(leaves.paths[i]), show(target, None)
+    name, request = leaves.name(i), show(target, None)
     for reason, mend in [] if sharding.is_fully_addressable else unfit_rows(sharding):
         yield Fault(name, tuple(x.shape), request, reason, mend)
     if leaves.kinds[i] is Kind.DEVICE and x.is_deleted():
