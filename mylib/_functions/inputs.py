@@ -1,5 +1,6 @@
 """Placements for a function's arguments."""
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -42,6 +43,15 @@ def _all_arguments(
 _ALL = Moves(True, _all_arguments, attrgetter("shape", "dtype", "sharding", "committed"))
 
 
+class _Thread(threading.local):
+    """What the last call in this thread has resolved, until its function is traced."""
+
+    resolved: "tuple[Inputs, Targets] | None" = None
+
+
+_thread = _Thread()
+
+
 @dataclass(frozen=True, eq=False)
 class Inputs:
     """The placements of a function's arguments.
@@ -79,6 +89,15 @@ class Inputs:
         if decision.faults:
             raise PlacementError(decision.faults)
         return decision.targets
+
+    def hand_over(self, targets: Targets | None) -> None:
+        """Keeps the targets of a call, or that it hasn't resolved any, for its function."""
+        _thread.resolved = None if targets is None else (self, targets)
+
+    def handed_over(self) -> Targets | None:
+        """The targets of the call that has led to this trace, once; None if they are unknown."""
+        resolved, _thread.resolved = _thread.resolved, None
+        return resolved[1] if resolved is not None and resolved[0] is self else None
 
     def state_of(self, arrays: Sequence[Any], world: World) -> Any:
         """Equal for arrays of which the same must be moved; None if unknown."""

@@ -652,6 +652,7 @@ class _Call:
         if inputs is None:
             return self.arrays, own
         world = current_world()
+        inputs.hand_over(None)
         if world.staged and not inputs.moves.also_staged:
             return self.arrays, own
         state = inputs.state_of(self.arrays + own, world)
@@ -661,6 +662,7 @@ class _Call:
         leaves = function.split((self.args, self.kwargs), prepared.outline.positions)
         with raised_in_all(None if abstract else mesh_of_all(inputs.mesh, world), check=None):
             wanted = prepared.targets(inputs, leaves, self.args, self.kwargs, world)
+        inputs.hand_over(wanted)
         targets, own_targets = inputs.moves.needed(leaves, wanted, own, world)
         values = _at(leaves, targets, world, abstract)
         own_values = _at(split(own), own_targets, world, abstract)

@@ -213,12 +213,12 @@ class Mapped:
         function, specs = options.function, options.specs
         given = specs.inputs.bind(function, args, kwargs)
         region = specs.region(world)
-        asked = specs.inputs.resolve(function, function.split(given, _static(given)), *given, world)
+        asked = specs.targets(given, region, world)
         if not options.check_vma:
             _refuse_to_forget(function, given, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
         everything = self.fun, given
-        leaves = split(everything, _static(everything), options.naming)
+        leaves = split(everything, outlined(everything)[1].positions, options.naming)
         whole = NamedSharding(region.mesh, PartitionSpec())
         targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
         arrays, in_specs = _enter(options, leaves, targets, region, world)
@@ -309,10 +309,6 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
                 "already: pass it as an argument)"
             )
         raise
-
-
-def _static(tree: Any) -> frozenset[int]:
-    return outlined(tree)[1].positions
 
 
 def _enter(

@@ -33,7 +33,7 @@ from .._placement import (
     unusual_memory_kind,
     with_entries,
 )
-from .._tree import Arrays, Kind, Leaves, kind_of
+from .._tree import Arrays, Kind, Leaves, kind_of, outlined
 
 
 @dataclass(frozen=True)
@@ -216,6 +216,19 @@ class Specs:
             return self.mesh
         leaves = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
+
+    def targets(self, given: Any, region: Region, world: World) -> list[Target | None]:
+        """The targets of the arrays in (args, kwargs)."""
+        leaves = self.function.split(given, outlined(given)[1].positions)
+        resolved = self.inputs.handed_over()
+        if resolved is None or len(resolved) != len(leaves.arrays):
+            return self.inputs.resolve(self.function, leaves, *given, world)
+        # The call has resolved them already, but outside of the program, where less is checked.
+        here = [None if to is None else NamedSharding(region.mesh, spec_in(to)) for to in resolved]
+        decision = self.decide(leaves, leaves.fill(here), region, world)
+        if decision.faults:
+            raise PlacementError(decision.faults)
+        return decision.targets
 
     def _decide(self, leaves: Leaves, prefix: Any, mesh: AnyMesh | None, world: World) -> Decision:
         return self.decide(leaves, prefix, self.region(world), world)
