@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from .._compat import names
+from .._errors import Fault, because
 from .._placement import (
     AnyMesh,
     Placement,
@@ -267,10 +268,10 @@ class _Checkpointed(eqx.Module):
         return hash((self.fun, self.prevent_cse, self.policy))
 
 
-def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
+def _refuse_memory_kinds(target: Target) -> Iterator[Fault]:
     kind = unusual_memory_kind(target)
     if kind is not None:
-        yield (
+        yield because(
             f"programs can't compute in {kind} memory",
             "use a policy that offloads saved values (jax.checkpoint_policies.offload_...), or "
             "call mylib.filter_device_put before, and in the function",

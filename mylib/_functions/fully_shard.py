@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._placement import (
     AnyMesh,
     Placement,
@@ -246,12 +246,10 @@ def _missing(layers: Any, model: Any, found: Sequence[Any]) -> Iterator[Fault]:
     for cls in wanted:
         is_class = isinstance(cls, type)
         if not (any(isinstance(x, cls) for x in found) if is_class else found):
-            yield Fault(
-                "",
-                None,
-                f"fully_shard of {cls.__qualname__ if is_class else repr(cls)}",
+            yield because(
                 "no Module of the model is one",
                 f"the Modules there are {', '.join(there)}" if there else "the model has no Module",
+                f"fully_shard of {cls.__qualname__ if is_class else repr(cls)}",
             )
 
 

@@ -10,7 +10,7 @@ import equinox as eqx
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
 from .._tree import Arrays, Leaves, outlined, split
 from .checkpoint import Policy, filter_checkpoint, recompute_resharded
@@ -167,14 +167,12 @@ def _stacked(plan: Plan, leaves: Leaves) -> int:
     name = type(leaves.tree).__qualname__
     raise PlacementError(
         [
-            Fault(
-                "",
-                None,
-                f"fully_shard, and a call of {name}",
+            because(
                 "its arrays are not those that fully_shard has seen, and not slices of them "
                 f"either: ranks {[x.ndim for x in leaves.arrays]}, and {list(plan.ranks)} then",
                 "change the model before fully_shard. Of weights that are tied (eqx.nn.Shared), "
                 "name a class that holds both of them, or leave theirs out of `layers`",
+                f"fully_shard, and a call of {name}",
             )
         ]
     )

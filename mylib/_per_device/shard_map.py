@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._compat import jit, names
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._functions import Function, Jitted, Lowered, about, captured_by, code_of
 from .._placement import (
     AnyMesh,
@@ -319,19 +319,15 @@ def _enter(
     wanted: list[Target | None] = []
     faults: list[Fault] = []
 
-    def refuse(i: int, request: str, reason: str, mend: str) -> None:
-        shape = tuple(leaves.arrays[i].shape)
-        faults.append(Fault(leaves.name(i), shape, request, reason, mend))
-
     for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
         here = region.spec_of(x)
         if here is None:
-            for fault in options.specs.unmovable(x, target):
-                refuse(i, fault.request, fault.reason, fault.mend)
+            faults += [leaves.at(i, fault) for fault in options.specs.unmovable(x, target)]
         if target is None:
             if region.explicit != region.names:
                 reason = "an array's sharding is known only over Explicit axes"
-                refuse(i, "None: keep its sharding", reason, "write a PartitionSpec")
+                kept = because(reason, "write a PartitionSpec", "None: keep its sharding")
+                faults.append(leaves.at(i, kept))
             specs.append(PartitionSpec(*entries_over(here, region.names)))
             wanted.append(None)
             continue
@@ -343,7 +339,8 @@ def _enter(
         if region.explicit and not (options.specs.reshard or lies_so or here is None):
             request = f"{target.spec} over {show_mesh(region.mesh)}"
             mend = "call mylib.filter_shard on it before, or leave out reshard=False"
-            refuse(i, request, f"it is split as {here}, and reshard=False", mend)
+            reason = f"it is split as {here}, and reshard=False"
+            faults.append(leaves.at(i, because(reason, mend, request)))
         specs.append(target.spec)
         left_alone = world.staged and (lies_so or not region.explicit)
         wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))
@@ -393,19 +390,17 @@ class _Outputs:
             specs.append(spec)
             if i not in decision.faulty:
                 request = "None" if target is None else f"{spec} over {show_mesh(region.mesh)}"
-                place = leaves.name(i), tuple(x.shape), request
-                faults += [Fault(*place, *why) for why in self._promises(x, spec, target is None)]
+                found = self._promises(x, spec, target is None)
+                faults += [leaves.at(i, replace(fault, request=request)) for fault in found]
         if faults:
             raise PlacementError(faults)
         return specs
 
-    def _promises(
-        self, x: jax.Array, spec: PartitionSpec, by_default: bool
-    ) -> Iterator[tuple[str, str]]:
+    def _promises(self, x: jax.Array, spec: PartitionSpec, by_default: bool) -> Iterator[Fault]:
         """Reasons why a result may differ between devices although its spec says it doesn't."""
         if not self._options.check_vma:
             if by_default:
-                yield (
+                yield because(
                     "with check_vma=False it is unknown whether all devices return the same",
                     "write P() to promise that they do",
                 )
@@ -414,7 +409,7 @@ class _Outputs:
         if differs:
             along = ", ".join(map(repr, sorted(differs, key=str)))
             given = "" if x.ndim else ", after adding a dimension (x[None]),"
-            yield (
+            yield because(
                 f"it differs between the devices along {along}, which this does not name",
                 f"name {along} in its spec{given} or make it the same everywhere: "
                 "jax.lax.psum, pmean, all_gather(..., to='invarying')",

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -12,7 +12,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._compat import sharding_under
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._functions import Function, Inputs, Moves, Targets
 from .._placement import (
     AnyMesh,
@@ -53,34 +53,34 @@ class Region:
         types = axis_types(self.mesh)
         return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
 
-    def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
         reasons = list(self._unfit(target))
         yield from reasons or unfit_shape(target, shape)
 
-    def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
         reasons = list(self._unfit(target))
         yield from reasons or unfit_rank(spec_in(target), shape)
 
-    def _unfit(self, target: Target) -> Iterator[tuple[str, str]]:
+    def _unfit(self, target: Target) -> Iterator[Fault]:
         if not isinstance(target, NamedSharding):
-            yield "shard_map splits arrays over a mesh", "give a PartitionSpec"
+            yield because("shard_map splits arrays over a mesh", "give a PartitionSpec")
             return
         if not same_axes(target.mesh, self.mesh):
-            yield (
+            yield because(
                 f"shard_map splits over {show_mesh(self.mesh)} here",
                 "give a PartitionSpec over that",
             )
             return
         if unusual_memory_kind(target) is not None:
-            yield (
+            yield because(
                 "the shards of an array are in the devices' own memory inside shard_map",
                 "leave out the memory kind, and use mylib.filter_device_put before or after",
             )
         if PartitionSpec.UNCONSTRAINED in entries_of(target.spec):
-            yield "shard_map leaves no choice to the compiler", "write the axes, or None"
+            yield because("shard_map leaves no choice to the compiler", "write the axes, or None")
         others = sorted(axes_in(target.spec) - self.names, key=str)
         for name in others:
-            yield (
+            yield because(
                 f"{name!r} is not among the axes that are split over here, "
                 f"{tuple(sorted(self.names, key=str))}",
                 "leave it out of the spec, or name it in axis_names",
@@ -109,7 +109,7 @@ class Region:
 
 def refuse_map(function: Function, reason: str, mend: str) -> NoReturn:
     request = f"filter_shard_map of {function.name}"
-    raise PlacementError([Fault("", None, request, reason, mend)])
+    raise PlacementError([because(reason, mend, request)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,7 @@ class Specs:
         mesh = self.region(world).mesh
         elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
         faults = [
-            replace(fault, path=leaves.name(i))
+            leaves.at(i, fault)
             for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
             if elsewhere[i]
             for fault in self.unmovable(x, target)
@@ -270,7 +270,7 @@ class Specs:
         else:
             request, mend = f"{spec_in(target)}", "leave out reshard=False"
             reason += ", and reshard=False"
-        yield Fault("", x.shape, request, reason, f"move it before, or {mend}")
+        yield because(reason, f"move it before, or {mend}", request)
 
 
 def _show_types(mesh: AnyMesh) -> str:

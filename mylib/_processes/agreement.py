@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from .._errors import Fault, PlacementError, in_words
+from .._errors import Fault, PlacementError, because, in_words
 from .._placement import Target, fill_free, sharding_of
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, texts_of
 from .meeting import (
@@ -25,12 +25,10 @@ from .meeting import (
 )
 
 # For nodes with data besides their children and fields.
-_UNNAMED = Fault(
-    "",
-    None,
-    "the same in all processes",
+_UNNAMED = because(
     "the data in its nodes, besides their children, differs between them",
     "make the tree in the same way in every process, or place with check=False",
+    "the same in all processes",
 )
 
 
@@ -94,7 +92,7 @@ def _raised(error: Exception) -> Fault:
     """The fault that tells the other processes about a foreign error, such as a rule's."""
     mend = "fix the code that raised it, such as a rule; its process shows the traceback"
     reason = f"resolving it raised an error: {in_words(error)}"
-    return Fault("", None, "a placement for each array", reason, mend)
+    return because(reason, mend, "a placement for each array")
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:

@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from .._errors import Fault
 from .annotations import Fit, Step, Walker, fit_of
 
 KeyPath = tuple[Any, ...]
@@ -120,6 +121,10 @@ class Leaves:
     def name_at(self, path: KeyPath) -> str:
         """The name of a leaf; `the array` if the tree is a single leaf."""
         return self.naming(path) or _ONLY
+
+    def at(self, i: int, fault: Fault) -> Fault:
+        """A fault, as one of this array."""
+        return replace(fault, path=self.name(i), shape=tuple(self.arrays[i].shape))
 
     @cached_property
     def walker(self) -> Walker:
