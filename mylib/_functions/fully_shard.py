@@ -257,10 +257,6 @@ def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator
     for i, target in enumerate(targets):
         kind = None if target is None else unusual_memory_kind(target)
         if kind is not None:
-            yield Fault(
-                leaves.name(i),
-                tuple(leaves.arrays[i].shape),
-                f"used in {kind} memory",
-                "nothing is computed there",
-                "say so of `kept`; `used` is in the memory of the device",
-            )
+            mend = "write it in `kept`: layers compute in the memory of the device"
+            refused = because("nothing is computed there", mend, f"used in {kind} memory")
+            yield leaves.at(i, refused)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import compress
 from operator import is_
 from types import MappingProxyType
-from typing import Any, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -249,7 +249,7 @@ class Jitted(Generic[P, T]):
         """
         call = self.recipe.prepare(args, kwargs, abstract=True)
         try:
-            return Lowered(self, call.prepared, *call.lower(self.arrays))
+            lowered, arguments = call.lower(self.arrays)
         except (AttributeError, RuntimeError) as error:
             if ran_on_a_description(error):
                 raise NotHereError(
@@ -264,6 +264,7 @@ class Jitted(Generic[P, T]):
                     "callback out. equinox.error_if can stay: filter_jit makes it a result"
                 ) from error
             raise
+        return Lowered(_Origin(self, call.prepared, arguments), lowered)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -293,19 +294,19 @@ class Jitted(Generic[P, T]):
         return cls(arrays, recipe)
 
 
+class _Origin(NamedTuple):
+    """A function and the arguments that it was lowered for."""
+
+    jitted: Jitted[..., Any]
+    prepared: "Prepared"
+    arguments: Sequence[Argument]
+
+
 class Lowered:
     """A function lowered for some arguments; `lowered` is JAX's own object."""
 
-    def __init__(
-        self,
-        jitted: Jitted[..., Any],
-        prepared: "Prepared",
-        lowered: jax.stages.Lowered,
-        arguments: Sequence[Argument],
-    ):
-        self._jitted = jitted
-        self._prepared = prepared
-        self._arguments = arguments
+    def __init__(self, origin: _Origin, lowered: jax.stages.Lowered):
+        self._origin = origin
         self.lowered = lowered
 
     def as_text(self) -> str:
@@ -318,11 +319,11 @@ class Lowered:
         try:
             compiled = self.lowered.compile(compiler_options)
         except jax.errors.JaxRuntimeError as error:
-            readable = out_of_memory(error, self._arguments)
+            readable = out_of_memory(error, self._origin.arguments)
             if readable is None:
                 raise
             raise readable from error
-        return Compiled(self._jitted, self._prepared, compiled, self._arguments)
+        return Compiled(self._origin, compiled)
 
 
 # The names of arrays in the program, which takes two lists of them.
@@ -332,23 +333,15 @@ _NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
 class Compiled:
     """A function compiled ahead of time; `compiled` is JAX's own object."""
 
-    def __init__(
-        self,
-        jitted: Jitted[..., Any],
-        prepared: "Prepared",
-        compiled: jax.stages.Compiled,
-        arguments: Sequence[Argument],
-    ):
-        self._jitted = jitted
-        self._prepared = prepared
-        self._arguments = arguments
+    def __init__(self, origin: _Origin, compiled: jax.stages.Compiled):
+        self._origin = origin
         self._called = False
         self.compiled = compiled
 
     @functools.cached_property
     def memory(self) -> Memory:
         """The bytes that it needs on each device."""
-        return memory_of(self.compiled, self._arguments)
+        return memory_of(self.compiled, self._origin.arguments)
 
     def fits(self, machine: Machine) -> Fit:
         """Whether it fits into the memory of each device of a machine; see `Memory.fits`."""
@@ -359,36 +352,37 @@ class Compiled:
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
-        paths = self._prepared.names
-        sides = {"kept": 0, "donated": self._prepared.donated_from or 0}
+        prepared = self._origin.prepared
+        sides = {"kept": 0, "donated": prepared.donated_from or 0}
 
         def name(own: str) -> str:
             match = _NUMBERED.fullmatch(own)
-            return paths[sides[match[1]] + int(match[2])] if match else own
+            return prepared.names[sides[match[1]] + int(match[2])] if match else own
 
-        mesh = self._prepared.recipe.mesh if mesh is None else mesh
+        mesh = prepared.recipe.mesh if mesh is None else mesh
         return report_of(self.compiled, name, mesh=mesh, local=local)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = self._jitted.recipe.read(args, kwargs)
-        if call.key != self._prepared.key:
+        jitted, prepared, _ = self._origin
+        call = jitted.recipe.read(args, kwargs)
+        if call.key != prepared.key:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
                 raise TypeError(
-                    f"{self._prepared.recipe.name} is called with a jax.ShapeDtypeStruct, which "
+                    f"{prepared.recipe.name} is called with a jax.ShapeDtypeStruct, which "
                     "has no numbers: it is for compiling only"
                 )
             raise TypeError(
-                f"{self._prepared.recipe.name} was compiled for other static arguments, or for "
+                f"{prepared.recipe.name} was compiled for other static arguments, or for "
                 "another tree structure: compile it for these, too"
             )
-        call.prepared = self._prepared
+        call.prepared = prepared
         first, self._called = not self._called, True
         try:
-            return call(self._jitted.arrays, self.compiled, first)
+            return call(jitted.arrays, self.compiled, first)
         except (AttributeError, RuntimeError) as error:
             if not ran_on_a_description(error):
                 raise
-            raise _not_here(self._prepared.recipe) from error
+            raise _not_here(prepared.recipe) from error
 
 
 def _not_here(recipe: "Recipe") -> NotHereError:

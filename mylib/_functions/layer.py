@@ -3,11 +3,12 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
 from .._errors import Fault, PlacementError, because
@@ -181,6 +182,7 @@ def _stacked(plan: Plan, leaves: Leaves) -> int:
 def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
     faults: list[Fault] = []
     cls = type(leaves.tree).__qualname__
+    leaves = replace(leaves, naming=lambda path: cls + jtu.keystr(path))
     for i, target in [*enumerate(plan.route.kept), *enumerate(plan.route.used)]:
         sharding = None if target is None else sharding_of(target)
         if not isinstance(sharding, NamedSharding):
@@ -189,30 +191,22 @@ def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
         manual = sorted(axes_in(sharding.spec) & world.manual_axes)
         if not (taken or manual):
             continue
-        name, shape = f"{cls}{leaves.name(i)}", tuple(leaves.arrays[i].shape)
         asked = show(sharding, None)
         if taken:
-            faults.append(
-                Fault(
-                    name,
-                    shape,
-                    f"{asked}, of the stacked layers",
-                    f"{taken[0]!r} splits them by layer: each turn of the loop would gather all "
-                    "layers",
-                    "shard another dimension: fsdp(..., stacked=...) with the class of the "
-                    "layers never takes the first",
-                )
+            stacked_too = because(
+                f"{taken[0]!r} splits them by layer: each turn of the loop would gather all layers",
+                "shard another dimension: fsdp(..., stacked=...) with the class of the layers "
+                "never takes the first",
+                f"{asked}, of the stacked layers",
             )
+            faults.append(leaves.at(i, stacked_too))
         if manual:
-            faults.append(
-                Fault(
-                    name,
-                    shape,
-                    asked,
-                    f"the layer is called inside of shard_map, where {manual[0]!r} is Manual: the "
-                    "compiler can't gather over it",
-                    "leave the axis Auto (axis_names= of filter_shard_map), or gather by hand",
-                )
+            in_map = because(
+                f"the layer is called inside of shard_map, where {manual[0]!r} is Manual: the "
+                "compiler can't gather over it",
+                "leave the axis Auto (axis_names= of filter_shard_map), or gather by hand",
+                asked,
             )
+            faults.append(leaves.at(i, in_map))
     if faults:
         raise PlacementError(faults)
