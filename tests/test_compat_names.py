@@ -3,6 +3,7 @@
 import ast
 import functools
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -390,7 +391,7 @@ def listed(prefix=""):
     """What `names` has: of primitives, or the constants that begin so."""
     found = {}
     for constant, value in vars(names).items():
-        kinds = ("PARAM_", "STACK_", "TEXT_", "EVENT_", "LOGGER_")
+        kinds = ("PARAM_", "STACK_", "SCOPE_", "TEXT_", "EVENT_", "LOGGER_")
         if constant.isupper() and (
             constant.startswith(prefix) if prefix else not constant.startswith(kinds)
         ):
@@ -507,6 +508,18 @@ class TestParameters:
         met = entries(jnp.sin) | entries(jax.checkpoint(jnp.sin))
         for constant, value in listed("STACK_").items():
             assert value in met, f"{advice(constant)}. The entries are {sorted(met)}"
+
+    def test_of_the_scopes_of_compiled_programs(self):
+        @jax.jit
+        def f(x):
+            x = jax.lax.cond(x.sum() > 1, jnp.sin, jnp.cos, x)
+            x = jax.lax.while_loop(lambda x: jnp.cos(x).sum() > 1, lambda x: x - 1, x)
+            return jax.grad(jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)).sum()))(x)
+
+        text = f.lower(X).compile().as_text()
+        met = {part for name in re.findall(r'op_name="([^"]*)"', text) for part in name.split("/")}
+        for constant, value in listed("SCOPE_").items():
+            assert any(x.startswith(value) for x in met), f"{advice(constant)}. {sorted(met)}"
 
 
 def other_mesh():

@@ -12,6 +12,15 @@ from .hlo import Instruction, calls_of, short
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
+# `transpose(jvp(vmap(eqx.nn.Linear)))`: all that is around a scope but calls of functions.
+_TRANSFORMED = re.compile(rf"^(?:(?!{known.JIT}\()\w+\()+([^()]*)\)+$")
+_STRUCTURE = {
+    *known.STRUCTURE,
+    known.SCOPE_BODY,
+    known.SCOPE_CHECKPOINT,
+    known.SCOPE_CONDITION,
+    known.STACK_RECOMPUTED,
+}
 _FAR = 400  # how many instructions are looked at before one gives up
 
 # From an argument's name in the program to what the user calls it.
@@ -24,6 +33,7 @@ class Origin(NamedTuple):
     arrays: tuple[str, ...]
     is_gradient: bool
     primitive: str
+    scope: str
     source: str
     phase: str
     inserted: bool
@@ -39,10 +49,12 @@ def origin_of(x: Instruction, names: Names) -> Origin:
         told = next(_informed_inputs(x), x)
     around = _own_names(told)
     made_by = next(_informed_inputs(x), x)
+    at = (named if written else around or [""])[0]
     return Origin(
         arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
         is_gradient="backward" in (_phase(named), _phase(_own_names(made_by))),
-        primitive=primitive if written else _primitive(around[0]) if around else "",
+        primitive=_primitive(at),
+        scope=_scope(at),
         source=source_of(x if written else told) or source_of(x),
         phase=_phase([*named, *around]),
         inserted=not written,
@@ -70,6 +82,17 @@ def _primitive(name: str) -> str:
     # Merged ones: `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
     last = re.split(r"[/:]", name.rstrip(")"))[-1]
     return last.split("[")[0]
+
+
+def _scope(name: str) -> str:
+    """The scopes of `jax.named_scope`; each of Equinox's layers is in one."""
+    parts = (_TRANSFORMED.sub(r"\1", part) for part in name.split("/")[:-1])
+    return "/".join(part for part in parts if part and not _is_structure(part))
+
+
+def _is_structure(part: str) -> bool:
+    # Several names that were merged into one have a colon.
+    return part in _STRUCTURE or part.startswith(known.SCOPE_BRANCH) or bool(set(part) & set("(:"))
 
 
 def _phase(names: Sequence[str]) -> str:

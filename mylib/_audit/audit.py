@@ -250,6 +250,7 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
         arrays=origin.arrays,
         gradients=gradients_of(transfer.results, names) if origin.is_gradient else (),
         primitive=origin.primitive,
+        scope=origin.scope,
         source=origin.source,
         phase=origin.phase,
         inserted=origin.inserted,

@@ -37,6 +37,8 @@ class Collective:
     - `gradients`: the arguments whose gradients are summed or moved, by path, where the program
         goes on to update them.
     - `primitive`: JAX's primitive that it belongs to, such as `"dot_general"`.
+    - `scope`: the scopes around that: of `jax.named_scope`, and the names of Equinox's layers, such
+        as `"eqx.nn.MultiheadAttention/eqx.nn.Linear"`.
     - `source`: the line of Python, as `"file.py:31"`.
     - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty.
     - `inserted`: whether the partitioner has inserted it. Otherwise the program asks for it, by
@@ -58,6 +60,7 @@ class Collective:
     arrays: tuple[str, ...]
     gradients: tuple[str, ...]
     primitive: str
+    scope: str
     source: str
     phase: str
     inserted: bool
@@ -236,7 +239,8 @@ def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
     """
     alike: dict[Any, list[Collective]] = {}
     for c in collectives:
-        same = c.kind, c.axes, c.bytes, c.dtype, c.inserted, c.phase, c.primitive, c.source, c.times
+        same = c.kind, c.axes, c.bytes, c.dtype, c.inserted, c.phase, c.source, c.times
+        same += c.primitive, c.scope
         paths = (tuple(map(without_indices, paths)) for paths in (c.arrays, c.gradients))
         alike.setdefault((*same, *paths), []).append(c)
     return sorted(alike.values(), key=lambda group: (group[0].kind, group[0].axes or ()))
@@ -271,7 +275,9 @@ def what_of(group: Sequence[Collective]) -> str:
     """What collectives that are alike move."""
     moved = _listed([path for c in group for path in c.arrays])
     summed = _listed([path for c in group for path in c.gradients])
-    return moved or (summed and f"gradient of {summed}") or group[0].primitive
+    if moved or summed:
+        return moved or f"gradient of {summed}"
+    return group[0].primitive + (f" in {group[0].scope}" if group[0].scope else "")
 
 
 def _listed(paths: Sequence[str]) -> str:

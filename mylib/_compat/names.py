@@ -272,6 +272,13 @@ STACK_JVP = "jvp"
 STACK_RECOMPUTED = "rematted_computation"
 STACK_TRANSPOSE = "transpose"
 
+# --- what JAX writes between the scopes of an instruction's name ----------------------------------
+
+SCOPE_BODY = "body"
+SCOPE_BRANCH = "branch_"
+SCOPE_CHECKPOINT = "checkpoint"
+SCOPE_CONDITION = "cond"
+
 # --- parts of texts of errors and warnings --------------------------------------------------------
 
 # A donated array is passed again.

@@ -137,6 +137,34 @@ class TestOrigins:
         cured = mylib.audit(jax.jit(loss), {"first": whole, "second": whole}, x)
         assert cured.count("all-gather") == 0
 
+    def test_the_scopes_around_it(self):
+        """Equinox's layers are in scopes, whatever transformations and loops are around them."""
+
+        class Block(eqx.Module):
+            linear: eqx.nn.Linear
+
+            def __call__(self, x):
+                with jax.named_scope("block"):
+                    return jnp.tanh(jax.vmap(self.linear)(x))
+
+        def loss(blocks, x):
+            x, _ = lax.scan(jax.checkpoint(lambda x, block: (block(x), None)), x, blocks)
+            return lax.cond(x.sum() > 0, lambda: jnp.mean(x**2), lambda: jnp.mean(x))
+
+        placed = {"weight": P(None, None, "data"), "bias": P()}
+        blocks = eqx.filter_vmap(lambda key: Block(eqx.nn.Linear(64, 64, key=key)))
+        blocks = eqx.filter_eval_shape(blocks, jax.random.split(jax.random.key(0), 3))
+        blocks = jax.tree_util.tree_map_with_path(
+            lambda path, x: known.abstract(ONE, placed[path[-1].name], x.shape), blocks
+        )
+        x = known.abstract(ONE, P(None, "data"), (32, 64))
+        report = mylib.audit(mylib.filter_jit(eqx.filter_grad(loss)), blocks, x)
+        of_products = [c for c in report.collectives if c.primitive == "dot_general"]
+        assert {c.phase for c in of_products} == {"forward", "recomputed", "backward"}
+        assert {c.scope for c in of_products} == {"block/eqx.nn.Linear"}
+        assert "dot_general in block/eqx.nn.Linear" in str(report)
+        assert {c.scope for c in report.collectives} <= {"", "block", "block/eqx.nn.Linear"}
+
     def test_rematerialised_gathers(self):
         def loss(ws, x):
             @jax.checkpoint
