@@ -23,6 +23,7 @@ from .._placement import (
     axis_names as names_of,
     axis_types,
     decide,
+    decide_each,
     default_memory_kind,
     entries_of,
     is_placement_leaf,
@@ -225,15 +226,13 @@ class Specs:
             return self.inputs.resolve(self.function, leaves, *given, world)
         # The call has resolved them already, but outside of the program, where less is checked.
         here = [None if to is None else NamedSharding(region.mesh, spec_in(to)) for to in resolved]
-        decision = self.decide(leaves, leaves.fill(here), region, world)
+        decision = decide_each(leaves, here, region.mesh, world, region.unfit_input)
         if decision.faults:
             raise PlacementError(decision.faults)
         return decision.targets
 
     def _decide(self, leaves: Leaves, prefix: Any, mesh: AnyMesh | None, world: World) -> Decision:
-        return self.decide(leaves, prefix, self.region(world), world)
-
-    def decide(self, leaves: Leaves, prefix: Any, region: Region, world: World) -> Decision:
+        region = self.region(world)
         return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
 
     def _elsewhere(

@@ -139,6 +139,13 @@ def decide(
     return _Resolver(leaves, mesh, world, refuse, fit).run(entries, misfits)
 
 
+def decide_each(
+    leaves: Leaves, entries: list[Any], mesh: AnyMesh | None, world: World, fit: Fit = unfit_shape
+) -> Decision:
+    """`decide` with a placement for each array."""
+    return _Resolver(leaves, mesh, world, None, fit).run(entries, [])
+
+
 def _refuse_arrays(placement: Any) -> None:
     """A tree without arrays accepts any placement. But if the placement contains arrays, the
     arguments are probably swapped.
