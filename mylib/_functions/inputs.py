@@ -22,11 +22,11 @@ Targets = Sequence[Target | None]
 class Moves:
     """Which arrays are moved before a call.
 
-    - `also_staged`: whether any are, if the call is part of another program.
-    - `needed`: picks the targets of those that are moved, given (leaves, targets) of the arguments,
-        the arrays of the function itself, and the world: a list for the arguments and one for the
-        function's own arrays.
-    - `decisive`: arrays for which this returns the same need the same moves.
+    - `also_staged`: whether arrays are also moved if the call is part of another program.
+    - `needed`: returns the targets of the arrays that must be moved, and None for the others: for
+        the arguments, and for the arrays of the function itself. It takes the arguments' leaves and
+        targets, the function's arrays, and the world.
+    - `decisive`: arrays for which it returns the same need the same moves.
     """
 
     also_staged: bool
@@ -44,7 +44,7 @@ _ALL = Moves(True, _all_arguments, attrgetter("shape", "dtype", "sharding", "com
 
 
 class _Thread(threading.local):
-    """What the last call in this thread has resolved, until its function is traced."""
+    """The targets resolved by the last call in this thread, until its function is traced."""
 
     resolved: "tuple[Inputs, Targets] | None" = None
 
