@@ -218,7 +218,7 @@ class Specs:
         leaves = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
 
-    def targets(self, given: Any, region: Region, world: World) -> list[Target | None]:
+    def targets(self, given: tuple[Any, Any], region: Region, world: World) -> list[Target | None]:
         """The targets of the arrays in (args, kwargs)."""
         leaves = self.function.split(given, outlined(given)[1].positions)
         resolved = self.inputs.handed_over()

@@ -141,5 +141,5 @@ def test_text_does_not_tell_what_is_divided():
     strategy = STRATEGIES["fsdp"]
     compiled = strategy.step(True).lower(*strategy.args(True)).compile()
     report = mylib.audit(compiled.as_text(), mesh=ONE)
-    with pytest.raises(mylib.AuditError, match="is not known: audit the compiled program"):
+    with pytest.raises(mylib.AuditError, match="is unknown: audit the compiled program"):
         report.expect(contracts.sharded())
