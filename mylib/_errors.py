@@ -33,6 +33,11 @@ class Fault:
     mend: str
 
 
+def because(reason: str, mend: str, request: str = "") -> Fault:
+    """A fault without a leaf: it is about the whole tree, or its leaf is added by `Leaves.at`."""
+    return Fault("", None, request, reason, mend)
+
+
 class PlacementError(ValueError):
     """A request can't be carried out. The message names every faulty leaf; it is raised before
     anything has been moved, donated or compiled. Many leaves are shortened to

@@ -1,7 +1,7 @@
-"""What programs may communicate and hold: to be passed to `Report.expect`, in tests.
+"""What programs may communicate and hold: for `Report.expect`, in tests.
 
-A contract is a function from a [`mylib.Report`][] to a list of faults, each a sentence. Write your
-own in the same way.
+A contract is a function from a [`mylib.Report`][] to a list of faults, each a sentence. You can
+write your own.
 """
 
 import math
@@ -29,11 +29,11 @@ Size = int | str
 
 
 def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
-    """Exactly these collectives run in a call, and no others.
+    """Exactly these collectives run in a call.
 
     **Arguments:**
 
-    - `expected`: how many of each kind over each axes: `{("all-reduce", "data"): 2}`.
+    - `expected`: the number for each kind and axes: `{("all-reduce", "data"): 2}`.
 
     **Returns:**
 
@@ -65,12 +65,11 @@ def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
 
 
 def at_most(size: Size, kind: str | None = None, axes: Axes | None = None) -> Contract:
-    """The collectives of this kind, over exactly these axes, have at most `size` bytes in a call,
-    each as often as it runs.
+    """All executions of these collectives in a call have at most `size` bytes together.
 
     **Arguments:**
 
-    - `size`: in bytes, or as text: `"64 MiB"`.
+    - `size`: the number of bytes, or a text such as `"64 MiB"`.
     - `kind`, `axes`: as in `Report.bytes`.
 
     **Returns:**
@@ -102,9 +101,9 @@ def never(
     **Arguments:**
 
     - `kind`, `axes`: as in `Report.count`.
-    - `above`: only those of more bytes than this: `"1 MiB"`.
-    - `in_loops`: only those in the body of a loop.
-    - `inserted`: only those that the partitioner has inserted.
+    - `above`: only collectives with more bytes, such as `"1 MiB"`.
+    - `in_loops`: only collectives in the body of a loop.
+    - `inserted`: only collectives that the partitioner has inserted.
 
     **Returns:**
 
@@ -123,11 +122,12 @@ def never(
 
 
 def memory(**limits: Size) -> Contract:
-    """The program holds at most so many bytes a device.
+    """The program needs at most this much memory on each device.
 
     **Arguments:**
 
-    - `limits`: of the attributes of [`mylib.ProgramMemory`][]: `memory(temporaries="400 MiB")`.
+    - `limits`: sizes, by the attributes of [`mylib.ProgramMemory`][]:
+        `memory(temporaries="400 MiB")`.
 
     **Returns:**
 
@@ -137,7 +137,7 @@ def memory(**limits: Size) -> Contract:
 
     def faults(report: Report) -> list[str]:
         if report.memory is None:
-            return ["the memory is not known: a compiled program is needed, not its text"]
+            return ["the memory is unknown: audit the compiled program, not its text"]
         told: list[str] = []
         for name, limit in allowed.items():
             found = getattr(report.memory, name)
@@ -151,14 +151,14 @@ def memory(**limits: Size) -> Contract:
 def sharded(
     argument: str | None = None, *, axis: str | None = None, within: float = 0.1
 ) -> Contract:
-    """The arrays of an argument are divided among the devices.
+    """The arrays of an argument are sharded.
 
     **Arguments:**
 
-    - `argument`: its name; by default the first one's.
-    - `axis`: they are divided over this mesh axis at least; by default over all.
-    - `within`: by how much a device may hold more than its share of all of them, such as of biases
-        that nothing divides.
+    - `argument`: the name of the argument; by default the first.
+    - `axis`: the mesh axis that they must at least be sharded over; by default all axes.
+    - `within`: by how much a device may hold more than its share of all of them, for arrays such as
+        biases that no axis divides.
 
     **Returns:**
 
@@ -175,7 +175,7 @@ def sharded(
             return []
         whole = [p for p in arrays if parts[p.path] < _size(report, over)]
         return [
-            f"{p.path} {list(p.shape)} is not divided over {_show(over)}: "
+            f"{p.path} {list(p.shape)} is not sharded over {_show(over)}: "
             f"{_size(report, over) // parts[p.path]} devices hold the same {readable(p.bytes)}"
             for p in sorted(whole, key=lambda p: -p.bytes)[:10]
         ]
@@ -184,8 +184,8 @@ def sharded(
 
 
 def data_parallel(axis: str, *, argument: str | None = None) -> Contract:
-    """Each device has the whole model and a part of the batch; what crosses `axis` is the gradient,
-    summed once.
+    """Each device has the whole model and a part of the batch. Only gradients are communicated over
+    `axis`, and they are summed once.
 
     **Arguments:**
 
@@ -205,15 +205,15 @@ def data_parallel(axis: str, *, argument: str | None = None) -> Contract:
 
 
 def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None) -> Contract:
-    """The model is divided over `axis`. Its weights are gathered where they are used, and the
-    gradients come back divided: by a reduce-scatter.
+    """The model is sharded over `axis`. Its weights are gathered where they are used, and gradients
+    are reduce-scattered.
 
     **Arguments:**
 
     - `axis`: the mesh axis.
     - `argument`: the name of the argument that is the model; by default the first.
-    - `largest`: the most that one all-gather may give, `"64 MiB"`; without it a gather of the whole
-        model at once passes.
+    - `largest`: the largest result of an all-gather, such as `"64 MiB"`. Without it, gathering the
+        whole model at once passes.
 
     **Returns:**
 
@@ -230,13 +230,12 @@ def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None)
         if gathered < 0.9 * weights:
             told.append(
                 f"{readable(gathered)} are gathered over {axis}, less than the weights' "
-                f"{readable(weights)}: something else is moved in their place"
+                f"{readable(weights)}: something else is moved instead"
             )
         summed = report.bytes("all-reduce", axis)
         if summed > 0.1 * weights + _FEW:
             told.append(
-                f"{readable(summed)} are all-reduced over {axis}: gradients that each device gets "
-                "whole, or activations"
+                f"{readable(summed)} are all-reduced over {axis}: whole gradients, or activations"
             )
         for c in report.among("all-gather", axis):
             if limit is not None and c.bytes > limit:
@@ -249,15 +248,15 @@ def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None)
 def tensor_parallel(
     axis: str, *, argument: str | None = None, forward: int | None = None
 ) -> Contract:
-    """Megatron's: the layers are divided over `axis` in pairs, and what crosses it are activations,
-    summed after each pair. No weight does.
+    """Tensor parallelism as in Megatron: pairs of layers are sharded over `axis`. Activations are
+    summed over it after each pair, and no weight is communicated.
 
     **Arguments:**
 
     - `axis`: the mesh axis of the layers.
     - `argument`: the name of the argument that is the model; by default the first.
-    - `forward`: how many times activations are summed in the forward pass: in a transformer twice
-        a block.
+    - `forward`: how often activations are summed in the forward pass: in a transformer twice per
+        block.
 
     **Returns:**
 
@@ -289,8 +288,8 @@ def tensor_parallel(
 
 
 def two_d(data: str, model: str, *, argument: str | None = None) -> Contract:
-    """Both: the model is divided over two axes; its weights are gathered over `data`, and never
-    over `model`, over which activations are summed.
+    """FSDP and tensor parallelism: the model is sharded over two axes. Its weights are gathered
+    over `data`, and activations are summed over `model`.
 
     **Arguments:**
 
@@ -309,14 +308,14 @@ def two_d(data: str, model: str, *, argument: str | None = None) -> Contract:
     return faults
 
 
-# A loss and its like may be summed over any axis.
+# Bytes that may be summed over any axis, for losses and similar values.
 _FEW = 4096
-# Weights may be sent in half of the precision in which they are kept.
+# Weights may be sent in half of their own precision.
 _half_precision = 2
 
 
 def _only(report: Report, axis: str, kinds: Sequence[str]) -> list[str]:
-    """Nothing else goes over the axis."""
+    """Faults of collectives of other kinds over the axis."""
     return [
         f"{_tell(c)}, and only {' and '.join(kinds)} expected over {axis}"
         for c in report.collectives
@@ -325,7 +324,7 @@ def _only(report: Report, axis: str, kinds: Sequence[str]) -> list[str]:
 
 
 def _gradients(report: Report, axis: str, argument: str | None, kinds: Sequence[str]) -> list[str]:
-    """As much is summed over the axis as the model has, and no more."""
+    """The fault if the bytes summed over the axis are not those of the model."""
     weights = _whole(report, axis, argument)
     summed = sum(
         (c.times or 0) * c.bytes for c in report.collectives if c.kind in kinds and axis in _over(c)
@@ -333,19 +332,19 @@ def _gradients(report: Report, axis: str, argument: str | None, kinds: Sequence[
     names = " and ".join(kinds)
     if _half_precision * summed < 0.9 * weights:
         return [
-            f"{readable(summed)} go through {names} over {axis}, and the gradients have "
+            f"{readable(summed)} are summed by {names} over {axis}, and the gradients have "
             f"{readable(weights)}: not all of them are summed"
         ]
     if summed > 1.1 * _half_precision * weights + _FEW:
         return [
-            f"{readable(summed)} go through {names} over {axis}, and the gradients have only "
+            f"{readable(summed)} are summed by {names} over {axis}, and the gradients have only "
             f"{readable(weights)}"
         ]
     return []
 
 
 def _whole(report: Report, axis: str, argument: str | None) -> int:
-    """The bytes of an argument if it is not divided over an axis."""
+    """The bytes of an argument if it were not sharded over an axis."""
     return sum(p.bytes * _parts(report, p, [axis]) for p in _arrays_of(report, argument))
 
 
@@ -370,9 +369,9 @@ def _first(path: str) -> str:
 
 
 def _parts(report: Report, p: Parameter, over: Sequence[str]) -> int:
-    """Into how many parts these axes divide it."""
+    """The number of parts that these axes split it into."""
     if p.axes is None:
-        raise AuditError(f"how {p.path} is divided is not known: audit the compiled program")
+        raise AuditError(f"the sharding of {p.path} is unknown: audit the compiled program")
     return _size(report, [axis for axis in over if axis in p.axes])
 
 
@@ -421,5 +420,5 @@ def _bytes(size: Size) -> int:
         return size
     match = re.fullmatch(r"([\d.]+) ?([kKMG]?i?B)", size)
     if match is None or match[2] not in _UNITS:
-        raise ValueError(f"{size!r} is no size: write it as '64 MiB', or as a number of bytes")
+        raise ValueError(f"{size!r} is not a size: write '64 MiB', or a number of bytes")
     return round(float(match[1]) * _UNITS[match[2]])

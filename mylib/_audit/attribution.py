@@ -1,4 +1,4 @@
-"""What of the user's a collective moves, and from which line it comes."""
+"""The arguments that a collective moves, and the line of Python that it comes from."""
 
 import os
 import re
@@ -21,14 +21,14 @@ _STRUCTURE = {
     known.SCOPE_CONDITION,
     known.STACK_RECOMPUTED,
 }
-_FAR = 400  # how many instructions are looked at before one gives up
+_FAR = 400  # the most instructions that are looked at
 
-# From an argument's name in the program to what the user calls it.
+# From an argument's name in the program to its path.
 Names = Callable[[str], str]
 
 
 class Origin(NamedTuple):
-    """Where a collective comes from. Empty where the program doesn't tell."""
+    """Where a collective comes from. Fields are empty if the program doesn't contain them."""
 
     arrays: tuple[str, ...]
     is_gradient: bool
@@ -62,7 +62,7 @@ def origin_of(x: Instruction, names: Names) -> Origin:
 
 
 def _own_names(x: Instruction) -> list[str]:
-    """Where JAX says that it comes from; the name of an argument says only what it is."""
+    """JAX's names for its origin, without names of arguments."""
     return [name for name in x.op_names if name.startswith("jit(") or "/" in name]
 
 
@@ -71,7 +71,7 @@ def _is_written(primitive: str) -> bool:
 
 
 def primitive_of(x: Instruction) -> str:
-    """JAX's primitive that an instruction, or the nearest that tells, belongs to."""
+    """The JAX primitive of an instruction, or of the nearest one that has one."""
     for told in (x, next(_informed_users(x), x)):
         if names := _own_names(told):
             return _primitive(names[0])
@@ -104,14 +104,14 @@ def _phase(names: Sequence[str]) -> str:
 
 
 def source_of(x: Instruction) -> str:
-    """The innermost line that is the user's own."""
+    """The innermost line in the user's own files."""
     frames = list(x.computation.module.frames(x))
     own = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
     return short((own or frames or [""])[0])
 
 
 def _informed_users(x: Instruction) -> Iterator[Instruction]:
-    """Those that use the result, the nearest first, as far as they tell what it is needed for."""
+    """The users of the result whose origin is known, the nearest first."""
     queue, seen = [x], {id(x)}
     for at in queue:
         if len(queue) > _FAR:
@@ -157,15 +157,15 @@ def _informed_inputs(x: Instruction) -> Iterator[Instruction]:
 
 
 def _arrays(x: Instruction) -> Iterator[str]:
-    """The names of the arguments that are moved as they are, or are as good as that: cast, sliced,
-    gathered over another axis.
+    """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
+    over another axis.
     """
     for made_by in _sources(x.inputs()[: _operands(x)]):
         yield (made_by.op_names or [made_by.name])[0]
 
 
 def argument_of(x: Instruction) -> Instruction | None:
-    """The argument of the program that a value is, or is as good as."""
+    """The argument of the program that a value equals, but for casts, slices and gathers."""
     found = list(dict.fromkeys(_sources([x])))
     return found[0] if len(found) == 1 else None
 
@@ -181,12 +181,12 @@ def _sources(values: Iterable[Instruction]) -> Iterator[Instruction]:
             yield made_by
         elif _is_moved(made_by):
             data = made_by.inputs()
-            # Where a slice begins is no data.
+            # The start of a slice is not data.
             queue += [Value(y) for y in (data[:1] if "slice" in made_by.opcode else data)]
 
 
 def _is_moved(x: Instruction) -> bool:
-    if x.opcode == "custom-call":  # what the TPU's compiler brings to fast memory in pieces
+    if x.opcode == "custom-call":  # arrays that the TPU's compiler copies to fast memory in pieces
         return target_of(x) == "ConcatBitcast"
     return x.opcode.removesuffix("-start").removesuffix("-done") in _MOVED
 

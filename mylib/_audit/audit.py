@@ -32,21 +32,21 @@ def audit(
     local: Iterable[str] = (),
     **kwargs: Any,
 ) -> Report:
-    """Reads what a compiled program communicates between devices, and what it holds.
+    """Reports the collectives and the memory of a compiled program.
 
-    Nothing is run. What the compiler has made of the function is read: for the CPU, for GPUs and
-    for TPUs, whether they are here or not (see `mylib.machines`).
+    Nothing is run. The compiler's output is read: for the CPU, for GPUs and for TPUs, including
+    those that are not here (see `mylib.machines`).
 
     **Arguments:**
 
-    - `fun`: what `mylib.filter_jit`, `jax.jit` or `equinox.filter_jit` returns, or any function; it
-        is compiled for the arguments. Or what is compiled already, or the text of that.
+    - `fun`: a function, also one made by `mylib.filter_jit`, `jax.jit` or `equinox.filter_jit`,
+        which is compiled for the arguments; or a compiled program, or its text.
     - `args`, `kwargs`: the arguments. Any array may be a `jax.ShapeDtypeStruct`. Leave them out if
         `fun` is compiled already.
-    - `mesh`: whose axes are named; by default that of the program's arguments and results, else
-        that of `jax.set_mesh`.
-    - `local`: targets of custom calls that don't communicate. The program doesn't contain what they
-        do, so those that are not known are an error.
+    - `mesh`: the mesh whose axes are named; by default that of the program's arguments and results,
+        else that of `jax.set_mesh`.
+    - `local`: targets of custom calls that don't communicate. Their code isn't part of the program,
+        so unknown targets are an error.
 
     **Returns:**
 
@@ -108,7 +108,7 @@ def _plain(name: str) -> str:
 
 
 def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names]:
-    """A function, compiled for these arguments, and what these are called."""
+    """A function, compiled for these arguments, and their names."""
     bound = inspect.signature(fun).bind(*args, **kwargs)
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
@@ -124,14 +124,14 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
 
 
 def _called(path: Any) -> str:
-    """What users call a leaf at this path in (function, arguments by name)."""
+    """The name of a leaf at this path in (function, arguments by name)."""
     if path[0].idx == 0:
         return f"the function{jtu.keystr(path[1:])}"
     return f"{path[1].key}{jtu.keystr(path[2:])}"
 
 
 def _names_of_equinox(jitted: Any, args: Any, kwargs: Any) -> Names:
-    """The paths of the leaves that `equinox.filter_jit` numbers."""
+    """The names of the leaves that `equinox.filter_jit` numbers."""
     bound = inspect.signature(jitted).bind(*args, **kwargs)
     bound.apply_defaults()
     named: dict[str, list[str]] = {"rest": [], "fun": _leaves_of("", jitted)}
@@ -178,8 +178,8 @@ def report_of(
     mesh: AnyMesh | None,
     local: Iterable[str],
 ) -> Report:
-    """What `audit` returns, for a program whose arguments are called what `names` makes of what
-    they are called in it.
+    """`audit` for a compiled program. `names` maps the arguments' names in the program to their
+    paths.
     """
     compiled = None if isinstance(program, str) else program
     module = Module(program if isinstance(program, str) else program.as_text() or "")
@@ -212,7 +212,7 @@ def _parameters(
 ) -> Iterator[Parameter]:
     own = [x for _, x in sorted(module.entry.parameters.items())]
     given = [] if compiled is None else _shardings_of(compiled)
-    # JAX doesn't always tell where all arguments are.
+    # JAX doesn't always know the shardings of all arguments.
     divided = list(map(_dividing, given)) if len(given) == len(own) else [None] * len(own)
     for x, axes in zip(own, divided, strict=True):
         (array,) = x.arrays
@@ -221,7 +221,7 @@ def _parameters(
 
 
 def _shardings_of(compiled: jax.stages.Compiled) -> list[jax.sharding.Sharding]:
-    """The shardings of the arguments that the program uses; the others have None in their place."""
+    """The shardings of the arguments that the program uses; the others are None, and dropped."""
     return jtu.tree_leaves(compiled.input_shardings)
 
 
@@ -263,7 +263,7 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
 
 
 def _axes_of(transfer: Transfer, known: Sequence[Axes]) -> tuple[str, ...] | None:
-    """The names in the first mesh that has whole axes for it, else in the first that has any."""
+    """The names in the first mesh in which it goes over whole axes, else in the first mesh."""
     pairs = transfer.kind == "collective-permute"
     named = [
         axes.along(transfer.groups) if pairs else axes.named(transfer.groups) for axes in known

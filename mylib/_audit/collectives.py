@@ -1,4 +1,4 @@
-"""The collectives of a program, however its compiler spells them."""
+"""Finds the collectives of a compiled program, in all forms that the compilers write them in."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -12,16 +12,16 @@ from .hlo import Array, Instruction, Module
 from .opcodes import moves, opcode_of
 from .windows import rings_in
 
-# What a value passes through unharmed on its way to where it is used.
+# Operations that pass a value on unchanged.
 _PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
-# Work that can be done while data is on its way.
+# Work that can be done while data is being sent.
 _WORK = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
 
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """One collective as it stands in the program: the instruction (`first` of a chain), the runs of
-    its computation, and its groups of devices (of a permutation: pairs).
+    """One collective of the program: its instruction (the `first` of a chain), the runs of its
+    computation, and its groups of devices (for a permutation: pairs).
     """
 
     kind: str
@@ -32,14 +32,14 @@ class Transfer:
     wire_bytes: int
     spelling: str = ""
     asynchronous: bool = False
-    # The instructions that have the arrays of the result.
+    # The instructions whose results are the arrays of the result.
     results: tuple[Instruction, ...] = ()
-    # Of a chain: what it consists of.
+    # The instructions of a chain.
     members: "tuple[Transfer, ...]" = ()
 
     @property
     def done(self) -> Instruction:
-        """The instruction that has the result."""
+        """The instruction whose result is that of the collective."""
         return _done(self.first)
 
     @cached_property
@@ -48,7 +48,7 @@ class Transfer:
 
     @property
     def times(self) -> int | None:
-        """How often it runs in a call of the program."""
+        """How often it runs in one call of the program."""
         total = 0
         for run in self.runs:
             if run.times is None:
@@ -58,7 +58,7 @@ class Transfer:
 
 
 def transfers(module: Module, local: frozenset[str]) -> list[Transfer]:
-    """All that is moved between devices, in the order of the text."""
+    """All transfers between devices, in the order of the text."""
     devices = _devices(module)
     runs = runs_of(module)
     found: list[Transfer] = []
@@ -106,7 +106,7 @@ def _goes_on(x: Instruction) -> bool:
 def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iterator[Transfer]:
     groups = _groups(kind, x, devices)
     if not groups.size or groups.shape[1] == 1:
-        return  # each device by itself
+        return  # each device alone
     arrays = tuple(_done(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
     if x.opcode.endswith("-start") and _done(x) is x:
         raise AuditError(f"nothing waits for {x}")
@@ -123,7 +123,7 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
     if kind != "all-reduce":
         yield transfer
         return
-    # Joined ones are told apart: the gradients may be divided, and the loss not.
+    # A combined all-reduce is split up: gradients may be sharded, and the loss not.
     by_use: dict[bool | None, list[tuple[Array, list[Instruction]]]] = {}
     for array, users in zip(arrays, elements, strict=True):
         by_use.setdefault(_is_scattered(x, users, each), []).append((array, users))
@@ -143,7 +143,7 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
             yield replace(part, kind="reduce-scatter", wire_bytes=wire, spelling=spelling)
 
 
-# What XLA calls the loop into which it makes a matrix product and a collective: in each turn it
+# XLA's name for the loop into which it makes a matrix product and a collective: in each turn it
 # multiplies one part while it sends another on.
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)\b")
 _MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
@@ -221,7 +221,7 @@ def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
 
 
 def _touches(transfer: Transfer, loop: Instruction) -> bool:
-    """Whether a permutation prepares what a loop begins with, or goes on with what it leaves."""
+    """Whether a permutation prepares the input of a loop, or continues with its output."""
     if computed(Value(transfer.first.operand(0))).made_by is loop:
         return True
     begins = loop.operand(0)
@@ -230,8 +230,8 @@ def _touches(transfer: Transfer, loop: Instruction) -> bool:
 
 
 def wire_bytes(kind: str, size: int, devices: int) -> int:
-    """What a device sends when `devices` take part, by the best algorithm for a ring. `size` is
-    that of the result, of a reduce-scatter that of its operand.
+    """The bytes that each of `devices` sends with the best algorithm for a ring. `size` is that of
+    the result; for a reduce-scatter that of its operand.
     """
     share = size * (devices - 1) // devices
     match kind:
@@ -258,7 +258,7 @@ def _groups(kind: str, x: Instruction, devices: int) -> Groups:
 
 
 def _done(x: Instruction) -> Instruction:
-    """The instruction that waits for what another one starts; itself, if it waits by itself."""
+    """The instruction that waits for one that starts an operation; itself if it does both."""
     if not x.opcode.endswith("-start"):
         return x
     for user in x.computation.users[x.name]:
@@ -277,7 +277,7 @@ def _is_started_by_fusion(x: Instruction) -> bool:
 
 
 def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
-    """The instructions that have each array of a result."""
+    """The instructions that return each array of a result."""
     if not result.type.startswith("("):
         return [[result]]
     elements: list[list[Instruction]] = [[] for _ in range(count)]
@@ -289,7 +289,7 @@ def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
 
 
 def _is_scattered(x: Instruction, elements: list[Instruction], devices: int) -> bool | None:
-    """Whether each device takes only its own share of an array that an all-reduce gives: a
+    """Whether each device takes only its own share of the result of an all-reduce, so that it is a
     reduce-scatter. None if not; True if the two are one fusion.
     """
     ends = [end for element in elements for end in _ends(element)]
@@ -300,7 +300,7 @@ def _is_scattered(x: Instruction, elements: list[Instruction], devices: int) -> 
 
 
 def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
-    """Where a value is used that is only handed on: itself as it is then, and what uses it."""
+    """The uses of a value that is only passed on: the value there, and the instruction using it."""
     queue = [x]
     for value in queue:
         if value.is_root:
@@ -324,7 +324,7 @@ def _calls(x: Instruction) -> str:
 
 
 def _takes_share(x: Instruction, whole: Instruction, devices: int) -> bool:
-    """Whether an instruction takes one part of as many as there are devices, by its own number."""
+    """Whether an instruction takes the device's own part of an array, one part per device."""
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
     (part,), arrays = x.arrays, whole.arrays
@@ -350,7 +350,7 @@ def _depends_on_device(x: Instruction) -> bool:
 
 
 def is_overlapped(transfer: Transfer) -> bool:
-    """Whether other work is scheduled between the start of a collective and the wait for it."""
+    """Whether other work is scheduled between the start of a collective and its end."""
     if transfer.members:
         return any(map(is_overlapped, transfer.members))
     x, done = transfer.first, transfer.done
@@ -363,7 +363,7 @@ def is_overlapped(transfer: Transfer) -> bool:
             for element in caller.computation.users[caller.name]
             for user in caller.computation.users[element.name]
         )
-    if done is x:  # it is in a computation that runs beside others as a whole
+    if done is x:  # its whole computation runs beside others
         return True
     order = x.computation.instructions
     between = order[order.index(x) + 1 : order.index(done)]

@@ -1,4 +1,4 @@
-"""Where values come from and where they go: through tuples, fusions, loops and copies."""
+"""Follows values backwards and forwards, through tuples, fusions, loops and copies."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from .._errors import AuditError
 from .hlo import Computation, Instruction, Module, calls_of
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# What only moves the values of its first operand, or changes how they are held.
+# Operations that only move the values of their first operand, or change their layout or dtype.
 MOVES = frozenset(
     {
         "bitcast", "bitcast-convert", "convert", "copy", "copy-done", "copy-start", "dynamic-slice",
@@ -26,7 +26,7 @@ _WRAPPERS = {
 
 
 class Value(NamedTuple):
-    """What an instruction makes, or an element of that if it is a tuple."""
+    """The result of an instruction, or an element of it if it is a tuple."""
 
     made_by: Instruction
     path: tuple[int, ...] = ()
@@ -34,8 +34,8 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """How a computation comes to run: how often in a call of the program (None if nobody knows),
-    whether that is only if a condition takes this branch, and in which loops.
+    """A way in which a computation runs: how often in a call of the program (None if unknown),
+    whether only if a condition takes this branch, and in which loops.
     """
 
     times: int | None
@@ -45,7 +45,7 @@ class Run:
 
 
 def runs_of(module: Module) -> dict[str, list[Run]]:
-    """All the ways in which each computation runs that the program comes to."""
+    """All the ways in which each reachable computation runs."""
     runs: dict[str, list[Run]] = {}
 
     def enter(computation: Computation, run: Run) -> None:
@@ -54,7 +54,7 @@ def runs_of(module: Module) -> dict[str, list[Run]]:
             for role, name in calls_of(x):
                 called = module.computations[name]
                 if role == "to_apply" and x.opcode not in ("call", "call-start"):
-                    continue  # how two numbers are added
+                    continue  # the sum of two numbers
                 if x.opcode == "while":
                     times = trips(x)
                     if times is not None and role == "condition":
@@ -72,7 +72,7 @@ def runs_of(module: Module) -> dict[str, list[Run]]:
 
 
 def trips(loop: Instruction) -> int | None:
-    """How often the body of a loop runs, or None if the program alone doesn't tell."""
+    """How often the body of a loop runs, or None if that can't be read from the program."""
     known = _TRIPS.search(loop.attributes)
     if known is not None:
         return int(known[1])
@@ -110,7 +110,7 @@ def _called(x: Instruction, role: str) -> str:
 
 
 def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:
-    """Which element of what a loop carries a value is, in the loop's condition or body."""
+    """The index in a loop's carry of a value in the loop's condition or body."""
     for made_by, path in unchanged(value):
         if made_by.opcode == "parameter" and made_by.computation is within:
             return path
@@ -118,7 +118,7 @@ def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:
 
 
 def _step(body: Computation, counter: tuple[int, ...]) -> int | None:
-    """By how much an element grows in each turn of a loop."""
+    """By how much an element of the carry grows in each step of a loop."""
     after = computed(Value(body.result, counter))
     if after.made_by.opcode not in ("add", "subtract"):
         return None
@@ -132,7 +132,7 @@ def _step(body: Computation, counter: tuple[int, ...]) -> int | None:
 
 
 def constant(value: Value) -> int | None:
-    """The integer that a value always is, if it is one."""
+    """The value as an integer if it is constant, else None."""
     x = computed(value).made_by
     if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.rest):
         return int(x.rest)
@@ -140,7 +140,7 @@ def constant(value: Value) -> int | None:
 
 
 def unchanged(value: Value) -> Iterator[Value]:
-    """The value, and all that it is a mere copy of, back to where it is computed."""
+    """The value, and all values that it is only a copy of, back to the one that is computed."""
     seen: set[tuple[int, tuple[int, ...]]] = set()
     current: Value | None = value
     while current is not None and (id(current.made_by), current.path) not in seen:
@@ -182,7 +182,7 @@ def _inside(x: Instruction, path: tuple[int, ...]) -> Value:
 
 
 def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
-    """What a computation's parameter is, where the computation is called."""
+    """The argument that a computation's parameter stands for where the computation is called."""
     callers = x.computation.callers
     if len(callers) != 1:
         return None
@@ -199,7 +199,7 @@ def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
 
 
 def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
-    """Whether a loop hands on an element of what it carries as it is."""
+    """Whether a loop leaves an element of its carry unchanged."""
     body = loop.computation.module.computations[_called(loop, "body")]
     value: Value | None = Value(body.result, path)
     for _ in range(100):
@@ -215,11 +215,11 @@ def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
 
 
 def target_of(x: Instruction) -> str:
-    """What a custom call calls."""
+    """The target of a custom call."""
     return (x.attribute("custom_call_target") or "").strip('"')
 
 
 def computed(value: Value) -> Value:
-    """The value where it is computed."""
+    """The value that this one is a copy of, where it is computed."""
     *_, last = unchanged(value)
     return last

@@ -1,4 +1,4 @@
-"""Whose gradient a collective sums: of the argument that its result updates, element by element."""
+"""Finds the arguments whose gradients a collective sums: those that its result then updates."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -15,16 +15,16 @@ _ELEMENTWISE = MOVES | frozenset(
     rsqrt select sign sine sqrt subtract tan tanh xor
     """.split()
 )
-# Of these only the first operands are data; the others say where it is.
+# The number of operands that are data; the others are positions.
 _DATA = {"dynamic-slice": 1, "dynamic-update-slice": 2, "pad": 1}
 _PAIRS = re.compile(r"(all-reduce|all-gather|collective-permute|copy|slice)(-start|-done)?")
 _CALLS = ("fusion", "call", "while")
-_FAR = 2000  # how many values are looked at before one gives up
+_FAR = 2000  # the most values that are looked at
 
 
 def gradients_of(results: Iterable[Instruction], names: Names) -> tuple[str, ...]:
-    """The paths of the arguments that are updated by these arrays, without those of an optimiser's
-    state: its paths end as those of the model.
+    """The paths of the arguments that these arrays update, without those of an optimiser's state,
+    whose paths end like those of the model.
     """
     paths = list(dict.fromkeys(names(own) for x in results for own in _updated(x)))
     return tuple(p for p in paths if not any(_is_state_of(p, other) for other in paths))
@@ -40,8 +40,8 @@ def _keys(path: str) -> int:
 
 
 def _updated(start: Instruction) -> list[str]:
-    """The arguments that are combined with a value on its way to the program's results, in their
-    order.
+    """The arguments that are combined with a value before it becomes a result of the program, in
+    their order.
     """
     queue = [Value(start)]
     before: dict[Value, list[Value]] = {queue[0]: []}
@@ -73,7 +73,7 @@ def _arguments(x: Instruction) -> dict[int, str]:
 
 
 def _after(value: Value) -> Iterator[Value]:
-    """What is made of a value element by element."""
+    """The values that are computed from a value element by element."""
     x, path = value
     module = x.computation.module
     for user in x.computation.users[x.name]:
@@ -101,5 +101,5 @@ def _after(value: Value) -> Iterator[Value]:
             if caller.opcode in _CALLS or caller.opcode == "conditional":
                 yield Value(caller, path)
             elif caller.opcode.endswith("-start"):
-                # What waits for it has the result.
+                # The instruction that waits for it returns the result.
                 yield from (Value(y, path) for y in caller.computation.users[caller.name])

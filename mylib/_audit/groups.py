@@ -1,4 +1,4 @@
-"""Which devices take part in a collective, and over which mesh axes that is."""
+"""The groups of devices of a collective, and the mesh axes that they lie along."""
 
 import math
 import re
@@ -20,7 +20,7 @@ _USED = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 
 
 def groups_of(text: str, devices: int) -> Groups:
-    """The groups that a `replica_groups` attribute stands for, in any of its spellings."""
+    """The groups of a `replica_groups` attribute, in any of its spellings."""
     if text.startswith("{"):
         rows = [_integers(row) for row in re.findall(r"\{([\d, ]*)\}", text[1:-1])]
         if not rows:
@@ -42,7 +42,7 @@ def groups_of(text: str, devices: int) -> Groups:
 
 
 def pairs_of(text: str, devices: int) -> Groups:
-    """The pairs of a `source_target_pairs` attribute that move something."""
+    """The pairs of a `source_target_pairs` attribute, without those of a device with itself."""
     pairs = np.array([_integers(pair) for pair in re.findall(r"\{([\d, ]+)\}", text[1:-1])])
     if not pairs.size:
         return np.zeros((0, 2), int)
@@ -141,8 +141,8 @@ class Axes(NamedTuple):
         return math.prod(self.sizes)
 
     def named(self, groups: Groups) -> tuple[str, ...]:
-        """The axes along which the devices of each group lie. A part of an axis is `"data:(2)4"`:
-        of its devices in 2 blocks, 4 in each. A group that is no part of the mesh is named by the
+        """The axes along which the devices of each group lie. `"data:(2)4"` is a part of an axis:
+        4 devices in each of its 2 blocks. If a group isn't a part of the mesh, its name has the
         axes along which its devices differ: `"~data"`.
         """
         places = np.stack(np.unravel_index(groups, self.sizes), -1)
@@ -159,7 +159,7 @@ class Axes(NamedTuple):
         return tuple(name for name, does in zip(self.names, varies, strict=True) if does)
 
     def _parts(self, groups: Groups, axes: Sequence[int]) -> tuple[str, ...]:
-        """The names of a group that takes a part of some of the axes."""
+        """The names of a group that has only parts of some axes."""
         wanted = set(map(frozenset, groups.tolist()))
         choices = [[(i, 1, self.sizes[i]), *_parts_of(i, self.sizes[i])] for i in axes]
         for chosen in _products(choices, groups.shape[1]):
@@ -197,7 +197,7 @@ def _parts_of(axis: int, size: int) -> list[tuple[int, int, int]]:
 def _products(
     choices: Sequence[Sequence[tuple[int, int, int]]], size: int
 ) -> list[tuple[tuple[int, int, int], ...]]:
-    """One of each of the choices, where their sizes multiply to `size`."""
+    """One of each of the choices, such that their sizes multiply to `size`."""
     found: list[tuple[tuple[int, int, int], ...]] = [()]
     for several in choices:
         found = [(*some, one) for some in found for one in several]
@@ -206,7 +206,7 @@ def _products(
 
 
 def axes_in(text: str) -> list[Axes]:
-    """The meshes that a program's own text names, unless XLA has invented the names."""
+    """The meshes in a program's text, unless XLA has invented their names."""
     found: dict[Axes, None] = {}
     for match in re.finditer(r"replica_groups=mesh\[([^\]]*)\](,?)", text):
         sizes = _AXIS.findall(match[1])

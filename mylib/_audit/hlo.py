@@ -1,4 +1,4 @@
-"""The text of a compiled program, as instructions in computations."""
+"""Parses the text of a compiled program into computations and instructions."""
 
 import math
 import re
@@ -23,7 +23,7 @@ _NUMBERED = re.compile(r"(\d+) (.*)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]++|\\.)*)"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# What calls another computation, in the order of the text.
+# Attributes that name computations, in the order of the text.
 _CALLS = re.compile(
     r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|"
     r"called_computations|async_computation)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -48,7 +48,7 @@ class Array(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Without the padding of a tiled layout. Of types of less than a byte several are one."""
+        """Without the padding of a tiled layout. Types smaller than a byte are packed."""
         return -(-self.size * bits_of(self.dtype) // 8)
 
     @property
@@ -90,7 +90,7 @@ def arrays_of(type_: str) -> list[Array]:
 
 
 class Instruction:
-    """One instruction. Only its name, type, opcode and operands are read at once."""
+    """One instruction. Only its name, type, opcode and operands are parsed immediately."""
 
     __slots__ = (
         "attributes",
@@ -112,7 +112,7 @@ class Instruction:
         self.opcode: str = match["opcode"]
         rest = match["rest"]
         end = _closing(rest)
-        self.rest: str = rest[:end]  # what stands between the parentheses
+        self.rest: str = rest[:end]  # the text in the parentheses
         self.attributes: str = rest[end + 1 :]
         self.calls: list[tuple[str, str]] | None = None
         self.found: list[Array] | None = None
@@ -138,7 +138,7 @@ class Instruction:
 
     def attribute(self, name: str) -> str | None:
         """The text of an attribute, such as `{0,1}` or `7`."""
-        # The first: what stands in strings comes later, in metadata and the backend's own settings.
+        # The first match: strings come later, in metadata and the backend's settings.
         match = re.search(rf"(?:^|, ){name}=", self.attributes)
         if match is None:
             return None
@@ -154,7 +154,7 @@ class Instruction:
 
     @property
     def op_names(self) -> list[str]:
-        """Where it comes from, as JAX names it. Instructions that were merged have several."""
+        """JAX's names for its origin. Merged instructions have several."""
         if self.named is None:
             start = self.attributes.find('op_name="')
             match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
@@ -170,7 +170,7 @@ class Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis closes that was opened before the text began."""
+    """The position of the parenthesis that closes one before the beginning of the text."""
     end = text.find(")")
     if end < 0:
         raise AuditError(f"a parenthesis is not closed: {text[:80]}")
@@ -180,16 +180,16 @@ def _closing(text: str) -> int:
 
 
 def _end_of_value(text: str, start: int) -> int:
-    """Where a value ends that begins at `start`: at a comma outside of all brackets."""
+    """The end of a value that begins at `start`: a comma outside all brackets."""
     for i, depth in _depths(text, 0, start):
-        # The devices of a mesh stand behind one: `mesh['a'=2], device_ids=(1,0) {'a'}`.
+        # The devices of a mesh come after one: `mesh['a'=2], device_ids=(1,0) {'a'}`.
         if depth == 0 and text[i] == "," and not text.startswith(", device_ids=(", i):
             return i
     return len(text)
 
 
 def _depths(text: str, depth: int, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Each character outside of strings, and in how many brackets it leaves us."""
+    """Each character outside strings, with the number of open brackets after it."""
     i = start
     while i < len(text):
         c = text[i]
@@ -223,7 +223,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """Which instructions use each of them."""
+        """The instructions that use each instruction."""
         users: dict[str, list[Instruction]] = {x.name: [] for x in self.instructions}
         for x in self.instructions:
             for name in dict.fromkeys(x.operands):
@@ -330,7 +330,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """The name of the function that it is made of."""
+        """The name of the function that was compiled."""
         return re.split(r"[ ,]", self.header)[1].removeprefix("jit_")
 
     @property
@@ -338,7 +338,7 @@ class Module:
         return "is_scheduled=true" in self.header
 
     def frames(self, x: Instruction) -> Iterator[str]:
-        """The lines of Python that it comes from, as `path:line`, the innermost first."""
+        """The lines of Python of its traceback, as `path:line`, the innermost first."""
         if 'source_file="' in x.attributes:
             match = re.search(r'source_file="([^"]*)" source_line=(\d+)', x.attributes)
             if match is not None:
@@ -359,7 +359,7 @@ class Module:
             name = self._tables["FileNames"].get(location.get("file_name_id", 0), "")
             if name:
                 found.append(f"{name.strip(chr(34))}:{location.get('line', 0)}")
-            # The text counts parents from 1, and 1 is none.
+            # The text numbers parents from 1, and 1 means none.
             found += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
         return self._stacks[frame]
 
@@ -375,7 +375,7 @@ def _fields(text: str) -> dict[str, int]:
 
 
 def calls_of(x: Instruction) -> list[tuple[str, str]]:
-    """The computations that an instruction calls, each with the attribute that names it."""
+    """The computations that an instruction calls, with the attributes that name them."""
     if x.calls is None:
         x.calls = _read_calls(x.attributes)
     return x.calls
@@ -394,5 +394,5 @@ def _read_calls(attributes: str) -> list[tuple[str, str]]:
 
 
 def short(path: str) -> str:
-    """`file.py:31` of a whole path."""
+    """Shortens a whole path to `file.py:31`."""
     return PurePath(path).name

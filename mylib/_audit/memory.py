@@ -1,4 +1,4 @@
-"""What a compiled program holds: the compiler's own numbers, constants, and the peak."""
+"""The memory that a compiled program needs: the compiler's numbers, constants, and the peak."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields

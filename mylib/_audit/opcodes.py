@@ -1,4 +1,4 @@
-"""Which instructions move data between devices, and which are known not to."""
+"""The instructions that move data between devices, and those known not to."""
 
 import json
 import re
@@ -7,7 +7,7 @@ from .._errors import AuditError
 from .flow import target_of
 from .hlo import Instruction
 
-# Opcodes, with what a report calls them.
+# Opcodes, with their names in a report.
 KINDS = {
     "all-reduce": "all-reduce",
     "all-gather": "all-gather",
@@ -38,8 +38,8 @@ _LOCAL = frozenset(
     """.split()
 )
 
-# Calls of code that is not in the program, and is known to stay on its device (or to go to its
-# host): what JAX itself makes, and the compilers, for programs of a single device as well.
+# Custom calls that are known to stay on their device, or to call its host. JAX and the compilers
+# write them into programs for a single device, too.
 _LOCAL_TARGETS = re.compile(
     r"""AllocateBuffer|AsyncCollective(Start|Done)|ConcatBitcast|X64\w+|Sharding|TopK|PartialReduce
     |ApproxTopK|MoveTo(Host|Device)|annotate_device_placement|Pin|Unpin|CreateBuffer|SliceToDynamic
@@ -58,23 +58,23 @@ _LOCAL_TARGETS = re.compile(
 
 
 def opcode_of(x: Instruction) -> str:
-    """The opcode without the ending of a pair of instructions that start something and wait."""
+    """The opcode without `-start` or `-done`."""
     return x.opcode.removesuffix("-start")
 
 
 def moves(x: Instruction, local: frozenset[str]) -> str | None:
-    """What kind of collective an instruction is, or None if data stays where it is. `local` are
-    more targets of custom calls that are known to be so.
+    """The kind of collective of an instruction, or None if it moves no data between devices.
+    `local` are more targets of custom calls that don't.
 
     **Raises:**
 
-    `AuditError` if nobody knows.
+    `AuditError` if it is unknown.
     """
     opcode = opcode_of(x)
     if opcode in KINDS:
         return None if opcode == "send" and _to_host(x) else KINDS[opcode]
     if opcode in _LOCAL:
-        # What a TPU's SparseCores do beside the rest is started as a call of a part of the program.
+        # A TPU's SparseCores run a part of the program in parallel, which is started by a call.
         known = x.opcode in _LOCAL or x.opcode == "call-start" or "calls" in x.attributes
         if "-start" in x.opcode and not known:
             raise AuditError(f"{x} starts something that is not understood")

@@ -1,4 +1,4 @@
-"""What is alive when a device holds most, by the order in which a program runs."""
+"""Finds the arrays that are alive at the peak, by the order in which a program runs."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from .flow import Value, unchanged
 from .hlo import Array, Computation, Instruction, Module, arrays_of, calls_of
 
-# What has no memory of its own: its result is in that of its first operand.
+# Operations whose results are in the memory of their first operand.
 _SAME = frozenset({"bitcast", "optimization-barrier", "add-dependency", "domain", "after-all"})
 _NEAR = re.compile(r"S\(([12346])\)")  # not the device's main memory
 
@@ -23,22 +23,22 @@ class Buffer:
 
 @dataclass
 class Peak:
-    """The most that is held at one time besides what the caller holds."""
+    """The most memory that is used at one time, without that of the caller."""
 
     bytes: int
     alive: list[Buffer]
 
 
 def peak_of(module: Module) -> Peak:
-    """The peak of what a program holds besides its arguments and constants."""
+    """The peak memory of a program, without its arguments and constants."""
     entry = module.entry
     given = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
     return _Run(entry, given, owned=False).peak()
 
 
 class _Run:
-    """One run of a computation in which it finds `given` in its parameters. If `owned`, its results
-    are in memory that its caller holds.
+    """One run of a computation whose parameters are `given`. If `owned`, its results are in memory
+    of its caller.
     """
 
     def __init__(self, computation: Computation, given: dict[str, list[Buffer]], owned: bool):
@@ -82,7 +82,7 @@ class _Run:
         return [self._in_place(x, i) or Buffer(size, x) for i, size in enumerate(sizes)]
 
     def _bounds(self, x: Instruction) -> list[tuple[int, int]]:
-        """Which arrays of a tuple are those of each of its elements."""
+        """The range of a tuple's arrays that belongs to each of its elements."""
         if x.name not in self.bounds:
             starts = [0, *accumulate(len(arrays_of(part)) for part in _elements(x.type))]
             self.bounds[x.name] = list(pairwise(starts))
@@ -108,8 +108,8 @@ class _Run:
             self.inner[x.name] = peak
 
     def _of_start(self, x: Instruction, operands: list[list[Buffer]]) -> list[Buffer]:
-        """Its result has the operands in it, and then what it writes to; a copy has them the other
-        way round.
+        """Its result contains the operands, followed by the memory that it writes to; for a copy
+        it is the other way round.
         """
         flat = [b for buffers in operands for b in buffers]
         arrays = x.arrays
@@ -128,7 +128,7 @@ class _Run:
         return own[:count] if len(own) >= count else started[:count]
 
     def _in_place(self, x: Instruction, index: int) -> Buffer | None:
-        """The memory of an operand into which an update is written."""
+        """The memory of the operand that an update is written into."""
         value = Value(x, (index,) if len(x.arrays) > 1 else ())
         if x.opcode == "fusion":
             called = x.computation.module.computations[calls_of(x)[0][1]]
@@ -148,11 +148,11 @@ class _Run:
         order = self.computation.instructions
         last: dict[int, int] = {}
         for i, x in enumerate(order):
-            # Who takes an element out of a tuple needs no other.
+            # Taking an element out of a tuple uses no other element.
             operands = x.operands if x.opcode != "get-tuple-element" else []
             for name in (x.name, *operands):
                 last.update((id(b), i) for b in self.held[name])
-        # What is returned is needed to the end.
+        # Results are needed until the end.
         last.update((id(b), len(order)) for b in self.held[self.computation.result.name])
         skip = self.outside | self.owned
         alive: dict[int, Buffer] = {}
@@ -188,7 +188,7 @@ def _within(value: Value, computation: Computation) -> Iterator[Value]:
 
 
 def _may_share(x: Instruction) -> bool:
-    """Whether the result may take the place of an operand that nobody needs any more."""
+    """Whether the result may reuse the memory of an operand that isn't needed any more."""
     return "kind=kLoop" in x.attributes or x.opcode in ("all-reduce", "add", "multiply", "convert")
 
 

@@ -1,4 +1,4 @@
-"""What an audit finds, and how it is printed."""
+"""The result of an audit, and how it is printed."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -23,31 +23,31 @@ class Collective:
 
     - `kind`: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
         `"ragged-all-to-all"`, `"collective-permute"` or `"broadcast"`.
-    - `axes`: the mesh axes that it goes over, in the order of the mesh. A part of an axis is
-        `"data:(2)4"` (of each of its 2 blocks, 4 devices); devices that are no part of the mesh are
-        `"~data"`. None if the mesh is not known.
-    - `times`: how often it runs in a call of the program; None if the program doesn't tell, as in
-        a `while_loop` that depends on data.
-    - `bytes`: the size of the result on one device, in one execution; of a reduce-scatter that of
-        the operand.
-    - `wire_bytes`: what a device sends in one execution, if the algorithm is a ring.
-    - `dtype`: of what is sent. The CPU's compiler, for example, sends bfloat16 as float32.
-    - `arrays`: the arguments that are moved, by path, where they are moved as they are. What was
-        computed has no path; see `gradients`, `primitive` and `source`.
-    - `gradients`: the arguments whose gradients are summed or moved, by path, where the program
-        goes on to update them.
-    - `primitive`: JAX's primitive that it belongs to, such as `"dot_general"`.
+    - `axes`: the mesh axes that it goes over, in the order of the mesh. `"data:(2)4"` is a part of
+        an axis (4 devices in each of its 2 blocks), `"~data"` a group of devices that isn't a part
+        of the mesh. None if the mesh is unknown.
+    - `times`: how often it runs in a call of the program; None if that is unknown, as in a
+        `while_loop` that depends on data.
+    - `bytes`: the size of the result on one device, in one execution; for a reduce-scatter the size
+        of the operand.
+    - `wire_bytes`: the bytes that a device sends in one execution, if the algorithm is a ring.
+    - `dtype`: the dtype that is sent. The CPU's compiler, for example, sends bfloat16 as float32.
+    - `arrays`: the paths of arguments that are moved unchanged. Computed values have no path; see
+        `gradients`, `primitive` and `source`.
+    - `gradients`: the paths of arguments whose gradients are summed or moved, if the program then
+        updates them.
+    - `primitive`: the JAX primitive that it belongs to, such as `"dot_general"`.
     - `scope`: the scopes around that: of `jax.named_scope`, and the names of Equinox's layers, such
         as `"eqx.nn.MultiheadAttention/eqx.nn.Linear"`.
     - `source`: the line of Python, as `"file.py:31"`.
     - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty.
-    - `inserted`: whether the partitioner has inserted it. Otherwise the program asks for it, by
-        `jax.lax.psum` and the like.
-    - `overlapped`: whether other work is scheduled while it is under way.
+    - `inserted`: whether the partitioner has inserted it. Otherwise the function calls it, such as
+        by `jax.lax.psum`.
+    - `overlapped`: whether other work is scheduled while it runs.
     - `sometimes`: whether it runs only if a condition takes its branch. `times` is then an upper
         bound.
     - `loops`: the lines of the loops around it, the outermost first.
-    - `devices`: how many take part in each group.
+    - `devices`: the number of devices in each group.
     - `spelling`: how the compiler has written it, if not as an instruction of this kind.
     """
 
@@ -77,10 +77,9 @@ class Parameter:
 
     **Attributes:**
 
-    - `path`: what it is called, such as `model.layers[0].weight`.
-    - `dtype`, `shape`: what one device holds of it.
-    - `bytes`: the size of that.
-    - `axes`: the mesh axes that divide it; None if that is not known.
+    - `path`: its name, such as `model.layers[0].weight`.
+    - `dtype`, `shape`, `bytes`: those of the part on one device.
+    - `axes`: the mesh axes that it is split over; None if unknown.
     """
 
     path: str
@@ -92,15 +91,15 @@ class Parameter:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What a compiled program communicates and holds. Printed, it is a table.
+    """The communication and the memory of a compiled program. `print` shows it as a table.
 
     **Attributes:**
 
     - `collectives`: a tuple of [`mylib.Collective`][]s, one for each in the program.
     - `memory`: a [`mylib.ProgramMemory`][]; None if only text was given.
-    - `axes`: the mesh axes and their sizes; empty if the mesh is not known.
-    - `name`: of the program.
-    - `work`: what is computed: [`mylib.Work`][].
+    - `axes`: the mesh axes and their sizes; empty if the mesh is unknown.
+    - `name`: the name of the program.
+    - `work`: a [`mylib.Work`][]: how much is computed.
     - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the program uses.
     """
 
@@ -121,7 +120,7 @@ class Report:
 
         **Raises:**
 
-        `AuditError` if the number is not known: a loop runs for as long as data says.
+        `AuditError` if the number is unknown, because the length of a loop depends on data.
         """
         return sum(_known(c) for c in self.among(kind, axes))
 
@@ -130,7 +129,7 @@ class Report:
         return sum(_known(c) * c.bytes for c in self.among(kind, axes))
 
     def wire_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
-        """What a device sends in all executions of these collectives."""
+        """The bytes that a device sends in all executions of these collectives."""
         return sum(_known(c) * c.wire_bytes for c in self.among(kind, axes))
 
     def among(
@@ -185,7 +184,7 @@ class Report:
 
         **Raises:**
 
-        `AssertionError` with everything that is not as expected.
+        `AssertionError` that lists everything that is not as expected.
         """
         faults = [fault for contract in contracts for fault in contract(self)]
         if faults:
@@ -234,8 +233,8 @@ def _lines(report: Report) -> list[str]:
 
 
 def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
-    """Those that differ only by the layer that they belong to, together; sorted by kind, axes and
-    what is sent.
+    """Groups collectives that differ only in their layer, and sorts them by kind, axes and bytes
+    sent.
     """
     alike: dict[Any, list[Collective]] = {}
     for c in collectives:
@@ -247,7 +246,7 @@ def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
 
 
 def without_indices(path: str) -> str:
-    """A path without the numbers in it: that of every layer."""
+    """A path without its numbers, which is the same for every layer."""
     return "".join("#" if c.isdigit() else c for c in path)
 
 
@@ -272,7 +271,7 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
 
 
 def what_of(group: Sequence[Collective]) -> str:
-    """What collectives that are alike move."""
+    """The names of the arrays that equal collectives move."""
     moved = _listed([path for c in group for path in c.arrays])
     summed = _listed([path for c in group for path in c.gradients])
     if moved or summed:

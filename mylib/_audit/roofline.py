@@ -1,4 +1,4 @@
-"""An estimate of how long a program takes, from what it does and a machine's data sheet."""
+"""Estimates how long a program takes, from its operations and a machine's data sheet."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from ..machines import Machine
 from .flow import runs_of, target_of
 from .hlo import Instruction, Module
 
-# What reads its operands from memory and writes its result there.
+# Operations that read their operands from memory and write their results there.
 _FREE = frozenset(
     {
         "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
@@ -22,14 +22,14 @@ _NAMES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float1
 
 @dataclass(frozen=True)
 class Work:
-    """What one device computes and moves to and from its memory in a call.
+    """The operations and the memory traffic of one device in a call.
 
     **Attributes:**
 
     - `flops`: of matrix products and convolutions, by dtype. Everything else is bound by memory.
     - `traffic`: bytes read and written, if each operation reads its operands and writes its result.
-    - `unknown`: how many operations could not be counted: those of other people's kernels, and
-        loops that end when data says so, which are counted as one turn.
+    - `unknown`: how many operations could not be counted: custom kernels, and loops whose length
+        depends on data, which count as one step.
     """
 
     flops: Mapping[str, int]
@@ -61,7 +61,7 @@ def work_of(module: Module) -> Work:
 
 
 def _products(x: Instruction) -> int:
-    """How many pairs of numbers are multiplied and added."""
+    """The number of pairs that are multiplied and added."""
     if x.opcode == "dot":
         dims = re.findall(r"\d+", x.attribute("lhs_contracting_dims") or "")
         shape = x.operand(0).arrays[0].shape
@@ -87,15 +87,15 @@ def _products(x: Instruction) -> int:
 
 @dataclass(frozen=True, repr=False)
 class Estimate:
-    """How long a call may take: an estimate, from peak rates that no program reaches.
+    """An estimate of the time of a call, by peak rates that no program reaches.
 
     **Attributes:**
 
-    - `seconds`: of a call.
+    - `seconds`: the time of a call.
     - `parts`: the seconds of each part: `"compute"`, `"memory"`, and `"communication over ..."` the
         mesh axes.
-    - `bound_by`: the part that takes the most, of those that can't be hidden.
-    - `assumptions`: what was assumed.
+    - `bound_by`: the part that takes longest, of those that can't be hidden.
+    - `assumptions`: the assumptions of the estimate.
     """
 
     seconds: float
@@ -154,7 +154,7 @@ def estimate(
 def _bandwidth(
     machine: Machine, names: tuple[str, ...], axes: Mapping[str, int]
 ) -> tuple[float, str]:
-    """Bytes a second over some mesh axes, and what that assumes."""
+    """Bytes a second over some mesh axes, and the assumption behind it."""
     chip = machine.chip
     over = ", ".join(names)
     if chip.platform == "tpu":

@@ -1,4 +1,4 @@
-"""What a program holds and communicates, as a file that can be compared with."""
+"""A program's placements and collectives, as a text file to compare with."""
 
 import difflib
 from collections import Counter
@@ -8,9 +8,8 @@ from .report import Report
 
 
 def snapshot_of(report: Report) -> str:
-    """The placements of the arguments and the bytes of the collectives, sorted. How the compiler
-    joins collectives, names them and where they stand is left out, as that changes between
-    versions of JAX.
+    """The placements of the arguments and the bytes of the collectives, sorted. The number of
+    collectives, their names and their order are left out, as they change between versions of JAX.
     """
     axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
     lines = [f"mesh: {axes or 'unknown'}", "", "placements, with each device's part:"]
@@ -39,9 +38,9 @@ def check_snapshot(report: Report, path: Path, *, update: bool) -> None:
 
     **Arguments:**
 
-    - `report`: what [`mylib.audit`][] returns.
-    - `path`: of the file.
-    - `update`: whether to write it.
+    - `report`: the result of [`mylib.audit`][].
+    - `path`: the path of the file.
+    - `update`: whether to write the file.
 
     **Raises:**
 

@@ -1,10 +1,10 @@
-"""Sizes and tables for people."""
+"""Formats sizes and tables."""
 
 from collections.abc import Sequence
 
 
 def readable(size: float) -> str:
-    """A size for people: `1.5 MiB`."""
+    """A size as text: `1.5 MiB`."""
     for unit in ("B", "KiB", "MiB"):
         if abs(size) < 1024:
             return (

@@ -1,8 +1,8 @@
-"""Reduce-scatters that the TPU's compiler has written as short rings of permutations.
+"""Finds reduce-scatters that the TPU's compiler has written as short rings of permutations.
 
-It makes a matrix product of them: in each step it adds its own part of the product to what has
-come, and sends the sum on. Long rings are loops; short ones stand in the program step by step, and
-products that are alike may share their first step.
+It combines them with a matrix product: in each step a device adds its part of the product to the
+sum that it has received, and sends it on. Long rings are loops. Short rings are written step by
+step, and equal products may share their first step.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ _MOVED = MOVES | {"get-tuple-element", "tuple"}
 
 
 def rings_in(steps: Sequence[tuple[Instruction, Instruction]]) -> Iterator[list[int]]:
-    """Which permutations are the steps of one reduce-scatter. Each is given by two instructions:
-    the one that starts it, and the one that has its result.
+    """Groups the permutations that are steps of one reduce-scatter. Each is given by two
+    instructions: the one that starts it, and the one that returns its result.
     """
     number = {id(done): i for i, (_, done) in enumerate(steps) if _is_of_product(done)}
     before = {i: _sources(steps[i][0], number) for i in number.values()}
@@ -38,7 +38,7 @@ def _is_of_product(x: Instruction) -> bool:
 
 
 def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
-    """The permutations whose results are in what is sent, after one sum at the most."""
+    """The permutations whose results are sent, after at most one sum."""
     found: list[int] = []
     queue = [(x, False) for x in start.inputs()]
     for x, summed in queue:

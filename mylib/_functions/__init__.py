@@ -6,9 +6,10 @@ from .checkpoint import (
     recompute_resharded as recompute_resharded,
 )
 from .fully_shard import fully_shard as fully_shard
+from .inputs import Inputs as Inputs, Moves as Moves, Targets as Targets
 from .jit import (
     Jitted as Jitted,
     Lowered as Lowered,
     filter_jit as filter_jit,
 )
-from .signature import Function as Function, Inputs as Inputs, about as about
+from .signature import Function as Function, about as about

@@ -69,7 +69,7 @@ class Advice:
         self._captured = captured
         self._about_donations = about_donations
         # Large arrays captured by the last trace, until the warning is given.
-        self._large: list[Any] = []
+        self.large: list[Any] = []
         self._inner: list[Captured] = []
         # The arguments' shardings at the last compilation, and the results of that call.
         self._locations: list[_Location] = []
@@ -81,17 +81,12 @@ class Advice:
             _thread.captured.append(self._captured)
             return
         constants = (x for jaxpr in all_jaxprs(closed) for x in getattr(jaxpr, "consts", ()))
-        self._large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
+        self.large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
         self._inner = _thread.captured
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a warning is due even if nothing was compiled."""
-        return bool(self._large)
 
     def about_captured(self) -> None:
         """Warns about arrays that the last trace captured."""
-        large, self._large = self._large, []
+        large, self.large = self.large, []
         if not large:
             return
         captured = [named for look in (self._captured, *self._inner) for named in look()]

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from .._compat import names
+from .._errors import Fault, because
 from .._placement import (
     AnyMesh,
-    Decision,
     Placement,
     Target,
     World,
@@ -27,8 +27,9 @@ from .._placement import (
     unusual_memory_kind,
 )
 from .._transfer import constrain_auto_p, place_leaves
-from .._tree import Arrays, Leaves, outlined, split
-from .signature import Function, Inputs
+from .._tree import Arrays, outlined
+from .inputs import Inputs
+from .signature import Function
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -248,17 +249,16 @@ class _Checkpointed(eqx.Module):
         if self.in_shardings is None:
             return args, kwargs
         function, world = Function.of(self.fun), current_world()
-        inputs = _Kept(self.in_shardings, self.mesh)
+        inputs = Inputs(self.in_shardings, self.mesh, _decide)
         given = inputs.bind(function, args, kwargs)
-        leaves = split(given, outlined(given)[1].positions)
+        leaves = function.split(given, outlined(given)[1].positions)
         targets = inputs.resolve(function, leaves, *given, world)
         if before and world.staged:
             # On Auto axes the constraint must come after the barrier that prevents merging; before
             # it, it would only be one more value to save.
             pairs = zip(leaves.arrays, targets, strict=True)
             targets = [t if _has_another_type(x, t, world) else None for x, t in pairs]
-        with function.named_in_errors():
-            return leaves.join(place_leaves(leaves, targets, world))
+        return leaves.join(place_leaves(leaves, targets, world))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -268,21 +268,17 @@ class _Checkpointed(eqx.Module):
         return hash((self.fun, self.prevent_cse, self.policy))
 
 
-class _Kept(Inputs):
-    """Shardings for saved arguments, all in memory that a program can compute in."""
-
-    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
-        return decide(leaves, prefix, self.mesh, world, _refuse_memory_kinds)
-
-
-def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
+def _refuse_memory_kinds(target: Target) -> Iterator[Fault]:
     kind = unusual_memory_kind(target)
     if kind is not None:
-        yield (
+        yield because(
             f"programs can't compute in {kind} memory",
             "use a policy that offloads saved values (jax.checkpoint_policies.offload_...), or "
             "call mylib.filter_device_put before, and in the function",
         )
+
+
+_decide = functools.partial(decide, refuse=_refuse_memory_kinds)
 
 
 def _has_another_type(x: Any, target: Target | None, world: World) -> bool:

@@ -1,4 +1,4 @@
-"""`fully_shard`: the weights of a layer are gathered where it is called."""
+"""`fully_shard`: each layer gathers its weights when it is called."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._placement import (
     AnyMesh,
     Placement,
@@ -46,42 +46,42 @@ def fully_shard(
     policy: Policy | None = None,
     in_turn: bool = True,
 ) -> T:
-    """The model, each of whose layers gathers its weights when it is called. For use inside the
-    loss: what is differentiated is the model that went in.
+    """Returns the model with layers that gather their weights when they are called. Call it inside
+    the loss, and differentiate with respect to the model that it takes.
 
-    Between the calls each device holds its part of the weights (`kept`). A layer that is called
-    gathers its own (`used`), computes, and forgets them; on the way back it gathers them once more,
-    and its gradient is summed and cut to `kept` at once. The leaves of the model that are in no
-    layer are gathered where `fully_shard` is called. This is what PyTorch calls `fully_shard`, and
-    others FSDP or ZeRO-3.
+    Between calls each device holds its part of the weights (`kept`). When a layer is called, it
+    gathers its own weights (`used`), computes, and frees them. In the backward pass it gathers them
+    again, and its gradient is reduce-scattered to `kept` immediately. Leaves that are in no layer
+    are gathered where `fully_shard` is called. PyTorch calls this `fully_shard`; other names are
+    FSDP and ZeRO-3.
 
-    The same line serves layers in a list and layers that are stacked and run by `jax.lax.scan`,
-    under `jax.vmap` over examples or not, on Auto and Explicit axes. It can be differentiated in
-    reverse mode only.
+    It works in the same way for layers in a list and for stacked layers run by `jax.lax.scan`, with
+    and without `jax.vmap` over examples, on Auto and Explicit axes. Only reverse-mode
+    differentiation is supported.
 
     **Arguments:**
 
-    - `model`: any PyTree with Modules in it.
+    - `model`: any PyTree that contains Modules.
     - `layers`: which Modules are layers: a class, a tuple of classes, a mapping from classes to the
         methods that gather, `{Attention: ["__call__", "decode"]}`, or a function of a Module and
-        its path (such as `.blocks[0]`). A layer inside of a layer belongs to the outer one.
-    - `kept`: where the weights are between steps: the placement that they have outside.
-    - `used`: where a layer computes with them: by default all of each weight on every device; with
-        tensor parallelism the rule for that. None leaves that to the compiler, which then may move
-        activations instead: right where a batch is smaller than the weights.
-    - `mesh`: for placements that are no shardings; by default that of `jax.set_mesh`.
-    - `dtype`: what floating weights are cast to before they are sent. The layers compute with
-        that, and gradients are summed in it; they come back in the dtype of the weights.
-    - `reduce_dtype`: a wider dtype in which the gradients of layers are made and summed over the
-        devices, such as `jnp.float32` where `dtype=jnp.bfloat16`. Products still multiply
-        numbers of `dtype`. Leaves in no layer are summed in `dtype` all the same.
-    - `checkpoint`: whether layers are rematerialised: gathered weights are then never saved for the
-        backward pass. If False, everything may be.
+        its path (such as `.blocks[0]`). A layer inside another layer belongs to the outer one.
+    - `kept`: the placement of the weights between steps, which they have outside, too.
+    - `used`: the placement that a layer computes with: by default all weights are replicated; with
+        tensor parallelism, give the rule for that. None leaves it to the compiler, which may then
+        move activations instead: right if a batch is smaller than the weights.
+    - `mesh`: the mesh for placements that are not shardings; by default that of `jax.set_mesh`.
+    - `dtype`: the dtype that floating-point weights are cast to before they are sent. Layers
+        compute in it, and gradients are summed in it and returned in the dtype of the weights.
+    - `reduce_dtype`: a wider dtype in which the gradients of layers are computed and summed over
+        the devices, such as `jnp.float32` with `dtype=jnp.bfloat16`. Products still multiply
+        numbers of `dtype`. The gradients of leaves that are in no layer are summed in `dtype`.
+    - `checkpoint`: whether layers are rematerialised, so that gathered weights are never saved for
+        the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
         its input. `jax.checkpoint_policies.everything_saveable` saves all but the gathered weights.
     - `in_turn`: whether a layer that is not stacked waits for its input before it gathers its
-        weights, so that those of one layer are there at a time. If False, the compiler decides, and
-        may take what memory it has.
+        weights, so that only one layer's weights are gathered at a time. If False, the compiler
+        decides, and may use all memory.
 
     **Returns:**
 
@@ -89,10 +89,10 @@ def fully_shard(
 
     **Raises:**
 
-    [`mylib.PlacementError`][]: for every leaf that can't be where it is to be, and for layers that
-    are not there. When a layer is called, if it is stacked and `kept` or `used` splits the layers
-    themselves, as each turn of the loop would gather them all; if an axis is Manual there; and if
-    it has other arrays than `fully_shard` saw.
+    [`mylib.PlacementError`][], naming every leaf that can't be placed as requested, and layers that
+    the model doesn't have. It is also raised when a layer is called, if the layer is stacked and
+    `kept` or `used` splits the dimension of the layers, because each step of the loop would gather
+    all of them; if an axis is Manual there; and if the layer's arrays have changed.
 
     !!! Example
 
@@ -126,7 +126,7 @@ def fully_shard(
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
     route = Route(kept_at, used_at, dtype, reduce_dtype)
     made: list[Any] = []
-    at_top: dict[int, int] = {}  # of arrays that are in no layer, where they are in `made`
+    at_top: dict[int, int] = {}  # the positions in `made` of arrays that are in no layer
     start = 0
     for _, node, chosen in nodes:
         inside = range(start, start := start + len(split(node).arrays))
@@ -158,11 +158,11 @@ def _check_dtypes(dtype: Any, reduce_dtype: Any) -> None:
 def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
     if policy is recompute_resharded:
         raise TypeError(
-            "fully_shard: policy=recompute_resharded is what makes a policy, and fully_shard makes "
-            "one of any. Give one of jax.checkpoint_policies, or leave it out"
+            "fully_shard: recompute_resharded returns a policy, and fully_shard applies it to any "
+            "policy itself. Give one of jax.checkpoint_policies, or leave out policy="
         )
     if policy is not None and not checkpoint:
-        raise TypeError("fully_shard: policy= says what a checkpoint saves, and checkpoint=False")
+        raise TypeError("fully_shard: policy= has no effect with checkpoint=False: leave one out")
     if isinstance(layers, Mapping):
         table = {cls: (n,) if isinstance(n, str) else tuple(n) for cls, n in layers.items()}
         for cls, names in table.items():
@@ -175,13 +175,13 @@ def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
     if callable(layers) and not isinstance(layers, eqx.Module):
         return lambda x, path: _CALL if layers(x, path) else None
     raise TypeError(
-        f"fully_shard: layers={layers!r} does not say which Modules are layers. Give a class, a "
+        f"fully_shard: layers={layers!r} does not select Modules. Give a class, a "
         "tuple of classes, a mapping from classes to names of methods, or a function of a Module "
         "and its path. The model comes first: fully_shard(model, Block, kept)"
     )
 
 
-# Each node of a model that is a layer or a leaf: its path, itself, and the methods that gather.
+# A layer or a leaf of a model: its path, the node, and the methods that gather.
 _Node = tuple[Any, Any, Sequence[str] | None]
 
 
@@ -201,7 +201,7 @@ def _flatten(model: Any, methods: _Methods) -> tuple[list[_Node], Any]:
 
 
 def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[Fault]:
-    """Why these layers can't be had of this model."""
+    """Faults of the layers in this model."""
     found = [(path, node) for path, node, chosen in nodes if chosen is not None]
     yield from _missing(layers, model, [node for _, node in found])
     for path, node in found:
@@ -211,7 +211,7 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
                 None,
                 "fully_shard",
                 "it gathers its weights already",
-                "call fully_shard once, on the model that comes into the loss",
+                "call fully_shard once, on the model that the loss takes",
             )
     shared: list[Any] = []
 
@@ -227,9 +227,9 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
                 name_of(path),
                 None,
                 "fully_shard",
-                "its weights are tied (eqx.nn.Shared), so that they are used outside of its calls",
-                "leave it out of `layers`: what is in no layer is gathered once for all its uses. "
-                "Or name a class that holds the eqx.nn.Shared",
+                "its weights are tied (eqx.nn.Shared), so they are also used outside its calls",
+                "leave it out of `layers`: weights that are in no layer are gathered once for all "
+                "their uses. Or name a class that holds the eqx.nn.Shared",
             )
 
 
@@ -246,12 +246,10 @@ def _missing(layers: Any, model: Any, found: Sequence[Any]) -> Iterator[Fault]:
     for cls in wanted:
         is_class = isinstance(cls, type)
         if not (any(isinstance(x, cls) for x in found) if is_class else found):
-            yield Fault(
-                "",
-                None,
+            yield because(
+                "no Module of the model matches",
+                f"its Modules are {', '.join(there)}" if there else "it has no Module",
                 f"fully_shard of {cls.__qualname__ if is_class else repr(cls)}",
-                "no Module of the model is one",
-                f"the Modules there are {', '.join(there)}" if there else "the model has no Module",
             )
 
 
@@ -259,10 +257,6 @@ def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator
     for i, target in enumerate(targets):
         kind = None if target is None else unusual_memory_kind(target)
         if kind is not None:
-            yield Fault(
-                name_of(leaves.paths[i]),
-                tuple(leaves.arrays[i].shape),
-                f"used in {kind} memory",
-                "nothing is computed there",
-                "say so of `kept`; `used` is in the memory of the device",
-            )
+            mend = "write it in `kept`: layers compute in the memory of the device"
+            refused = because("nothing is computed there", mend, f"used in {kind} memory")
+            yield leaves.at(i, refused)

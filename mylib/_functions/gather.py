@@ -1,4 +1,4 @@
-"""Weights on their way from where they are kept to where they are used, and back."""
+"""Gathers the weights of a layer, and reduce-scatters their gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ Targets = tuple[Target | None, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """Where weights are kept and used, the dtype in which they are sent, and that in which their
-    gradients are.
+    """Where weights are kept, where they are used, the dtype in which they are sent, and the dtype
+    of their gradients.
     """
 
     kept: Targets
@@ -29,7 +29,7 @@ class Route:
     reduce_dtype: Any
 
     def without(self, dims: int) -> "Route":
-        """The route of what a loop over the first dimensions sees of the weights."""
+        """The route of the slices that a loop over the first dimensions takes of the weights."""
         if not dims:
             return self
         kept, used = (tuple(_without(t, dims) for t in ts) for ts in (self.kept, self.used))
@@ -42,7 +42,7 @@ class Route:
 
 def gather(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
     """The weights where they are used, and their sinks (`wide.py`), each None if there is no
-    `reduce_dtype`. What has no gradient is moved and not cast.
+    `reduce_dtype`. Arrays without a gradient are moved, but not cast.
     """
     index = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.inexact)]
     rest = [i for i in range(len(arrays)) if i not in set(index)]
@@ -70,9 +70,9 @@ def _gather(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
 
 
 def _forward(arrays: list[Any], route: Route) -> list[Any]:
-    # Cast first: what is cast after it was gathered is sent in the wider dtype.
+    # Cast first. If they were cast after gathering, they would be sent in the wider dtype.
     arrays = [_cast(x, route.dtype) for x in arrays]
-    # Constrained as they are kept, too: otherwise the compiler may keep them as they are used.
+    # Two constraints: with only the second the compiler may keep the weights gathered.
     return keep(_halfway(keep(arrays, _on_device(route.kept)), route), route.used)
 
 
@@ -98,8 +98,7 @@ def _sink(x: Any, dtype: Any) -> Any:
 
 
 def _forward_of_vjp(arrays: list[Any], route: Route) -> tuple[Any, list[Any]]:
-    # Not `_gather` again: the policy of a checkpoint would see one opaque call, and save its
-    # result.
+    # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result.
     gathered = _forward(arrays, route)
     sinks = [_sink(x, route.reduce_dtype) for x in gathered]
     return (gathered, sinks), [jnp.zeros((0,), x.dtype) for x in arrays]
@@ -110,8 +109,8 @@ def _backward(route: Route, like: list[Any], cotangents: Any) -> tuple[list[Any]
         x if of_sink is None else x.astype(of_sink.dtype) + of_sink
         for x, of_sink in zip(*cotangents, strict=True)
     ]
-    # The sum over the devices comes back cut. The transpose of the second constraint above would
-    # ask for all of it, which on TPUs stays an all-reduce.
+    # A reduce-scatter. The transpose of the second constraint above would ask for the whole sum on
+    # each device, which on TPUs stays an all-reduce.
     summed = keep(_halfway(summed, route), _on_device(route.kept))
     summed = [x.astype(old.dtype) for x, old in zip(summed, like, strict=True)]
     return (keep(summed, route.kept),)

@@ -1,6 +1,6 @@
 """Cache keys for the programs of a compiled function."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import Any
@@ -20,19 +20,11 @@ class Key:
         self.are_arrays: tuple[bool, ...] = are_arrays
         self.static: tuple[Any, ...] = static
         # Together with the nodes' own data: static fields, dict keys.
-        fixed = list(static)
-        self.fixed: list[Any] = fixed
-
-        def look(_: Any, aux: Any) -> None:
-            if aux is None:  # lists, tuples
-                return
-            if aux.__class__ is tuple or aux.__class__ is list:
-                fixed.extend(aux)
-            else:
-                fixed.append(aux)
-
-        # `id` for the leaves: there are many, and a builtin is fast.
-        treedef.walk(look, id, leaves)
+        self.fixed: Sequence[Any] = static
+        nodes = treedef.num_nodes - len(leaves)
+        # Looking at each node is slow. Many calls have a tuple of arrays: one node, without data.
+        if nodes > 1 or (nodes and treedef.node_data()[1] is not None):
+            self.fixed = _with_data_of_nodes(static, treedef, leaves)
 
     def __hash__(self) -> int:
         static = self.static
@@ -46,8 +38,12 @@ class Key:
         return (
             self.treedef == other.treedef
             and (self.are_arrays is other.are_arrays or self.are_arrays == other.are_arrays)
-            and len(self.fixed) == len(other.fixed)
-            and (all(map(is_, self.fixed, other.fixed)) or _all_same(self.fixed, other.fixed))
+            and (self.fixed is other.fixed or self._is_fixed_as(other))
+        )
+
+    def _is_fixed_as(self, other: "Key") -> bool:
+        return len(self.fixed) == len(other.fixed) and (
+            all(map(is_, self.fixed, other.fixed)) or _all_same(self.fixed, other.fixed)
         )
 
     def numbers_changed(self, other: "Key") -> set[int]:
@@ -65,6 +61,22 @@ class Key:
         if not all(i < len(leaves) and all(map(_is_number, pairs[i])) for i in changed):
             return set()
         return {leaves[i] for i in changed}
+
+
+def _with_data_of_nodes(static: tuple[Any, ...], treedef: Any, leaves: list[Any]) -> list[Any]:
+    fixed = list(static)
+
+    def look(_: Any, aux: Any) -> None:
+        if aux is None:  # lists, tuples
+            return
+        if aux.__class__ is tuple or aux.__class__ is list:
+            fixed.extend(aux)
+        else:
+            fixed.append(aux)
+
+    # `id` for the leaves: there are many, and a builtin is fast.
+    treedef.walk(look, id, leaves)
+    return fixed
 
 
 _FLOATS = {float, complex}

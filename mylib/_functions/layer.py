@@ -1,29 +1,30 @@
-"""A Module that gathers its weights when one of its methods is called."""
+"""Modules that gather their weights when one of their methods is called."""
 
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import equinox as eqx
 import jax
+import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
-from .._tree import Arrays, Leaves, name_of, outlined, split
+from .._tree import Arrays, Leaves, outlined, split
 from .checkpoint import Policy, filter_checkpoint, recompute_resharded
 from .gather import Route, gather, keep
 from .wide import call_with_sinks
 
-# A field of the classes made here. Their instances have the fields of the original beside it.
+# The field that the classes made here add to those of the original.
 _PLAN = "_fully_shard_plan"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How the layers of a call of `fully_shard` are to be called."""
+    """How `fully_shard` has its layers gather and compute."""
 
     route: Route
     ranks: tuple[int, ...]
@@ -38,13 +39,13 @@ def is_layer(x: Any) -> bool:
 
 
 def as_layer(module: eqx.Module, methods: Sequence[str], plan: Plan) -> Any:
-    """The same Module, of a class whose `methods` gather its weights."""
+    """The same Module as an instance of a subclass whose `methods` gather its weights."""
     cls = _layer_class(type(module), tuple(methods))
     return _make(cls, {**module.__dict__, _PLAN: plan})
 
 
 def _make(cls: type, fields: dict[str, Any]) -> Any:
-    # As Equinox does when it unflattens: without `__init__` and what it checks.
+    # As Equinox unflattens: without `__init__` and its checks.
     made = object.__new__(cls)
     made.__dict__.update(fields)
     return made
@@ -59,7 +60,7 @@ def _layer_class(cls: type, methods: tuple[str, ...]) -> type:
         "__doc__": cls.__doc__,
         "__annotations__": {_PLAN: Any},
         _PLAN: eqx.field(static=True, repr=False, default=None),
-        # No module has this class by name, and a plan names devices: the original is pickled.
+        # This class can't be imported by name, and a plan refers to devices: pickle the original.
         "__reduce__": lambda layer: (_make, (cls, _split_fields(layer)[0])),
         "__copy__": lambda layer: _make(type(layer), layer.__dict__),
         "__deepcopy__": _deep_copy,
@@ -80,7 +81,7 @@ def _deep_copy(layer: Any, memo: dict[int, Any]) -> Any:
 
 
 def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that is called with the weights where they are used."""
+    """A method that gathers the weights, and calls `method` with them."""
 
     @functools.wraps(method)
     def called(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -128,16 +129,16 @@ def _with_sinks(
 
 
 def _after(arrays: Arrays, route: Route, args: Any, kwargs: Any) -> tuple[Arrays, Any, Any]:
-    """The weights, not to be had before the arguments are."""
+    """The weights, available only after the arguments."""
     given, outline = outlined((args, kwargs))
     arrays, given = jax.lax.optimization_barrier((arrays, given))
-    # Said once more, else the compiler gathers them at the barrier, and keeps them so.
+    # Constrain them again. Otherwise the compiler gathers them before the barrier and keeps them.
     return keep(arrays, route.kept), *outline.fill(given)
 
 
 def _in_auto_axes(run: Callable[..., Any]) -> Callable[..., Any]:
-    """On Explicit axes the type of a gradient says where it is, which would be where the weights
-    are used. In here the compiler may sum it to where they are kept.
+    """Runs a function with Auto axes. On Explicit axes the types would make gradients of gathered
+    weights whole on each device; on Auto axes the compiler can reduce-scatter them.
     """
 
     def inside(*args: Any) -> Any:
@@ -158,7 +159,7 @@ def _in_auto_axes(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _stacked(plan: Plan, leaves: Leaves) -> int:
-    """How many dimensions of stacked layers a loop around this call has taken off the weights."""
+    """The number of dimensions that loops over stacked layers have removed from the weights."""
     found = {rank - x.ndim for rank, x in zip(plan.ranks, leaves.arrays, strict=False)}
     if len(plan.ranks) == len(leaves.arrays) and len(found) <= 1:
         dims = found.pop() if found else 0
@@ -167,14 +168,13 @@ def _stacked(plan: Plan, leaves: Leaves) -> int:
     name = type(leaves.tree).__qualname__
     raise PlacementError(
         [
-            Fault(
-                "",
-                None,
+            because(
+                "its arrays are not those of the model that fully_shard was called with, nor "
+                f"slices of them: their ranks are {[x.ndim for x in leaves.arrays]}, and were "
+                f"{list(plan.ranks)}",
+                "change the model before fully_shard. If weights are tied (eqx.nn.Shared), name a "
+                "class that holds both of them, or leave theirs out of `layers`",
                 f"fully_shard, and a call of {name}",
-                "its arrays are not those that fully_shard has seen, and not slices of them "
-                f"either: ranks {[x.ndim for x in leaves.arrays]}, and {list(plan.ranks)} then",
-                "change the model before fully_shard. Of weights that are tied (eqx.nn.Shared), "
-                "name a class that holds both of them, or leave theirs out of `layers`",
             )
         ]
     )
@@ -183,6 +183,7 @@ def _stacked(plan: Plan, leaves: Leaves) -> int:
 def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
     faults: list[Fault] = []
     cls = type(leaves.tree).__qualname__
+    leaves = replace(leaves, naming=lambda path: cls + jtu.keystr(path))
     for i, target in [*enumerate(plan.route.kept), *enumerate(plan.route.used)]:
         sharding = None if target is None else sharding_of(target)
         if not isinstance(sharding, NamedSharding):
@@ -191,30 +192,22 @@ def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
         manual = sorted(axes_in(sharding.spec) & world.manual_axes)
         if not (taken or manual):
             continue
-        name, shape = f"{cls}{name_of(leaves.paths[i])}", tuple(leaves.arrays[i].shape)
         asked = show(sharding, None)
         if taken:
-            faults.append(
-                Fault(
-                    name,
-                    shape,
-                    f"{asked}, of the stacked layers",
-                    f"{taken[0]!r} splits them by layer: each turn of the loop would gather all "
-                    "layers",
-                    "shard another dimension: fsdp(..., stacked=...) with the class of the "
-                    "layers never takes the first",
-                )
+            stacked_too = because(
+                f"{taken[0]!r} splits them by layer: each step of the loop would gather all layers",
+                "shard another dimension: fsdp(..., stacked=...) with the class of the layers "
+                "never takes the first",
+                f"{asked}, of the stacked layers",
             )
+            faults.append(leaves.at(i, stacked_too))
         if manual:
-            faults.append(
-                Fault(
-                    name,
-                    shape,
-                    asked,
-                    f"the layer is called inside of shard_map, where {manual[0]!r} is Manual: the "
-                    "compiler can't gather over it",
-                    "leave the axis Auto (axis_names= of filter_shard_map), or gather by hand",
-                )
+            in_map = because(
+                f"the layer is called inside shard_map, where {manual[0]!r} is Manual: the "
+                "compiler can't gather over it",
+                "leave the axis Auto (axis_names= of filter_shard_map), or gather by hand",
+                asked,
             )
+            faults.append(leaves.at(i, in_map))
     if faults:
         raise PlacementError(faults)

@@ -127,7 +127,7 @@ class Program:
             if readable is None:
                 raise
             raise readable from None
-        if self._advice.is_due:
+        if self._advice.large:
             self._advice.about_captured()
         if first or _thread.compiled != compiled:
             self._advice.about_compiled(arrays, sides[1], returned)

@@ -1,27 +1,19 @@
-"""Placements for a function's parameters, and readable names of its arguments."""
+"""A function's parameters: which argument each one gets, and readable names of the arguments."""
 
-import functools
 import inspect
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
-import jax
-from jax.core import Tracer
+import jax.tree_util as jtu
 
-from .._errors import Fault, PlacementError
-from .._placement import AnyMesh, Decision, Placement, Target, World, decide, is_placement_leaf
-from .._tree import Leaves, outlined
+from .._tree import KeyPath, Leaves, outlined, split
 
-# The start of a path in (args, kwargs).
-_ARGUMENT = re.compile(r"\[0\]\[(?P<index>\d+)\]|\[1\]\['(?P<name>\w+)'\]")
-
-
+_Parameter = inspect.Parameter
 _ABOUT = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
+# The most ways of passing arguments that are kept for a function.
+_MOST = 256
 
 
 def about(fun: Any) -> dict[str, Any]:
@@ -30,12 +22,37 @@ def about(fun: Any) -> dict[str, Any]:
     return {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
 
 
-@dataclass(frozen=True)
+class Slot(NamedTuple):
+    """The parameter that gets an argument. `within` is the index in `*args`, or the name in
+    `**kwargs`.
+    """
+
+    parameter: str
+    within: int | str | None = None
+
+    def __str__(self) -> str:
+        if isinstance(self.within, str):
+            return self.within
+        return self.parameter if self.within is None else f"{self.parameter}[{self.within}]"
+
+
+class _Binding(NamedTuple):
+    """The order in which a function gets its arguments, as positions in the list of those that a
+    call passes (positional ones, then keyword ones) with `defaults` at its end.
+    """
+
+    args: Sequence[int]
+    kwargs: Mapping[str, int]
+    defaults: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
 class Function:
-    """A function's name and signature, for messages."""
+    """A function's name and signature."""
 
     name: str
     signature: inspect.Signature
+    _bindings: dict[Any, _Binding] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, fun: Any) -> "Function":
@@ -43,187 +60,97 @@ class Function:
         return cls(name if isinstance(name, str) else "the function", inspect.signature(fun))
 
     @cached_property
-    def has_array_defaults(self) -> bool:
-        return any(
-            outlined(p.default)[0]
-            for p in self.signature.parameters.values()
-            if p.default is not p.empty
-        )
+    def array_defaults(self) -> Mapping[str, Any]:
+        """The defaults that hold arrays, by parameter."""
+        defaults = ((p.name, p.default) for p in self.signature.parameters.values())
+        return {
+            name: default
+            for name, default in defaults
+            if default is not _Parameter.empty and outlined(default)[0]
+        }
 
-    def named(self, faults: Sequence[Fault]) -> list[Fault]:
-        """Renames faults of leaves of (args, kwargs) by parameter."""
-        return [replace(fault, path=self.readable(fault.path)) for fault in faults]
-
-    @contextmanager
-    def named_in_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except PlacementError as error:
-            raise PlacementError(self.named(error.faults)) from None
-
-    def readable(self, path: str) -> str:
-        """A path in (args, kwargs) as text with the parameter's name: `model.layers[0].weight`."""
-        match = _ARGUMENT.match(path)
-        if match is None:
-            return path
-        if match["name"]:
-            return match["name"] + path[match.end() :]
-        index = int(match["index"])
-        names = list(self.signature.parameters)
-        kinds = [p.kind for p in self.signature.parameters.values()]
-        several = inspect.Parameter.VAR_POSITIONAL
-        first = kinds.index(several) if several in kinds else len(names)
-        if index < first:
-            name = names[index]
-        else:
-            name = f"{names[first]}[{index - first}]" if first < len(names) else f"args[{index}]"
-        return name + path[match.end() :]
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """The placements of a function's arguments."""
-
-    placement: Any
-    mesh: AnyMesh | None
-
-    # The name of the option, and the placement of parameters that it doesn't name.
-    option: ClassVar[str] = "in_shardings"
-    otherwise: ClassVar[Placement] = None
-    # The attributes of an array that decide whether it must be moved.
-    decisive: ClassVar[Any] = staticmethod(attrgetter("shape", "dtype", "sharding", "committed"))
-
-    def bind(self, function: Function, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Splits the arguments into positional and keyword ones. Adds defaults that hold arrays and
-        have a placement.
+    def bind(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], defaults: frozenset[str] = frozenset()
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Splits the arguments into positional and keyword ones, in the same way for all calls that
+        pass the same. Parameters in `defaults` get their default if the call passes nothing.
         """
-        if not kwargs and not function.has_array_defaults:
-            return args, kwargs
-        bound = function.signature.bind(*args, **kwargs)
-        _give_defaults(bound, self.placement)
-        return bound.args, bound.kwargs
-
-    def resolve(
-        self, function: Function, leaves: Leaves, args: Any, kwargs: Any, world: World
-    ) -> list[Target | None]:
-        """The targets of the arguments' arrays, `leaves`."""
-        prefix = self.prefix(function, args, kwargs)
-        decision = self.decide(function, leaves, prefix, world)
-        if decision.faults:
-            raise PlacementError(function.named(decision.faults))
-        return decision.targets
-
-    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
-        return decide(leaves, prefix, self.mesh, world)
-
-    def are_placed(self, world: World) -> bool:
-        """Whether no argument must be moved before the call."""
-        return False
-
-    def state_of(self, arrays: Sequence[Any], world: World) -> Any:
-        """Equal for arrays of which the same must be moved; None if unknown."""
-        if _are_on_devices(frozenset(map(type, arrays))):
-            return world, list(map(self.decisive, arrays))
-        return None
-
-    def missing(
-        self,
-        function: Function,
-        leaves: Leaves,
-        targets: Sequence[Target | None],
-        world: World,
-    ) -> Sequence[Target | None]:
-        """The targets of arrays that must be moved before the call; None for the others."""
-        return targets
-
-    def missing_own(
-        self, function: Function, own: Sequence[Any], world: World
-    ) -> Sequence[Target | None]:
-        """The same for the arrays of the function itself."""
-        return [None] * len(own)
-
-    def prefix(self, function: Function, args: Any, kwargs: Any) -> Any:
-        """A prefix of (args, kwargs)."""
-        given, name = self.placement, function.name
-        if is_placement_leaf(given):
-            return given
-        if isinstance(given, dict):
-            return self._prefix_by_name(function, given, args, kwargs)
-        if type(given) in (tuple, list):
-            if len(given) != len(args):
-                raise TypeError(
-                    f"{name}: {self.option} has {len(given)} entries, and there are {len(args)} "
-                    "positional arguments. Give one for each, or a dict from parameter names"
-                )
-            return tuple(given), dict.fromkeys(kwargs, self.otherwise)
-        raise TypeError(
-            f"{name}: {self.option} is a {type(given).__name__}, which could be meant for the "
-            "first argument or for all. Write a tuple with an entry for each positional argument, "
-            "or a dict from parameter names"
+        key = (len(args), defaults, *kwargs)
+        binding = self._bindings.get(key)
+        if binding is None:
+            if len(self._bindings) >= _MOST:
+                self._bindings.clear()
+            binding = self._bindings[key] = self._bind(len(args), list(kwargs), defaults)
+        given = [*args, *kwargs.values(), *binding.defaults]
+        return (
+            tuple([given[i] for i in binding.args]),
+            {name: given[i] for name, i in binding.kwargs.items()},
         )
 
-    def _prefix_by_name(
-        self, function: Function, given: dict[Any, Any], args: Any, kwargs: Any
-    ) -> Any:
-        name, known = function.name, function.signature.parameters
-        parameters = known.values()
-        unknown = [key for key in given if key not in known]
-        rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
-        if unknown and not (rest and rest not in given and all(n in kwargs for n in unknown)):
-            raise TypeError(
-                f"{name} has no parameter {', '.join(map(repr, unknown))}: it has "
-                f"{', '.join(known)}. To place the entries of an argument that "
-                "is a dict, write {'parameter name': {...}}"
+    def _bind(self, count: int, names: list[str], defaults: frozenset[str]) -> _Binding:
+        # Only the number of arguments and their names matter, so positions stand for them.
+        given = range(count + len(names))
+        try:
+            bound = self.signature.bind(
+                *given[:count], **dict(zip(names, given[count:], strict=True))
             )
-        positional = [
-            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        by_position = [given.get(p.name, self.otherwise) for p in positional[: len(args)]]
-        left = len(args) - len(by_position)
-        rest_of = (p.name for p in parameters if p.kind is p.VAR_POSITIONAL)
-        several: Any = given.get(next(rest_of, None), self.otherwise)
-        by_position += [several] * left if is_placement_leaf(several) else several
-        named = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-        others = given.get(rest, {key: given[key] for key in unknown})
-        if isinstance(others, dict):
-            spare = [key for key in others if key in named or key not in kwargs]
-            if spare:
-                raise TypeError(f"{name} got no {', '.join(map(repr, spare))} in **{rest}")
-        elif not is_placement_leaf(others):
-            raise TypeError(
-                f"{name}: write a placement for all of **{rest}, or a dict from its names, not "
-                f"a {type(others).__name__}"
-            )
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}") from None
+        added: list[Any] = []
+        before: list[_Parameter] = []
+        for parameter in self.signature.parameters.values():
+            if parameter.name in bound.arguments or parameter.default is parameter.empty:
+                continue
+            is_positional = parameter.kind is parameter.POSITIONAL_ONLY
+            if parameter.name in defaults:
+                # Positional-only arguments before it can't be left out.
+                for one in (*(before if is_positional else ()), parameter):
+                    bound.arguments[one.name] = len(given) + len(added)
+                    added.append(one.default)
+                before.clear()
+            elif is_positional:
+                before.append(parameter)
+        return _Binding(bound.args, bound.kwargs, added)
 
-        def of_keyword(key: str) -> Any:
-            if key in named:
-                return given.get(key, self.otherwise)
-            return others.get(key, self.otherwise) if isinstance(others, dict) else others
+    def slot(self, key: int | str) -> Slot:
+        """The parameter that gets an argument, by the argument's position or keyword."""
+        if isinstance(key, str):
+            named = key in self.by_keyword or self.rest is None
+            return Slot(key) if named else Slot(self.rest or "", key)
+        if key < len(self.by_position):
+            return Slot(self.by_position[key])
+        if self.several is None:  # one too many: the call will fail
+            return Slot("args", key)
+        return Slot(self.several, key - len(self.by_position))
 
-        return tuple(by_position), {key: of_keyword(key) for key in kwargs}
+    @cached_property
+    def by_position(self) -> list[str]:
+        return self._of_kinds(_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
 
+    @cached_property
+    def by_keyword(self) -> list[str]:
+        return self._of_kinds(_Parameter.POSITIONAL_OR_KEYWORD, _Parameter.KEYWORD_ONLY)
 
-def _give_defaults(bound: inspect.BoundArguments, given: Any) -> None:
-    parameters = bound.signature.parameters.values()
-    if isinstance(given, dict):
-        placed = {name for name, placement in given.items() if placement is not None}
-    elif type(given) in (tuple, list):
-        placed = {p.name for p in list(parameters)[: len(given)]}
-    else:
-        placed = set(bound.signature.parameters)
-    before: list[inspect.Parameter] = []
-    for parameter in parameters:
-        if parameter.name in bound.arguments or parameter.default is parameter.empty:
-            continue
-        if parameter.name in placed and outlined(parameter.default)[0]:
-            bound.arguments[parameter.name] = parameter.default
-            # Positional-only arguments before it can't be left out.
-            for other in before if parameter.kind is parameter.POSITIONAL_ONLY else ():
-                bound.arguments[other.name] = other.default
-        elif parameter.kind is parameter.POSITIONAL_ONLY:
-            before.append(parameter)
+    @cached_property
+    def several(self) -> str | None:
+        """The name of `*args`."""
+        return next(iter(self._of_kinds(_Parameter.VAR_POSITIONAL)), None)
 
+    @cached_property
+    def rest(self) -> str | None:
+        """The name of `**kwargs`."""
+        return next(iter(self._of_kinds(_Parameter.VAR_KEYWORD)), None)
 
-@functools.lru_cache(maxsize=512)
-def _are_on_devices(types: frozenset[type]) -> bool:
-    return all(issubclass(t, jax.Array) and not issubclass(t, Tracer) for t in types)
+    def _of_kinds(self, *kinds: Any) -> list[str]:
+        return [p.name for p in self.signature.parameters.values() if p.kind in kinds]
+
+    def naming(self, path: KeyPath) -> str:
+        """The name of a node of (args, kwargs): `model.layers[0].weight`."""
+        if len(path) < 2:
+            return jtu.keystr(path)
+        side, key, *rest = path
+        return f"{self.slot(key.key if side.idx else key.idx)}{jtu.keystr(tuple(rest))}"
+
+    def split(self, given: Any, static: Any = ()) -> Leaves:
+        """Flattens (args, kwargs)."""
+        return split(given, static, self.naming)

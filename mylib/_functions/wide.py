@@ -1,11 +1,11 @@
 """Gradients of a layer's weights in a wider dtype than the layer computes in, before they are
 summed over devices.
 
-A product that makes a gradient returns each device's part of a sum, in the dtype of its operands,
-and XLA adds up the parts in that. To cast the sum is too late. So a layer is traced, and called
-with every operation on weights changed: its gradient is made in the wider dtype. Since JAX wants a
-cotangent to be of the dtype of its primal, each weight comes with a *sink*: the same in the wider
-dtype, which nothing computes with. The gradient is the sink's.
+The product that computes a gradient returns each device's part of a sum, in the dtype of its
+operands, and XLA sums the parts in that dtype. Casting the sum would be too late. So a layer is
+traced, and run with all operations on weights changed: they compute gradients in the wider dtype.
+Because JAX requires a cotangent to have the dtype of its primal, each weight has a *sink*: a copy
+in the wider dtype that isn't used in the forward pass, and gets the gradient.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,20 +21,20 @@ from .._compat import names, opened, scan_sizes
 from .._programs import bind_as, in_place_of, jaxprs_in
 
 Values = list[Any]
-# In the place of a sink: the value comes from nothing that has a gradient.
+# In place of a sink, for values that depend on nothing with a gradient.
 _CONSTANT = object()
 
 
 def call_with_sinks(
     fun: Callable[[Values, Values], Values], weights: Values, sinks: Values, given: Values
 ) -> Values:
-    """`fun(weights, given)`. The gradient of a weight whose sink is not None is the sink's."""
+    """`fun(weights, given)`. If a weight has a sink (not None), the sink gets its gradient."""
     program = jax.make_jaxpr(fun)(weights, given)
     return _run(program, [*weights, *given], [*sinks, *[None] * len(given)])[0]
 
 
 def _run(program: Any, args: Sequence[Any], sinks: Sequence[Any]) -> tuple[Values, Values]:
-    """What a program returns, and the sinks of what is made of weights alone."""
+    """The results of a program, and the sinks of results that depend on weights only."""
     jaxpr, constants = opened(program), getattr(program, "consts", ())
     values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
     values.update(zip(jaxpr.constvars, constants, strict=True))
@@ -76,9 +76,9 @@ def _call(eqn: Any, args: Values, sinks: Values) -> tuple[Values, Values]:
         return _of_weights_alone(eqn, args, sinks)
     if jaxprs_in(eqn):
         raise TypeError(
-            f"fully_shard: reduce_dtype= can't be had where a layer gives its weights to a {name}, "
-            "together with other values: what that does is not known. Leave reduce_dtype= out, or "
-            "the class of this layer"
+            f"fully_shard: reduce_dtype= is not supported for layers that pass weights and other "
+            f"values to a {name}: what it computes is unknown. Leave out reduce_dtype=, or the "
+            "class of this layer"
         )
     return _mixed(eqn, args, sinks), data
 
@@ -103,11 +103,11 @@ def _scan(eqn: Any, args: Values, sinks: Values) -> Values:
         )
         return made[:carried], made[carried:]
 
-    # The sink of a value that is carried would have to be carried, too.
+    # The sink of a carried value would have to be carried, too.
     if any(sink is not None for sink in sinks[constants:first]):
         raise TypeError(
-            "fully_shard: reduce_dtype= can't be had where a weight is what a scan inside of the "
-            "layer starts with. Leave reduce_dtype= out, or the class of this layer"
+            "fully_shard: reduce_dtype= is not supported for layers in which a weight is the "
+            "initial carry of a scan. Leave out reduce_dtype=, or the class of this layer"
         )
     carry, ys = jax.lax.scan(
         turn,
@@ -121,12 +121,14 @@ def _scan(eqn: Any, args: Values, sinks: Values) -> Values:
 
 
 def _of_weights_alone(eqn: Any, args: Values, sinks: Values) -> tuple[Values, Values]:
-    """What is made of weights alone is a weight, and the same of their sinks is its sink."""
+    """An operation on weights only. Its result counts as a weight; the same operation on the sinks
+    gives the result's sink.
+    """
     made = bind_as(eqn, args)
     wide = next(sink.dtype for sink in sinks if sink is not None)
     if eqn.primitive.name == names.CONVERT:
         return made, sinks if _is_float(made[0]) else [_CONSTANT]
-    # A program inside is for the dtypes that it was made for.
+    # An inner program only takes the dtypes that it was traced for.
     given = [
         x if sink is None else sink.astype(x.dtype) if jaxprs_in(eqn) else sink
         for x, sink in zip(args, sinks, strict=True)
@@ -169,7 +171,7 @@ Bind = Callable[[Values, Values], Values]
 
 
 def _elementwise(bind: Bind, weights: Values, others: Values, sinks: Values) -> Values:
-    # XLA computes so inside of one fusion, and writes nothing wide but the result.
+    # XLA does this in one fusion, so only the result is written in the wide dtype.
     wide = sinks[0].dtype
     wide_weights, widened = (
         [x.astype(wide) if _is_float(x) else x for x in xs] for xs in (weights, others)
@@ -185,8 +187,8 @@ def _product(bind: Bind, weights: Values, others: Values, sinks: Values) -> Valu
     return [product_p.bind(*sinks, *others, program=program)]
 
 
-# Linear in its first operand, whose dtype is not what `program` takes. In a transposed program it
-# is a product of narrow operands whose result is wide.
+# Linear in its first operand, which is wider than the one that `program` takes. Its transpose is a
+# product of narrow operands with a wide result.
 product_p = Primitive("wide_product")
 
 
@@ -216,7 +218,7 @@ def _transpose(cotangent: Any, sink: Any, *others: Any, program: Any) -> Values:
 
 
 def _widened(program: Any, args: Values, wide: Any) -> Any:
-    """What a program returns whose products have wide results."""
+    """The result of a program, with wide results of its products."""
     jaxpr = opened(program)
     values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
     values.update(zip(jaxpr.constvars, program.consts, strict=True))

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._compat import jit, names
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._functions import Function, Jitted, Lowered, about, captured_by, code_of
 from .._placement import (
     AnyMesh,
@@ -30,7 +30,7 @@ from .._placement import (
     varying,
 )
 from .._transfer import place_leaves
-from .._tree import Arrays, Kind, Leaves, Outline, kind_of, name_of, outlined, split
+from .._tree import Arrays, KeyPath, Kind, Leaves, Outline, kind_of, outlined, split
 from .hazards import wrong_in
 from .specs import Region, Specs, refuse_map, spec_in
 from .sums import warn_of_sums
@@ -142,9 +142,9 @@ def filter_shard_map(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
     manual = None if axis_names is None else _names(axis_names)
-    inputs = Specs(in_specs, mesh, manual, reshard)
-    mapped = Mapped(fun, MapOptions(Function.of(fun), about(fun), inputs, out_specs, check_vma))
-    return JittedMap.of(mapped, inputs) if jit else mapped
+    specs = Specs(Function.of(fun), in_specs, mesh, manual, reshard)
+    mapped = Mapped(fun, MapOptions(about(fun), specs, out_specs, check_vma))
+    return JittedMap.of(mapped, specs.inputs) if jit else mapped
 
 
 def _names(axis_names: Collection[Any]) -> frozenset[Any]:
@@ -158,11 +158,21 @@ def _names(axis_names: Collection[Any]) -> frozenset[Any]:
 class MapOptions:
     """Everything about a mapped function except the function itself."""
 
-    function: Function
     about: Mapping[str, Any]
     specs: Specs
     out_specs: Any
     check_vma: bool
+
+    @property
+    def function(self) -> Function:
+        return self.specs.function
+
+    def naming(self, path: KeyPath) -> str:
+        """The name of a node of (function, (args, kwargs))."""
+        root, *rest = path
+        if root.idx:
+            return self.function.naming(tuple(rest))
+        return self.function.name + jtu.keystr(tuple(rest))
 
 
 @jtu.register_pytree_node_class
@@ -201,15 +211,14 @@ class Mapped:
     def _call(self, /, *args: Any, **kwargs: Any) -> Any:
         options, world = self.options, current_world()
         function, specs = options.function, options.specs
-        args, kwargs = specs.bind(function, args, kwargs)
-        region = specs.region(function, world)
-        given = args, kwargs
-        asked = specs.resolve(function, split(given, _static(given)), args, kwargs, world)
+        given = specs.inputs.bind(function, args, kwargs)
+        region = specs.region(world)
+        asked = specs.targets(given, region, world)
         if not options.check_vma:
             _refuse_to_forget(function, given, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
         everything = self.fun, given
-        leaves = split(everything, _static(everything))
+        leaves = split(everything, outlined(everything)[1].positions, options.naming)
         whole = NamedSharding(region.mesh, PartitionSpec())
         targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
         arrays, in_specs = _enter(options, leaves, targets, region, world)
@@ -278,8 +287,9 @@ class JittedMap(Jitted[P, T]):
             return super().lower(*args, **kwargs)
 
     def _mesh_in_force(self) -> AbstractContextManager[None]:
-        specs: Any = self.recipe.inputs
-        return specs.in_force(current_world())
+        # The data of the tree's root, which is the mapped function.
+        options: MapOptions = self.recipe.fun.treedef.node_data()[1]
+        return options.specs.in_force(current_world())
 
 
 @contextmanager
@@ -301,10 +311,6 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
         raise
 
 
-def _static(tree: Any) -> frozenset[int]:
-    return outlined(tree)[1].positions
-
-
 def _enter(
     options: MapOptions, leaves: Leaves, targets: Sequence[Any], region: Region, world: World
 ) -> tuple[Arrays, list[PartitionSpec]]:
@@ -313,21 +319,15 @@ def _enter(
     wanted: list[Target | None] = []
     faults: list[Fault] = []
 
-    def refuse(i: int, request: str, reason: str, mend: str) -> None:
-        (root, *path), shape = leaves.paths[i], tuple(leaves.arrays[i].shape)
-        name = jtu.keystr(tuple(path))
-        name = options.function.readable(name) if root.idx else options.function.name + name
-        faults.append(Fault(name, shape, request, reason, mend))
-
     for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
         here = region.spec_of(x)
         if here is None:
-            for fault in options.specs.unmovable(x, target):
-                refuse(i, fault.request, fault.reason, fault.mend)
+            faults += [leaves.at(i, fault) for fault in options.specs.unmovable(x, target)]
         if target is None:
             if region.explicit != region.names:
                 reason = "an array's sharding is known only over Explicit axes"
-                refuse(i, "None: keep its sharding", reason, "write a PartitionSpec")
+                kept = because(reason, "write a PartitionSpec", "None: keep its sharding")
+                faults.append(leaves.at(i, kept))
             specs.append(PartitionSpec(*entries_over(here, region.names)))
             wanted.append(None)
             continue
@@ -339,7 +339,8 @@ def _enter(
         if region.explicit and not (options.specs.reshard or lies_so or here is None):
             request = f"{target.spec} over {show_mesh(region.mesh)}"
             mend = "call mylib.filter_shard on it before, or leave out reshard=False"
-            refuse(i, request, f"it is split as {here}, and reshard=False", mend)
+            reason = f"it is split as {here}, and reshard=False"
+            faults.append(leaves.at(i, because(reason, mend, request)))
         specs.append(target.spec)
         left_alone = world.staged and (lies_so or not region.explicit)
         wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))
@@ -373,7 +374,7 @@ class _Outputs:
     def take(self, result: Any) -> Arrays:
         arrays, self.outline = outlined(result)
         arrays = [jnp.asarray(x) for x in arrays]
-        leaves = split(result, self.outline.positions)
+        leaves = split(result, self.outline.positions, _name_in_result)
         self.specs[:] = self._specs_of(arrays, leaves.with_shapes(arrays))
         return arrays
 
@@ -389,19 +390,17 @@ class _Outputs:
             specs.append(spec)
             if i not in decision.faulty:
                 request = "None" if target is None else f"{spec} over {show_mesh(region.mesh)}"
-                place = name_of(leaves.paths[i]), tuple(x.shape), request
-                faults += [Fault(*place, *why) for why in self._promises(x, spec, target is None)]
+                found = self._promises(x, spec, target is None)
+                faults += [leaves.at(i, replace(fault, request=request)) for fault in found]
         if faults:
-            raise PlacementError([replace(f, path=_in_result(f.path)) for f in faults])
+            raise PlacementError(faults)
         return specs
 
-    def _promises(
-        self, x: jax.Array, spec: PartitionSpec, by_default: bool
-    ) -> Iterator[tuple[str, str]]:
+    def _promises(self, x: jax.Array, spec: PartitionSpec, by_default: bool) -> Iterator[Fault]:
         """Reasons why a result may differ between devices although its spec says it doesn't."""
         if not self._options.check_vma:
             if by_default:
-                yield (
+                yield because(
                     "with check_vma=False it is unknown whether all devices return the same",
                     "write P() to promise that they do",
                 )
@@ -410,16 +409,15 @@ class _Outputs:
         if differs:
             along = ", ".join(map(repr, sorted(differs, key=str)))
             given = "" if x.ndim else ", after adding a dimension (x[None]),"
-            yield (
+            yield because(
                 f"it differs between the devices along {along}, which this does not name",
                 f"name {along} in its spec{given} or make it the same everywhere: "
                 "jax.lax.psum, pmean, all_gather(..., to='invarying')",
             )
 
 
-def _in_result(path: str) -> str:
-    # Other paths name the root: "the array", "the tree".
-    return "the result" + path if path.startswith((".", "[")) else "the result"
+def _name_in_result(path: KeyPath) -> str:
+    return "the result" + jtu.keystr(path)
 
 
 def _check(function: Function, program: Any) -> None:

@@ -1,29 +1,29 @@
 """The mesh axes that `filter_shard_map` splits over, and the shardings of its arguments."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._compat import sharding_under
-from .._errors import Fault, PlacementError
-from .._functions import Function, Inputs
+from .._errors import Fault, PlacementError, because
+from .._functions import Function, Inputs, Moves, Targets
 from .._placement import (
     AnyMesh,
     Decision,
-    Placement,
     Target,
     World,
     axes_in,
     axis_names as names_of,
     axis_types,
     decide,
+    decide_each,
     default_memory_kind,
     entries_of,
     is_placement_leaf,
@@ -34,7 +34,7 @@ from .._placement import (
     unusual_memory_kind,
     with_entries,
 )
-from .._tree import Kind, Leaves, kind_of, name_of
+from .._tree import Arrays, Kind, Leaves, kind_of, outlined
 
 
 @dataclass(frozen=True)
@@ -54,34 +54,34 @@ class Region:
         types = axis_types(self.mesh)
         return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
 
-    def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
         reasons = list(self._unfit(target))
         yield from reasons or unfit_shape(target, shape)
 
-    def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
         reasons = list(self._unfit(target))
         yield from reasons or unfit_rank(spec_in(target), shape)
 
-    def _unfit(self, target: Target) -> Iterator[tuple[str, str]]:
+    def _unfit(self, target: Target) -> Iterator[Fault]:
         if not isinstance(target, NamedSharding):
-            yield "shard_map splits arrays over a mesh", "give a PartitionSpec"
+            yield because("shard_map splits arrays over a mesh", "give a PartitionSpec")
             return
         if not same_axes(target.mesh, self.mesh):
-            yield (
+            yield because(
                 f"shard_map splits over {show_mesh(self.mesh)} here",
                 "give a PartitionSpec over that",
             )
             return
         if unusual_memory_kind(target) is not None:
-            yield (
+            yield because(
                 "the shards of an array are in the devices' own memory inside shard_map",
                 "leave out the memory kind, and use mylib.filter_device_put before or after",
             )
         if PartitionSpec.UNCONSTRAINED in entries_of(target.spec):
-            yield "shard_map leaves no choice to the compiler", "write the axes, or None"
+            yield because("shard_map leaves no choice to the compiler", "write the axes, or None")
         others = sorted(axes_in(target.spec) - self.names, key=str)
         for name in others:
-            yield (
+            yield because(
                 f"{name!r} is not among the axes that are split over here, "
                 f"{tuple(sorted(self.names, key=str))}",
                 "leave it out of the spec, or name it in axis_names",
@@ -110,23 +110,30 @@ class Region:
 
 def refuse_map(function: Function, reason: str, mend: str) -> NoReturn:
     request = f"filter_shard_map of {function.name}"
-    raise PlacementError([Fault("", None, request, reason, mend)])
+    raise PlacementError([because(reason, mend, request)])
 
 
 @dataclass(frozen=True, eq=False)
-class Specs(Inputs):
-    """How the arguments are split over the axes `manual` (None: all)."""
+class Specs:
+    """How the arguments of a function are split over the axes `manual` (None: all)."""
 
+    function: Function
+    placement: Any
+    mesh: AnyMesh | None
     manual: frozenset[Any] | None
     reshard: bool
 
-    option: ClassVar[str] = "in_specs"
-    otherwise: ClassVar[Placement] = PartitionSpec()
-    # The program itself reshards arrays on the mesh, whatever their shape.
-    decisive: ClassVar[Any] = staticmethod(attrgetter("sharding"))
+    @cached_property
+    def inputs(self) -> Inputs:
+        # Inside a program the program itself places its arguments. It also reshards arrays that are
+        # on the mesh, whatever their shape.
+        moves = Moves(False, self._elsewhere, attrgetter("sharding"))
+        return Inputs(
+            self.placement, self.mesh, self._decide, moves, "in_specs", otherwise=PartitionSpec()
+        )
 
-    def region(self, function: Function, world: World) -> Region:
-        mesh = self._mesh_in(function, world)
+    def region(self, world: World) -> Region:
+        function, mesh = self.function, self._mesh_in(world)
         free = frozenset(n for n, kind in axis_types(mesh).items() if kind != AxisType.Manual)
         names = free if self.manual is None else self.manual
         if not free:
@@ -146,8 +153,8 @@ class Specs(Inputs):
             )
         return Region(mesh, names)
 
-    def _mesh_in(self, function: Function, world: World) -> AnyMesh:
-        around = world.mesh
+    def _mesh_in(self, world: World) -> AnyMesh:
+        function, around = self.function, world.mesh
         given = self._given
         if around.empty:
             mesh = given or world.devices
@@ -211,33 +218,42 @@ class Specs(Inputs):
         leaves = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
 
-    def decide(self, function: Function, leaves: Leaves, prefix: Any, world: World) -> Decision:
-        region = self.region(function, world)
+    def targets(self, given: tuple[Any, Any], region: Region, world: World) -> list[Target | None]:
+        """The targets of the arrays in (args, kwargs)."""
+        leaves = self.function.split(given, outlined(given)[1].positions)
+        resolved = self.inputs.handed_over()
+        if resolved is None or len(resolved) != len(leaves.arrays):
+            return self.inputs.resolve(self.function, leaves, *given, world)
+        # The call has resolved them already, but outside of the program, where less is checked.
+        here = [None if to is None else NamedSharding(region.mesh, spec_in(to)) for to in resolved]
+        decision = decide_each(leaves, here, region.mesh, world, region.unfit_input)
+        if decision.faults:
+            raise PlacementError(decision.faults)
+        return decision.targets
+
+    def _decide(self, leaves: Leaves, prefix: Any, mesh: AnyMesh | None, world: World) -> Decision:
+        region = self.region(world)
         return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
 
-    def are_placed(self, world: World) -> bool:
-        # Inside a program the program itself places its arguments.
-        return world.staged
-
-    def missing(
-        self,
-        function: Function,
-        leaves: Leaves,
-        targets: Sequence[Target | None],
-        world: World,
-    ) -> Sequence[Target | None]:
-        """The program reshards arrays that are on the mesh."""
-        mesh = self.region(function, world).mesh
+    def _elsewhere(
+        self, leaves: Leaves, targets: Targets, own: Arrays, world: World
+    ) -> tuple[Targets, Targets]:
+        """The targets of arrays that are not on the mesh."""
+        mesh = self.region(world).mesh
         elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
         faults = [
-            replace(fault, path=function.readable(name_of(leaves.paths[i])))
+            leaves.at(i, fault)
             for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
             if elsewhere[i]
             for fault in self.unmovable(x, target)
         ]
         if faults:
             raise PlacementError(faults)
-        return [to if away else None for to, away in zip(targets, elsewhere, strict=True)]
+        whole = NamedSharding(mesh, PartitionSpec())
+        return (
+            [to if away else None for to, away in zip(targets, elsewhere, strict=True)],
+            [None if _is_on(mesh, x) else whole for x in own],
+        )
 
     def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
         """The fault of an array that is not on the mesh and must not be moved."""
@@ -253,14 +269,7 @@ class Specs(Inputs):
         else:
             request, mend = f"{spec_in(target)}", "leave out reshard=False"
             reason += ", and reshard=False"
-        yield Fault("", x.shape, request, reason, f"move it before, or {mend}")
-
-    def missing_own(
-        self, function: Function, own: Sequence[Any], world: World
-    ) -> Sequence[Target | None]:
-        mesh = self.region(function, world).mesh
-        whole = NamedSharding(mesh, PartitionSpec())
-        return [None if _is_on(mesh, x) else whole for x in own]
+        yield because(reason, f"move it before, or {mend}", request)
 
 
 def _show_types(mesh: AnyMesh) -> str:

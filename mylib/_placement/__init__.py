@@ -14,6 +14,7 @@ from .resolve import (
     Placement as Placement,
     ask as ask,
     decide as decide,
+    decide_each as decide_each,
     faults_of as faults_of,
     is_placement_leaf as is_placement_leaf,
     is_rule as is_rule,

@@ -1,5 +1,5 @@
-"""Checks whether a target fits an array, a mesh, and the surrounding code: (reason, mend) for each
-fault.
+"""Checks whether a target fits an array, a mesh, and the surrounding code. The faults have no leaf
+and no request yet.
 """
 
 import difflib
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._errors import Fault, because
 from .context import World
 from .shardings import (
     AnyMesh,
@@ -28,26 +29,28 @@ from .shardings import (
 )
 
 
-def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
+def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
     names = [name for entry in entries_of(spec) for name in axis_names(entry)]
     for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
         if name not in mesh.axis_names:
             close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
-            yield (
+            yield because(
                 f"{show_mesh(mesh)} has no axis {name!r}",
                 f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}",
             )
         elif names.count(name) > 1:
-            yield f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
+            yield because(
+                f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
+            )
     yield from unfit_partial_sums(spec, mesh)
     if PartitionSpec.UNCONSTRAINED in entries_of(spec) and AxisType.Auto not in mesh.axis_types:
-        yield (
+        yield because(
             f"{show_mesh(mesh)} has no Auto axis, so the compiler chooses for no dimension",
             "write the axes, or None, in place of UNCONSTRAINED",
         )
 
 
-def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str, str]]:
+def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
     """Checks whether this mesh allows the axes that `spec` names as unreduced or reduced."""
     for role, names in (("unreduced", spec.unreduced), ("reduced", spec.reduced)):
         types = axis_types(mesh) if names else {}
@@ -55,7 +58,7 @@ def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str
         others = sorted(name for name in types if types[name] != AxisType.Explicit)
         if others:
             kinds = ", ".join(f"{name!r} is {types[name].name}" for name in others)
-            yield (
+            yield because(
                 f"an array can be {role} only over a mesh whose axes are all Explicit, and of "
                 f"{show_mesh(mesh)} {kinds}",
                 f"make the mesh with axis_types=(AxisType.Explicit,) * {len(types)}, or leave out "
@@ -63,19 +66,19 @@ def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[tuple[str
             )
 
 
-def unfit_dtype(target: Target, x: Any) -> Iterator[tuple[str, str]]:
+def unfit_dtype(target: Target, x: Any) -> Iterator[Fault]:
     sharding = sharding_of(target)
     if has_partial_sums(sharding) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        yield "keys can't be summed", "leave out unreduced= and reduced="
+        yield because("keys can't be summed", "leave out unreduced= and reduced=")
 
 
-def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
     sharding = sharding_of(target)
     if not isinstance(sharding, NamedSharding):
         try:
             sharding.shard_shape(shape)
         except ValueError as error:
-            yield f"the sharding does not fit: {error}", "give a sharding for this shape"
+            yield because(f"the sharding does not fit: {error}", "give a sharding for this shape")
         return
     if len(sharding.spec) > len(shape):
         yield from unfit_rank(sharding.spec, shape)
@@ -84,7 +87,7 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, s
         parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
         # Symbolic sizes, as in `jax.export`, are checked when the exported program is called.
         if isinstance(shape[dim], int) and shape[dim] % parts:
-            yield (
+            yield because(
                 f"dimension {dim} of size {shape[dim]} does not divide into the {parts} parts of "
                 f"{entry!r}",
                 f"pad it to {-(-shape[dim] // parts) * parts}, shard another dimension, or write "
@@ -92,52 +95,52 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, s
             )
 
 
-def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(spec) > len(shape):
-        yield (
+        yield because(
             f"the spec has {len(spec)} entries, for an array of rank {len(shape)}",
             f"give at most {len(shape)}",
         )
 
 
-def unfit_layout(layout: Any, x: Any) -> Iterator[tuple[str, str]]:
+def unfit_layout(layout: Any, x: Any) -> Iterator[Fault]:
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        yield "the layout of typed keys can't be chosen", "give the sharding alone"
+        yield because("the layout of typed keys can't be chosen", "give the sharding alone")
     elif not isinstance(layout, Layout):
-        yield (
+        yield because(
             "the layout is AUTO, and the compiler has nothing here to choose by",
             "write a Layout, or give the sharding alone",
         )
     elif sorted(layout.major_to_minor) != list(range(len(x.shape))):
-        yield (
+        yield because(
             f"the layout orders the dimensions {layout.major_to_minor} and the array has "
             f"{tuple(range(len(x.shape)))}",
             "name each dimension once, from the major to the minor one",
         )
 
 
-def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[tuple[str, str]]:
+def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator[Fault]:
     if not isinstance(sharding, NamedSharding):
         if world.manual_axes or (size is not None and size != len(sharding.device_set)):
-            yield (
+            yield because(
                 f"this code runs on {size or 'several'} devices at once",
                 "move the array before or after the transformed function, or name mesh axes",
             )
         return
     spec = entries_of(sharding.spec)
     for axis in [n for entry in spec for n in axis_names(entry) if n in world.manual_axes]:
-        yield (
+        yield because(
             f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",
             "leave it out of the spec; shard over it by `in_specs` and `out_specs`",
         )
     mesh = sharding.mesh
     if size is None and isinstance(mesh, AbstractMesh):
-        yield (
+        yield because(
             "an abstract mesh has no devices, and the devices of this code are unknown here",
             "pass a `jax.sharding.Mesh`, or call this under `jax.set_mesh(mesh)`",
         )
     elif size is not None and size != mesh.size:
-        yield (
+        yield because(
             f"this code runs on {size} devices and {show_mesh(mesh)} has {mesh.size}",
             "constrain to the mesh of the computation, or move the array outside of it",
         )
@@ -146,7 +149,7 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
         and world.devices is not None
         and tuple(mesh.devices.flat) != tuple(world.devices.devices.flat)
     ):
-        yield (
+        yield because(
             f"{show_mesh(mesh)} is over other devices, or in another order, than the mesh in "
             "force here",
             "constrain to the mesh of `jax.set_mesh`, or move the array outside of this function",
@@ -156,7 +159,7 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
         and AxisType.Auto in mesh.axis_types
         and not same_axes(mesh, world.mesh)
     ):
-        yield (
+        yield because(
             f"{show_mesh(mesh)} has Auto axes, and the mesh in force here has only Explicit ones",
             f"constrain to {show_mesh(world.mesh)}, which is in force",
         )
@@ -164,19 +167,19 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
     types = axis_types(mesh_in_force(mesh, world))
     explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
     for name in sorted(explicit & world.spmd_axes):
-        yield (
+        yield because(
             f"spmd_axis_name={name!r} is an Explicit axis, and JAX drops it when resharding",
             "split the batch over it outside of vmap, or make the axis Auto",
         )
     for name in sorted(explicit & world.batch_axes & axes_in(sharding.spec)):
-        yield (
+        yield because(
             f"the batch of a surrounding vmap is split over {name!r} already",
             "leave that axis out of the spec, or place the batch otherwise outside of vmap",
         )
     for entry in spec:
         kinds = [types[name] for name in axis_names(entry)]
         if _auto_before_explicit(kinds):
-            yield (
+            yield because(
                 f"{entry!r} nests an Explicit axis inside an Auto one",
                 "put the Explicit axes first in that dimension",
             )

@@ -1,7 +1,7 @@
 """`resolve`: turns a placement into a target for every array leaf, or reports all faults."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import equinox as eqx
@@ -18,7 +18,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._tree import MISFIT, Kind, Leaf, Leaves, canonical_dtype, name_of, split, spread_prefix
 from .checks import (
     show,
@@ -49,11 +49,11 @@ given mesh, or that of `jax.set_mesh`), a rule (a callable from [`mylib.Leaf`][]
 or None to leave the array alone. Every verb also takes a PyTree prefix of these.
 """
 
-# A fault without its leaf: (request, reason, mend).
-Complaint = tuple[str, str, str]
-Verdict = tuple[Target | None, list[Complaint]]
-Refusal = Callable[[Target], Iterator[tuple[str, str]]]
-Fit = Callable[[Target, tuple[int, ...]], Iterator[tuple[str, str]]]
+# The target of a placement for leaves of one kind and shape, and its faults, without a leaf. The
+# faults that are found by a `Refusal` or a `Fit` have no request yet, either.
+Verdict = tuple[Target | None, list[Fault]]
+Refusal = Callable[[Target], Iterator[Fault]]
+Fit = Callable[[Target, tuple[int, ...]], Iterator[Fault]]
 
 
 def resolve(
@@ -99,7 +99,7 @@ def resolve_leaves(
     world: World,
     refuse: Refusal | None = None,
 ) -> list[Target | None]:
-    """`resolve` on a flattened tree. `refuse` yields (reason, mend) for a target that the calling
+    """`resolve` on a flattened tree. `refuse` yields the faults of a target that the calling
     verb can't serve.
     """
     decision = decide(leaves, placement, mesh, world, refuse)
@@ -127,16 +127,23 @@ def decide(
     refuse: Refusal | None = None,
     fit: Fit = unfit_shape,
 ) -> Decision:
-    """`resolve_leaves` without raising: it returns the faults. `fit` yields (reason, mend) for a
+    """`resolve_leaves` without raising: it returns the faults. `fit` yields the faults of a
     target that an array of this shape can't have.
     """
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
-        raise PlacementError([Fault("", None, f"mesh={mesh!r}", reason, mend)])
+        raise PlacementError([because(reason, mend, f"mesh={mesh!r}")])
     if not leaves.positions:
         _refuse_arrays(placement)
     entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
     return _Resolver(leaves, mesh, world, refuse, fit).run(entries, misfits)
+
+
+def decide_each(
+    leaves: Leaves, entries: list[Any], mesh: AnyMesh | None, world: World, fit: Fit = unfit_shape
+) -> Decision:
+    """`decide` with a placement for each array."""
+    return _Resolver(leaves, mesh, world, None, fit).run(entries, [])
 
 
 def _refuse_arrays(placement: Any) -> None:
@@ -148,7 +155,7 @@ def _refuse_arrays(placement: Any) -> None:
         request = f"a placement with arrays in it, the first of shape {tuple(found.shape)}"
         reason = "the tree has no array, and an array is not a placement"
         mend = "the tree comes first: filter_shard(tree, placement)"
-        raise PlacementError([Fault("", None, request, reason, mend)])
+        raise PlacementError([because(reason, mend, request)])
 
 
 def ask(rule: Rule, leaf: Leaf) -> Any:
@@ -213,21 +220,21 @@ class _Resolver:
                     faulty.add(i)
                 continue
             verdict = verdicts.get((id(entry), kind, x.shape)) or self.judge(i, x, kind, entry)
-            target, complaints = verdict
+            target, found = verdict
             targets.append(target)
-            if complaints:
+            if found:
                 faulty.add(i)
-                name = name_of(self.leaves.paths[i])
-                faults += [Fault(name, tuple(x.shape), *complaint) for complaint in complaints]
+                faults += [self.leaves.at(i, fault) for fault in found]
         for rule, seen in self.asked.values():
-            faults += faults_of(rule, seen)
+            faults += self.named(faults_of(rule, seen), seen)
         return Decision(entries, targets, faults, faulty, self.mesh)
 
     def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
         asked: list[Any] = []
         while is_rule(entry):
             if any(entry is rule for rule in asked):
-                return None, [(repr(entry), "the rule returns itself", "return a placement")]
+                itself = because("the rule returns itself", "return a placement", repr(entry))
+                return None, [itself]
             asked.append(entry)
             entry = self.ask(i, entry)
         if entry is None:
@@ -258,25 +265,34 @@ class _Resolver:
         try:
             answer = ask(rule, leaf)
         except Exception as error:
-            error.add_note(f"(raised by the rule {rule!r} for the leaf {name_of(leaf.path)})")
+            name = self.leaves.name_at(leaf.path)
+            error.add_note(f"(raised by the rule {rule!r} for the leaf {name})")
             raise
         return self.specs.setdefault(answer, answer) if type(answer) is PartitionSpec else answer
+
+    def named(self, faults: list[Fault], seen: Sequence[Leaf]) -> list[Fault]:
+        """A rule's faults of leaves, which it knows by their paths."""
+        if not faults:
+            return []
+        names = {name_of(leaf.path): self.leaves.name_at(leaf.path) for leaf in seen}
+        names[""] = self.leaves.naming(())
+        return [replace(fault, path=names.get(fault.path, fault.path)) for fault in faults]
 
     def try_target(self, entry: Any, written: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
         try:
             target = self.target(entry)
         except _Misfit as misfit:
-            return None, self.complaints(written, misfit.reasons)
-        reasons = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
-        reasons = reasons or list(self.fit(target, tuple(x.shape)))
-        reasons += unfit_dtype(target, x)
+            return None, self.requested(written, misfit.faults)
+        faults = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
+        faults = faults or list(self.fit(target, tuple(x.shape)))
+        faults += unfit_dtype(target, x)
         if isinstance(target, Format) and target.layout is not None:
-            reasons = reasons or list(unfit_layout(target.layout, x))
-        return target, self.complaints(written, reasons) if reasons else []
+            faults = faults or list(unfit_layout(target.layout, x))
+        return target, self.requested(written, faults) if faults else []
 
-    def complaints(self, entry: Any, reasons: Iterable[tuple[str, str]]) -> list[Complaint]:
+    def requested(self, entry: Any, faults: Iterable[Fault]) -> list[Fault]:
         request = show(entry, self.mesh)
-        return [(request, reason, mend) for reason, mend in reasons]
+        return [replace(fault, request=request) for fault in faults]
 
     def target(self, entry: Any) -> Target:
         if isinstance(entry, PartitionSpec):
@@ -284,41 +300,41 @@ class _Resolver:
         if isinstance(entry, jax.Device):
             if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
                 raise _Misfit(
-                    (f"that device is not in {show_mesh(self.mesh)}", "leave out `mesh=`")
+                    because(f"that device is not in {show_mesh(self.mesh)}", "leave out `mesh=`")
                 )
             return SingleDeviceSharding(entry)
         if isinstance(entry, Format) and not isinstance(entry.sharding, Sharding):
-            raise _Misfit(("the format has no sharding", "write Format(layout, sharding)"))
+            raise _Misfit(because("the format has no sharding", "write Format(layout, sharding)"))
         if not isinstance(entry, Sharding | Format):
             raise _Misfit(_not_a_placement(entry))
         sharding = sharding_of(entry)
         if has_partial_sums(sharding) and isinstance(sharding, NamedSharding):
-            reasons = list(unfit_partial_sums(sharding.spec, sharding.mesh))
-            if reasons:
-                raise _Misfit(*reasons)
+            faults = list(unfit_partial_sums(sharding.spec, sharding.mesh))
+            if faults:
+                raise _Misfit(*faults)
         return entry
 
     def checked_mesh(self, spec: PartitionSpec) -> AnyMesh:
         mesh = self.mesh
         if mesh is None:
             raise _Misfit(
-                (
+                because(
                     "a PartitionSpec needs a mesh, and there is none here",
                     "pass `mesh=`, or call this under `jax.set_mesh(mesh)`",
                 )
             )
-        reasons = list(unfit_spec(spec, mesh))
-        if reasons:
-            raise _Misfit(*reasons)
+        faults = list(unfit_spec(spec, mesh))
+        if faults:
+            raise _Misfit(*faults)
         return mesh
 
-    def unfit_world(self, target: Target, size: int | None) -> Iterator[tuple[str, str]]:
+    def unfit_world(self, target: Target, size: int | None) -> Iterator[Fault]:
         """Faults of a target in this context; elsewhere it may be fine."""
         sharding = sharding_of(target)
         if self.world.staged:
             yield from unfit_staged(sharding, self.world, size)
         elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
-            yield (
+            yield because(
                 "an abstract mesh has no devices to put an array on",
                 "pass a `jax.sharding.Mesh`, or give abstract leaves (`jax.ShapeDtypeStruct`)",
             )
@@ -327,8 +343,8 @@ class _Resolver:
 
 
 class _Misfit(Exception):
-    def __init__(self, *reasons: tuple[str, str]):
-        self.reasons = reasons
+    def __init__(self, *faults: Fault):
+        self.faults = faults
 
 
 def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
@@ -340,7 +356,7 @@ def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
     return [
         fault
         if isinstance(fault, Fault)
-        else Fault("", None, repr(rule), fault, "fix the rule, or drop that part of it")
+        else because(fault, "fix the rule, or drop that part of it", repr(rule))
         for fault in ([found] if isinstance(found, str) else found)
     ]
 
@@ -353,17 +369,17 @@ def _mesh_of_specs(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
     return world.devices if world.mesh.empty or world.devices is not None else world.mesh
 
 
-def _not_a_placement(entry: Any) -> tuple[str, str]:
+def _not_a_placement(entry: Any) -> Fault:
     if entry is PASS:
-        return (
+        return because(
             "the rule returns PASS for this leaf, and no other rule follows it",
             "return a placement: None to leave the leaf alone, P() to replicate it",
         )
     if isinstance(entry, str):
-        return "an axis name is not a placement", f"write PartitionSpec({entry!r})"
+        return because("an axis name is not a placement", f"write PartitionSpec({entry!r})")
     if isinstance(entry, Mesh | AbstractMesh):
-        return "a mesh is not a placement", "pass it as `mesh=`, with a PartitionSpec"
-    return (
+        return because("a mesh is not a placement", "pass it as `mesh=`, with a PartitionSpec")
+    return because(
         f"an object of type {type(entry).__name__} is not a placement",
         "give a device, a Sharding, a Format, a PartitionSpec, None or a rule",
     )

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
-from .._errors import Fault, PlacementError, in_words
+from .._errors import Fault, PlacementError, because, in_words
 from .._placement import Target, fill_free, sharding_of
-from .._tree import Kind, Leaves, canonical_dtype, name_of, named_texts_of, texts_of
+from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, texts_of
 from .meeting import (
     Facts,
     Processes,
@@ -25,12 +25,10 @@ from .meeting import (
 )
 
 # For nodes with data besides their children and fields.
-_UNNAMED = Fault(
-    "",
-    None,
-    "the same in all processes",
+_UNNAMED = because(
     "the data in its nodes, besides their children, differs between them",
     "make the tree in the same way in every process, or place with check=False",
+    "the same in all processes",
 )
 
 
@@ -94,7 +92,7 @@ def _raised(error: Exception) -> Fault:
     """The fault that tells the other processes about a foreign error, such as a rule's."""
     mend = "fix the code that raised it, such as a rule; its process shows the traceback"
     reason = f"resolving it raised an error: {in_words(error)}"
-    return Fault("", None, "a placement for each array", reason, mend)
+    return because(reason, mend, "a placement for each array")
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:
@@ -114,7 +112,7 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
         if me not in group:
             continue
         x, target = leaves.arrays[i], targets[i]
-        name, dtype = name_of(leaves.paths[i]), canonical_dtype(x)
+        name, dtype = leaves.name(i), canonical_dtype(x)
         what = f"{dtype}{list(x.shape)} as {described(target)}"
         facts.setdefault(group, {})[name] = what
         if leaves.kinds[i] is Kind.HOST:

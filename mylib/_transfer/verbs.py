@@ -10,7 +10,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .._compat import sharding_under
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._placement import (
     AnyMesh,
     Placement,
@@ -26,7 +26,7 @@ from .._placement import (
     unusual_memory_kind,
 )
 from .._processes import Processes, agree, check_replicas, named, owners, raised_in_all
-from .._tree import Kind, Leaves, broadcast_prefix, name_of, split
+from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import Move, move
 from .host import to_default_device
 from .primitive import place
@@ -298,7 +298,7 @@ def _elsewhere(
     reason = "a machine that is not here can compile, not run: nothing can be put there"
     mend = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
     return [
-        Fault(name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape), str(target), reason, mend)
+        leaves.at(i, because(reason, mend, str(target)))
         for i in placed
         if (target := targets[i]) is not None and not is_here(sharding_of(target))
     ]
@@ -329,7 +329,7 @@ def _unreadable(
             mend = "place it over the same devices first, replicated; each process then has it all"
         else:
             continue
-        faults.append(Fault(name_of(leaves.paths[i]), x.shape, str(target), reason, mend))
+        faults.append(leaves.at(i, because(reason, mend, str(target))))
     return faults
 
 
@@ -360,11 +360,11 @@ def _constrain_all(
     return placed
 
 
-def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
+def _refuse_memory_kinds(target: Target) -> Iterator[Fault]:
     kind = unusual_memory_kind(target)
     if kind is not None:
         can_be_staged = memory_space(sharding_of(target)) == jax.memory.Space.Host
-        yield (
+        yield because(
             f"filter_shard can't move an array to {kind} memory inside a transformed function",
             "use mylib.filter_device_put there"
             if can_be_staged
@@ -372,10 +372,10 @@ def _refuse_memory_kinds(target: Target) -> Iterator[tuple[str, str]]:
         )
 
 
-def _refuse_unpinned(target: Target) -> Iterator[tuple[str, str]]:
+def _refuse_unpinned(target: Target) -> Iterator[Fault]:
     kind = unusual_memory_kind(target)
     if kind not in (None, "pinned_host"):
-        yield (
+        yield because(
             f"a compiled program can't put a value in {kind} memory: JAX ignores it there",
             "write memory_kind='pinned_host', or move the array outside of the function",
         )
@@ -386,21 +386,17 @@ def _check_options(
 ) -> None:
     faults: list[Fault] = []
     for i, (source, gone, alias) in enumerate(zip(sources, donate, may_alias, strict=True)):
-        complaints: list[tuple[str, str, str]] = []
         flags = f"donate={gone!r}, may_alias={alias!r}"
         if not (_is_flag(gone) and _is_flag(alias)):
-            complaints.append(
-                (flags, "these are flags", "write True or False, or a prefix of them")
-            )
+            mend = "write True or False, or a prefix of them"
+            faults.append(leaves.at(i, because("these are flags", mend, flags)))
         elif gone and alias:
             reason = "a donated array can't share its memory: it is deleted"
-            complaints.append((flags, reason, "give one of the two"))
+            faults.append(leaves.at(i, because(reason, "give one of the two", flags)))
         if not _is_source(source):
             reason = "src is the device or sharding of the source"
-            complaints.append((f"src={source!r}", reason, "give a device or a Sharding"))
-        if complaints:
-            name, shape = name_of(leaves.paths[i]), tuple(leaves.arrays[i].shape)
-            faults += [Fault(name, shape, *complaint) for complaint in complaints]
+            mend = "give a device or a Sharding"
+            faults.append(leaves.at(i, because(reason, mend, f"src={source!r}")))
     if faults:
         raise PlacementError(faults)
 

@@ -1,6 +1,6 @@
 """Splits a PyTree into array leaves, with their paths, and static leaves, and joins them again."""
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
+from .._errors import Fault
 from .annotations import Fit, Step, Walker, fit_of
 
 KeyPath = tuple[Any, ...]
@@ -96,7 +97,9 @@ def is_ref(x: Any) -> bool:
 
 @dataclass
 class Leaves:
-    """A flattened PyTree: all its leaves, and the positions of the arrays."""
+    """A flattened PyTree: all its leaves, and the positions of the arrays. `naming` gives the names
+    of its nodes and leaves in errors.
+    """
 
     tree: Any
     treedef: Any
@@ -104,12 +107,24 @@ class Leaves:
     positions: list[int]
     arrays: list[Any]
     kinds: list[Kind]
+    naming: Callable[[KeyPath], str] = jtu.keystr
 
     @cached_property
     def paths(self) -> list[KeyPath]:
         """The key path of every array leaf. Costly, so computed only for rules and errors."""
         with_paths, _ = jtu.tree_flatten_with_path(self.tree)
         return [with_paths[i][0] for i in self.positions]
+
+    def name(self, i: int) -> str:
+        return self.name_at(self.paths[i])
+
+    def name_at(self, path: KeyPath) -> str:
+        """The name of a leaf; `the array` if the tree is a single leaf."""
+        return self.naming(path) or _ONLY
+
+    def at(self, i: int, fault: Fault) -> Fault:
+        """A fault, as one of this array."""
+        return replace(fault, path=self.name(i), shape=tuple(self.arrays[i].shape))
 
     @cached_property
     def walker(self) -> Walker:
@@ -136,7 +151,9 @@ class Leaves:
         return jtu.tree_unflatten(self.treedef, leaves)
 
 
-def split(tree: Any, static: Container[int] = ()) -> Leaves:
+def split(
+    tree: Any, static: Container[int] = (), naming: Callable[[KeyPath], str] = jtu.keystr
+) -> Leaves:
     """Flattens `tree`. The leaves at the positions `static` count as static."""
     leaves, treedef = jtu.tree_flatten(tree)
     positions: list[int] = []
@@ -148,7 +165,7 @@ def split(tree: Any, static: Container[int] = ()) -> Leaves:
             positions.append(i)
             arrays.append(x)
             kinds.append(kind)
-    return Leaves(tree, treedef, leaves, positions, arrays, kinds)
+    return Leaves(tree, treedef, leaves, positions, arrays, kinds, naming)
 
 
 def canonical_dtype(x: Any) -> Any:
@@ -156,9 +173,12 @@ def canonical_dtype(x: Any) -> Any:
     return jax.dtypes.canonicalize_dtype(x.dtype) if isinstance(x.dtype, np.dtype) else x.dtype
 
 
+_ONLY = "the array"
+
+
 def name_of(path: KeyPath) -> str:
     """A path as text, `.layers[0].weight`; `the array` if the tree is a single leaf."""
-    return jtu.keystr(path) or "the array"
+    return jtu.keystr(path) or _ONLY
 
 
 def parts_of(path: KeyPath) -> tuple[str, ...]:

@@ -6,9 +6,10 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .._errors import Fault, PlacementError
-from .leaves import KeyPath, Kind, Leaves, kind_of, name_of
+from .leaves import KeyPath, Kind, Leaves, kind_of
 
 IsLeaf = Callable[[Any], bool]
+Naming = Callable[[KeyPath], str]
 MISFIT = object()
 """The entry of a leaf at which the prefix doesn't fit."""
 
@@ -30,18 +31,18 @@ def spread_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> tuple[list[An
     if is_leaf(prefix):
         return [prefix] * len(leaves.positions), []
     faults: list[Fault] = []
-    entries = list(_spread(prefix, leaves.tree, (), is_leaf, faults))
+    entries = list(_spread(prefix, leaves.tree, (), is_leaf, leaves.naming, faults))
     return [entries[i] for i in leaves.positions], faults
 
 
 def _spread(
-    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
+    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, naming: Naming, faults: list[Fault]
 ) -> Iterator[Any]:
     entries, prefix_def = jtu.tree_flatten(prefix, is_leaf=is_leaf)
     try:
         subtrees = prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
-        yield from _spread_one_level(prefix, tree, path, is_leaf, faults)
+        yield from _spread_one_level(prefix, tree, path, is_leaf, naming, faults)
         return
     for entry, subtree in zip(entries, subtrees, strict=True):
         for _ in range(jtu.tree_structure(subtree).num_leaves):
@@ -49,19 +50,19 @@ def _spread(
 
 
 def _spread_one_level(
-    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, faults: list[Fault]
+    prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, naming: Naming, faults: list[Fault]
 ) -> Iterator[Any]:
     # JAX stops at the first mismatch; going down level by level finds them all.
     prefixes, prefix_def = _children(prefix)
     subtrees, tree_def = _children(tree)
     if prefixes and prefix_def == tree_def:
         for (key, inner), (_, subtree) in zip(prefixes, subtrees, strict=True):
-            yield from _spread(inner, subtree, (*path, key), is_leaf, faults)
+            yield from _spread(inner, subtree, (*path, key), is_leaf, naming, faults)
         return
     wanted, found = _outline(prefix), _outline(tree)
     faults.append(
         Fault(
-            name_of(path) if path else "the tree",
+            naming(path) or "the tree",
             None,
             f"a prefix that has {wanted} here",
             f"the tree has {found}" if wanted != found else "its static fields are not the tree's",

@@ -39,7 +39,8 @@ def texts_of(leaves: Leaves) -> list[str]:
 def named_texts_of(leaves: Leaves) -> dict[str, str]:
     """The same, by the names of the nodes and leaves. It is slower."""
     arrays = set(map(id, leaves.arrays))
-    return {jtu.keystr(path) or "the tree": text for path, text in _walk(leaves.tree, (), arrays)}
+    named = _walk(leaves.tree, (), arrays)
+    return {leaves.naming(path) or "the tree": text for path, text in named}
 
 
 def _walk(x: Any, path: KeyPath, arrays: set[int]) -> Iterator[tuple[KeyPath, str]]:

@@ -7,7 +7,7 @@ import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from .._errors import Fault
+from .._errors import Fault, because
 from .._tree import KeyPath, Kind, Pattern, joined, kind_of, name_of, parts_of
 
 
@@ -34,7 +34,7 @@ def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list
         if not matching:
             mend = f"its leaves are {', '.join(map(name_of, paths[:8]))}"
             reason = "no leaf of the batch has that name"
-            faults.append(Fault("", None, _request(pattern), reason, mend))
+            faults.append(because(reason, mend, _request(pattern)))
         for i in matching:
             if kind_of(leaves[i]) is Kind.STATIC:
                 numbers.add(i)

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError
+from .._errors import PlacementError, because
 from .._placement import AnyMesh, Placement
 from .._processes import meeting
 from ._request import Tail, request_of
@@ -86,5 +86,5 @@ def to_global(
     assert settled is not None
     if settled.is_empty:
         reason, mend = "all rows are dropped", "leave out such a batch, or write tail='pad'"
-        raise PlacementError([Fault("", None, "tail='drop'", reason, mend)])
+        raise PlacementError([because(reason, mend, "tail='drop'")])
     return settled.placed()

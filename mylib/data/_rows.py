@@ -8,7 +8,7 @@ import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, because
 from .._placement import (
     AnyMesh,
     Placement,
@@ -124,7 +124,7 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
     if rules:
         reason = "a rule chooses by the arrays, and there are none here"
         mend = "give mylib.resolve(example, rule, mesh=mesh), for an example batch"
-        raise PlacementError([Fault("", None, repr(rule), reason, mend) for rule in rules])
+        raise PlacementError([because(reason, mend, repr(rule)) for rule in rules])
     shardings, faults = shardings_in(placement, mesh)
     me = jax.process_index()
     if shardings and me not in processes_of(d for s in shardings for d in s.device_set):
@@ -154,9 +154,9 @@ def shardings_in(
         if target is not None and i not in decision.faulty
     ]
     faults = decision.faults + [
-        Fault("", None, repr(sharding), reason, mend)
+        replace(fault, request=repr(sharding))
         for sharding in shardings
-        for reason, mend in unfit_rows(sharding)
+        for fault in unfit_rows(sharding)
     ]
     return shardings, faults
 
@@ -168,7 +168,7 @@ def rules_in(placement: PyTree[Placement]) -> list[Any]:
 def no_device(placement: PyTree[Placement], mesh: AnyMesh | None) -> Fault:
     reason = f"process {jax.process_index()} has none of its devices"
     mend = "make batches in the processes of the mesh only, or give a mesh with devices of all"
-    return Fault("", None, show(placement, mesh), reason, mend)
+    return because(reason, mend, show(placement, mesh))
 
 
 def _plain(entry: Any) -> Any:
@@ -177,7 +177,7 @@ def _plain(entry: Any) -> Any:
     return None if is_rule(entry) else entry
 
 
-def fits_all(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def fits_all(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
     """Accepts any shape, because it is not known yet."""
     yield from ()
 
@@ -227,9 +227,9 @@ def row_blocks(sharding: Sharding) -> int:
     return math.prod(sharding.mesh.shape[name] for name in axis_names(row_entry(sharding)))
 
 
-def unfit_rows(sharding: Sharding) -> Iterator[tuple[str, str]]:
+def unfit_rows(sharding: Sharding) -> Iterator[Fault]:
     if not isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-        yield (
+        yield because(
             "it can't split the rows before their number is known",
             "give a `jax.sharding.NamedSharding`",
         )

@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from .._errors import Fault
+from .._errors import Fault, because
 from .._placement import (
     Target,
     current_world,
@@ -25,7 +25,7 @@ from .._placement import (
 )
 from .._processes import Facts, Processes, checksum, described, digest, owners, shared_indices
 from .._transfer import LocalData, assemble, is_of_keys, not_there, place_leaves
-from .._tree import Kind, Leaves, canonical_dtype, name_of, split
+from .._tree import Kind, Leaves, canonical_dtype, split
 from ._arrays import as_arrays, own
 from ._request import BatchRequest, Tail
 from ._rows import ALONE, ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows
@@ -170,7 +170,7 @@ class Share:
         return fill_free(target, None, len(self.leaves.arrays[i].shape))
 
     def name(self, i: int) -> str:
-        return name_of(self.leaves.paths[i])
+        return self.leaves.name(i)
 
 
 def look_through(batch: Any, request: BatchRequest) -> Share:
@@ -197,8 +197,8 @@ def look_through(batch: Any, request: BatchRequest) -> Share:
     share = _share_of(request, leaves, targets, placed, faults)
     for i, target in placed.items():
         shape = tuple(leaves.arrays[i].shape)
-        for reason, mend in _unfit_shape(target, shape, share.multiple_of(i), request.tail):
-            faults.append(Fault(share.name(i), shape, show(target, None), reason, mend))
+        for fault in _unfit_shape(target, shape, share.multiple_of(i), request.tail):
+            faults.append(leaves.at(i, replace(fault, request=show(target, None))))
     if request.tail != "error":
         faults += _unequal_rows(share)
     if share.reader.count > 1 and any(map(is_rule, decision.entries)):
@@ -258,33 +258,33 @@ def _flattened(batch: Any, request: BatchRequest) -> tuple[Leaves, set[int], lis
 
 def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]:
     x, sharding = leaves.arrays[i], sharding_of(target)
-    name, request = name_of(leaves.paths[i]), show(target, None)
-    for reason, mend in [] if sharding.is_fully_addressable else unfit_rows(sharding):
-        yield Fault(name, tuple(x.shape), request, reason, mend)
+    request = show(target, None)
+    for fault in [] if sharding.is_fully_addressable else unfit_rows(sharding):
+        yield leaves.at(i, replace(fault, request=request))
     if leaves.kinds[i] is Kind.DEVICE and x.is_deleted():
         reason = "the array has been deleted"
         mend = "if it was donated to a function, make another one"
-        yield Fault(name, tuple(x.shape), request, reason, mend)
+        yield leaves.at(i, because(reason, mend, request))
     elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
         reason = "it is already an array over several processes, not a share of one"
         mend = "move it by mylib.filter_shard, before or after"
-        yield Fault(name, tuple(x.shape), request, reason, mend)
+        yield leaves.at(i, because(reason, mend, request))
 
 
-def _unfit_batch(target: Target, shape: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+def _unfit_batch(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
     return _unfit_shape(target, shape, _blocks(target), "error")
 
 
 def _unfit_shape(
     target: Target, shape: tuple[int, ...], multiple: int, tail: Tail
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[Fault]:
     """The faults of a share's shape: unless rows are dropped or padded, they must be a multiple of
     something.
     """
     if shape and _blocks(target) > 1:
         if shape[0] % multiple and tail == "error":
             fewer = shape[0] // multiple * multiple
-            yield (
+            yield because(
                 f"its {shape[0]} rows are not a multiple of {multiple}",
                 f"give such batches; or write tail='drop', which keeps {fewer} of the rows, or "
                 f"tail='pad', which pads to {fewer + multiple} rows and returns a mask",
@@ -297,14 +297,14 @@ def _unequal_rows(share: Share) -> Iterator[Fault]:
     request = f"tail={share.request.tail!r}"
     if not share.row_leaves and share.request.tail == "pad" and not share.faults:
         mend = "leave tail= out, or give a batch with arrays in it"
-        yield Fault("", None, request, "the batch has no rows that could be padded", mend)
+        yield because("the batch has no rows that could be padded", mend, request)
     for i in share.row_leaves:
         x = share.leaves.arrays[i]
         if x.shape[0] != share.rows:
             first = share.name(share.row_leaves[0])
             reason = f"it has {x.shape[0]} rows, and {first} has {share.rows}"
             mend = "give the same number of rows to all arrays that are split by rows"
-            yield Fault(share.name(i), tuple(x.shape), request, reason, mend)
+            yield share.leaves.at(i, because(reason, mend, request))
 
 
 def _undecided_rules(share: Share) -> Iterator[Fault]:
@@ -324,8 +324,7 @@ def _undecided_rules(share: Share) -> Iterator[Fault]:
                 f"{whole[i].shape}, {other and show(other, None)}"
             )
             mend = "give the result of mylib.resolve for an example of a whole batch"
-            shape, rule = tuple(share.leaves.arrays[i].shape), repr(decision.entries[i])
-            yield Fault(share.name(i), shape, rule, reason, mend)
+            yield share.leaves.at(i, because(reason, mend, repr(decision.entries[i])))
 
 
 def _is_over_several(x: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Starting XLA's compilers for GPUs and TPUs on a machine that need have neither."""
+"""Starts XLA's compilers for GPUs and TPUs, on machines without them."""
 
 import importlib.util
 import os
@@ -16,8 +16,8 @@ Devices = tuple[Any, ...]
 
 
 class CompilerError(ImportError):
-    """XLA's compiler for GPUs or TPUs is not installed, or is one for another version of JAX. The
-    message has the command that installs the right one.
+    """XLA's compiler for GPUs or TPUs is not installed, or is for another version of JAX. The
+    message contains the command that installs the right one.
     """
 
 
@@ -33,7 +33,7 @@ def gpus(target: str, hosts: int, devices_per_host: int) -> Devices:
         try:
             found = topologies.get_topology_desc(platform="cuda", **options)
         except NotImplementedError:
-            # JAX has looked for plugins before, and this one refused.
+            # JAX has already looked for plugins, and this one refused.
             importlib.import_module(plugin).initialize()
             found = topologies.get_topology_desc(platform="cuda", **options)
     return tuple(found.devices)
@@ -57,8 +57,8 @@ def tpus(version: str, shape: tuple[int, ...]) -> Devices:
     return tuple(found.devices)
 
 
-# What the compiler would otherwise ask of the cloud's servers, and wait for, and a lock that
-# keeps two programs from the same TPU, where there is none.
+# Settings that the compiler would otherwise request from the cloud's servers, and wait for; and the
+# lock that keeps two programs from using one TPU turned off.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-256",
@@ -70,7 +70,7 @@ _WITHOUT_TPU = {
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables that are not set, for so long."""
+    """Temporarily sets environment variables that are not set."""
     added = {name: value for name, value in variables.items() if name not in os.environ}
     os.environ.update(added)
     try:
@@ -121,7 +121,7 @@ def _tpu_compiler() -> None:
 
 
 def _libtpu_of_jax() -> str:
-    """The version of libtpu that `jax[tpu]` asks for, such as `0.0.42.*`."""
+    """The version of libtpu that `jax[tpu]` requires, such as `0.0.42.*`."""
     for requirement in metadata.requires("jax") or ():
         found = re.match(r"libtpu *==([\w.*]+)", requirement)
         if found:
@@ -144,7 +144,7 @@ def _version(distribution: str) -> str | None:
 
 
 def require(platform: str) -> None:
-    """Raises a `CompilerError` if there is no compiler for this platform."""
+    """Raises a `CompilerError` if there is no compiler for a platform."""
     if platform == "gpu":
         _gpu_compiler()
     elif platform == "tpu":

@@ -20,14 +20,14 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a program fits on a machine: true if it does. As text it says how much memory is
-    missing, and which of the program's arguments are the largest.
+    """Whether a program fits on a machine: true if it does. As text, it shows how much memory is
+    missing, and the program's largest arguments.
 
     **Attributes:**
 
     - `needed`, `available`: bytes on each device.
     - `largest`: the largest arguments, each with `path`, `shape` and `nbytes` on each device.
-    - `parts`: what the memory is needed for, in words.
+    - `parts`: the uses of the memory, as text.
     """
 
     needed: int
@@ -37,7 +37,7 @@ class Fit:
 
     @property
     def missing(self) -> int:
-        """How many bytes each device lacks; 0 if the program fits."""
+        """The bytes that each device lacks; 0 if the program fits."""
         return max(0, self.needed - self.available)
 
     def __bool__(self) -> bool:
@@ -77,7 +77,7 @@ class OutOfMemoryError(RuntimeError):
 
 
 class NotHereError(RuntimeError):
-    """Something was to be run on a machine that is not here: it can compile, not run."""
+    """Raised instead of running something on a machine that is not here: it can only compile."""
 
 
 def largest(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
@@ -85,7 +85,7 @@ def largest(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
 
 
 def out_of_memory(error: Exception, arguments: Sequence[Argument]) -> OutOfMemoryError | None:
-    """The TPU compiler's error in our words, or None if it is another error."""
+    """A readable form of the TPU compiler's error, or None if it is another error."""
     text = str(error)
     found = _EXCEEDED.search(text)
     if "RESOURCE_EXHAUSTED" not in text or found is None:

@@ -1,4 +1,4 @@
-"""Machines: devices that programs can be compiled for, here or not."""
+"""Machines: devices that programs can be compiled for, whether they are here or not."""
 
 import dataclasses
 import functools
@@ -19,14 +19,14 @@ from ._sheets import CHIPS, Chip
 
 @dataclass(frozen=True, repr=False)
 class Machine:
-    """Devices that programs can be compiled for. Unless they are those of
-    [`mylib.machines.here`][], nothing can be put there or run there. Its `repr` is a data sheet.
+    """Devices that programs can be compiled for. Except for [`mylib.machines.here`][], nothing can
+    be placed or run on them. Its `repr` is a data sheet.
 
     **Attributes:**
 
-    - `chip`: the [`mylib.machines.Chip`][] that it has.
-    - `hosts`: how many hosts it has.
-    - `shape`: how many chips. For GPUs hosts by chips of a host, for TPUs the shape of the slice.
+    - `chip`: the kind of chip, a [`mylib.machines.Chip`][].
+    - `hosts`: the number of hosts.
+    - `shape`: for GPUs the number of hosts and of chips per host, for TPUs the shape of the slice.
     - `is_here`: whether its devices are those of this process.
     """
 
@@ -37,15 +37,15 @@ class Machine:
 
     @classmethod
     def of(cls, name: str) -> "Machine":
-        """The machine of this name, such as `"h100 x 64"` or `"v5e 4x4"`.
+        """The machine with this name, such as `"h100 x 64"` or `"v5e 4x4"`.
 
         **Arguments:**
 
-        - `name`: a GPU and how many of them, or a TPU and the shape of the slice.
+        - `name`: a GPU and their number, or a TPU and the shape of the slice.
 
         **Returns:**
 
-        A [`mylib.machines.Machine`][], of which `name` is the `str`.
+        A [`mylib.machines.Machine`][]. Its `str` is `name`.
         """
         many = re.fullmatch(r"(\S+) +x *(\d+)", name.strip())
         if many:
@@ -58,13 +58,13 @@ class Machine:
         if slice_:
             return tpu(slice_[1], tuple(map(int, slice_[2].split("x"))))
         raise ValueError(
-            f"{name!r} is no machine. Write how many GPUs, or the shape of a slice of TPUs: "
-            "'h100 x 8' or 'v5e 4x4'"
+            f"{name!r} is not a machine. Write the number of GPUs, or the shape of a slice of "
+            "TPUs: 'h100 x 8' or 'v5e 4x4'"
         )
 
     @functools.cached_property
     def devices(self) -> Devices:
-        """Its devices. Asking for them starts the compiler, which takes less than a second.
+        """Its devices. The first use starts the compiler, which takes less than a second. Raises
         [`mylib.machines.CompilerError`][] if it is not installed.
         """
         if self.is_here:
@@ -76,35 +76,35 @@ class Machine:
 
     @property
     def count(self) -> int:
-        """How many devices it has."""
+        """The number of devices."""
         return math.prod(self.shape) * self.chip.devices
 
     @property
     def memory(self) -> int | None:
-        """How many bytes a program can use on each device, if that is known."""
+        """The bytes that a program can use on each device, or None if unknown."""
         return None if self.chip.memory is None else self.chip.memory // self.chip.devices
 
     def flops(self, dtype: Any) -> float | None:
-        """The peak number of dense operations a second of each device, if that is known.
+        """The peak number of dense operations per second of each device.
 
         **Arguments:**
 
-        - `dtype`: of the numbers that are multiplied. `float32` on GPUs is TensorFloat-32.
+        - `dtype`: the dtype of the operands. `float32` on GPUs is TensorFloat-32.
 
         **Returns:**
 
-        A number, or None.
+        A number, or None if it is unknown.
         """
         peak = self.chip.flops.get(jax.numpy.dtype(dtype).name)
         return None if peak is None else peak / self.chip.devices
 
     def mesh(self, *, explicit: Iterable[str] | str = (), **axes: int) -> Mesh:
-        """A mesh of all its devices, made as [`mylib.make_mesh`][] makes one.
+        """A mesh of all its devices; see [`mylib.make_mesh`][].
 
         **Arguments:**
 
         - `explicit`: the names of axes that are Explicit; the others are Auto.
-        - `axes`: the size of each axis by its name, in order. One may be -1: what the others leave.
+        - `axes`: the size of each axis by its name, in order. One may be -1, and is then computed.
 
         **Returns:**
 
@@ -142,14 +142,14 @@ def _count(count: int, name: str) -> str:
 
 
 def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None) -> Machine:
-    """GPUs that programs can be compiled for, though they are not here. Needs the extra
+    """GPUs that programs can be compiled for although they are not here. Needs the extra
     `mylib[gpu-compiler]`, but no GPU and no CUDA.
 
     **Arguments:**
 
     - `name`: a GPU in [`mylib.machines.CHIPS`][], or a [`mylib.machines.Chip`][] with a `target`.
-    - `hosts`: how many hosts.
-    - `devices_per_host`: how many GPUs each has; 8 by default.
+    - `hosts`: the number of hosts.
+    - `devices_per_host`: the number of GPUs per host; 8 by default.
 
     **Returns:**
 
@@ -175,14 +175,14 @@ def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None
 
 
 def tpu(version: str | Chip, shape: Sequence[int]) -> Machine:
-    """A slice of TPUs that programs can be compiled for, though it is not here. Needs the extra
+    """A slice of TPUs that programs can be compiled for although it is not here. Needs the extra
     `mylib[tpu-compiler]`, but no TPU.
 
     **Arguments:**
 
     - `version`: a TPU in [`mylib.machines.CHIPS`][], or a [`mylib.machines.Chip`][] whose name the
         compiler knows.
-    - `shape`: how many chips in each direction, such as `(4, 4)` or `(4, 4, 8)`.
+    - `shape`: the number of chips in each direction, such as `(4, 4)` or `(4, 4, 8)`.
 
     **Returns:**
 
@@ -204,7 +204,7 @@ def tpu(version: str | Chip, shape: Sequence[int]) -> Machine:
         raise ValueError(
             f"a slice of {chip.name} has {len(largest)} directions, such as {example}, not {said}"
         )
-    # The compiler ends the process when it is asked for more.
+    # For a larger slice the compiler would end the process.
     if any(x > y for x, y in zip(sorted(shape), sorted(largest), strict=True)):
         raise ValueError(
             f"{said} is larger than the largest slice of {chip.name}, {'x'.join(map(str, largest))}"
@@ -219,7 +219,7 @@ def _sheet(name: str | Chip, platform: str) -> Chip:
     if chip is None or chip.platform != platform:
         known = ", ".join(x.name for x in CHIPS.values() if x.platform == platform)
         raise ValueError(
-            f"{name!r} is no {platform.upper()} that mylib has a data sheet of. It knows {known}; "
+            f"mylib has no data sheet of a {platform.upper()} called {name!r}. It has {known}; "
             "describe others with mylib.machines.Chip"
         )
     return chip
@@ -230,8 +230,8 @@ def here() -> Machine:
 
     **Returns:**
 
-    A [`mylib.machines.Machine`][]. Its memory is what JAX says that a program can use, which the
-    CPU does not say.
+    A [`mylib.machines.Machine`][]. Its memory is the number that JAX reports, which is unknown on
+    the CPU.
 
     !!! Example
 

@@ -1,4 +1,4 @@
-"""The memory that a compiled program takes on each device."""
+"""The memory that a compiled program needs on each device."""
 
 import math
 import re
@@ -14,16 +14,16 @@ from ._machine import Machine
 
 @dataclass(frozen=True)
 class Memory:
-    """The bytes that a compiled program takes on each device.
+    """The bytes that a compiled program needs on each device.
 
     **Attributes:**
 
     - `arguments`, `results`: the arrays that it takes and returns.
-    - `aliased`: how much of `results` has the memory of donated arguments.
-    - `temporaries`: what it needs in between, at the most.
+    - `aliased`: the part of `results` that reuses the memory of donated arguments.
+    - `temporaries`: the most memory that it needs for intermediate values.
     - `code`, `constants`: the program itself, and the arrays that it has captured. The compiler for
-        GPUs doesn't tell the size of the code.
-    - `host`: what it takes, returns and needs in the host's memory, which is not part of `total`.
+        GPUs doesn't report the size of the code.
+    - `host`: arguments, results and temporaries in the host's memory, not part of `total`.
     - `largest`: the largest arguments, each with `path`, `shape` and `nbytes` on each device.
     """
 
@@ -38,7 +38,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All that has to be in the device's memory at once."""
+        """The memory that a device needs for all of it."""
         return (
             self.arguments
             + self.results
@@ -57,11 +57,11 @@ class Memory:
 
         **Returns:**
 
-        A [`mylib.machines.Fit`][], which is true or false, and says in words what is missing.
+        A [`mylib.machines.Fit`][], which is true or false. As text, it shows how much is missing.
         """
         if machine.memory is None:
             raise ValueError(
-                f"how much memory {machine} has is not known. Describe it: "
+                f"the memory of {machine} is unknown. Describe it: "
                 "dataclasses.replace(machine.chip, memory=...)"
             )
         return Fit(self.total, machine.memory, self.largest, str(self))
@@ -75,10 +75,10 @@ class Memory:
 def memory_of(
     compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str | None = None
 ) -> Memory:
-    """`text` is that of the program, if it is at hand."""
+    """`text` is the text of the program, if the caller has it."""
     stats: Any = compiled.memory_analysis()
     if stats is None:
-        raise NotImplementedError("this compiler does not say how much memory a program takes")
+        raise NotImplementedError("this compiler does not report how much memory a program needs")
     constants = sum(_constants(compiled.as_text() or "" if text is None else text))
     code = stats.generated_code_size_in_bytes
     return Memory(
@@ -97,13 +97,13 @@ def memory_of(
 
 
 def _constants(text: str) -> Iterator[int]:
-    """The bytes of each array that stands in a program."""
+    """The bytes of each constant array in a program."""
     for dtype, shape in _CONSTANT.findall(text):
         bits = 1 if dtype == "pred" else int(re.sub(r"^\D+(\d+).*", r"\1", dtype))
         yield math.prod(int(size) for size in shape.split(",")) * max(bits, 8) // 8
 
 
-# Scalars take no memory to speak of.
+# Without scalars, whose memory is negligible.
 _CONSTANT = re.compile(r"= ([a-z]+\d*[a-z\d]*)\[([\d,]+)\]\S* constant\(")
 
 

@@ -1,4 +1,4 @@
-"""Meshes of named axes, of which one may take what is left."""
+"""Meshes of named axes, whose sizes needn't all be given."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,19 +13,19 @@ from jax.sharding import AxisType, Mesh
 def make_mesh(
     *, devices: Sequence[Any] | None = None, explicit: Iterable[str] | str = (), **axes: int
 ) -> Mesh:
-    """A mesh of named axes. They are Auto, under which all of Equinox's layers run; those of
-    `jax.make_mesh` are Explicit by default.
+    """A mesh of named axes. They are Auto, with which all of Equinox's layers run; with
+    `jax.make_mesh` they are Explicit by default.
 
     **Arguments:**
 
     - `devices`: the devices; `jax.devices()` by default.
     - `explicit`: the names of axes that are Explicit.
-    - `axes`: the size of each axis by its name, in order. One may be -1: what the others leave.
+    - `axes`: the size of each axis by its name, in order. One may be -1, and is then computed.
 
     **Returns:**
 
-    A `jax.sharding.Mesh`. Its devices are in the order that JAX thinks best for them: neighbours
-    lie along the last axis.
+    A `jax.sharding.Mesh`. Its devices are in the order that JAX chooses for them, with neighbours
+    along the last axis.
 
     **Raises:**
 
@@ -69,8 +69,8 @@ def _ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, list(devices))
     except (NotImplementedError, ValueError, AssertionError):
-        # JAX knows no good order for this shape on this topology (a TPU's axes can't be cut at
-        # will). The compiler's own order still has neighbours in a row.
+        # JAX has no order for this shape on this topology: a TPU's axes can't be split arbitrarily.
+        # In the compiler's own order neighbours are next to each other, too.
         flat = np.empty(len(devices), object)
         flat[:] = devices
         return flat.reshape(sizes)

@@ -1,4 +1,4 @@
-"""What is known of each chip: the figures of its data sheet, and their sources."""
+"""The data sheet of each chip, with the sources of its figures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,22 +16,22 @@ class Chip:
 
     - `name`: the name that `gpu` and `tpu` take. For a TPU it is the compiler's own name.
     - `platform`: `"gpu"`, `"tpu"` or `"cpu"`.
-    - `memory`: how many bytes of the chip's memory a program can use.
-    - `flops`: the peak number of dense operations a second, by the name of the dtype.
-    - `memory_bandwidth`: bytes a second between the chip and its memory.
-    - `links`, `link_bandwidth`: how many direct links the chip has to other chips (NVLink, or a
-        TPU's ICI), and how many bytes a second each carries in one direction.
-    - `network_bandwidth`: bytes a second to what no link leads to, in one direction, for each chip:
-        to other hosts for GPUs, to other slices for TPUs.
-    - `devices`: how many devices JAX makes of one chip: 2 for TPUs whose cores are separate.
-    - `host`: how many chips one host has.
+    - `memory`: the bytes of the chip's memory that a program can use.
+    - `flops`: the peak number of dense operations per second, by the name of the dtype.
+    - `memory_bandwidth`: bytes per second between the chip and its memory.
+    - `links`, `link_bandwidth`: the number of direct links to other chips (NVLink, or a TPU's ICI),
+        and the bytes per second of each in one direction.
+    - `network_bandwidth`: bytes per second of the network in one direction, for each chip: to other
+        hosts for GPUs, to other slices for TPUs.
+    - `devices`: the number of JAX devices per chip: 2 for TPUs whose cores are separate.
+    - `host`: the number of chips per host.
     - `largest`: for TPUs, the shape of the largest slice.
-    - `target`: for GPUs, what XLA's compiler has to know of the chip: a `GpuTargetConfigProto` in
-        text form.
-    - `kinds`: what `device.device_kind` is for this chip.
-    - `sources`: where the figures are from, by the name of the attribute.
+    - `target`: for GPUs, the description that XLA's compiler needs: a `GpuTargetConfigProto` as
+        text.
+    - `kinds`: the values of `device.device_kind` for this chip.
+    - `sources`: the sources of the figures, by the name of the attribute.
 
-    What is not known is None, or missing in `flops`.
+    Unknown figures are None, or missing in `flops`.
     """
 
     name: str

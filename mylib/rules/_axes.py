@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 from jax.sharding import PartitionSpec
 
-from .._errors import Fault
+from .._errors import Fault, because
 from .._placement import PASS, axis_names
 from .._tree import Leaf, Pattern, joined, name_dimensions
 from ._rule import Axes, Rule, trimmed
@@ -238,24 +238,20 @@ def _missing(axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int) 
         if name not in found:
             close = difflib.get_close_matches(name, found, 1)
             listed = f"the names there are {', '.join(map(repr, found))}"
-            yield Fault(
-                "",
-                None,
-                f"by_axes: {name!r} over {wanted!r}",
+            yield because(
                 f"no dimension of the {count} leaves has that name",
                 f"did you mean {close[0]!r}?"
                 if close
                 else listed
                 if found
                 else "annotate the fields, or give names for their classes in `names=`",
+                f"by_axes: {name!r} over {wanted!r}",
             )
 
 
 def _unused(entry: Entry) -> Fault:
-    return Fault(
-        "",
-        None,
-        f"by_axes: names {entry.names!r} for {entry.pattern.text!r} of {entry.cls.__qualname__}",
+    return because(
         "no leaf there has this number of dimensions",
         "write the path from a field of the class to the array, or drop the entry",
+        f"by_axes: names {entry.names!r} for {entry.pattern.text!r} of {entry.cls.__qualname__}",
     )

@@ -10,7 +10,7 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import PyTree
 
 from .._compat import sharding_under
-from .._errors import Fault
+from .._errors import Fault, because
 from .._placement import PASS, Target, sharding_of
 from .._tree import Kind, Leaf, parts_of, spelled, split
 from ._rule import Rule
@@ -97,7 +97,7 @@ class Like(Rule):
             return []
         reason = f"no path of the {len(leaves)} leaves is, or ends like, a path of that tree"
         mend = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"
-        return [Fault("", None, repr(self), reason, mend)]
+        return [because(reason, mend, repr(self))]
 
     def _find(self, leaf: Leaf) -> Parts | None:
         return next((end for end in _ends(leaf) if (end, leaf.shape) in self.targets), None)

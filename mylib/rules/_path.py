@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from .._errors import Fault
+from .._errors import Fault, because
 from .._placement import PASS, Placement, entries_of, is_rule, with_entries
 from .._tree import Leaf, Pattern, joined, name_of, spelled
 from ._rule import Rule, as_rule, leaves_by_rule, trimmed
@@ -178,7 +178,7 @@ def _unused(
         if any(map(_is_in_a_state, leaves)):
             mend += " If it is for a weight without a state, place the state along with its model"
         reason = f"the pattern matches none of the {len(leaves)} leaves"
-        yield Fault("", None, request, reason, mend)
+        yield because(reason, mend, request)
     elif all(_is_too_long(value, leaf) and not _is_in_a_state(leaf) for leaf in matched):
         longest = max(matched, key=lambda leaf: leaf.ndim)
         yield Fault(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.experimental.layout import Format
@@ -150,7 +150,7 @@ class Fsdp(Rule):
         # One fault for the rule, not one per leaf. Small leaves alone would not show it.
         meshes = {leaf.mesh for leaf in leaves} - {None}
         unknown = [fault for mesh in meshes for fault in unfit_spec(PartitionSpec(self.axis), mesh)]
-        return [Fault("", None, repr(self), reason, mend) for reason, mend in unknown]
+        return [replace(fault, request=repr(self)) for fault in unknown]
 
     def _layers(self, leaf: Leaf) -> int:
         """The number of dimensions of stacked layers."""

@@ -67,7 +67,7 @@ def assert_placed(
             x, target = leaves.arrays[i], targets[i]
             assert target is not None
             texts = f"is at: {_shown_location(x, world)}", f"wanted: {sharding_of(target)}"
-            alike.setdefault(texts, []).append(f"{name_of(leaves.paths[i])} {tuple(x.shape)}")
+            alike.setdefault(texts, []).append(f"{leaves.name(i)} {tuple(x.shape)}")
         lines = listed(alike, f"{len(wrong)} leaves in all")
         raise AssertionError("\n".join(["not where they should be:", *lines]))
 

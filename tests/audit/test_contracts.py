@@ -55,7 +55,7 @@ def _broken() -> dict[str, tuple[str, steps.Strategy, str]]:
         "a weight is whole": (
             "fsdp",
             steps.Strategy(ONE, {**rows, "down": P()}, whole, P("data"), 4096),
-            r"model\['down'\] .* is not divided over data: 8 devices hold the same",
+            r"model\['down'\] .* is not sharded over data: 8 devices hold the same",
         ),
         "nothing is gathered": (
             "fsdp",
@@ -70,12 +70,12 @@ def _broken() -> dict[str, tuple[str, steps.Strategy, str]]:
         "it is whole over model": (
             "two_d",
             steps.Strategy(TWO, over_data, whole, P("data"), 4096),
-            "is not divided over model",
+            "is not sharded over model",
         ),
         "it is whole over data": (
             "two_d",
             steps.Strategy(TWO, columns, columns, P("data"), 4096),
-            "is not divided over data",
+            "is not sharded over data",
         ),
     }
 
@@ -106,7 +106,7 @@ def test_all_faults_together_and_the_table():
         "in a call, and at most 1 KiB expected",
         "in a loop: 128 KiB, and none expected above 1 KiB",
         "temporaries: ",
-        "model['up'] [3, 64, 256] is not divided over data: 8 devices hold the same 192 KiB",
+        "model['up'] [3, 64, 256] is not sharded over data: 8 devices hold the same 192 KiB",
         "each device sends",
     ):
         assert words in told
@@ -129,7 +129,7 @@ def test_names_that_do_not_exist():
         report.expect(contracts.never("all-gather", "dat"))
     with pytest.raises(ValueError, match="no collective 'gather'"):
         report.expect(contracts.communicates({("gather", "data"): 1}))
-    with pytest.raises(ValueError, match="'64 MegaBytes' is no size"):
+    with pytest.raises(ValueError, match="'64 MegaBytes' is not a size"):
         contracts.at_most("64 MegaBytes")
     with pytest.raises(ValueError, match="no array of an argument 'params'"):
         report.expect(contracts.sharded("params"))
@@ -141,5 +141,5 @@ def test_text_does_not_tell_what_is_divided():
     strategy = STRATEGIES["fsdp"]
     compiled = strategy.step(True).lower(*strategy.args(True)).compile()
     report = mylib.audit(compiled.as_text(), mesh=ONE)
-    with pytest.raises(mylib.AuditError, match="is not known: audit the compiled program"):
+    with pytest.raises(mylib.AuditError, match="is unknown: audit the compiled program"):
         report.expect(contracts.sharded())

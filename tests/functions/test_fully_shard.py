@@ -494,11 +494,11 @@ def test_a_stack_split_by_layer_is_refused():
 
 
 def test_layers_that_are_not_there():
-    with pytest.raises(mylib.PlacementError, match="no Module of the model is one") as caught:
+    with pytest.raises(mylib.PlacementError, match="no Module of the model matches") as caught:
         sharded(layers=(Layer, eqx.nn.Conv2d))
     (fault,) = caught.value.faults
     assert "Conv2d" in fault.request and "Net, Layer, Linear" in fault.mend
-    with pytest.raises(mylib.PlacementError, match="no Module of the model is one"):
+    with pytest.raises(mylib.PlacementError, match="no Module of the model matches"):
         sharded(layers=lambda module, path: False)
 
 
@@ -545,7 +545,7 @@ def test_manual_axes():
 
 def test_another_number_of_arrays():
     model = eqx.tree_at(lambda m: m.layers[0].scale, sharded(), None)
-    with pytest.raises(mylib.PlacementError, match="not those that fully_shard has seen"):
+    with pytest.raises(mylib.PlacementError, match="not those of the model that"):
         model(X)
 
 
@@ -557,11 +557,11 @@ def test_host_memory_is_for_what_is_kept():
 
 def test_wrong_arguments():
     cases = [
-        ((LISTED, LISTED, KEPT), {}, "does not say which Modules are layers"),
+        ((LISTED, LISTED, KEPT), {}, "does not select Modules"),
         ((LISTED, {Layer: ["decode"]}, KEPT), {}, "Layer has no method"),
         ((LISTED, Layer, KEPT), {"dtype": jnp.int32}, "not a floating dtype"),
-        ((LISTED, Layer, KEPT), {"policy": mylib.recompute_resharded}, "makes a policy"),
-        ((LISTED, Layer, KEPT), {"policy": print, "checkpoint": False}, "what a checkpoint saves"),
+        ((LISTED, Layer, KEPT), {"policy": mylib.recompute_resharded}, "returns a policy"),
+        ((LISTED, Layer, KEPT), {"policy": print, "checkpoint": False}, "has no effect with"),
     ]
     for args, options, told in cases:
         with pytest.raises(TypeError, match=told):

@@ -713,6 +713,26 @@ class TestInShardings:
         with pytest.raises(mylib.PlacementError, match="^can't place 1 leaf:\n  model\n"):
             prefix({"w": odd}, extra=1)
 
+    def test_arguments_that_no_parameter_takes(self):
+        f = mylib.filter_jit(lambda x, *, scale: x, in_shardings={"x": P()}, mesh=MESH)
+        with pytest.raises(TypeError, match="<lambda>: missing a required argument: 'scale'"):
+            f(x=np.ones(8))
+        with pytest.raises(TypeError, match="<lambda>: got an unexpected keyword argument 'y'"):
+            f(np.ones(8), scale=1, y=2)
+
+    def test_several_placements_for_several_arguments(self):
+        specs = (P("data"), P("model"))
+        f = mylib.filter_jit(lambda x, *xs: xs, in_shardings={"xs": specs}, mesh=MESH)
+        assert tuple(map(self.spec, f(1, np.ones(8), np.ones(8)))) == specs
+        with pytest.raises(TypeError, match=r"there are 2 entries for \*xs, and it has 1"):
+            f(1, np.ones(8))
+
+    def test_names_that_are_no_identifiers(self):
+        f = mylib.filter_jit(lambda **xs: xs, in_shardings=P("data"), mesh=MESH)
+        with pytest.raises(mylib.PlacementError) as caught:
+            f(**{"a-b": np.ones(3)})
+        assert [fault.path for fault in caught.value.faults] == ["a-b"]
+
     def test_rules_are_asked_once(self):
         asked = []
 

@@ -168,7 +168,7 @@ class Branching(eqx.Module):
 def test_what_can_not_be_looked_into():
     model = Branching(jnp.ones((WIDTH, WIDTH)))
     model = mylib.fully_shard(model, Branching, KEPT, mesh=AUTO, reduce_dtype=jnp.float32)
-    with pytest.raises(TypeError, match="gives its weights to a cond"):
+    with pytest.raises(TypeError, match="pass weights and other values to a cond"):
         model(X)
 
 

@@ -125,8 +125,8 @@ class TestDescriptions:
     @pytest.mark.parametrize(
         ("make", "told"),
         [
-            (lambda: machines.gpu("h1000"), "no GPU that mylib has a data sheet of. It knows a100"),
-            (lambda: machines.gpu("v5e"), "'v5e' is no GPU"),
+            (lambda: machines.gpu("h1000"), "no data sheet of a GPU called 'h1000'. It has a100"),
+            (lambda: machines.gpu("v5e"), "no data sheet of a GPU called 'v5e'"),
             (lambda: machines.gpu("h100", hosts=0), "has no devices"),
             (lambda: machines.tpu("v5e", (4, 4, 4)), "has 2 directions, such as 4x4, not 4x4x4"),
             (lambda: machines.tpu("v5e", 16), "has 2 directions, such as 4x4, not 16"),

@@ -513,6 +513,20 @@ class TestOutSpecs:
         mylib.filter_shard_map(lambda x: {"y": x}, mesh=AUTO, in_specs=rule, out_specs=rule)(X)
         assert ("['y']", (2, 8)) in seen
 
+    def test_a_rule_for_arguments_is_called_once(self):
+        seen = []
+
+        def rule(leaf):
+            seen.append(leaf.name)
+            return P("data")
+
+        f = mylib.filter_shard_map(
+            lambda x: x, mesh=AUTO, in_specs=rule, out_specs=P("data", "model")
+        )
+        for _ in range(2):
+            f(X)
+            assert seen == ["[0][0]"]
+
     def test_results_that_differ(self):
         def f(x):
             return {"a": x, "b": [x.sum()], "c": lax.psum(x, "data"), "d": lax.pmean(x, "data")}
