@@ -11,6 +11,7 @@ from .agreement import (
 from .differences import (
     Difference as Difference,
     Facts as Facts,
+    compare as compare,
     difference_of as difference_of,
     everybodys_faults as everybodys_faults,
     faults_in_full as faults_in_full,

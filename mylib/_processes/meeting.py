@@ -68,6 +68,8 @@ def exchange(
     timeout = patience() if timeout is None else timeout
     deadline = time.monotonic() + timeout
     with series.lock:
+        if series.turn == 0 and not series.begin():
+            raise RuntimeError(_replaced(purpose))
         while True:
             conclusion = _concluded(series, f"{int(alone)}{mine}", judge, deadline, timeout)
             series.go_on(judged=conclusion.kind == JUDGED)
@@ -123,6 +125,14 @@ def gather(
 def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
     """`exchange` with a fixed purpose and group."""
     return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone)
+
+
+def _replaced(purpose: str) -> str:
+    return (
+        f"this process can't compare ({purpose}): it has taken the place of one that has met the "
+        "others before. Processes can't be replaced one by one: end all of them, start them again, "
+        "and load the last checkpoint"
+    )
 
 
 def _nobody_came(purpose: str, missing: Sequence[int], timeout: float) -> str:
