@@ -8,7 +8,7 @@ import jax
 
 from .._errors import Fault
 from .differences import Facts, Versions, unheard
-from .groups import members, text_of
+from .groups import in_short, members, text_of
 from .meeting import named
 from .series import Processes
 
@@ -80,7 +80,7 @@ def describe(
 def _holders(ids: list[int], alike: Processes) -> str:
     if len(alike) > 1:
         return f"{named(alike)} on all their devices that hold it"
-    return f"{named(alike)} on device{'s' * (len(ids) > 1)} {', '.join(map(str, sorted(ids)))}"
+    return f"{named(alike)} on device{'s' * (len(ids) > 1)} {in_short(sorted(ids))}"
 
 
 def faults_in(versions: Versions) -> Iterator[Fault]:

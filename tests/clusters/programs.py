@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +107,22 @@ def train(folder: str, steps: str, stop_at: str) -> None:
             time.sleep(1000)
 
 
+def model() -> eqx.nn.MLP:
+    return eqx.nn.MLP(16, 8, 32, 2, key=jax.random.key(0))
+
+
+def save(folder: str) -> None:
+    """Each process writes its part of a model that is over all devices."""
+    import orbax.checkpoint as ocp
+
+    mesh = mylib.make_mesh(data=-1)
+    arrays = eqx.filter(model(), eqx.is_array)
+    placed = mylib.filter_shard(arrays, mylib.rules.fsdp("data"), mesh=mesh)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(Path(folder, "model"), placed)
+    say(f"saved from {jax.device_count()} devices of {jax.process_count()}")
+
+
 def say(text: str) -> None:
     # Text and line end in one write: where Python does not buffer, `print` makes two of them, and
     # what another process says could come between.
@@ -120,4 +137,4 @@ def said(text: str) -> list[str]:
 if __name__ == "__main__":
     jax.distributed.initialize()
     name, *args = sys.argv[1:]
-    {f.__name__: f for f in (verbs, differ, late, killed, train)}[name](*args)
+    {f.__name__: f for f in (verbs, differ, late, killed, train, save)}[name](*args)

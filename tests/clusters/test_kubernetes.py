@@ -1,5 +1,5 @@
-"""The manifests in `examples/clusters`, held against Kubernetes' published schema. JobSet is no part
-of Kubernetes: only the Job inside it is checked.
+"""The manifests in `examples/clusters`, held against Kubernetes' published schema. JobSet is not
+part of it: only the Job inside is checked.
 """
 
 from pathlib import Path
