@@ -145,7 +145,7 @@ def meetings(scale: float) -> Iterator[Row]:
     for leaves in (1, 10_000) if len(everybody) == 2 else (1,):
         facts = {everybody: facts_about(leaves)}
         yield duel(
-            f"{count} compare {leaves} leaves",
+            f"{count} compare what they would place: {leaves} lea{'f' if leaves == 1 else 'ves'}",
             lambda _, facts=facts: compare_facts(meet, [], facts),
             {"multihost_utils.assert_equal": lambda _: multihost_utils.assert_equal(one)},
             20 * scale,
@@ -172,7 +172,7 @@ def simulated_meetings() -> Iterator[Row]:
         best = min(times)
         limit, kept = ("≤ 1 s", best <= 1) if count == 1000 else ("", None)
         each = f"{show(best / count)} and {len(message)} bytes a process"
-        work = f"{count} simulated processes compare 1 leaf"
+        work = f"{count} simulated processes: 1 leaf"
         yield Row(work, show(best), each, best / times[-1], limit, kept)
 
 
