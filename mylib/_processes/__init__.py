@@ -8,18 +8,22 @@ from .agreement import (
     raised_in_all as raised_in_all,
     shared_indices as shared_indices,
 )
+from .differences import (
+    Difference as Difference,
+    Facts as Facts,
+    compare as compare,
+    difference_of as difference_of,
+    everybodys_faults as everybodys_faults,
+    faults_in_full as faults_in_full,
+    in_brief as in_brief,
+)
 from .meeting import (
     AbsentError as AbsentError,
-    Facts as Facts,
     Meet as Meet,
-    all_fine as all_fine,
     digest as digest,
     everybody as everybody,
-    everybodys_faults as everybodys_faults,
     exchange as exchange,
-    faults_in_full as faults_in_full,
     gather as gather,
-    in_brief as in_brief,
     meeting as meeting,
     named as named,
     patience as patience,

@@ -12,17 +12,11 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, because, in_words
 from .._placement import Target, fill_free, sharding_of
-from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, texts_of
-from .meeting import (
-    Facts,
-    Processes,
-    all_agree,
-    digest,
-    everybodys_faults,
-    faults_in_full,
-    meeting,
-    processes_of,
-)
+from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
+from .differences import Facts, compare, everybodys_faults, faults_in_full
+from .groups import in_short
+from .meeting import digest, meeting, processes_of
+from .series import Processes
 
 # For nodes with data besides their children and fields.
 _UNNAMED = because(
@@ -58,10 +52,12 @@ def agree(
         facts, meet = _facts(leaves, wanted, groups), meeting("placement", everybody)
         outline = {"the outline": digest(texts_of(leaves))}
         brief = {**facts, everybody: {**facts.get(everybody, {}), **outline}}
-        if all_agree(meet, bool(faults), brief):
+        difference = compare(meet, faults, brief)
+        if difference is None:
             return
         named = {**named_texts_of(leaves), **facts.get(everybody, {})}
-        faults = faults_in_full(meet, faults, {**facts, everybody: named}) or [_UNNAMED]
+        full = {**facts, everybody: named}
+        faults = faults_in_full(meet, difference, faults, full) or [_UNNAMED]
     if faults:
         raise PlacementError(faults)
 
@@ -130,10 +126,15 @@ def owners(sharding: Sharding) -> Processes:
 
 @functools.lru_cache(maxsize=1024)
 def described(target: Target) -> str:
+    """Short for thousands of devices, too, and different for different orders of them."""
     sharding = sharding_of(target)
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-        return f"{target} on devices {[device.id for device in sharding.mesh.devices.flat]}"
-    return f"{target} on devices {sorted(device.id for device in sharding.device_set)}"
+        ids = [device.id for device in sharding.mesh.devices.flat]
+    else:
+        ids = sorted(device.id for device in sharding.device_set)
+    listed = in_short(ids)
+    order = f" (checksum {digest(ids)[:8]})" if listed.endswith("more") else ""
+    return f"{shortened(str(target))} on devices {listed}{order}"
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,23 +4,18 @@ Each process sends a message, one decides, all read the decision. A process that
 named after a timeout; the others don't wait forever.
 """
 
-import dataclasses
-import functools
 import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
-from .._errors import Fault
-from .groups import members, text_of
+from .groups import in_short
 from .series import JUDGED, Conclusion, Judge, Processes, Series
 
-# Values that must be equal in all processes of a group, by name.
-Facts = Mapping[Processes, Mapping[str, str]]
 # Sends a message to the other processes, and returns the decision of one of them about all
 # messages.
 Meet = Callable[[str, Judge], str]
@@ -37,11 +32,6 @@ _ABSENT = "absent"
 _VOID = "void"
 
 _series: dict[tuple[str, Processes], Series] = {}
-
-_MEND = (
-    "make it in the same way, from the same numbers, in every process; where it is meant to "
-    "differ, place with check=False"
-)
 
 
 class AbsentError(TimeoutError):
@@ -78,6 +68,8 @@ def exchange(
     timeout = patience() if timeout is None else timeout
     deadline = time.monotonic() + timeout
     with series.lock:
+        if series.turn == 0 and not series.begin():
+            raise RuntimeError(_replaced(purpose))
         while True:
             conclusion = _concluded(series, f"{int(alone)}{mine}", judge, deadline, timeout)
             series.go_on(judged=conclusion.kind == JUDGED)
@@ -135,101 +127,12 @@ def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
     return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone)
 
 
-def everybodys_faults(
-    meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
-) -> list[Fault]:
-    """The faults that any process has found, and one, with this `mend`, for each fact that differs
-    within its group. All processes get the same list.
-
-    First only checksums are exchanged: usually there are no faults.
-    """
-    if all_agree(meet, bool(faults), facts):
-        return []
-    return faults_in_full(meet, faults, facts, mend)
-
-
-def all_agree(meet: Meet, faulty: bool, facts: Facts) -> bool:
-    """Whether no process is `faulty`, and each fact is equal within its group."""
-    return meet(json.dumps(in_brief(faulty, facts)), _judge_briefly) == "fine"
-
-
-def in_brief(faulty: bool, facts: Facts) -> dict[str, Any]:
-    sums = {text_of(group): digest(sorted(said.items())) for group, said in facts.items()}
-    return {"faulty": faulty, "sums": sums}
-
-
-def faults_in_full(
-    meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
-) -> list[Fault]:
-    by_group = {text_of(group): dict(said) for group, said in facts.items()}
-    full = {"faults": [dataclasses.asdict(fault) for fault in faults], "facts": by_group}
-    judge = functools.partial(_judge, mend)
-    return [_fault(fields) for fields in json.loads(meet(json.dumps(full), judge))]
-
-
-def _fault(fields: dict[str, Any]) -> Fault:
-    # JSON has no tuples.
-    shape = fields["shape"]
-    return Fault(**{**fields, "shape": None if shape is None else tuple(shape)})
-
-
-def _judge_briefly(said: dict[int, str]) -> str:
-    return "fine" if all_fine({i: json.loads(text) for i, text in said.items()}) else "faulty"
-
-
-def all_fine(brief: Mapping[int, Mapping[str, Any]]) -> bool:
-    """Whether no process has found a fault, and all facts agree, from the messages made by
-    `in_brief`.
-    """
-    if any(b["faulty"] for b in brief.values()):
-        return False
-    groups = {group for b in brief.values() for group in b["sums"]}
-    return all(
-        len({brief[index]["sums"].get(group) for index in members(group) if index in brief}) == 1
-        for group in groups
+def _replaced(purpose: str) -> str:
+    return (
+        f"this process can't compare ({purpose}): it has taken the place of one that has met the "
+        "others before. Processes can't be replaced one by one: end all of them, start them again, "
+        "and load the last checkpoint"
     )
-
-
-def _judge(mend: str, said: dict[int, str]) -> str:
-    full = {index: json.loads(text) for index, text in sorted(said.items())}
-    finders: dict[str, list[int]] = {}
-    for index, f in full.items():
-        for fault in dict.fromkeys(map(json.dumps, f["faults"])):
-            finders.setdefault(fault, []).append(index)
-    if finders:
-        # A process with faults may not know yet what it would place.
-        return json.dumps(
-            [
-                fault if len(found_by) == len(full) else _attributed(fault, found_by)
-                for fault, found_by in ((json.loads(text), by) for text, by in finders.items())
-            ]
-        )
-    faults: dict[str, dict[str, Any]] = {}
-    groups = dict.fromkeys(group for f in full.values() for group in f["facts"])
-    for group in groups:
-        by_process = {i: full[i]["facts"].get(group, {}) for i in members(group) if i in full}
-        for name in dict.fromkeys(name for facts in by_process.values() for name in facts):
-            values = {i: facts.get(name) for i, facts in by_process.items()}
-            if len(set(values.values())) > 1:
-                fault = dataclasses.asdict(_disagreement(name, values, mend))
-                faults[json.dumps(fault)] = fault
-    return json.dumps(list(faults.values()))
-
-
-def _attributed(fault: dict[str, Any], found_by: Sequence[int]) -> dict[str, Any]:
-    """A fault that only some processes have found."""
-    return {**fault, "request": f"{fault['request']} (in {named(found_by)})"}
-
-
-def _disagreement(name: str, values: Mapping[int, str | None], mend: str) -> Fault:
-    by_value: dict[str | None, list[int]] = {}
-    for index, value in values.items():
-        by_value.setdefault(value, []).append(index)
-    texts = "; ".join(
-        f"{named(indices)}: {'nothing of that name' if value is None else value}"
-        for value, indices in by_value.items()
-    )
-    return Fault(name, None, "the same in all processes", f"it differs between them: {texts}", mend)
 
 
 def _nobody_came(purpose: str, missing: Sequence[int], timeout: float) -> str:
@@ -268,4 +171,4 @@ def digest(x: Any) -> str:
 
 
 def named(indices: Sequence[int]) -> str:
-    return f"process{'es' * (len(indices) > 1)} {', '.join(map(str, indices))}"
+    return f"process{'es' * (len(indices) > 1)} {in_short(indices)}"

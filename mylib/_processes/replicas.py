@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,14 @@ from .._errors import Fault, ReplicaError
 from .._placement import entries_of, memory_space
 from .._tree import Kind, Leaves, name_of, split
 from .agreement import described, owners
-from .meeting import Facts, Processes, all_agree, gather, meeting, named
+from .copies import Found, Held, describe, facts_of, faults_in
+from .differences import Version, compare, faults_between
+from .meeting import meeting
+from .series import Processes
 
 # The host reads shards of up to this many bytes. Checksums of larger ones are computed on devices,
 # by a program that is compiled for each shape: small arrays have many shapes, large ones few.
 _SMALL = 2**16
-
-_MEND = "make it from the same numbers in every process, or place the values of one of them again"
-_MEND_TREE = "give all processes the same tree, with its arrays at the same places"
-
-# The ids of this process's devices that hold copies of a shard, by the copies' checksums.
-Held = dict[str, list[int]]
 
 
 def check_replicas(tree: PyTree[Any], /) -> None:
@@ -66,54 +63,35 @@ def check_replicas(tree: PyTree[Any], /) -> None:
         ```
     """
     found = _found(split(tree))
-    differ = any(len(held) > 1 for x in found.values() for held in x.held.values())
     groups = [x.owners for x in found.values() if len(x.owners) > 1]
     everybody = tuple(sorted({index for group in groups for index in group}))
-    if not everybody:
-        if differ:
-            raise ReplicaError(list(_faults({jax.process_index(): found})))
-        return
-    if all_agree(meeting("check_replicas", everybody), differ, _facts(found)):
-        return
-    said = gather("check_replicas", {name: x.as_json() for name, x in found.items()}, everybody)
-    everything = [{name: _Found.of(x) for name, x in one.items()} for one in said]
-    raise ReplicaError(list(_faults(dict(zip(everybody, everything, strict=True)))))
+    faults = _faults_between(found, everybody) if everybody else _faults_here(found)
+    if faults:
+        raise ReplicaError(faults)
 
 
-@dataclass
-class _Found:
-    """One process's data about an array: its shards that have copies, by number."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    request: str
-    place: str
-    owners: Processes
-    held: dict[int, Held]
-    # The processes that hold each shard.
-    holders: Mapping[int, Processes]
-
-    @property
-    def what(self) -> str:
-        return f"{self.dtype}{list(self.shape)} as {self.place}"
-
-    def as_json(self) -> list[Any]:
-        held = list(self.held.items())
-        return [self.dtype, self.shape, self.request, self.place, self.owners, held]
-
-    @classmethod
-    def of(cls, said: list[Any]) -> "_Found":
-        dtype, shape, request, place, owners, held = said
-        return cls(dtype, tuple(shape), request, place, tuple(owners), dict(held), {})
+def _faults_between(found: Mapping[str, Found], everybody: Processes) -> list[Fault]:
+    meet = meeting("check_replicas", everybody)
+    difference = compare(meet, [], facts_of(found, everybody))
+    if difference is None:
+        return []
+    tell = functools.partial(describe, found, everybody)
+    return faults_between(meet, difference, [], tell, faults_in)
 
 
-def _found(leaves: Leaves) -> dict[str, _Found]:
+def _faults_here(found: Mapping[str, Found]) -> list[Fault]:
+    odd = {name: x for name, x in found.items() if x.odd}
+    me = (jax.process_index(),)
+    return list(faults_in({me: [Version(me, describe(odd, me, me, me))]}))
+
+
+def _found(leaves: Leaves) -> dict[str, Found]:
     """The arrays that have shards in this process, by name."""
     arrays = dict(_arrays(leaves))
     copies = {name: _copies(x.sharding, tuple(x.shape)) for name, x in arrays.items()}
     # All transfers start before the first one is read.
     to_read = {name: _to_read(x) for name, x in arrays.items() if copies[name].number_on}
-    found: dict[str, _Found] = {}
+    found: dict[str, Found] = {}
     devices: dict[Sharding, list[int]] = {}
     for name, x in arrays.items():
         by_number: dict[int, list[tuple[int, jax.Array]]] = {}
@@ -121,7 +99,7 @@ def _found(leaves: Leaves) -> dict[str, _Found]:
             number = copies[name].number_on.get(device)
             if number is not None:
                 by_number.setdefault(number, []).append((device, data))
-        found[name] = _Found(
+        found[name] = Found(
             dtype=_dtype_name(x.dtype),
             shape=tuple(x.shape),
             request=_request(x.sharding),
@@ -295,62 +273,3 @@ def _words(x: jax.Array) -> jax.Array:
     info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
     bits = min(info(x.dtype).bits, 32)
     return jax.lax.bitcast_convert_type(x, f"uint{bits}")
-
-
-def _facts(found: Mapping[str, _Found]) -> Facts:
-    """The facts that processes must agree on: their arrays, and the copies of each shard."""
-    facts: dict[Processes, dict[str, str]] = {}
-    for name, x in found.items():
-        facts.setdefault(x.owners, {})[name] = x.what
-        for number, held in x.held.items():
-            said = facts.setdefault(x.holders[number], {})
-            said[name] = f"{said.get(name, '')} {number}: {', '.join(held)}"
-    return {group: said for group, said in facts.items() if len(group) > 1}
-
-
-def _faults(said: Mapping[int, Mapping[str, _Found]]) -> Iterator[Fault]:
-    """The faults, from the data of each process."""
-    for name in dict.fromkeys(name for found in said.values() for name in found):
-        having = {index: found[name] for index, found in said.items() if name in found}
-        # Different groups of processes may have different arrays of that name.
-        for group in dict.fromkeys(x.owners for x in having.values()):
-            members = {i: having.get(i) for i in group if i in said}
-            first = next(x for x in members.values() if x is not None)
-            reason, mend = _different_arrays(members), _MEND_TREE
-            if reason is None:
-                held = {i: x.held for i, x in members.items() if x is not None}
-                reason, mend = _different_copies(held), _MEND
-            if reason is not None:
-                yield Fault(name, first.shape, first.request, reason, mend)
-
-
-def _different_arrays(members: Mapping[int, _Found | None]) -> str | None:
-    by_text: dict[str, list[int]] = {}
-    for index, x in members.items():
-        text = "no array of that name" if x is None else x.what
-        by_text.setdefault(text, []).append(index)
-    if len(by_text) == 1:
-        return None
-    texts = "; ".join(f"{named(indices)}: {text}" for text, indices in by_text.items())
-    return f"it is not the same array in all processes: {texts}"
-
-
-def _different_copies(held: Mapping[int, Mapping[int, Held]]) -> str | None:
-    # For each shard and each of its values, the processes and devices that hold it.
-    values: dict[int, dict[str, list[str]]] = {}
-    for index, by_number in held.items():
-        for number, by_value in by_number.items():
-            for value, ids in by_value.items():
-                same = values.setdefault(number, {}).setdefault(value, [])
-                same.append(_holders(index, ids))
-    differing = [by_value for by_value in values.values() if len(by_value) > 1]
-    if not differing:
-        return None
-    first, *others = differing
-    texts = "; ".join(" and ".join(holders) for holders in first.values())
-    more = f" (and {len(others)} more of its shards differ)" if others else ""
-    return f"there are {len(first)} values of it: {texts}{more}"
-
-
-def _holders(index: int, ids: Sequence[int]) -> str:
-    return f"process {index} on device{'s' * (len(ids) > 1)} {', '.join(map(str, sorted(ids)))}"

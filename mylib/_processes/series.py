@@ -42,6 +42,16 @@ class Series:
         # The first meeting whose keys the service may still hold.
         self._kept = 0
 
+    def begin(self) -> bool:
+        """False if this process has begun these meetings before: it has died, and been replaced."""
+        try:
+            _client().key_value_set(f"{self.place}-begun/{self._me}", "")
+        except jax.errors.JaxRuntimeError as error:
+            if names.TEXT_ALREADY_EXISTS not in str(error):
+                raise
+            return False
+        return True
+
     def say(self, mine: str, judge: Judge) -> None:
         client, here = _client(), self._here()
         client.key_value_set(f"{here}/said/{self._me}", mine)

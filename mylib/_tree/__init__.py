@@ -22,4 +22,8 @@ from .prefix import (
     first_difference as first_difference,
     spread_prefix as spread_prefix,
 )
-from .structure import named_texts_of as named_texts_of, texts_of as texts_of
+from .structure import (
+    named_texts_of as named_texts_of,
+    shortened as shortened,
+    texts_of as texts_of,
+)

@@ -47,16 +47,16 @@ def _walk(x: Any, path: KeyPath, arrays: set[int]) -> Iterator[tuple[KeyPath, st
     children, treedef = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     node = treedef.node_data()
     if node is None:
-        yield path, "an array" if id(x) in arrays else _shown(_text(x))
+        yield path, "an array" if id(x) in arrays else shortened(_text(x))
         return
     kind, held = node
     keys = {path[0] for path, _ in children}
     fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
-    yield path, kind.__qualname__ if fields else _shown(f"{kind.__qualname__} {_text(held)}")
+    yield path, kind.__qualname__ if fields else shortened(f"{kind.__qualname__} {_text(held)}")
     for field in fields:
         key = jtu.GetAttrKey(field.name)
         if key not in keys:
-            yield (*path, key), _shown(_text(getattr(x, field.name, None)))
+            yield (*path, key), shortened(_text(getattr(x, field.name, None)))
     for (key, *_), child in children:
         yield from _walk(child, (*path, key), arrays)
 
@@ -84,7 +84,7 @@ def _text(x: Any) -> str:
     return f"a {kind.__module__}.{kind.__qualname__}"
 
 
-def _shown(text: str) -> str:
+def shortened(text: str) -> str:
     if len(text) <= _LONG:
         return text
     checksum = hashlib.blake2b(text.encode(), digest_size=4).hexdigest()

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._errors import PlacementError, in_words
-from .._processes import Judge, Meet, all_fine, everybodys_faults, faults_in_full, in_brief, named
+from .._processes import (
+    Difference,
+    Judge,
+    Meet,
+    difference_of,
+    everybodys_faults,
+    faults_in_full,
+    in_brief,
+    named,
+)
 from ._request import Tail
 from ._share import Share
 
@@ -29,15 +38,16 @@ def settle(
             raise PlacementError(share.faults)
         return _fitting(share, rows, share.rows).masked(share.rows)
     facts = share.facts()
-    brief = in_brief(bool(share.faults), facts)
+    brief = in_brief(share.faults, facts)
     kind = share.kind()
     news = bool(share.request.check) or kind not in compared
     said = {**brief, "rows": share.rows, "news": news, "ended": ended}
     judgement = _judged(said, share.request.tail, meet)
     if judgement is None:
         return None
-    if judgement["faulty"]:
-        raise PlacementError(faults_in_full(meet, share.faults, facts, _MEND))
+    if judgement["difference"] is not None:
+        difference = Difference(*judgement["difference"])
+        raise PlacementError(faults_in_full(meet, difference, share.faults, facts, _MEND))
     fitting = _fitting(share, rows, judgement["rows"])
     if judgement["news"]:
         different = everybodys_faults(meet, [], fitting.values(), _MEND)
@@ -116,7 +126,7 @@ def _judge(tail: Tail, said: dict[int, str]) -> str:
     rows = [s["rows"] for s in all_said.values() if s["rows"] is not None]
     return json.dumps(
         {
-            "faulty": not all_fine(all_said),
+            "difference": difference_of(all_said),
             "rows": (min if tail == "drop" else max)(rows, default=None),
             # A finished process repeats its last values for leaves without rows.
             "news": bool(ended) or any(s["news"] for s in all_said.values()),

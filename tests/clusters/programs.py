@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +107,24 @@ def train(folder: str, steps: str, stop_at: str) -> None:
             time.sleep(1000)
 
 
+def model() -> eqx.nn.MLP:
+    """The arrays of a model, with numbers that no compiler may round."""
+    shapes = eqx.filter_eval_shape(eqx.nn.MLP, 16, 8, 32, 2, key=jax.random.key(0))
+    arrays = eqx.filter(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    return jax.tree.map(lambda x: np.arange(x.size, dtype=x.dtype).reshape(x.shape), arrays)
+
+
+def save(folder: str) -> None:
+    """Each process writes its part of a model that is over all devices."""
+    import orbax.checkpoint as ocp
+
+    mesh = mylib.make_mesh(data=-1)
+    placed = mylib.filter_shard(model(), mylib.rules.fsdp("data"), mesh=mesh)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(Path(folder, "model"), placed)
+    say(f"saved from {jax.device_count()} devices of {jax.process_count()}")
+
+
 def say(text: str) -> None:
     # Text and line end in one write: where Python does not buffer, `print` makes two of them, and
     # what another process says could come between.
@@ -120,4 +139,4 @@ def said(text: str) -> list[str]:
 if __name__ == "__main__":
     jax.distributed.initialize()
     name, *args = sys.argv[1:]
-    {f.__name__: f for f in (verbs, differ, late, killed, train)}[name](*args)
+    {f.__name__: f for f in (verbs, differ, late, killed, train, save)}[name](*args)

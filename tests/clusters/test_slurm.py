@@ -1,5 +1,6 @@
 """mylib under a real SLURM, with two nodes on this machine."""
 
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,6 +41,16 @@ def test_what_launch_prints(slurm: Slurm, example, losses):
     done = slurm.run("bash", "-c", printed, env=env)
     assert done.returncode == 0, done.stdout
     assert losses in done.stdout
+
+
+def test_the_script_for_gpus(slurm: Slurm, example, losses, tmp_path):
+    """With one task on each node instead of eight, and without the GPUs, which are not here."""
+    shutil.copy(example, tmp_path / "train.py")
+    script, out = example.parent / "clusters" / "slurm_gpus.sbatch", tmp_path / "out.txt"
+    fewer = ["--ntasks-per-node=1", "--gpus-per-node=0", f"--output={out}", f"--chdir={tmp_path}"]
+    path = {"PATH": f"{Path(sys.executable).parent}:{slurm.env['PATH']}"}
+    slurm.run("sbatch", *fewer, str(script), env=path)
+    slurm.wait_until(lambda: out.exists() and losses in out.read_text(), out)
 
 
 def test_verbs(slurm: Slurm):

@@ -298,6 +298,14 @@ def test_copies_are_compared(mesh, processes):
         assert f"process {index} on devices {ids}" in text
 
 
+def test_one_process_has_other_copies(mesh, processes):
+    mine = np.full((4, 2), jax.process_index() == processes - 1, np.float32)
+    odd = jax.make_array_from_process_local_data(NamedSharding(mesh, P()), mine, (4, 2))
+    text = _fails(mylib.ReplicaError, mylib.check_replicas, [odd])
+    if processes == 4:
+        assert "processes 0, 1, 2 on all their devices that hold it; process 3 on devices" in text
+
+
 def test_copies_that_others_have_are_told_of(mesh, processes):
     # The second array is on processes 0 and 1, and theirs is the difference.
     some = Mesh(np.array(_own_devices(0)[:1] + _own_devices(1)[:1]), ("d",))

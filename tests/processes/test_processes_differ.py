@@ -82,6 +82,27 @@ def test_copies_of_offloaded_and_large_arrays(mesh):
     assert "process 0 on devices 0, 1, 2, 3; process 1 on devices" in text
 
 
+def test_copies_within_a_process_that_differ(mesh):
+    """On the last device of process 1, of one array; and on the first ones of both, of another."""
+    devices = list(mesh.devices.flat)
+    tree = {}
+    for name, odd in {"one": {7}, "both": {0, 4}, "fine": set()}.items():
+        mine = [
+            jax.device_put(np.full(4, float(i in odd), np.float32), device)
+            for i, device in enumerate(devices)
+            if device.process_index == jax.process_index()
+        ]
+        where = NamedSharding(mesh, P())
+        tree[name] = jax.make_array_from_single_device_arrays((4,), where, mine)
+    text = _fails(mylib.ReplicaError, mylib.check_replicas, tree)
+    assert text.startswith("copies differ in 2 leaves:") and "['fine']" not in text
+    last = devices[7].id
+    assert f"process 1 on devices 2048, 2049, 2050; process 1 on device {last}" in text
+    assert (
+        "process 0 on device 0 and process 1 on device 2048; process 0 on devices 1, 2, 3" in text
+    )
+
+
 def test_many_arrays_that_all_differ(mesh):
     mine = np.full(4, jax.process_index(), np.float32)
     where = NamedSharding(mesh, P())

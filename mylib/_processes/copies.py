@@ -1,0 +1,134 @@
+"""What processes hold of their arrays, and how it differs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._errors import Fault
+from .differences import Facts, Versions, unheard
+from .groups import in_short, members, text_of
+from .meeting import named
+from .series import Processes
+
+_MEND = "make it from the same numbers in every process, or place the values of one of them again"
+_MEND_TREE = "give all processes the same tree, with its arrays at the same places"
+
+# The ids of this process's devices that hold copies of a shard, by the copies' checksums.
+Held = dict[str, list[int]]
+
+
+@dataclass
+class Found:
+    """One process's data about an array: its shards that have copies, by number."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    request: str
+    place: str
+    owners: Processes
+    held: dict[int, Held]
+    # The processes that hold each shard.
+    holders: Mapping[int, Processes]
+
+    @property
+    def what(self) -> str:
+        return f"{self.dtype}{list(self.shape)} as {self.place}"
+
+    @property
+    def odd(self) -> list[int]:
+        """The shards whose copies differ within this process."""
+        return [number for number, held in self.held.items() if len(held) > 1]
+
+
+def facts_of(found: Mapping[str, Found], everybody: Processes) -> Facts:
+    """The facts that processes must agree on: their arrays, and the copies of each shard."""
+    facts: dict[Processes, dict[str, str]] = {}
+
+    def add(group: Processes, name: str, text: str) -> None:
+        said = facts.setdefault(group, {})
+        said[name] = f"{said.get(name, '')} {text}"
+
+    for name, x in found.items():
+        add(x.owners, name, x.what)
+        for number, held in x.held.items():
+            add(x.holders[number], name, f"{number}: {', '.join(held)}")
+        for number in x.odd:
+            # So that this process agrees with no other one.
+            for group in dict.fromkeys((x.holders[number], everybody)):
+                add(group, name, f"{number} differs in process {jax.process_index()}")
+    return {group: said for group, said in facts.items() if len(group) > 1}
+
+
+def describe(
+    found: Mapping[str, Found], everybody: Processes, group: Processes, alike: Processes
+) -> dict[str, Any]:
+    """The arrays, and the copies of shards that are held by the group. `alike` hold the same."""
+    told: dict[str, Any] = {}
+    for name, x in found.items():
+        numbers = [n for n, holders in x.holders.items() if holders == group]
+        numbers += x.odd if group == everybody else []
+        held = {
+            number: {value: _holders(ids, alike) for value, ids in x.held[number].items()}
+            for number in numbers
+        }
+        told[name] = [x.what, x.shape, x.request, text_of(x.owners), held]
+    return told
+
+
+def _holders(ids: list[int], alike: Processes) -> str:
+    if len(alike) > 1:
+        return f"{named(alike)} on all their devices that hold it"
+    return f"{named(alike)} on device{'s' * (len(ids) > 1)} {in_short(sorted(ids))}"
+
+
+def faults_in(versions: Versions) -> Iterator[Fault]:
+    """The faults in the descriptions of all."""
+    names = dict.fromkeys(
+        name for them in versions.values() for version in them for name in version.facts
+    )
+    for name in names:
+        faults = list(_different_arrays(name, versions)) or _different_copies(name, versions)
+        yield from faults
+
+
+def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
+    # Different groups of processes may have different arrays of that name.
+    for group, them in versions.items():
+        told = [version.facts.get(name) for version in them]
+        own = [x for x in told if x is not None and tuple(members(x[3])) == group]
+        by_text: dict[str, list[int]] = {}
+        for x, version in zip(told, them, strict=True):
+            text = "no array of that name" if x is None else x[0]
+            by_text.setdefault(text, []).extend(version.processes)
+        if own and len(by_text) > 1:
+            texts = [f"{named(sorted(indices))}: {text}" for text, indices in by_text.items()]
+            reason = "; ".join([*texts, *unheard(group, them)])
+            reason = f"it is not the same array in all processes: {reason}"
+            yield _fault(name, own[0], reason, _MEND_TREE)
+
+
+def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
+    # For each shard and each of its values, what holds it.
+    values: dict[str, dict[str, dict[str, None]]] = {}
+    told: list[Any] = []
+    more: list[str] = []
+    for group, them in versions.items():
+        having = [version.facts[name] for version in them if name in version.facts]
+        told += having
+        for number, held in ((n, h) for x in having for n, h in x[4].items()):
+            more = unheard(group, them)
+            for value, holders in held.items():
+                values.setdefault(number, {}).setdefault(value, {})[holders] = None
+    differing = [by_value for by_value in values.values() if len(by_value) > 1]
+    if differing:
+        first, *others = differing
+        texts = "; ".join([*(" and ".join(holders) for holders in first.values()), *more])
+        rest = f" (and {len(others)} more of its shards differ)" if others else ""
+        yield _fault(name, told[0], f"there are {len(first)} values of it: {texts}{rest}", _MEND)
+
+
+def _fault(name: str, told: list[Any], reason: str, mend: str) -> Fault:
+    _, shape, request, _, _ = told
+    return Fault(name, tuple(shape), request, reason, mend)

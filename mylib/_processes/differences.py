@@ -1,0 +1,254 @@
+"""Finds what differs between processes, in one meeting or two.
+
+At the first one each process sends digests. Only if they differ is there a second one, at which one
+process speaks for all that sent the same digest. So what is sent hardly grows with the number of
+processes, and what all of them read is limited.
+"""
+
+import base64
+import functools
+import json
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, astuple, replace
+from typing import Any, NamedTuple
+
+import jax
+
+from .._errors import Fault
+from .groups import members, text_of
+from .meeting import Meet, digest, named
+from .series import Processes
+
+# Values that must be equal in all processes of a group, by name.
+Facts = Mapping[Processes, Mapping[str, str]]
+
+# As many groups are looked at closely, and as many versions of each group's facts.
+_GROUPS = 8
+_VERSIONS = 8
+# As many faults are described; of the others only the leaves are named.
+_DESCRIBED = 100
+
+_SAME = "the same in all processes"
+_MEND = (
+    "make it in the same way, from the same numbers, in every process; where it is meant to "
+    "differ, place with check=False"
+)
+
+
+class Difference(NamedTuple):
+    """Where processes differ. Groups of processes are texts, as `text_of` writes them.
+
+    The processes of each of `finders` have found the same faults, or none; it is empty if nobody
+    has found one. By group, the processes of each of `versions` have the same facts. `more_groups`
+    is the number of other groups whose facts differ.
+    """
+
+    finders: list[str]
+    versions: dict[str, list[str]]
+    more_groups: int
+
+
+class Version(NamedTuple):
+    """What these processes of a group agree on, by name, as one of them describes it."""
+
+    processes: Processes
+    facts: Mapping[str, Any]
+
+
+# The versions of the facts of each group.
+Versions = Mapping[Processes, Sequence[Version]]
+# Describes a group's facts, for the processes that have the same.
+Describe = Callable[[Processes, Processes], Mapping[str, Any]]
+# Finds the faults.
+Examine = Callable[[Versions], Iterable[Fault]]
+
+
+def everybodys_faults(
+    meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
+) -> list[Fault]:
+    """The faults that any process has found, and one, with this `mend`, for each fact that differs
+    within its group. All processes get the same list.
+    """
+    difference = compare(meet, faults, facts)
+    return [] if difference is None else faults_in_full(meet, difference, faults, facts, mend)
+
+
+def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | None:
+    """None if no process has found a fault, and each fact is equal within its group."""
+    found = json.loads(meet(json.dumps(in_brief(faults, facts)), _judge_briefly))
+    return None if found is None else Difference(*found)
+
+
+def in_brief(faults: Sequence[Fault], facts: Facts) -> dict[str, Any]:
+    sums = {text_of(group): digest(sorted(said.items())) for group, said in facts.items()}
+    return {"faults": digest([astuple(fault) for fault in faults]) if faults else "", "sums": sums}
+
+
+def difference_of(brief: Mapping[int, Mapping[str, Any]]) -> Difference | None:
+    """Compares what the processes have sent `in_brief`."""
+    if any(b["faults"] for b in brief.values()):
+        # A process with faults may not know yet what it would place.
+        return Difference(_alike({i: b["faults"] for i, b in brief.items()}), {}, 0)
+    groups = dict.fromkeys(group for b in brief.values() for group in b["sums"])
+    sums = {
+        group: {i: brief[i]["sums"].get(group) for i in members(group) if i in brief}
+        for group in groups
+    }
+    differing = [group for group, by_process in sums.items() if len(set(by_process.values())) > 1]
+    if not differing:
+        return None
+    differing.sort(key=lambda group: -len(sums[group]))
+    versions = {group: _alike(sums[group]) for group in differing[:_GROUPS]}
+    return Difference([], versions, len(differing) - len(versions))
+
+
+def faults_in_full(
+    meet: Meet,
+    difference: Difference,
+    faults: Sequence[Fault],
+    facts: Facts,
+    mend: str = _MEND,
+) -> list[Fault]:
+    """`everybodys_faults`, once the difference is known."""
+
+    def describe(group: Processes, alike: Processes) -> Mapping[str, Any]:
+        return facts.get(group, {})
+
+    examine = functools.partial(disagreements, mend)
+    return faults_between(meet, difference, faults, describe, examine)
+
+
+def faults_between(
+    meet: Meet,
+    difference: Difference,
+    faults: Sequence[Fault],
+    describe: Describe,
+    examine: Examine,
+) -> list[Fault]:
+    """The faults that processes have found or, if there are none, those that `examine` finds in
+    their descriptions. All processes get the same list.
+    """
+    if len(difference.finders) == 1:
+        return list(faults)  # All have found the same.
+    mine = message(jax.process_index(), difference, faults, describe)
+    return read(meet(mine, functools.partial(judge, difference, examine)))
+
+
+def message(me: int, difference: Difference, faults: Sequence[Fault], describe: Describe) -> str:
+    """What process `me` sends to the second meeting; most send nothing."""
+    mine: dict[str, Any] = {}
+    if _speaks_for(me, difference.finders):
+        mine["faults"] = [asdict(fault) for fault in faults]
+    for group, versions in difference.versions.items():
+        for alike in _speaks_for(me, versions):
+            mine[group] = describe(tuple(members(group)), tuple(members(alike)))
+    return _packed(mine) if mine else ""
+
+
+def judge(difference: Difference, examine: Examine, said: Mapping[int, str]) -> str:
+    """What all processes `read`, from the messages of all."""
+    full = {index: _unpacked(text) for index, text in said.items() if text}
+
+    def versions(key: str, groups: Iterable[str]) -> list[Version]:
+        alike = [tuple(members(group)) for group in groups]
+        return [Version(processes, full[processes[0]][key]) for processes in alike]
+
+    if difference.finders:
+        return _packed(_found(versions("faults", difference.finders), len(said)))
+    faults = examine(
+        {tuple(members(group)): versions(group, of) for group, of in difference.versions.items()}
+    )
+    return _packed([asdict(fault) for fault in _shortened(list(faults), difference.more_groups)])
+
+
+def read(judgement: str) -> list[Fault]:
+    return [_fault(fields) for fields in _unpacked(judgement)]
+
+
+def _alike(values: Mapping[int, Any]) -> list[str]:
+    """The processes with equal values: the first few groups of them."""
+    by_value: dict[Any, list[int]] = {}
+    for index in sorted(values):
+        by_value.setdefault(values[index], []).append(index)
+    return [text_of(tuple(indices)) for indices in list(by_value.values())[:_VERSIONS]]
+
+
+def _speaks_for(me: int, groups: Iterable[str]) -> list[str]:
+    """The groups of which process `me` is the first one."""
+    return [group for group in groups if members(group)[0] == me]
+
+
+def _judge_briefly(said: dict[int, str]) -> str:
+    return json.dumps(difference_of({i: json.loads(text) for i, text in said.items()}))
+
+
+def _found(versions: Iterable[Version], count: int) -> list[dict[str, Any]]:
+    """The faults that processes have found, and which of the `count` processes did."""
+    finders: dict[str, list[int]] = {}
+    heard = 0
+    for processes, faults in versions:
+        heard += len(processes)
+        for fault in dict.fromkeys(map(json.dumps, faults)):
+            finders.setdefault(fault, []).extend(processes)
+    found = [
+        fault if len(found_by) == count else _attributed(fault, sorted(found_by))
+        for fault, found_by in ((json.loads(text), by) for text, by in finders.items())
+    ]
+    if heard < count:
+        reason = f"{count - heard} more processes have found others, which are not listed"
+        found.append(asdict(Fault("", None, _SAME, reason, "fix those that are listed first")))
+    return found
+
+
+def _attributed(fault: dict[str, Any], found_by: Sequence[int]) -> dict[str, Any]:
+    """A fault that only some processes have found."""
+    return {**fault, "request": f"{fault['request']} (in {named(found_by)})"}
+
+
+def disagreements(mend: str, versions: Versions) -> Iterable[Fault]:
+    """A fault for each fact that differs."""
+    faults: dict[Fault, None] = {}
+    for group, them in versions.items():
+        for name in dict.fromkeys(name for version in them for name in version.facts):
+            by_value: dict[str, list[int]] = {}
+            for version in them:
+                value = version.facts.get(name, "nothing of that name")
+                by_value.setdefault(value, []).extend(version.processes)
+            if len(by_value) > 1:
+                texts = [f"{named(sorted(by))}: {value}" for value, by in by_value.items()]
+                reason = f"it differs between them: {'; '.join([*texts, *unheard(group, them)])}"
+                faults[Fault(name, None, _SAME, reason, mend)] = None
+    return faults
+
+
+def unheard(group: Processes, versions: Iterable[Version]) -> list[str]:
+    """Says how many of the group's processes have other versions, which are not examined."""
+    count = len(group) - sum(len(version.processes) for version in versions)
+    return [f"{count} more processes differ from all of these"] if count else []
+
+
+def _shortened(faults: list[Fault], more_groups: int) -> list[Fault]:
+    rest = f"it differs between processes; only the first {_DESCRIBED} such faults are described"
+    faults[_DESCRIBED:] = [replace(fault, reason=rest) for fault in faults[_DESCRIBED:]]
+    if more_groups:
+        reason = f"values differ within {more_groups} more groups of processes"
+        faults.append(Fault("", None, _SAME, reason, "fix those that are listed first"))
+    return faults
+
+
+def _fault(fields: dict[str, Any]) -> Fault:
+    # JSON has no tuples.
+    shape = fields["shape"]
+    return Fault(**{**fields, "shape": None if shape is None else tuple(shape)})
+
+
+def _packed(x: Any) -> str:
+    """Faults and facts repeat most of their text for each leaf: compressed, a leaf takes about as
+    much as a digest of it.
+    """
+    return base64.b64encode(zlib.compress(json.dumps(x).encode())).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return json.loads(zlib.decompress(base64.b64decode(text)))
