@@ -47,7 +47,7 @@ def panel_title(cut: Cut, panel: tuple[Span, ...]) -> str:
 def processes(cut: Cut) -> list[str]:
     """Which process has which devices, if there are several."""
     of_process: dict[int, list[Any]] = {}
-    for device in cut.devices:
+    for device in cut.parts:
         of_process.setdefault(getattr(device, "process_index", 0), []).append(device)
     if len(of_process) == 1:
         return []

@@ -49,7 +49,8 @@ def table(
         tag("tr", *_cells(header, cells, classes), **({"title": hover[i]} if hover else {}))
         for i, cells in enumerate(body)
     ]
-    return tag("table", tag("thead", head), tag("tbody", *rows))
+    # With a class, as sites have rules for tables without one.
+    return tag("table", tag("thead", head), tag("tbody", *rows), class_="rows")
 
 
 def _cells(header: Sequence[str], cells: Sequence[str], classes: Sequence[str]) -> list[Html]:

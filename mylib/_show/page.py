@@ -17,6 +17,8 @@ from .text import count, show_bytes, show_devices
 
 # How many paths are listed over a device, and how many pictures and loads are drawn.
 _PATHS, _FIGURES, _LOADS = 6, 12, 12
+# From how many devices on fewer paths are listed, as each device has them.
+_LARGE = 64
 
 
 def overview_page(
@@ -59,8 +61,9 @@ def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
     # Of the largest array: others may have a dimension of size 0.
     shape = max(rows, key=lambda row: row.nbytes).leaf.shape
     lines = [f"{label}: {sizes(group)[1]}" for label, group in fold(rows)]
-    left = len(lines) - _PATHS
-    held = "\n".join([*lines[:_PATHS], *[f"and {left} more"] * (left > 0)])
+    shown = _PATHS if place.num_devices <= _LARGE else 3
+    left = len(lines) - shown
+    held = "\n".join([*lines[:shown], *[f"and {left} more"] * (left > 0)])
     each = show_bytes(sum(row.bytes_per_device for row in rows))
     title = tag("div", show_place(place) + meshes.suffix(place), class_="strong")
     about = tag("div", f"{count(len(rows), 'array')}, {each} on each device", class_="faint")

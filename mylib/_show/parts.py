@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
 from .._placement import AnyMesh, axis_names, entries_of
@@ -31,31 +32,31 @@ def parts_of(place: Sharding, shape: Shape) -> dict[Any, Part]:
 
 def _parts_over_mesh(place: NamedSharding, shape: Shape) -> dict[Any, Part]:
     mesh = place.mesh
+    # The position of each device on each axis.
+    at = dict(zip(mesh.axis_names, np.indices(mesh.axis_sizes), strict=True))
     entries = [axis_names(entry) for entry in entries_of(place.spec)[: len(shape)]]
     entries += [()] * (len(shape) - len(entries))
-    coordinates = itertools.product(*map(range, mesh.shape.values()))
-    parts: dict[Any, Part] = {}
-    for device, coordinate in zip(devices_of(mesh), coordinates, strict=True):
-        at = dict(zip(mesh.axis_names, coordinate, strict=True))
-        parts[device] = tuple(
-            _span(dim, [(at[name], mesh.shape[name]) for name in names])
-            for dim, names in zip(shape, entries, strict=True)
-        )
-    return parts
+    spans = [
+        _spans(dim, [(at[name], mesh.shape[name]) for name in names], mesh.size)
+        for dim, names in zip(shape, entries, strict=True)
+    ]
+    parts = zip(*spans, strict=True) if spans else [()] * mesh.size
+    return dict(zip(devices_of(mesh), parts, strict=True))
+
+
+def _spans(dim: int, axes: list[tuple[np.ndarray, int]], devices: int) -> list[Span]:
+    """Each device's span of a dimension that is split over these axes."""
+    numbers, parts = np.zeros(devices, int), 1
+    for positions, size in axes:
+        numbers, parts = numbers * size + positions.ravel(), parts * size
+    chunk = -(-dim // parts)
+    spans = [(min(i * chunk, dim), min((i + 1) * chunk, dim)) for i in range(parts)]
+    return [spans[number] for number in numbers.tolist()]
 
 
 def devices_of(mesh: AnyMesh) -> list[Any]:
     """The devices of a mesh in its order, or their numbers if it is abstract."""
     return list(range(mesh.size)) if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
-
-
-def _span(dim: int, axes: list[tuple[int, int]]) -> Span:
-    """The span of a dimension at a position on the axes that it is split over."""
-    number, parts = 0, 1
-    for position, size in axes:
-        number, parts = number * size + position, parts * size
-    chunk = -(-dim // parts)
-    return min(number * chunk, dim), min((number + 1) * chunk, dim)
 
 
 def overlap(one: Part, other: Part) -> int:
@@ -76,21 +77,19 @@ class Cut:
 
     **Attributes:**
 
+    - `parts`: the part that each device holds.
     - `holders`: the devices that hold each part.
     - `spans`: the spans that each dimension is cut into, in order.
     - `down`, `across`: the dimensions that are rows and columns; None for none.
     - `panels`: the other dimensions that are cut.
     """
 
+    parts: dict[Any, Part]
     holders: dict[Part, list[Any]]
     spans: list[list[Span]]
     down: int | None
     across: int | None
     panels: list[int]
-
-    @property
-    def devices(self) -> list[Any]:
-        return [device for holders in self.holders.values() for device in holders]
 
     @cached_property
     def _numbers(self) -> dict[Part, int]:
@@ -116,18 +115,18 @@ class Cut:
 
 
 def cut_of(place: Sharding, shape: Shape) -> Cut:
-    holders: dict[Part, list[Any]] = {}
-    for device, part in parts_of(place, shape).items():
+    parts, holders = parts_of(place, shape), dict[Part, list[Any]]()
+    for device, part in parts.items():
         holders.setdefault(part, []).append(device)
     spans = [sorted({part[dim] for part in holders}) for dim in range(len(shape))]
     cut = [dim for dim in range(len(shape)) if len(spans[dim]) > 1]
     if len(cut) > 1:
-        return Cut(holders, spans, cut[-2], cut[-1], cut[:-2])
+        return Cut(parts, holders, spans, cut[-2], cut[-1], cut[:-2])
     dim = cut[0] if cut else None
     # As arrays are printed, the last dimension runs across, unless that gets too wide.
     if dim is None or (dim == len(shape) - 1 and len(spans[dim]) <= _WIDE):
-        return Cut(holders, spans, None, dim, [])
-    return Cut(holders, spans, dim, None, [])
+        return Cut(parts, holders, spans, None, dim, [])
+    return Cut(parts, holders, spans, dim, None, [])
 
 
 _WIDE = 8

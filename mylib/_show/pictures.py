@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, Sharding
 from .._placement import AnyMesh
 from .drawing import panel_title, shortened
 from .html import Html, joined, tag
-from .parts import Cut, Part, Shape, cut_of, devices_of, parts_of, show_part, show_span
+from .parts import Cut, Part, Shape, cut_of, devices_of, show_part, show_span
 from .text import number_of, show_bytes, show_device, show_devices, show_numbers
 
 # Of a grid, how many rows, columns and panels are drawn; and devices of a mesh of one axis a line.
@@ -56,7 +56,7 @@ def draw_grid(grid: Grid) -> Html:
     ]
     picture = tag(
         "svg", *heads, *cells, viewBox=f"0 0 {x:g} {y:g}", width=f"{x:g}", height=f"{y:g}",
-        role="img", xmlns="http://www.w3.org/2000/svg",
+        role="img",
     )  # fmt: skip
     return tag("div", tag("div", grid.title, class_="faint"), picture) if grid.title else picture
 
@@ -82,21 +82,20 @@ def fill_of(number: int, parts: int) -> str:
 
 def bar(share: float, hover: str) -> Html:
     """A bar that is filled to a share."""
+    size = {"width": f"{160 * share:.4g}", "height": 12}
+    filled = tag("rect", tag("title", hover), x=0, y=0, fill=fill_of(0, 1), **size)
     track = tag("rect", x=0, y=0, width=160, height=12, class_="track")
-    filled = tag("rect", tag("title", hover), x=0, y=0, width=f"{160 * share:.4g}", height=12,
-                 fill=fill_of(0, 1))  # fmt: skip
-    return tag("svg", track, filled, viewBox="0 0 160 12", width=160, height=12, role="img",
-               xmlns="http://www.w3.org/2000/svg")  # fmt: skip
+    return tag("svg", track, filled, viewBox="0 0 160 12", width=160, height=12, role="img")
 
 
 def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
     """The devices of a sharding as its mesh arranges them. Those that hold the same part of an
     array of this shape have the same colour. `held` says what they hold.
     """
-    cut, parts = cut_of(place, shape), parts_of(place, shape)
+    cut = cut_of(place, shape)
 
     def cell(device: Any) -> Cell:
-        number, process = cut.number(parts[device]), getattr(device, "process_index", 0)
+        number, process = cut.number(cut.parts[device]), getattr(device, "process_index", 0)
         where = f"{show_device(device)}, process {process}"
         what = f"{where}\npart {number + 1} of {len(cut.holders)} of each array\n{held}"
         return Cell(str(number_of(device)), what, fill_of(number, len(cut.holders)))
@@ -105,7 +104,8 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
     if isinstance(place, NamedSharding) and len(names) > 1:
         return [draw_grid(grid) for grid in _mesh_grids(place.mesh, cell)]
     title = "".join(f"{name} →" for name in names)
-    lines = [list(parts)[i : i + _LINE] for i in range(0, len(parts), _LINE)]
+    devices = list(cut.parts)
+    lines = [devices[i : i + _LINE] for i in range(0, len(devices), _LINE)]
     shown = [None if line is ... else line for line in shortened(lines, _ROWS)]
     cells = [[cell(device) for device in line] if line else [None] for line in shown]
     return [draw_grid(Grid(title, [""] * len(cells), [""] * len(cells[0]), cells))]

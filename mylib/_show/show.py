@@ -27,6 +27,7 @@ from .text import (
     Paint,
     columns,
     count,
+    for_stdout,
     paint_for_stdout,
     show_bytes,
     show_device,
@@ -96,7 +97,7 @@ class Overview(Rows):
     static: dict[str, str]
 
     def __repr__(self) -> str:
-        return "\n".join(self._lines(paint_for_stdout()))
+        return for_stdout(self._lines(paint_for_stdout()))
 
     def _lines(self, paint: Paint) -> list[str]:
         groups = fold(self.rows)
@@ -212,7 +213,9 @@ class Changes:
         if self.bytes_by_device:
             where, most = max(self.bytes_by_device.items(), key=lambda x: x[1])
             name = where if isinstance(where, str) else show_device(where)
-            line += f"; {show_bytes(self.nbytes)} received in all, {show_bytes(most)} by {name}"
+            line += (
+                f"; {show_bytes(self.nbytes)} received, at most {show_bytes(most)} by one ({name})"
+            )
         return [line, *self._meshes.lines()]
 
     def _repr_html_(self) -> str:

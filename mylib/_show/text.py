@@ -82,6 +82,19 @@ def paint_for_stdout() -> Paint:
     return coloured if terminal and wanted else plain
 
 
+_ASCII = str.maketrans("┌┬┐├┼┤└┴┘│─█…", "+++++++++|-#~")
+
+
+def for_stdout(lines: Iterable[str]) -> str:
+    """Lines as one text, without box characters if the standard output has none."""
+    text = "\n".join(lines)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(_ASCII)
+    return text
+
+
 def pastel(number: int) -> str:
     return _PASTELS[number % len(_PASTELS)]
 
