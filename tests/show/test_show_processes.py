@@ -7,7 +7,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mylib
 
-pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
+pytestmark = [pytest.mark.multihost(processes=2, devices_per_process=4), pytest.mark.thorough]
 
 
 def test_one_process_alone_sees_the_devices_of_all():
