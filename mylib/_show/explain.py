@@ -130,10 +130,10 @@ class Explanation(Rows):
         return [_show_waste(label, rows) for label, rows in fold(self.replicated)]
 
     def _repr_html_(self) -> str:
-        notes = [*totals(self), *self._waste()]
+        loads, meshes = self.bytes_by_device, Meshes(self.rows)
+        notes = [*totals(self), *meshes.lines(), *self._waste()]
         notes += [str(PlacementError(self.faults))] if self.faults else []
         body = [_cells(label, rows) for label, rows in fold(self.rows)]
-        loads, meshes = self.bytes_by_device, Meshes(self.rows)
         return overview_page(notes, self.rows, _HEADER, body, loads, meshes)
 
 

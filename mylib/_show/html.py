@@ -80,11 +80,12 @@ _STYLE = """
 .mylib-show.mylib-show table { border-collapse: collapse; width: auto; max-width: 100%;
   margin: 0.8em 0; font: inherit; color: inherit; border: none; display: table; }
 .mylib-show.mylib-show th, .mylib-show.mylib-show td { padding: 0.25em 1em 0.25em 0; border: none;
-  border-bottom: 1px solid rgb(127 127 127 / 0.35); text-align: left; vertical-align: top;
+  border-bottom: 1px solid rgb(127 127 127 / 0.35); text-align: left; vertical-align: baseline;
   white-space: normal; overflow-wrap: anywhere; min-width: 0; font-weight: inherit; }
 .mylib-show.mylib-show th { font-weight: 600; white-space: nowrap; overflow-wrap: normal; }
 .mylib-show.mylib-show .number { text-align: right; font-variant-numeric: tabular-nums; }
-.mylib-show.mylib-show td:first-child { font-family: ui-monospace, monospace; font-size: 12px; }
+.mylib-show.mylib-show td[data-name="array"] { font-family: ui-monospace, monospace;
+  font-size: 12px; }
 @container (max-width: 720px) {
   .mylib-show.mylib-show thead { display: none; }
   .mylib-show.mylib-show table, .mylib-show.mylib-show tbody { display: block; width: 100%; }
@@ -93,6 +94,8 @@ _STYLE = """
   .mylib-show.mylib-show td { display: block; padding: 0; border: none; text-align: left; }
   .mylib-show.mylib-show td:first-child { flex-basis: 100%; font-weight: 600; }
   .mylib-show.mylib-show td.empty { display: none; }
-  .mylib-show.mylib-show td.number::before { content: attr(data-name) " "; opacity: 0.75; }
+  .mylib-show.mylib-show td.number::before, .mylib-show.mylib-show td[data-name="before"]::before,
+  .mylib-show.mylib-show td[data-name="after"]::before { content: attr(data-name) " ";
+    opacity: 0.75; }
 }
 """

@@ -38,11 +38,20 @@ def overview_page(
         page(
             tag("p", first, class_="strong"),
             *(tag("p", note, class_="faint") for note in others),
-            tag("div", *_array_figure(rows), *_mesh_figures(rows, meshes), class_="figures"),
+            *_figures(rows, meshes),
             *_loads(loads),
             *listed,
         )
     )
+
+
+def _figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
+    figures = [*_array_figure(rows), *_mesh_figures(rows, meshes)]
+    pictures = [tag("div", *figures, class_="figures")] if figures else []
+    if any(row.devices > 1 for row in rows):
+        legend = "devices that hold the same part of an array have the same colour"
+        pictures.append(tag("p", legend, class_="faint"))
+    return pictures
 
 
 def _mesh_figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
@@ -66,7 +75,8 @@ def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
     held = "\n".join([*lines[:shown], *[f"and {left} more"] * (left > 0)])
     each = show_bytes(sum(row.bytes_per_device for row in rows))
     title = tag("div", show_place(place) + meshes.suffix(place), class_="strong")
-    about = tag("div", f"{count(len(rows), 'array')}, {each} on each device", class_="faint")
+    where = " on each device" if place.num_devices > 1 else ""
+    about = tag("div", f"{count(len(rows), 'array')}, {each}{where}", class_="faint")
     return _figure([title, about], device_grids(place, shape, held))
 
 

@@ -14,7 +14,9 @@ from .text import number_of, show_bytes, show_device, show_devices, show_numbers
 
 # Of a grid, how many rows, columns and panels are drawn; and devices of a mesh of one axis a line.
 _ROWS, _COLUMNS, _PANELS, _LINE = 16, 16, 8, 8
-_HEIGHT, _LETTER = 26, 7
+# How many colours can be told from each other by their hue.
+_HUES = 12
+_WIDTH, _HEIGHT, _LETTER = 30, 26, 6.5
 
 
 class Cell(NamedTuple):
@@ -37,7 +39,7 @@ class Grid(NamedTuple):
 def draw_grid(grid: Grid) -> Html:
     """A grid as SVG."""
     texts = [cell.text for line in grid.cells for cell in line if cell is not None]
-    width = max(26, *(_LETTER * len(text) + 10 for text in [*grid.columns, *texts]))
+    width = max(_WIDTH, *(_LETTER * len(text) + 6 for text in [*grid.columns, *texts]))
     left = max((_LETTER * len(name) + 8 for name in grid.rows if name), default=1)
     top = 18 if any(grid.columns) else 1
     x, y = left + width * len(grid.columns) + 1, top + _HEIGHT * len(grid.rows) + 1
@@ -76,8 +78,9 @@ def _text(text: str, x: float, y: float, class_: str, anchor: str) -> Html:
 
 
 def fill_of(number: int, parts: int) -> str:
-    """A light colour, on which text is black."""
-    return f"hsl({(210 + 360 * number // parts) % 360},70%,80%)"
+    """A light colour, on which text is black. Neighbours among many parts differ in lightness."""
+    lightness = 72 if parts > _HUES and number % 2 else 82
+    return f"hsl({(210 + 300 * number // parts) % 360},70%,{lightness}%)"
 
 
 def bar(share: float, hover: str) -> Html:

@@ -51,7 +51,7 @@ def document(html: str, theme: str) -> str:
 def frame(name: str, html: str, theme: str, width: int, height: int = 800) -> str:
     """A document in a frame of this width: windows can't be as narrow as a telephone."""
     inside = escape(document(html, theme))
-    size = f'width="{width}" height="{height}" style="border: 0"'
+    size = f'width="{width}" height="{height}" style="border: 0; display: block"'
     return f'<iframe id="{escape(name)}" {size} srcdoc="{inside}"></iframe>'
 
 
@@ -71,7 +71,13 @@ def picture(path: str, target: Path, html: str, theme: str, width: int, height: 
         file = Path(folder, "page.html")
         body = frame("page", html, theme, width, height)
         file.write_text(f'<!doctype html><meta charset="utf-8"><body style="margin: 0">{body}')
-        run(path, f"--screenshot={target}", f"--window-size={width},{height}", file.as_uri())
+        run(
+            path,
+            f"--screenshot={target}",
+            f"--window-size={width},{height}",
+            "--hide-scrollbars",
+            file.as_uri(),
+        )
 
 
 def main() -> None:
