@@ -69,8 +69,8 @@ _STYLE = """
 .mylib-show .strong { font-weight: 600; }
 .mylib-show .faint { opacity: 0.75; font-size: 12px; }
 .mylib-show .figures { display: flex; flex-wrap: wrap; gap: 1em 2em; margin: 0.8em 0; }
-.mylib-show figure { margin: 0; max-width: 100%; min-width: 0; }
-.mylib-show figcaption { margin-bottom: 0.4em; overflow-wrap: anywhere; }
+.mylib-show .figure { margin: 0; max-width: 100%; min-width: 0; }
+.mylib-show .caption { margin-bottom: 0.4em; overflow-wrap: anywhere; }
 .mylib-show .panels { display: flex; flex-wrap: wrap; gap: 0.6em 1em; }
 .mylib-show svg { display: block; max-width: 100%; height: auto; font: 11px system-ui, sans-serif; }
 .mylib-show svg .label { fill: currentColor; opacity: 0.75; }

@@ -94,8 +94,9 @@ def _array_figure(rows: Sequence[Row]) -> list[Html]:
 
 
 def _figure(caption: Sequence[Html], grids: Sequence[Html]) -> Html:
+    # Not <figure>, for which sites have rules of their own.
     panels = tag("div", *grids, class_="panels")
-    return tag("figure", tag("figcaption", *caption), panels)
+    return tag("div", tag("div", *caption, class_="caption"), panels, class_="figure")
 
 
 def place_of_single(rows: Sequence[Row]) -> Sharding | None:
