@@ -26,7 +26,7 @@ class Meshes:
         many = len(self._numbers) > 1
         return [
             show_mesh(mesh).replace("mesh", f"mesh {number}" if many else "mesh", 1)
-            + f", {_types(mesh)}: {show_devices(devices_of(mesh))}"
+            + f"{_types(mesh)}: {show_devices(devices_of(mesh))}"
             for mesh, number in self._numbers.items()
         ]
 
@@ -34,5 +34,5 @@ class Meshes:
 def _types(mesh: AnyMesh) -> str:
     types = axis_types(mesh)
     if len(set(types.values())) == 1:
-        return f"{next(iter(types.values())).name} axes"
-    return ", ".join(f"{name!r} {kind.name}" for name, kind in types.items())
+        return f", {next(iter(types.values())).name} axes"
+    return "".join(f", {name!r} {kind.name}" for name, kind in types.items())

@@ -113,4 +113,4 @@ def _loads(loads: Mapping[Any, int]) -> list[Html]:
         (show_devices(devices), show_bytes(nbytes), bar(nbytes / most, show_bytes(nbytes)))
         for nbytes, devices in groups[:_LOADS]
     ]
-    return [table(("devices", "bytes on each", ""), body, numbers=[1])]
+    return [table(("devices", "bytes each", ""), body, numbers=[1])]

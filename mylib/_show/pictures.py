@@ -1,7 +1,7 @@
 """Pictures of meshes, of arrays and of sizes, as SVG."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, Sharding
@@ -105,7 +105,7 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
 
     names = place.mesh.axis_names if isinstance(place, NamedSharding) else ()
     if isinstance(place, NamedSharding) and len(names) > 1:
-        return [draw_grid(grid) for grid in _mesh_grids(place.mesh, cell)]
+        return _drawn(_mesh_grids(place.mesh, cell))
     title = "".join(f"{name} →" for name in names)
     devices = list(cut.parts)
     lines = [devices[i : i + _LINE] for i in range(0, len(devices), _LINE)]
@@ -114,20 +114,25 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
     return [draw_grid(Grid(title, [""] * len(cells), [""] * len(cells[0]), cells))]
 
 
-def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> list[Grid]:
+def _drawn(grids: Iterator[Grid]) -> list[Html]:
+    """The first grids as SVG, and how many there are besides."""
+    drawn = [draw_grid(grid) for grid in itertools.islice(grids, _PANELS)]
+    left = sum(1 for _ in grids)
+    return [*drawn, tag("p", f"and {left} more like these", class_="faint")] if left else drawn
+
+
+def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> Iterator[Grid]:
     *outer, (down, height), (across, width) = mesh.shape.items()
     panels = list(itertools.product(*(range(size) for _, size in outer)))
     at = dict(
         zip(itertools.product(panels, range(height), range(width)), devices_of(mesh), strict=True)
     )
     rows, columns = shortened([*range(height)], _ROWS), shortened([*range(width)], _COLUMNS)
-    grids: list[Grid] = []
-    for panel in panels[:_PANELS]:
+    for panel in panels:
         cells = [[None if ... in (i, j) else cell(at[panel, i, j]) for j in columns] for i in rows]
         names = [f"{name}={i}" for (name, _), i in zip(outer, panel, strict=True)]
         title = ", ".join([*names, f"{down} ↓ {across} →"])
-        grids.append(Grid(title, [""] * len(rows), [""] * len(columns), cells))
-    return grids
+        yield Grid(title, [""] * len(rows), [""] * len(columns), cells)
 
 
 def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
@@ -139,7 +144,7 @@ def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
         hover = f"array{show_part(part, shape)}\n{show_bytes(nbytes)} on {show_devices(holders)}"
         return Cell(show_numbers(holders), hover, fill_of(cut.number(part), len(cut.holders)))
 
-    return [draw_grid(_array_grid(cut, panel, shape, cell)) for panel in cut.all_panels()[:_PANELS]]
+    return _drawn(_array_grid(cut, panel, shape, cell) for panel in cut.all_panels())
 
 
 def _array_grid(cut: Cut, panel: Part, shape: Shape, cell: Callable[[Part], Cell]) -> Grid:

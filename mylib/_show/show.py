@@ -212,10 +212,8 @@ class Changes:
         line = f"{moved} of {count(len(self.moves), 'array')} moved"
         if self.bytes_by_device:
             where, most = max(self.bytes_by_device.items(), key=lambda x: x[1])
-            name = where if isinstance(where, str) else show_device(where)
-            line += (
-                f"; {show_bytes(self.nbytes)} received, at most {show_bytes(most)} by one ({name})"
-            )
+            by_one = f"at most {show_bytes(most)} by one ({show_device(where)})"
+            line += f"; {show_bytes(self.nbytes)} received, {by_one}"
         return [line, *self._meshes.lines()]
 
     def _repr_html_(self) -> str:

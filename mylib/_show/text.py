@@ -36,10 +36,6 @@ def platform_of(device: Any) -> str:
     return "device" if isinstance(device, int) else device.platform
 
 
-def show_device(device: Any) -> str:
-    return f"{platform_of(device)} {number_of(device)}"
-
-
 def show_numbers(devices: Iterable[Any]) -> str:
     """The numbers of devices: `0-3, 6`."""
     numbers = sorted(map(number_of, devices))
@@ -55,11 +51,20 @@ def show_numbers(devices: Iterable[Any]) -> str:
 
 
 def show_devices(devices: Iterable[Any]) -> str:
-    """Devices by platform: `cpu 0-7`."""
+    """Devices by platform: `cpu 0-7`. What is text stays as it is."""
     of_platform: dict[str, list[Any]] = {}
+    texts: list[str] = []
     for device in devices:
-        of_platform.setdefault(platform_of(device), []).append(device)
-    return ", ".join(f"{name} {show_numbers(of)}" for name, of in of_platform.items())
+        if isinstance(device, str):
+            texts.append(device)
+        else:
+            of_platform.setdefault(platform_of(device), []).append(device)
+    texts += [f"{name} {show_numbers(of)}" for name, of in of_platform.items()]
+    return ", ".join(texts)
+
+
+def show_device(device: Any) -> str:
+    return show_devices([device])
 
 
 Paint = Callable[[str, str], str]

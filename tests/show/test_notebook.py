@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import jax
 import jax.numpy as jnp
 import notebook_pages as pages
+import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 from notebook_pages import abstract, transformer
@@ -85,7 +86,27 @@ def test_copies_have_the_same_colour():
 def test_loads_are_drawn_where_they_differ():
     even = mylib.show([abstract((8,), MESH, P())])._repr_html_()
     uneven = mylib.show([abstract((8,), MESH, P()), jnp.ones(8)])._repr_html_()
-    assert "bytes on each" not in even and "bytes on each" in uneven
+    assert "bytes each" not in even and "bytes each" in uneven
+
+
+def test_many_panels_are_shortened():
+    over = pages.mesh(a=16, b=2, c=2)
+    shown = mylib.show(abstract((16, 2, 2), over, P("a", "b", "c")))._repr_html_()
+    # Of the array, and of the mesh.
+    assert shown.count("and 8 more like these") == 2 and shown.count("<svg") == 16
+
+
+def test_a_mesh_without_axes():
+    one = jax.sharding.Mesh(np.array(jax.devices()[0]), ())
+    shown = mylib.show(abstract((2,), one, P()))
+    assert "mesh (): cpu 0" in str(shown) and shown._repr_html_().count("<rect") == 2
+
+
+def test_what_goes_to_the_host():
+    before = {"a": abstract((8,), MESH, P("data")), "b": np.ones(8, np.float32)}
+    after = {"a": np.ones(8, np.float32), "b": abstract((8,), MESH, P("data"))}
+    page = mylib.show(before, after)._repr_html_()
+    assert "host memory" in texts(page, "td") and "cpu 0-7" in texts(page, "td")
 
 
 def test_what_a_report_shows():

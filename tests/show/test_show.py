@@ -95,6 +95,11 @@ class TestTable:
             """,
         )
 
+    def test_axes_of_several_types(self):
+        mixed = mylib.make_mesh(data=4, model=2, explicit="model")
+        told = str(mylib.show([abstract((8,), mixed, P("data"))]))
+        assert "mesh ('data': 4, 'model': 2), 'data' Auto, 'model' Explicit: cpu 0-7" in told
+
     @pytest.mark.parametrize("tree", [{}, None, ()])
     def test_nothing(self, tree):
         assert says(mylib.show(tree), "0 arrays, 0 B")
