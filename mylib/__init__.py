@@ -23,7 +23,7 @@ from ._functions import (
 from ._per_device import filter_shard_map, opaque, vary
 from ._placement import Placement, Target, resolve
 from ._processes import check_replicas
-from ._show import Explanation, Row, explain
+from ._show import Changes, Explanation, Move, Overview, Row, explain, show
 from ._transfer import filter_device_put, filter_shard
 from ._tree import Leaf
 from .machines import make_mesh
@@ -34,17 +34,20 @@ __all__ = [
     "Alive",
     "AuditError",
     "CapturedArrayWarning",
+    "Changes",
     "Collective",
     "DonationWarning",
     "Estimate",
     "Explanation",
     "Fault",
     "Leaf",
-    "ProgramMemory",
+    "Move",
     "MylibWarning",
+    "Overview",
     "Parameter",
     "Placement",
     "PlacementError",
+    "ProgramMemory",
     "RecompilationWarning",
     "ReplicaError",
     "Report",
@@ -71,6 +74,7 @@ __all__ = [
     "recompute_resharded",
     "resolve",
     "rules",
+    "show",
     "testing",
     "vary",
 ]

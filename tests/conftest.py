@@ -61,6 +61,11 @@ hypothesis.settings.load_profile("steady")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--require-browser",
+        action="store_true",
+        help="tests that need Chromium fail, and are not skipped, where it is missing",
+    )
+    parser.addoption(
         "--require-clusters",
         action="store_true",
         help="tests that need SLURM or Open MPI fail, and are not skipped, where it is missing",

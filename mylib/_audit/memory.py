@@ -69,7 +69,8 @@ class ProgramMemory(Memory):
         peak = known.arguments + known.constants + found.bytes
         return cls(**parts, peak=peak, alive=_alive(found.alive))
 
-    def lines(self) -> list[str]:
+    def held(self) -> dict[str, int]:
+        """What each device holds, by what it is for."""
         parts = {
             "arguments": self.arguments,
             "results": self.results,
@@ -78,24 +79,27 @@ class ProgramMemory(Memory):
             "code": self.code,
             "on the host": self.host,
         }
-        held = ", ".join(f"{name} {readable(size)}" for name, size in parts.items() if size)
+        return {name: size for name, size in parts.items() if size}
+
+    def at_the_peak(self) -> tuple[str, list[tuple[str, ...]]]:
+        """What is largest when a device holds most: a heading, and a table."""
+        rows = [
+            (
+                readable(x.bytes),
+                f"{x.count} x " * (x.count > 1) + f"{x.dtype}{list(x.shape)}",
+                x.primitive,
+                x.source,
+            )
+            for x in self.alive[:_SHOWN]
+        ]
+        return f"largest when it holds most, about {readable(self.peak)} by the schedule", rows
+
+    def lines(self) -> list[str]:
+        held = ", ".join(f"{name} {readable(size)}" for name, size in self.held().items())
         shared = f" ({readable(self.aliased)} of them in donated arguments)" if self.aliased else ""
         lines = [f"each device holds {held or 'nothing'}{shared}"]
-        if self.alive:
-            lines.append(
-                f"largest when it holds most, about {readable(self.peak)} by the schedule:"
-            )
-            rows = [
-                (
-                    readable(x.bytes),
-                    f"{x.count} x " * (x.count > 1) + f"{x.dtype}{list(x.shape)}",
-                    x.primitive,
-                    x.source,
-                )
-                for x in self.alive[:_SHOWN]
-            ]
-            lines += table(rows)
-        return lines
+        heading, rows = self.at_the_peak()
+        return [*lines, f"{heading}:", *table(rows)] if rows else lines
 
 
 _SHOWN = 6

@@ -9,6 +9,7 @@ from .._errors import AuditError, folded
 from ..machines import Machine
 from .memory import ProgramMemory
 from .opcodes import KINDS
+from .page import Sent, report_page
 from .roofline import Estimate, Work, estimate
 from .text import readable, table
 
@@ -91,7 +92,8 @@ class Parameter:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """The communication and the memory of a compiled program. `print` shows it as a table.
+    """The communication and the memory of a compiled program. `print` shows it as a table, a
+    notebook as a page.
 
     **Attributes:**
 
@@ -201,6 +203,11 @@ class Report:
     def __repr__(self) -> str:
         return str(self)
 
+    def _repr_html_(self) -> str:
+        groups = _by_layer(self.collectives)
+        rows = [Sent(_row(group), _sent(group)) for group in groups]
+        return report_page(_title(self), [_sum(self)], _COLUMNS, rows, self.memory)
+
 
 Contract = Callable[[Report], Sequence[str]]
 
@@ -218,15 +225,17 @@ _SHOWN = 3
 _COLUMNS = ("times", "collective", "over", "bytes", "sent", "who", "pass", "what", "line")
 
 
-def _lines(report: Report) -> list[str]:
+def _title(report: Report) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
-    lines = [f"{report.name} on {axes or 'devices of an unknown mesh'}"]
+    return f"{report.name} on {axes or 'devices of an unknown mesh'}"
+
+
+def _lines(report: Report) -> list[str]:
+    lines = [_title(report)]
     if report.collectives:
         rows = [_COLUMNS, *(_row(several) for several in _by_layer(report.collectives))]
         lines += table(rows)
-        lines.append(_sum(report))
-    else:
-        lines.append("nothing is communicated")
+    lines.append(_sum(report))
     if report.memory is not None:
         lines += report.memory.lines()
     return lines
@@ -285,9 +294,16 @@ def _listed(paths: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
+def _sent(group: Sequence[Collective]) -> int:
+    """What a device sends in a call, as far as it is known how often."""
+    return sum((c.times or 0) * c.wire_bytes for c in group)
+
+
 def _sum(report: Report) -> str:
+    if not report.collectives:
+        return "nothing is communicated"
     known = [c for c in report.collectives if c.times is not None]
-    sent = readable(sum((c.times or 0) * c.wire_bytes for c in known))
+    sent = readable(_sent(known))
     bounded = any(c.sometimes for c in known)
     text = f"  each device sends {'at most ' if bounded else ''}{sent} in a call"
     unknown = len(report.collectives) - len(known)

@@ -1,43 +1,40 @@
 """`explain`: shows where every leaf would go, why, and the memory it needs, without moving it."""
 
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import zip_longest
+from types import EllipsisType
 from typing import Any
 
-import jax.tree_util as jtu
-from jax.experimental.layout import Format
-from jax.sharding import AbstractMesh, NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError
 from .._placement import (
     AnyMesh,
     Placement,
-    Target,
-    World,
-    axis_names,
     current_world,
     decide,
-    default_memory_kind,
-    entries_of,
     is_rule,
     leaf_at,
-    same_axes,
     sharding_of,
 )
-from .._tree import KeyPath, Kind, Leaf, name_of, split
+from .._tree import Kind, Leaf, name_of, split
 from ..rules import as_rule
+from .fold import fold
+from .meshes import Meshes
+from .page import overview_page
+from .present import current_place, present_rows
+from .rows import Row, Rows, grounded, sizes, totals
+from .text import BOLD, RED, columns, count, paint_for_stdout, show_bytes
 
 # Leaves of this many bytes or more count as large.
 _LARGE = 2**20
 
 
 def explain(
-    tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
+    tree: PyTree[Any],
+    placement: "PyTree[Placement] | EllipsisType" = ...,
+    /,
+    mesh: AnyMesh | None = None,
 ) -> "Explanation":
     """Shows where every array of a tree would go, which rule chose that and why, and how much
     memory each device needs. Moves nothing, needs no devices, and doesn't raise for faulty
@@ -46,13 +43,14 @@ def explain(
     **Arguments:**
 
     - `tree`: any PyTree; it may be abstract (`equinox.filter_eval_shape`).
-    - `placement`: as in [`mylib.filter_shard`][].
+    - `placement`: as in [`mylib.filter_shard`][]. Without one, shows where everything is; so does
+        [`mylib.show`][], with pictures.
     - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`. It may be a
         `jax.sharding.AbstractMesh` of any size.
 
     **Returns:**
 
-    A [`mylib.Explanation`][], which prints as a table.
+    A [`mylib.Explanation`][], which prints as a table, and is a page with pictures in a notebook.
 
     !!! Example
 
@@ -65,9 +63,11 @@ def explain(
         ```
     """
     leaves = split(tree)
+    world = current_world()
+    if placement is ...:
+        return Explanation(present_rows(leaves, world), ())
     # Abstract leaves: it isn't checked whether the arrays can be moved to their targets.
     abstract = replace(leaves, kinds=[Kind.ABSTRACT] * len(leaves.kinds))
-    world = current_world()
     decision = decide(abstract, placement, mesh, world)
     # The leaves with faults that a rule itself reports.
     named = {fault.path for fault in decision.faults}
@@ -77,30 +77,10 @@ def explain(
         if i in decision.faulty or name_of(leaf.path) in named:
             rows.append(Row(leaf, None, None, "", True))
         else:
-            place = target or _resting_place(leaves.arrays[i], leaves.kinds[i])
-            rows.append(Row(leaf, target, _grounded(place, world), _reason(entry, leaf), False))
+            place = target or current_place(leaves.arrays[i], leaves.kinds[i])
+            place = place and grounded(sharding_of(place), world)
+            rows.append(Row(leaf, target, place, _reason(entry, leaf), False))
     return Explanation(tuple(rows), tuple(decision.faults))
-
-
-def _resting_place(x: Any, kind: Kind) -> Target | None:
-    return x.sharding if kind in (Kind.DEVICE, Kind.ABSTRACT) else None
-
-
-def _grounded(place: Target | None, world: World) -> Sharding | None:
-    """Replaces an abstract mesh by the mesh with devices, if known: the shardings of traced values
-    have abstract meshes.
-    """
-    if place is None:
-        return None
-    sharding, devices = sharding_of(place), world.devices
-    if (
-        isinstance(sharding, NamedSharding)
-        and isinstance(sharding.mesh, AbstractMesh)
-        and devices is not None
-        and same_axes(sharding.mesh, devices)
-    ):
-        return NamedSharding(devices, sharding.spec, memory_kind=sharding.memory_kind)
-    return sharding
 
 
 def _reason(entry: Any, leaf: Leaf) -> str:
@@ -110,86 +90,10 @@ def _reason(entry: Any, leaf: Leaf) -> str:
     return "" if entry is None else "given as such"
 
 
-@dataclass(frozen=True)
-class Row:
-    """The result of [`mylib.explain`][] for one array leaf.
-
-    **Attributes:**
-
-    - `leaf`: the [`mylib.Leaf`][]: its name, shape, dtype, bytes.
-    - `target`: where it would go; None if it is left alone, or can't be placed.
-    - `place`: where it would be afterwards: the target, or its current sharding, if known, when it
-        is left alone.
-    - `why`: the rule that chose it, and its reason.
-    - `faulty`: whether it can't be placed.
-    - `spec`: the target as text.
-    - `nbytes`: the bytes of the whole leaf; 0 if its size is symbolic.
-    - `devices`: the number of devices that hold a part of it; 0 if unknown.
-    - `bytes_per_device`: its bytes on each of them.
-    - `wasted`: the bytes that would be saved, over all devices, if each part were held only once.
-    """
-
-    leaf: Leaf
-    target: Target | None
-    place: Sharding | None
-    why: str
-    faulty: bool
-
-    @cached_property
-    def spec(self) -> str:
-        if self.target is None:
-            return "can't be placed" if self.faulty else "left alone"
-        sharding = sharding_of(self.target)
-        if not isinstance(sharding, NamedSharding):
-            return str(sharding)
-        spec = str(sharding.spec).replace("PartitionSpec", "P").replace(",)", ")")
-        chosen = isinstance(self.target, Format) and self.target.layout is not None
-        layout = ", with a layout" if chosen else ""
-        return spec + (f" in {sharding.memory_kind}" if self.offloaded else "") + layout
-
-    @cached_property
-    def devices(self) -> int:
-        return 0 if self.place is None else self.place.num_devices
-
-    @cached_property
-    def bytes_per_device(self) -> int:
-        if self.place is None or self.symbolic:
-            return 0
-        if not isinstance(self.place, NamedSharding):
-            return math.prod(self.place.shard_shape(self.leaf.shape)) * self.leaf.dtype.itemsize
-        # Not `shard_shape`: it raises inside shard_map.
-        size, mesh = self.leaf.dtype.itemsize, self.place.mesh
-        entries = entries_of(self.place.spec)
-        for dim, entry in zip_longest(self.leaf.shape, entries[: self.leaf.ndim]):
-            size *= -(-dim // math.prod(mesh.shape[name] for name in axis_names(entry)))
-        return size
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the whole leaf."""
-        return 0 if self.symbolic else self.leaf.nbytes
-
-    @property
-    def symbolic(self) -> bool:
-        """Whether its size is symbolic, as in `jax.export`; it then counts as 0."""
-        return not all(isinstance(dim, int) for dim in self.leaf.shape)
-
-    @property
-    def offloaded(self) -> bool:
-        """Whether it is in another memory than the devices' own."""
-        if self.place is None:
-            return False
-        return self.place.memory_kind not in (None, default_memory_kind(self.place))
-
-    @property
-    def wasted(self) -> int:
-        return max(0, self.bytes_per_device * self.devices - self.nbytes)
-
-
 @dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Rows):
     """The result of [`mylib.explain`][]. Prints as a table, in which leaves that differ only by an
-    index, such as the layers of a model, share a line.
+    index, such as the layers of a model, share a line. In a notebook it is a page with pictures.
 
     **Attributes:**
 
@@ -203,30 +107,7 @@ class Explanation:
     - `replicated`: the rows of large leaves (1 MiB or more) that every device would hold whole.
     """
 
-    rows: tuple[Row, ...]
     faults: tuple[Fault, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(row.nbytes for row in self.rows)
-
-    @cached_property
-    def bytes_by_device(self) -> dict[Any, int]:
-        by_place: Counter[Any] = Counter()
-        for row in self.rows:
-            if row.place is not None and not row.offloaded:
-                by_place[_whereabouts(row.place)] += row.bytes_per_device
-        by_device: Counter[Any] = Counter()
-        for place, size in by_place.items():
-            for device in range(place.size) if isinstance(place, AbstractMesh) else place:
-                by_device[device] += size
-        # Sets of devices are unordered.
-        return dict(sorted(by_device.items(), key=lambda load: getattr(load[0], "id", load[0])))
-
-    @property
-    def most_loaded(self) -> tuple[Any, int] | None:
-        loads = self.bytes_by_device
-        return max(loads.items(), key=lambda load: load[1]) if loads else None
 
     @property
     def replicated(self) -> tuple[Row, ...]:
@@ -237,117 +118,35 @@ class Explanation:
         )
 
     def __repr__(self) -> str:
-        lines = _columns([_HEADER, *(_cells(label, rows) for label, rows in _fold(self.rows))])
-        lines += ["", *self._totals()]
-        lines += [_show_waste(label, rows) for label, rows in _fold(self.replicated)]
+        paint = paint_for_stdout()
+        table = [_HEADER, *(_cells(label, rows) for label, rows in fold(self.rows))]
+        lines = columns(table, paint, lambda row, column: "" if row else BOLD)
+        lines += ["", *totals(self), *self._waste()]
         if self.faults:
-            lines += ["", str(PlacementError(self.faults))]
+            lines += ["", paint(str(PlacementError(self.faults)), RED)]
         return "\n".join(lines)
 
-    def _totals(self) -> list[str]:
-        arrays = _count(len(self.rows), "array")
-        lines = [f"{arrays}, {show_bytes(self.nbytes)}"]
-        if self.most_loaded is not None:
-            device, most = self.most_loaded
-            count, least = len(self.bytes_by_device), min(self.bytes_by_device.values())
-            devices = _count(count, "device")
-            lines[0] += (
-                f"; {show_bytes(most)} on each of {devices}"
-                if most == least
-                else f"; on {devices}, {show_bytes(most)} on the most loaded one ({device}) and "
-                f"{show_bytes(least)} on the least"
-            )
-        offloaded = sum(row.nbytes for row in self.rows if row.offloaded)
-        if offloaded:
-            lines.append(f"{show_bytes(offloaded)} of the arrays in other memory than the devices'")
-        return lines
+    def _waste(self) -> list[str]:
+        return [_show_waste(label, rows) for label, rows in fold(self.replicated)]
 
-
-def show_bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+    def _repr_html_(self) -> str:
+        loads, meshes = self.bytes_by_device, Meshes(self.rows)
+        notes = [*totals(self), *meshes.lines(), *self._waste()]
+        notes += [str(PlacementError(self.faults))] if self.faults else []
+        body = [_cells(label, rows) for label, rows in fold(self.rows)]
+        return overview_page(notes, self.rows, _HEADER, body, loads, meshes)
 
 
 _HEADER = ("array", "shape", "dtype", "spec", "bytes", "per device", "why")
 
 
 def _cells(label: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    row, count = rows[0], len(rows)
-    times = f"{count} x " if count > 1 else ""
-    per_device = show_bytes(row.bytes_per_device) if row.place is not None else ""
-    nbytes = "symbolic" if row.symbolic else show_bytes(row.nbytes)
-    return (
-        label,
-        str(row.leaf.shape),
-        str(row.leaf.dtype),
-        row.spec,
-        times + nbytes,
-        per_device and times + per_device,
-        row.why,
-    )
-
-
-def _columns(table: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    return ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+    row, (nbytes, per_device) = rows[0], sizes(rows)
+    shape, dtype = str(row.leaf.shape), str(row.leaf.dtype)
+    return label, shape, dtype, row.spec, nbytes, per_device, row.why
 
 
 def _show_waste(label: str, rows: Sequence[Row]) -> str:
     wasted = show_bytes(sum(row.wasted for row in rows))
-    devices = _count(rows[0].devices, "device")
+    devices = count(rows[0].devices, "device")
     return f"large and replicated: {label} on {devices}, which wastes {wasted}"
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}" + ("" if count == 1 else "s")
-
-
-def _fold(rows: Iterable[Row]) -> list[tuple[str, list[Row]]]:
-    """Groups rows that differ only in indices of their paths, under one name."""
-    alike: dict[Any, list[Row]] = {}
-    for row in rows:
-        name = _starred(row.leaf.path)
-        size = (row.leaf.shape, row.leaf.dtype, row.devices, row.bytes_per_device)
-        key = (name, row.spec, row.why, row.offloaded, *size)
-        alike.setdefault(key, []).append(row)
-    labels = [_common_name(group) for group in alike.values()]
-    times = Counter(labels)
-    return [
-        (label if times[label] == 1 else _ends(group), group)
-        for label, group in zip(labels, alike.values(), strict=True)
-    ]
-
-
-def _starred(path: KeyPath) -> str:
-    return "".join("[*]" if _is_index(key) else jtu.keystr((key,)) for key in path)
-
-
-def _is_index(key: Any) -> bool:
-    return isinstance(key, jtu.SequenceKey) or (
-        isinstance(key, jtu.DictKey) and isinstance(key.key, int)
-    )
-
-
-def _common_name(rows: Sequence[Row]) -> str:
-    """The common name of the rows' leaves, with a star for each index that differs."""
-    levels = zip(*(row.leaf.path for row in rows), strict=True)
-    return (
-        "".join(
-            _starred(keys[:1]) if len(set(keys)) > 1 else jtu.keystr(keys[:1]) for keys in levels
-        )
-        or "the array"
-    )
-
-
-def _ends(rows: Sequence[Row]) -> str:
-    first, last = name_of(rows[0].leaf.path), name_of(rows[-1].leaf.path)
-    return first if len(rows) == 1 else f"{first} ... {last}"
-
-
-def _whereabouts(sharding: Sharding) -> AbstractMesh | frozenset[Any]:
-    mesh = getattr(sharding, "mesh", None)
-    return mesh if isinstance(mesh, AbstractMesh) else frozenset(sharding.device_set)

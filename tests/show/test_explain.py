@@ -11,13 +11,7 @@ import models
 import numpy as np
 import pytest
 from jax.experimental.layout import Format, Layout
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    NamedSharding,
-    PartitionSpec as P,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib.rules import by_axes, by_path, fsdp, like, replicated, where_even
@@ -95,7 +89,7 @@ class TestRows:
             tree, {"a": device, "b": None, "c": host, "d": format, "e": None}
         )
         found = rows(explanation)
-        assert found["['a']"].spec == str(SingleDeviceSharding(device))
+        assert found["['a']"].spec == "cpu 3"
         assert (found["['b']"].spec, found["['b']"].why, found["['b']"].devices) == (
             "left alone",
             "",

@@ -1,0 +1,63 @@
+"""What a notebook shows of a report: the collectives with what they send, and the memory."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .._show import bar, html
+from .memory import ProgramMemory
+from .text import readable
+
+_NUMBERS = ("times", "bytes", "sent")
+
+
+class Sent(NamedTuple):
+    """A line of the table of collectives, and the bytes that a device sends for it in a call."""
+
+    cells: Sequence[str]
+    nbytes: int
+
+
+def report_page(
+    title: str,
+    notes: Sequence[str],
+    columns: Sequence[str],
+    rows: Sequence[Sent],
+    memory: ProgramMemory | None,
+) -> str:
+    parts = [html.tag("p", title, class_="strong")]
+    parts += [html.tag("p", note.strip(), class_="faint") for note in notes]
+    parts += [_collectives(columns, rows)] if rows else []
+    parts += _memory(memory) if memory is not None else []
+    return str(html.page(*parts))
+
+
+def _collectives(columns: Sequence[str], rows: Sequence[Sent]) -> html.Html:
+    # First what heads a line where there are no columns.
+    header = (*_heading_first(columns), "share")
+    most = max(row.nbytes for row in rows) or 1
+    bars = [bar(row.nbytes / most, f"{readable(row.nbytes)} in a call") for row in rows]
+    body = [(*_heading_first(row.cells), bars[i]) for i, row in enumerate(rows)]
+    numbers = [i for i, name in enumerate(header) if name in _NUMBERS]
+    hover = [
+        "\n".join(f"{name}: {text}" for name, text in zip(columns, row.cells, strict=True) if text)
+        for row in rows
+    ]
+    return html.table(header, body, numbers=numbers, hover=hover)
+
+
+def _heading_first(cells: Sequence[str]) -> list[str]:
+    times, kind, *others = cells
+    return [kind, times, *others]
+
+
+def _memory(memory: ProgramMemory) -> list[html.Html]:
+    held = memory.held()
+    most = max(held.values(), default=1)
+    body = [(name, readable(size), bar(size / most, readable(size))) for name, size in held.items()]
+    parts = [html.table(("each device holds", "bytes", ""), body, numbers=[1])]
+    heading, found = memory.at_the_peak()
+    rows = [(arrays, nbytes, *made_by) for nbytes, arrays, *made_by in found]
+    if rows:
+        parts.append(html.tag("p", heading, class_="faint"))
+        parts.append(html.table(("arrays", "bytes", "primitive", "line"), rows, numbers=[1]))
+    return parts

@@ -1,0 +1,116 @@
+"""What a notebook shows of `show` and `explain`: totals, pictures and a table."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Sharding
+
+from .drawing import directions, processes, sums
+from .fold import fold
+from .html import Html, page, table, tag
+from .loads import load_groups
+from .meshes import Meshes
+from .parts import cut_of
+from .pictures import array_grids, bar, device_grids
+from .rows import Row, meaning, show_place, sizes
+from .text import count, show_bytes, show_devices
+
+# How many paths are listed over a device, and how many pictures and loads are drawn.
+_PATHS, _FIGURES, _LOADS = 6, 12, 12
+# From how many devices on fewer paths are listed, as each device has them.
+_LARGE = 64
+
+
+def overview_page(
+    notes: Sequence[str],
+    rows: Sequence[Row],
+    header: Sequence[str],
+    body: Sequence[Sequence[str]],
+    loads: Mapping[Any, int],
+    meshes: Meshes,
+) -> str:
+    """A page with `notes`, pictures of where `rows` are, `loads` as bars, and a table."""
+    numbers = [i for i, name in enumerate(header) if name in ("bytes", "per device", "received")]
+    hover = [f"{cells[0]}\n{', '.join(cells[i] for i in numbers if cells[i])}" for cells in body]
+    listed = [table(header, body, numbers=numbers, hover=hover)] if body else []
+    first, *others = notes
+    return str(
+        page(
+            tag("p", first, class_="strong"),
+            *(tag("p", note, class_="faint") for note in others),
+            *_figures(rows, meshes),
+            *_loads(loads),
+            *listed,
+        )
+    )
+
+
+def _figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
+    figures = [*_array_figure(rows), *_mesh_figures(rows, meshes)]
+    pictures = [tag("div", *figures, class_="figures")] if figures else []
+    if any(row.devices > 1 for row in rows):
+        legend = "devices that hold the same part of an array have the same colour"
+        pictures.append(tag("p", legend, class_="faint"))
+    return pictures
+
+
+def _mesh_figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
+    """The devices of each distinct sharding, that of most bytes first."""
+    groups: dict[Hashable, tuple[Sharding, list[Row]]] = {}
+    for row in rows:
+        if (place := row.drawn_at) is not None:
+            groups.setdefault(meaning(place), (place, []))[1].append(row)
+    ordered = sorted(groups.values(), key=lambda group: -sum(row.nbytes for row in group[1]))
+    figures = [_mesh_figure(place, of, meshes) for place, of in ordered[:_FIGURES]]
+    left = len(ordered) - _FIGURES
+    return figures + [tag("p", f"and {count(left, 'more sharding')}")] * (left > 0)
+
+
+def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
+    # Of the largest array: others may have a dimension of size 0.
+    shape = max(rows, key=lambda row: row.nbytes).leaf.shape
+    lines = [f"{label}: {sizes(group)[1]}" for label, group in fold(rows)]
+    shown = _PATHS if place.num_devices <= _LARGE else 3
+    left = len(lines) - shown
+    held = "\n".join([*lines[:shown], *[f"and {left} more"] * (left > 0)])
+    each = show_bytes(sum(row.bytes_per_device for row in rows))
+    title = tag("div", show_place(place) + meshes.suffix(place), class_="strong")
+    where = " on each device" if place.num_devices > 1 else ""
+    about = tag("div", f"{count(len(rows), 'array')}, {each}{where}", class_="faint")
+    return _figure([title, about], device_grids(place, shape, held))
+
+
+def _array_figure(rows: Sequence[Row]) -> list[Html]:
+    """Of a single array, which device holds which part."""
+    place = place_of_single(rows)
+    if place is None:
+        return []
+    shape, nbytes = rows[0].leaf.shape, rows[0].bytes_per_device
+    cut = cut_of(place, shape)
+    title = tag("div", "Which device holds which part", class_="strong")
+    notes = [directions(cut), *sums(place), *processes(cut)]
+    about = [tag("div", note, class_="faint") for note in notes]
+    return [_figure([title, *about], array_grids(place, shape, nbytes))]
+
+
+def _figure(caption: Sequence[Html], grids: Sequence[Html]) -> Html:
+    # Not <figure>, for which sites have rules of their own.
+    panels = tag("div", *grids, class_="panels")
+    return tag("div", tag("div", *caption, class_="caption"), panels, class_="figure")
+
+
+def place_of_single(rows: Sequence[Row]) -> Sharding | None:
+    """The place of an array that is the whole tree, if it can be drawn."""
+    return rows[0].drawn_at if len(rows) == 1 and not rows[0].path else None
+
+
+def _loads(loads: Mapping[Any, int]) -> list[Html]:
+    groups = load_groups(loads)
+    if not groups:
+        return []
+    most = groups[0][0]
+    body = [
+        (show_devices(devices), show_bytes(nbytes), bar(nbytes / most, show_bytes(nbytes)))
+        for nbytes, devices in groups[:_LOADS]
+    ]
+    return [table(("devices", "bytes each", ""), body, numbers=[1])]

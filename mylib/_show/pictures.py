@@ -1,0 +1,166 @@
+"""Pictures of meshes, of arrays and of sizes, as SVG."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import NamedSharding, Sharding
+
+from .._placement import AnyMesh
+from .drawing import panel_title, shortened
+from .html import Html, joined, tag
+from .parts import Cut, Part, Shape, cut_of, devices_of, show_part, show_span
+from .text import number_of, show_bytes, show_device, show_devices, show_numbers
+
+# Of a grid, how many rows, columns and panels are drawn; and devices of a mesh of one axis a line.
+_ROWS, _COLUMNS, _PANELS, _LINE = 16, 16, 8, 8
+# How many colours can be told from each other by their hue.
+_HUES = 12
+_WIDTH, _HEIGHT, _LETTER = 30, 26, 6.5
+
+
+class Cell(NamedTuple):
+    """A cell of a grid: its text, the text over it, and its colour."""
+
+    text: str
+    hover: str
+    fill: str
+
+
+class Grid(NamedTuple):
+    """A grid with the names of its rows and columns. Cells that are left out are None."""
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    cells: Sequence[Sequence[Cell | None]]
+
+
+def draw_grid(grid: Grid) -> Html:
+    """A grid as SVG."""
+    texts = [cell.text for line in grid.cells for cell in line if cell is not None]
+    width = max(_WIDTH, *(_LETTER * len(text) + 6 for text in [*grid.columns, *texts]))
+    left = max((_LETTER * len(name) + 8 for name in grid.rows if name), default=1)
+    top = 18 if any(grid.columns) else 1
+    x, y = left + width * len(grid.columns) + 1, top + _HEIGHT * len(grid.rows) + 1
+    heads = [
+        _text(name, left + width * (i + 0.5), 12, "label", "middle")
+        for i, name in enumerate(grid.columns)
+    ]
+    heads += [
+        _text(name, left - 6, top + _HEIGHT * (i + 0.5) + 4, "label", "end")
+        for i, name in enumerate(grid.rows)
+    ]
+    cells = [
+        _draw_cell(cell, left + width * j, top + _HEIGHT * i, width)
+        for i, line in enumerate(grid.cells)
+        for j, cell in enumerate(line)
+    ]
+    picture = tag(
+        "svg", *heads, *cells, viewBox=f"0 0 {x:g} {y:g}", width=f"{x:g}", height=f"{y:g}",
+        role="img",
+    )  # fmt: skip
+    return tag("div", tag("div", grid.title, class_="faint"), picture) if grid.title else picture
+
+
+def _draw_cell(cell: Cell | None, x: float, y: float, width: float) -> Html:
+    if cell is None:
+        return _text("…", x + width / 2, y + _HEIGHT / 2 + 4, "label", "middle")
+    box = tag(
+        "rect", tag("title", cell.hover), x=f"{x:g}", y=f"{y:g}", width=f"{width:g}",
+        height=_HEIGHT, fill=cell.fill,
+    )  # fmt: skip
+    return joined([box, _text(cell.text, x + width / 2, y + _HEIGHT / 2 + 4, "name", "middle")])
+
+
+def _text(text: str, x: float, y: float, class_: str, anchor: str) -> Html:
+    return tag("text", text, x=f"{x:g}", y=f"{y:g}", class_=class_, text_anchor=anchor)
+
+
+def fill_of(number: int, parts: int) -> str:
+    """A light colour, on which text is black. Neighbours among many parts differ in lightness."""
+    lightness = 72 if parts > _HUES and number % 2 else 82
+    return f"hsl({(210 + 300 * number // parts) % 360},70%,{lightness}%)"
+
+
+def bar(share: float, hover: str) -> Html:
+    """A bar that is filled to a share."""
+    size = {"width": f"{160 * share:.4g}", "height": 12}
+    filled = tag("rect", tag("title", hover), x=0, y=0, fill=fill_of(0, 1), **size)
+    track = tag("rect", x=0, y=0, width=160, height=12, class_="track")
+    return tag("svg", track, filled, viewBox="0 0 160 12", width=160, height=12, role="img")
+
+
+def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
+    """The devices of a sharding as its mesh arranges them. Those that hold the same part of an
+    array of this shape have the same colour. `held` says what they hold.
+    """
+    cut = cut_of(place, shape)
+
+    def cell(device: Any) -> Cell:
+        number, process = cut.number(cut.parts[device]), getattr(device, "process_index", 0)
+        where = f"{show_device(device)}, process {process}"
+        what = f"{where}\npart {number + 1} of {len(cut.holders)} of each array\n{held}"
+        return Cell(str(number_of(device)), what, fill_of(number, len(cut.holders)))
+
+    names = place.mesh.axis_names if isinstance(place, NamedSharding) else ()
+    if isinstance(place, NamedSharding) and len(names) > 1:
+        return _drawn(_mesh_grids(place.mesh, cell))
+    title = "".join(f"{name} →" for name in names)
+    devices = list(cut.parts)
+    lines = [devices[i : i + _LINE] for i in range(0, len(devices), _LINE)]
+    shown = [None if line is ... else line for line in shortened(lines, _ROWS)]
+    cells = [[cell(device) for device in line] if line else [None] for line in shown]
+    return [draw_grid(Grid(title, [""] * len(cells), [""] * len(cells[0]), cells))]
+
+
+def _drawn(grids: Iterator[Grid]) -> list[Html]:
+    """The first grids as SVG, and how many there are besides."""
+    drawn = [draw_grid(grid) for grid in itertools.islice(grids, _PANELS)]
+    left = sum(1 for _ in grids)
+    return [*drawn, tag("p", f"and {left} more like these", class_="faint")] if left else drawn
+
+
+def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> Iterator[Grid]:
+    *outer, (down, height), (across, width) = mesh.shape.items()
+    panels = list(itertools.product(*(range(size) for _, size in outer)))
+    at = dict(
+        zip(itertools.product(panels, range(height), range(width)), devices_of(mesh), strict=True)
+    )
+    rows, columns = shortened([*range(height)], _ROWS), shortened([*range(width)], _COLUMNS)
+    for panel in panels:
+        cells = [[None if ... in (i, j) else cell(at[panel, i, j]) for j in columns] for i in rows]
+        names = [f"{name}={i}" for (name, _), i in zip(outer, panel, strict=True)]
+        title = ", ".join([*names, f"{down} ↓ {across} →"])
+        yield Grid(title, [""] * len(rows), [""] * len(columns), cells)
+
+
+def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
+    """The parts of an array, with the devices that hold them."""
+    cut = cut_of(place, shape)
+
+    def cell(part: Part) -> Cell:
+        holders = cut.holders[part]
+        hover = f"array{show_part(part, shape)}\n{show_bytes(nbytes)} on {show_devices(holders)}"
+        return Cell(show_numbers(holders), hover, fill_of(cut.number(part), len(cut.holders)))
+
+    return _drawn(_array_grid(cut, panel, shape, cell) for panel in cut.all_panels())
+
+
+def _array_grid(cut: Cut, panel: Part, shape: Shape, cell: Callable[[Part], Cell]) -> Grid:
+    rows = shortened(cut.along(cut.down), _ROWS)
+    columns = shortened(cut.along(cut.across), _LINE)
+    cells = [
+        [None if ... in (row, column) else cell(cut.cell(panel, row, column)) for column in columns]
+        for row in rows
+    ]
+    heads = [_name(column, cut.across, shape) for column in columns]
+    return Grid(
+        panel_title(cut, panel), [_name(row, cut.down, shape) for row in rows], heads, cells
+    )
+
+
+def _name(span: Any, dim: int | None, shape: Shape) -> str:
+    if span is ...:
+        return "…"
+    return "" if dim is None else show_span(span, shape[dim])

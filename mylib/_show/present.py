@@ -1,0 +1,69 @@
+"""Where the leaves of a tree are at present."""
+
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AxisType, Sharding
+
+from .._placement import World
+from .._tree import Kind, Leaf, Leaves, name_of
+from .rows import (
+    ABSTRACT,
+    COMMITTED,
+    DELETED,
+    NUMPY,
+    TRACED,
+    UNCOMMITTED,
+    Row,
+    grounded,
+)
+
+
+def present_rows(leaves: Leaves, world: World) -> tuple[Row, ...]:
+    """A row for each array leaf."""
+    rows: list[Row] = []
+    for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True)):
+        known = current_place(x, kind)
+        place = None if known is None else grounded(known, world)
+        state = _state_of(x, kind)
+        why = f"traced as {jax.typeof(x)}" if state == TRACED else state
+        # The dtype that it has: JAX will hold NumPy's 64 bits as 32.
+        leaf = Leaf(leaves.paths[i], tuple(x.shape), x.dtype, None, leaves.walker)
+        rows.append(Row(leaf, place, place, why, False, state))
+    return tuple(rows)
+
+
+def current_place(x: Any, kind: Kind) -> Sharding | None:
+    """The sharding of a leaf, if it is known."""
+    if kind is Kind.TRACED:
+        return _place_of_type(jax.typeof(x))
+    return getattr(x, "sharding", None) if kind in (Kind.DEVICE, Kind.ABSTRACT) else None
+
+
+def _place_of_type(aval: Any) -> Sharding | None:
+    """A type has a sharding only over Explicit axes. The compiler chooses for Auto axes, and over
+    Manual ones (`shard_map`) the array is split already.
+    """
+    mesh = aval.sharding.mesh
+    explicit = not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
+    return aval.sharding if explicit else None
+
+
+def _state_of(x: Any, kind: Kind) -> str:
+    if kind is not Kind.DEVICE:
+        return {Kind.HOST: NUMPY, Kind.ABSTRACT: ABSTRACT, Kind.TRACED: TRACED}[kind]
+    if x.is_deleted():
+        return DELETED
+    return COMMITTED if getattr(x, "committed", False) else UNCOMMITTED
+
+
+def static_leaves(leaves: Leaves) -> dict[str, str]:
+    """The static leaves: the type of each by its path."""
+    arrays = set(leaves.positions)
+    with_paths, _ = jtu.tree_flatten_with_path(leaves.tree)
+    return {
+        name_of(path) if path else "the tree": type(x).__name__
+        for i, (path, x) in enumerate(with_paths)
+        if i not in arrays
+    }

@@ -1,0 +1,120 @@
+"""Sizes, counts, devices and tables as text, in colour where the terminal has it."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Any
+
+# Escape codes of terminals.
+BOLD, DIM, RED, GREEN, YELLOW, BLUE = "1", "2", "31", "32", "33", "34"
+# Light backgrounds under black text, as any theme of a terminal shows them.
+_PASTELS = tuple(f"30;48;5;{code}" for code in (153, 223, 157, 218, 229, 183, 159, 216, 193, 225))
+# How many runs of numbers are written.
+_RUNS = 8
+
+
+def show_bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def number_of(device: Any) -> int:
+    """The number of a device. Those of an abstract mesh are numbers themselves."""
+    return device if isinstance(device, int) else device.id
+
+
+def platform_of(device: Any) -> str:
+    return "device" if isinstance(device, int) else device.platform
+
+
+def show_numbers(devices: Iterable[Any]) -> str:
+    """The numbers of devices: `0-3, 6`."""
+    numbers = sorted(map(number_of, devices))
+    # Consecutive numbers differ by as much as their positions.
+    runs = [
+        [number for _, number in run]
+        for _, run in groupby(enumerate(numbers), lambda x: x[1] - x[0])
+    ]
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    if len(texts) <= _RUNS:
+        return ", ".join(texts)
+    return f"{', '.join(texts[:2])}, ..., {texts[-1]} ({len(numbers)} devices)"
+
+
+def show_devices(devices: Iterable[Any]) -> str:
+    """Devices by platform: `cpu 0-7`. What is text stays as it is."""
+    of_platform: dict[str, list[Any]] = {}
+    texts: list[str] = []
+    for device in devices:
+        if isinstance(device, str):
+            texts.append(device)
+        else:
+            of_platform.setdefault(platform_of(device), []).append(device)
+    texts += [f"{name} {show_numbers(of)}" for name, of in of_platform.items()]
+    return ", ".join(texts)
+
+
+def show_device(device: Any) -> str:
+    return show_devices([device])
+
+
+Paint = Callable[[str, str], str]
+
+
+def plain(text: str, code: str) -> str:
+    return text
+
+
+def coloured(text: str, code: str) -> str:
+    return f"\x1b[{code}m{text}\x1b[0m" if code else text
+
+
+def paint_for_stdout() -> Paint:
+    """Colours text if the standard output is a terminal that has colours, and `NO_COLOR` isn't set
+    (https://no-color.org).
+    """
+    terminal = sys.stdout is not None and sys.stdout.isatty()
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return coloured if terminal and wanted else plain
+
+
+_ASCII = str.maketrans("┌┬┐├┼┤└┴┘│─█…", "+++++++++|-#~")
+
+
+def for_stdout(lines: Iterable[str]) -> str:
+    """Lines as one text, without box characters if the standard output has none."""
+    text = "\n".join(lines)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(_ASCII)
+    return text
+
+
+def pastel(number: int) -> str:
+    return _PASTELS[number % len(_PASTELS)]
+
+
+def columns(
+    table: Sequence[Sequence[str]],
+    paint: Paint = plain,
+    code_of: Callable[[int, int], str] = lambda row, column: "",
+) -> list[str]:
+    """A table's lines, with columns of equal width. `code_of(row, column)` is a cell's colour."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines: list[str] = []
+    for i, cells in enumerate(table):
+        last = max((j for j, cell in enumerate(cells) if cell), default=0)
+        padded = [cell.ljust(widths[j]) for j, cell in enumerate(cells[:last])]
+        texts = enumerate([*padded, cells[last]])
+        lines.append("  ".join(paint(text, code_of(i, j)) for j, text in texts))
+    return lines

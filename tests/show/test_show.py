@@ -1,0 +1,350 @@
+"""`show`: the table of a tree, what it says of leaves of every kind, and what has moved."""
+
+import io
+import re
+import sys
+from textwrap import dedent
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+
+import mylib
+from mylib.rules import fsdp
+
+MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def put(shape, spec, mesh=MESH, **options):
+    return jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec, **options))
+
+
+def abstract(shape, *sharding, dtype=jnp.float32):
+    place = NamedSharding(*sharding) if sharding else None
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+
+
+def says(shown, text):
+    """Whether something prints as this text, from the first letter to the last."""
+    assert str(shown) == repr(shown) == dedent(text).strip("\n")
+    return True
+
+
+def row_of(x):
+    (row,) = mylib.show(x).rows
+    return row
+
+
+class TestTable:
+    def test_a_model(self):
+        layers = [eqx.nn.Linear(8, 8, key=jax.random.key(i)) for i in range(3)]
+        sharded = mylib.filter_shard(layers, fsdp("data", min_size=0), mesh=MESH)
+        tree = {"host": np.ones(3), "layers": sharded, "scale": jnp.ones(8), "f": jax.nn.relu}
+        assert says(
+            mylib.show(tree),
+            """
+            array                 shape   dtype    spec         state        bytes      per device
+            ['host']              (3,)    float64  host memory  NumPy        24 B
+            ['layers'][*].weight  (8, 8)  float32  P('data')    committed    3 x 256 B  3 x 64 B
+            ['layers'][*].bias    (8,)    float32  P('data')    committed    3 x 32 B   3 x 8 B
+            ['scale']             (8,)    float32  cpu 0        uncommitted  32 B       32 B
+
+            8 arrays, 920 B; on 8 devices, 248 B on the most loaded one (cpu 0) and 216 B on the least
+            mesh ('data': 4, 'model': 2), Auto axes: cpu 0-7
+            not arrays: ['f'] (custom_jvp)
+            devices by bytes:
+                 248 B  ████████████████████████  cpu 0
+                 216 B  █████████████████████     cpu 1-7
+            """,  # noqa: E501
+        )
+
+    def test_several_meshes_have_numbers(self):
+        tree = {"a": put(8, P("data")), "b": put(8, P("data"), EXPLICIT)}
+        assert says(
+            mylib.show(tree),
+            """
+            array  shape  dtype    spec                 state      bytes  per device
+            ['a']  (8,)   float32  P('data') on mesh 1  committed  32 B   8 B
+            ['b']  (8,)   float32  P('data') on mesh 2  committed  32 B   8 B
+
+            2 arrays, 64 B; 16 B on each of 8 devices
+            mesh 1 ('data': 4, 'model': 2), Auto axes: cpu 0-7
+            mesh 2 ('data': 4, 'model': 2), Explicit axes: cpu 0-7
+            """,
+        )
+
+    def test_layers_on_other_meshes_do_not_share_a_line(self):
+        lines = str(mylib.show([put(8, P("data")), put(8, P("data"), EXPLICIT)])).splitlines()
+        assert [line.split("  ")[0] for line in lines[1:3]] == ["[0]", "[1]"]
+
+    def test_a_thousand_devices(self):
+        mesh = AbstractMesh((128, 8), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        tree = [abstract((1024, 1024), mesh, P("data", "model"))] * 100
+        assert says(
+            mylib.show(tree),
+            """
+            array  shape         dtype    spec                state     bytes        per device
+            [*]    (1024, 1024)  float32  P('data', 'model')  abstract  100 x 4 MiB  100 x 4 KiB
+
+            100 arrays, 400 MiB; 400 KiB on each of 1024 devices
+            mesh ('data': 128, 'model': 8), Auto axes: device 0-1023
+            """,
+        )
+
+    def test_axes_of_several_types(self):
+        mixed = mylib.make_mesh(data=4, model=2, explicit="model")
+        told = str(mylib.show([abstract((8,), mixed, P("data"))]))
+        assert "mesh ('data': 4, 'model': 2), 'data' Auto, 'model' Explicit: cpu 0-7" in told
+
+    @pytest.mark.parametrize("tree", [{}, None, ()])
+    def test_nothing(self, tree):
+        assert says(mylib.show(tree), "0 arrays, 0 B")
+
+    def test_nothing_but_static_leaves(self):
+        assert says(
+            mylib.show([len, "text", 3, np.array(["a"])]),
+            """
+            0 arrays, 0 B
+            not arrays: [0] (builtin_function_or_method), [1] (str), [2] (int), [3] (ndarray)
+            """,
+        )
+        assert says(mylib.show("text"), "0 arrays, 0 B\nnot arrays: the tree (str)")
+        assert mylib.show({"a": 1, "b": jnp.ones(2)}).static == {"['a']": "int"}
+
+    def test_many_static_leaves_are_shortened(self):
+        told = str(mylib.show([["text", 1]] * 8 + [{str(i): 2.0 for i in range(8)}]))
+        assert "not arrays: [0..7][0] (str), [0..7][1] (int), [8]['0'] (float)" in told
+        assert told.endswith("and 5 more")
+
+    def test_what_programs_read(self):
+        overview = mylib.show({"a": put((8, 4), P("data")), "b": np.ones(2, np.float32)})
+        assert overview.nbytes == 136
+        assert overview.bytes_by_device == dict.fromkeys(jax.devices(), 32)
+        assert overview.most_loaded == (jax.devices()[0], 32)
+        row = overview.rows[0]
+        assert row.target == row.place == NamedSharding(MESH, P("data"))
+        assert (row.spec, row.state, row.why, row.faulty) == (
+            "P('data')",
+            "committed",
+            "committed",
+            False,
+        )
+
+    def test_explain_without_a_placement(self):
+        tree = {"a": put((8, 4), P("data")), "b": np.ones(2, np.float32)}
+        assert mylib.explain(tree).rows == mylib.show(tree).rows
+        assert says(
+            mylib.explain(tree),
+            """
+            array  shape   dtype    spec         bytes  per device  why
+            ['a']  (8, 4)  float32  P('data')    128 B  32 B        committed
+            ['b']  (2,)    float32  host memory  8 B                NumPy
+
+            2 arrays, 136 B; 32 B on each of 8 devices
+            """,
+        )
+
+
+class TestLeaves:
+    @pytest.mark.parametrize(
+        ("x", "spec", "state", "nbytes", "per_device"),
+        [
+            (np.ones(3), "host memory", "NumPy", 24, 0),
+            (np.float32(1), "host memory", "NumPy", 4, 0),
+            (jnp.ones(3), "cpu 0", "uncommitted", 12, 12),
+            (jax.device_put(jnp.ones(3), jax.devices()[2]), "cpu 2", "committed", 12, 12),
+            (put((8, 4), P(None, "model")), "P(None, 'model')", "committed", 128, 64),
+            (put((0, 4), P("data")), "P('data')", "committed", 0, 0),
+            (put((8,), P("data"), memory_kind="pinned_host"), "P('data') in pinned_host",
+             "committed", 32, 8),
+            (jax.random.key(0), "cpu 0", "uncommitted", 8, 8),
+            (jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(MESH, P("data"))),
+             "P('data')", "committed", 64, 16),
+            (abstract((3, 4), dtype=jnp.int8), "no sharding", "abstract", 12, 0),
+            (abstract((6,), MESH, P("data")), "P('data')", "abstract", 24, 8),
+            (abstract(jax.export.symbolic_shape("b, 4")), "no sharding", "abstract", 0, 0),
+        ],
+    )  # fmt: skip
+    def test_kinds(self, x, spec, state, nbytes, per_device):
+        row = row_of({"x": x})
+        assert (row.spec, row.state) == (spec, state)
+        assert (row.nbytes, row.bytes_per_device) == (nbytes, per_device)
+        assert spec in str(mylib.show(x)) and state in str(mylib.show([x]))
+
+    def test_a_deleted_array_takes_no_memory(self):
+        x = put(8, P("data"))
+        x.delete()
+        assert says(
+            mylib.show([x]),
+            """
+            array  shape  dtype    spec       state    bytes  per device
+            [0]    (8,)   float32  P('data')  deleted  0 B    0 B
+
+            1 array, 0 B
+            mesh ('data': 4, 'model': 2), Auto axes: cpu 0-7
+            """,
+        )
+
+    def test_unreduced(self):
+        spec = P(None, unreduced={"data"})
+        ones = put((4, 8), P(None, "data"), EXPLICIT)
+        with jax.set_mesh(EXPLICIT):
+            x = jax.jit(lambda x, y: jnp.einsum("ij,j->i", x, y, out_sharding=spec))(
+                ones, put(8, P("data"), EXPLICIT)
+            )
+        told = str(mylib.show(x))
+        assert "P(None, unreduced={'data'" in told
+        assert "partial sums: the values are the sums of the copies over 'data'" in told
+
+    def test_a_ref(self):
+        assert mylib.show({"r": jax.new_ref(jnp.ones(3))}).static == {"['r']": "Ref"}
+
+    @pytest.mark.parametrize("mesh", [MESH, EXPLICIT])
+    def test_traced(self, mesh):
+        seen = []
+
+        @jax.jit
+        def inside(x):
+            seen.append(mylib.show({"x": x}))
+            return x
+
+        jax.eval_shape(inside, put((8, 4), P("data"), mesh))
+        (row,) = seen[0].rows
+        typed, spec, held = {
+            MESH: ("float32[8,4]", "as its type says", 0),
+            EXPLICIT: ("float32[8@data,4]", "P('data', None)", 32),
+        }[mesh]
+        assert (row.state, row.why) == ("traced", f"traced as {typed}")
+        assert (row.spec, row.bytes_per_device, row.nbytes) == (spec, held, 128)
+
+    def test_inside_shard_map(self):
+        def inside(x):
+            row = row_of(x)
+            assert (row.why, row.place) == ("traced as float32[2,4]{V:data}", None)
+            return x
+
+        mapped = jax.shard_map(inside, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+        jax.eval_shape(mapped, abstract((8, 4)))
+
+    def test_under_eager_transformations(self):
+        def told(x):
+            assert row_of(x).why == "traced as float32[4]"
+            return x.sum()
+
+        jax.grad(told)(jnp.ones(4))
+        jax.vmap(told)(jnp.ones((2, 4)))
+
+
+class TestMoves:
+    def test_what_has_moved(self):
+        before = {"b": jnp.ones(8), "host": np.ones(4, np.float32), "same": put(8, P())}
+        before |= {"mesh": put(8, P("data")), "old": jnp.ones(2), "size": jnp.ones(8)}
+        before |= {"w": put((8, 8), P("data"))}
+        after = {"b": put(8, P()), "host": put(4, P("data")), "same": before["same"]}
+        after |= {"mesh": put(8, P("data"), EXPLICIT), "new": jnp.ones(2), "size": jnp.ones(4)}
+        after |= {"w": put((8, 8), P("model", "data"))}
+        assert says(
+            mylib.show(before, after),
+            """
+            array     shape   dtype    before               after                         what              received
+            ['b']     (8,)    float32  cpu 0                P() on mesh 1                 moved             224 B
+            ['host']  (4,)    float32  host memory          P('data') on mesh 1           moved             32 B
+            ['mesh']  (8,)    float32  P('data') on mesh 1  P('data') on mesh 2           another sharding
+            ['new']   (2,)    float32                       cpu 0                         new
+            ['same']  (8,)    float32  P() on mesh 1        P() on mesh 1
+            ['size']  (4,)    float32  cpu 0                cpu 0                         was float32 (8,)
+            ['w']     (8, 8)  float32  P('data') on mesh 1  P('model', 'data') on mesh 1  moved             192 B
+            ['old']   (2,)    float32  cpu 0                                              gone
+
+            3 of 8 arrays moved; 448 B received, at most 68 B by one (cpu 1)
+            mesh 1 ('data': 4, 'model': 2), Auto axes: cpu 0-7
+            mesh 2 ('data': 4, 'model': 2), Explicit axes: cpu 0-7
+            """,  # noqa: E501
+        )
+
+    @pytest.mark.parametrize(
+        ("before", "after", "what", "received"),
+        [
+            (put(8, P("data")), put(8, P("data")), "", {}),
+            (put(8, P("data")), put(8, P(("data",))), "", {}),
+            (jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[0]), "now committed", {}),
+            (jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[1]), "moved", {1: 8}),
+            (put(8, P("data")), np.ones(8, np.float32), "moved", {"host memory": 32}),
+            (put(8, P()), put(8, P(), memory_kind="pinned_host"), "moved",
+             dict.fromkeys(range(8), 32)),
+            (put((4, 2), P("data")), put((4, 2), P(None, "model")), "moved",
+             dict.fromkeys(range(8), 12)),
+            (abstract((8,)), put(8, P()), "unknown", None),
+        ],
+    )  # fmt: skip
+    def test_what_is_received(self, before, after, what, received):
+        (move,) = mylib.show({"x": before}, {"x": after}).moves
+        assert move.what == what
+        got = move.received
+        assert received == (got and {getattr(d, "id", d): nbytes for d, nbytes in got.items()})
+        assert move.nbytes == sum((received or {}).values())
+
+    def test_donated(self):
+        before = put(8, P("data"))
+        after = put(8, P())
+        before.delete()
+        (move,) = mylib.show(before, after).moves
+        assert (move.what, move.nbytes) == ("moved", 8 * 24)
+        (move,) = mylib.show(after, before).moves
+        assert (move.what, move.nbytes) == ("deleted", 0)
+
+    def test_nothing(self):
+        assert says(mylib.show({}, {}), "0 of 0 arrays moved")
+        assert mylib.show({}, {}).bytes_by_device == {}
+
+    def test_layers_share_a_line(self):
+        before = [put((8, 8), P("data"))] * 3
+        changes = mylib.show(before, [put((8, 8), P())] * 3)
+        assert "[*]    (8, 8)  float32  P('data')  P()    moved  3 x 1.5 KiB" in str(changes)
+        assert changes.bytes_by_device == dict.fromkeys(jax.devices(), 3 * 192)
+
+
+class TestColour:
+    @pytest.fixture
+    def terminal(self, monkeypatch):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setenv("TERM", "xterm-256color")
+        monkeypatch.delenv("NO_COLOR", raising=False)
+
+    def test_in_a_terminal(self, terminal):
+        tree = {"a": put(8, P("data")), "b": jnp.ones(8)}
+        for shown in (mylib.show(tree), mylib.show(tree["a"]), mylib.explain(tree, P(), MESH)):
+            assert "\x1b[" in str(shown)
+        assert "\x1b[32mcommitted" in str(mylib.show(tree))
+        moved = mylib.show(tree, tree | {"b": put(8, P())})
+        assert "\x1b[33mmoved" in str(moved) and "\x1b[" in str(mylib.show(tree))
+
+    @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
+    def test_where_it_is_not_wanted(self, terminal, monkeypatch, name, value):
+        monkeypatch.setenv(name, value)
+        assert "\x1b" not in str(mylib.show(jnp.ones(8)))
+
+    def test_an_output_without_box_characters(self, monkeypatch):
+        """As when the output goes into a file on Windows."""
+        latin = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+        monkeypatch.setattr(sys, "stdout", latin)
+        print(mylib.show(put(8, P("data"))))
+        print(mylib.show({"a": put(8, P("data")), "b": jnp.ones(8)}))
+        latin.flush()
+        assert "| 0, 1 | 2, 3 |" in latin.buffer.getvalue().decode("cp1252")
+
+    def test_elsewhere(self, monkeypatch):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: False, raising=False)
+        assert "\x1b" not in str(mylib.show(put(8, P("data"))))
+
+    def test_the_text_is_the_same(self, terminal, monkeypatch):
+        tree = {"a": put(8, P("data")), "b": jnp.ones(8)}
+        shown = [mylib.show(tree), mylib.show(tree["a"]), mylib.show(tree, {})]
+        coloured = [re.sub(r"\x1b\[[0-9;]*m", "", str(x)) for x in shown]
+        monkeypatch.setenv("NO_COLOR", "1")
+        trimmed = ["\n".join(map(str.rstrip, str(x).splitlines())) for x in shown]
+        assert ["\n".join(map(str.rstrip, x.splitlines())) for x in coloured] == trimmed
