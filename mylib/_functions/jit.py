@@ -132,8 +132,7 @@ def filter_jit(
     !!! Example
 
         ```python
-        auto = (jax.sharding.AxisType.Auto,)
-        mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+        mesh = mylib.make_mesh(data=8)
         fsdp = mylib.rules.fsdp("data")
         make = mylib.filter_jit(eqx.nn.MLP, out_shardings=fsdp, mesh=mesh)
         model = make(64, 64, 512, 1, key=jax.random.key(0))

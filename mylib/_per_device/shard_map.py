@@ -124,7 +124,7 @@ def filter_shard_map(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
 
         @mylib.filter_shard_map(mesh=mesh, in_specs={"x": P("data")}, out_specs=P())
         def mean(model, x):

@@ -83,7 +83,7 @@ def resolve(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         targets = mylib.resolve({"x": jnp.zeros((16, 3)), "name": "x"}, P("data"), mesh=mesh)
         assert targets == {"x": NamedSharding(mesh, P("data")), "name": None}
         ```
