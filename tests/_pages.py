@@ -6,6 +6,8 @@
 Needs nothing but Python: `.ci/run` asks it for the commands before anything is installed.
 """
 
+import contextlib
+import io
 import re
 import sys
 import textwrap
@@ -24,7 +26,8 @@ _FENCE = re.compile(
 )
 # At the end of what stands in front of a block.
 _NOTE = re.compile(
-    r"<!--\s*(?P<kind>not run|command|test file):\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z", re.DOTALL
+    r"<!--\s*(?P<kind>not run|command|test file|printed):?\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z",
+    re.DOTALL,
 )
 
 
@@ -35,6 +38,7 @@ class Block(NamedTuple):
     not_run: str | None  # the reason that `<!-- not run: reason -->` gives in front of it
     command: str | None  # the name that `<!-- command: name -->` gives in front of it
     test_file: str | None  # the same of `<!-- test file: name -->`: pytest runs it
+    printed: bool  # `<!-- printed -->` stands in front: it is what the code above it prints
 
 
 def blocks(page: Path) -> list[Block]:
@@ -53,6 +57,7 @@ def blocks(page: Path) -> list[Block]:
                 not_run=said if kind == "not run" else None,
                 command=said if kind == "command" else None,
                 test_file=said if kind == "test file" else None,
+                printed=kind == "printed",
             )
         )
     return found
@@ -69,11 +74,20 @@ def run(page: Path) -> None:
     # A module of its own, as dataclasses look the names in their annotations up in `sys.modules`.
     module = types.ModuleType("page")
     sys.modules["page"] = module
+    said = ""
     for block in blocks(page):
+        if block.printed and _lines(block.text) != _lines(said):
+            raise AssertionError(f"{page}:{block.line}: the code above prints\n{said}")
         if block.language == "python" and block.not_run is None and block.test_file is None:
             # Moved down to where it stands in the page, so that tracebacks show its lines.
             source = "\n" * (block.line - 1) + block.text
-            exec(compile(source, str(page), "exec"), module.__dict__)
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                exec(compile(source, str(page), "exec"), module.__dict__)
+            said = out.getvalue()
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ if _NOT_RUN:  # an empty set of parameters would count as a skipped test
 
 def test_readme_has_its_example_and_both_commands():
     first = next(block for block in _pages.blocks(_pages.README) if block.language == "python")
-    assert "mylib.filter_shard" in first.text and first.not_run is None
+    assert "mylib.fully_shard" in first.text and first.not_run is None
 
     demo, test = _pages.command("demo"), _pages.command("test")
     assert demo.endswith("examples/train.py")
@@ -121,6 +121,16 @@ def test_a_note_is_about_the_next_block_only(tmp_path):
         "<!-- command: three -->\n```bash\n3\n```\n"
     )
     assert [block.command for block in _pages.blocks(page)] == ["one", None, "three"]
+
+
+def test_what_a_page_says_is_printed(tmp_path):
+    page = tmp_path / "page.md"
+    text = "```python\nprint('a  ')\n```\n<!-- printed -->\n```text\n{}\n```\n"
+    page.write_text(text.format("a"))
+    _pages.run(page)
+    page.write_text(text.format("b"))
+    with pytest.raises(AssertionError, match="page.md:6: the code above prints\na"):
+        _pages.run(page)
 
 
 def test_block_that_is_not_run_without_a_reason(tmp_path):
