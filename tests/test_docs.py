@@ -47,6 +47,30 @@ def test_test_files_of_the_pages(pytester, checkout_env, monkeypatch):
     assert tests >= 4
 
 
+_SCRIPTS = [
+    pytest.param(block, id=f"{_name(page)}:{block.line}") for page, block in _PYTHON if block.script
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", _SCRIPTS)
+def test_script_in_two_processes(block, tmp_path, checkout_env):
+    (tmp_path / block.script).write_text(block.text)
+    env = {k: v for k, v in checkout_env.items() if k not in ("XLA_FLAGS", "NPROC")}
+    launch = ["-m", "mylib.testing", "launch", "-n", "2", "--devices-per-process", "4"]
+    done = subprocess.run(
+        [sys.executable, *launch, block.script],
+        env=env,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("loss ") >= 5, done.stdout
+
+
 _NOT_RUN = [
     pytest.param(block.not_run, id=f"{_name(page)}:{block.line}")
     for page, block in _PYTHON
