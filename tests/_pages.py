@@ -26,7 +26,7 @@ _FENCE = re.compile(
 )
 # At the end of what stands in front of a block.
 _NOTE = re.compile(
-    r"<!--\s*(?P<kind>not run|command|test file|script|printed):?"
+    r"<!--\s*(?P<kind>not run|command|test file|script|output):"
     r"\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z",
     re.DOTALL,
 )
@@ -40,7 +40,7 @@ class Block(NamedTuple):
     command: str | None  # the name that `<!-- command: name -->` gives in front of it
     test_file: str | None  # the same of `<!-- test file: name -->`: pytest runs it
     script: str | None  # the same of `<!-- script: name -->`: started in two processes
-    printed: bool  # `<!-- printed -->` stands in front: it is what the code above it prints
+    is_output: bool = False  # after `<!-- output: ... -->`: what the Python block above prints
 
 
 def blocks(page: Path) -> list[Block]:
@@ -60,7 +60,7 @@ def blocks(page: Path) -> list[Block]:
                 command=said if kind == "command" else None,
                 test_file=said if kind == "test file" else None,
                 script=said if kind == "script" else None,
-                printed=kind == "printed",
+                is_output=kind == "output",
             )
         )
     return found
@@ -77,20 +77,17 @@ def run(page: Path) -> None:
     # A module of its own, as dataclasses look the names in their annotations up in `sys.modules`.
     module = types.ModuleType("page")
     sys.modules["page"] = module
-    said = ""
+    printed = ""
     for block in blocks(page):
-        if block.printed and _lines(block.text) != _lines(said):
-            raise AssertionError(f"{page}:{block.line}: the code above prints\n{said}")
+        if block.is_output and block.text != printed:
+            raise AssertionError(f"{page}, line {block.line}: what is printed is\n{printed}")
         if block.language == "python" and not (block.not_run or block.test_file or block.script):
             # Moved down to where it stands in the page, so that tracebacks show its lines.
             source = "\n" * (block.line - 1) + block.text
             with contextlib.redirect_stdout(io.StringIO()) as out:
                 exec(compile(source, str(page), "exec"), module.__dict__)
-            said = out.getvalue()
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.strip().splitlines()]
+            printed = out.getvalue()
+            print(printed, end="")
 
 
 if __name__ == "__main__":

@@ -149,11 +149,11 @@ def test_a_note_is_about_the_next_block_only(tmp_path):
 
 def test_what_a_page_says_is_printed(tmp_path):
     page = tmp_path / "page.md"
-    text = "```python\nprint('a  ')\n```\n<!-- printed -->\n```text\n{}\n```\n"
+    text = "```python\nprint('a')\n```\n<!-- output: of the block above -->\n```text\n{}\n```\n"
     page.write_text(text.format("a"))
     _pages.run(page)
     page.write_text(text.format("b"))
-    with pytest.raises(AssertionError, match="page.md:6: the code above prints\na"):
+    with pytest.raises(AssertionError, match="page.md, line 6: what is printed is\na"):
         _pages.run(page)
 
 
