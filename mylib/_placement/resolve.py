@@ -357,7 +357,7 @@ def _not_a_placement(entry: Any) -> tuple[str, str]:
     if entry is PASS:
         return (
             "the rule returns PASS for this leaf, and no other rule follows it",
-            "return a placement: None to leave the leaf alone, P() to replicate it",
+            "end the rule with `| replicated()`, or return None to leave the leaf alone",
         )
     if isinstance(entry, str):
         return "an axis name is not a placement", f"write PartitionSpec({entry!r})"
