@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -53,6 +52,7 @@ from ..machines import (
 from .advice import Advice, captured_by, code_of
 from .cache import Known
 from .key import Key
+from .notes import NUMBERED, add_note
 from .program import Program
 from .signature import Function, Inputs, about
 
@@ -239,6 +239,10 @@ class Jitted(Generic[P, T]):
             if not ran_on_a_description(error):
                 raise
             raise _not_here(self.recipe) from error
+        except Exception as error:
+            prepare = functools.partial(self.recipe.prepare, args, kwargs)
+            add_note(error, (args, kwargs), lambda own: prepare().prepared.named(own))
+            raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         """Lowers the function for these arguments, some or all of which may be
@@ -260,6 +264,9 @@ class Jitted(Generic[P, T]):
                     "io_callback), which JAX can't lower for GPUs that are not here. Leave the "
                     "callback out. equinox.error_if can stay: filter_jit makes it a result"
                 ) from error
+            raise
+        except Exception as error:
+            add_note(error, (args, kwargs), call.prepared.named)
             raise
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -322,10 +329,6 @@ class Lowered:
         return Compiled(self._jitted, self._prepared, compiled, self._arguments)
 
 
-# The names of arrays in the program, which takes two lists of them.
-_NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
-
-
 class Compiled:
     """A function compiled ahead of time; `compiled` is JAX's own object."""
 
@@ -356,15 +359,8 @@ class Compiled:
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
-        paths = self._prepared.names()
-        sides = {"kept": 0, "donated": self._prepared.donated_from or 0}
-
-        def name(own: str) -> str:
-            match = _NUMBERED.fullmatch(own)
-            return paths[sides[match[1]] + int(match[2])] if match else own
-
         mesh = self._prepared.recipe.mesh if mesh is None else mesh
-        return report_of(self.compiled, name, mesh=mesh, local=local)
+        return report_of(self.compiled, self._prepared.named, mesh=mesh, local=local)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = self._jitted.recipe.read(args, kwargs)
@@ -386,6 +382,9 @@ class Compiled:
             if not ran_on_a_description(error):
                 raise
             raise _not_here(self._prepared.recipe) from error
+        except Exception as error:
+            add_note(error, (args, kwargs), self._prepared.named)
+            raise
 
 
 def _not_here(recipe: "Recipe") -> NotHereError:
@@ -537,6 +536,13 @@ class Prepared:
         given, own = self.paths
         recipe = self.recipe
         return [*map(recipe.function.readable, given), *(recipe.name + path for path in own)]
+
+    def named(self, own: str) -> str:
+        """The caller's name of an array with this name in the program."""
+        if not (match := NUMBERED.fullmatch(own)):
+            return own
+        first = {"kept": 0, "donated": self.donated_from or 0}[match[1]]
+        return self.names()[first + int(match[2])]
 
     def targets(
         self, inputs: Inputs, leaves: Leaves, args: Any, kwargs: Any, world: World

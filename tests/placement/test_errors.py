@@ -495,7 +495,7 @@ class TestPrefixes:
             can't place 1 leaf:
               [0]
                 asked for: a prefix that has a leaf or node of type Linear here
-                but its static fields are not the tree's
+                but its in_features is 3, and the tree's is 2
                 instead: {self.mend}
             """,
             [layer],
