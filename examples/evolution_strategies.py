@@ -25,12 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import mylib
 
-MESH = jax.make_mesh((8,), ("population",), axis_types=(AxisType.Auto,))
+MESH = mylib.make_mesh(population=8)
 STEPS, SIZE, RATE = 30, 0.05, 0.02
 
 Data = tuple[Float[Array, "batch in"], Float[Array, "batch out"]]

@@ -27,7 +27,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import mylib
 from mylib.rules import fsdp
@@ -37,7 +37,7 @@ BATCH = 64
 OPTIM = optax.adamw(1e-2)
 
 # In each process, over the devices of all processes.
-mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+mesh = mylib.make_mesh(data=-1)
 
 
 def make(key: jax.Array) -> tuple[eqx.nn.MLP, optax.OptState]:

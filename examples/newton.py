@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 import mylib
 from mylib.loops import while_loop
 
-MESH = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+MESH = mylib.make_mesh(data=8)
 
 
 @mylib.filter_shard_map(mesh=MESH, in_specs=P("data"), out_specs=P("data"))

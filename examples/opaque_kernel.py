@@ -25,12 +25,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import mylib
 
-MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+MESH = mylib.make_mesh(data=4, model=2)
 
 Rows = Float[Array, "rows width"]
 Width = Float[Array, " width"]

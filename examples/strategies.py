@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 import mylib
@@ -142,14 +142,12 @@ def model_only(explanation: mylib.Explanation) -> mylib.Explanation:
 
 
 def main() -> None:
-    def mesh(*shape: int) -> Mesh:
-        devices = jax.devices()[: shape[0] * shape[1]]
-        return jax.make_mesh(shape, ("data", "model"), (AxisType.Auto,) * 2, devices=devices)
-
-    _, reference, _ = train(mesh(1, 1), replicated(), replicated())
+    one = mylib.make_mesh(data=1, model=1, devices=jax.devices()[:1])
+    several = mylib.make_mesh(data=4, model=2)
+    _, reference, _ = train(one, replicated(), replicated())
     summary = []
     for name, (kept, used) in STRATEGIES.items():
-        explanation, losses, seconds = train(mesh(4, 2), kept, used)
+        explanation, losses, seconds = train(several, kept, used)
         np.testing.assert_allclose(losses, reference, rtol=1e-3)
         assert explanation.most_loaded is not None
         print(f"\n{name}\n\n{model_only(explanation)}")

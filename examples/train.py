@@ -1,7 +1,7 @@
-"""Trains a model whose weights, optimiser state and batches are spread over 8 devices.
+"""Trains a model whose weights, optimiser state and batches are sharded over 8 devices.
 
-Prints where every array is, how much memory a device saves by it, and that the training is the same
-as on one device. The devices are simulated on the CPU, so this runs anywhere.
+Prints where every array is, what a step communicates, and that the training is the same as on one
+device. The devices are simulated on the CPU, so this runs anywhere.
 """
 
 import os
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
-from jaxtyping import Array, Float, PyTree
+from jax.sharding import Mesh, PartitionSpec as P
+from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 import mylib
 
@@ -26,8 +26,13 @@ DEVICES = 8
 STEPS = 10
 BATCH = 256
 
-# A rule: splits the largest dimension of an array that the devices divide evenly, or else copies.
-KEPT = mylib.rules.fsdp("data", min_size=0)
+# How weights, gradients and optimiser state are kept: this rule shards the largest dimension of an
+# array that the devices divide evenly, and replicates small arrays.
+KEPT = mylib.rules.fsdp("data")
+
+# A larger `eps` than usual: the tiniest gradients are rounding errors. Adam would blow them up, and
+# the two runs that are compared below would drift apart.
+OPTIMISER = optax.adamw(3e-4, eps=1e-5)
 
 
 def batches() -> list[tuple[np.ndarray, np.ndarray]]:
@@ -38,82 +43,65 @@ def batches() -> list[tuple[np.ndarray, np.ndarray]]:
     return [(x, np.tanh(x @ teacher)) for x in xs]
 
 
+def make(key: PRNGKeyArray) -> tuple[eqx.nn.MLP, optax.OptState]:
+    model = eqx.nn.MLP(64, 16, width_size=1024, depth=3, key=key)
+    return model, OPTIMISER.init(eqx.filter(model, eqx.is_array))
+
+
 def loss_fn(
     model: eqx.nn.MLP, x: Float[Array, "batch in"], y: Float[Array, "batch out"]
 ) -> Float[Array, ""]:
     # Each layer gathers its weights when it is called, and forgets them; its gradient comes back
-    # as the weights are kept.
+    # sharded as the weights are kept.
     model = mylib.fully_shard(model, eqx.nn.Linear, KEPT)
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-# A larger `eps` than usual: the tiniest gradients are rounding errors. Adam would blow them up, and
-# the two runs that are compared below would drift apart.
-OPTIMISER = optax.adamw(3e-4, eps=1e-5)
-
-
 # The old model and optimiser state are donated: the new ones take their memory. The batch comes
-# first and is not donated, as nothing that comes out could use its memory. What goes round the loop
-# comes out as it went in: otherwise the compiler chooses, and where it chooses differently the next
-# call compiles again.
-@mylib.filter_jit(out_shardings=(KEPT, KEPT, None), donate="all-except-first")
+# first and is not donated, as no result could use its memory. Model and state come out as they
+# went in: otherwise the compiler chooses, and if it chooses differently the next call compiles
+# again.
+@mylib.filter_jit(
+    in_shardings={"batch": P("data")},
+    out_shardings=(KEPT, KEPT, None),
+    donate="all-except-first",
+)
 def step(batch: PyTree, model: eqx.nn.MLP, state: optax.OptState) -> PyTree:
     loss, grads = eqx.filter_value_and_grad(loss_fn)(model, *batch)
     updates, state = OPTIMISER.update(grads, state, eqx.filter(model, eqx.is_array))
     return eqx.apply_updates(model, updates), state, loss
 
 
-class Trained(eqx.Module):
-    batch: PyTree
-    model: eqx.nn.MLP
-    optimiser: optax.OptState
-
-
-def train(mesh: Mesh) -> tuple[Trained, list[float]]:
+def train(mesh: Mesh) -> tuple[mylib.Explanation, list[float]]:
     with jax.set_mesh(mesh):
-        model = eqx.nn.MLP(64, 16, width_size=1024, depth=3, key=jax.random.key(0))
-        state = OPTIMISER.init(eqx.filter(model, eqx.is_array))
-        model, state = mylib.filter_shard((model, state), KEPT)
+        # Created sharded: no device ever holds the whole model.
+        model, state = mylib.filter_jit(make, out_shardings=KEPT)(jax.random.key(0))
         losses = []
-        for host_batch in batches():
-            batch = mylib.filter_shard(host_batch, P("data"))
+        for batch in batches():
             model, state, loss = step(batch, model, state)
             losses.append(float(loss))
-    return Trained(batch, model, state), losses
+        return mylib.explain((model, state), KEPT), losses
 
 
-def megabytes(arrays: list[Array], *, per_device: bool) -> float:
-    shapes = [x.sharding.shard_shape(x.shape) if per_device else x.shape for x in arrays]
-    return sum(np.prod(s) * x.dtype.itemsize for s, x in zip(shapes, arrays, strict=True)) / 1e6
-
-
-def show(tree: PyTree) -> None:
-    row = "{:<42} {:<13} {:<13} {:>9}"
-    print(row.format("array", "shape", "split over", "MB/device"))
-    for path, x in jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array)):
-        spec = ", ".join(str(axis) for axis in x.sharding.spec)
-        mb = megabytes([x], per_device=True)
-        print(row.format(jax.tree_util.keystr(path), str(x.shape), f"({spec})", f"{mb:.3f}"))
+def communication(mesh: Mesh) -> mylib.Report:
+    """What a step communicates. It is compiled from shapes: nothing is moved or run."""
+    with jax.set_mesh(mesh):
+        shapes = eqx.filter_eval_shape(make, jax.random.key(0))
+        return mylib.audit(step, batches()[0], *mylib.filter_shard(shapes, KEPT))
 
 
 def main() -> None:
-    several, one = (
-        jax.make_mesh((n,), ("data",), devices=jax.devices()[:n], axis_types=(AxisType.Auto,))
-        for n in (DEVICES, 1)
-    )
+    several = mylib.make_mesh(data=DEVICES)
+    one = mylib.make_mesh(data=1, devices=jax.devices()[:1])
     print(f"Training for {STEPS} steps on {DEVICES} simulated devices, and again on one.\n")
-    trained, losses = train(several)
+    kept, losses = train(several)
     _, reference = train(one)
-    show(trained)
-
-    kept = jax.tree.leaves(eqx.filter((trained.model, trained.optimiser), eqx.is_array))
-    copied, split = megabytes(kept, per_device=False), megabytes(kept, per_device=True)
     np.testing.assert_allclose(losses, reference, rtol=1e-3)
     apart = np.max(np.abs(np.divide(losses, reference) - 1))
+
+    print(f"{kept}\n")
+    print(f"{communication(several)}\n")
     row = "{:<58} {}".format
-    print()
-    print(row("model and optimiser, MB on each device, copied", f"{copied:.2f}"))
-    print(row("model and optimiser, MB on each device, split as above", f"{split:.2f}"))
     print(row(f"loss on {DEVICES} devices", f"{losses[0]:.4f} -> {losses[-1]:.4f}"))
     print(row("loss on one device", f"{reference[0]:.4f} -> {reference[-1]:.4f}"))
     print(row("largest relative difference between the two, of all steps", f"{apart:.0e}"))

@@ -53,7 +53,7 @@ def while_loop(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
 
         @mylib.filter_shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         def halvings(x):
@@ -143,7 +143,7 @@ def scan(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
 
         @mylib.filter_shard_map(mesh=mesh, in_specs=P(None, "data"), out_specs=P("data"))
         def total(xs):

@@ -26,7 +26,8 @@ _FENCE = re.compile(
 )
 # At the end of what stands in front of a block.
 _NOTE = re.compile(
-    r"<!--\s*(?P<kind>not run|command|test file|output):\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z",
+    r"<!--\s*(?P<kind>not run|command|test file|script|output):"
+    r"\s*(?P<text>(?:(?!-->).)*?)\s*-->\s*\Z",
     re.DOTALL,
 )
 
@@ -38,6 +39,7 @@ class Block(NamedTuple):
     not_run: str | None  # the reason that `<!-- not run: reason -->` gives in front of it
     command: str | None  # the name that `<!-- command: name -->` gives in front of it
     test_file: str | None  # the same of `<!-- test file: name -->`: pytest runs it
+    script: str | None  # the same of `<!-- script: name -->`: started in two processes
     is_output: bool = False  # after `<!-- output: ... -->`: what the Python block above prints
 
 
@@ -57,6 +59,7 @@ def blocks(page: Path) -> list[Block]:
                 not_run=said if kind == "not run" else None,
                 command=said if kind == "command" else None,
                 test_file=said if kind == "test file" else None,
+                script=said if kind == "script" else None,
                 is_output=kind == "output",
             )
         )
@@ -78,7 +81,7 @@ def run(page: Path) -> None:
     for block in blocks(page):
         if block.is_output and block.text != printed:
             raise AssertionError(f"{page}, line {block.line}: what is printed is\n{printed}")
-        if block.language == "python" and block.not_run is None and block.test_file is None:
+        if block.language == "python" and not (block.not_run or block.test_file or block.script):
             # Moved down to where it stands in the page, so that tracebacks show its lines.
             source = "\n" * (block.line - 1) + block.text
             with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -83,6 +83,10 @@ USES = {
         "the innermost transformation that is going on. Find out how JAX itself now asks "
         "(`trace_state_clean` in the same file, for one)"
     ),
+    "jax._src.core.ShardingTypeError": (
+        "what JAX raises if the result of an operation on Explicit axes could have several "
+        "shardings: tests/functions/test_notes.py"
+    ),
     "jax._src.core.EvalTrace": "the trace that computes at once: no transformation goes on",
     "jax._src.distributed.global_state.client": (
         "the service through which processes find each other: a store of keys and values, and "

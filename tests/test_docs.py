@@ -47,6 +47,30 @@ def test_test_files_of_the_pages(pytester, checkout_env, monkeypatch):
     assert tests >= 4
 
 
+_SCRIPTS = [
+    pytest.param(block, id=f"{_name(page)}:{block.line}") for page, block in _PYTHON if block.script
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("block", _SCRIPTS)
+def test_script_in_two_processes(block, tmp_path, checkout_env):
+    (tmp_path / block.script).write_text(block.text)
+    env = {k: v for k, v in checkout_env.items() if k not in ("XLA_FLAGS", "NPROC")}
+    launch = ["-m", "mylib.testing", "launch", "-n", "2", "--devices-per-process", "4"]
+    done = subprocess.run(
+        [sys.executable, *launch, block.script],
+        env=env,
+        cwd=tmp_path,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("loss ") >= 5, done.stdout
+
+
 _NOT_RUN = [
     pytest.param(block.not_run, id=f"{_name(page)}:{block.line}")
     for page, block in _PYTHON
@@ -62,7 +86,7 @@ if _NOT_RUN:  # an empty set of parameters would count as a skipped test
 
 def test_readme_has_its_example_and_both_commands():
     first = next(block for block in _pages.blocks(_pages.README) if block.language == "python")
-    assert "mylib.filter_shard" in first.text and first.not_run is None
+    assert "mylib.fully_shard" in first.text and first.not_run is None
 
     demo, test = _pages.command("demo"), _pages.command("test")
     assert demo.endswith("examples/train.py")
@@ -121,6 +145,16 @@ def test_a_note_is_about_the_next_block_only(tmp_path):
         "<!-- command: three -->\n```bash\n3\n```\n"
     )
     assert [block.command for block in _pages.blocks(page)] == ["one", None, "three"]
+
+
+def test_what_a_page_says_is_printed(tmp_path):
+    page = tmp_path / "page.md"
+    text = "```python\nprint('a')\n```\n<!-- output: of the block above -->\n```text\n{}\n```\n"
+    page.write_text(text.format("a"))
+    _pages.run(page)
+    page.write_text(text.format("b"))
+    with pytest.raises(AssertionError, match="page.md, line 6: what is printed is\na"):
+        _pages.run(page)
 
 
 def test_block_that_is_not_run_without_a_reason(tmp_path):

@@ -1,5 +1,7 @@
 """The examples run as a newcomer would run them: scripts, and notebooks from a clean kernel."""
 
+import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+
+import mylib
 
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _SCRIPTS = sorted(_EXAMPLES.glob("*.py"))
@@ -46,6 +50,25 @@ def _run(script, env, *launch):
 @pytest.mark.parametrize("script", [s for s in _SCRIPTS if s != _MANY_PROCESSES], ids=_name)
 def test_script(script, newcomer_env, cache_env):
     _run(script, newcomer_env | cache_env)
+
+
+def test_what_the_demo_communicates(monkeypatch):
+    """FSDP: each layer's weight is gathered when it is used, and again in the backward pass unless
+    its gradient needs no weight; gradients are summed; nothing else is moved, least of all the
+    batch."""
+    for name in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS"):  # which the script sets
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+    spec = importlib.util.spec_from_file_location("train", _EXAMPLES / "train.py")
+    train = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(train)
+
+    report = train.communication(mylib.make_mesh(data=8))
+    report.expect(mylib.contracts.fsdp("data", argument="model", largest="4 MiB"))
+    weights = [f"model.layers[{i}].weight" for i in range(4)]
+    gathers = report.among("all-gather", "data")
+    for phase, gathered in {"forward": weights, "recomputed": weights[1:]}.items():
+        assert sorted(a for c in gathers if c.phase == phase for a in c.arrays) == gathered
+    assert {a for c in report.collectives for a in c.arrays} == set(weights)
 
 
 @pytest.mark.timeout(300)

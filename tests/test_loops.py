@@ -176,6 +176,9 @@ class TestWhileLoop:
             mapped(lambda x: while_loop(lambda s: s[0][0] < 1, lambda s: s[0], (x,)))(X)
         with pytest.raises(TypeError, match=r"body_fun .*\['b'\] was a tuple of 1, then a list of"):
             while_loop(lambda s: s["a"] < 1, lambda s: {"a": 1, "b": [2]}, {"a": 0, "b": (1,)})
+        one, other = (eqx.nn.LayerNorm(2, eps=eps) for eps in (0.1, 0.2))
+        with pytest.raises(TypeError, match=r"\.eps was 0\.1, then 0\.2"):
+            while_loop(lambda s: s.weight[0] < 1, lambda s: other, one)
 
     def test_jax_names_what_is_carried_in_another_type(self):
         def f(x):

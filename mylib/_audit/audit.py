@@ -59,7 +59,7 @@ def audit(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = mylib.make_mesh(data=8)
 
         @mylib.filter_jit
         def loss(w, x):

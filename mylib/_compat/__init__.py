@@ -25,6 +25,7 @@ from .private import (
     is_compile_only as is_compile_only,
     is_eager as is_eager,
     is_filter_jit as is_filter_jit,
+    is_sharding_type_error as is_sharding_type_error,
     is_staged as is_staged,
     is_staged_trace as is_staged_trace,
     jit as jit,

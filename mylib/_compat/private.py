@@ -199,6 +199,13 @@ def ran_on_a_description(error: Exception) -> bool:
     return no_program or "not available with compile-only client" in text
 
 
+def is_sharding_type_error(error: Exception) -> bool:
+    """Whether this is JAX's error for an operation on Explicit axes whose result could have several
+    shardings.
+    """
+    return isinstance(error, core.ShardingTypeError)
+
+
 def lowered_for_a_missing_backend(error: Exception) -> bool:
     """Whether this is JAX's error for lowering a callback for a platform that this process doesn't
     have.

@@ -187,7 +187,7 @@ def filter_checkpoint(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = mylib.make_mesh(data=8)
         kept = mylib.rules.fsdp("data")
 
         @mylib.filter_checkpoint(

@@ -97,7 +97,7 @@ def fully_shard(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = mylib.make_mesh(data=8)
         kept = mylib.rules.fsdp("data")
 
         @mylib.filter_jit(in_shardings=(kept, P("data")), out_shardings=kept, mesh=mesh)

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
@@ -28,6 +27,7 @@ from ..machines import (
 from .advice import code_of
 from .inputs import Inputs
 from .key import Key
+from .notes import add_note
 from .recipe import Donate, Prepared, Recipe, not_here
 from .signature import Function, about
 
@@ -106,8 +106,7 @@ def filter_jit(
     !!! Example
 
         ```python
-        auto = (jax.sharding.AxisType.Auto,)
-        mesh = jax.make_mesh((8,), ("data",), axis_types=auto)
+        mesh = mylib.make_mesh(data=8)
         fsdp = mylib.rules.fsdp("data")
         make = mylib.filter_jit(eqx.nn.MLP, out_shardings=fsdp, mesh=mesh)
         model = make(64, 64, 512, 1, key=jax.random.key(0))
@@ -214,6 +213,10 @@ class Jitted(Generic[P, T]):
             if not ran_on_a_description(error):
                 raise
             raise not_here(self.recipe) from error
+        except Exception as error:
+            prepare = functools.partial(self.recipe.prepare, args, kwargs)
+            add_note(error, (args, kwargs), lambda own: prepare().prepared.named(own))
+            raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         """Lowers the function for these arguments, some or all of which may be
@@ -235,6 +238,9 @@ class Jitted(Generic[P, T]):
                     "io_callback), which JAX can't lower for GPUs that are not here. Leave the "
                     "callback out. equinox.error_if can stay: filter_jit makes it a result"
                 ) from error
+            raise
+        except Exception as error:
+            add_note(error, (args, kwargs), call.prepared.named)
             raise
         return Lowered(_Origin(self, call.prepared, arguments), lowered)
 
@@ -298,10 +304,6 @@ class Lowered:
         return Compiled(self._origin, compiled)
 
 
-# The names of arrays in the program, which takes two lists of them.
-_NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
-
-
 class Compiled:
     """A function compiled ahead of time; `compiled` is JAX's own object."""
 
@@ -325,14 +327,8 @@ class Compiled:
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
         prepared = self._origin.prepared
-        sides = {"kept": 0, "donated": prepared.donated_from or 0}
-
-        def name(own: str) -> str:
-            match = _NUMBERED.fullmatch(own)
-            return prepared.names[sides[match[1]] + int(match[2])] if match else own
-
         mesh = prepared.recipe.mesh if mesh is None else mesh
-        return report_of(self.compiled, name, mesh=mesh, local=local)
+        return report_of(self.compiled, prepared.named, mesh=mesh, local=local)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         jitted, prepared, _ = self._origin
@@ -355,3 +351,6 @@ class Compiled:
             if not ran_on_a_description(error):
                 raise
             raise not_here(prepared.recipe) from error
+        except Exception as error:
+            add_note(error, (args, kwargs), prepared.named)
+            raise

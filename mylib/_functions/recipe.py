@@ -37,6 +37,7 @@ from .advice import Advice, captured_by
 from .cache import Known
 from .inputs import Inputs
 from .key import Key
+from .notes import NUMBERED
 from .program import Program
 from .signature import Function
 
@@ -191,6 +192,14 @@ class Prepared:
         if recipe.out_shardings is None:
             return result
         return filter_device_put(result, recipe.out_shardings, mesh=recipe.mesh)
+
+    def named(self, own: str) -> str:
+        """The caller's name of an array with this name in the program."""
+        if not (match := NUMBERED.fullmatch(own)):
+            return own
+        first = {"kept": 0, "donated": self.donated_from or 0}[match[1]]
+        position = first + int(match[2])
+        return self.names[position] if position < len(self.names) else own
 
     def targets(
         self, inputs: Inputs, leaves: Leaves, args: Any, kwargs: Any, world: World

@@ -65,7 +65,7 @@ def opaque(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = mylib.make_mesh(data=8)
 
         def on_host(f, x):
             return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x)

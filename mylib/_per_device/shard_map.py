@@ -31,6 +31,7 @@ from .._placement import (
 )
 from .._transfer import place_leaves
 from .._tree import Arrays, KeyPath, Kind, Leaves, Outline, kind_of, outlined, split
+from .axes import unknown_named
 from .hazards import wrong_in
 from .specs import Region, Specs, refuse_map, spec_in
 from .sums import warn_of_sums
@@ -124,7 +125,7 @@ def filter_shard_map(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
 
         @mylib.filter_shard_map(mesh=mesh, in_specs={"x": P("data")}, out_specs=P())
         def mean(model, x):
@@ -226,7 +227,8 @@ class Mapped:
 
         def on_each_device(arrays: Arrays) -> Arrays:
             fun, (args, kwargs) = leaves.join(arrays)
-            return outputs.take(fun(*args, **kwargs))
+            with unknown_named(function.name, {*region.names, *world.manual_axes}):
+                return outputs.take(fun(*args, **kwargs))
 
         on_each_device.__name__ = on_each_device.__qualname__ = function.name
         nested = world.manual_axes and options.check_vma

@@ -27,7 +27,7 @@ def vary(tree: T, axis_names: Any, /) -> T:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
 
         @mylib.filter_shard_map(mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
         def gradient(w, x):

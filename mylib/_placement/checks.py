@@ -99,7 +99,7 @@ def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(spec) > len(shape):
         yield because(
             f"the spec has {len(spec)} entries, for an array of rank {len(shape)}",
-            f"give at most {len(shape)}",
+            f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)",
         )
 
 

@@ -83,7 +83,7 @@ def resolve(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         targets = mylib.resolve({"x": jnp.zeros((16, 3)), "name": "x"}, P("data"), mesh=mesh)
         assert targets == {"x": NamedSharding(mesh, P("data")), "name": None}
         ```
@@ -373,7 +373,7 @@ def _not_a_placement(entry: Any) -> Fault:
     if entry is PASS:
         return because(
             "the rule returns PASS for this leaf, and no other rule follows it",
-            "return a placement: None to leave the leaf alone, P() to replicate it",
+            "end the rule with `| replicated()`, or return None to leave the leaf alone",
         )
     if isinstance(entry, str):
         return because("an axis name is not a placement", f"write PartitionSpec({entry!r})")

@@ -57,7 +57,7 @@ def check_replicas(tree: PyTree[Any], /) -> None:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         model = eqx.nn.MLP(4, 2, 32, 1, key=jax.random.key(0))
         mylib.check_replicas(mylib.filter_shard(model, P(), mesh=mesh))
         ```

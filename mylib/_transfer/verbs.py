@@ -82,7 +82,7 @@ def filter_shard(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         with jax.set_mesh(mesh):
             model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
             model = mylib.filter_shard(model, P())  # on every device
@@ -160,7 +160,7 @@ def filter_device_put(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         state = {"step": 3, "weight": jnp.ones((16, 4))}
         state = mylib.filter_device_put(state, P("data"), mesh=mesh, donate=True)
         ```

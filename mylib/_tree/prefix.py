@@ -1,5 +1,6 @@
 """Spreads a PyTree prefix over the array leaves of a tree."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,7 +66,7 @@ def _spread_one_level(
             naming(path) or "the tree",
             None,
             f"a prefix that has {wanted} here",
-            f"the tree has {found}" if wanted != found else "its static fields are not the tree's",
+            f"the tree has {found}" if wanted != found else _static_difference(prefix, tree),
             "give one placement for the whole subtree, or a prefix of the tree's own structure",
         )
     )
@@ -82,7 +83,28 @@ def first_difference(one: Any, other: Any, path: KeyPath = ()) -> tuple[str, str
         for (key, x), (_, y) in zip(ones, others, strict=True):
             if jtu.tree_structure(x) != jtu.tree_structure(y):
                 return first_difference(x, y, (*path, key))
-    return jtu.keystr(path), _outline(one), _outline(other)
+    was, now = _outline(one), _outline(other)
+    if was == now and (field := _static_field(one, other)):
+        path = (*path, jtu.GetAttrKey(field))
+        was, now = repr(getattr(one, field)), repr(getattr(other, field))
+    return jtu.keystr(path), was, now
+
+
+def _static_difference(prefix: Any, tree: Any) -> str:
+    field = _static_field(prefix, tree)
+    if field is None:
+        return "its static fields are not the tree's"
+    return f"its {field} is {getattr(prefix, field)!r}, and the tree's is {getattr(tree, field)!r}"
+
+
+def _static_field(one: Any, other: Any) -> str | None:
+    """The name of the first static field that two dataclasses of one type hold differently."""
+    if not dataclasses.is_dataclass(one) or type(one) is not type(other):
+        return None
+    for field in dataclasses.fields(one):
+        if field.metadata.get("static") and getattr(one, field.name) != getattr(other, field.name):
+            return field.name
+    return None
 
 
 def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:

@@ -66,7 +66,7 @@ def to_global(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         batch = {"x": np.ones((60, 4)), "lr": 0.1}
         batch, mask = mylib.data.to_global(
             batch, P("data"), mesh=mesh, tail="pad", arrays=["lr"]

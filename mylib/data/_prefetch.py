@@ -225,7 +225,7 @@ def prefetch(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         loader = ({"x": np.full((16, 4), i, np.float32)} for i in range(3))
         with mylib.data.prefetch(loader, P("data"), mesh=mesh) as batches:
             for batch in batches:

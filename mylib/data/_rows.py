@@ -64,7 +64,7 @@ class ReaderShard:
         !!! Example
 
             ```python
-            mesh = jax.make_mesh((8,), ("data",))
+            mesh = mylib.make_mesh(data=8)
             batch = np.arange(64)
             shard = mylib.data.reader_shard(P("data"), mesh=mesh)
             part = batch[np.r_[shard.rows(len(batch))]]
@@ -115,7 +115,7 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        mesh = mylib.make_mesh(data=4, model=2)
         shard = mylib.data.reader_shard(P("data"), mesh=mesh)
         examples = list(range(1000))[shard.index :: shard.count]
         ```

@@ -23,7 +23,7 @@ class Timing:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         with mylib.data.prefetch([np.ones(8)] * 3, P("data"), mesh=mesh) as batches:
             for batch in batches:
                 print(batches.timing)

@@ -99,7 +99,7 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        mesh = mylib.make_mesh(data=4, model=2)
         attention = eqx.nn.MultiheadAttention(4, 32, key=jax.random.key(0))
         rule = mylib.rules.by_axes({"heads": "model"})
         attention = mylib.filter_shard(attention, rule, mesh=mesh)

@@ -38,7 +38,7 @@ def like(tree: PyTree[Any], /) -> Rule:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         model = eqx.nn.MLP(64, 64, 512, 1, key=jax.random.key(0))
         model = mylib.filter_shard(model, mylib.rules.fsdp("data"), mesh=mesh)
         state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))

@@ -43,7 +43,7 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((4, 2), ("data", "model"))
+        mesh = mylib.make_mesh(data=4, model=2)
         model = eqx.nn.MLP(8, 8, 64, 1, key=jax.random.key(0))
         rule = mylib.rules.by_path(
             {"layers.0.weight": P("model"), "layers.1.weight": P(None, "model"), "bias": P()}

@@ -26,7 +26,7 @@ def replicated() -> Rule:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         model = eqx.nn.MLP(8, 8, 64, 1, key=jax.random.key(0))
         model = mylib.filter_shard(model, mylib.rules.replicated(), mesh=mesh)
         ```
@@ -59,7 +59,7 @@ def batch(axis: Axes) -> Rule:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         examples = {"image": np.zeros((16, 28, 28)), "label": np.zeros(16), "scale": np.ones(())}
         examples = mylib.filter_shard(examples, mylib.rules.batch("data"), mesh=mesh)
         ```
@@ -111,7 +111,7 @@ def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] 
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         model = eqx.nn.MLP(64, 64, 512, 1, key=jax.random.key(0))
         model = mylib.filter_shard(model, mylib.rules.fsdp("data"), mesh=mesh)
         assert model.layers[0].weight.sharding.spec == P("data")
@@ -195,7 +195,7 @@ def where_even(rule: AnyRule | PartitionSpec | NamedSharding | Format) -> Rule:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         rule = mylib.rules.where_even(mylib.rules.batch("data"))
         last = mylib.filter_shard(np.zeros((13, 4)), rule, mesh=mesh)
         assert last.sharding.is_fully_replicated

@@ -46,7 +46,7 @@ def assert_placed(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",))
+        mesh = mylib.make_mesh(data=8)
         batch = mylib.filter_shard({"x": np.zeros((16, 4))}, P("data"), mesh=mesh)
         mylib.testing.assert_placed(batch, P("data"), mesh=mesh)
         ```

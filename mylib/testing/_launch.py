@@ -15,7 +15,8 @@ from ._pool import named_status
 from ._topology import HOST, PLATFORMS, Topology, TopologyRequest, Unavailable, cpu_settings
 
 # Runs a script, or a module after -m, as Python does, but exits at once after an exception: JAX
-# would wait five minutes for the other processes, and they for this one.
+# would wait five minutes for the other processes, and they for this one. If the
+# processes never met, the first one says so at the end.
 _RUN = """
 import os, runpy, sys, traceback
 arguments = sys.argv[1:]
@@ -28,6 +29,14 @@ try:
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
+    jax, processes = sys.modules.get("jax"), os.environ["SLURM_NTASKS"]
+    alone = jax and not jax.distributed.is_initialized() and jax.process_count() == 1
+    if alone and processes != "1" and os.environ["SLURM_PROCID"] == "0":
+        print(
+            f"Each of the {processes} processes ran the program alone: call "
+            "jax.distributed.initialize() before anything else in JAX",
+            file=sys.stderr,
+        )
 except SystemExit as end:
     code = end.code
     if isinstance(code, str):

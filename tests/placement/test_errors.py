@@ -122,7 +122,7 @@ class TestWords:
               the array (8,)
                 asked for: {P("data", None)} over {HERE}
                 but the spec has 2 entries, for an array of rank 1
-                instead: give at most 1
+                instead: give at most 1; for a whole model, pass a rule (mylib.rules)
             """,
             P("data", None),
             tree=ones(8),
@@ -316,7 +316,7 @@ class TestWords:
               the array (8, 4)
                 asked for: PASS
                 but the rule returns PASS for this leaf, and no other rule follows it
-                instead: return a placement: None to leave the leaf alone, P() to replicate it
+                instead: end the rule with `| replicated()`, or return None to leave the leaf alone
             """,
             placement,
         )
@@ -495,7 +495,7 @@ class TestPrefixes:
             can't place 1 leaf:
               [0]
                 asked for: a prefix that has a leaf or node of type Linear here
-                but its static fields are not the tree's
+                but its in_features is 3, and the tree's is 2
                 instead: {self.mend}
             """,
             [layer],
@@ -808,7 +808,7 @@ class TestOneErrorForAll:
               ['long'] (8,)
                 asked for: {P("data", "model")} over {HERE}
                 but the spec has 2 entries, for an array of rank 1
-                instead: give at most 1
+                instead: give at most 1; for a whole model, pass a rule (mylib.rules)
               ['typo'] (8, 4)
                 asked for: {P("dta")} over {HERE}
                 but {HERE} has no axis 'dta'

@@ -816,6 +816,18 @@ def test_launch_of_a_script_that_fails(small, how, status):
         done.stderr.fnmatch_lines(["[[]1] ValueError: in process 1"])
 
 
+def test_launch_of_processes_that_do_not_meet(small):
+    small.makepyfile(script="import jax\nprint(jax.process_count())")
+    done = _launch(small, "script.py")
+    assert done.ret == 0
+    done.stdout.fnmatch_lines_random(["[[]0] 1", "[[]1] 1"])
+    (said,) = [line for line in done.errlines if "alone" in line]
+    assert said == (
+        "[0] Each of the 2 processes ran the program alone: call jax.distributed.initialize() "
+        "before anything else in JAX"
+    )
+
+
 def test_launch_and_ctrl_c(small):
     small.makepyfile(
         script="""

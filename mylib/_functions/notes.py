@@ -1,0 +1,50 @@
+"""Notes on errors of JAX that are raised while a function is traced or called: what they are about,
+in the caller's words, and what to do.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.sharding import AxisType, NamedSharding
+
+from .._compat import is_sharding_type_error
+from .._placement import AnyMesh, axis_types, current_world
+from .._tree import Kind, kind_of
+
+# The names of arrays in the program, which takes two lists of them.
+NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
+
+
+def add_note(error: Exception, given: Any, named: Callable[[str], str]) -> None:
+    """Adds a note to an error, if there is something to say. `given` are the arguments; `named`
+    turns a name in the program, such as `kept[0]`, into the caller's.
+    """
+    if is_sharding_type_error(error):
+        note = _about_explicit_axes(given)
+    else:
+        own = list(dict.fromkeys(match[0] for match in NUMBERED.finditer(str(error))))
+        note = ", ".join(f"{name} is {named(name)}" for name in own)
+        if own and "devices" in str(error):
+            note += ". Place all arguments on the same devices, for example by in_shardings"
+    if note and f"({note})" not in getattr(error, "__notes__", ()):
+        error.add_note(f"({note})")
+
+
+def _about_explicit_axes(given: Any) -> str:
+    """JAX's error says how to give the sharding of a result, not why it doesn't choose one."""
+    meshes: list[AnyMesh] = [current_world().mesh]
+    for x in jtu.tree_leaves(given):
+        if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding):
+            meshes.append(x.sharding.mesh)
+    kinds = {name: kind for mesh in meshes for name, kind in axis_types(mesh).items()}
+    axes = [repr(name) for name, kind in kinds.items() if kind is AxisType.Explicit]
+    if not axes:  # a function inside another one, which knows more
+        return ""
+    what = "is an Explicit axis" if len(axes) == 1 else "are Explicit axes"
+    return (
+        f"{', '.join(axes)} {what}: JAX asks for the sharding of this result, where Auto axes "
+        "leave it to the compiler. Either give it, or place an operand with mylib.filter_shard "
+        "before; or use a mesh of mylib.make_mesh, whose axes are Auto"
+    )

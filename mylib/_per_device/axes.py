@@ -1,0 +1,33 @@
+"""Names of axes that a mapped function uses although there are none of these names."""
+
+import traceback
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def unknown_named(name: str, known: Collection[Any]) -> Iterator[None]:
+    """Where JAX checks types, `psum` over an axis that isn't there raises a bare AssertionError;
+    other collectives raise a NameError. Here it is a NameError that names the axis. `name` is that
+    of the function, `known` are the axes in reach.
+    """
+    try:
+        yield
+    except AssertionError as error:
+        unknown = [axis for axis in _axes_asked_for(error) if axis not in known]
+        if str(error) or not unknown:
+            raise
+        raise NameError(
+            f"{name} communicates over {', '.join(map(repr, unknown))}, and there is no such axis: "
+            f"those of the mesh are {', '.join(map(repr, sorted(known, key=str)))}"
+        ) from error
+
+
+def _axes_asked_for(error: AssertionError) -> tuple[Any, ...]:
+    """The `axis_name` of the function of `jax.lax` that has failed."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("jax.") and "axis_name" in frame.f_locals:
+            asked = frame.f_locals["axis_name"]
+            return tuple(asked) if isinstance(asked, list | tuple) else (asked,)
+    return ()
