@@ -1,7 +1,8 @@
 """Checks the built site: `python tools/check_site.py site`.
 
-What the strict build does not look at: links and images in the HTML, pages that the navigation leaves out, what is
-loaded from elsewhere, and whether the search index has the words that readers look for.
+What the strict build does not look at: links and images in the HTML, pages that the navigation
+leaves out, what is loaded from elsewhere, and whether the search has the words that readers look
+for.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Opens every page of the built site in Chromium, as wide as a phone and as a laptop, and fails where a page can be
-scrolled sideways: `python tools/check_widths.py site`. A table or code block that scrolls by itself is no fault.
+"""Opens every page of the built site in Chromium, as wide as a phone and as a laptop, and fails
+where a page can be scrolled sideways: `python tools/check_widths.py site`. A table or a code block
+that scrolls by itself is no fault.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Puts notebooks on pages of the site, with the outputs that are kept in them.
 
-A Markdown extension: a line `{{ notebook: examples/shard_a_model.ipynb }}` becomes the notebook's cells.
-The path is that from the root of the repository, where the site is built.
+A Markdown extension: a line `{{ notebook: examples/shard_a_model.ipynb }}` becomes the cells of
+that notebook. The path is that from the root of the repository, where the site is built.
 """
 
 import json
