@@ -50,6 +50,10 @@ def while_loop(
 
     The final carry.
 
+    **Raises:**
+
+    `ValueError` if `sync` is none of these; `TypeError` if the structure of the carry changes.
+
     !!! Example
 
         ```python
@@ -134,7 +138,8 @@ def scan(
 
     **Arguments:**
 
-    As for `jax.lax.scan`. Anything else than arrays (and, in `init`, numbers) must not change.
+    `f`, `init`, `xs`, `length`, `reverse` and `unroll` are as for `jax.lax.scan`. Anything else
+    than arrays (and, in `init`, numbers) must not change.
 
     **Returns:**
 

@@ -5,6 +5,7 @@ examples in it run as they stand.
 import ast
 import collections
 import dataclasses
+import functools
 import inspect
 import re
 import subprocess
@@ -81,8 +82,8 @@ def _missing_in_function(function, doc):
     arguments = _section(doc, "Arguments")
     for name, parameter in signature.parameters.items():
         # What takes any other keyword is there to refuse it.
-        refused = parameter.kind is parameter.VAR_KEYWORD and parameter.annotation is object
-        if name != "self" and not refused and f"`{name}`" not in arguments:
+        refused = parameter.kind is parameter.VAR_KEYWORD and name == "others"
+        if not refused and f"`{name}`" not in arguments:
             yield f"the argument {name}"
     if signature.return_annotation not in (None, "None") and not _section(doc, "Returns"):
         yield "what it returns"
@@ -110,15 +111,16 @@ def _missing_in_class(cls, doc):
             yield f"the attribute {field.name}"
     for name, member in vars(cls).items():
         function = getattr(member, "__func__", member)
-        if name.startswith("_") or not (
-            inspect.isfunction(function) or isinstance(member, property)
-        ):
+        inner = inspect.getdoc(member) or ""
+        if name.startswith("_"):
             continue
-        inner = inspect.getdoc(member)
-        if not inner:
-            yield f"a docstring of {name}"
+        if isinstance(member, property | functools.cached_property):
+            if not inner and f"`{name}`" not in described:
+                yield f"the attribute {name}"
         elif inspect.isfunction(function):
-            yield from (f"{fault} of {name}" for fault in _missing_in_function(function, inner))
+            arguments = [*inspect.signature(function).parameters][1:]
+            yield from ([] if inner else [f"a docstring of {name}"])
+            yield from (f"the argument {x} of {name}" for x in arguments if f"`{x}`" not in inner)
 
 
 def test_docstrings_are_complete():

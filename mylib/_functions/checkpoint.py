@@ -58,6 +58,10 @@ def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_save
 
     A policy, for [`mylib.filter_checkpoint`][] or `jax.checkpoint`.
 
+    **Raises:**
+
+    `TypeError` if `policy` is no policy.
+
     !!! Example
 
         ```python

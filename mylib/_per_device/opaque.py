@@ -62,6 +62,11 @@ def opaque(
     A kernel's `out_shape` must have the type of its input. Inside `fun` all arguments have the same
     type: `jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)`.
 
+    **Raises:**
+
+    `TypeError` if only one of `fwd` and `bwd` is given, or if `fun` holds arrays and has a
+    derivative. Calls raise it if they return something else than described above.
+
     !!! Example
 
         ```python

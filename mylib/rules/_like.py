@@ -35,6 +35,10 @@ def like(tree: PyTree[Any], /) -> Rule:
 
     A [`mylib.rules.Rule`][].
 
+    **Raises:**
+
+    `ValueError` if no array of the tree has a sharding; `TypeError` if it is used as a rule itself.
+
     !!! Example
 
         ```python

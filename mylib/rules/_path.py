@@ -40,6 +40,10 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
     A [`mylib.rules.Rule`][]. Using it raises if a pattern matches nothing, if two patterns that
     match a leaf disagree, or if a spec is too long for all its leaves.
 
+    **Raises:**
+
+    `TypeError` if `patterns` is no mapping.
+
     !!! Example
 
         ```python

@@ -34,6 +34,10 @@ class Info:
 def info() -> Info:
     """Describes this process and its group.
 
+    **Returns:**
+
+    A [`mylib.testing.Info`][].
+
     !!! Example
 
         ```python
@@ -75,6 +79,10 @@ def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
     - `value`: anything small that JSON can represent.
     - `timeout`: seconds before a `TimeoutError` that names the missing processes.
 
+    **Returns:**
+
+    A list with one value for each process.
+
     !!! Example
 
         ```python
@@ -90,6 +98,10 @@ def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
     **Arguments:**
 
     - `value`, `timeout`: as in [`mylib.testing.gather`][].
+
+    **Raises:**
+
+    `AssertionError` with the value of each process, in all of them.
 
     !!! Example
 
@@ -116,6 +128,10 @@ def same_program(
     - `fun`: a function, or the result of `jax.jit` or [`mylib.filter_jit`][].
     - `args`, `kwargs`: its arguments.
     - `timeout`: as in [`mylib.testing.gather`][].
+
+    **Raises:**
+
+    `AssertionError` with the first lines that differ, in all processes.
 
     !!! Example
 
