@@ -42,8 +42,12 @@ def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-        x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, P("data")))
+        mesh = jax.make_mesh(
+            (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        x = jax.ShapeDtypeStruct(
+            (8, 4), "float32", sharding=jax.NamedSharding(mesh, P("data"))
+        )
         report = mylib.audit(jnp.sum, x)
         report.expect(mylib.contracts.communicates({("all-reduce", "data"): 1}))
         ```

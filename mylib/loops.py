@@ -59,12 +59,16 @@ def while_loop(
         ```python
         mesh = jax.make_mesh((8,), ("data",))
 
+
         @mylib.filter_shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         def halvings(x):
             def go_on(state):
                 return jnp.all(state[0] > 1)
 
-            return mylib.loops.while_loop(go_on, lambda s: (s[0] / 2, s[1] + 1), (x, x * 0))[1]
+            return mylib.loops.while_loop(
+                go_on, lambda s: (s[0] / 2, s[1] + 1), (x, x * 0)
+            )[1]
+
 
         assert halvings(2.0 ** jnp.arange(8)).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
         ```
@@ -150,10 +154,17 @@ def scan(
         ```python
         mesh = jax.make_mesh((8,), ("data",))
 
-        @mylib.filter_shard_map(mesh=mesh, in_specs=P(None, "data"), out_specs=P("data"))
+
+        @mylib.filter_shard_map(
+            mesh=mesh, in_specs=P(None, "data"), out_specs=P("data")
+        )
         def total(xs):
-            # `jax.lax.scan` rejects this: the zero is the same on all devices, the sum is not.
-            return mylib.loops.scan(lambda s, x: (s + x.sum(), None), jnp.zeros(()), xs)[0][None]
+            # `jax.lax.scan` rejects this: the zero is the same on all devices, and
+            # the sum is not.
+            return mylib.loops.scan(
+                lambda s, x: (s + x.sum(), None), jnp.zeros(()), xs
+            )[0][None]
+
 
         assert total(jnp.ones((3, 8))).tolist() == [3.0] * 8
         ```

@@ -131,6 +131,8 @@ def test_docstrings_are_complete():
         faults[path] += [*([] if doc else ["a docstring"]), *missing(value, doc)]
         if inspect.isfunction(value) and not _examples(value):
             faults[path].append("an example")
+        if any(len(line) > 78 for text in _examples(value) for line in text.splitlines()):
+            faults[path].append("lines of at most 78 columns")
     assert not {path: missing for path, missing in faults.items() if missing}
     assert len(faults) > 60
 

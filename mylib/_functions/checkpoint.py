@@ -190,18 +190,26 @@ def filter_checkpoint(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = jax.make_mesh(
+            (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
         kept = mylib.rules.fsdp("data")
 
+
         @mylib.filter_checkpoint(
-            policy=mylib.recompute_resharded(), in_shardings={"layer": kept}, mesh=mesh
+            policy=mylib.recompute_resharded(),
+            in_shardings={"layer": kept},
+            mesh=mesh,
         )
         def apply(layer, x):
             layer = mylib.filter_shard(layer, P(), mesh=mesh)
             return jax.nn.relu(jax.vmap(layer)(x))
 
+
         layer = eqx.nn.Linear(512, 512, key=jax.random.key(0))
-        eqx.filter_grad(lambda layer, x: jnp.sum(apply(layer, x)))(layer, jnp.ones((8, 512)))
+        eqx.filter_grad(lambda layer, x: jnp.sum(apply(layer, x)))(
+            layer, jnp.ones((8, 512))
+        )
         ```
     """
     if fun is None:

@@ -70,22 +70,31 @@ def opaque(
     !!! Example
 
         ```python
-        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        mesh = jax.make_mesh(
+            (8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,)
+        )
+
 
         def on_host(f, x):
             return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
+
         def forward(x):
             return sine(x), x
 
+
         def backward(x, cotangent):
             return (cotangent * on_host(np.cos, x),)
+
 
         @mylib.opaque(fwd=forward, bwd=backward)
         def sine(x):
             return on_host(np.sin, x)
 
-        f = mylib.filter_shard_map(sine, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+        f = mylib.filter_shard_map(
+            sine, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        )
         x = jnp.arange(8.0)
         assert jnp.allclose(f(x), jnp.sin(x), atol=1e-6)
         assert jnp.allclose(jax.grad(lambda x: f(x).sum())(x), jnp.cos(x), atol=1e-6)

@@ -84,7 +84,9 @@ def resolve(
 
         ```python
         mesh = jax.make_mesh((8,), ("data",))
-        targets = mylib.resolve({"x": jnp.zeros((16, 3)), "name": "x"}, P("data"), mesh=mesh)
+        targets = mylib.resolve(
+            {"x": jnp.zeros((16, 3)), "name": "x"}, P("data"), mesh=mesh
+        )
         assert targets == {"x": NamedSharding(mesh, P("data")), "name": None}
         ```
     """

@@ -47,7 +47,9 @@ def like(tree: PyTree[Any], /) -> Rule:
         model = mylib.filter_shard(model, mylib.rules.fsdp("data"), mesh=mesh)
         state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
         state = mylib.filter_shard(state, mylib.rules.like(model))
-        assert state[0].mu.layers[0].weight.sharding == model.layers[0].weight.sharding
+        assert (
+            state[0].mu.layers[0].weight.sharding == model.layers[0].weight.sharding
+        )
         ```
     """
     if isinstance(tree, Leaf):

@@ -50,7 +50,11 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
         mesh = jax.make_mesh((4, 2), ("data", "model"))
         model = eqx.nn.MLP(8, 8, 64, 1, key=jax.random.key(0))
         rule = mylib.rules.by_path(
-            {"layers.0.weight": P("model"), "layers.1.weight": P(None, "model"), "bias": P()}
+            {
+                "layers.0.weight": P("model"),
+                "layers.1.weight": P(None, "model"),
+                "bias": P(),
+            }
         )
         model = mylib.filter_shard(model, rule, mesh=mesh)
         ```

@@ -60,7 +60,11 @@ def batch(axis: Axes) -> Rule:
 
         ```python
         mesh = jax.make_mesh((8,), ("data",))
-        examples = {"image": np.zeros((16, 28, 28)), "label": np.zeros(16), "scale": np.ones(())}
+        examples = {
+            "image": np.zeros((16, 28, 28)),
+            "label": np.zeros(16),
+            "scale": np.ones(()),
+        }
         examples = mylib.filter_shard(examples, mylib.rules.batch("data"), mesh=mesh)
         ```
     """

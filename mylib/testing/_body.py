@@ -86,7 +86,9 @@ def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
     !!! Example
 
         ```python
-        assert mylib.testing.gather(jax.process_index()) == list(range(jax.process_count()))
+        assert mylib.testing.gather(jax.process_index()) == list(
+            range(jax.process_count())
+        )
         ```
     """
     return _gather("testing", value, everybody(), timeout=timeout)
