@@ -6,6 +6,7 @@ for.
 """
 
 import json
+import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -54,6 +55,8 @@ def faults(site: Path) -> list[str]:
                 found.append(f"{here}: there is no {url}")
             elif parts.fragment and unquote(parts.fragment) not in pages[target].names:
                 found.append(f"{here}: there is no {url}")
+        for name in re.findall(r"doc-module-name\">([^<]*)", path.read_text(encoding="utf-8")):
+            found.append(f"{here} shows a module in place of {name}")
     return found + unreachable(pages, site) + unfindable(site)
 
 
