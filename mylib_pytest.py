@@ -176,7 +176,7 @@ def multihost_tmp_path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mesh(request: pytest.FixtureRequest) -> Any:
+def mylib_mesh(request: pytest.FixtureRequest) -> Any:
     """A mesh of JAX's devices. By default they all lie along one axis, `data`; other meshes are
     given as indirect parameters: dicts from names to sizes, of which one may be -1 (what is left),
     or to pairs of a size and an `AxisType`.

@@ -75,6 +75,15 @@ def at_most(size: Size, kind: str | None = None, axes: Axes | None = None) -> Co
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.at_most("4 B", "all-reduce", "data"))
+        ```
     """
     limit = _bytes(size)
 
@@ -108,6 +117,15 @@ def never(
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.never("all-gather", "data", above="1 MiB"))
+        ```
     """
     limit = _bytes(above)
 
@@ -132,6 +150,15 @@ def memory(**limits: Size) -> Contract:
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.memory(arguments="32 B"))
+        ```
     """
     allowed = {name: _bytes(size) for name, size in limits.items()}
 
@@ -163,6 +190,15 @@ def sharded(
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.sharded(within=0.1))
+        ```
     """
 
     def faults(report: Report) -> list[str]:
@@ -195,6 +231,21 @@ def data_parallel(axis: str, *, argument: str | None = None) -> Contract:
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        w = mylib.filter_shard(np.ones((64, 64), np.float32), P(), mesh=mesh)
+        x = mylib.filter_shard(np.ones((64, 64), np.float32), P("data"), mesh=mesh)
+
+        @mylib.filter_jit(out_shardings=P(), mesh=mesh)
+        def gradient(w, x):
+            return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+        report = mylib.audit(gradient, w, x)
+        report.expect(mylib.contracts.data_parallel("data"))
+        ```
     """
 
     def faults(report: Report) -> list[str]:
@@ -218,6 +269,27 @@ def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None)
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        kept = mylib.rules.fsdp("data")
+        make = mylib.filter_jit(eqx.nn.Linear, out_shardings=kept, mesh=mesh)
+        layer = make(256, 256, key=jax.random.key(0))
+        x = mylib.filter_shard(np.ones((64, 256), np.float32), P("data"), mesh=mesh)
+
+        @mylib.filter_jit(out_shardings=kept, mesh=mesh)
+        def gradient(layer, x):
+            def loss(layer):
+                layer = mylib.fully_shard(layer, eqx.nn.Linear, kept, mesh=mesh)
+                return jnp.mean(jax.vmap(layer)(x) ** 2)
+
+            return eqx.filter_grad(loss)(layer)
+
+        report = mylib.audit(gradient, layer, x)
+        report.expect(mylib.contracts.fsdp("data", largest="256 KiB"))
+        ```
     """
     limit = None if largest is None else _bytes(largest)
 
@@ -261,6 +333,23 @@ def tensor_parallel(
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1, model=2)
+        model = {"up": np.ones((64, 256)), "down": np.ones((256, 64))}
+        divided = {"up": P(None, "model"), "down": P("model")}
+        model = mylib.filter_shard(model, divided, mesh=mesh)
+        x = mylib.filter_shard(np.ones((512, 64)), P("data"), mesh=mesh)
+
+        @mylib.filter_jit(out_shardings=P("data"), mesh=mesh)
+        def predict(model, x):
+            return jnp.tanh(x @ model["up"]) @ model["down"]
+
+        report = mylib.audit(predict, model, x)
+        report.expect(mylib.contracts.tensor_parallel("model", forward=1))
+        ```
     """
 
     def faults(report: Report) -> list[str]:
@@ -299,6 +388,31 @@ def two_d(data: str, model: str, *, argument: str | None = None) -> Contract:
     **Returns:**
 
     A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1, model=2)
+        pair = {"layers.0.*": P("model"), "layers.1.weight": P(None, "model")}
+        used = mylib.rules.by_path(pair) | mylib.rules.replicated()
+        kept = used & mylib.rules.fsdp("data")
+        make = mylib.filter_jit(eqx.nn.MLP, out_shardings=kept, mesh=mesh)
+        model = make(256, 256, 512, 1, key=jax.random.key(0))
+        x = mylib.filter_shard(np.ones((64, 256), np.float32), P("data"), mesh=mesh)
+
+        @mylib.filter_jit(out_shardings=kept, mesh=mesh)
+        def gradient(model, x):
+            def loss(model):
+                model = mylib.fully_shard(
+                    model, eqx.nn.Linear, kept, used, mesh=mesh
+                )
+                return jnp.mean(jax.vmap(model)(x) ** 2)
+
+            return eqx.filter_grad(loss)(model)
+
+        report = mylib.audit(gradient, model, x)
+        report.expect(mylib.contracts.two_d("data", "model"))
+        ```
     """
 
     def faults(report: Report) -> list[str]:

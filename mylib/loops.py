@@ -50,17 +50,25 @@ def while_loop(
 
     The final carry.
 
+    **Raises:**
+
+    `ValueError` if `sync` is none of these; `TypeError` if the structure of the carry changes.
+
     !!! Example
 
         ```python
         mesh = mylib.make_mesh(data=8)
+
 
         @mylib.filter_shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         def halvings(x):
             def go_on(state):
                 return jnp.all(state[0] > 1)
 
-            return mylib.loops.while_loop(go_on, lambda s: (s[0] / 2, s[1] + 1), (x, x * 0))[1]
+            return mylib.loops.while_loop(
+                go_on, lambda s: (s[0] / 2, s[1] + 1), (x, x * 0)
+            )[1]
+
 
         assert halvings(2.0 ** jnp.arange(8)).tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
         ```
@@ -134,7 +142,8 @@ def scan(
 
     **Arguments:**
 
-    As for `jax.lax.scan`. Anything else than arrays (and, in `init`, numbers) must not change.
+    `f`, `init`, `xs`, `length`, `reverse` and `unroll` are as for `jax.lax.scan`. Anything else
+    than arrays (and, in `init`, numbers) must not change.
 
     **Returns:**
 
@@ -145,10 +154,17 @@ def scan(
         ```python
         mesh = mylib.make_mesh(data=8)
 
-        @mylib.filter_shard_map(mesh=mesh, in_specs=P(None, "data"), out_specs=P("data"))
+
+        @mylib.filter_shard_map(
+            mesh=mesh, in_specs=P(None, "data"), out_specs=P("data")
+        )
         def total(xs):
-            # `jax.lax.scan` rejects this: the zero is the same on all devices, the sum is not.
-            return mylib.loops.scan(lambda s, x: (s + x.sum(), None), jnp.zeros(()), xs)[0][None]
+            # `jax.lax.scan` rejects this: the zero is the same on all devices, and
+            # the sum is not.
+            return mylib.loops.scan(
+                lambda s, x: (s + x.sum(), None), jnp.zeros(()), xs
+            )[0][None]
+
 
         assert total(jnp.ones((3, 8))).tolist() == [3.0] * 8
         ```

@@ -84,6 +84,19 @@ if _NOT_RUN:  # an empty set of parameters would count as a skipped test
         pytest.skip(reason)
 
 
+def test_code_fits_beside_the_navigation():
+    """What programs have printed may be wider: it scrolls."""
+    wide = [
+        f"{_name(page)}:{block.line + number}"
+        for page in _PAGES
+        for block in _pages.blocks(page)
+        if block.language != "text" and block.command is None
+        for number, line in enumerate(block.text.splitlines())
+        if len(line) > 78
+    ]
+    assert not wide
+
+
 def test_readme_has_its_example_and_both_commands():
     first = next(block for block in _pages.blocks(_pages.README) if block.language == "python")
     assert "mylib.fully_shard" in first.text and first.not_run is None

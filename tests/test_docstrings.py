@@ -1,11 +1,18 @@
-"""The examples in the docstrings of the public names run as they stand."""
+"""Every public name is in the API pages, its docstring says all that there is to say, and the
+examples in it run as they stand.
+"""
 
+import ast
+import collections
+import dataclasses
+import functools
 import inspect
 import re
 import subprocess
 import sys
 import textwrap
 
+import _pages
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -19,16 +26,31 @@ from jaxtyping import Float
 import mylib
 import mylib.testing
 
-_PUBLIC = [
-    value
-    for module in (mylib, mylib.rules, mylib.loops, mylib.machines, mylib.testing)
-    for name, value in vars(module).items()
-    if name in getattr(module, "__all__", [name])
-    and not name.startswith("_")
-    and (inspect.isfunction(value) or inspect.isclass(value))
-    # Its example wants a process in which nobody has called it yet.
-    and value is not mylib.testing.second_backend
+_MODULES = [
+    mylib,
+    mylib.contracts,
+    mylib.data,
+    mylib.loops,
+    mylib.machines,
+    mylib.rules,
+    mylib.testing,
 ]
+_API = _pages.ROOT / "docs" / "api"
+
+
+def _public(module):
+    """The public names of a module, with their full paths."""
+    for name in getattr(module, "__all__", vars(module)):
+        if not name.startswith("_") and not inspect.ismodule(getattr(module, name)):
+            yield f"{module.__name__}.{name}", getattr(module, name)
+
+
+_NAMES = {path: value for module in _MODULES for path, value in _public(module)}
+_PUBLIC = {
+    path: value
+    for path, value in _NAMES.items()
+    if inspect.isfunction(value) or inspect.isclass(value)
+}
 
 
 def _examples(value) -> list[str]:
@@ -36,20 +58,93 @@ def _examples(value) -> list[str]:
     return [textwrap.dedent(b) for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
 
 
-@pytest.mark.parametrize("value", _PUBLIC, ids=lambda v: v.__name__)
-def test_public_name(value):
-    assert inspect.getdoc(value), "every public name says what it is for"
+# The example of `second_backend` wants a process in which nobody has called it yet.
+@pytest.mark.parametrize("path", [p for p in _PUBLIC if p != "mylib.testing.second_backend"])
+def test_examples(path):
     names = dict(
         **dict(jax=jax, jnp=jnp, np=np, eqx=eqx, optax=optax, mylib=mylib),
         **dict(P=P, NamedSharding=NamedSharding, Array=Array, Float=Float),
     )
-    for example in _examples(value):
-        exec(compile(example, value.__name__, "exec"), names)
+    for example in _examples(_PUBLIC[path]):
+        exec(compile(example, path, "exec"), names)
 
 
-def test_every_verb_has_an_example():
-    verbs = [f for f in _PUBLIC if inspect.isfunction(f)]
-    assert len(verbs) > 10 and all(map(_examples, verbs))
+def _section(doc, title):
+    """The text of **Title:** up to the next one."""
+    found = re.search(
+        rf"^\*\*{title}:\*\*\n(.*?)(?=^\*\*\w+:\*\*\n|\Z)", doc, re.DOTALL | re.MULTILINE
+    )
+    return found[1] if found else ""
+
+
+def _missing_in_function(function, doc):
+    signature = inspect.signature(function)
+    arguments = _section(doc, "Arguments")
+    for name, parameter in signature.parameters.items():
+        # What takes any other keyword is there to refuse it.
+        refused = parameter.kind is parameter.VAR_KEYWORD and name == "others"
+        if not refused and f"`{name}`" not in arguments:
+            yield f"the argument {name}"
+    if signature.return_annotation not in (None, "None") and not _section(doc, "Returns"):
+        yield "what it returns"
+    if _raises(function) and not _section(doc, "Raises"):
+        yield "what it raises"
+
+
+def _raises(function):
+    """Whether there is a `raise` in the function itself, not in one inside of it."""
+    open_ = list(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0].body)
+    while open_:
+        node = open_.pop()
+        if isinstance(node, ast.Raise):
+            return True
+        if not isinstance(node, ast.FunctionDef):
+            open_ += ast.iter_child_nodes(node)
+    return False
+
+
+def _missing_in_class(cls, doc):
+    described = _section(doc, "Attributes") + _section(doc, "Arguments")
+    fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
+    for field in fields:
+        if not field.name.startswith("_") and f"`{field.name}`" not in described:
+            yield f"the attribute {field.name}"
+    for name, member in vars(cls).items():
+        function = getattr(member, "__func__", member)
+        inner = inspect.getdoc(member) or ""
+        if name.startswith("_"):
+            continue
+        if isinstance(member, property | functools.cached_property):
+            if not inner and f"`{name}`" not in described:
+                yield f"the attribute {name}"
+        elif inspect.isfunction(function):
+            arguments = [*inspect.signature(function).parameters][1:]
+            yield from ([] if inner else [f"a docstring of {name}"])
+            yield from (f"the argument {x} of {name}" for x in arguments if f"`{x}`" not in inner)
+
+
+def test_docstrings_are_complete():
+    faults = collections.defaultdict(list)
+    for path, value in _PUBLIC.items():
+        doc = inspect.getdoc(value) or ""
+        missing = _missing_in_class if inspect.isclass(value) else _missing_in_function
+        faults[path] += [*([] if doc else ["a docstring"]), *missing(value, doc)]
+        if inspect.isfunction(value) and not _examples(value):
+            faults[path].append("an example")
+        if any(len(line) > 78 for text in _examples(value) for line in text.splitlines()):
+            faults[path].append("lines of at most 78 columns")
+    assert not {path: missing for path, missing in faults.items() if missing}
+    assert len(faults) > 60
+
+
+def test_api_pages():
+    """Every public name is on one of them, and once; so is a link to it on the first page."""
+    pages = [page for page in sorted(_API.glob("*.md")) if page.name != "index.md"]
+    shown = {page.name: re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE) for page in pages}
+    assert sorted(name for names in shown.values() for name in names) == sorted(_NAMES)
+    links = {(page, name) for page, names in shown.items() for name in names}
+    index = (_API / "index.md").read_text()
+    assert set(re.findall(r"\]\((\S+?)#(\S+?)\)", index)) == links
 
 
 def test_second_backend(checkout_env):

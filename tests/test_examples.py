@@ -14,7 +14,7 @@ import mylib
 
 _EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 _SCRIPTS = sorted(_EXAMPLES.glob("*.py"))
-# It needs XLA's compilers for GPU and TPU, so its outputs are kept, for those who have none.
+# It needs XLA's compilers for GPU and TPU.
 _MACHINES = _EXAMPLES / "machines_you_dont_have.ipynb"
 _NOTEBOOKS = sorted(path for path in _EXAMPLES.glob("*.ipynb") if path != _MACHINES)
 _MANY_PROCESSES = _EXAMPLES / "many_processes.py"
@@ -74,7 +74,17 @@ def test_what_the_demo_communicates(monkeypatch):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)
 def test_notebook(path, newcomer_env, monkeypatch):
-    _execute(path, newcomer_env, monkeypatch, 120)
+    """Its cells show what is committed with them; numbers and drawings are for the run to say."""
+    found = _execute(path, newcomer_env, monkeypatch, 120)
+    kept = nbformat.read(path, as_version=4)
+    assert [_kinds(cell) for cell in found.cells] == [_kinds(cell) for cell in kept.cells]
+    assert any(_kinds(cell) for cell in kept.cells), "tools/run_notebooks.py keeps the outputs"
+
+
+def _kinds(cell):
+    """What a cell shows: text, a picture, ..."""
+    shown = [output.get("data", {output.get("name"): ""}) for output in cell.get("outputs", ())]
+    return {kind for kinds in shown for kind in kinds}
 
 
 @pytest.mark.compilers
@@ -112,13 +122,16 @@ def _execute(path, env, monkeypatch, seconds):
     return notebook
 
 
-@pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)
-def test_notebook_is_committed_without_outputs(path):
+@pytest.mark.parametrize("path", [*_NOTEBOOKS, _MACHINES], ids=_name)
+def test_notebook_is_as_one_run_left_it(path):
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == [] and cell.execution_count is None, cell.source
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)]
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert not any(output.output_type == "error" for output in outputs)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert not any(cell.metadata for cell in notebook.cells)
 
 
 def test_there_are_examples():

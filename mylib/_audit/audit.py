@@ -65,8 +65,13 @@ def audit(
         def loss(w, x):
             return jnp.mean((x @ w) ** 2)
 
-        x = jax.ShapeDtypeStruct((64, 16), "float32", sharding=jax.NamedSharding(mesh, P("data")))
-        w = jax.ShapeDtypeStruct((16, 4), "float32", sharding=jax.NamedSharding(mesh, P()))
+
+        x = jax.ShapeDtypeStruct(
+            (64, 16), "float32", sharding=jax.NamedSharding(mesh, P("data"))
+        )
+        w = jax.ShapeDtypeStruct(
+            (16, 4), "float32", sharding=jax.NamedSharding(mesh, P())
+        )
         report = mylib.audit(loss, w, x)
         assert report.count("all-reduce", "data") == 1
         assert report.bytes() == 4  # one float32

@@ -61,6 +61,7 @@ class ProgramMemory(Memory):
     def of(
         cls, compiled: jax.stages.Compiled, module: Module, arguments: Sequence[Argument]
     ) -> "ProgramMemory":
+        """That of a `compiled` program: its `module` and its `arguments` say what is alive."""
         known = memory_of(compiled, arguments, module.text)
         parts = {part.name: getattr(known, part.name) for part in fields(known)}
         if not module.is_scheduled:

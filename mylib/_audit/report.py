@@ -127,17 +127,21 @@ class Report:
         return sum(_known(c) for c in self.among(kind, axes))
 
     def bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
-        """The bytes of all executions of these collectives, as in `Collective.bytes`."""
+        """The bytes of all executions of these collectives, as in `Collective.bytes`. `kind` and
+        `axes` are as for `count`.
+        """
         return sum(_known(c) * c.bytes for c in self.among(kind, axes))
 
     def wire_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
-        """The bytes that a device sends in all executions of these collectives."""
+        """The bytes that a device sends in all executions of these collectives. `kind` and `axes`
+        are as for `count`.
+        """
         return sum(_known(c) * c.wire_bytes for c in self.among(kind, axes))
 
     def among(
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
     ) -> list[Collective]:
-        """The collectives of a kind, over exactly these mesh axes."""
+        """The collectives of a `kind`, over exactly these mesh `axes`; None for all."""
         if kind is not None and kind not in _KINDS:
             raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(_KINDS)}")
         found = [c for c in self.collectives if kind in (None, c.kind)]

@@ -59,6 +59,10 @@ def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_save
 
     A policy, for [`mylib.filter_checkpoint`][] or `jax.checkpoint`.
 
+    **Raises:**
+
+    `TypeError` if `policy` is no policy.
+
     !!! Example
 
         ```python
@@ -190,15 +194,21 @@ def filter_checkpoint(
         mesh = mylib.make_mesh(data=8)
         kept = mylib.rules.fsdp("data")
 
+
         @mylib.filter_checkpoint(
-            policy=mylib.recompute_resharded(), in_shardings={"layer": kept}, mesh=mesh
+            policy=mylib.recompute_resharded(),
+            in_shardings={"layer": kept},
+            mesh=mesh,
         )
         def apply(layer, x):
             layer = mylib.filter_shard(layer, P(), mesh=mesh)
             return jax.nn.relu(jax.vmap(layer)(x))
 
+
         layer = eqx.nn.Linear(512, 512, key=jax.random.key(0))
-        eqx.filter_grad(lambda layer, x: jnp.sum(apply(layer, x)))(layer, jnp.ones((8, 512)))
+        eqx.filter_grad(lambda layer, x: jnp.sum(apply(layer, x)))(
+            layer, jnp.ones((8, 512))
+        )
         ```
     """
     if fun is None:

@@ -100,13 +100,17 @@ def fully_shard(
         mesh = mylib.make_mesh(data=8)
         kept = mylib.rules.fsdp("data")
 
-        @mylib.filter_jit(in_shardings=(kept, P("data")), out_shardings=kept, mesh=mesh)
+
+        @mylib.filter_jit(
+            in_shardings=(kept, P("data")), out_shardings=kept, mesh=mesh
+        )
         def gradient(model, x):
             def loss(model):
                 model = mylib.fully_shard(model, eqx.nn.Linear, kept, mesh=mesh)
                 return jnp.mean(jax.vmap(model)(x) ** 2)
 
             return eqx.filter_grad(loss)(model)
+
 
         model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
         grads = gradient(model, jnp.ones((16, 64)))

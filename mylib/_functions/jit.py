@@ -103,6 +103,12 @@ def filter_jit(
     The compiled function. Its method `lower` takes the same arguments and lowers the function for
     them; `.lower(...).compile()` compiles it ahead of time.
 
+    **Raises:**
+
+    `TypeError` for arguments of `jax.jit` that have no meaning here, saying what to use instead;
+    `ValueError` if `donate` is none of its values. Calls raise [`mylib.PlacementError`][] before
+    the function runs.
+
     !!! Example
 
         ```python

@@ -62,6 +62,11 @@ def opaque(
     A kernel's `out_shape` must have the type of its input. Inside `fun` all arguments have the same
     type: `jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=jax.typeof(x).manual_axis_type)`.
 
+    **Raises:**
+
+    `TypeError` if only one of `fwd` and `bwd` is given, or if `fun` holds arrays and has a
+    derivative. Calls raise it if they return something else than described above.
+
     !!! Example
 
         ```python
@@ -70,17 +75,23 @@ def opaque(
         def on_host(f, x):
             return jax.pure_callback(f, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
+
         def forward(x):
             return sine(x), x
 
+
         def backward(x, cotangent):
             return (cotangent * on_host(np.cos, x),)
+
 
         @mylib.opaque(fwd=forward, bwd=backward)
         def sine(x):
             return on_host(np.sin, x)
 
-        f = mylib.filter_shard_map(sine, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+
+        f = mylib.filter_shard_map(
+            sine, mesh=mesh, in_specs=P("data"), out_specs=P("data")
+        )
         x = jnp.arange(8.0)
         assert jnp.allclose(f(x), jnp.sin(x), atol=1e-6)
         assert jnp.allclose(jax.grad(lambda x: f(x).sum())(x), jnp.cos(x), atol=1e-6)

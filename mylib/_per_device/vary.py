@@ -24,6 +24,10 @@ def vary(tree: T, axis_names: Any, /) -> T:
     The tree, with its arrays also varying over these axes. With `check_vma=False`, which has no
     such types, the tree is unchanged.
 
+    **Raises:**
+
+    `ValueError` if one of `axes` is not split over here.
+
     !!! Example
 
         ```python

@@ -56,7 +56,9 @@ def explain(
 
         ```python
         mesh = jax.sharding.AbstractMesh((1024,), ("data",))
-        model = eqx.filter_eval_shape(eqx.nn.MLP, 4096, 4096, 16384, 8, key=jax.random.key(0))
+        model = eqx.filter_eval_shape(
+            eqx.nn.MLP, 4096, 4096, 16384, 8, key=jax.random.key(0)
+        )
         explanation = mylib.explain(model, mylib.rules.fsdp("data"), mesh)
         print(explanation)
         assert not explanation.faults

@@ -86,7 +86,8 @@ def filter_shard(
         with jax.set_mesh(mesh):
             model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
             model = mylib.filter_shard(model, P())  # on every device
-            batch = mylib.filter_shard(np.zeros((32, 8)), P("data"))  # split between them
+            # Split between them.
+            batch = mylib.filter_shard(np.zeros((32, 8)), P("data"))
         ```
     """
     world = current_world()

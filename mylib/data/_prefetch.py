@@ -117,8 +117,8 @@ class Prefetch(Iterator[Any]):
         return state
 
     def set_state(self, state: Any) -> None:
-        """Continues after the batch at which [`mylib.data.Prefetch.get_state`][] returned this
-        state. With several processes, all must call it.
+        """Continues after the batch at which [`mylib.data.Prefetch.get_state`][] returned `state`.
+        With several processes, all must call it.
         """
         self._check_process()
         iterator = self._iterated()
@@ -221,6 +221,11 @@ def prefetch(
     A [`mylib.data.Prefetch`][], an iterator. Its thread ends, and its batches are dropped, when it
     is closed, when its `with` block ends, or when it is garbage collected after an error or a
     `break`.
+
+    **Raises:**
+
+    `ValueError` if `buffer` is less than 1. The iterator raises the source's own errors at the
+    batch where they happened, and [`mylib.PlacementError`][] for batches that can't be placed.
 
     !!! Example
 

@@ -155,6 +155,10 @@ def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None
 
     A [`mylib.machines.Machine`][].
 
+    **Raises:**
+
+    `ValueError` for a chip that is not known, one without a `target`, or a machine without devices.
+
     !!! Example
 
         ```python
@@ -187,6 +191,10 @@ def tpu(version: str | Chip, shape: Sequence[int]) -> Machine:
     **Returns:**
 
     A [`mylib.machines.Machine`][].
+
+    **Raises:**
+
+    `ValueError` for a chip that is not known, or a shape that no slice of it has.
 
     !!! Example
 

@@ -96,6 +96,10 @@ def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None)
     A [`mylib.rules.Rule`][]. Using it raises if a name in `axes` is not in any leaf, or if an entry
     of `names` fits no leaf.
 
+    **Raises:**
+
+    `TypeError` if `axes` or `names` is no mapping.
+
     !!! Example
 
         ```python

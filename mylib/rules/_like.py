@@ -35,6 +35,10 @@ def like(tree: PyTree[Any], /) -> Rule:
 
     A [`mylib.rules.Rule`][].
 
+    **Raises:**
+
+    `ValueError` if no array of the tree has a sharding; `TypeError` if it is used as a rule itself.
+
     !!! Example
 
         ```python
@@ -43,7 +47,9 @@ def like(tree: PyTree[Any], /) -> Rule:
         model = mylib.filter_shard(model, mylib.rules.fsdp("data"), mesh=mesh)
         state = optax.adamw(1e-3).init(eqx.filter(model, eqx.is_array))
         state = mylib.filter_shard(state, mylib.rules.like(model))
-        assert state[0].mu.layers[0].weight.sharding == model.layers[0].weight.sharding
+        assert (
+            state[0].mu.layers[0].weight.sharding == model.layers[0].weight.sharding
+        )
         ```
     """
     if isinstance(tree, Leaf):

@@ -40,13 +40,21 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
     A [`mylib.rules.Rule`][]. Using it raises if a pattern matches nothing, if two patterns that
     match a leaf disagree, or if a spec is too long for all its leaves.
 
+    **Raises:**
+
+    `TypeError` if `patterns` is no mapping.
+
     !!! Example
 
         ```python
         mesh = mylib.make_mesh(data=4, model=2)
         model = eqx.nn.MLP(8, 8, 64, 1, key=jax.random.key(0))
         rule = mylib.rules.by_path(
-            {"layers.0.weight": P("model"), "layers.1.weight": P(None, "model"), "bias": P()}
+            {
+                "layers.0.weight": P("model"),
+                "layers.1.weight": P(None, "model"),
+                "bias": P(),
+            }
         )
         model = mylib.filter_shard(model, rule, mesh=mesh)
         ```

@@ -48,21 +48,21 @@ class Rule:
         return repr(self)
 
     def faults(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        """The faults of the rule, given all leaves that it was called with."""
+        """The faults of the rule, given all `leaves` that it was called with."""
         return [*self.contradictions(leaves), *self.unused(leaves)]
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        """The faults of its results for these leaves."""
+        """The faults of its results for these `leaves`."""
         return ()
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        """The faults of its parts that match none of these leaves. In `a | b`, `b` also gets the
+        """The faults of its parts that match none of these `leaves`. In `a | b`, `b` also gets the
         leaves that `a` decides: an overruled pattern is not misspelt.
         """
         return ()
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-        """`spec` with more of its dimensions sharded: the right-hand side of `&`."""
+        """`spec` with more of the dimensions of `leaf` sharded: the right-hand side of `&`."""
         return _merge(leaf, spec, self(leaf))
 
     def __or__(self, other: AnyRule) -> "Rule":

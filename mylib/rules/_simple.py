@@ -108,6 +108,10 @@ def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] 
 
     A [`mylib.rules.Rule`][].
 
+    **Raises:**
+
+    `TypeError` if `stacked` is neither a class nor a tuple of classes.
+
     !!! Example
 
         ```python
@@ -191,6 +195,10 @@ def where_even(rule: AnyRule | PartitionSpec | NamedSharding | Format) -> Rule:
     **Returns:**
 
     A [`mylib.rules.Rule`][]. [`mylib.explain`][] shows the leaves that it changed.
+
+    **Raises:**
+
+    `TypeError` if `rule` is none of these.
 
     !!! Example
 

@@ -43,6 +43,10 @@ def assert_placed(
     - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`, or else the
         mesh of the arrays, if they are all on one.
 
+    **Raises:**
+
+    `AssertionError` that lists the leaves that are elsewhere.
+
     !!! Example
 
         ```python
@@ -129,6 +133,10 @@ def assert_same_everywhere(tree: PyTree[Any], /) -> None:
     - `tree`: any PyTree. Local arrays are compared with those of the other processes, arrays over
         several processes by [`mylib.check_replicas`][]. Numbers, strings and None are compared by
         value, other static leaves by type. All processes must call this.
+
+    **Raises:**
+
+    `AssertionError` if the trees differ, [`mylib.ReplicaError`][] if copies of an array do.
 
     !!! Example
 

@@ -34,6 +34,10 @@ class Info:
 def info() -> Info:
     """Describes this process and its group.
 
+    **Returns:**
+
+    A [`mylib.testing.Info`][].
+
     !!! Example
 
         ```python
@@ -75,10 +79,16 @@ def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
     - `value`: anything small that JSON can represent.
     - `timeout`: seconds before a `TimeoutError` that names the missing processes.
 
+    **Returns:**
+
+    A list with one value for each process.
+
     !!! Example
 
         ```python
-        assert mylib.testing.gather(jax.process_index()) == list(range(jax.process_count()))
+        assert mylib.testing.gather(jax.process_index()) == list(
+            range(jax.process_count())
+        )
         ```
     """
     return _gather("testing", value, everybody(), timeout=timeout)
@@ -90,6 +100,10 @@ def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
     **Arguments:**
 
     - `value`, `timeout`: as in [`mylib.testing.gather`][].
+
+    **Raises:**
+
+    `AssertionError` with the value of each process, in all of them.
 
     !!! Example
 
@@ -116,6 +130,10 @@ def same_program(
     - `fun`: a function, or the result of `jax.jit` or [`mylib.filter_jit`][].
     - `args`, `kwargs`: its arguments.
     - `timeout`: as in [`mylib.testing.gather`][].
+
+    **Raises:**
+
+    `AssertionError` with the first lines that differ, in all processes.
 
     !!! Example
 

@@ -318,16 +318,18 @@ def test_pytest_timeout_is_heeded():
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"a": 2}, {"a": -1, "b": (1, jax.sharding.AxisType.Auto)}, {"a": 3}], indirect=True
+    "mylib_mesh",
+    [{"a": 2}, {"a": -1, "b": (1, jax.sharding.AxisType.Auto)}, {"a": 3}],
+    indirect=True,
 )
-def test_mesh(mesh):
-    assert mesh.axis_names[0] == "a" and mesh.shape["a"] == 2
-    if "b" in mesh.shape:
-        assert mesh.axis_types[1] == jax.sharding.AxisType.Auto
+def test_mesh(mylib_mesh):
+    assert mylib_mesh.axis_names[0] == "a" and mylib_mesh.shape["a"] == 2
+    if "b" in mylib_mesh.shape:
+        assert mylib_mesh.axis_types[1] == jax.sharding.AxisType.Auto
 
 
-def test_mesh_by_default(mesh):
-    assert mesh.shape == {"data": 2}
+def test_mesh_by_default(mylib_mesh):
+    assert mylib_mesh.shape == {"data": 2}
 
 
 def test_second_backend(second_backend):

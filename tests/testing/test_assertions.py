@@ -121,10 +121,10 @@ def test_under_an_eager_transformation_the_array_behind_counts(mesh):
         jax.grad(lambda x: assert_placed(x, P(), mesh=mesh) or x.sum())(jnp.zeros(3))
 
 
-def test_the_mesh_is_that_of_the_arrays(mesh):
-    """`mesh` is the plugin's fixture, which puts no mesh in force."""
+def test_the_mesh_is_that_of_the_arrays(mylib_mesh):
+    """`mylib_mesh` is the plugin's fixture, which puts no mesh in force."""
     model = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
-    placed = mylib.filter_shard(model, fsdp("data"), mesh=mesh)
+    placed = mylib.filter_shard(model, fsdp("data"), mesh=mylib_mesh)
     assert_placed(placed, fsdp("data"))
     assert_placed({"model": placed, "x": np.zeros(3)}, {"model": fsdp("data"), "x": None})
     with pytest.raises(AssertionError) as caught:
@@ -138,9 +138,9 @@ def test_the_mesh_is_that_of_the_arrays(mesh):
         assert_placed([placed, mylib.filter_shard(model, P(), mesh=AUTO)], P())
 
 
-def test_a_mesh_in_force_comes_first(mesh):
+def test_a_mesh_in_force_comes_first(mylib_mesh):
     placed = mylib.filter_shard(np.zeros(8), P("data"), mesh=AUTO)
-    with jax.set_mesh(mesh), pytest.raises(AssertionError, match="where they should be"):
+    with jax.set_mesh(mylib_mesh), pytest.raises(AssertionError, match="where they should be"):
         assert_placed(placed, P("data"))
 
 

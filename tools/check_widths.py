@@ -1,0 +1,74 @@
+"""Opens every page of the built site in Chromium, as wide as a phone and as a laptop, and fails
+where a page can be scrolled sideways: `python tools/check_widths.py site`. A table or a code block
+that scrolls by itself is no fault.
+"""
+
+import functools
+import html
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+WIDTHS = (390, 1280)
+# Each page in a frame, one after the other; what is too wide is written into the title at the end.
+SCRIPT = """<!doctype html><title>unfinished</title><script>
+async function measure() {
+  const found = [];
+  for (const width of WIDTHS) for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.style = `border: 0; width: ${width}px; height: 900px`;
+    const loaded = new Promise(done => frame.onload = done);
+    frame.src = page;
+    document.body.append(frame);
+    await loaded;
+    const root = frame.contentDocument.documentElement;
+    if (root.scrollWidth > root.clientWidth)
+      found.push(`${page}: ${root.scrollWidth} of ${width} pixels`);
+    frame.remove();
+  }
+  document.title = "finished " + found.join(" | ");
+}
+onload = measure;
+</script><body></body>"""
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def title(browser: str, site: Path) -> str:
+    pages = sorted(f"/{path.relative_to(site)}" for path in site.rglob("index.html"))
+    script = SCRIPT.replace("WIDTHS", str(list(WIDTHS))).replace("PAGES", str(pages))
+    with tempfile.TemporaryDirectory() as folder:
+        # The site as it is, and one page more.
+        shutil.copytree(site, folder, dirs_exist_ok=True)
+        Path(folder, "widths.html").write_text(script, encoding="utf-8")
+        handler = functools.partial(Quiet, directory=folder)
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            address = f"http://127.0.0.1:{server.server_port}/widths.html"
+            options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+            options += ["--virtual-time-budget=300000", "--dump-dom", address]
+            done = subprocess.run([browser, *options], capture_output=True, text=True, timeout=500)
+            server.shutdown()
+    found = re.search(r"<title>(.*?)</title>", done.stdout)
+    return html.unescape(found[1]) if found else done.stderr
+
+
+def main(site: Path) -> str:
+    browser = shutil.which("chromium") or "google-chrome"
+    for _ in range(3):  # Chromium gives up where a busy machine takes too long
+        said = title(browser, site)
+        if said.startswith("finished "):
+            return said.removeprefix("finished ").replace(" | ", "\n")
+    return said
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]).resolve()) or 0)

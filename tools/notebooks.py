@@ -1,0 +1,60 @@
+"""Puts notebooks on pages of the site, with the outputs that are kept in them.
+
+A Markdown extension: a line `{{ notebook: examples/shard_a_model.ipynb }}` becomes the cells of
+that notebook. The path is that from the root of the repository, where the site is built.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
+
+_LINE = re.compile(r"^\{\{ notebook: (\S+) \}\}$")
+# Before anything else that Markdown does: what comes out is Markdown.
+_PRIORITY = 100
+
+
+class Notebooks(Extension):
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.preprocessors.register(_Cells(md), "notebooks", _PRIORITY)
+
+
+class _Cells(Preprocessor):
+    def run(self, lines: list[str]) -> list[str]:
+        return [new for line in lines for new in self._expanded(line)]
+
+    def _expanded(self, line: str) -> list[str]:
+        found = _LINE.match(line)
+        if not found:
+            return [line]
+        notebook = json.loads(Path(found[1]).read_text(encoding="utf-8"))
+        text = "\n\n".join(part for cell in notebook["cells"] for part in self._parts(cell))
+        return text.splitlines()
+
+    def _parts(self, cell: dict[str, Any]) -> list[str]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            return [source]
+        return [_fenced("python", source), *map(self._output, cell["outputs"])]
+
+    def _output(self, output: dict[str, Any]) -> str:
+        data = output.get("data", {})
+        for kind in ("text/html", "image/svg+xml"):
+            if kind in data:
+                html = f'<div class="output">{"".join(data[kind])}</div>'
+                return self.md.htmlStash.store(html)
+        if "image/png" in data:
+            image = f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"])}">'
+            return self.md.htmlStash.store(f'<div class="output">{image}</div>')
+        return _fenced("text", "".join(output.get("text") or data["text/plain"]))
+
+
+def _fenced(language: str, text: str) -> str:
+    return f"```{language}\n{text.strip()}\n```"
+
+
+def makeExtension(**options: Any) -> Notebooks:
+    return Notebooks(**options)
