@@ -12,7 +12,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-WORDS = ["install", "checkpoint", "orbax", "fsdp", "slurm", "pmap", "filter_shard"]
+WORDS = ["install", "checkpoint", "orbax", "fsdp", "slurm", "pmap", "filter_shard", "faq"]
+WORDS += ["mixed precision", "gradient accumulation"]
 
 
 class Page(HTMLParser):

@@ -18,7 +18,7 @@ import mylib
 from mylib.rules import by_path, fsdp, replicated
 
 TESTS = Path(__file__).parent.parent
-IN_THE_DOCS = TESTS.parent / "docs/show-notebook.html"
+IN_THE_DOCS = TESTS / "show/notebook.html"
 
 if __name__ == "__main__":
     sys.path.insert(0, str(TESTS))
