@@ -7,4 +7,3 @@ from .moves import Move as Move
 from .overview import Changes as Changes, Overview as Overview, show as show
 from .pictures import bar as bar
 from .rows import Row as Row
-from .text import show_bytes as show_bytes
