@@ -1,9 +1,9 @@
 """`show` and `explain`: where every array of a tree is, or would go, and why."""
 
+# No module has the name of a function: the API pages would show the module.
 from . import html as html
-from .explain import Explanation as Explanation, explain as explain
+from .explanation import Explanation as Explanation, explain as explain
 from .moves import Move as Move
+from .overview import Changes as Changes, Overview as Overview, show as show
 from .pictures import bar as bar
 from .rows import Row as Row
-from .show import Changes as Changes, Overview as Overview, show as show
-from .text import show_bytes as show_bytes

@@ -26,7 +26,7 @@ _JUPYTER = """
 def find() -> str | None:
     """A Chromium that runs: on Ubuntu there is a script of that name that doesn't."""
     for path in filter(None, map(shutil.which, NAMES)):
-        done = subprocess.run([path, "--version"], capture_output=True, timeout=60)
+        done = subprocess.run([path, "--version"], capture_output=True, timeout=250)
         if done.returncode == 0:
             return path
     return None
@@ -37,7 +37,7 @@ def run(path: str, *options: str) -> str:
         # As root, as which a container often runs; and without the shared memory that it lacks.
         always = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
         command = [path, *always, "--no-first-run", f"--user-data-dir={profile}", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -63,7 +63,9 @@ def measure(path: str, frames: list[str]) -> str:
         file = Path(folder, "page.html")
         file.write_text(page)
         dom = run(path, "--dump-dom", file.as_uri())
-    return unescape(dom.partition('<pre id="measured">')[2].partition("</pre>")[0])
+    found = unescape(dom.partition('<pre id="measured">')[2].partition("</pre>")[0])
+    assert found, dom
+    return found
 
 
 def picture(path: str, target: Path, html: str, theme: str, width: int, height: int) -> None:

@@ -48,7 +48,12 @@ def transformer(over=PAIR, width=256, depth=12):
 
 
 def small_model():
-    shapes = eqx.filter_eval_shape(lambda: eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0)))
+    return of_ones(lambda: eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0)))
+
+
+def of_ones(make):
+    """A model whose arrays are ones: random numbers would have to be compiled."""
+    shapes = eqx.filter_eval_shape(make)
     arrays, rest = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
     ones = jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype)), arrays)
     return eqx.combine(ones, rest)

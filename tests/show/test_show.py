@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from notebook_pages import of_ones
 
 import mylib
 from mylib.rules import fsdp
@@ -41,7 +42,7 @@ def row_of(x):
 
 class TestTable:
     def test_a_model(self):
-        layers = [eqx.nn.Linear(8, 8, key=jax.random.key(i)) for i in range(3)]
+        layers = [of_ones(lambda: eqx.nn.Linear(8, 8, key=jax.random.key(0)))] * 3
         sharded = mylib.filter_shard(layers, fsdp("data", min_size=0), mesh=MESH)
         tree = {"host": np.ones(3), "layers": sharded, "scale": jnp.ones(8), "f": jax.nn.relu}
         assert says(
