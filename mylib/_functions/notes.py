@@ -3,7 +3,7 @@ in the caller's words, and what to do.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.tree_util as jtu
@@ -15,21 +15,28 @@ from .._tree import Kind, kind_of
 
 # The names of arrays in the program, which takes two lists of them.
 NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
+_IN_ERRORS = re.compile(rf"[Aa]rgument ({NUMBERED.pattern})")
 
 
 def add_note(error: Exception, given: Any, named: Callable[[str], str]) -> None:
     """Adds a note to an error, if there is something to say. `given` are the arguments; `named`
     turns a name in the program, such as `kept[0]`, into the caller's.
     """
+    # By a function inside this one, whose arguments they are.
+    told = "".join(getattr(error, "__notes__", ()))
     if is_sharding_type_error(error):
         note = _about_explicit_axes(given)
     else:
-        own = list(dict.fromkeys(match[0] for match in NUMBERED.finditer(str(error))))
+        own = [name for name in dict.fromkeys(_in_error(error)) if f"{name} is" not in told]
         note = ", ".join(f"{name} is {named(name)}" for name in own)
         if own and "devices" in str(error):
             note += ". Place all arguments on the same devices, for example by in_shardings"
-    if note and f"({note})" not in getattr(error, "__notes__", ()):
+    if note and note not in told:
         error.add_note(f"({note})")
+
+
+def _in_error(error: Exception) -> Iterator[str]:
+    return (match[1] for match in _IN_ERRORS.finditer(str(error)))
 
 
 def _about_explicit_axes(given: Any) -> str:

@@ -69,6 +69,9 @@ class TestArguments:
         with pytest.raises(TypeError) as error:
             mylib.filter_jit(lambda x: x + "a")(self.here)
         assert not notes(error)
+        with pytest.raises(mylib.PlacementError, match=r"kept\[0\]") as error:
+            mylib.filter_jit(lambda kept: kept, in_shardings=P("dta"), mesh=AUTO)([self.here])
+        assert not hasattr(error.value, "__notes__")
 
 
 @pytest.mark.parametrize("collective", [lax.psum, lax.pmean], ids=lambda f: f.__name__)
