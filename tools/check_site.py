@@ -61,10 +61,11 @@ def faults(site: Path) -> list[str]:
 
 
 def unreachable(pages: dict[Path, Page], site: Path) -> list[str]:
-    """Every page has the whole navigation, the first page too."""
+    """Every page has the whole navigation, the first page too; frames show others."""
     home = site / "index.html"
     linked = {file_of(urlsplit(url).path, home, site) for url in pages[home].links}
-    left_out = set(pages) - linked - {home, site / "404.html"}
+    framed = {file_of(url, path, site) for path, page in pages.items() for url in page.loads}
+    left_out = set(pages) - linked - framed - {home, site / "404.html"}
     return [f"{path.relative_to(site)} is not in the navigation" for path in sorted(left_out)]
 
 
