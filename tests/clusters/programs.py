@@ -125,6 +125,20 @@ def save(folder: str) -> None:
     say(f"saved from {jax.device_count()} devices of {jax.process_count()}")
 
 
+def restore(folder: str) -> None:
+    """The model that others have saved, on another mesh."""
+    import orbax.checkpoint as ocp
+
+    mesh, rule = mylib.make_mesh(data=2, model=-1), mylib.rules.fsdp("data")
+    wanted = mylib.filter_shard(eqx.filter_eval_shape(model), rule, mesh=mesh)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(Path(folder, "model"), wanted)
+    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(model()), strict=True):
+        np.testing.assert_array_equal(x, y)
+    mylib.testing.assert_placed(restored, rule, mesh=mesh)
+    say(f"restored on {jax.device_count()} devices of {jax.process_count()}")
+
+
 def say(text: str) -> None:
     # Text and line end in one write: where Python does not buffer, `print` makes two of them, and
     # what another process says could come between.
@@ -139,4 +153,4 @@ def said(text: str) -> list[str]:
 if __name__ == "__main__":
     jax.distributed.initialize()
     name, *args = sys.argv[1:]
-    {f.__name__: f for f in (verbs, differ, late, killed, train, save)}[name](*args)
+    {f.__name__: f for f in (verbs, differ, late, killed, train, save, restore)}[name](*args)
