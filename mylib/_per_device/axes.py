@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import jax
+
 
 @contextmanager
 def unknown_named(name: str, known: Collection[Any]) -> Iterator[None]:
@@ -24,10 +26,18 @@ def unknown_named(name: str, known: Collection[Any]) -> Iterator[None]:
         ) from error
 
 
-def _axes_asked_for(error: AssertionError) -> tuple[Any, ...]:
-    """The `axis_name` of the function of `jax.lax` that has failed."""
+def _axes_asked_for(error: AssertionError) -> list[Any]:
+    """The `axis_name` of the function of `jax.lax` that has failed, without those of a `vmap`
+    around it.
+    """
+    around: list[Any] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").startswith("jax.") and "axis_name" in frame.f_locals:
-            asked = frame.f_locals["axis_name"]
-            return tuple(asked) if isinstance(asked, list | tuple) else (asked,)
-    return ()
+        inside = frame.f_globals.get("__name__", "").startswith("jax.")
+        if not inside or "axis_name" not in frame.f_locals:
+            continue
+        asked = frame.f_locals["axis_name"]
+        axes = list(asked) if isinstance(asked, list | tuple) else [asked]
+        if hasattr(jax.lax, frame.f_code.co_name):
+            return [axis for axis in axes if axis not in around]
+        around += axes
+    return []
