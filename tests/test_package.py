@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email import message_from_bytes
 
@@ -46,6 +47,14 @@ def _wheel(folder, address):
     subprocess.run([*pip, str(source)], check=True, timeout=240)
     (wheel,) = folder.glob("*.whl")
     return wheel, {name for name in names if name.startswith("mylib")}
+
+
+def test_the_source_distribution_has_what_its_build_needs():
+    """A wheel is made of it, and the name of README no longer stands in `pyproject.toml`."""
+    project = tomllib.loads((_pages.ROOT / "pyproject.toml").read_text())
+    included = project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    assert {"/README.md", "/mylib", "/mylib_pytest.py"} <= set(included)
+    assert all((_pages.ROOT / path.lstrip("/")).exists() for path in included)
 
 
 @pytest.mark.thorough
