@@ -2,7 +2,7 @@
 
     python examples/many_processes.py
     python -m mylib.testing launch -n 2 --devices-per-process 4 examples/many_processes.py
-    srun --ntasks=16 --gpus-per-task=1 python examples/many_processes.py
+    srun --nodes=2 --ntasks-per-node=8 --gpus-per-node=8 python examples/many_processes.py
     mpirun -n 4 python examples/many_processes.py
 
 It prints the same losses each time. The model is created sharded, each process places its own part
