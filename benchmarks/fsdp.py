@@ -10,7 +10,7 @@ receives in a step, for `mylib.fully_shard` and for what others write.
 
 Peers (flax, haliax, scalax) are in the table of the MLP where they are installed. Nothing is run,
 and no GPU or TPU is needed: each gradient is compiled for 16 devices by XLA's own compiler for them
-(`pip install 'mylib[gpu-compiler,tpu-compiler]'`). Memory and bytes are exact, for one version of
+(`pip install '.[gpu-compiler,tpu-compiler]'`). Memory and bytes are exact, for one version of
 the compiler.
 """
 

@@ -5,7 +5,7 @@ compiler with as many simulated devices.
     python benchmarks/machines.py --quick    4 layers in a scan, at most 64 devices
     python benchmarks/machines.py --machines "h100 x 1024" --only "4 layers"
 
-Nothing is run, and no GPU or TPU is needed (`pip install 'mylib[gpu-compiler,tpu-compiler]'`).
+Nothing is run, and no GPU or TPU is needed (`pip install '.[gpu-compiler,tpu-compiler]'`).
 Times are of a process's own CPU, all threads together: the machine may do other work. Each machine
 has a process of its own, which has compiled something small before.
 """
