@@ -93,7 +93,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _slurm(command: Sequence[str], processes: int, devices: int | None, platform: str) -> str:
-    gpus = f" --gpus-per-task={devices or 1}" if platform == "cuda" else ""
+    gpus = ""
+    if platform == "cuda":
+        # Under SLURM, JAX gives each task the one GPU of its number on the node. So there is a task
+        # for each GPU, and it must see those of the others: not so with --gpus-per-task.
+        processes *= devices or 1
+        gpus = f" --gpus={processes}"
     # Without the last option the others wait for a task that has failed.
     options = f"--ntasks={processes}{gpus} --kill-on-bad-exit=1"
     return f"srun {options} {_with_settings(command, devices, platform)}"

@@ -869,6 +869,10 @@ def test_launch_and_ctrl_c(small):
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo NPROC=32 python train.py --name 'a b'",
         ),
         (
+            ["--print=slurm", "-n2", "--devices-per-process=4", "--platform=cuda", "train.py"],
+            "srun --ntasks=8 --gpus=8 --kill-on-bad-exit=1 env JAX_PLATFORMS=cuda python train.py",
+        ),
+        (
             ["--print=mpi", "-n2", "--platform=cuda", "-m", "train"],
             "mpirun -n 2 env JAX_PLATFORMS=cuda python -m train",
         ),
