@@ -54,7 +54,11 @@ def faults(site: Path) -> list[str]:
             target = file_of(unquote(parts.path), path, site)
             if not target.exists():
                 found.append(f"{here}: there is no {url}")
-            elif parts.fragment and unquote(parts.fragment) not in pages[target].names:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].names
+            ):
                 found.append(f"{here}: there is no {url}")
         for name in re.findall(r"doc-module-name\">([^<]*)", path.read_text(encoding="utf-8")):
             found.append(f"{here} shows a module in place of {name}")

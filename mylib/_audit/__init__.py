@@ -10,5 +10,5 @@ from .report import (
     what_of as what_of,
 )
 from .roofline import Estimate as Estimate, Work as Work
-from .snapshot import check_snapshot as check_snapshot, snapshot_of as snapshot_of
+from .snapshot import check_snapshot as check_snapshot
 from .text import readable as readable
