@@ -737,6 +737,10 @@ class TestInShardings:
         assert tuple(map(self.spec, f(1, np.ones(8), np.ones(8)))) == specs
         with pytest.raises(TypeError, match=r"there are 2 entries for \*xs, and it has 1"):
             f(1, np.ones(8))
+        for wrong in (7, {"a": P()}):
+            f = mylib.filter_jit(lambda x, *xs: xs, in_shardings={"xs": wrong}, mesh=MESH)
+            with pytest.raises(TypeError, match=r"placement for all of \*xs, or a tuple with one"):
+                f(1, np.ones(8))
 
     def test_names_that_are_no_identifiers(self):
         f = mylib.filter_jit(lambda **xs: xs, in_shardings=P("data"), mesh=MESH)
