@@ -1,8 +1,7 @@
 """Checks the built site: `python tools/check_site.py site`.
 
-What the strict build does not look at: links and images in the HTML, pages that the navigation
-leaves out, what is loaded from elsewhere, and whether the search has the words that readers look
-for.
+It checks what the strict build does not: links and images in the HTML, pages that are missing in
+the navigation, files that are loaded from other sites, and words that the search must find.
 """
 
 import json

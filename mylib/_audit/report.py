@@ -219,8 +219,8 @@ Contract = Callable[[Report], Sequence[str]]
 def _known(c: Collective) -> int:
     if c.times is None:
         raise AuditError(
-            f"nobody knows how often the {c.kind} of {c.source or c.primitive} runs: it is in a "
-            "loop that ends when data says so"
+            f"it is unknown how often the {c.kind} of {c.source or c.primitive} runs: it is in a "
+            "loop whose end depends on data"
         )
     return c.times
 
@@ -299,7 +299,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _sent(group: Sequence[Collective]) -> int:
-    """What a device sends in a call, as far as it is known how often."""
+    """The bytes that a device sends in a call, for collectives with known `times`."""
     return sum((c.times or 0) * c.wire_bytes for c in group)
 
 
@@ -311,4 +311,7 @@ def _sum(report: Report) -> str:
     bounded = any(c.sometimes for c in known)
     text = f"  each device sends {'at most ' if bounded else ''}{sent} in a call"
     unknown = len(report.collectives) - len(known)
-    return text + (f", and {unknown} of these nobody knows how often" if unknown else "")
+    if not unknown:
+        return text
+    run = "collective runs" if unknown == 1 else "collectives run"
+    return f"{text}, and {unknown} {run} an unknown number of times"

@@ -100,7 +100,7 @@ class Inputs:
         return resolved[1] if resolved is not None and resolved[0] is self else None
 
     def state_of(self, arrays: Sequence[Any], world: World) -> Any:
-        """Equal for arrays of which the same must be moved; None if unknown."""
+        """Equal for arrays that need the same moves; None if unknown."""
         if _are_on_devices(frozenset(map(type, arrays))):
             return world, list(map(self.moves.decisive, arrays))
         return None

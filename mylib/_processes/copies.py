@@ -1,4 +1,4 @@
-"""What processes hold of their arrays, and how it differs."""
+"""The copies of shards that processes hold, and the faults if they differ."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
