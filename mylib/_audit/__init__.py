@@ -7,6 +7,7 @@ from .report import (
     Contract as Contract,
     Parameter as Parameter,
     Report as Report,
+    times_of as times_of,
     what_of as what_of,
 )
 from .roofline import Estimate as Estimate, Work as Work

@@ -124,19 +124,19 @@ class Report:
 
         `AuditError` if the number is unknown, because the length of a loop depends on data.
         """
-        return sum(_known(c) for c in self.among(kind, axes))
+        return sum(times_of(c) for c in self.among(kind, axes))
 
     def bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes of all executions of these collectives, as in `Collective.bytes`. `kind` and
         `axes` are as for `count`.
         """
-        return sum(_known(c) * c.bytes for c in self.among(kind, axes))
+        return sum(times_of(c) * c.bytes for c in self.among(kind, axes))
 
     def wire_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes that a device sends in all executions of these collectives. `kind` and `axes`
         are as for `count`.
         """
-        return sum(_known(c) * c.wire_bytes for c in self.among(kind, axes))
+        return sum(times_of(c) * c.wire_bytes for c in self.among(kind, axes))
 
     def among(
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
@@ -216,7 +216,8 @@ class Report:
 Contract = Callable[[Report], Sequence[str]]
 
 
-def _known(c: Collective) -> int:
+def times_of(c: Collective) -> int:
+    """How often it runs in a call; an error if that is unknown."""
     if c.times is None:
         raise AuditError(
             f"it is unknown how often the {c.kind} of {c.source or c.primitive} runs: it is in a "
