@@ -1,6 +1,6 @@
-"""What the package index shows of mylib: README, and the addresses beside it.
+"""The README and the addresses that the package index shows.
 
-The address of the repository stands in `pyproject.toml`, and only there. While it is empty, links
+The address of the repository is only in `pyproject.toml`. While it is empty, links
 to files of the repository, which would lead nowhere, are shown as plain text.
 """
 
@@ -15,7 +15,9 @@ _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
 def with_links(text: str, files: str | None) -> str:
-    """README with its links to files of the repository leading to `files`, or to nowhere."""
+    """README with links to `files` in place of those to files of the repository; plain text if
+    `files` is None.
+    """
 
     def link(match: re.Match[str]) -> str:
         return match["text"] if files is None else f"[{match['text']}]({files}/{match['path']})"

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from ._audit import Collective, Contract, Parameter, Report, readable, what_of
+from ._audit import Collective, Contract, Parameter, Report, readable, times_of, what_of
 from ._errors import AuditError
 
 __all__ = [
@@ -362,7 +362,7 @@ def tensor_parallel(
                 told.append(f"{_tell(c)}: a weight, {moved[0]}, and only activations expected")
         if forward is not None:
             found = sum(
-                c.times or 0
+                times_of(c)
                 for c in report.among("all-reduce", axis)
                 if c.phase in ("forward", "") and c.bytes > _FEW
             )
@@ -441,7 +441,10 @@ def _gradients(report: Report, axis: str, argument: str | None, kinds: Sequence[
     """The fault if the bytes summed over the axis are not those of the model."""
     weights = _whole(report, axis, argument)
     summed = sum(
-        (c.times or 0) * c.bytes for c in report.collectives if c.kind in kinds and axis in _over(c)
+        # An unknown number of small sums, such as those of losses, doesn't matter.
+        (c.times or 0 if c.bytes <= _FEW else times_of(c)) * c.bytes
+        for c in report.collectives
+        if c.kind in kinds and axis in _over(c)
     )
     names = " and ".join(kinds)
     if _half_precision * summed < 0.9 * weights:
@@ -486,7 +489,8 @@ def _parts(report: Report, p: Parameter, over: Sequence[str]) -> int:
     """The number of parts that these axes split it into."""
     if p.axes is None:
         raise AuditError(f"the sharding of {p.path} is unknown: audit the compiled program")
-    return _size(report, [axis for axis in over if axis in p.axes])
+    sizes = {axis: _size_of(report, axis) for axis in over}
+    return math.prod(size for axis, size in sizes.items() if axis in p.axes)
 
 
 def _size(report: Report, axes: Sequence[str]) -> int:

@@ -68,7 +68,7 @@ def executed(text: str) -> Counter[Collective]:
 
 def _trips(line: str) -> int:
     known = _TRIPS.search(line)
-    assert known is not None, f"nobody knows how often this loop runs: {line}"
+    assert known is not None, f"it is unknown how often this loop runs: {line}"
     return int(known[1])
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import inspect
 import logging
 import re
 import subprocess
@@ -391,7 +392,7 @@ def listed(prefix=""):
     """What `names` has: of primitives, or the constants that begin so."""
     found = {}
     for constant, value in vars(names).items():
-        kinds = ("PARAM_", "STACK_", "SCOPE_", "TEXT_", "EVENT_", "LOGGER_")
+        kinds = ("ARGUMENT_", "PARAM_", "STACK_", "SCOPE_", "TEXT_", "EVENT_", "LOGGER_")
         if constant.isupper() and (
             constant.startswith(prefix) if prefix else not constant.startswith(kinds)
         ):
@@ -499,6 +500,12 @@ class TestParameters:
             assert getattr(names, constant) in params, (
                 f"{advice(constant)}. The parameters of {primitive} are {', '.join(params)}"
             )
+
+    @pytest.mark.parametrize("function", [lax.psum, lax.pmax, lax.all_gather, lax.axis_index])
+    def test_of_the_arguments(self, function):
+        for constant, value in listed("ARGUMENT_").items():
+            taken = inspect.signature(function).parameters
+            assert value in taken, f"{advice(constant)}. {function.__name__} takes {list(taken)}"
 
     def test_of_the_transformations(self):
         def entries(f):

@@ -1,8 +1,7 @@
 """Checks the built site: `python tools/check_site.py site`.
 
-What the strict build does not look at: links and images in the HTML, pages that the navigation
-leaves out, what is loaded from elsewhere, and whether the search has the words that readers look
-for.
+It checks what the strict build does not: links and images in the HTML, pages that are missing in
+the navigation, files that are loaded from other sites, and words that the search must find.
 """
 
 import json
@@ -54,7 +53,11 @@ def faults(site: Path) -> list[str]:
             target = file_of(unquote(parts.path), path, site)
             if not target.exists():
                 found.append(f"{here}: there is no {url}")
-            elif parts.fragment and unquote(parts.fragment) not in pages[target].names:
+            elif (
+                parts.fragment
+                and target in pages
+                and unquote(parts.fragment) not in pages[target].names
+            ):
                 found.append(f"{here}: there is no {url}")
         for name in re.findall(r"doc-module-name\">([^<]*)", path.read_text(encoding="utf-8")):
             found.append(f"{here} shows a module in place of {name}")

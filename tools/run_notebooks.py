@@ -20,7 +20,7 @@ def run(path: Path) -> None:
         coalesce_streams=True,
     )
     client.execute()
-    # Which Python it was is no part of it.
+    # Leave out the version of Python.
     notebook.metadata["language_info"] = {"name": "python"}
     nbformat.write(notebook, path)
 

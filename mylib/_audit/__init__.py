@@ -7,8 +7,9 @@ from .report import (
     Contract as Contract,
     Parameter as Parameter,
     Report as Report,
+    times_of as times_of,
     what_of as what_of,
 )
 from .roofline import Estimate as Estimate, Work as Work
-from .snapshot import check_snapshot as check_snapshot, snapshot_of as snapshot_of
+from .snapshot import check_snapshot as check_snapshot
 from .text import readable as readable

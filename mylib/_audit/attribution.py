@@ -63,7 +63,7 @@ def origin_of(x: Instruction, names: Names) -> Origin:
 
 def _own_names(x: Instruction) -> list[str]:
     """JAX's names for its origin, without names of arguments."""
-    return [name for name in x.op_names if name.startswith("jit(") or "/" in name]
+    return [name for name in x.op_names if name.startswith(f"{known.JIT}(") or "/" in name]
 
 
 def _is_written(primitive: str) -> bool:

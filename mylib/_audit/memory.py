@@ -61,7 +61,7 @@ class ProgramMemory(Memory):
     def of(
         cls, compiled: jax.stages.Compiled, module: Module, arguments: Sequence[Argument]
     ) -> "ProgramMemory":
-        """That of a `compiled` program: its `module` and its `arguments` say what is alive."""
+        """The memory of a `compiled` program, given its `module` and its `arguments`."""
         known = memory_of(compiled, arguments, module.text)
         parts = {part.name: getattr(known, part.name) for part in fields(known)}
         if not module.is_scheduled:
@@ -71,7 +71,7 @@ class ProgramMemory(Memory):
         return cls(**parts, peak=peak, alive=_alive(found.alive))
 
     def held(self) -> dict[str, int]:
-        """What each device holds, by what it is for."""
+        """The bytes that each device holds, by purpose."""
         parts = {
             "arguments": self.arguments,
             "results": self.results,
@@ -83,7 +83,7 @@ class ProgramMemory(Memory):
         return {name: size for name, size in parts.items() if size}
 
     def at_the_peak(self) -> tuple[str, list[tuple[str, ...]]]:
-        """What is largest when a device holds most: a heading, and a table."""
+        """The largest arrays at the peak: a heading, and the rows of a table."""
         rows = [
             (
                 readable(x.bytes),

@@ -1,4 +1,4 @@
-"""What a notebook shows of a report: the collectives with what they send, and the memory."""
+"""A report as a page for notebooks: the collectives and the bytes that they send; the memory."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -32,7 +32,7 @@ def report_page(
 
 
 def _collectives(columns: Sequence[str], rows: Sequence[Sent]) -> html.Html:
-    # First what heads a line where there are no columns.
+    # On narrow pages the first cell is the heading of a row.
     header = (*_heading_first(columns), "share")
     most = max(row.nbytes for row in rows) or 1
     bars = [bar(row.nbytes / most, f"{readable(row.nbytes)} in a call") for row in rows]

@@ -124,19 +124,19 @@ class Report:
 
         `AuditError` if the number is unknown, because the length of a loop depends on data.
         """
-        return sum(_known(c) for c in self.among(kind, axes))
+        return sum(times_of(c) for c in self.among(kind, axes))
 
     def bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes of all executions of these collectives, as in `Collective.bytes`. `kind` and
         `axes` are as for `count`.
         """
-        return sum(_known(c) * c.bytes for c in self.among(kind, axes))
+        return sum(times_of(c) * c.bytes for c in self.among(kind, axes))
 
     def wire_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes that a device sends in all executions of these collectives. `kind` and `axes`
         are as for `count`.
         """
-        return sum(_known(c) * c.wire_bytes for c in self.among(kind, axes))
+        return sum(times_of(c) * c.wire_bytes for c in self.among(kind, axes))
 
     def among(
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
@@ -216,11 +216,12 @@ class Report:
 Contract = Callable[[Report], Sequence[str]]
 
 
-def _known(c: Collective) -> int:
+def times_of(c: Collective) -> int:
+    """How often it runs in a call; an error if that is unknown."""
     if c.times is None:
         raise AuditError(
-            f"nobody knows how often the {c.kind} of {c.source or c.primitive} runs: it is in a "
-            "loop that ends when data says so"
+            f"it is unknown how often the {c.kind} of {c.source or c.primitive} runs: it is in a "
+            "loop whose end depends on data"
         )
     return c.times
 
@@ -299,7 +300,7 @@ def _listed(paths: Sequence[str]) -> str:
 
 
 def _sent(group: Sequence[Collective]) -> int:
-    """What a device sends in a call, as far as it is known how often."""
+    """The bytes that a device sends in a call, for collectives with known `times`."""
     return sum((c.times or 0) * c.wire_bytes for c in group)
 
 
@@ -311,4 +312,7 @@ def _sum(report: Report) -> str:
     bounded = any(c.sometimes for c in known)
     text = f"  each device sends {'at most ' if bounded else ''}{sent} in a call"
     unknown = len(report.collectives) - len(known)
-    return text + (f", and {unknown} of these nobody knows how often" if unknown else "")
+    if not unknown:
+        return text
+    run = "collective runs" if unknown == 1 else "collectives run"
+    return f"{text}, and {unknown} {run} an unknown number of times"

@@ -16,7 +16,6 @@ _FREE = frozenset(
         "call", "after-all", "optimization-barrier", "partition-id", "replica-id",
     }
 )  # fmt: skip
-_KERNELS = frozenset({"tpu_custom_call", "__gpu$xla.gpu.triton"})
 _NAMES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8"}
 
 

@@ -266,6 +266,10 @@ PARAM_NEW_DTYPE = "new_dtype"
 PARAM_PREFERRED = "preferred_element_type"
 PARAM_STARTS = "start_indices"
 
+# --- arguments of the functions of `jax.lax`, as their frames on the stack name them --------------
+
+ARGUMENT_AXIS_NAME = "axis_name"
+
 # --- transformations, by their entries in an equation's stack of names ----------------------------
 
 STACK_JVP = "jvp"

@@ -100,7 +100,7 @@ class Inputs:
         return resolved[1] if resolved is not None and resolved[0] is self else None
 
     def state_of(self, arrays: Sequence[Any], world: World) -> Any:
-        """Equal for arrays of which the same must be moved; None if unknown."""
+        """Equal for arrays that need the same moves; None if unknown."""
         if _are_on_devices(frozenset(map(type, arrays))):
             return world, list(map(self.moves.decisive, arrays))
         return None
@@ -178,6 +178,11 @@ class _ByName:
             )
         several: Any = given.get(function.several)
         count = max(0, len(args) - len(function.by_position))
+        if not is_placement_leaf(several) and not isinstance(several, tuple | list):
+            raise TypeError(
+                f"{name}: write a placement for all of *{function.several}, or a tuple with one "
+                f"for each, not a {type(several).__name__}"
+            )
         if not is_placement_leaf(several) and len(several) != count:
             raise TypeError(
                 f"{name}: there are {len(several)} entries for *{function.several}, and it has "

@@ -1,5 +1,5 @@
-"""Notes on errors of JAX that are raised while a function is traced or called: what they are about,
-in the caller's words, and what to do.
+"""Notes on errors that JAX raises while a function is traced or called. They name the caller's
+arguments, and say how to fix the error.
 """
 
 import re
@@ -22,7 +22,7 @@ def add_note(error: Exception, given: Any, named: Callable[[str], str]) -> None:
     """Adds a note to an error, if there is something to say. `given` are the arguments; `named`
     turns a name in the program, such as `kept[0]`, into the caller's.
     """
-    # By a function inside this one, whose arguments they are.
+    # Notes that a function called by this one has added, about its own arguments.
     told = "".join(getattr(error, "__notes__", ()))
     if is_sharding_type_error(error):
         note = _about_explicit_axes(given)

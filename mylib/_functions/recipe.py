@@ -74,9 +74,11 @@ class Recipe:
         """The recipe of an equal function, if there is one: `filter_jit(filter_grad(f))` is a new
         object every time, but need not be compiled every time. `key` is the function's key.
         """
-        options = {**self.options, **self.options.get("compiler_options", {})}
+        options = dict(self.options)
+        compiler = options.pop("compiler_options", {})
+        same = key, self.donate, self.mesh, _exact(options), _exact(compiler)
         try:
-            return _first_of(_Same((key, self.donate, tuple(sorted(options.items()))), self))
+            return _first_of(_Same(same, self))
         except TypeError:  # the function holds something unhashable
             return self
 
@@ -141,6 +143,11 @@ class Recipe:
                     "arrays are static, and must be hashable)"
                 )
         return f"(among the arguments of {self.name})"
+
+
+def _exact(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The options as something that can be hashed. Unlike `==` it distinguishes 1 and True."""
+    return tuple((name, type(value), value) for name, value in sorted(options.items()))
 
 
 @dataclass(frozen=True)

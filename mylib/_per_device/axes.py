@@ -1,4 +1,4 @@
-"""Names of axes that a mapped function uses although there are none of these names."""
+"""Errors about axis names that a mapped function uses and the mesh doesn't have."""
 
 import traceback
 from collections.abc import Collection, Iterator
@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 
+from .._compat import names
+
 
 @contextmanager
 def unknown_named(name: str, known: Collection[Any]) -> Iterator[None]:
-    """Where JAX checks types, `psum` over an axis that isn't there raises a bare AssertionError;
-    other collectives raise a NameError. Here it is a NameError that names the axis. `name` is that
-    of the function, `known` are the axes in reach.
+    """If JAX checks types, `psum` over an unknown axis raises an AssertionError without a message.
+    This raises a NameError that names the axis instead, as other collectives do. `name` is the
+    function's name, `known` are the axes that it can use.
     """
     try:
         yield
@@ -33,9 +35,9 @@ def _axes_asked_for(error: AssertionError) -> list[Any]:
     around: list[Any] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         inside = frame.f_globals.get("__name__", "").startswith("jax.")
-        if not inside or "axis_name" not in frame.f_locals:
+        if not inside or names.ARGUMENT_AXIS_NAME not in frame.f_locals:
             continue
-        asked = frame.f_locals["axis_name"]
+        asked = frame.f_locals[names.ARGUMENT_AXIS_NAME]
         axes = list(asked) if isinstance(asked, list | tuple) else [asked]
         if hasattr(jax.lax, frame.f_code.co_name):
             return [axis for axis in axes if axis not in around]

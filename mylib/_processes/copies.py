@@ -1,4 +1,4 @@
-"""What processes hold of their arrays, and how it differs."""
+"""The copies of shards that processes hold, and the faults if they differ."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -113,19 +113,21 @@ def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
     # For each shard and each of its values, what holds it.
     values: dict[str, dict[str, dict[str, None]]] = {}
     told: list[Any] = []
-    more: list[str] = []
+    more: dict[str, list[str]] = {}
     for group, them in versions.items():
         having = [version.facts[name] for version in them if name in version.facts]
         told += having
         for number, held in ((n, h) for x in having for n, h in x[4].items()):
-            more = unheard(group, them)
+            more[number] = more.get(number) or unheard(group, them)
             for value, holders in held.items():
                 values.setdefault(number, {}).setdefault(value, {})[holders] = None
-    differing = [by_value for by_value in values.values() if len(by_value) > 1]
+    differing = [number for number, by_value in values.items() if len(by_value) > 1]
     if differing:
-        first, *others = differing
-        texts = "; ".join([*(" and ".join(holders) for holders in first.values()), *more])
-        rest = f" (and {len(others)} more of its shards differ)" if others else ""
+        number, *others = differing
+        first = values[number]
+        texts = "; ".join([*(" and ".join(holders) for holders in first.values()), *more[number]])
+        differ = "differs" if len(others) == 1 else "differ"
+        rest = f" (and {len(others)} more of its shards {differ})" if others else ""
         yield _fault(name, told[0], f"there are {len(first)} values of it: {texts}{rest}", _MEND)
 
 

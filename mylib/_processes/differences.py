@@ -8,6 +8,7 @@ processes, and what all of them read is limited.
 import base64
 import functools
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
@@ -29,6 +30,7 @@ _VERSIONS = 8
 # As many faults are described; of the others only the leaves are named.
 _DESCRIBED = 100
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAME = "the same in all processes"
 _MEND = (
     "make it in the same way, from the same numbers, in every process; where it is meant to "
@@ -68,7 +70,7 @@ def everybodys_faults(
     meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
 ) -> list[Fault]:
     """The faults that any process has found, and one, with this `mend`, for each fact that differs
-    within its group. All processes get the same list.
+    within its group. All processes get the same list, except for addresses of objects.
     """
     difference = compare(meet, faults, facts)
     return [] if difference is None else faults_in_full(meet, difference, faults, facts, mend)
@@ -82,7 +84,9 @@ def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | N
 
 def in_brief(faults: Sequence[Fault], facts: Facts) -> dict[str, Any]:
     sums = {text_of(group): digest(sorted(said.items())) for group, said in facts.items()}
-    return {"faults": digest([astuple(fault) for fault in faults]) if faults else "", "sums": sums}
+    # The `repr` of a rule or a static field may contain an address, which differs everywhere.
+    texts = [_ADDRESS.sub("", json.dumps(astuple(fault))) for fault in faults]
+    return {"faults": digest(texts) if faults else "", "sums": sums}
 
 
 def difference_of(brief: Mapping[int, Mapping[str, Any]]) -> Difference | None:
@@ -196,7 +200,8 @@ def _found(versions: Iterable[Version], count: int) -> list[dict[str, Any]]:
         for fault, found_by in ((json.loads(text), by) for text, by in finders.items())
     ]
     if heard < count:
-        reason = f"{count - heard} more processes have found others, which are not listed"
+        who = "process has" if count - heard == 1 else "processes have"
+        reason = f"{count - heard} more {who} found others, which are not listed"
         found.append(asdict(Fault("", None, _SAME, reason, "fix those that are listed first")))
     return found
 
@@ -225,14 +230,16 @@ def disagreements(mend: str, versions: Versions) -> Iterable[Fault]:
 def unheard(group: Processes, versions: Iterable[Version]) -> list[str]:
     """Says how many of the group's processes have other versions, which are not examined."""
     count = len(group) - sum(len(version.processes) for version in versions)
-    return [f"{count} more processes differ from all of these"] if count else []
+    who = "process differs" if count == 1 else "processes differ"
+    return [f"{count} more {who} from all of these"] if count else []
 
 
 def _shortened(faults: list[Fault], more_groups: int) -> list[Fault]:
     rest = f"it differs between processes; only the first {_DESCRIBED} such faults are described"
     faults[_DESCRIBED:] = [replace(fault, reason=rest) for fault in faults[_DESCRIBED:]]
     if more_groups:
-        reason = f"values differ within {more_groups} more groups of processes"
+        what = "group" if more_groups == 1 else "groups"
+        reason = f"values differ within {more_groups} more {what} of processes"
         faults.append(Fault("", None, _SAME, reason, "fix those that are listed first"))
     return faults
 

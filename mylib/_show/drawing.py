@@ -25,14 +25,14 @@ def draw(place: Sharding, shape: Shape, paint: Paint) -> list[str]:
 
 
 def directions(cut: Cut) -> str:
-    """What the rows and columns of a drawing are."""
+    """The dimensions that are rows and columns of a drawing."""
     drawn = {"down": cut.down, "across": cut.across}
     named = [f"dimension {dim} {name}" for name, dim in drawn.items() if dim is not None]
     return ", ".join(named) or "each device has the whole array"
 
 
 def sums(place: Sharding) -> list[str]:
-    """What is to be known of an array that is not summed yet."""
+    """A note about partial sums, if the array has any."""
     if not (isinstance(place, NamedSharding) and place.spec.unreduced):
         return []
     names = ", ".join(sorted(map(repr, place.spec.unreduced)))

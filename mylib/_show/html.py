@@ -9,8 +9,8 @@ class Html(str):
 
 
 def tag(name: str, *inside: str, **attributes: object) -> Html:
-    """An element. What is inside is escaped unless it is `Html`. Of attributes' names, a last `_`
-    is dropped, and others are dashes.
+    """An element. Its content is escaped unless it is `Html`. In the names of attributes, a last
+    `_` is dropped, and other underscores become dashes.
     """
     written = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{_escaped(str(value))}"'
@@ -29,7 +29,7 @@ def _escaped(text: str) -> str:
 
 
 def page(*inside: str) -> Html:
-    """What a notebook shows."""
+    """A page for notebooks."""
     return tag("div", tag("style", Html(_STYLE)), *inside, class_="mylib-show")
 
 
@@ -55,7 +55,7 @@ def table(
 
 def _cells(header: Sequence[str], cells: Sequence[str], classes: Sequence[str]) -> list[Html]:
     return [
-        # The column's name, as long as there are no columns.
+        # The name of the column, for narrow pages, which have no columns.
         tag("td", cell, class_=class_ if cell else f"{class_} empty", data_name=name)
         for name, cell, class_ in zip(header, cells, classes, strict=True)
     ]

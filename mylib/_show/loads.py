@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .text import Paint, show_bytes, show_devices
+from .text import BLUE, Paint, show_bytes, show_devices
 
 _LINES, _BAR = 12, 24
 
@@ -26,7 +26,7 @@ def load_lines(bytes_by_device: Mapping[Any, int], paint: Paint) -> list[str]:
         bar = "█" * max(1, round(_BAR * nbytes / most)) if nbytes else ""
         text = f"{show_bytes(nbytes):>10}"
         lines.append(
-            f"{text}  {paint(bar, '34')}{' ' * (_BAR - len(bar))}  {show_devices(devices)}"
+            f"{text}  {paint(bar, BLUE)}{' ' * (_BAR - len(bar))}  {show_devices(devices)}"
         )
     rest = sum(len(devices) for _, devices in groups[_LINES:])
     return lines + [f"            and {rest} devices with less"] * bool(rest)

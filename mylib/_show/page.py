@@ -1,4 +1,4 @@
-"""What a notebook shows of `show` and `explain`: totals, pictures and a table."""
+"""`show` and `explain` as pages for notebooks: totals, pictures and a table."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ from .text import count, show_bytes, show_devices
 
 # How many paths are listed over a device, and how many pictures and loads are drawn.
 _PATHS, _FIGURES, _LOADS = 6, 12, 12
-# From how many devices on fewer paths are listed, as each device has them.
+# With more devices than this, fewer paths are listed, because each device lists them.
 _LARGE = 64
 
 

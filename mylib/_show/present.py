@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AxisType, Sharding
+from jax.sharding import AxisType, NamedSharding, Sharding
 
 from .._placement import World
 from .._tree import Kind, Leaf, Leaves, name_of
@@ -38,7 +38,9 @@ def current_place(x: Any, kind: Kind) -> Sharding | None:
     """The sharding of a leaf, if it is known."""
     if kind is Kind.TRACED:
         return _place_of_type(jax.typeof(x))
-    return getattr(x, "sharding", None) if kind in (Kind.DEVICE, Kind.ABSTRACT) else None
+    place = getattr(x, "sharding", None) if kind in (Kind.DEVICE, Kind.ABSTRACT) else None
+    # `jax.typeof(x).sharding` has an empty mesh if no axis is Explicit.
+    return None if isinstance(place, NamedSharding) and place.mesh.empty else place
 
 
 def _place_of_type(aval: Any) -> Sharding | None:

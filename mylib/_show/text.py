@@ -51,7 +51,7 @@ def show_numbers(devices: Iterable[Any]) -> str:
 
 
 def show_devices(devices: Iterable[Any]) -> str:
-    """Devices by platform: `cpu 0-7`. What is text stays as it is."""
+    """Devices by platform: `cpu 0-7`. Strings are listed unchanged."""
     of_platform: dict[str, list[Any]] = {}
     texts: list[str] = []
     for device in devices:

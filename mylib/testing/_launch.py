@@ -29,9 +29,10 @@ try:
         sys.argv = arguments
         sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
         runpy.run_path(arguments[0], run_name="__main__")
-    jax, processes = sys.modules.get("jax"), os.environ["SLURM_NTASKS"]
-    alone = jax and not jax.distributed.is_initialized() and jax.process_count() == 1
-    if alone and processes != "1" and os.environ["SLURM_PROCID"] == "0":
+    jax, processes = sys.modules.get("jax"), os.environ.get("SLURM_NTASKS", "1")
+    first = processes != "1" and os.environ.get("SLURM_PROCID") == "0"
+    # Last, because counting processes starts JAX's backends if the script has not.
+    if jax and first and not jax.distributed.is_initialized() and jax.process_count() == 1:
         print(
             f"Each of the {processes} processes ran the program alone: call "
             "jax.distributed.initialize() before anything else in JAX",

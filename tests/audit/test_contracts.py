@@ -4,6 +4,7 @@ import jax
 import known
 import pytest
 import steps
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mylib
@@ -135,6 +136,24 @@ def test_names_that_do_not_exist():
         report.expect(contracts.sharded("params"))
     with pytest.raises(ValueError, match="no axis 'model'"):
         report.expect(contracts.tensor_parallel("model"))
+    with pytest.raises(ValueError, match="no axis 'dat'"):
+        report.expect(contracts.data_parallel("dat"))
+
+
+@pytest.mark.parametrize("size, unknown", [(2048, True), (8, False)])
+def test_collectives_that_run_an_unknown_number_of_times(size, unknown):
+    def grown(x):
+        return lax.while_loop(lambda x: x.sum() < 9, lambda x: x + lax.psum(x, "data"), x)
+
+    mapped = known.mapped(ONE, P("data"), grown)
+    report = mylib.audit(jax.jit(mapped), known.abstract(ONE, P("data"), (8, size)))
+    some = [contracts.data_parallel("data"), contracts.tensor_parallel("data", forward=0)]
+    for contract in some:
+        if unknown:
+            with pytest.raises(mylib.AuditError, match="unknown how often the all-reduce"):
+                report.expect(contract)
+        else:
+            contract(report)
 
 
 def test_text_does_not_tell_what_is_divided():

@@ -166,6 +166,17 @@ class TestTrees:
             assert mylib.filter_jit(eqx.filter_grad(f))(jnp.array(3.0)) == 6
         assert f.traces == 1
 
+    def test_it_is_compiled_once_with_the_same_options(self):
+        def recipe(**options):
+            return mylib.filter_jit(add_zero, **options).recipe
+
+        same = [{"mesh": MESH}, {"compiler_options": {"xla_cpu_enable_fast_math": True}}]
+        other = [{"mesh": EXPLICIT}, {"compiler_options": {"xla_cpu_enable_fast_math": 1}}]
+        for one, another in zip(same, other, strict=True):
+            assert recipe(**one) is recipe(**one)
+            assert recipe(**one) is not recipe(**another)
+            assert recipe(**one) is not recipe()
+
     def test_one_trace_however_an_argument_is_given(self):
         f = counted(lambda x, y: x - y)
         f.__wrapped__ = lambda x, y: None
@@ -726,6 +737,10 @@ class TestInShardings:
         assert tuple(map(self.spec, f(1, np.ones(8), np.ones(8)))) == specs
         with pytest.raises(TypeError, match=r"there are 2 entries for \*xs, and it has 1"):
             f(1, np.ones(8))
+        for wrong in (7, {"a": P()}):
+            f = mylib.filter_jit(lambda x, *xs: xs, in_shardings={"xs": wrong}, mesh=MESH)
+            with pytest.raises(TypeError, match=r"placement for all of \*xs, or a tuple with one"):
+                f(1, np.ones(8))
 
     def test_names_that_are_no_identifiers(self):
         f = mylib.filter_jit(lambda **xs: xs, in_shardings=P("data"), mesh=MESH)

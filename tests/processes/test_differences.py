@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from mylib import Fault, PlacementError
-from mylib._processes import differences, groups
+from mylib._processes import copies, differences, groups
 
 PROCESSES = 200
 EVERYBODY = tuple(range(PROCESSES))
@@ -128,6 +128,35 @@ def test_faults_that_differ_in_all():
     assert [fault.reason for fault in some] == [f"file {me}" for me in range(8)]
     assert rest.reason == "192 more processes have found others, which are not listed"
     assert sent < 3000
+
+
+def test_faults_that_differ_in_addresses():
+    """Such as those of a rule that is a lambda function."""
+    brief = {
+        me: differences.in_brief([fault(f"<function f at 0x7fee2e8{me:05x}>")], {})
+        for me in EVERYBODY
+    }
+    difference = differences.difference_of(brief)
+    assert difference is not None and difference.finders == ["0:200:1"]
+
+
+def test_copies_of_which_not_all_are_examined():
+    """The processes that are left out are named with the shard that they hold."""
+
+    def version(processes, number, value):
+        held = {number: {value: differences.named(processes)}}
+        array = ["float32[2] as P()", [2], "P()", "0:4:1", held]
+        return differences.Version(processes, {".w": array})
+
+    versions = {
+        (0, 1, 2): [version((0,), "0", "a"), version((1,), "0", "b")],
+        (3, 4): [version((3,), "1", "c"), version((4,), "1", "d")],
+    }
+    (found,) = copies.faults_in(versions)
+    assert found.reason == (
+        "there are 2 values of it: process 0; process 1; 1 more process differs from all of "
+        "these (and 1 more of its shards differs)"
+    )
 
 
 def test_equal_facts():

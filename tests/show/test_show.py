@@ -167,6 +167,8 @@ class TestLeaves:
              "P('data')", "committed", 64, 16),
             (abstract((3, 4), dtype=jnp.int8), "no sharding", "abstract", 12, 0),
             (abstract((6,), MESH, P("data")), "P('data')", "abstract", 24, 8),
+            # As `jax.typeof(x).sharding` is on Auto axes.
+            (abstract((6,), AbstractMesh((), ()), P()), "no sharding", "abstract", 24, 0),
             (abstract(jax.export.symbolic_shape("b, 4")), "no sharding", "abstract", 0, 0),
         ],
     )  # fmt: skip

@@ -816,6 +816,12 @@ def test_launch_of_a_script_that_fails(small, how, status):
         done.stderr.fnmatch_lines(["[[]1] ValueError: in process 1"])
 
 
+def test_launch_of_a_script_that_clears_its_environment(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os\nos.environ.clear()")
+    subprocess.run([sys.executable, "-c", launch._RUN, str(script)], check=True)
+
+
 def test_launch_of_processes_that_do_not_meet(small):
     small.makepyfile(script="import jax\nprint(jax.process_count())")
     done = _launch(small, "script.py")
