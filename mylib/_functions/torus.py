@@ -28,7 +28,7 @@ def halfway(kept: Target | None, used: Target | None) -> NamedSharding | None:
     return _of_parts(kept.spec, mesh)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def _is_large_torus(mesh: Mesh) -> bool:
     devices = list(mesh.devices.flat)
     if len(devices) <= _FEW or devices[0].platform != "tpu":
