@@ -43,7 +43,8 @@ def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
 
         ```python
         mesh = mylib.make_mesh(data=8)
-        x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=jax.NamedSharding(mesh, P("data")))
+        sharding = jax.NamedSharding(mesh, P("data"))
+        x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=sharding)
         report = mylib.audit(jnp.sum, x)
         report.expect(mylib.contracts.communicates({("all-reduce", "data"): 1}))
         ```

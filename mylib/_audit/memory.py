@@ -96,6 +96,7 @@ class ProgramMemory(Memory):
         return f"largest when it holds most, about {readable(self.peak)} by the schedule", rows
 
     def lines(self) -> list[str]:
+        """The lines that it prints as."""
         held = ", ".join(f"{name} {readable(size)}" for name, size in self.held().items())
         shared = f" ({readable(self.aliased)} of them in donated arguments)" if self.aliased else ""
         lines = [f"each device holds {held or 'nothing'}{shared}"]

@@ -84,7 +84,8 @@ def resolve(
 
         ```python
         mesh = mylib.make_mesh(data=8)
-        targets = mylib.resolve({"x": jnp.zeros((16, 3)), "name": "x"}, P("data"), mesh=mesh)
+        tree = {"x": jnp.zeros((16, 3)), "name": "x"}
+        targets = mylib.resolve(tree, P("data"), mesh=mesh)
         assert targets == {"x": NamedSharding(mesh, P("data")), "name": None}
         ```
     """

@@ -69,7 +69,7 @@ def exchange(
     deadline = time.monotonic() + timeout
     with series.lock:
         if series.turn == 0 and not series.begin():
-            raise RuntimeError(_replaced(purpose))
+            raise RuntimeError(_taken_over(purpose))
         while True:
             conclusion = _concluded(series, f"{int(alone)}{mine}", judge, deadline, timeout)
             series.go_on(judged=conclusion.kind == JUDGED)
@@ -127,7 +127,7 @@ def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
     return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone)
 
 
-def _replaced(purpose: str) -> str:
+def _taken_over(purpose: str) -> str:
     return (
         f"this process can't compare ({purpose}): it has taken the place of one that has met the "
         "others before. Processes can't be replaced one by one: end all of them, start them again, "

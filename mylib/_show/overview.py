@@ -64,7 +64,8 @@ def show(tree: PyTree[Any], after: "PyTree[Any] | EllipsisType" = ..., /) -> "Ov
         ```python
         mesh = mylib.make_mesh(data=4, model=2)
         model = eqx.nn.MLP(8, 8, 64, 2, key=jax.random.key(0))
-        sharded = mylib.filter_shard(model, mylib.rules.fsdp("data", min_size=0), mesh=mesh)
+        fsdp = mylib.rules.fsdp("data", min_size=0)
+        sharded = mylib.filter_shard(model, fsdp, mesh=mesh)
         print(mylib.show(sharded))
         print(mylib.show(sharded.layers[0].weight))
         print(mylib.show(model, sharded))

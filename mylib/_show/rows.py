@@ -42,6 +42,7 @@ class Row:
     **Attributes:**
 
     - `leaf`: the [`mylib.Leaf`][]: its name, shape, dtype, bytes.
+    - `path`: the keys that lead to it.
     - `target`: where it would go; None if it is left alone, or can't be placed. Without a placement
         that is where it is.
     - `place`: where it would be afterwards: the target, or its current sharding, if known, when it

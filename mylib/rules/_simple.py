@@ -60,7 +60,7 @@ def batch(axis: Axes) -> Rule:
 
         ```python
         mesh = mylib.make_mesh(data=8)
-        examples = {"image": np.zeros((16, 28, 28)), "label": np.zeros(16), "scale": np.ones(())}
+        examples = {"image": np.zeros((16, 28, 28)), "label": np.zeros(16)}
         examples = mylib.filter_shard(examples, mylib.rules.batch("data"), mesh=mesh)
         ```
     """
