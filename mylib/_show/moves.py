@@ -8,7 +8,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .._placement import memory_kind
-from .._tree import KeyPath
+from .._tree import KeyPath, canonical_dtype
 from .parts import Part, overlap, parts_of, size_of
 from .rows import DELETED, NUMPY, Row, meaning
 
@@ -83,7 +83,8 @@ class Move:
         """Whether it is an array of another shape or dtype."""
         assert self.before is not None and self.after is not None
         one, other = self.before.leaf, self.after.leaf
-        return (one.shape, one.dtype) != (other.shape, other.dtype)
+        # JAX holds NumPy's 64 bits as 32: that is a move, and no other array.
+        return (one.shape, canonical_dtype(one)) != (other.shape, canonical_dtype(other))
 
     @cached_property
     def likeness(self) -> Hashable:

@@ -277,6 +277,8 @@ class TestMoves:
             (jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[0]), "now committed", {}),
             (jnp.ones(2), jax.device_put(jnp.ones(2), jax.devices()[1]), "moved", {1: 8}),
             (put(8, P("data")), np.ones(8, np.float32), "moved", {"host memory": 32}),
+            # JAX holds NumPy's float64 as float32.
+            (np.ones(8), put(8, P("data")), "moved", dict.fromkeys(range(8), 8)),
             (put(8, P()), put(8, P(), memory_kind="pinned_host"), "moved",
              dict.fromkeys(range(8), 32)),
             (put((4, 2), P("data")), put((4, 2), P(None, "model")), "moved",
