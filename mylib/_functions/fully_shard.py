@@ -167,14 +167,15 @@ def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
         )
     if policy is not None and not checkpoint:
         raise TypeError("fully_shard: policy= has no effect with checkpoint=False: leave one out")
-    if isinstance(layers, Mapping):
+    if isinstance(layers, Mapping) and layers:
         table = {cls: (n,) if isinstance(n, str) else tuple(n) for cls, n in layers.items()}
         for cls, names in table.items():
             lacking = [name for name in names if not callable(getattr(cls, name, None))]
             if lacking or not names:
                 raise TypeError(f"fully_shard: {cls.__qualname__} has no method {lacking or ''}")
         return lambda x, path: next((n for cls, n in table.items() if isinstance(x, cls)), None)
-    if all(isinstance(x, type) for x in (layers if isinstance(layers, tuple) else (layers,))):
+    classes = layers if isinstance(layers, tuple) else (layers,)
+    if classes and all(isinstance(x, type) for x in classes):
         return lambda x, path: _CALL if isinstance(x, layers) else None
     if callable(layers) and not isinstance(layers, eqx.Module):
         return lambda x, path: _CALL if layers(x, path) else None

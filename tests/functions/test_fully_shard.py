@@ -558,6 +558,8 @@ def test_host_memory_is_for_what_is_kept():
 def test_wrong_arguments():
     cases = [
         ((LISTED, LISTED, KEPT), {}, "does not select Modules"),
+        ((LISTED, (), KEPT), {}, "does not select Modules"),
+        ((LISTED, {}, KEPT), {}, "does not select Modules"),
         ((LISTED, {Layer: ["decode"]}, KEPT), {}, "Layer has no method"),
         ((LISTED, Layer, KEPT), {"dtype": jnp.int32}, "not a floating dtype"),
         ((LISTED, Layer, KEPT), {"policy": mylib.recompute_resharded}, "returns a policy"),
