@@ -70,7 +70,7 @@ def everybodys_faults(
     meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
 ) -> list[Fault]:
     """The faults that any process has found, and one, with this `mend`, for each fact that differs
-    within its group. All processes get the same list, except for addresses of objects.
+    within its group. All processes get the same list.
     """
     difference = compare(meet, faults, facts)
     return [] if difference is None else faults_in_full(meet, difference, faults, facts, mend)
@@ -84,9 +84,14 @@ def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | N
 
 def in_brief(faults: Sequence[Fault], facts: Facts) -> dict[str, Any]:
     sums = {text_of(group): digest(sorted(said.items())) for group, said in facts.items()}
-    # The `repr` of a rule or a static field may contain an address, which differs everywhere.
-    texts = [_ADDRESS.sub("", json.dumps(astuple(fault))) for fault in faults]
+    texts = [json.dumps(astuple(fault)) for fault in map(_without_addresses, faults)]
     return {"faults": digest(texts) if faults else "", "sums": sums}
+
+
+def _without_addresses(fault: Fault) -> Fault:
+    """The `repr` of a rule or a static field may contain an address, which differs everywhere."""
+    texts = {name: text for name, text in vars(fault).items() if isinstance(text, str)}
+    return replace(fault, **{name: _ADDRESS.sub("", text) for name, text in texts.items()})
 
 
 def difference_of(brief: Mapping[int, Mapping[str, Any]]) -> Difference | None:
@@ -133,8 +138,9 @@ def faults_between(
     """The faults that processes have found or, if there are none, those that `examine` finds in
     their descriptions. All processes get the same list.
     """
+    faults = list(map(_without_addresses, faults))
     if len(difference.finders) == 1:
-        return list(faults)  # All have found the same.
+        return faults  # All have found the same.
     mine = message(jax.process_index(), difference, faults, describe)
     return read(meet(mine, functools.partial(judge, difference, examine)))
 
