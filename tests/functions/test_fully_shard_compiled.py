@@ -89,7 +89,7 @@ def test_in_two_steps_over_a_whole_torus_of_three_dimensions(machine, explicit):
     report = mylib.audit(program, mesh=mesh)
     assert report.bytes("all-reduce") < 1024
     # 64 columns a device are padded to 70 by the sum that is scattered.
-    assert report.wire_bytes() <= 3.05 * DEPTH * LAYER * 63 / 64
+    assert report.wire_bytes() <= 3.06 * DEPTH * LAYER * 63 / 64
 
 
 def one_gather(mesh):

@@ -28,10 +28,7 @@ KEY = jax.eval_shape(lambda: jax.random.key(0))
 
 @pytest.fixture(autouse=True)
 def meshes_of_the_machine(machine, monkeypatch):
-    def make_mesh(shape, names, axis_types=None, devices=None):
-        return machine.mesh(**dict(zip(names, shape, strict=True)))
-
-    monkeypatch.setattr(jax, "make_mesh", make_mesh)
+    monkeypatch.setattr(mylib, "make_mesh", machine.mesh)
     # Examples set these for themselves.
     for name in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS"):
         monkeypatch.setenv(name, "")
@@ -168,13 +165,12 @@ def test_strategies(machine, name):
 
 @BOTH
 def test_shard_a_model(machine):
-    example = notebook("shard_a_model", "import equinox", "def make_model", "def step")
-    mesh, kept = machine.mesh(data=8), fsdp("data", min_size=0)
-    with jax.set_mesh(mesh):
-        model, state = trees(example.make_model, example.optimiser, kept, mesh)
+    example = notebook("shard_a_model", "import equinox", "def make(", "def step")
+    kept = fsdp("data", min_size=0)
+    with jax.set_mesh(machine.mesh(data=8)):
+        model, state = mylib.filter_shard(eqx.filter_eval_shape(example.make, KEY), kept)
         batch = mylib.filter_shard((shaped(256, 64), shaped(256, 16)), P("data"))
-        step = mylib.filter_jit(example.step.__wrapped__)
-        assert_fit(machine, step.lower(batch, model, state, kept))
+        assert_fit(machine, example.step.lower(batch, model, state, kept))
 
 
 @BOTH
