@@ -167,19 +167,24 @@ def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
         )
     if policy is not None and not checkpoint:
         raise TypeError("fully_shard: policy= has no effect with checkpoint=False: leave one out")
-    if isinstance(layers, Mapping) and layers:
+    if isinstance(layers, tuple | Mapping) and not layers:
+        raise _selects_nothing(layers)
+    if isinstance(layers, Mapping):
         table = {cls: (n,) if isinstance(n, str) else tuple(n) for cls, n in layers.items()}
         for cls, names in table.items():
             lacking = [name for name in names if not callable(getattr(cls, name, None))]
             if lacking or not names:
                 raise TypeError(f"fully_shard: {cls.__qualname__} has no method {lacking or ''}")
         return lambda x, path: next((n for cls, n in table.items() if isinstance(x, cls)), None)
-    classes = layers if isinstance(layers, tuple) else (layers,)
-    if classes and all(isinstance(x, type) for x in classes):
+    if all(isinstance(x, type) for x in (layers if isinstance(layers, tuple) else (layers,))):
         return lambda x, path: _CALL if isinstance(x, layers) else None
     if callable(layers) and not isinstance(layers, eqx.Module):
         return lambda x, path: _CALL if layers(x, path) else None
-    raise TypeError(
+    raise _selects_nothing(layers)
+
+
+def _selects_nothing(layers: Any) -> TypeError:
+    return TypeError(
         f"fully_shard: layers={layers!r} does not select Modules. Give a class, a "
         "tuple of classes, a mapping from classes to names of methods, or a function of a Module "
         "and its path. The model comes first: fully_shard(model, Block, kept)"
