@@ -1,0 +1,242 @@
+"""Sees to it that what is sent is taken, and that what is waited for comes, or fails.
+
+JAX's transfers wait for ever if their other side never comes. A thread keeps a list of those that
+are under way. Once a second it tells the other processes which of them are old, and reads theirs:
+nearly all transfers end before they get on such a list. The thread stops reading when nothing is
+under way.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .._compat import CoordinationClient, coordination_client
+from .._processes import patience
+
+# Seconds between two looks at arrays on their way, and between two exchanges of lists.
+_LOOK = 0.05
+_EXCHANGE = 1.0
+# A transfer gets on the list after as many seconds.
+_OLD = 1.0
+
+_PLACE = "mylib/links/accounts"
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A transfer that is under way."""
+
+    name: str
+    text: str
+    arrays: tuple[jax.Array, ...] = ()
+    since: float = field(default_factory=time.monotonic)
+
+    def age(self) -> float:
+        return time.monotonic() - self.since
+
+
+@dataclass
+class _Peer:
+    """What is under way between this process and another one."""
+
+    offers: dict[int, Pending] = field(default_factory=dict)
+    wants: dict[int, Pending] = field(default_factory=dict)
+    # Arrived, but the sender may not know it yet.
+    taken: set[int] = field(default_factory=set)
+    failure: str | None = None
+    published: str = ""
+
+    def idle(self) -> bool:
+        return not (self.offers or self.wants or self.taken)
+
+    def account(self) -> dict[str, Any]:
+        def old(pending: dict[int, Pending]) -> dict[str, list[str]]:
+            return {
+                str(key): [one.name, one.text]
+                for key, one in pending.items()
+                if one.age() >= _OLD
+            }
+
+        taken = sorted(self.taken)
+        return {
+            "offers": old(self.offers),
+            "wants": old(self.wants),
+            "taken": taken,
+            "failure": self.failure,
+        }
+
+
+_NOTHING: dict[str, Any] = {"offers": {}, "wants": {}, "taken": [], "failure": None}
+
+
+class Watch:
+    """`fail(peer, text)` ends the transfers from a process, so that waiting for them raises."""
+
+    def __init__(self, me: int, fail: Callable[[int, str], None]):
+        self._me = me
+        self._fail = fail
+        self._peers: dict[int, _Peer] = {}
+        self._lock = threading.Lock()
+        self._busy = threading.Event()
+        threading.Thread(target=self._run, name="mylib-links", daemon=True).start()
+
+    def offered(self, peer: int, key: int, name: str, text: str) -> None:
+        with self._lock:
+            self._peer(peer).offers[key] = Pending(name, text)
+        self._busy.set()
+
+    def wanted(
+        self, peer: int, key: int, name: str, text: str, arrays: tuple[jax.Array, ...]
+    ) -> None:
+        with self._lock:
+            self._peer(peer).wants[key] = Pending(name, text, arrays)
+        self._busy.set()
+
+    def failure(self, peer: int) -> str | None:
+        return self._peer(peer).failure
+
+    def under_way(self) -> int:
+        """The number of transfers of this process that have not ended, as far as it knows."""
+        with self._lock:
+            return sum(len(one.offers) + len(one.wants) for one in self._peers.values())
+
+    def _peer(self, index: int) -> _Peer:
+        return self._peers.setdefault(index, _Peer())
+
+    def _run(self) -> None:
+        exchanged = 0.0
+        while True:
+            self._busy.wait()
+            time.sleep(_LOOK)
+            self._see_arrivals()
+            if time.monotonic() - exchanged < _EXCHANGE:
+                continue
+            exchanged = time.monotonic()
+            client = coordination_client()
+            if client is None:  # the processes have parted
+                return
+            try:
+                self._exchange(client)
+            except jax.errors.JaxRuntimeError:
+                if coordination_client() is None:
+                    return
+                # The service does not answer now. JAX itself ends processes that have lost it.
+            with self._lock:
+                if all(one.idle() for one in self._peers.values()):
+                    self._busy.clear()
+
+    def _see_arrivals(self) -> None:
+        with self._lock:
+            waiting = [
+                (index, one, key, want)
+                for index, one in self._peers.items()
+                for key, want in one.wants.items()
+            ]
+        for index, one, key, want in waiting:
+            if all(x.is_deleted() or x.is_ready() for x in want.arrays):
+                broken = _error_of(want.arrays)
+                with self._lock:
+                    one.wants.pop(key, None)
+                    if broken is None:
+                        one.taken.add(key)
+                if broken is not None:
+                    self._end(index, f"{_what(want)} from process {index} broke off: {broken}")
+
+    def _exchange(self, client: CoordinationClient) -> None:
+        found = client.key_value_dir_get(f"{_PLACE}/{self._me}/")
+        accounts = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+        with self._lock:
+            peers = list(self._peers.items())
+        for index, one in peers:
+            theirs = accounts.get(index, _NOTHING)
+            with self._lock:
+                self._compare(one, theirs)
+            if one.failure is None:
+                text = theirs["failure"] or self._complaint(index, one, theirs)
+                if text:
+                    self._end(index, text)
+            with self._lock:
+                text = json.dumps(one.account())
+            if text != one.published:
+                client.key_value_set(f"{_PLACE}/{index}/{self._me}", text, allow_overwrite=True)
+                one.published = text
+
+    def _compare(self, one: _Peer, theirs: dict[str, Any]) -> None:
+        """Crosses out what has ended on both sides."""
+        for key in theirs["taken"]:
+            one.offers.pop(key, None)
+        if one.published:
+            told = set(json.loads(one.published)["taken"])
+            one.taken -= {key for key in told if str(key) not in theirs["offers"]}
+
+    def _complaint(self, index: int, one: _Peer, theirs: dict[str, Any]) -> str | None:
+        """What is wrong between this process and another one; None if nothing is, so far."""
+        with self._lock:
+            offers, wants = dict(one.offers), dict(one.wants)
+        for mine, their in ((wants, theirs["offers"]), (offers, theirs["wants"])):
+            texts = {name: text for key, (name, text) in their.items() if int(key) not in mine}
+            for key, pending in mine.items():
+                other = texts.get(pending.name)
+                if other is not None and str(key) not in their:
+                    sent, asked = (other, pending.text) if mine is wants else (pending.text, other)
+                    giver, taker = (index, self._me) if mine is wants else (self._me, index)
+                    return (
+                        f"process {giver} sends {sent}, and process {taker} asks for {asked}: "
+                        f"{pending.name}. All processes must make the same transfers"
+                    )
+        limit = patience()
+        for key, want in wants.items():
+            if want.age() > limit and str(key) not in theirs["offers"]:
+                return (
+                    f"process {self._me} waits for {_what(want)}, which process {index} has not "
+                    f"sent within {limit:g} s.{_instead(theirs['offers'], index, 'sends')} {_ADVICE}"
+                )
+        for key, offer in offers.items():
+            if offer.age() > limit and str(key) not in theirs["wants"]:
+                return (
+                    f"process {self._me} sends {_what(offer)}, which process {index} has not asked "
+                    f"for within {limit:g} s.{_instead(theirs['wants'], index, 'asks for')} {_ADVICE}"
+                )
+        return None
+
+    def _end(self, index: int, text: str) -> None:
+        with self._lock:
+            one = self._peer(index)
+            if one.failure is not None:
+                return
+            one.failure = text
+            one.offers.clear()
+            one.wants.clear()
+            one.taken.clear()
+        self._fail(index, text)
+
+
+_ADVICE = (
+    "All processes must make the same transfers. If one is slow, set MYLIB_EXCHANGE_TIMEOUT to "
+    "more seconds"
+)
+
+
+def _what(pending: Pending) -> str:
+    return f"{pending.text} ({pending.name})"
+
+
+def _instead(theirs: dict[str, list[str]], index: int, does: str) -> str:
+    if not theirs:
+        return ""
+    name, text = next(iter(theirs.values()))
+    more = f", and {len(theirs) - 1} more" if len(theirs) > 1 else ""
+    return f" Process {index} {does} {text} ({name}){more}."
+
+
+def _error_of(arrays: tuple[jax.Array, ...]) -> str | None:
+    try:
+        jax.block_until_ready([x for x in arrays if not x.is_deleted()])
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
