@@ -202,7 +202,9 @@ def _join_all(
                 whole[key] = arrived[i, region.pieces[0]]
                 continue
             arrays, joins, keys = by_device.setdefault(region.devices[0], ([], [], []))
-            parts = [(len(arrays) + n, _within(leaf, region, j)) for n, j in enumerate(region.pieces)]
+            parts = [
+                (len(arrays) + n, _within(leaf, region, j)) for n, j in enumerate(region.pieces)
+            ]
             arrays += [arrived[i, j] for j in region.pieces]
             joins.append(Join(region.shape, dtype, tuple(parts)))
             keys.append(key)

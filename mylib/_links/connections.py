@@ -10,7 +10,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import jax
@@ -36,8 +35,9 @@ class Links:
         self._platform = platform
         self._me = jax.process_index()
         self._connections: dict[int, Any] = {}
-        self._watch = Watch(self._me, self._break)
-        _client().key_value_set(
+        self.client = _client()
+        self._watch = Watch(self.client, self._me, self._break)
+        self.client.key_value_set(
             f"{_PLACE}/{platform}/{self._me}", f"{server.address()} {socket.gethostname()}"
         )
 
@@ -75,7 +75,7 @@ class Links:
         limit = patience()
         key = f"{_PLACE}/{self._platform}/{peer}"
         try:
-            found = _client().blocking_key_value_get(key, int(1000 * limit))
+            found = self.client.blocking_key_value_get(key, int(1000 * limit))
         except jax.errors.JaxRuntimeError as error:
             raise TransferError(
                 f"process {self._me} waits for arrays of process {peer}, which has begun no "
@@ -102,21 +102,25 @@ class Links:
 _failures: list[str] = []
 # The address at which this process accepts connections.
 _host = [_LOOPBACK]
+_links: dict[str, Links] = {}
 
 
 def open_links(address: str) -> None:
     """Sets the address at which other processes reach this one, before its first transfer."""
-    if links_for.cache_info().currsize:
+    if _links:
         raise RuntimeError("the address must be set before the first transfer between processes")
     _host[:] = [address]
 
 
-@cache
 def links_for(platform: str) -> Links | None:
     """The links for arrays of a platform; None if JAX can't make them there."""
-    local = jax.local_devices(backend=platform)
-    server = start_transfer_server(local[0].client, _host[0])
-    return None if server is None else Links(server, platform)
+    links = _links.get(platform)
+    if links is None or links.client is not coordination_client():
+        server = start_transfer_server(jax.local_devices(backend=platform)[0].client, _host[0])
+        if server is None:
+            return None
+        links = _links[platform] = Links(server, platform)
+    return links
 
 
 @contextmanager

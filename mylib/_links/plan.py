@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A shard of the target in one process. `devices` all hold it; the first receives the pieces."""
+    """A shard of the target in one process. All `devices` hold it, the first receives the pieces."""
 
     bounds: Bounds
     devices: tuple[Any, ...]
@@ -82,9 +82,7 @@ def _by_process(devices: Iterable[Any]) -> list[tuple[Any, ...]]:
 
 
 def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
-    common = tuple(
-        (max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True)
-    )
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
     return common if all(start < stop for start, stop in common) else None
 
 

@@ -9,7 +9,7 @@ under way.
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,9 +57,7 @@ class _Peer:
     def account(self) -> dict[str, Any]:
         def old(pending: dict[int, Pending]) -> dict[str, list[str]]:
             return {
-                str(key): [one.name, one.text]
-                for key, one in pending.items()
-                if one.age() >= _OLD
+                str(key): [one.name, one.text] for key, one in pending.items() if one.age() >= _OLD
             }
 
         taken = sorted(self.taken)
@@ -71,13 +69,16 @@ class _Peer:
         }
 
 
+# A process's list of its old transfers, as another one reads it: names and descriptions by number.
+_Listed = Mapping[str, list[str]]
 _NOTHING: dict[str, Any] = {"offers": {}, "wants": {}, "taken": [], "failure": None}
 
 
 class Watch:
     """`fail(peer, text)` ends the transfers from a process, so that waiting for them raises."""
 
-    def __init__(self, me: int, fail: Callable[[int, str], None]):
+    def __init__(self, client: CoordinationClient, me: int, fail: Callable[[int, str], None]):
+        self._client = client
         self._me = me
         self._fail = fail
         self._peers: dict[int, _Peer] = {}
@@ -117,15 +118,13 @@ class Watch:
             if time.monotonic() - exchanged < _EXCHANGE:
                 continue
             exchanged = time.monotonic()
-            client = coordination_client()
-            if client is None:  # the processes have parted
-                return
             try:
-                self._exchange(client)
+                self._exchange()
             except jax.errors.JaxRuntimeError:
-                if coordination_client() is None:
-                    return
-                # The service does not answer now. JAX itself ends processes that have lost it.
+                # The service does not answer. JAX itself ends processes that have lost it.
+                pass
+            if coordination_client() is not self._client:
+                return  # the processes have parted
             with self._lock:
                 if all(one.idle() for one in self._peers.values()):
                     self._busy.clear()
@@ -147,8 +146,8 @@ class Watch:
                 if broken is not None:
                     self._end(index, f"{_what(want)} from process {index} broke off: {broken}")
 
-    def _exchange(self, client: CoordinationClient) -> None:
-        found = client.key_value_dir_get(f"{_PLACE}/{self._me}/")
+    def _exchange(self) -> None:
+        found = self._client.key_value_dir_get(f"{_PLACE}/{self._me}/")
         accounts = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
         with self._lock:
             peers = list(self._peers.items())
@@ -163,7 +162,9 @@ class Watch:
             with self._lock:
                 text = json.dumps(one.account())
             if text != one.published:
-                client.key_value_set(f"{_PLACE}/{index}/{self._me}", text, allow_overwrite=True)
+                self._client.key_value_set(
+                    f"{_PLACE}/{index}/{self._me}", text, allow_overwrite=True
+                )
                 one.published = text
 
     def _compare(self, one: _Peer, theirs: dict[str, Any]) -> None:
@@ -178,31 +179,51 @@ class Watch:
         """What is wrong between this process and another one; None if nothing is, so far."""
         with self._lock:
             offers, wants = dict(one.offers), dict(one.wants)
-        for mine, their in ((wants, theirs["offers"]), (offers, theirs["wants"])):
-            texts = {name: text for key, (name, text) in their.items() if int(key) not in mine}
-            for key, pending in mine.items():
-                other = texts.get(pending.name)
-                if other is not None and str(key) not in their:
-                    sent, asked = (other, pending.text) if mine is wants else (pending.text, other)
-                    giver, taker = (index, self._me) if mine is wants else (self._me, index)
-                    return (
-                        f"process {giver} sends {sent}, and process {taker} asks for {asked}: "
-                        f"{pending.name}. All processes must make the same transfers"
-                    )
-        limit = patience()
-        for key, want in wants.items():
-            if want.age() > limit and str(key) not in theirs["offers"]:
-                return (
-                    f"process {self._me} waits for {_what(want)}, which process {index} has not "
-                    f"sent within {limit:g} s.{_instead(theirs['offers'], index, 'sends')} {_ADVICE}"
-                )
-        for key, offer in offers.items():
-            if offer.age() > limit and str(key) not in theirs["wants"]:
-                return (
-                    f"process {self._me} sends {_what(offer)}, which process {index} has not asked "
-                    f"for within {limit:g} s.{_instead(theirs['wants'], index, 'asks for')} {_ADVICE}"
-                )
+        return (
+            self._differs(index, wants, theirs["offers"], mine_are_wants=True)
+            or self._differs(index, offers, theirs["wants"], mine_are_wants=False)
+            or self._overdue(index, wants, theirs["offers"], mine_are_wants=True)
+            or self._overdue(index, offers, theirs["wants"], mine_are_wants=False)
+        )
+
+    def _differs(
+        self, index: int, mine: dict[int, Pending], theirs: _Listed, *, mine_are_wants: bool
+    ) -> str | None:
+        """Whether both sides mean the same array, but not the same shape, dtype or placements."""
+        unmatched = {name: text for key, (name, text) in theirs.items() if int(key) not in mine}
+        for key, pending in mine.items():
+            other = unmatched.get(pending.name)
+            if other is None or str(key) in theirs:
+                continue
+            if mine_are_wants:
+                giver, sent, taker, asked = index, other, self._me, pending.text
+            else:
+                giver, sent, taker, asked = self._me, pending.text, index, other
+            return (
+                f"process {giver} sends {sent}, but process {taker} asks for {asked}: "
+                f"{pending.name}. All processes must make the same transfers"
+            )
         return None
+
+    def _overdue(
+        self, index: int, mine: dict[int, Pending], theirs: _Listed, *, mine_are_wants: bool
+    ) -> str | None:
+        limit = patience()
+        late = [one for key, one in mine.items() if one.age() > limit and str(key) not in theirs]
+        if not late:
+            return None
+        does = "waits for" if mine_are_wants else "sends"
+        lacks = "sent it" if mine_are_wants else "asked for it"
+        instead = ""
+        if theirs:
+            name, text = next(iter(theirs.values()))
+            they_do = "sends" if mine_are_wants else "waits for"
+            instead = f" It {they_do} {text} ({name}) instead."
+        return (
+            f"process {self._me} {does} {late[0].text} ({late[0].name}), but process {index} has "
+            f"not {lacks} within {limit:g} s.{instead} All processes must make the same transfers. "
+            "If one is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
+        )
 
     def _end(self, index: int, text: str) -> None:
         with self._lock:
@@ -216,22 +237,8 @@ class Watch:
         self._fail(index, text)
 
 
-_ADVICE = (
-    "All processes must make the same transfers. If one is slow, set MYLIB_EXCHANGE_TIMEOUT to "
-    "more seconds"
-)
-
-
 def _what(pending: Pending) -> str:
     return f"{pending.text} ({pending.name})"
-
-
-def _instead(theirs: dict[str, list[str]], index: int, does: str) -> str:
-    if not theirs:
-        return ""
-    name, text = next(iter(theirs.values()))
-    more = f", and {len(theirs) - 1} more" if len(theirs) > 1 else ""
-    return f" Process {index} {does} {text} ({name}){more}."
 
 
 def _error_of(arrays: tuple[jax.Array, ...]) -> str | None:

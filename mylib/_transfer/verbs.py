@@ -119,8 +119,8 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
     world = current_world()
     if world.staged:
         raise TypeError(
-            "mylib.mpmd.transfer moves arrays between programs, so it can't be part of one. Call it "
-            "outside of the compiled function; inside, use mylib.filter_shard"
+            "mylib.mpmd.transfer moves arrays between programs, so it can't be part of one. Call "
+            "it outside of the compiled function; inside, use mylib.filter_shard"
         )
     leaves = split(tree)
     targets = resolve_leaves(leaves, placement, mesh, world)
@@ -371,9 +371,10 @@ def _unreadable(
             reason = "the array has been deleted"
             mend = "if it was donated to a function, use that function's result instead"
         elif several_processes and i not in travelling and _out_of_reach(x, sharding_of(target)):
+            source, destination = owners(x.sharding), owners(sharding_of(target))
             reason = (
-                f"its shards are on {named(owners(x.sharding))}, and the target's devices are those "
-                f"of {named(owners(sharding_of(target)))}"
+                f"its shards are on {named(source)}, and the target's devices are those of "
+                f"{named(destination)}"
             )
             mend = "use mylib.mpmd.transfer, which sends one array from process to process"
         else:

@@ -1,6 +1,5 @@
 """`mpmd.jit`: functions that run on one mesh, and are called in all processes."""
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
@@ -16,7 +15,7 @@ from .._errors import Fault, PlacementError, because
 from .._functions import Jitted, about, filter_jit
 from .._links import give_names, handle, next_name
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
-from .._processes import named, owners, processes_of
+from .._processes import named, processes_of
 from .._transfer import filter_device_put
 from .._tree import Kind, Leaves, split
 
@@ -96,18 +95,23 @@ class OnMesh(Generic[P, T]):
         given, leaves = self._placed(args, kwargs)
         results = None if self._is_here() else self._results_of(leaves, given)
         if results is None:
-            with jax.set_mesh(self._mesh):
-                out = self._compiled(*given[0], **given[1])
+            out = self._run(leaves, *given)
         else:
             out = results.handles()
         if jax.process_count() > 1:
             give_names(jtu.tree_leaves(out), next_name(self._name))
         return out
 
+    def _run(self, leaves: Leaves, args: Any, kwargs: Any) -> Any:
+        if leaves.arrays:
+            return self._compiled(*args, **kwargs)
+        # Nothing else says where a function without arrays runs.
+        with jax.set_mesh(self._mesh):
+            return self._compiled(*args, **kwargs)
+
     def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lowers the function, as `filter_jit(fun).lower` does."""
-        with jax.set_mesh(self._mesh):
-            return self._compiled.lower(*args, **kwargs)
+        return self._compiled.lower(*args, **kwargs)
 
     def __repr__(self) -> str:
         return f"mpmd.jit({self._fun!r})"
@@ -122,7 +126,9 @@ class OnMesh(Generic[P, T]):
         leaves = split((args, kwargs))
         if self._places:
             self._refuse_others(leaves, args, kwargs)
-            loose = [_is_loose(x, kind) for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)]
+            loose = [
+                _is_loose(x, kind) for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
+            ]
             if any(loose):
                 everywhere = NamedSharding(self._mesh, PartitionSpec())
                 where = [everywhere if one else None for one in loose]
@@ -169,8 +175,7 @@ class OnMesh(Generic[P, T]):
 
     def _resolved(self, given: tuple[Any, Any]) -> "_Results | None":
         args, kwargs = given
-        with jax.set_mesh(self._mesh):
-            shapes = split(eqx.filter_eval_shape(self._fun, *args, **kwargs))
+        shapes = split(eqx.filter_eval_shape(self._fun, *args, **kwargs))
         targets = resolve_leaves(shapes, self._out_shardings, self._mesh, current_world())
         if any(target is None for target in targets):
             return None
