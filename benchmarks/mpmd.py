@@ -24,7 +24,7 @@ SEND = 0.1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", action="store_true", required=True)
     parser.parse_args()
     columns = ("schedule", "bubble in theory", "simulated", "with transfers", "activations", "ok")

@@ -66,8 +66,8 @@ def theory_of_bubble(schedule, forward, backward, weight):
     p, m, v = schedule.meshes, schedule.microbatches, schedule.stages // schedule.meshes
     if not schedule.splits_backward:
         return (p - 1) / (v * m + p - 1)
-    # The paper's (p - 1) * (F + B - W) is that of m >= p and W <= F.
-    filled = (min(m, p) - 1) * min(forward, weight)
+    # The paper's (p - 1) * (F + B - W) is that of m >= p and the shortest being W.
+    filled = (min(m, p) - 1) * min(forward, backward, weight)
     idle = (p - 1) * (forward + backward) - filled
     return idle / (m * (forward + backward + weight) + idle)
 
@@ -123,7 +123,7 @@ def test_bubbles_of_all_times(x, forward, backward, weight):
     found = x.bubble(forward, backward, weight)
     assert found == close(theory_of_bubble(x, forward, backward, weight))
     p, m = x.meshes, x.microbatches
-    if x.splits_backward and m >= p and weight <= forward:
+    if x.splits_backward and m >= p and weight <= min(forward, backward):
         idle = found / (1 - found) * m * (forward + backward + weight)
         assert idle == close((p - 1) * (forward + backward - weight))
 
