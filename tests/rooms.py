@@ -19,6 +19,7 @@ BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
 ORDER = (
     "mylib_pytest",
     "testing",
+    "mpmd",
     "contracts",
     "data",
     "loops",
