@@ -28,6 +28,7 @@ ORDER = (
     "_audit",
     "_show",
     "_transfer",
+    "_links",
     "_processes",
     "rules",
     "_placement",

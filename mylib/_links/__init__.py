@@ -1,4 +1,4 @@
-"""Moves arrays between processes whose devices are different ones, over connections of their own."""
+"""Moves arrays between processes that share no devices, over connections of their own."""
 
 from .across import (
     Crossing as Crossing,

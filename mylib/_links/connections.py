@@ -92,14 +92,14 @@ class Links:
         return address
 
     def _break(self, peer: int, text: str) -> None:
-        _failures.append(text)
+        failures.append(text)
         _log.error("%s", text)
         if peer in self._connections:
             break_connection(self._connections[peer])
 
 
 # Why transfers of this process have failed.
-_failures: list[str] = []
+failures: list[str] = []
 # The address at which this process accepts connections.
 _host = [_LOOPBACK]
 _links: dict[str, Links] = {}
@@ -133,10 +133,10 @@ def explained_errors() -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         # The thread that closed it, or looks at what it has closed, may be a moment behind.
         until = time.monotonic() + 2.0
-        while not _failures and time.monotonic() < until:
+        while not failures and time.monotonic() < until:
             time.sleep(0.05)
-        if _failures:
-            raise TransferError(_failures[0]) from error
+        if failures:
+            raise TransferError(failures[0]) from error
         raise
 
 

@@ -51,6 +51,11 @@ def _name(x: jax.Array, name: str) -> None:
     _entries[key] = _Entry(weakref.ref(x, forget), name, Counter())
 
 
+def count() -> int:
+    """The number of arrays with names."""
+    return len(_entries)
+
+
 def name_of(x: Any) -> str | None:
     entry = _entries.get(id(x))
     return entry.name if entry is not None and entry.array() is x else None

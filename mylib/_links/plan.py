@@ -26,7 +26,7 @@ class Piece(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A shard of the target in one process. All `devices` hold it, the first receives the pieces."""
+    """A shard of the target in one process. All `devices` hold it; the first gets the pieces."""
 
     bounds: Bounds
     devices: tuple[Any, ...]

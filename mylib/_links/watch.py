@@ -2,8 +2,7 @@
 
 JAX's transfers wait for ever if their other side never comes. A thread keeps a list of those that
 are under way. Once a second it tells the other processes which of them are old, and reads theirs:
-nearly all transfers end before they get on such a list. The thread stops reading when nothing is
-under way.
+nearly all transfers end before they get on such a list.
 """
 
 import json
@@ -21,6 +20,8 @@ from .._processes import patience
 # Seconds between two looks at arrays on their way, and between two exchanges of lists.
 _LOOK = 0.05
 _EXCHANGE = 1.0
+# The same if nothing is under way here: another process may have failed.
+_IDLE = 5.0
 # A transfer gets on the list after as many seconds.
 _OLD = 1.0
 
@@ -33,7 +34,7 @@ class Pending:
 
     name: str
     text: str
-    arrays: tuple[jax.Array, ...] = ()
+    arrays: tuple[Any, ...] = ()  # `jax.Array`s, whose type does not know `is_ready`
     since: float = field(default_factory=time.monotonic)
 
     def age(self) -> float:
@@ -112,11 +113,11 @@ class Watch:
     def _run(self) -> None:
         exchanged = 0.0
         while True:
-            self._busy.wait()
-            time.sleep(_LOOK)
-            self._see_arrivals()
-            if time.monotonic() - exchanged < _EXCHANGE:
-                continue
+            if self._busy.wait(_IDLE):
+                time.sleep(_LOOK)
+                self._see_arrivals()
+                if time.monotonic() - exchanged < _EXCHANGE:
+                    continue
             exchanged = time.monotonic()
             try:
                 self._exchange()

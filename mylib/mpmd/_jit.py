@@ -177,9 +177,8 @@ class OnMesh(Generic[P, T]):
         args, kwargs = given
         shapes = split(eqx.filter_eval_shape(self._fun, *args, **kwargs))
         targets = resolve_leaves(shapes, self._out_shardings, self._mesh, current_world())
-        if any(target is None for target in targets):
-            return None
-        return _Results(shapes, tuple(map(sharding_of, targets)))
+        known = [sharding_of(target) for target in targets if target is not None]
+        return _Results(shapes, tuple(known)) if len(known) == len(targets) else None
 
 
 class _Results(NamedTuple):

@@ -1,6 +1,7 @@
 """Transfers that only one side makes, or that both make differently: errors on both sides."""
 
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.multihost(
     processes=2, devices_per_process=2, fresh=True, env={"MYLIB_EXCHANGE_TIMEOUT": "5"}
 )
 
-X = np.arange(8, dtype=np.float32)
+X: Any = np.arange(8, dtype=np.float32)
 
 
 def _meshes() -> list[Mesh]:
@@ -38,7 +39,7 @@ def _next_error() -> str:
     mine, other = (first, second) if jax.process_index() == 0 else (second, first)
     until = time.monotonic() + 60
     # Not by trying: that would be another transfer without its other side.
-    while not connections._failures and time.monotonic() < until:
+    while not connections.failures and time.monotonic() < until:
         time.sleep(0.1)
     x = mylib.filter_device_put(X, P(), mesh=mine)
     with pytest.raises(mpmd.TransferError) as caught:
