@@ -7,13 +7,14 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._compat import data_of_shards
-from .._placement import default_memory_kind, memory_kind
+from .._placement import memory_kind
 from .._processes import described, owners
 from .connections import Links, links_for
 from .cutting import Cut, Join, cut, join
 from .identity import give_names, next_transfer
-from .plan import Bounds, Piece, Plan, Region, plan
+from .leaf import Leaf, shards_of
+from .plan import Bounds, Piece, Region, plan
+from .program import move_by_program
 
 
 class Crossing(NamedTuple):
@@ -52,37 +53,39 @@ def handle(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
 
 
-class _Leaf(NamedTuple):
-    x: jax.Array
-    target: Sharding
-    plan: Plan
-    name: str
-    text: str
-
-
 def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
     """Every process of source and target calls this, with arrays or handles; others may. Returns at
     once. Processes without a device of the target get handles.
     """
     leaves = [_leaf(*crossing) for crossing in crossings]
-    arrived = _travel(leaves)
-    moved = _assemble(leaves, arrived)
+    if any(_takes_part(leaf) and links_for(_platform(leaf)) is None for leaf in leaves):
+        moved = move_by_program(leaves)
+    else:
+        moved = _assemble(leaves, _travel(leaves))
     for leaf, y in zip(leaves, moved, strict=True):
         give_names([y], leaf.name)
     return moved
 
 
-def _leaf(x: jax.Array, target: Sharding, known_as: Any) -> _Leaf:
+def _leaf(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
     here = x.sharding
     text = f"{x.dtype}{list(x.shape)} from {described(here)} to {described(target)}"
-    return _Leaf(x, target, plan(x.shape, here, target), next_transfer(known_as, text), text)
+    return Leaf(x, target, plan(x.shape, here, target), next_transfer(known_as, text), text)
+
+
+def _takes_part(leaf: Leaf) -> bool:
+    return not is_nowhere_here(leaf.x.sharding, leaf.target)
+
+
+def _platform(leaf: Leaf) -> str:
+    return next(iter(leaf.target.device_set)).platform
 
 
 # A piece of the tree, by the position of its leaf and its own in the leaf's plan.
 _Key = tuple[int, int]
 
 
-def _travel(leaves: Sequence[_Leaf]) -> dict[_Key, jax.Array]:
+def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
     offered, then asked for: so no process waits for one that waits for it.
     """
@@ -111,18 +114,18 @@ def _travel(leaves: Sequence[_Leaf]) -> dict[_Key, jax.Array]:
     return arrived
 
 
-def _piece(leaves: Sequence[_Leaf], key: _Key) -> Piece:
+def _piece(leaves: Sequence[Leaf], key: _Key) -> Piece:
     i, j = key
     return leaves[i].plan.pieces[j]
 
 
-def _abstract(leaves: Sequence[_Leaf], key: _Key) -> jax.ShapeDtypeStruct:
+def _abstract(leaves: Sequence[Leaf], key: _Key) -> jax.ShapeDtypeStruct:
     piece = _piece(leaves, key)
     place = SingleDeviceSharding(piece.target)
     return jax.ShapeDtypeStruct(piece.shape, leaves[key[0]].x.dtype, sharding=place)
 
 
-def _message(leaves: Sequence[_Leaf], keys: Iterable[_Key]) -> tuple[str, str]:
+def _message(leaves: Sequence[Leaf], keys: Iterable[_Key]) -> tuple[str, str]:
     """The name and the description of the pieces that one process sends another one."""
     which = sorted({i for i, _ in keys})
     return "; ".join(leaves[i].name for i in which), "; ".join(leaves[i].text for i in which)
@@ -134,14 +137,14 @@ def _links(platform: str) -> Links:
     return links
 
 
-def _cut_all(leaves: Sequence[_Leaf], me: int) -> dict[_Key, jax.Array]:
+def _cut_all(leaves: Sequence[Leaf], me: int) -> dict[_Key, jax.Array]:
     """The pieces that this process gives, in their order."""
     by_device: dict[Any, tuple[list[jax.Array], list[Cut], list[_Key]]] = {}
     for i, leaf in enumerate(leaves):
         mine = [(j, p) for j, p in enumerate(leaf.plan.pieces) if p.source.process_index == me]
         if not mine:
             continue
-        shards = _shards(leaf.x)
+        shards = shards_of(leaf.x)
         for j, piece in mine:
             arrays, cuts, keys = by_device.setdefault(piece.source, ([], [], []))
             cuts.append(Cut(len(arrays), piece.start, piece.shape))
@@ -153,15 +156,7 @@ def _cut_all(leaves: Sequence[_Leaf], me: int) -> dict[_Key, jax.Array]:
     return dict(sorted(pieces.items()))
 
 
-def _shards(x: jax.Array) -> dict[Any, jax.Array]:
-    """This process's shards by device, in the memory in which programs compute."""
-    shards = {next(iter(shard.devices())): shard for shard in data_of_shards(x)}
-    if memory_kind(x.sharding) == default_memory_kind(x.sharding):
-        return shards
-    return {d: jax.device_put(s, SingleDeviceSharding(d)) for d, s in shards.items()}
-
-
-def _assemble(leaves: Sequence[_Leaf], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:
+def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:
     made = _join_all(leaves, arrived)
     moved: list[jax.Array] = []
     for i, leaf in enumerate(leaves):
@@ -180,13 +175,13 @@ def _assemble(leaves: Sequence[_Leaf], arrived: Mapping[_Key, jax.Array]) -> lis
     return moved
 
 
-def _regions_here(leaf: _Leaf) -> list[Region]:
+def _regions_here(leaf: Leaf) -> list[Region]:
     me = jax.process_index()
     return [one for one in leaf.plan.regions if one.devices[0].process_index == me]
 
 
 def _join_all(
-    leaves: Sequence[_Leaf], arrived: Mapping[_Key, jax.Array]
+    leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]
 ) -> dict[tuple[int, Bounds], jax.Array]:
     """The shards of the target that this process holds, each on the first of its devices."""
     whole: dict[tuple[int, Bounds], jax.Array] = {}
@@ -213,6 +208,6 @@ def _join_all(
     return whole
 
 
-def _within(leaf: _Leaf, region: Region, j: int) -> tuple[int, ...]:
+def _within(leaf: Leaf, region: Region, j: int) -> tuple[int, ...]:
     piece = leaf.plan.pieces[j]
     return tuple(a - b for (a, _), (b, _) in zip(piece.bounds, region.bounds, strict=True))

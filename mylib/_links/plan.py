@@ -47,10 +47,10 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Plan:
     """The same in all processes. Every process of the target receives each part of its shards once,
     however many of its devices hold it.
     """
-    held = _regions(shape, source)
+    held = regions_of(shape, source)
     pieces: list[Piece] = []
     regions: list[Region] = []
-    for bounds, devices in _regions(shape, target).items():
+    for bounds, devices in regions_of(shape, target).items():
         for group in _by_process(devices):
             first = len(pieces)
             for there, givers in held.items():
@@ -63,7 +63,7 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Plan:
     return Plan(tuple(pieces), tuple(regions))
 
 
-def _regions(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:
+def regions_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:
     """The shards of an array, each with the devices that hold it, in the order of their numbers."""
     regions: dict[Bounds, list[Any]] = {}
     indices = sharding.devices_indices_map(shape)
