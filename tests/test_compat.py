@@ -33,6 +33,7 @@ from mylib._compat import (
     UnknownParameter,
     argument_of_filter_jit,
     axes_of_cast_or_sum,
+    break_connection,
     coordination_client,
     data_of_shards,
     donation_warning,
@@ -43,6 +44,7 @@ from mylib._compat import (
     readable_error,
     scan_sizes,
     sharding_under,
+    start_transfer_server,
     while_body,
     with_actual_memory_kind,
     without_dead_code,
@@ -442,6 +444,21 @@ class TestPrivateNames:
     def test_one_process_has_nobody_to_talk_to(self):
         name = "jax._src.distributed.global_state.client"
         assert coordination_client() is None, advice(name)
+
+    def test_a_broken_connection(self):
+        name = "jax.experimental.transfer.TransferConnection._poison_connection"
+        client = jax.local_devices()[0].client
+        giver, taker = (start_transfer_server(client, "127.0.0.1") for _ in range(2))
+        assert giver is not None and taker is not None, advice("jax.experimental.transfer")
+        assert giver.address().startswith("127.0.0.1:")  # no other host can reach it
+        connection = taker.connect(giver.address())
+        wanted = jax.ShapeDtypeStruct((8,), X.dtype, sharding=SingleDeviceSharding(jax.devices()[1]))
+        giver.await_pull(1, [X])
+        np.testing.assert_array_equal(connection.pull(1, [wanted])[0], X)
+        (never,) = connection.pull(2, [wanted])
+        break_connection(connection)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+            assert jax.block_until_ready(never) is None, advice(name)
 
 
 @contextlib.contextmanager
