@@ -452,7 +452,9 @@ class TestPrivateNames:
         assert giver is not None and taker is not None, advice("jax.experimental.transfer")
         assert giver.address().startswith("127.0.0.1:")  # no other host can reach it
         connection = taker.connect(giver.address())
-        wanted = jax.ShapeDtypeStruct((8,), X.dtype, sharding=SingleDeviceSharding(jax.devices()[1]))
+        wanted = jax.ShapeDtypeStruct(
+            (8,), X.dtype, sharding=SingleDeviceSharding(jax.devices()[1])
+        )
         giver.await_pull(1, [X])
         np.testing.assert_array_equal(connection.pull(1, [wanted])[0], X)
         (never,) = connection.pull(2, [wanted])

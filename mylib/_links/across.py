@@ -12,7 +12,7 @@ from .._processes import described, owners
 from .connections import Links, links_for
 from .cutting import Cut, Join, cut, join
 from .identity import give_names, next_transfer
-from .leaf import Leaf, shards_of
+from .leaf import Leaf, Message, shards_of
 from .plan import Bounds, Piece, Region, plan
 from .program import move_by_program
 
@@ -63,14 +63,17 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
     else:
         moved = _assemble(leaves, _travel(leaves))
     for leaf, y in zip(leaves, moved, strict=True):
-        give_names([y], leaf.name)
+        give_names([y], leaf.text)
     return moved
 
 
 def _leaf(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
     here = x.sharding
-    text = f"{x.dtype}{list(x.shape)} from {described(here)} to {described(target)}"
-    return Leaf(x, target, plan(x.shape, here, target), next_transfer(known_as, text), text)
+    facts = f"{x.dtype}{list(x.shape)} from {described(here)}"
+    text = f"{facts} to {described(target)}"
+    name, number = next_transfer(known_as, text)
+    text = f"{text} ({name}, transfer {number})"
+    return Leaf(x, target, plan(x.shape, here, target), name, facts, text)
 
 
 def _takes_part(leaf: Leaf) -> bool:
@@ -106,10 +109,10 @@ def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
                 asks.setdefault(place, []).append((i, j))
     for (platform, peer), pieces in offers.items():
         links = _links(platform)
-        links.offer(peer, *_message(leaves, pieces), list(pieces.values()))
+        links.offer(peer, _message(leaves, pieces), list(pieces.values()))
     for (platform, peer), keys in asks.items():
         wanted = [_abstract(leaves, key) for key in keys]
-        pulled = _links(platform).ask(peer, *_message(leaves, keys), wanted)
+        pulled = _links(platform).ask(peer, _message(leaves, keys), wanted)
         arrived.update(zip(keys, pulled, strict=True))
     return arrived
 
@@ -125,10 +128,8 @@ def _abstract(leaves: Sequence[Leaf], key: _Key) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(piece.shape, leaves[key[0]].x.dtype, sharding=place)
 
 
-def _message(leaves: Sequence[Leaf], keys: Iterable[_Key]) -> tuple[str, str]:
-    """The name and the description of the pieces that one process sends another one."""
-    which = sorted({i for i, _ in keys})
-    return "; ".join(leaves[i].name for i in which), "; ".join(leaves[i].text for i in which)
+def _message(leaves: Sequence[Leaf], keys: Iterable[_Key]) -> Message:
+    return Message.of(leaves[i] for i in sorted({i for i, _ in keys}))
 
 
 def _links(platform: str) -> Links:

@@ -16,6 +16,7 @@ import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
 from .._processes import patience
+from .leaf import Message
 from .watch import Watch
 
 _log = logging.getLogger("mylib")
@@ -41,21 +42,21 @@ class Links:
             f"{_PLACE}/{platform}/{self._me}", f"{server.address()} {socket.gethostname()}"
         )
 
-    def offer(self, peer: int, name: str, text: str, pieces: Sequence[jax.Array]) -> None:
+    def offer(self, peer: int, message: Message, pieces: Sequence[jax.Array]) -> None:
         """Gives pieces to a process, when it asks for them."""
         self.check(peer)
-        key = _number(name, text, self._me, peer)
+        key = _number(message, self._me, peer)
         self._server.await_pull(key, list(pieces))
-        self._watch.offered(peer, key, name, text)
+        self._watch.offered(peer, key, message)
 
     def ask(
-        self, peer: int, name: str, text: str, pieces: Sequence[jax.ShapeDtypeStruct]
+        self, peer: int, message: Message, pieces: Sequence[jax.ShapeDtypeStruct]
     ) -> list[jax.Array]:
         """Pieces of another process. Returns at once: they come when it sends them."""
         self.check(peer)
-        key = _number(name, text, peer, self._me)
+        key = _number(message, peer, self._me)
         arrays = self._connection(peer).pull(key, list(pieces))
-        self._watch.wanted(peer, key, name, text, tuple(arrays))
+        self._watch.wanted(peer, key, message, tuple(arrays))
         return arrays
 
     def check(self, peer: int) -> None:
@@ -147,9 +148,9 @@ def transport(platform: str) -> str:
     return "program" if links_for(platform) is None else "links"
 
 
-def _number(name: str, text: str, giver: int, taker: int) -> int:
+def _number(message: Message, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
-    said = f"{giver} {taker} {name} {text}".encode()
+    said = f"{giver} {taker} {message.text}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1
 
 

@@ -8,7 +8,7 @@ and how many times it has done so.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +17,12 @@ import jax
 class _Entry(NamedTuple):
     array: "weakref.ref[jax.Array]"
     name: str
-    uses: Counter[Hashable]
+    uses: Counter[str]
 
 
 _entries: dict[int, _Entry] = {}
-_made: Counter[Hashable] = Counter()
+_made: Counter[str] = Counter()
+_unnamed: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
@@ -61,15 +62,17 @@ def name_of(x: Any) -> str | None:
     return entry.name if entry is not None and entry.array() is x else None
 
 
-def next_transfer(x: Any, text: str) -> str:
-    """A name for the next transfer of `x` that `text` describes.
+def next_transfer(x: Any, text: str) -> tuple[str, int]:
+    """The name of `x`, and which of its transfers that `text` describes comes next.
 
     Arrays without a name are told apart by the descriptions of their transfers, and by the order of
     transfers with the same description.
     """
     entry = _entries.get(id(x))
-    if entry is None or entry.array() is not x:
-        return next_name(f"an array without a name, {text}")
     with _lock:
-        entry.uses[text] += 1
-        return f"{entry.name}, transfer {entry.uses[text]}"
+        if entry is None or entry.array() is not x:
+            name, uses = f"an array without a name, {text}", _unnamed
+        else:
+            name, uses = entry.name, entry.uses
+        uses[text] += 1
+        return name, uses[text]

@@ -1,5 +1,6 @@
 """An array on its way, and its shards that are here."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +15,25 @@ class Leaf(NamedTuple):
     x: jax.Array
     target: Sharding
     plan: Plan
-    # The name and the description of this transfer, the same in all processes.
+    # The same in all processes: the name of the array, and what is known of it; and a description
+    # of this transfer, which no other one has.
     name: str
+    facts: str
     text: str
+
+
+class Message(NamedTuple):
+    """What one process sends another one at once: parts of some arrays."""
+
+    text: str
+    # What is known of the arrays, by their names.
+    facts: dict[str, str]
+
+    @classmethod
+    def of(cls, leaves: Iterable[Leaf]) -> "Message":
+        leaves = list(leaves)
+        text = "; ".join(leaf.text for leaf in leaves)
+        return cls(text, {leaf.name: leaf.facts for leaf in leaves})
 
 
 def shards_of(x: jax.Array) -> dict[Any, jax.Array]:

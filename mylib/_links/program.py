@@ -54,7 +54,7 @@ def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
 
 
 def _agree(processes: tuple[int, ...], leaves: Sequence[Leaf]) -> None:
-    mine = [[leaf.name, leaf.text] for leaf in leaves]
+    mine = [leaf.text for leaf in leaves]
     everyone = gather("transfer", mine, processes)
     for process, theirs in zip(processes, everyone, strict=True):
         if theirs != everyone[0]:

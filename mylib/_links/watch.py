@@ -16,6 +16,7 @@ import jax
 
 from .._compat import CoordinationClient, coordination_client
 from .._processes import patience
+from .leaf import Message
 
 # Seconds between two looks at arrays on their way, and between two exchanges of lists.
 _LOOK = 0.05
@@ -32,8 +33,7 @@ _PLACE = "mylib/links/accounts"
 class Pending:
     """A transfer that is under way."""
 
-    name: str
-    text: str
+    message: Message
     arrays: tuple[Any, ...] = ()  # `jax.Array`s, whose type does not know `is_ready`
     since: float = field(default_factory=time.monotonic)
 
@@ -56,10 +56,8 @@ class _Peer:
         return not (self.offers or self.wants or self.taken)
 
     def account(self) -> dict[str, Any]:
-        def old(pending: dict[int, Pending]) -> dict[str, list[str]]:
-            return {
-                str(key): [one.name, one.text] for key, one in pending.items() if one.age() >= _OLD
-            }
+        def old(pending: dict[int, Pending]) -> dict[str, Any]:
+            return {str(key): one.message for key, one in pending.items() if one.age() >= _OLD}
 
         taken = sorted(self.taken)
         return {
@@ -70,8 +68,8 @@ class _Peer:
         }
 
 
-# A process's list of its old transfers, as another one reads it: names and descriptions by number.
-_Listed = Mapping[str, list[str]]
+# A process's list of its old transfers, as another one reads it.
+_Listed = Mapping[str, Message]
 _NOTHING: dict[str, Any] = {"offers": {}, "wants": {}, "taken": [], "failure": None}
 
 
@@ -87,16 +85,14 @@ class Watch:
         self._busy = threading.Event()
         threading.Thread(target=self._run, name="mylib-links", daemon=True).start()
 
-    def offered(self, peer: int, key: int, name: str, text: str) -> None:
+    def offered(self, peer: int, key: int, message: Message) -> None:
         with self._lock:
-            self._peer(peer).offers[key] = Pending(name, text)
+            self._peer(peer).offers[key] = Pending(message)
         self._busy.set()
 
-    def wanted(
-        self, peer: int, key: int, name: str, text: str, arrays: tuple[jax.Array, ...]
-    ) -> None:
+    def wanted(self, peer: int, key: int, message: Message, arrays: tuple[jax.Array, ...]) -> None:
         with self._lock:
-            self._peer(peer).wants[key] = Pending(name, text, arrays)
+            self._peer(peer).wants[key] = Pending(message, arrays)
         self._busy.set()
 
     def failure(self, peer: int) -> str | None:
@@ -145,11 +141,11 @@ class Watch:
                     if broken is None:
                         one.taken.add(key)
                 if broken is not None:
-                    self._end(index, f"{_what(want)} from process {index} broke off: {broken}")
+                    self._end(index, f"{want.message.text}: process {index} broke off: {broken}")
 
     def _exchange(self) -> None:
         found = self._client.key_value_dir_get(f"{_PLACE}/{self._me}/")
-        accounts = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+        accounts = {int(key.rsplit("/", 1)[1]): _read(text) for key, text in found}
         with self._lock:
             peers = list(self._peers.items())
         for index, one in peers:
@@ -190,20 +186,20 @@ class Watch:
     def _differs(
         self, index: int, mine: dict[int, Pending], theirs: _Listed, *, mine_are_wants: bool
     ) -> str | None:
-        """Whether both sides mean the same array, but not the same shape, dtype or placements."""
-        unmatched = {name: text for key, (name, text) in theirs.items() if int(key) not in mine}
-        for key, pending in mine.items():
-            other = unmatched.get(pending.name)
-            if other is None or str(key) in theirs:
-                continue
-            if mine_are_wants:
-                giver, sent, taker, asked = index, other, self._me, pending.text
-            else:
-                giver, sent, taker, asked = self._me, pending.text, index, other
-            return (
-                f"process {giver} sends {sent}, but process {taker} asks for {asked}: "
-                f"{pending.name}. All processes must make the same transfers"
-            )
+        """Whether an array is another one here than there. Where it goes may differ: that is
+        another transfer of it.
+        """
+        known = {name: told for message in theirs.values() for name, told in message.facts.items()}
+        for one in mine.values():
+            for name, told in one.message.facts.items():
+                if name in known and known[name] != told:
+                    giver, sent, taker, asked = index, known[name], self._me, told
+                    if not mine_are_wants:
+                        giver, sent, taker, asked = taker, asked, giver, sent
+                    return (
+                        f"process {giver} sends {sent}, but process {taker} asks for {asked}: "
+                        f"{name}. All processes must make the same transfers"
+                    )
         return None
 
     def _overdue(
@@ -217,11 +213,10 @@ class Watch:
         lacks = "sent it" if mine_are_wants else "asked for it"
         instead = ""
         if theirs:
-            name, text = next(iter(theirs.values()))
             they_do = "sends" if mine_are_wants else "waits for"
-            instead = f" It {they_do} {text} ({name}) instead."
+            instead = f" It {they_do} {next(iter(theirs.values())).text} instead."
         return (
-            f"process {self._me} {does} {late[0].text} ({late[0].name}), but process {index} has "
+            f"process {self._me} {does} {late[0].message.text}, but process {index} has "
             f"not {lacks} within {limit:g} s.{instead} All processes must make the same transfers. "
             "If one is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
         )
@@ -238,8 +233,11 @@ class Watch:
         self._fail(index, text)
 
 
-def _what(pending: Pending) -> str:
-    return f"{pending.text} ({pending.name})"
+def _read(text: str) -> dict[str, Any]:
+    account = json.loads(text)
+    for name in ("offers", "wants"):
+        account[name] = {key: Message(*message) for key, message in account[name].items()}
+    return account
 
 
 def _error_of(arrays: tuple[jax.Array, ...]) -> str | None:

@@ -83,6 +83,7 @@ def test_the_receiver_is_alone():
     assert "process 0 has not sent it" in text and "MYLIB_EXCHANGE_TIMEOUT" in text
 
 
+@pytest.mark.thorough
 def test_the_sender_is_alone():
     first, second = _meshes()
     x = mylib.filter_device_put(X, P("data"), mesh=first)
@@ -95,6 +96,7 @@ def test_the_sender_is_alone():
     assert "process 1 has not asked for it within 5 s" in text
 
 
+@pytest.mark.thorough
 def test_nobody_has_begun():
     first, second = _meshes()
     x = mylib.filter_device_put(X, P("data"), mesh=first)
@@ -104,6 +106,7 @@ def test_nobody_has_begun():
     barrier()
 
 
+@pytest.mark.thorough
 def test_a_late_sender():
     first, second = _meshes()
     x = mylib.filter_device_put(X, P("data"), mesh=first)
@@ -114,6 +117,7 @@ def test_a_late_sender():
     np.testing.assert_array_equal(mpmd.fetch(y), X)
 
 
+@pytest.mark.thorough
 def test_a_long_computation_of_the_sender():
     """Longer than the timeout: the array has been promised, so the receiver goes on waiting."""
     first, second = _meshes()
@@ -154,6 +158,7 @@ class TestByProgram:
         assert float(mpmd.fetch(loss)) == X.sum()
         assert mpmd.transport() == "program"
 
+    @pytest.mark.thorough
     def test_another_order(self):
         first, second = _meshes()
         a = mylib.filter_device_put({"a": X}, P("data"), mesh=first)["a"]
