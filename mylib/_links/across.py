@@ -165,8 +165,7 @@ def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list
         for region in _regions_here(leaf):
             whole = made[i, region.bounds]
             for device in region.devices:
-                place = SingleDeviceSharding(device, memory_kind=memory_kind(leaf.target))
-                shards[device] = jax.device_put(whole, place)
+                shards[device] = _at(whole, device, memory_kind(leaf.target))
         arrays = [shards[d] for d in leaf.target.addressable_devices_indices_map(leaf.x.shape)]
         moved.append(
             jax.make_array_from_single_device_arrays(
@@ -174,6 +173,12 @@ def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list
             )
         )
     return moved
+
+
+def _at(shard: jax.Array, device: Any, kind: str | None) -> jax.Array:
+    if shard.sharding.device_set == {device} and memory_kind(shard.sharding) == kind:
+        return shard
+    return jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
 
 
 def _regions_here(leaf: Leaf) -> list[Region]:
