@@ -1,6 +1,7 @@
 """Meshes that share no devices: pipelines over several, and their schedules."""
 
 from ._actions import Action as Action, Pass as Pass
+from ._pipeline import pipeline as pipeline
 from ._schedule import Schedule as Schedule
 from ._schedules import (
     gpipe as gpipe,
@@ -16,5 +17,6 @@ __all__ = [
     "gpipe",
     "interleaved",
     "one_f_one_b",
+    "pipeline",
     "zero_bubble",
 ]
