@@ -24,7 +24,7 @@ class Arguments(NamedTuple):
     module: list[Any]
     received: list[Any]
     targets: list[Any]
-    index: list[Any]
+    microbatch: list[Any]
     cotangents: list[Any]
 
 
@@ -83,7 +83,8 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
         traced = flattened(functools.partial(_both_passes, stage), *arguments)
         variables = Arguments(*_like(arguments, traced.jaxpr.invars))
         parts = _parts(stage, traced, variables, splits, checkpoint)
-        compiler = _Compiler(dict(zip(traced.jaxpr.invars, jax.tree.leaves(arguments), strict=True)))
+        structs = jax.tree.leaves(arguments)
+        compiler = _Compiler(dict(zip(traced.jaxpr.invars, structs, strict=True)))
         sent = () if stage.after is None else stage.after.sent
         back = chosen(stage.before.received, stage.before.floating) if stage.before else ()
         loss, grads = _totals(stage)
@@ -100,7 +101,7 @@ def _arguments(stage: Stage) -> Arguments:
         list(stage.module.structs),
         list(received),
         list(stage.targets.structs) if stage.targets else [],
-        stage.index,
+        stage.microbatch,
         chosen(after.sent, after.floating) if after else [],
     )
 
@@ -110,7 +111,7 @@ def _both_passes(
     module: Arrays,
     received: Arrays,
     targets: Arrays,
-    index: Arrays,
+    microbatch: Arrays,
     cotangents: Arrays,
 ) -> tuple[Arrays, Arrays, Arrays]:
     """What a stage sends, or its share of the loss; the cotangents that it sends back; the
@@ -122,9 +123,9 @@ def _both_passes(
 
     def forward(params: Arrays, floating: Arrays) -> tuple[Arrays, Arrays]:
         tree = stage.module.outline.fill(merged(trained, params, fixed))
-        made = stage.apply(tree, merged(has_cotangent, floating, others), index)
+        made = stage.apply(tree, merged(has_cotangent, floating, others), microbatch)
         if stage.after is None:
-            return [stage.loss_of(made, targets, index) / stage.microbatches], []
+            return [stage.loss_of(made, targets, microbatch) / stage.microbatches], []
         arrays, _ = outlined(made)
         sent = filter_shard(arrays, [x.sharding for x in stage.after.sent])
         flags = stage.after.floating

@@ -13,16 +13,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._placement import axis_names
 from .._tree import Arrays, Outline, outlined
+from ._forms import Form
 
 Struct = jax.ShapeDtypeStruct
-
-
-@dataclass(frozen=True, eq=False)
-class Form:
-    """A tree of arrays of which only shapes, dtypes and shardings are known."""
-
-    outline: Outline
-    structs: tuple[Struct, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,23 +68,23 @@ class Stage:
         return chosen(self.module.structs, self.floating)
 
     @property
-    def index(self) -> list[Struct]:
-        """The number of the microbatch, where it is needed."""
+    def microbatch(self) -> list[Struct]:
+        """The type of the microbatch's number, where it is needed."""
         if self.batch is None and self.targets is None:
             return []
         return [Struct((), np.int32, sharding=NamedSharding(self.mesh, P()))]
 
-    def apply(self, module: Any, received: Arrays, index: Arrays) -> Any:
+    def apply(self, module: Any, received: Arrays, microbatch: Arrays) -> Any:
         """What the stage computes, as the user's function returns it."""
         if self.batch is not None:
-            parts = [self._part(x, index[0]) for x in received]
+            parts = [self._part(x, microbatch[0]) for x in received]
             return module(self.batch.outline.fill(parts))
         assert self.before is not None
         return module(self.before.outline.fill(received))
 
-    def loss_of(self, prediction: Any, targets: Arrays, index: Arrays) -> Any:
+    def loss_of(self, prediction: Any, targets: Arrays, microbatch: Arrays) -> Any:
         assert self.targets is not None and self.loss is not None
-        parts = [self._part(y, index[0]) for y in targets]
+        parts = [self._part(y, microbatch[0]) for y in targets]
         return self.loss(prediction, self.targets.outline.fill(parts))
 
     def _part(self, x: Any, index: Any) -> Any:
@@ -121,14 +114,16 @@ def shape_of_result(stage: Stage) -> tuple[list[Struct], Outline]:
     """The arrays that a stage returns, and the tree that they are in."""
     outlines: list[Outline] = []
 
-    def result(module: Arrays, received: Arrays, index: Arrays) -> Arrays:
-        tree = stage.apply(stage.module.outline.fill(module), received, index)
+    def result(module: Arrays, received: Arrays, microbatch: Arrays) -> Arrays:
+        tree = stage.apply(stage.module.outline.fill(module), received, microbatch)
         arrays, outline = outlined(tree)
         outlines[:] = [outline]
         return [jnp.asarray(x) for x in arrays]
 
     with jax.set_mesh(stage.mesh):
-        structs = jax.eval_shape(result, list(stage.module.structs), received(stage), stage.index)
+        structs = jax.eval_shape(
+            result, list(stage.module.structs), received(stage), stage.microbatch
+        )
     return structs, outlines[0]
 
 
@@ -137,13 +132,13 @@ def shape_of_loss(stage: Stage) -> Any:
     assert stage.targets is not None
     targets = list(stage.targets.structs)
 
-    def result(module: Arrays, received: Arrays, targets: Arrays, index: Arrays) -> Any:
-        prediction = stage.apply(stage.module.outline.fill(module), received, index)
-        return outlined(stage.loss_of(prediction, targets, index))[0]
+    def result(module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays) -> Any:
+        prediction = stage.apply(stage.module.outline.fill(module), received, microbatch)
+        return outlined(stage.loss_of(prediction, targets, microbatch))[0]
 
     with jax.set_mesh(stage.mesh):
         module = list(stage.module.structs)
-        return jax.eval_shape(result, module, received(stage), targets, stage.index)
+        return jax.eval_shape(result, module, received(stage), targets, stage.microbatch)
 
 
 def received(stage: Stage) -> list[Struct]:
@@ -164,7 +159,7 @@ def boundary(
         named = tuple(name for name in axis_names(axes) if name in mesh.axis_names)
         parts = math.prod(mesh.shape[name] for name in named)
         splits = x.ndim > 0 and x.shape[0] == rows and rows % parts == 0 and bool(named)
-        spec = P(named if len(named) > 1 else named[0]) if splits else P()
+        spec = P(named) if splits else P()
         return Struct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     given = list(structs)
