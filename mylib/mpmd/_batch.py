@@ -56,7 +56,7 @@ def check_rows(x: Batch, y: Batch, microbatches: int, faults: list[Fault]) -> in
             fault = _rows_fault(array.shape, rows, microbatches)
             if fault is not None:
                 faults.append(batch.leaves.at(i, replace(fault, request=request)))
-            elif rows is None:
+            if rows is None and array.shape:
                 rows = array.shape[0]
     if not x.leaves.arrays:
         faults.append(replace(because("it has no arrays", "give a batch", request), path="x"))

@@ -90,7 +90,7 @@ class Run:
 
     def run(self) -> tuple[jax.Array, list[Any]]:
         calls = {Pass.FORWARD: self._forward, Pass.BACKWARD: self._backward}
-        for kind, s, m in self.plan.schedule.order():
+        for kind, s, m in self.plan.order:
             if kind is Pass.WEIGHT:
                 if s in self.states:
                     self.states[s].weight(m)

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from .._compat import jit
 from .._errors import PlacementError, because
 from .._placement import entries_of
+from ._actions import Action
 from ._batch import Batch
 from ._compile import Programs, compile_stage
 from ._modules import Module
@@ -85,7 +86,7 @@ class Plan:
     """
 
     stages: list[Stage]
-    schedule: Schedule
+    order: tuple[Action, ...]
     programs: dict[int, Programs]
     numbers: dict[int, list[jax.Array]]
     ties: list["Tie"]
@@ -105,7 +106,7 @@ class Plan:
             for stage in here
             if stage.microbatch
         }
-        return cls(stages, schedule, programs, numbers, [Tie.of(x, stages) for x in tied])
+        return cls(stages, schedule.order(), programs, numbers, [Tie.of(x, stages) for x in tied])
 
 
 def _number(m: int, stage: Stage) -> jax.Array:
