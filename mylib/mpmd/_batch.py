@@ -37,7 +37,7 @@ def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
     structs: list[Struct] = []
     for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True)):
         sharding: Any = NamedSharding(mesh, P())
-        if kind is Kind.DEVICE and x.committed:
+        if (kind is Kind.DEVICE and x.committed) or (kind is Kind.ABSTRACT and x.sharding):
             sharding = x.sharding
             if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
                 reason = f"it is on {show(sharding, None)}"

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from .._compat import jit
 from .._transfer import filter_shard
 from .._tree import Arrays, outlined
+from ._actions import Pass
 from ._backward import Atom, Piece, Var, flattened, pieces
 from ._stage import Stage, Struct, chosen, merged
 
@@ -30,12 +31,12 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A compiled piece. It returns `given` results, and adds others to `totals`, whose memory it
-    reuses. What later pieces of the same microbatch need is `kept`.
+    """A compiled piece. The first of its results are `given` back, others are added to `totals`,
+    whose memory is reused. Later pieces of the same microbatch may need all but the totals.
     """
 
     takes: tuple[Var, ...]
-    keeps: tuple[Var, ...]
+    makes: tuple[Atom, ...]
     given: int
     # None if there is nothing to compute.
     compiled: Any
@@ -46,8 +47,7 @@ class Program:
         if self.compiled is None:
             return [], totals, {}
         made, totals = self.compiled(totals, [value_of(x) for x in self.takes])
-        kept = dict(zip(self.keeps, made[self.given :], strict=True))
-        return made[: self.given], totals, kept
+        return made[: self.given], totals, dict(zip(self.makes, made, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +62,11 @@ class Programs:
     forward: Program
     backward: Program
     weight: Program | None
+
+    @property
+    def by_pass(self) -> dict[Pass, Program]:
+        passes = {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
+        return passes if self.weight is None else {**passes, Pass.WEIGHT: self.weight}
 
     @cached_property
     def after_forward(self) -> frozenset[Var]:
@@ -186,21 +191,24 @@ class _Compiler:
         if not piece.gives and not piece.eqns:
             return Program((), (), 0, None)
         first, last = len(given), len(given) + len(totals)
-        keeps = piece.gives[last:]
+        gives = piece.gives
+        # A result that later pieces need, too, is returned once.
+        kept = [i for i in range(last, len(gives)) if gives[i] not in gives[:first]]
+        returned = [*range(first), *kept]
 
         def run(so_far: Arrays, args: Arrays) -> tuple[Arrays, Arrays]:
             made = piece(*args)
             summed = [x + y for x, y in zip(so_far, made[first:last], strict=True)]
-            return made[:first] + made[last:], summed
+            return [made[i] for i in returned], summed
 
-        where = [x.sharding for x in given] + [None] * len(keeps), [x.sharding for x in totals]
+        where = [x.sharding for x in given] + [None] * len(kept), [x.sharding for x in totals]
         program = jit(run, donate_argnums=0, out_shardings=where)
         takes = [self.known[x] for x in piece.takes]
         compiled = program.lower(list(totals), takes).compile()
-        kept = compiled.output_shardings[0][first:]
-        for x, sharding in zip(keeps, kept, strict=True):
+        makes = tuple(gives[i] for i in returned)
+        for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
             self.known[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
-        return Program(piece.takes, keeps, first, compiled)
+        return Program(piece.takes, makes, first, compiled)
 
 
 def _like(tree: Any, leaves: Sequence[Any]) -> Any:

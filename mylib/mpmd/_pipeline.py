@@ -7,6 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, because
+from ._actions import Pass
 from ._batch import Batch, check_rows, read_batch
 from ._forms import refuse_tracers
 from ._loop import Run
@@ -133,6 +134,19 @@ class Pipeline:
         self._plans: dict[Any, Plan] = {}
         self.schedule = schedule
 
+    def compile(
+        self, x: PyTree[Any], y: PyTree[Any], /
+    ) -> dict[tuple[Pass, int], jax.stages.Compiled]:
+        """Compiles the programs for batches like `x` and `y`, which may be
+        `jax.ShapeDtypeStruct`s. Returns those of this process by pass and stage, for
+        [`mylib.audit`][]. The meshes may be of machines that are not here.
+        """
+        faults: list[Fault] = []
+        batch, targets, rows = self._read(x, y, faults)
+        if faults:
+            raise PlacementError(faults)
+        return self._plan(batch, targets, rows).compiled()
+
     def __call__(
         self, stages: Sequence[Any], x: PyTree[Any], y: PyTree[Any], /
     ) -> tuple[jax.Array, list[Any]]:
@@ -147,13 +161,16 @@ class Pipeline:
         arrays = [
             module.arrays_of(stage, faults) for module, stage in zip(modules, stages, strict=True)
         ]
-        batch = read_batch(x, "x", modules[0].mesh, faults)
-        targets = read_batch(y, "y", modules[-1].mesh, faults)
-        rows = check_rows(batch, targets, self.schedule.microbatches, faults)
+        batch, targets, rows = self._read(x, y, faults)
         if faults:
             raise PlacementError(faults)
         plan = self._plan(batch, targets, rows)
         return Run(plan, arrays, batch, targets).run()
+
+    def _read(self, x: Any, y: Any, faults: list[Fault]) -> tuple[Batch, Batch, int]:
+        batch = read_batch(x, "x", self._modules[0].mesh, faults)
+        targets = read_batch(y, "y", self._modules[-1].mesh, faults)
+        return batch, targets, check_rows(batch, targets, self.schedule.microbatches, faults)
 
     def _plan(self, batch: Batch, targets: Batch, rows: int) -> "Plan":
         structs = (*batch.form.structs, *targets.form.structs)

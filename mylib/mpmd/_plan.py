@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from .._compat import jit
 from .._errors import PlacementError, because
 from .._placement import entries_of
-from ._actions import Action
+from ._actions import Action, Pass
 from ._batch import Batch
 from ._compile import Programs, compile_stage
 from ._modules import Module
@@ -81,14 +82,13 @@ def _value(stage: Stage) -> Struct:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Everything that is made once for batches of one shape. There are programs and numbers of the
-    microbatches only for stages on devices of this process.
+    """Everything that is made once for batches of one shape. There are programs only for stages on
+    devices of this process.
     """
 
     stages: list[Stage]
     order: tuple[Action, ...]
     programs: dict[int, Programs]
-    numbers: dict[int, list[jax.Array]]
     ties: list["Tie"]
 
     @classmethod
@@ -101,12 +101,25 @@ class Plan:
             stage.number: compile_stage(stage, splits=splits, checkpoint=checkpoint)
             for stage in here
         }
-        numbers = {
-            stage.number: [_number(m, stage) for m in range(schedule.microbatches)]
-            for stage in here
-            if stage.microbatch
+        return cls(stages, schedule.order(), programs, [Tie.of(x, stages) for x in tied])
+
+    def compiled(self) -> dict[tuple[Pass, int], jax.stages.Compiled]:
+        """The programs, by pass and stage, without passes that have nothing to compute."""
+        return {
+            (kind, s): program.compiled
+            for s, own in self.programs.items()
+            for kind, program in own.by_pass.items()
+            if program.compiled is not None
         }
-        return cls(stages, schedule.order(), programs, numbers, [Tie.of(x, stages) for x in tied])
+
+    @cached_property
+    def numbers(self) -> dict[int, list[jax.Array]]:
+        """The numbers of the microbatches, on the meshes of the stages that take them."""
+        return {
+            s: [_number(m, self.stages[s]) for m in range(self.stages[s].microbatches)]
+            for s in self.programs
+            if self.stages[s].microbatch
+        }
 
 
 def _number(m: int, stage: Stage) -> jax.Array:

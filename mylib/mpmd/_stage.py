@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._placement import axis_names
+from .._placement import axis_names, is_described
 from .._tree import Arrays, Outline, outlined
 from ._forms import Form
 
@@ -54,9 +54,13 @@ class Stage:
 
     @cached_property
     def is_here(self) -> bool:
-        """Whether this process has devices of its mesh."""
+        """Whether this process has devices of its mesh. Those of a machine that is not here are as
+        good: programs can be compiled for them.
+        """
         here = jax.process_index()
-        return any(device.process_index == here for device in self.mesh.devices.flat)
+        return is_described(self.mesh) or any(
+            device.process_index == here for device in self.mesh.devices.flat
+        )
 
     @property
     def floating(self) -> tuple[bool, ...]:

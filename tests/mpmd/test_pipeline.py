@@ -211,7 +211,9 @@ class TestSteadyState:
         pipe, given, _ = small(2, mpmd.zero_bubble(2, MICROBATCHES))
         jax.monitoring.register_event_duration_secs_listener(listen)
         try:
-            jax.block_until_ready(pipe(*given))
+            x, y = (jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in given[1:])
+            programs = pipe.compile(x, y)
+            assert set(programs) == {("F", 0), ("F", 1), ("B", 1), ("W", 0), ("W", 1)}
             # Zeros, forward, backward and weight passes. The first stage has no backward pass:
             # nobody waits for the cotangent of the batch.
             assert len(found) == 7
@@ -283,6 +285,23 @@ def test_tied_parameters():
     for stage, grad in zip(here, grads, strict=True):
         np.testing.assert_allclose(grad.bias, bias, rtol=1e-5, atol=1e-7)
         assert grad.bias.sharding == stage.bias.sharding
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
+def test_machines_that_are_not_here(machine):
+    meshes = [Mesh(x, "data") for x in np.array(machine.devices).reshape(2, -1)]
+    stages = eqx.filter_eval_shape(lambda: transformer(2))
+    here = placed(stages, meshes)
+    pipe = mpmd.pipeline(here, cross_entropy, schedule=mpmd.zero_bubble(2, MICROBATCHES))
+    batch = jax.ShapeDtypeStruct((ROWS, LENGTH), np.int32)
+    x, y = (on(mesh, batch) for mesh in meshes)
+    programs = pipe.compile(x, y)
+    assert set(programs) == {("F", 0), ("F", 1), ("B", 1), ("W", 0), ("W", 1)}
+    for compiled in programs.values():
+        assert mylib.audit(compiled).collectives
+    with pytest.raises(mylib.PlacementError, match="no array on a mesh"):
+        pipe(here, x, y)
 
 
 class TestPlacements:
