@@ -21,7 +21,7 @@ def faults_of(stages: int, meshes: int, microbatches: int, rows: Sequence[Row]) 
         faults.append(f"there are {len(rows)} rows for {meshes} meshes")
     if faults:
         return faults
-    return [*_misplaced(stages, meshes, microbatches, rows), *_deadlocks(stages, meshes, rows)]
+    return [*_misplaced(stages, meshes, microbatches, rows), *_deadlocks(stages, rows)]
 
 
 def _misplaced(stages: int, meshes: int, microbatches: int, rows: Sequence[Row]) -> Iterator[str]:
@@ -35,18 +35,19 @@ def _misplaced(stages: int, meshes: int, microbatches: int, rows: Sequence[Row])
     for mesh, row in enumerate(rows):
         if strange := [action for action in row if action not in wanted]:
             yield f"row {mesh} has {_listed(strange)}, and there are {sizes}"
-        # A stranger has no mesh.
         if away := [x for x in row if x in wanted and x.stage % meshes != mesh]:
-            home = away[0].stage % meshes
-            first = f"stage {away[0].stage} runs on mesh {home}"
-            yield f"row {mesh} has {_listed(away)}, and {first}"
+            homes = ", ".join(
+                f"stage {stage} runs on mesh {stage % meshes}"
+                for stage in sorted({action.stage for action in away})
+            )
+            yield f"row {mesh} has {_listed(away)}, and {homes}"
         if missing := [x for x in lacking if x.stage % meshes == mesh]:
             yield f"row {mesh} lacks {_listed(missing)}"
     if twice := [action for action, count in counts.items() if count > 1]:
         yield f"more than once: {_listed(twice)}"
 
 
-def _deadlocks(stages: int, meshes: int, rows: Sequence[Row]) -> Iterator[str]:
+def _deadlocks(stages: int, rows: Sequence[Row]) -> Iterator[str]:
     """Where each mesh stops, and what it waits for. What is missing altogether isn't waited for."""
     places = {action: mesh for mesh, row in enumerate(rows) for action in row}
 
@@ -58,15 +59,14 @@ def _deadlocks(stages: int, meshes: int, rows: Sequence[Row]) -> Iterator[str]:
     for mesh, (row, line) in enumerate(zip(rows, done, strict=True)):
         if len(line) < len(row):
             stuck = row[len(line)]
+            after = f"after {row[len(line) - 1]}" if line else "its first action"
             waits = [
                 f"{x} of mesh {places[x]}" if places[x] != mesh else f"{x}, later in its own row"
                 for x in needed(stuck)
                 if x not in finished
             ]
-            where = f"action {len(line)} of its row"
-            yield f"deadlock: mesh {mesh} is stuck at {stuck} ({where}), waiting for " + (
-                " and for ".join(waits)
-            )
+            where = f"mesh {mesh} is stuck at {stuck} ({after})"
+            yield f"deadlock: {where}, waiting for {' and for '.join(waits)}"
 
 
 def _listed(actions: Iterable[Action]) -> str:

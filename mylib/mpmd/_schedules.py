@@ -112,10 +112,10 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     which the stage before waits for. The gradients of the weights, which nobody waits for, are
     computed when meshes would be idle.
 
-    With at least as many microbatches as stages, meshes are idle for
-    `(p - 1) * (forward + backward - weight)`, if a weight pass takes no longer than a forward pass:
-    a third of 1F1B's bubble if all three take the same time. No mesh holds more activations than
-    the first one does with 1F1B: those of `p` microbatches.
+    With at least as many microbatches as stages, each mesh is idle for
+    `(p - 1) * (forward + backward - weight)`, if a weight pass takes no longer than each of the
+    others: a third of 1F1B's bubble if all three take the same time. No mesh holds more activations
+    than the first one does with 1F1B: those of `p` microbatches.
 
     **Arguments:**
 
