@@ -100,14 +100,12 @@ class Run:
         for tie in self.plan.ties:
             self._tie(tie, grads)
         last = self.plan.stages[-1]
-        (value,) = self._here(last).loss if last.number in self.states else _handles([last.value])
+        own = self.states.get(last.number)
+        (value,) = _handles([last.value]) if own is None else own.loss
         return value, [
             stage.module.outline.treedef.unflatten(_in_places(stage, own))
             for stage, own in zip(self.plan.stages, grads, strict=True)
         ]
-
-    def _here(self, stage: Stage) -> _State:
-        return self.states[stage.number]
 
     def _forward(self, s: int, m: int) -> None:
         stage = self.plan.stages[s]

@@ -1,6 +1,7 @@
 """What a pipeline makes once for batches of one shape: what its stages exchange, and programs."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -48,15 +49,26 @@ def chain(
             before=None if first else made[-1].after,
             batch=batch.form if first else None,
         )
-        if following is not None:
-            structs, outline = shape_of_result(stage)
-            after = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
-            stage = replace(stage, after=after)
-        else:
-            stage = replace(stage, targets=targets.form, loss=loss)
-            stage = replace(stage, value=_value(stage))
+        with _named(f"while stages[{stage.number}] of a pipeline was traced"):
+            if following is not None:
+                structs, outline = shape_of_result(stage)
+                after = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
+                stage = replace(stage, after=after)
+            else:
+                stage = replace(stage, targets=targets.form, loss=loss)
+                stage = replace(stage, value=_value(stage))
         made.append(stage)
     return made
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Adds to errors of the user's functions where they were."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
 
 
 def _batch_axes(batch: Batch) -> Any:

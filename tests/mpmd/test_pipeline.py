@@ -191,9 +191,15 @@ def test_of_transformers(schedule, model, checkpoint):
     check_transformer(schedule.stages, schedule, model, checkpoint)
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize(
-    "schedule", [*schedules(4, 4), *schedules(4, 2), *schedules(1, 1)][:5], ids=lambda x: x.name
+    ("schedule", "checkpoint"),
+    [
+        (mpmd.one_f_one_b(4, MICROBATCHES), False),
+        (mpmd.zero_bubble(4, MICROBATCHES), True),
+        (mpmd.interleaved(2, MICROBATCHES, 2), False),
+        (mpmd.gpipe(1, MICROBATCHES), False),
+    ],
+    ids=["1F1B", "ZB-H1", "interleaved", "GPipe"],
 )
 def test_schedules(schedule, checkpoint):
     pipe, given, reference = small(schedule.stages, schedule, checkpoint=checkpoint)
@@ -501,6 +507,13 @@ class TestErrors:
         pipe, given, _ = small(2, mpmd.gpipe(2, 4))
         with pytest.raises(TypeError, match="can't be called inside jax.jit"):
             eqx.filter_jit(pipe)(*given)
+
+    def test_of_stages_say_where(self):
+        here = placed(dense(2), meshes_of(2))
+        pipe = mpmd.pipeline(here, square, schedule=mpmd.gpipe(2, 4))
+        with pytest.raises(TypeError) as caught:
+            pipe(here, numbers()[0][:, :3], numbers()[1])
+        assert "while stages[0] of a pipeline was traced" in caught.value.__notes__
 
     def test_nothing_is_traced_first(self):
         self.fails(
