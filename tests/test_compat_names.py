@@ -460,6 +460,7 @@ PARAMS = {
     "PARAM_COND_JAXPR": ("while",),
     "PARAM_COND_NCONSTS": ("while",),
     "PARAM_DEVICES": ("device_put",),
+    "PARAM_DIFFERENTIATED": ("remat2",),
     "PARAM_DONATED": ("jit",),
     "PARAM_DST_SHARDING": ("reshard",),
     "PARAM_FT_IN": ("scan",) if NEWER else (),

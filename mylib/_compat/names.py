@@ -119,6 +119,7 @@ COLLECTIVES = frozenset(
 # Single operations that an analysis treats specially.
 BARRIER = "optimization_barrier"
 CHECKPOINT_NAME = "name"
+CONSTRAINT = "sharding_constraint"
 CONVERT = "convert_element_type"
 DEVICE_PUT = "device_put"
 DIV = "div"
@@ -256,6 +257,7 @@ PARAM_MANUAL_AXES = "newly_manual_axes"
 PARAM_MESH = "mesh"
 PARAM_OUT_SPECS = "out_specs"
 # Parameters of a checkpoint inside a program.
+PARAM_DIFFERENTIATED = "differentiated"
 PARAM_POLICY = "policy"
 PARAM_PREVENT_CSE = "prevent_cse"
 # Parameters of single operations.

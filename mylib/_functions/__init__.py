@@ -12,4 +12,5 @@ from .jit import (
     Lowered as Lowered,
     filter_jit as filter_jit,
 )
+from .key import Key as Key
 from .signature import Function as Function, about as about

@@ -4,6 +4,7 @@ from .._links import TransferError as TransferError
 from ._actions import Action as Action, Pass as Pass
 from ._jit import jit as jit
 from ._meshes import split as split
+from ._pipeline import Pipeline as Pipeline, pipeline as pipeline
 from ._schedule import Schedule as Schedule
 from ._schedules import (
     gpipe as gpipe,
@@ -18,3 +19,23 @@ from ._transfer import (
     transfer as transfer,
     transport as transport,
 )
+
+__all__ = [
+    "Action",
+    "Pass",
+    "Pipeline",
+    "Schedule",
+    "TransferError",
+    "fetch",
+    "gpipe",
+    "initialize",
+    "interleaved",
+    "is_remote",
+    "jit",
+    "one_f_one_b",
+    "pipeline",
+    "split",
+    "transfer",
+    "transport",
+    "zero_bubble",
+]

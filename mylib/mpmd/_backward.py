@@ -1,0 +1,229 @@
+"""Cuts a traced program into pieces that run one after the other: the forward pass of a stage, its
+backward pass, and the part of it that only the gradients of the weights need.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._compat import names, opened, without_dead_code
+from .._programs import bind_as, in_place_of, jaxprs_in
+from .._transfer import constrain_auto_p
+
+# Variables and literals of a jaxpr.
+Atom = Any
+Var = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Some equations of a program: a function of the values of `takes` that returns those of
+    `gives`. A piece gives its own results first, and then what later pieces take from it.
+    """
+
+    eqns: tuple[Any, ...]
+    takes: tuple[Var, ...]
+    gives: tuple[Atom, ...]
+    constants: dict[Var, Any]
+    # For results of barriers in earlier pieces: what the barrier was given.
+    same: dict[Var, Atom]
+
+    def __call__(self, *args: Any) -> list[Any]:
+        values = {**self.constants, **dict(zip(self.takes, args, strict=True))}
+
+        def read(x: Atom) -> Any:
+            while not _is_literal(x) and x in self.same:
+                x = self.same[x]
+            return x.val if _is_literal(x) else values[x]
+
+        for eqn in self.eqns:
+            with in_place_of(eqn):
+                made = bind_as(eqn, [read(x) for x in eqn.invars])
+            values.update(zip(eqn.outvars, made, strict=True))
+        return [read(x) for x in self.gives]
+
+
+def flattened(fun: Callable[..., Any], *args: Any) -> Any:
+    """The closed jaxpr of `fun`, without dead code and without calls: the equations inside nested
+    `jit`s, checkpoints and custom derivatives are its own. Loops, conditions and `shard_map`s stay
+    single equations, because what is inside can't be run in two parts.
+    """
+    program = jax.make_jaxpr(fun)(*args)
+    flat = jax.tree.leaves(args)
+    return without_dead_code(jax.make_jaxpr(lambda *args: _inlined(program, args))(*flat))
+
+
+_CALLS = (
+    names.JIT,
+    names.CLOSED_CALL,
+    names.REMAT,
+    names.CUSTOM_JVP_CALL,
+    names.CUSTOM_VJP_CALL,
+)
+
+
+def _inlined(program: Any, args: Sequence[Any]) -> list[Any]:
+    jaxpr = opened(program)
+    values: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
+    values.update(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
+
+    def read(x: Atom) -> Any:
+        return x.val if _is_literal(x) else values[x]
+
+    for eqn in jaxpr.eqns:
+        given = [read(x) for x in eqn.invars]
+        with in_place_of(eqn):
+            made = _call(eqn, given)
+        values.update(zip(eqn.outvars, made, strict=True))
+    return [read(x) for x in jaxpr.outvars]
+
+
+def _call(eqn: Any, args: list[Any]) -> list[Any]:
+    if eqn.primitive.name not in _CALLS or _is_placed(eqn):
+        return bind_as(eqn, args)
+    if eqn.primitive.name == names.REMAT and _computes_again(eqn):
+        # As JAX does when it compiles a checkpoint: otherwise the compiler could compute its values
+        # early, and hold them until they are needed.
+        args = list(jax.lax.optimization_barrier(tuple(args)))
+    (inner,) = jaxprs_in(eqn)
+    return _inlined(inner, args)
+
+
+def _is_placed(eqn: Any) -> bool:
+    """Whether it is a `jit` that places its arguments or results."""
+    places = (names.PARAM_IN_SHARDINGS, names.PARAM_OUT_SHARDINGS)
+    given = [x for name in places for x in eqn.params.get(name, ())]
+    return any(isinstance(x, jax.sharding.Sharding) for x in given)
+
+
+def _computes_again(eqn: Any) -> bool:
+    return eqn.params[names.PARAM_DIFFERENTIATED] and bool(eqn.params[names.PARAM_PREVENT_CSE])
+
+
+def pieces(
+    program: Any,
+    goals: Sequence[Sequence[Atom]],
+    kept: Iterable[Var] = (),
+    late: Iterable[Var] = (),
+) -> list[Piece]:
+    """A piece for each of the `goals`, which are results of the program. Each computes its goal
+    from the arguments and from what earlier pieces give, and nothing is computed twice.
+
+    Only constants, and values that are moved or rearranged (transposed weights, for example), are
+    made again if that keeps less between the pieces. `kept` are arguments that are held anyway;
+    `late` are arguments that the first piece does not get.
+    """
+    graph = _Graph(program, kept)
+    given_late = graph.depending_on(late)
+    effects = [i for i, eqn in enumerate(graph.eqns) if eqn.effects]
+    done: set[int] = set()
+    cuts: list[_Cut] = []
+    for number, goal in enumerate(goals):
+        ready = [i for i in effects if i not in done and (number or i not in given_late)]
+        cut = graph.cut(goal, ready, done)
+        done |= cut.eqns
+        cuts.append(cut)
+    made: list[Piece] = []
+    wanted: dict[Var, None] = {}
+    for cut in reversed(cuts):
+        crossing = [x for x in wanted if graph.maker.get(x) in cut.new]
+        made.append(graph.piece(cut, crossing))
+        wanted.update(dict.fromkeys(cut.takes))
+    return made[::-1]
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """A part of the equations, by their numbers. `new` are those that no earlier cut has."""
+
+    goal: Sequence[Atom]
+    eqns: set[int]
+    new: set[int]
+    takes: list[Var]
+    same: dict[Var, Atom]
+
+
+class _Graph:
+    """Which equations need which."""
+
+    def __init__(self, program: Any, kept: Iterable[Var]):
+        jaxpr = opened(program)
+        self.eqns = jaxpr.eqns
+        self.constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        self.maker = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.outvars}
+        self.cheap = self._cheap(kept)
+
+    def _cheap(self, kept: Iterable[Var]) -> set[int]:
+        """The equations that are called again rather than keeping their results."""
+        constant, free, cheap = set(self.constants), set(kept), set()
+        for i, eqn in enumerate(self.eqns):
+            args = [x for x in eqn.invars if not _is_literal(x)]
+            if eqn.effects:
+                continue
+            if constant.issuperset(args):
+                constant.update(eqn.outvars)
+                cheap.add(i)
+            elif eqn.primitive.name in _MOVES:
+                held = [x for x in args if x not in constant and x not in free]
+                if not held:
+                    free.update(eqn.outvars)
+                if not held or _is_worth_repeating(eqn, held):
+                    cheap.add(i)
+        return cheap
+
+    def depending_on(self, args: Iterable[Var]) -> set[int]:
+        known, found = set(args), set()
+        for i, eqn in enumerate(self.eqns):
+            if not known.isdisjoint(x for x in eqn.invars if not _is_literal(x)):
+                known.update(eqn.outvars)
+                found.add(i)
+        return found
+
+    def cut(self, goal: Sequence[Atom], effects: Sequence[int], done: set[int]) -> _Cut:
+        """The equations that lead to `goal`, without those that are `done`; and `effects`."""
+        eqns, takes, same = set[int](effects), dict[Var, None](), dict[Var, Atom]()
+        queue = [*goal, *(x for i in effects for x in self.eqns[i].invars)]
+        seen: set[Var] = set()
+        while queue:
+            x = queue.pop()
+            if _is_literal(x) or x in seen or x in self.constants:
+                continue
+            seen.add(x)
+            i = self.maker.get(x)
+            if i is None:
+                takes[x] = None
+            elif i in done and self.eqns[i].primitive.name == names.BARRIER:
+                same[x] = self.eqns[i].invars[self.eqns[i].outvars.index(x)]
+                queue.append(same[x])
+            elif i in done and i not in self.cheap:
+                takes[x] = None
+            else:
+                eqns.add(i)
+                queue += self.eqns[i].invars
+        return _Cut(goal, eqns, eqns - done, list(takes), same)
+
+    def piece(self, cut: _Cut, crossing: Sequence[Var]) -> Piece:
+        eqns = tuple(self.eqns[i] for i in sorted(cut.eqns))
+        gives = (*cut.goal, *crossing)
+        return Piece(eqns, tuple(cut.takes), gives, self.constants, cut.same)
+
+
+# These communicate, so only parameters are moved again.
+_PLACES = frozenset({names.CONSTRAINT, names.RESHARD, constrain_auto_p.name})
+# A barrier is not among them: made again it would hold all its operands.
+_MOVES = (names.ONLY_MOVED | _PLACES | {names.CONVERT}) - {names.BARRIER}
+
+
+def _is_worth_repeating(eqn: Any, held: Sequence[Var]) -> bool:
+    smaller = sum(map(_nbytes, held)) <= sum(map(_nbytes, eqn.outvars))
+    return smaller and eqn.primitive.name not in _PLACES
+
+
+def _is_literal(x: Atom) -> bool:
+    return hasattr(x, "val")
+
+
+def _nbytes(x: Var) -> int:
+    return x.aval.size * x.aval.dtype.itemsize

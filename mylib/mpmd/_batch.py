@@ -1,0 +1,82 @@
+"""Reads the batches of a pipeline, and finds everything that is wrong with them."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from .._errors import Fault, because
+from .._functions import Key
+from .._links import handle
+from .._placement import show
+from .._transfer import filter_device_put
+from .._tree import Arrays, Kind, Leaves, canonical_dtype
+from ._forms import Form, fixed_of, outline_of, split_as
+from ._stage import Struct
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """A tree of arrays with rows, and where they will be."""
+
+    leaves: Leaves
+    form: Form
+    fixed: Key
+
+    def arrays(self, is_here: bool) -> Arrays:
+        """The arrays, moved to their mesh."""
+        structs = self.form.structs
+        if not is_here:
+            return [handle(x.shape, x.dtype, x.sharding) for x in structs]
+        return filter_device_put(self.leaves.arrays, [x.sharding for x in structs])
+
+
+def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
+    leaves = split_as(tree, name)
+    request = f"the {'first' if name == 'x' else 'last'} stage's mesh"
+    structs: list[Struct] = []
+    for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True)):
+        sharding: Any = NamedSharding(mesh, P())
+        if (kind is Kind.DEVICE and x.committed) or (kind is Kind.ABSTRACT and x.sharding):
+            sharding = x.sharding
+            if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
+                reason = f"it is on {show(sharding, None)}"
+                mend = f"write mylib.filter_device_put({name}, P(...), mesh=that mesh)"
+                faults.append(leaves.at(i, because(reason, mend, request)))
+        structs.append(Struct(x.shape, canonical_dtype(x), sharding=sharding))
+    return Batch(leaves, Form(outline_of(leaves), tuple(structs)), fixed_of(leaves))
+
+
+def check_rows(x: Batch, y: Batch, microbatches: int, faults: list[Fault]) -> int:
+    """The number of rows of a batch, which all its arrays must have, in as many microbatches."""
+    request = f"{microbatches} microbatches"
+    rows: int | None = None
+    for batch in (x, y):
+        for i, array in enumerate(batch.leaves.arrays):
+            fault = _rows_fault(array.shape, rows, microbatches)
+            if fault is not None:
+                faults.append(batch.leaves.at(i, replace(fault, request=request)))
+            if rows is None and array.shape:
+                rows = array.shape[0]
+    if not x.leaves.arrays:
+        faults.append(replace(because("it has no arrays", "give a batch", request), path="x"))
+    return rows or 0
+
+
+def _rows_fault(shape: tuple[int, ...], rows: int | None, microbatches: int) -> Fault | None:
+    if not shape:
+        return because(
+            "it is a scalar, and the first dimension of each array is cut into microbatches",
+            "give an array with a row for each example",
+        )
+    if rows is not None and shape[0] != rows:
+        return because(
+            f"it has {shape[0]} rows, and the arrays before it have {rows}",
+            "give all arrays of x and y as many rows",
+        )
+    if not shape[0] or shape[0] % microbatches:
+        return because(
+            f"its {shape[0]} rows can't be cut into {microbatches} equal parts",
+            "choose a batch size that is a multiple of the microbatches",
+        )
+    return None

@@ -1,0 +1,215 @@
+"""The compiled programs of a stage: its forward pass, its backward pass, and the part of the
+backward pass that computes the gradients of its weights.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._compat import jit
+from .._transfer import filter_shard
+from .._tree import Arrays, outlined
+from ._actions import Pass
+from ._backward import Atom, Piece, Var, flattened, pieces
+from ._stage import Stage, Struct, chosen, merged
+
+
+class Arguments(NamedTuple):
+    """What the programs of a stage are called with."""
+
+    module: list[Any]
+    received: list[Any]
+    targets: list[Any]
+    microbatch: list[Any]
+    cotangents: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A compiled piece. The first of its results are `given` back, others are added to `totals`,
+    whose memory is reused. Later pieces of the same microbatch may need all but the totals.
+    """
+
+    takes: tuple[Var, ...]
+    makes: tuple[Atom, ...]
+    given: int
+    # None if there is nothing to compute.
+    compiled: Any
+
+    def __call__(
+        self, value_of: Callable[[Var], jax.Array], totals: Arrays
+    ) -> tuple[Arrays, Arrays, dict[Var, jax.Array]]:
+        if self.compiled is None:
+            return [], totals, {}
+        made, totals = self.compiled(totals, [value_of(x) for x in self.takes])
+        return made[: self.given], totals, dict(zip(self.makes, made, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of a stage, and the variables that stand for their arguments.
+
+    `zeros` makes the totals: of the loss (none but in the last stage), and of the gradients.
+    """
+
+    variables: Arguments
+    zeros: Any
+    forward: Program
+    backward: Program
+    weight: Program | None
+
+    @property
+    def by_pass(self) -> dict[Pass, Program]:
+        passes = {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
+        return passes if self.weight is None else {**passes, Pass.WEIGHT: self.weight}
+
+    @cached_property
+    def after_forward(self) -> frozenset[Var]:
+        """What is held of a microbatch between its forward and its backward pass."""
+        return self.after_backward.union(self.backward.takes)
+
+    @cached_property
+    def after_backward(self) -> frozenset[Var]:
+        """What is held between the backward pass and the weights' gradients."""
+        return frozenset(self.weight.takes if self.weight else ())
+
+
+def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
+    """Compiles the passes of a stage. If `splits`, the gradients of the weights have a program of
+    their own. If `checkpoint`, the backward pass computes the forward pass again.
+    """
+    arguments = _arguments(stage)
+    with jax.set_mesh(stage.mesh):
+        traced = flattened(functools.partial(_both_passes, stage), *arguments)
+        variables = Arguments(*_like(arguments, traced.jaxpr.invars))
+        parts = _parts(stage, traced, variables, splits, checkpoint)
+        structs = jax.tree.leaves(arguments)
+        compiler = _Compiler(dict(zip(traced.jaxpr.invars, structs, strict=True)))
+        sent = () if stage.after is None else stage.after.sent
+        back = chosen(stage.before.received, stage.before.floating) if stage.before else ()
+        loss, grads = _totals(stage)
+        forward = compiler.compile(parts[0], sent, loss)
+        backward = compiler.compile(parts[1], back, () if splits else grads)
+        weight = compiler.compile(parts[2], (), grads) if splits else None
+        return Programs(variables, _zeros(loss, grads), forward, backward, weight)
+
+
+def _arguments(stage: Stage) -> Arguments:
+    received = stage.batch.structs if stage.batch else stage.before.received if stage.before else ()
+    after = stage.after
+    return Arguments(
+        list(stage.module.structs),
+        list(received),
+        list(stage.targets.structs) if stage.targets else [],
+        stage.microbatch,
+        chosen(after.sent, after.floating) if after else [],
+    )
+
+
+def _both_passes(
+    stage: Stage,
+    module: Arrays,
+    received: Arrays,
+    targets: Arrays,
+    microbatch: Arrays,
+    cotangents: Arrays,
+) -> tuple[Arrays, Arrays, Arrays]:
+    """What a stage sends, or its share of the loss; the cotangents that it sends back; the
+    gradients of its weights.
+    """
+    trained, has_cotangent = stage.floating, _have_cotangents(stage)
+    fixed = chosen(module, [not x for x in trained])
+    others = chosen(received, [not x for x in has_cotangent])
+
+    def forward(params: Arrays, floating: Arrays) -> tuple[Arrays, Arrays]:
+        tree = stage.module.outline.fill(merged(trained, params, fixed))
+        made = stage.apply(tree, merged(has_cotangent, floating, others), microbatch)
+        if stage.after is None:
+            return [stage.loss_of(made, targets, microbatch) / stage.microbatches], []
+        arrays, _ = outlined(made)
+        sent = filter_shard(arrays, [x.sharding for x in stage.after.sent])
+        flags = stage.after.floating
+        return chosen(sent, flags), chosen(sent, [not x for x in flags])
+
+    made, pull, rest = jax.vjp(
+        forward, chosen(module, trained), chosen(received, has_cotangent), has_aux=True
+    )
+    grads, back = pull(cotangents if stage.after else [jnp.ones_like(made[0])])
+    sent = made if stage.after is None else merged(stage.after.floating, made, rest)
+    return sent, back, grads
+
+
+def _have_cotangents(stage: Stage) -> Sequence[bool]:
+    """Which of the received arrays have a cotangent; nobody waits for that of a batch."""
+    if stage.before is not None:
+        return stage.before.floating
+    return [False] * len(stage.batch.structs if stage.batch else ())
+
+
+def _parts(
+    stage: Stage, traced: Any, variables: Arguments, splits: bool, checkpoint: bool
+) -> list[Piece]:
+    results: list[Atom] = list(traced.jaxpr.outvars)
+    grads = results[len(results) - len(stage.params) :]
+    first = len(stage.after.sent) if stage.after else 1
+    sent, back = results[:first], results[first : len(results) - len(grads)]
+    backward = [back, grads] if splits else [back + grads]
+    kept, late = variables.module, variables.cotangents
+    if checkpoint:
+        return [*pieces(traced, [sent], kept, late), *pieces(traced, backward, kept)]
+    return pieces(traced, [sent, *backward], kept, late)
+
+
+def _totals(stage: Stage) -> tuple[list[Struct], list[Struct]]:
+    return [stage.value] if stage.value is not None else [], stage.params
+
+
+def _zeros(loss: Sequence[Struct], grads: Sequence[Struct]) -> Any:
+    structs = list(loss), list(grads)
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
+
+    where = jax.tree.map(lambda x: x.sharding, structs)
+    return jit(zeros, out_shardings=where).lower().compile()
+
+
+@dataclass(frozen=True, eq=False)
+class _Compiler:
+    """Compiles the pieces of a stage, one after the other. `known` has the types of the arguments,
+    and of what earlier pieces keep: the compiler decides how that is sharded.
+    """
+
+    known: dict[Var, Struct]
+
+    def compile(self, piece: Piece, given: Sequence[Struct], totals: Sequence[Struct]) -> Program:
+        if not piece.gives and not piece.eqns:
+            return Program((), (), 0, None)
+        first, last = len(given), len(given) + len(totals)
+        gives = piece.gives
+        # A result that later pieces need, too, is returned once.
+        kept = [i for i in range(last, len(gives)) if gives[i] not in gives[:first]]
+        returned = [*range(first), *kept]
+
+        def run(so_far: Arrays, args: Arrays) -> tuple[Arrays, Arrays]:
+            made = piece(*args)
+            summed = [x + y for x, y in zip(so_far, made[first:last], strict=True)]
+            return [made[i] for i in returned], summed
+
+        where = [x.sharding for x in given] + [None] * len(kept), [x.sharding for x in totals]
+        program = jit(run, donate_argnums=0, out_shardings=where)
+        takes = [self.known[x] for x in piece.takes]
+        compiled = program.lower(list(totals), takes).compile()
+        makes = tuple(gives[i] for i in returned)
+        for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
+            self.known[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
+        return Program(piece.takes, makes, first, compiled)
+
+
+def _like(tree: Any, leaves: Sequence[Any]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), leaves)

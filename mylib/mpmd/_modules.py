@@ -1,0 +1,149 @@
+"""Reads the stages of a pipeline, and finds everything that is wrong with them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.sharding import Mesh, NamedSharding, Sharding
+
+from .._errors import Fault, PlacementError, because
+from .._functions import Key
+from .._placement import show, show_mesh
+from .._transfer import same_place
+from .._tree import (
+    Arrays,
+    Kind,
+    Leaves,
+    first_difference,
+)
+from ._forms import Form, fixed_of, outline_of, split_as
+from ._schedule import Schedule
+from ._stage import Struct
+
+
+@dataclass(frozen=True, eq=False)
+class Module:
+    """A stage as it was first given. Its arrays may change, but not what is `fixed`: everything
+    else; nor their shapes, dtypes and shardings.
+    """
+
+    number: int
+    mesh: Mesh
+    form: Form
+    fixed: Key
+
+    def arrays_of(self, stage: Any, faults: list[Fault]) -> Arrays:
+        """The arrays of the same stage, given again."""
+        leaves = split_as(stage, f"stages[{self.number}]")
+        if fixed_of(leaves) != self.fixed:
+            faults.append(self._difference(stage))
+            return []
+        for i, (x, kind, struct) in enumerate(
+            zip(leaves.arrays, leaves.kinds, self.form.structs, strict=True)
+        ):
+            if reason := _changed(x, kind, struct):
+                mend = "give each stage as it was given to pipeline; only values may change"
+                faults.append(leaves.at(i, because(reason, mend, self.request)))
+        return leaves.arrays
+
+    @property
+    def request(self) -> str:
+        return f"stage {self.number} of a pipeline"
+
+    def _difference(self, stage: Any) -> Fault:
+        before = self.form.outline.fill(self.form.structs)
+        reason = "its static leaves are others than when the pipeline was made"
+        path = ""
+        if jtu.tree_structure(before) != jtu.tree_structure(stage):
+            path, was, now = first_difference(before, stage)
+            reason = f"when the pipeline was made it was {was}, and now it is {now}"
+        mend = "make another pipeline for stages of another structure"
+        fault = because(reason, mend, self.request)
+        return replace(fault, path=f"stages[{self.number}]{path}")
+
+
+def _changed(x: Any, kind: Kind, struct: Struct) -> str:
+    if kind is not Kind.DEVICE:
+        return "it is no array on a mesh"
+    if x.shape != struct.shape or x.dtype != struct.dtype:
+        return f"it was {struct.dtype}{struct.shape} when the pipeline was made"
+    assert isinstance(struct.sharding, Sharding)
+    if x.sharding is not struct.sharding and not same_place(x.sharding, struct.sharding, x.ndim):
+        return f"it was {show(struct.sharding, None)} when the pipeline was made"
+    return ""
+
+
+def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
+    """The stages as they are given first. Raises for everything that is wrong with them."""
+    faults: list[Fault] = []
+    if len(stages) != schedule.stages:
+        reason = f"the schedule {schedule.name!r} is for {schedule.stages}"
+        mend = "make the schedule for as many stages as there are"
+        faults.append(because(reason, mend, f"a pipeline of {len(stages)} stages"))
+    read = [split_as(stage, f"stages[{s}]") for s, stage in enumerate(stages)]
+    own = [_mesh_of(s, leaves, faults) for s, leaves in enumerate(read)]
+    meshes = [_shared_mesh(s, own, schedule, faults) for s in range(min(len(own), schedule.stages))]
+    for s, stage in enumerate(stages):
+        if not callable(stage):
+            fault = because("it can't be called", "give a Module or a function", f"stage {s}")
+            faults.append(replace(fault, path=f"stages[{s}]"))
+    if faults:
+        raise PlacementError(faults)
+    return [
+        Module(s, mesh, Form(outline_of(leaves), _structs(leaves)), fixed_of(leaves))
+        for s, (mesh, leaves) in enumerate(zip(meshes, read, strict=True))
+        if mesh is not None
+    ]
+
+
+def _structs(leaves: Leaves) -> tuple[Struct, ...]:
+    return tuple(Struct(x.shape, x.dtype, sharding=x.sharding) for x in leaves.arrays)
+
+
+def _mesh_of(s: int, leaves: Leaves, faults: list[Fault]) -> Mesh | None:
+    """The mesh of the first array that is on one. All others must be there, too."""
+    first, name = None, ""
+    request = f"stage {s} of a pipeline"
+    for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True)):
+        where = getattr(x, "sharding", None) if kind is not Kind.HOST else None
+        mesh = where.mesh if isinstance(where, NamedSharding) else None
+        if not isinstance(mesh, Mesh):
+            there = "a NumPy array" if where is None else f"on {show(where, None)}"
+            mend = f"move it first: mylib.filter_device_put(stages[{s}], placement, mesh=...)"
+            faults.append(leaves.at(i, because(f"it is {there}, and on no mesh", mend, request)))
+        elif first is None:
+            first, name = mesh, leaves.name(i)
+        elif mesh != first:
+            reason = f"it is on the {_with_devices(mesh)}, and {name} on the {_with_devices(first)}"
+            mend = "put all arrays of a stage on one mesh"
+            faults.append(leaves.at(i, because(reason, mend, request)))
+    return first
+
+
+def _with_devices(mesh: Mesh) -> str:
+    ids = [device.id for device in mesh.devices.flat]
+    return f"{show_mesh(mesh)} of the devices {ids}"
+
+
+def _shared_mesh(
+    s: int, own: Sequence[Mesh | None], schedule: Schedule, faults: list[Fault]
+) -> Mesh | None:
+    """The mesh of a stage: that of the first stage which the schedule runs on the same mesh."""
+    beside = [i for i in range(len(own)) if schedule.mesh_of(i) == schedule.mesh_of(s)]
+    known = [(i, own[i]) for i in beside if own[i] is not None]
+    request = f"stage {s} of a pipeline"
+    if not known:
+        reason = "neither it nor another stage of its mesh has arrays, so its mesh is unknown"
+        fault = because(reason, "make it a part of the stage before or after it", request)
+        faults.append(replace(fault, path=f"stages[{s}]"))
+        return None
+    first, mesh = known[0]
+    if own[s] is not None and own[s] != mesh:
+        reason = (
+            f"it is on another mesh than stages[{first}], and the schedule {schedule.name!r} runs "
+            "both on one"
+        )
+        fault = because(reason, "put both on the same mesh", request)
+        faults.append(replace(fault, path=f"stages[{s}]"))
+    return mesh

@@ -1,0 +1,184 @@
+"""`pipeline`: a model cut into stages, each on a mesh of its own."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from .._errors import Fault, PlacementError, because
+from ._actions import Pass
+from ._batch import Batch, check_rows, read_batch
+from ._forms import refuse_tracers
+from ._loop import Run
+from ._modules import Module, read_stages
+from ._plan import Loss, Plan, chain
+from ._schedule import Schedule
+from ._ties import Place, Where, tied_groups
+
+
+def pipeline(
+    stages: Sequence[Callable[..., Any]],
+    loss: Loss,
+    *,
+    schedule: Schedule,
+    tied: Sequence[tuple[Where, Where]] = (),
+    checkpoint: bool = False,
+) -> "Pipeline":
+    """A model cut into stages, each on a mesh of its own: its loss and its gradients.
+
+    A batch is cut into microbatches, which pass through the stages one after the other, so that
+    all meshes work at the same time. The schedule says who does what when. The prediction is
+    `stages[-1](...stages[0](x))`; the result is the mean of `loss` over the microbatches, and the
+    gradients are those of this mean.
+
+    Each stage is compiled for its own mesh, and may be sharded over it in any way: FSDP, tensor
+    parallelism. It is traced with its mesh as that of `jax.set_mesh`, so that
+    [`mylib.filter_shard`][] inside it needs no `mesh`. Stages are compiled at the first call, and
+    for batches of other shapes once more; afterwards nothing is.
+
+    **Arguments:**
+
+    - `stages`: functions of one argument, usually Modules, whose arrays are already on their
+        meshes; `pipeline` looks at their shapes and shardings only. A stage's output, which may be
+        any PyTree, is the next stage's input. Stage `s` is on mesh `s % meshes` of the schedule.
+    - `loss`: a function of the prediction and of `y`, both for one microbatch. Returns a scalar.
+    - `schedule`: [`mylib.mpmd.gpipe`][], [`mylib.mpmd.one_f_one_b`][],
+        [`mylib.mpmd.interleaved`][], [`mylib.mpmd.zero_bubble`][], or a [`mylib.mpmd.Schedule`][]
+        of your own.
+    - `tied`: parameters that are in several stages, such as an embedding that is also the last
+        matrix: pairs of functions that take the list of stages and return the same parameter, as
+        for `equinox.tree_at`. Each place has its own array and gets the sum of their gradients, so
+        that equal arrays stay equal.
+    - `checkpoint`: if True, only the inputs of stages are held between the forward and the backward
+        pass, which computes the forward pass again.
+
+    **Returns:**
+
+    A function of `stages`, `x` and `y` that returns the loss and the gradients at once, before they
+    are computed. The loss is on the last stage's mesh. The gradients are a list with a tree for
+    each stage, as `equinox.filter_grad` returns it: None in place of anything that isn't a
+    floating-point array. Each gradient has the sharding and the dtype of its parameter, and
+    microbatches are added up in this dtype.
+
+    The first dimension of all arrays of `x` and `y` are the rows of the batch. Microbatch `i` of
+    `n` has the rows `i`, `i + n`, `i + 2 * n`, ..., so that a batch that is split over devices is
+    cut without communication. Place `x` on the first stage's mesh and `y` on the last one's; NumPy
+    arrays are copied to all devices of the mesh, each of which then computes the same.
+
+    Between stages, arrays with as many rows as a microbatch are split over the mesh axes over which
+    the rows of `x` are split, if the mesh has axes of these names and their sizes divide the rows.
+    All others are copied to all devices of the mesh. Integers have no cotangent, and none is sent
+    back.
+
+    The backward pass of a schedule that splits it (`zero_bubble`) computes what the input's
+    cotangent needs, and hands the rest to the weight pass; nothing is computed twice. A loop
+    (`jax.lax.scan`), a condition, or a `shard_map` is not cut: it stays in the backward pass as a
+    whole. A stage that is one `scan` over its layers gains nothing from such a schedule.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][], naming everything that is wrong: stages that are not on one mesh,
+    more or fewer stages than in the schedule, tied parameters of different shapes. Calls raise it,
+    too, before anything has been moved or compiled: for stages that differ from the first ones in
+    more than their values, for batches that can't be cut or are on another mesh, and for a loss
+    that is not a scalar. `TypeError` inside `jax.jit`, `jax.grad` or `jax.vmap`.
+
+    !!! Example
+
+        ```python
+        devices = np.array(jax.devices()).reshape(2, 4)
+        meshes = [jax.sharding.Mesh(row, "data") for row in devices]
+        keys = jax.random.split(jax.random.key(0))
+        layers = [eqx.nn.Linear(16, 16, key=key) for key in keys]
+        stages = [
+            mylib.filter_device_put(eqx.filter_vmap(layer), P("data"), mesh=mesh)
+            for layer, mesh in zip(layers, meshes, strict=True)
+        ]
+
+
+        def loss(prediction, y):
+            return jnp.mean((prediction - y) ** 2)
+
+
+        pipe = mylib.mpmd.pipeline(
+            stages, loss, schedule=mylib.mpmd.one_f_one_b(stages=2, microbatches=4)
+        )
+        x = np.random.default_rng(0).normal(size=(32, 16)).astype(np.float32)
+        x0 = mylib.filter_device_put(x, P("data"), mesh=meshes[0])
+        x1 = mylib.filter_device_put(x, P("data"), mesh=meshes[1])
+        value, grads = pipe(stages, x0, x1)
+        assert grads[1].__wrapped__.weight.sharding.spec == P("data")
+        ```
+    """
+    refuse_tracers(stages)
+    modules = read_stages(stages, schedule)
+    return Pipeline(modules, loss, schedule, tied_groups(tied, modules), checkpoint)
+
+
+class Pipeline:
+    """The loss of a pipeline and its gradients, as a function of the stages and a batch."""
+
+    def __init__(
+        self,
+        modules: list[Module],
+        loss: Loss,
+        schedule: Schedule,
+        tied: list[list[Place]],
+        checkpoint: bool,
+    ):
+        self._modules = modules
+        self._loss = loss
+        self._tied = tied
+        self._checkpoint = checkpoint
+        self._plans: dict[Any, Plan] = {}
+        self.schedule = schedule
+
+    def compile(
+        self, x: PyTree[Any], y: PyTree[Any], /
+    ) -> dict[tuple[Pass, int], jax.stages.Compiled]:
+        """Compiles the programs for batches like `x` and `y`, which may be
+        `jax.ShapeDtypeStruct`s. Returns those of this process by pass and stage, for
+        [`mylib.audit`][]. The meshes may be of machines that are not here.
+        """
+        faults: list[Fault] = []
+        batch, targets, rows = self._read(x, y, faults)
+        if faults:
+            raise PlacementError(faults)
+        return self._plan(batch, targets, rows).compiled()
+
+    def __call__(
+        self, stages: Sequence[Any], x: PyTree[Any], y: PyTree[Any], /
+    ) -> tuple[jax.Array, list[Any]]:
+        refuse_tracers(stages, x, y)
+        faults: list[Fault] = []
+        modules = self._modules
+        if len(stages) != len(modules):
+            reason = f"the pipeline was made for {len(modules)}"
+            mend = "give the stages that it was made for"
+            faults.append(because(reason, mend, f"a call with {len(stages)} stages"))
+            raise PlacementError(faults)
+        arrays = [
+            module.arrays_of(stage, faults) for module, stage in zip(modules, stages, strict=True)
+        ]
+        batch, targets, rows = self._read(x, y, faults)
+        if faults:
+            raise PlacementError(faults)
+        plan = self._plan(batch, targets, rows)
+        return Run(plan, arrays, batch, targets).run()
+
+    def _read(self, x: Any, y: Any, faults: list[Fault]) -> tuple[Batch, Batch, int]:
+        batch = read_batch(x, "x", self._modules[0].mesh, faults)
+        targets = read_batch(y, "y", self._modules[-1].mesh, faults)
+        return batch, targets, check_rows(batch, targets, self.schedule.microbatches, faults)
+
+    def _plan(self, batch: Batch, targets: Batch, rows: int) -> "Plan":
+        structs = (*batch.form.structs, *targets.form.structs)
+        types = tuple((x.shape, x.dtype, x.sharding) for x in structs)
+        key = batch.fixed, targets.fixed, types
+        plan = self._plans.get(key)
+        if plan is None:
+            stages = chain(self._modules, self._loss, self.schedule, batch, targets, rows)
+            plan = Plan.of(stages, self.schedule, self._tied, self._checkpoint)
+            self._plans[key] = plan
+        return plan

@@ -1,0 +1,161 @@
+"""What a pipeline makes once for batches of one shape: what its stages exchange, and programs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from .._compat import jit
+from .._errors import PlacementError, because
+from .._placement import entries_of
+from ._actions import Action, Pass
+from ._batch import Batch
+from ._compile import Programs, compile_stage
+from ._modules import Module
+from ._schedule import Schedule
+from ._stage import Stage, Struct, boundary, shape_of_loss, shape_of_result
+from ._ties import Place
+
+Loss = Callable[[Any, Any], jax.Array]
+
+
+def chain(
+    modules: Sequence[Module],
+    loss: Loss,
+    schedule: Schedule,
+    batch: Batch,
+    targets: Batch,
+    rows: int,
+) -> list[Stage]:
+    """The stages, with what each of them receives and sends. Only shapes are computed, and the same
+    in every process.
+    """
+    count = schedule.microbatches
+    axes = _batch_axes(batch)
+    made: list[Stage] = []
+    for module, following in zip(modules, [*modules[1:], None], strict=True):
+        first = not made
+        stage = Stage(
+            module.number,
+            module.mesh,
+            module.form,
+            count,
+            before=None if first else made[-1].after,
+            batch=batch.form if first else None,
+        )
+        with _named(f"while stages[{stage.number}] of a pipeline was traced"):
+            if following is not None:
+                structs, outline = shape_of_result(stage)
+                after = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
+                stage = replace(stage, after=after)
+            else:
+                stage = replace(stage, targets=targets.form, loss=loss)
+                stage = replace(stage, value=_value(stage))
+        made.append(stage)
+    return made
+
+
+@contextmanager
+def _named(where: str) -> Iterator[None]:
+    """Adds to errors of the user's functions where they were."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(where)
+        raise
+
+
+def _batch_axes(batch: Batch) -> Any:
+    """The mesh axes over which the batch is split."""
+    for struct in batch.form.structs:
+        sharding = struct.sharding
+        assert isinstance(sharding, NamedSharding)
+        if entries := entries_of(sharding.spec):
+            return entries[0]
+    return None
+
+
+def _value(stage: Stage) -> Struct:
+    shapes = shape_of_loss(stage)
+    if len(shapes) != 1 or shapes[0].shape or not jnp.issubdtype(shapes[0].dtype, jnp.floating):
+        told = ", ".join(f"{x.dtype}{x.shape}" for x in shapes) or "no array"
+        reason = f"it returns {told}"
+        mend = "return a real scalar, such as jnp.mean(...) over the rows of a microbatch"
+        raise PlacementError([because(reason, mend, "a loss")])
+    (shape,) = shapes
+    return Struct((), shape.dtype, sharding=NamedSharding(stage.mesh, P()))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Everything that is made once for batches of one shape. There are programs only for stages on
+    devices of this process.
+    """
+
+    stages: list[Stage]
+    order: tuple[Action, ...]
+    programs: dict[int, Programs]
+    ties: list["Tie"]
+
+    @classmethod
+    def of(
+        cls, stages: list[Stage], schedule: Schedule, tied: list[list[Place]], checkpoint: bool
+    ) -> "Plan":
+        splits = schedule.splits_backward
+        here = [stage for stage in stages if stage.is_here]
+        programs = {
+            stage.number: compile_stage(stage, splits=splits, checkpoint=checkpoint)
+            for stage in here
+        }
+        return cls(stages, schedule.order(), programs, [Tie.of(x, stages) for x in tied])
+
+    def compiled(self) -> dict[tuple[Pass, int], jax.stages.Compiled]:
+        """The programs, by pass and stage, without passes that have nothing to compute."""
+        return {
+            (kind, s): program.compiled
+            for s, own in self.programs.items()
+            for kind, program in own.by_pass.items()
+            if program.compiled is not None
+        }
+
+    @cached_property
+    def numbers(self) -> dict[int, list[jax.Array]]:
+        """The numbers of the microbatches, on the meshes of the stages that take them."""
+        return {
+            s: [_number(m, self.stages[s]) for m in range(self.stages[s].microbatches)]
+            for s in self.programs
+            if self.stages[s].microbatch
+        }
+
+
+def _number(m: int, stage: Stage) -> jax.Array:
+    (struct,) = stage.microbatch
+    value = np.int32(m)
+    return jax.make_array_from_callback((), struct.sharding, lambda _: value, dtype=struct.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """Places that hold one parameter. Its gradient is the sum of theirs."""
+
+    places: list[Place]
+    structs: list[Struct]
+    # Adds them on the mesh of the first place; None in processes without its devices.
+    add: Any
+
+    @classmethod
+    def of(cls, places: list[Place], stages: Sequence[Stage]) -> "Tie":
+        structs = [stages[s].module.structs[i] for s, i in places]
+        first = structs[0]
+        given = [Struct(first.shape, first.dtype, sharding=first.sharding) for _ in places]
+        add = None
+        if stages[places[0][0]].is_here:
+            program = jit(lambda *grads: sum(grads[1:], grads[0]), out_shardings=first.sharding)
+            add = program.lower(*given).compile()
+        return cls(places, structs, add)

@@ -1,0 +1,171 @@
+"""One stage of a pipeline: what it receives, computes and sends."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+from .._placement import axis_names, is_described
+from .._tree import Arrays, Outline, outlined
+from ._forms import Form
+
+Struct = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """What goes from a stage to the next one. Each array has a sharding on both meshes."""
+
+    outline: Outline
+    sent: tuple[Struct, ...]
+    received: tuple[Struct, ...]
+
+    @cached_property
+    def floating(self) -> tuple[bool, ...]:
+        """Which arrays have a cotangent, that goes back."""
+        return tuple(is_floating(x) for x in self.sent)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A stage, without its arrays.
+
+    The first one takes microbatches of `batch`, and has no `before`. The last one computes the
+    `loss` with microbatches of `targets`, and has no `after`.
+    """
+
+    number: int
+    mesh: Mesh
+    module: Form
+    microbatches: int
+    before: Boundary | None = None
+    after: Boundary | None = None
+    batch: Form | None = None
+    targets: Form | None = None
+    loss: Callable[..., Any] | None = None
+    # The type of the loss.
+    value: Struct | None = None
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether this process has devices of its mesh. Those of a machine that is not here are as
+        good: programs can be compiled for them.
+        """
+        here = jax.process_index()
+        return is_described(self.mesh) or any(
+            device.process_index == here for device in self.mesh.devices.flat
+        )
+
+    @property
+    def floating(self) -> tuple[bool, ...]:
+        """Which of the module's arrays have a gradient."""
+        return tuple(is_floating(x) for x in self.module.structs)
+
+    @property
+    def params(self) -> list[Struct]:
+        return chosen(self.module.structs, self.floating)
+
+    @property
+    def microbatch(self) -> list[Struct]:
+        """The type of the microbatch's number, where it is needed."""
+        if self.batch is None and self.targets is None:
+            return []
+        return [Struct((), np.int32, sharding=NamedSharding(self.mesh, P()))]
+
+    def apply(self, module: Any, received: Arrays, microbatch: Arrays) -> Any:
+        """What the stage computes, as the user's function returns it."""
+        if self.batch is not None:
+            parts = [self._part(x, microbatch[0]) for x in received]
+            return module(self.batch.outline.fill(parts))
+        assert self.before is not None
+        return module(self.before.outline.fill(received))
+
+    def loss_of(self, prediction: Any, targets: Arrays, microbatch: Arrays) -> Any:
+        assert self.targets is not None and self.loss is not None
+        parts = [self._part(y, microbatch[0]) for y in targets]
+        return self.loss(prediction, self.targets.outline.fill(parts))
+
+    def _part(self, x: Any, index: Any) -> Any:
+        """A microbatch: every n-th row, so that devices that hold a part of the rows find all of
+        their part of each microbatch there.
+        """
+        n = self.microbatches
+        rows = x.reshape(x.shape[0] // n, n, *x.shape[1:])
+        return jax.lax.dynamic_index_in_dim(rows, index, 1, keepdims=False)
+
+
+def is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def chosen(values: Sequence[Any], flags: Iterable[bool]) -> list[Any]:
+    return [x for x, flag in zip(values, flags, strict=True) if flag]
+
+
+def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
+    """The values of `first` where a flag is set, and those of `second` elsewhere."""
+    yes, no = iter(first), iter(second)
+    return [next(yes if flag else no) for flag in flags]
+
+
+def shape_of_result(stage: Stage) -> tuple[list[Struct], Outline]:
+    """The arrays that a stage returns, and the tree that they are in."""
+    outlines: list[Outline] = []
+
+    def result(module: Arrays, received: Arrays, microbatch: Arrays) -> Arrays:
+        tree = stage.apply(stage.module.outline.fill(module), received, microbatch)
+        arrays, outline = outlined(tree)
+        outlines[:] = [outline]
+        return [jnp.asarray(x) for x in arrays]
+
+    with jax.set_mesh(stage.mesh):
+        structs = jax.eval_shape(
+            result, list(stage.module.structs), received(stage), stage.microbatch
+        )
+    return structs, outlines[0]
+
+
+def shape_of_loss(stage: Stage) -> Any:
+    """The shapes of what the loss of the last stage returns."""
+    assert stage.targets is not None
+    targets = list(stage.targets.structs)
+
+    def result(module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays) -> Any:
+        prediction = stage.apply(stage.module.outline.fill(module), received, microbatch)
+        return outlined(stage.loss_of(prediction, targets, microbatch))[0]
+
+    with jax.set_mesh(stage.mesh):
+        module = list(stage.module.structs)
+        return jax.eval_shape(result, module, received(stage), targets, stage.microbatch)
+
+
+def received(stage: Stage) -> list[Struct]:
+    if stage.batch is not None:
+        return list(stage.batch.structs)
+    assert stage.before is not None
+    return list(stage.before.received)
+
+
+def boundary(
+    structs: Iterable[Struct], outline: Outline, here: Mesh, there: Mesh, rows: int, axes: Any
+) -> Boundary:
+    """How the results of a stage are placed: arrays that have the rows of the microbatch as first
+    dimension are split over `axes`, as the batch is; all others are on every device.
+    """
+
+    def placed(x: Struct, mesh: Mesh) -> Struct:
+        named = tuple(name for name in axis_names(axes) if name in mesh.axis_names)
+        parts = math.prod(mesh.shape[name] for name in named)
+        splits = x.ndim > 0 and x.shape[0] == rows and rows % parts == 0 and bool(named)
+        spec = P(named) if splits else P()
+        return Struct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    given = list(structs)
+    sent, arrived = ([placed(x, mesh) for x in given] for mesh in (here, there))
+    return Boundary(outline, tuple(sent), tuple(arrived))

@@ -1,0 +1,81 @@
+"""Parameters that are in several stages."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from .._errors import Fault, PlacementError, because
+from ._modules import Module
+from ._stage import Struct, is_floating
+
+Where = Callable[[Sequence[Any]], Any]
+# A stage, and the number of one of its arrays.
+Place = tuple[int, int]
+
+
+def tied_groups(
+    tied: Sequence[tuple[Where, Where]], modules: Sequence[Module]
+) -> list[list[Place]]:
+    """Arrays that are one parameter: for each group, the stage and the number of each array."""
+    faults: list[Fault] = []
+    groups: list[list[Place]] = []
+    for n, pair in enumerate(tied):
+        one, other = (_places(where, modules) for where in pair)
+        faults += _tie_faults(f"tied[{n}]", one, other, modules)
+        if not faults:
+            for places in zip(one, other, strict=True):
+                _join(groups, places)
+    if faults:
+        raise PlacementError(faults)
+    return groups
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Stands for an array, to find out which ones `where` takes."""
+
+    stage: int
+    number: int
+
+
+def _places(where: Where, modules: Sequence[Module]) -> list[Place]:
+    marked = [
+        module.form.outline.fill([_Mark(module.number, i) for i in range(len(module.form.structs))])
+        for module in modules
+    ]
+    found = jax.tree.leaves(where(marked))
+    return [(x.stage, x.number) for x in found if isinstance(x, _Mark)]
+
+
+def _tie_faults(
+    name: str, one: list[Place], other: list[Place], modules: Sequence[Module]
+) -> Iterator[Fault]:
+    def struct(place: Place) -> Struct:
+        return modules[place[0]].form.structs[place[1]]
+
+    request = "one parameter in two places"
+    mend = "give two functions of the stages, whose arrays have equal shapes and dtypes"
+    if len(one) != len(other) or not one:
+        reason = f"the first function takes {len(one)} arrays, and the second {len(other)}"
+        yield replace(because(reason, mend, request), path=name)
+        return
+    for x, y in zip(one, other, strict=True):
+        a, b = struct(x), struct(y)
+        if a.shape != b.shape or a.dtype != b.dtype:
+            reason = (
+                f"stages[{x[0]}] has {a.dtype}{a.shape}, and stages[{y[0]}] has {b.dtype}{b.shape}"
+            )
+            yield replace(because(reason, mend, request), path=name)
+        if x == y:
+            yield replace(because("both are the same array", mend, request), path=name)
+        if not is_floating(a):
+            yield replace(because("integers have no gradient", mend, request), path=name)
+
+
+def _join(groups: list[list[Place]], places: Sequence[Place]) -> None:
+    """Adds places of one parameter to the groups that have one of them, which become one group."""
+    touched = [group for group in groups if not set(places).isdisjoint(group)]
+    joined = list(dict.fromkeys([*(x for group in touched for x in group), *places]))
+    groups[:] = [group for group in groups if group not in touched] + [joined]
