@@ -32,6 +32,7 @@ _MODULES = [
     mylib.data,
     mylib.loops,
     mylib.machines,
+    mylib.mpmd,
     mylib.rules,
     mylib.testing,
 ]

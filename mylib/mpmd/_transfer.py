@@ -157,7 +157,7 @@ def initialize(*args: Any, address: str = "127.0.0.1", **kwargs: Any) -> None:
     - `address`: the address of this host at which the other processes reach this one, such as
         `"10.0.0.7"`; `"127.0.0.1"` accepts connections of the same host only. Anyone who can reach
         it can ask for arrays, so give one of a private network.
-    - All others are those of `jax.distributed.initialize`.
+    - `args`, `kwargs`: those of `jax.distributed.initialize`.
 
     **Returns:**
 
