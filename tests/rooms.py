@@ -35,6 +35,7 @@ ORDER = (
     "machines",
     "_compat",
     "_errors",
+    "_sizes",
 )
 
 
