@@ -68,8 +68,9 @@ def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
 def _ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, list(devices))
-    except (NotImplementedError, ValueError, AssertionError):
-        # JAX has no order for this shape on this topology: a TPU's axes can't be split arbitrarily.
+    except (NotImplementedError, AssertionError):
+        # JAX has no order for this shape on a TPU's topology, whose axes it doesn't split, and
+        # asserts that there is one device per chip and that devices fill a box without holes.
         # In the compiler's own order neighbours are next to each other, too.
         flat = np.empty(len(devices), object)
         flat[:] = devices
