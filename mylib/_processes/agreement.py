@@ -77,7 +77,9 @@ def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
         mine = error.faults if is_ours else [_raised(error)]
         try:
             faults = everybodys_faults(meeting("placement", others, alone=True), mine, {})
-        except TimeoutError:
+        except TimeoutError as absence:
+            # Processes with nothing to place don't come, which can't be known while waiting.
+            error.add_note(f"(raised in this process alone: {absence})")
             raise error from None
         if is_ours:
             raise PlacementError(faults) from error
