@@ -1,6 +1,6 @@
 """Puts the arrays of any PyTree where they belong, and keeps them there."""
 
-from . import contracts, data, loops, machines, rules, testing
+from . import contracts, data, loops, machines, mpmd, rules, testing
 from ._audit import Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
 from ._errors import (
     AuditError,
@@ -70,6 +70,7 @@ __all__ = [
     "loops",
     "machines",
     "make_mesh",
+    "mpmd",
     "opaque",
     "recompute_resharded",
     "resolve",

@@ -19,6 +19,7 @@ BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
 ORDER = (
     "mylib_pytest",
     "testing",
+    "mpmd",
     "contracts",
     "data",
     "loops",
@@ -27,6 +28,7 @@ ORDER = (
     "_audit",
     "_show",
     "_transfer",
+    "_links",
     "_processes",
     "rules",
     "_placement",

@@ -179,6 +179,30 @@ def coordination_client() -> CoordinationClient | None:
     return distributed.global_state.client
 
 
+class TransferServer(Protocol):
+    """The methods used of JAX's transfer server."""
+
+    def address(self) -> str: ...
+    def await_pull(self, uuid: int, arrays: Any) -> None: ...
+    def connect(self, address: str) -> Any: ...
+
+
+def start_transfer_server(client: Any, host: str) -> TransferServer | None:
+    """A server that gives arrays of this process to others, at a port of its own; None if this JAX
+    has none, as on Windows.
+    """
+    try:
+        from jax.experimental import transfer
+    except (ImportError, AttributeError):
+        return None
+    return transfer.start_transfer_server(client, f"{host}:0", [f"{host}:0"])
+
+
+def break_connection(connection: Any) -> None:
+    """Ends a connection to a transfer server: what it waits for becomes an error."""
+    connection._poison_connection()
+
+
 def data_of_shards(x: jax.Array) -> Sequence[jax.Array]:
     """What `x.addressable_shards` hold, in the same order. That takes ten times as long to make."""
     array: Any = x

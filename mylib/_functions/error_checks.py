@@ -199,8 +199,11 @@ class Checks:
 
     def raise_if(self, failed: Any, jit_id: bytes) -> None:
         """Raises Equinox's error if `failed`, returned by a program, is a message's number."""
+        numbers = value_under(failed)
+        if isinstance(numbers, jax.Array) and not numbers.sharding.addressable_devices:
+            return  # the program runs in other processes, which raise
         # An eager `vmap` may have batched it.
-        number = int(np.max(np.asarray(value_under(failed))))
+        number = int(np.max(np.asarray(numbers)))
         if number < 0:
             return
         for check in self.found:

@@ -8,5 +8,6 @@ from .verbs import (
     filter_shard as filter_shard,
     mesh_of_all as mesh_of_all,
     place_leaves as place_leaves,
+    transfer as transfer,
     transfer_leaves as transfer_leaves,
 )

@@ -1,10 +1,11 @@
-"""Moves concrete arrays in one of three ways:
+"""Moves concrete arrays in one of four ways:
 
 - *put*: copies the arrays, then calls `jax.device_put` once for the whole tree.
 - *pieces*: cuts up a NumPy array for several devices (with several processes, for those of this
     one). `jax.make_array_from_callback` is cheaper than `device_put` here.
 - *reshard*: compiles one identity for the whole tree, for shards that should not pass through the
     host.
+- *across*: processes that hold an array send it to those that are to hold it.
 
 Only one program of a tree runs at a time: simulated devices can deadlock on several.
 """
@@ -23,6 +24,7 @@ from jax.sharding import (
     Sharding,
 )
 
+from .._links import Crossing, crosses, handle, is_nowhere_here, move_across
 from .._placement import (
     Target,
     fill_free,
@@ -55,6 +57,8 @@ class Move(NamedTuple):
     target: Target
     donate: bool = False
     may_alias: bool | None = None
+    across: bool = False
+    """Whether processes send and receive it, even if each could place a value of its own."""
 
 
 def move(moves: Sequence[Move]) -> list[jax.Array]:
@@ -63,8 +67,9 @@ def move(moves: Sequence[Move]) -> list[jax.Array]:
     keys: list[int] = []
     partial: list[tuple[int, NamedSharding]] = []
     work = _Work()
-    for i, (x, kind, target, donate, may_alias) in enumerate(moves):
+    for i, (x, kind, target, donate, may_alias, across) in enumerate(moves):
         wanted = sharding_of(target)
+        whole = x
         if kind is Kind.DEVICE and is_of_keys(x):
             keys.append(i)
             x, target = jax.random.key_data(x), over_key_data(target, x.ndim)
@@ -73,7 +78,10 @@ def move(moves: Sequence[Move]) -> list[jax.Array]:
         if isinstance(wanted, NamedSharding) and has_partial_sums(wanted):
             partial.append((i, wanted))
             target = without_partial_sums(wanted)
-        work.add(i, x, kind, target, donate, bool(may_alias))
+        if kind is Kind.DEVICE and (across or crosses(x, sharding_of(target))):
+            work.add_crossing(i, x, target, whole)
+        else:
+            work.add(i, x, kind, target, donate, bool(may_alias))
     for i, y in work.carry_out():
         moved[i] = y
     for i in keys:
@@ -96,9 +104,20 @@ class _Work:
         self.one_by_one: list[tuple[int, Any, Sharding, bool]] = []
         self.layouts: list[tuple[int, Format, bool]] = []
         self.reshards: _Groups = {}
+        self.crossings: list[tuple[int, Crossing]] = []
+        self.elsewhere: list[tuple[int, jax.Array]] = []
+
+    def add_crossing(self, i: int, x: jax.Array, target: Target, known_as: Any) -> None:
+        target = fill_free(target, x.sharding, x.ndim)
+        self.crossings.append((i, Crossing(x, sharding_of(target), known_as)))
+        if isinstance(target, Format) and target.layout is not None:
+            self.layouts.append((i, target, True))
 
     def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
         wanted, simple = self.read(target)
+        if kind is Kind.DEVICE and is_nowhere_here(x.sharding, wanted):
+            self.elsewhere.append((i, handle(x.shape, x.dtype, fill_free(wanted, None, x.ndim))))
+            return
         if kind is Kind.HOST:
             if simple:
                 self.add_put(i, host_copy(x, alias and worth_sharing(x, wanted)), wanted)
@@ -141,7 +160,7 @@ class _Work:
         self.put_where.append(wanted)
 
     def carry_out(self) -> list[tuple[int, jax.Array]]:
-        done: list[tuple[int, jax.Array]] = []
+        done = list(self.elsewhere)
         if self.put_own:
             # One sharding for all arrays costs less than a list of equal ones.
             first = self.put_where[0]
@@ -150,6 +169,9 @@ class _Work:
         with explicitly():
             for i, own, wanted in self.pieces:
                 done.append((i, put_pieces(own.__getitem__, own.shape, wanted, own.dtype)))
+        if self.crossings:
+            index, crossings = zip(*self.crossings, strict=True)
+            done += zip(index, move_across(crossings), strict=True)
         for i, x, wanted, donate in self.one_by_one:
             # `jax.device_put` runs a program for each.
             done.append((i, jax.block_until_ready(jax.device_put(x, wanted, donate=donate))))

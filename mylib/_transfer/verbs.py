@@ -1,7 +1,7 @@
 """`filter_shard` and `filter_device_put`."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import EllipsisType
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from jaxtyping import PyTree
 
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because
+from .._links import crosses, give_names, is_nowhere_here, name_of, next_name
 from .._placement import (
     AnyMesh,
     Placement,
@@ -25,7 +26,7 @@ from .._placement import (
     sharding_of,
     unusual_memory_kind,
 )
-from .._processes import Processes, agree, check_replicas, named, owners, raised_in_all
+from .._processes import agree, check_replicas, named, owners, raised_in_all
 from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import Move, move
 from .host import to_default_device
@@ -111,6 +112,19 @@ def place_leaves(
     if world.staged:
         return _constrain_all(leaves, targets, world)
     return _move_all(leaves, targets, may_alias=may_alias, check=check)
+
+
+def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
+    """`mylib.mpmd.transfer`, which documents it."""
+    world = current_world()
+    if world.staged:
+        raise TypeError(
+            "mylib.mpmd.transfer moves arrays between programs, so it can't be part of one. Call "
+            "it outside of the compiled function; inside, use mylib.filter_shard"
+        )
+    leaves = split(tree)
+    targets = resolve_leaves(leaves, placement, mesh, world)
+    return leaves.join(_move_all(leaves, targets, across=True))
 
 
 def transfer_leaves(leaves: Leaves, targets: Sequence[Target | None], world: World) -> list[Any]:
@@ -241,6 +255,7 @@ def _move_all(
     donate: Sequence[bool] | None = None,
     may_alias: Sequence[bool | None] | None = None,
     check: bool | None = None,
+    across: bool = False,
 ) -> list[Any]:
     count = len(leaves.arrays)
     sources = sources or [None] * count
@@ -250,9 +265,11 @@ def _move_all(
     traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
     concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
     moving = not_there(placed, leaves.kinds, targets, concrete)
-    faults = _elsewhere(leaves, targets, rest) or _unreadable(leaves, targets, moving)
-    if check is not False and (moving or check) and jax.process_count() > 1:
-        agree(leaves, targets, moving, faults, check)
+    travelling = _travelling(leaves, targets, moving, across)
+    own = [i for i in moving if i not in travelling]
+    faults = _elsewhere(leaves, targets, rest) or _unreadable(leaves, targets, moving, travelling)
+    if check is not False and (own or check) and jax.process_count() > 1:
+        agree(leaves, targets, own, faults, check)
     elif faults:
         raise PlacementError(faults)
     if traced:
@@ -269,8 +286,10 @@ def _move_all(
         for i in moving:
             use_up = donate[i] and times[id(leaves.arrays[i])] == 1
             target: Any = targets[i]
-            moves.append(Move(placed[i], leaves.kinds[i], target, use_up, may_alias[i]))
+            kind, alias, across = leaves.kinds[i], may_alias[i], i in travelling
+            moves.append(Move(placed[i], kind, target, use_up, alias, across))
         _put_back(placed, moving, move(moves))
+        _name_placed(leaves, targets, moving, placed)
         _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
     return placed
 
@@ -280,6 +299,36 @@ def _let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
     for x in donated:
         if isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
             x.delete()
+
+
+def _travelling(
+    leaves: Leaves, targets: Sequence[Target | None], moving: Sequence[int], across: bool
+) -> set[int]:
+    """The arrays that processes send and receive, rather than each placing a value of its own."""
+    if jax.process_count() == 1:
+        return set()
+    return {
+        i
+        for i in moving
+        if leaves.kinds[i] is Kind.DEVICE
+        and (target := targets[i]) is not None
+        and not leaves.arrays[i].is_deleted()
+        and crosses(leaves.arrays[i], sharding_of(target), always=across)
+    }
+
+
+def _name_placed(
+    leaves: Leaves, targets: Sequence[Target | None], moved: Sequence[int], placed: Sequence[Any]
+) -> None:
+    """Names arrays that some processes don't hold, so that those can ask for them."""
+    if jax.process_count() == 1:
+        return
+    for i in moved:
+        target = targets[i]
+        holders = () if target is None else owners(sharding_of(target))
+        if 0 < len(holders) < jax.process_count() and name_of(placed[i]) is None:
+            maker = f"{leaves.name(i) or 'an array'} placed on {named(holders)}"
+            give_names([placed[i]], next_name(maker))
 
 
 def _near(target: Target | None) -> Sharding | None:
@@ -306,7 +355,10 @@ def _elsewhere(
 
 
 def _unreadable(
-    leaves: Leaves, targets: Sequence[Target | None], concrete: Sequence[int]
+    leaves: Leaves,
+    targets: Sequence[Target | None],
+    concrete: Sequence[int],
+    travelling: Container[int],
 ) -> list[Fault]:
     """Faults of arrays without values, or with values that this process can't read."""
     faults: list[Fault] = []
@@ -318,33 +370,22 @@ def _unreadable(
         if x.is_deleted():
             reason = "the array has been deleted"
             mend = "if it was donated to a function, use that function's result instead"
-        elif several_processes and (ends := _far_apart(x, sharding_of(target))):
-            source, destination = ends
+        elif several_processes and i not in travelling and _out_of_reach(x, sharding_of(target)):
+            source, destination = owners(x.sharding), owners(sharding_of(target))
             reason = (
                 f"its shards are on {named(source)}, and the target's devices are those of "
                 f"{named(destination)}"
             )
-            mend = "give every process of the target a value of its own, such as a NumPy array"
-        elif several_processes and _out_of_reach(x, sharding_of(target)):
-            reason = "its shards are on other processes, and the target has other devices"
-            mend = "place it over the same devices first, replicated; each process then has it all"
+            mend = "use mylib.mpmd.transfer, which sends one array from process to process"
         else:
             continue
         faults.append(leaves.at(i, because(reason, mend, str(target))))
     return faults
 
 
-def _far_apart(x: jax.Array, wanted: Sharding) -> tuple[Processes, Processes] | None:
-    """The processes that hold an array and those of its target, if no process is among both.
-    Processes with shards return the same as others: they would get an array without shards.
-    """
-    source, destination = owners(x.sharding), owners(wanted)
-    if not x.committed or set(source) & set(destination):
-        return None
-    return source, destination
-
-
 def _out_of_reach(x: jax.Array, wanted: Sharding) -> bool:
+    if is_nowhere_here(x.sharding, wanted):
+        return False
     whole_here = x.is_fully_replicated and len(x.addressable_shards) > 0
     readable = x.is_fully_addressable or whole_here
     return not readable and x.sharding.device_set != wanted.device_set

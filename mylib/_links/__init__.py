@@ -1,0 +1,16 @@
+"""Moves arrays between processes that share no devices, over connections of their own."""
+
+from .across import (
+    Crossing as Crossing,
+    crosses as crosses,
+    handle as handle,
+    is_nowhere_here as is_nowhere_here,
+    move_across as move_across,
+)
+from .connections import (
+    TransferError as TransferError,
+    explained_errors as explained_errors,
+    open_links as open_links,
+    transport as transport,
+)
+from .identity import give_names as give_names, name_of as name_of, next_name as next_name

@@ -1,0 +1,218 @@
+"""Moves arrays whose source and target share no process, or are held by several."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from .._compat import data_of_shards
+from .._placement import default_memory_kind, memory_kind
+from .._processes import described, owners
+from .connections import Links, links_for
+from .cutting import Cut, Join, cut, join
+from .identity import give_names, next_transfer
+from .plan import Bounds, Piece, Plan, Region, plan
+
+
+class Crossing(NamedTuple):
+    """An array on its way. `known_as` is the array whose name it has: itself, unless it is the data
+    of keys.
+    """
+
+    x: jax.Array
+    target: Sharding
+    known_as: Any
+
+
+def crosses(x: jax.Array, target: Sharding, *, always: bool = False) -> bool:
+    """Whether an array must be sent by some processes and received by others. Says the same in all
+    processes, also where the array has no shards.
+
+    `always` is whether an array on devices of a single process is the same one in all processes. It
+    may also be another one in each of them, which places it as its own part of the target.
+    """
+    here = x.sharding
+    if jax.process_count() == 1 or not x.committed or here.device_set == target.device_set:
+        return False
+    source, wanted = set(owners(here)), set(owners(target))
+    if always or not source & wanted:
+        return True
+    return len(source) > 1 and not (here.is_fully_replicated and wanted <= source)
+
+
+def is_nowhere_here(source: Sharding, target: Sharding) -> bool:
+    """Whether this process has no device of either."""
+    return jax.process_index() not in {*owners(source), *owners(target)}
+
+
+def handle(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
+    """An array that is in other processes only."""
+    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+
+
+class _Leaf(NamedTuple):
+    x: jax.Array
+    target: Sharding
+    plan: Plan
+    name: str
+    text: str
+
+
+def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
+    """Every process of source and target calls this, with arrays or handles; others may. Returns at
+    once. Processes without a device of the target get handles.
+    """
+    leaves = [_leaf(*crossing) for crossing in crossings]
+    arrived = _travel(leaves)
+    moved = _assemble(leaves, arrived)
+    for leaf, y in zip(leaves, moved, strict=True):
+        give_names([y], leaf.name)
+    return moved
+
+
+def _leaf(x: jax.Array, target: Sharding, known_as: Any) -> _Leaf:
+    here = x.sharding
+    text = f"{x.dtype}{list(x.shape)} from {described(here)} to {described(target)}"
+    return _Leaf(x, target, plan(x.shape, here, target), next_transfer(known_as, text), text)
+
+
+# A piece of the tree, by the position of its leaf and its own in the leaf's plan.
+_Key = tuple[int, int]
+
+
+def _travel(leaves: Sequence[_Leaf]) -> dict[_Key, jax.Array]:
+    """The pieces that this process receives, each on the device that needs it. First all are
+    offered, then asked for: so no process waits for one that waits for it.
+    """
+    me = jax.process_index()
+    arrived: dict[_Key, jax.Array] = {}
+    offers: dict[Any, dict[_Key, jax.Array]] = {}
+    asks: dict[Any, list[_Key]] = {}
+    for key, piece in _cut_all(leaves, me).items():
+        to = _piece(leaves, key).target
+        if to.process_index == me:
+            arrived[key] = jax.device_put(piece, to)
+        else:
+            offers.setdefault((to.platform, to.process_index), {})[key] = piece
+    for i, leaf in enumerate(leaves):
+        for j, piece in enumerate(leaf.plan.pieces):
+            if piece.target.process_index == me and piece.source.process_index != me:
+                place = piece.target.platform, piece.source.process_index
+                asks.setdefault(place, []).append((i, j))
+    for (platform, peer), pieces in offers.items():
+        links = _links(platform)
+        links.offer(peer, *_message(leaves, pieces), list(pieces.values()))
+    for (platform, peer), keys in asks.items():
+        wanted = [_abstract(leaves, key) for key in keys]
+        pulled = _links(platform).ask(peer, *_message(leaves, keys), wanted)
+        arrived.update(zip(keys, pulled, strict=True))
+    return arrived
+
+
+def _piece(leaves: Sequence[_Leaf], key: _Key) -> Piece:
+    i, j = key
+    return leaves[i].plan.pieces[j]
+
+
+def _abstract(leaves: Sequence[_Leaf], key: _Key) -> jax.ShapeDtypeStruct:
+    piece = _piece(leaves, key)
+    place = SingleDeviceSharding(piece.target)
+    return jax.ShapeDtypeStruct(piece.shape, leaves[key[0]].x.dtype, sharding=place)
+
+
+def _message(leaves: Sequence[_Leaf], keys: Iterable[_Key]) -> tuple[str, str]:
+    """The name and the description of the pieces that one process sends another one."""
+    which = sorted({i for i, _ in keys})
+    return "; ".join(leaves[i].name for i in which), "; ".join(leaves[i].text for i in which)
+
+
+def _links(platform: str) -> Links:
+    links = links_for(platform)
+    assert links is not None  # else `move_by_program` was chosen
+    return links
+
+
+def _cut_all(leaves: Sequence[_Leaf], me: int) -> dict[_Key, jax.Array]:
+    """The pieces that this process gives, in their order."""
+    by_device: dict[Any, tuple[list[jax.Array], list[Cut], list[_Key]]] = {}
+    for i, leaf in enumerate(leaves):
+        mine = [(j, p) for j, p in enumerate(leaf.plan.pieces) if p.source.process_index == me]
+        if not mine:
+            continue
+        shards = _shards(leaf.x)
+        for j, piece in mine:
+            arrays, cuts, keys = by_device.setdefault(piece.source, ([], [], []))
+            cuts.append(Cut(len(arrays), piece.start, piece.shape))
+            arrays.append(shards[piece.source])
+            keys.append((i, j))
+    pieces: dict[_Key, jax.Array] = {}
+    for arrays, cuts, keys in by_device.values():
+        pieces.update(zip(keys, cut(arrays, cuts), strict=True))
+    return dict(sorted(pieces.items()))
+
+
+def _shards(x: jax.Array) -> dict[Any, jax.Array]:
+    """This process's shards by device, in the memory in which programs compute."""
+    shards = {next(iter(shard.devices())): shard for shard in data_of_shards(x)}
+    if memory_kind(x.sharding) == default_memory_kind(x.sharding):
+        return shards
+    return {d: jax.device_put(s, SingleDeviceSharding(d)) for d, s in shards.items()}
+
+
+def _assemble(leaves: Sequence[_Leaf], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:
+    made = _join_all(leaves, arrived)
+    moved: list[jax.Array] = []
+    for i, leaf in enumerate(leaves):
+        shards: dict[Any, jax.Array] = {}
+        for region in _regions_here(leaf):
+            whole = made[i, region.bounds]
+            for device in region.devices:
+                place = SingleDeviceSharding(device, memory_kind=memory_kind(leaf.target))
+                shards[device] = jax.device_put(whole, place)
+        arrays = [shards[d] for d in leaf.target.addressable_devices_indices_map(leaf.x.shape)]
+        moved.append(
+            jax.make_array_from_single_device_arrays(
+                leaf.x.shape, leaf.target, arrays, dtype=leaf.x.dtype
+            )
+        )
+    return moved
+
+
+def _regions_here(leaf: _Leaf) -> list[Region]:
+    me = jax.process_index()
+    return [one for one in leaf.plan.regions if one.devices[0].process_index == me]
+
+
+def _join_all(
+    leaves: Sequence[_Leaf], arrived: Mapping[_Key, jax.Array]
+) -> dict[tuple[int, Bounds], jax.Array]:
+    """The shards of the target that this process holds, each on the first of its devices."""
+    whole: dict[tuple[int, Bounds], jax.Array] = {}
+    by_device: dict[Any, tuple[list[jax.Array], list[Join], list[tuple[int, Bounds]]]] = {}
+    for i, leaf in enumerate(leaves):
+        dtype = leaf.x.dtype
+        for region in _regions_here(leaf):
+            key = i, region.bounds
+            if not region.pieces:  # an array without elements
+                whole[key] = jax.device_put(np.zeros(region.shape, dtype), region.devices[0])
+                continue
+            if len(region.pieces) == 1:
+                whole[key] = arrived[i, region.pieces[0]]
+                continue
+            arrays, joins, keys = by_device.setdefault(region.devices[0], ([], [], []))
+            parts = [
+                (len(arrays) + n, _within(leaf, region, j)) for n, j in enumerate(region.pieces)
+            ]
+            arrays += [arrived[i, j] for j in region.pieces]
+            joins.append(Join(region.shape, dtype, tuple(parts)))
+            keys.append(key)
+    for arrays, joins, keys in by_device.values():
+        whole.update(zip(keys, join(arrays, joins), strict=True))
+    return whole
+
+
+def _within(leaf: _Leaf, region: Region, j: int) -> tuple[int, ...]:
+    piece = leaf.plan.pieces[j]
+    return tuple(a - b for (a, _), (b, _) in zip(piece.bounds, region.bounds, strict=True))

@@ -1,0 +1,163 @@
+"""This process's connections to others, by which their arrays come here.
+
+JAX's transfer server gives arrays to whoever asks for them by a number. Unlike transfers of
+`jax.device_put`, those can't be mixed up by their order.
+"""
+
+import hashlib
+import logging
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+
+from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
+from .._processes import patience
+from .watch import Watch
+
+_log = logging.getLogger("mylib")
+_LOOPBACK = "127.0.0.1"
+_PLACE = "mylib/links/addresses"
+
+
+class TransferError(RuntimeError):
+    """A transfer between processes can't be made, or one of them has not taken part in it."""
+
+
+class Links:
+    """The connections for arrays of one platform (cpu, cuda, ...)."""
+
+    def __init__(self, server: TransferServer, platform: str):
+        self._server = server
+        self._platform = platform
+        self._me = jax.process_index()
+        self._connections: dict[int, Any] = {}
+        self.client = _client()
+        self._watch = Watch(self.client, self._me, self._break)
+        self.client.key_value_set(
+            f"{_PLACE}/{platform}/{self._me}", f"{server.address()} {socket.gethostname()}"
+        )
+
+    def offer(self, peer: int, name: str, text: str, pieces: Sequence[jax.Array]) -> None:
+        """Gives pieces to a process, when it asks for them."""
+        self.check(peer)
+        key = _number(name, text, self._me, peer)
+        self._server.await_pull(key, list(pieces))
+        self._watch.offered(peer, key, name, text)
+
+    def ask(
+        self, peer: int, name: str, text: str, pieces: Sequence[jax.ShapeDtypeStruct]
+    ) -> list[jax.Array]:
+        """Pieces of another process. Returns at once: they come when it sends them."""
+        self.check(peer)
+        key = _number(name, text, peer, self._me)
+        arrays = self._connection(peer).pull(key, list(pieces))
+        self._watch.wanted(peer, key, name, text, tuple(arrays))
+        return arrays
+
+    def check(self, peer: int) -> None:
+        failure = self._watch.failure(peer)
+        if failure is not None:
+            raise TransferError(failure)
+
+    def under_way(self) -> int:
+        return self._watch.under_way()
+
+    def _connection(self, peer: int) -> Any:
+        if peer not in self._connections:
+            self._connections[peer] = self._server.connect(self._address(peer))
+        return self._connections[peer]
+
+    def _address(self, peer: int) -> str:
+        limit = patience()
+        key = f"{_PLACE}/{self._platform}/{peer}"
+        try:
+            found = self.client.blocking_key_value_get(key, int(1000 * limit))
+        except jax.errors.JaxRuntimeError as error:
+            raise TransferError(
+                f"process {self._me} waits for arrays of process {peer}, which has begun no "
+                f"transfer within {limit:g} s. All processes must make the same transfers. If one "
+                "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
+            ) from error
+        address, host = found.split(" ", 1)
+        if address.startswith(_LOOPBACK) and host != socket.gethostname():
+            raise TransferError(
+                f"process {peer} is on another host ({host}), and accepts connections of its own "
+                "host only. Call mylib.mpmd.initialize(address=...) at the start of each process, "
+                "with its address in the network of these hosts"
+            )
+        return address
+
+    def _break(self, peer: int, text: str) -> None:
+        failures.append(text)
+        _log.error("%s", text)
+        if peer in self._connections:
+            break_connection(self._connections[peer])
+
+
+# Why transfers of this process have failed.
+failures: list[str] = []
+# The address at which this process accepts connections.
+_host = [_LOOPBACK]
+_links: dict[str, Links] = {}
+
+
+def open_links(address: str) -> None:
+    """Sets the address at which other processes reach this one, before its first transfer."""
+    if _links:
+        raise RuntimeError("the address must be set before the first transfer between processes")
+    _host[:] = [address]
+
+
+def links_for(platform: str) -> Links | None:
+    """The links for arrays of a platform; None if JAX can't make them there."""
+    links = _links.get(platform)
+    if links is None or links.client is not coordination_client():
+        server = start_transfer_server(jax.local_devices(backend=platform)[0].client, _host[0])
+        if server is None:
+            return None
+        links = _links[platform] = Links(server, platform)
+    return links
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Waiting for an array that doesn't come raises JAX's error of a closed connection. This one
+    says why it was closed.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        # The thread that closed it, or looks at what it has closed, may be a moment behind.
+        until = time.monotonic() + 2.0
+        while not failures and time.monotonic() < until:
+            time.sleep(0.05)
+        if failures:
+            raise TransferError(failures[0]) from error
+        raise
+
+
+def transport(platform: str) -> str:
+    """How arrays of a platform travel between processes: `"links"`, or `"program"` if JAX has no
+    transfer server for it.
+    """
+    return "program" if links_for(platform) is None else "links"
+
+
+def _number(name: str, text: str, giver: int, taker: int) -> int:
+    """The same in both processes if they mean the same transfer, and no number of another one."""
+    said = f"{giver} {taker} {name} {text}".encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1
+
+
+def _client() -> Any:
+    client = coordination_client()
+    if client is None:
+        raise RuntimeError(
+            "the processes are not connected: call jax.distributed.initialize() at the start of "
+            "each"
+        )
+    return client

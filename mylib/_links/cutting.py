@@ -1,0 +1,57 @@
+"""Cuts shards into pieces, and joins pieces to shards: one program for each device and tree."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class Cut(NamedTuple):
+    """A piece of shard number `shard`."""
+
+    shard: int
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Join(NamedTuple):
+    """A shard made of pieces, each with its number and where it begins."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    parts: tuple[tuple[int, tuple[int, ...]], ...]
+
+
+def cut(shards: Sequence[jax.Array], cuts: Sequence[Cut]) -> list[jax.Array]:
+    """Copies pieces out of shards of one device. They share no memory with the shards, which may be
+    donated while the pieces are on their way.
+    """
+    return _cut(tuple(cuts), list(shards)) if cuts else []
+
+
+def join(pieces: Sequence[jax.Array], joins: Sequence[Join]) -> list[jax.Array]:
+    """Joins pieces that are on one device."""
+    return _join(tuple(joins), list(pieces)) if joins else []
+
+
+@jax.jit(static_argnums=0)
+def _cut(cuts: tuple[Cut, ...], shards: list[jax.Array]) -> list[jax.Array]:
+    pieces = []
+    for number, start, shape in cuts:
+        shard = shards[number]
+        stop = [a + n for a, n in zip(start, shape, strict=True)]
+        pieces.append(jnp.copy(shard) if shard.shape == shape else lax.slice(shard, start, stop))
+    return pieces
+
+
+@jax.jit(static_argnums=0)
+def _join(joins: tuple[Join, ...], pieces: list[jax.Array]) -> list[jax.Array]:
+    shards = []
+    for shape, dtype, parts in joins:
+        shard = jnp.zeros(shape, dtype)
+        for number, start in parts:
+            shard = lax.dynamic_update_slice(shard, pieces[number], start)
+        shards.append(shard)
+    return shards

@@ -1,0 +1,97 @@
+"""Which parts of an array go from which device to which process."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from jax.sharding import Sharding
+
+# Start and stop in every dimension.
+Bounds = tuple[tuple[int, int], ...]
+
+
+class Piece(NamedTuple):
+    """A part of an array that lies in one shard of the source and in one of the target."""
+
+    bounds: Bounds
+    start: tuple[int, ...]
+    """Where the piece begins in the source's shard."""
+    source: Any
+    target: Any
+    """The devices that give and receive it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.bounds)
+
+
+class Region(NamedTuple):
+    """A shard of the target in one process. All `devices` hold it; the first gets the pieces."""
+
+    bounds: Bounds
+    devices: tuple[Any, ...]
+    pieces: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in self.bounds)
+
+
+class Plan(NamedTuple):
+    pieces: tuple[Piece, ...]
+    regions: tuple[Region, ...]
+
+
+@lru_cache(maxsize=4096)
+def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Plan:
+    """The same in all processes. Every process of the target receives each part of its shards once,
+    however many of its devices hold it.
+    """
+    held = _regions(shape, source)
+    pieces: list[Piece] = []
+    regions: list[Region] = []
+    for bounds, devices in _regions(shape, target).items():
+        for group in _by_process(devices):
+            first = len(pieces)
+            for there, givers in held.items():
+                common = _overlap(there, bounds)
+                if common is not None:
+                    giver = _nearest(givers, group, len(pieces))
+                    start = tuple(a[0] - b[0] for a, b in zip(common, there, strict=True))
+                    pieces.append(Piece(common, start, giver, group[0]))
+            regions.append(Region(bounds, group, tuple(range(first, len(pieces)))))
+    return Plan(tuple(pieces), tuple(regions))
+
+
+def _regions(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:
+    """The shards of an array, each with the devices that hold it, in the order of their numbers."""
+    regions: dict[Bounds, list[Any]] = {}
+    indices = sharding.devices_indices_map(shape)
+    for device in sorted(indices, key=lambda device: device.id):
+        index = indices[device] or ()
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        regions.setdefault(bounds, []).append(device)
+    return regions
+
+
+def _by_process(devices: Iterable[Any]) -> list[tuple[Any, ...]]:
+    groups: dict[int, list[Any]] = {}
+    for device in devices:
+        groups.setdefault(device.process_index, []).append(device)
+    return [tuple(group) for group in groups.values()]
+
+
+def _overlap(a: Bounds, b: Bounds) -> Bounds | None:
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _nearest(givers: list[Any], takers: tuple[Any, ...], turn: int) -> Any:
+    """The device that gives a piece: the taker itself if it has it, else one of its process, else
+    each of the others in turn.
+    """
+    if takers[0] in givers:
+        return takers[0]
+    process = takers[0].process_index
+    near = [device for device in givers if device.process_index == process] or givers
+    return near[turn % len(near)]

@@ -1,0 +1,20 @@
+"""Arrays, functions and pipelines over meshes that share no devices."""
+
+from .._links import TransferError as TransferError
+from ._actions import Action as Action, Pass as Pass
+from ._jit import jit as jit
+from ._meshes import split as split
+from ._schedule import Schedule as Schedule
+from ._schedules import (
+    gpipe as gpipe,
+    interleaved as interleaved,
+    one_f_one_b as one_f_one_b,
+    zero_bubble as zero_bubble,
+)
+from ._transfer import (
+    fetch as fetch,
+    initialize as initialize,
+    is_remote as is_remote,
+    transfer as transfer,
+    transport as transport,
+)

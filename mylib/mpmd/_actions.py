@@ -1,0 +1,49 @@
+"""What a mesh does in a pipeline: a pass of one stage over one microbatch."""
+
+import enum
+from typing import NamedTuple
+
+
+class Pass(enum.StrEnum):
+    """The kinds of passes over a stage.
+
+    **Attributes:**
+
+    - `FORWARD`: `"F"`, computes the stage's output and keeps its activations.
+    - `BACKWARD`: `"B"`, computes the gradients of the stage's input and weights. In a schedule that
+        has `WEIGHT`, only the gradient of the input.
+    - `WEIGHT`: `"W"`, computes the gradients of the weights.
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    WEIGHT = "W"
+
+
+class Action(NamedTuple):
+    """One pass of one stage over one microbatch. As text it is `F2.0`: the forward pass of stage 2
+    over microbatch 0.
+
+    **Attributes:**
+
+    - `kind`: a [`mylib.mpmd.Pass`][].
+    - `stage`, `microbatch`: their numbers, from 0.
+    """
+
+    kind: Pass
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.stage}.{self.microbatch}"
+
+
+def needs(action: Action, stages: int) -> list[Action]:
+    """The actions whose results an action uses."""
+    kind, stage, microbatch = action
+    if kind is Pass.FORWARD:
+        return [Action(kind, stage - 1, microbatch)] if stage else []
+    if kind is Pass.WEIGHT:
+        return [Action(Pass.BACKWARD, stage, microbatch)]
+    own = Action(Pass.FORWARD, stage, microbatch)
+    return [own, Action(kind, stage + 1, microbatch)] if stage + 1 < stages else [own]

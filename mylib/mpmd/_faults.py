@@ -1,0 +1,75 @@
+"""Finds what is wrong with a schedule: actions that are missing or misplaced, and deadlocks."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+
+from ._actions import Action, Pass, needs
+from ._simulation import Row, simulate
+
+# How many actions are named in a line.
+_NAMED = 8
+
+
+def faults_of(stages: int, meshes: int, microbatches: int, rows: Sequence[Row]) -> list[str]:
+    """Everything that is wrong, a line each."""
+    sizes = {"stages": stages, "meshes": meshes, "microbatches": microbatches}
+    faults = [f"{name}={size} must be at least 1" for name, size in sizes.items() if size < 1]
+    if not faults and stages < meshes:
+        faults.append(f"{stages} stages leave meshes without work: there are {meshes} meshes")
+    if not faults and len(rows) != meshes:
+        faults.append(f"there are {len(rows)} rows for {meshes} meshes")
+    if faults:
+        return faults
+    return [*_misplaced(stages, meshes, microbatches, rows), *_deadlocks(stages, rows)]
+
+
+def _misplaced(stages: int, meshes: int, microbatches: int, rows: Sequence[Row]) -> Iterator[str]:
+    """Each stage must run each pass over each microbatch once, on its own mesh."""
+    counts = Counter(action for row in rows for action in row)
+    split = any(action.kind is Pass.WEIGHT for action in counts)
+    kinds = [kind for kind in Pass if split or kind is not Pass.WEIGHT]
+    wanted = {Action(*x) for x in product(kinds, range(stages), range(microbatches))}
+    lacking = sorted(wanted.difference(counts))
+    sizes = f"{stages} stages and {microbatches} microbatches, counted from 0"
+    for mesh, row in enumerate(rows):
+        if strange := [action for action in row if action not in wanted]:
+            yield f"row {mesh} has {_listed(strange)}, and there are {sizes}"
+        if away := [x for x in row if x in wanted and x.stage % meshes != mesh]:
+            homes = ", ".join(
+                f"stage {stage} runs on mesh {stage % meshes}"
+                for stage in sorted({action.stage for action in away})
+            )
+            yield f"row {mesh} has {_listed(away)}, and {homes}"
+        if missing := [x for x in lacking if x.stage % meshes == mesh]:
+            yield f"row {mesh} lacks {_listed(missing)}"
+    if twice := [action for action, count in counts.items() if count > 1]:
+        yield f"more than once: {_listed(twice)}"
+
+
+def _deadlocks(stages: int, rows: Sequence[Row]) -> Iterator[str]:
+    """Where each mesh stops, and what it waits for. What is missing altogether isn't waited for."""
+    places = {action: mesh for mesh, row in enumerate(rows) for action in row}
+
+    def needed(action: Action) -> list[Action]:
+        return [x for x in needs(action, stages) if x in places]
+
+    done = simulate(rows, needed, lambda action: 1.0, 0.0)
+    finished = {action for line in done for _, _, action in line}
+    for mesh, (row, line) in enumerate(zip(rows, done, strict=True)):
+        if len(line) < len(row):
+            stuck = row[len(line)]
+            after = f"after {row[len(line) - 1]}" if line else "its first action"
+            waits = [
+                f"{x} of mesh {places[x]}" if places[x] != mesh else f"{x}, later in its own row"
+                for x in needed(stuck)
+                if x not in finished
+            ]
+            where = f"mesh {mesh} is stuck at {stuck} ({after})"
+            yield f"deadlock: {where}, waiting for {' and for '.join(waits)}"
+
+
+def _listed(actions: Iterable[Action]) -> str:
+    texts = [str(action) for action in actions]
+    left = len(texts) - _NAMED
+    return ", ".join(texts[:_NAMED]) + (f" and {left} more" if left > 0 else "")

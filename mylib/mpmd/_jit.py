@@ -1,0 +1,220 @@
+"""`mpmd.jit`: functions that run on one mesh, and are called in all processes."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from .._compat import Uncommitted, sharding_under
+from .._errors import Fault, PlacementError, because
+from .._functions import Jitted, about, filter_jit
+from .._links import give_names, handle, next_name
+from .._placement import Placement, current_world, resolve_leaves, sharding_of
+from .._processes import named, processes_of
+from .._transfer import filter_device_put
+from .._tree import Kind, Leaves, split
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+
+
+def jit(
+    fun: Callable[P, T],
+    *,
+    mesh: Mesh,
+    in_shardings: PyTree[Placement] = None,
+    out_shardings: PyTree[Placement] = None,
+    donate: Donate = "none",
+) -> Callable[P, T]:
+    """[`mylib.filter_jit`][] on one of several meshes, for programs of several processes.
+
+    All processes make the same calls of a function in the same order. Those with devices of its
+    mesh compute; the others get handles: arrays without local shards, to pass on to
+    [`mylib.mpmd.transfer`][] or to other functions on this mesh.
+
+    **Arguments:**
+
+    - `fun`: a function, method or Module.
+    - `mesh`: the mesh on which it runs. Its arrays must be there; NumPy arrays, and JAX arrays that
+        are not committed to a device, are put there, replicated.
+    - `in_shardings`, `out_shardings`, `donate`: as for [`mylib.filter_jit`][]. Processes without
+        devices of the mesh compile the function, too, unless `out_shardings` gives the placement of
+        every result.
+
+    **Returns:**
+
+    The function. Calls return before the work is done.
+
+    **Raises:**
+
+    Calls raise [`mylib.PlacementError`][] if arrays are on other devices, naming all of them, and
+    as [`mylib.filter_jit`][].
+
+    !!! Example
+
+        ```python
+        first, second = mylib.mpmd.split(mylib.make_mesh(stage=2, data=4), "stage")
+        double = mylib.mpmd.jit(lambda x: 2 * x, mesh=first, out_shardings=P("data"))
+        add = mylib.mpmd.jit(lambda x: x + 1, mesh=second)
+        y = mylib.mpmd.transfer(double(np.ones(8)), P("data"), mesh=second)
+        print(mylib.mpmd.fetch(add(y)))  # [3. 3. 3. 3. 3. 3. 3. 3.]
+        ```
+    """
+    return OnMesh(fun, mesh, in_shardings, out_shardings, donate)
+
+
+class OnMesh(Generic[P, T]):
+    """A function compiled by `mpmd.jit`."""
+
+    def __init__(
+        self,
+        fun: Callable[P, T],
+        mesh: Mesh,
+        in_shardings: Any,
+        out_shardings: Any,
+        donate: Donate,
+    ):
+        self._fun = fun
+        self._mesh = mesh
+        self._out_shardings = out_shardings
+        self._places = in_shardings is None
+        self._compiled: Jitted[..., Any] = filter_jit(
+            fun, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh, donate=donate
+        )
+        self._known: dict[Any, _Results | None] = {}
+        self._name = f"{getattr(fun, '__qualname__', type(fun).__name__)} on {self._where()}"
+        self.__dict__.update(about(fun))
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        given, leaves = self._placed(args, kwargs)
+        results = None if self._is_here() else self._results_of(leaves, given)
+        if results is None:
+            out = self._run(leaves, *given)
+        else:
+            out = results.handles()
+        if jax.process_count() > 1:
+            give_names(jtu.tree_leaves(out), next_name(self._name))
+        return out
+
+    def _run(self, leaves: Leaves, args: Any, kwargs: Any) -> Any:
+        if leaves.arrays:
+            return self._compiled(*args, **kwargs)
+        # Nothing else says where a function without arrays runs.
+        with jax.set_mesh(self._mesh):
+            return self._compiled(*args, **kwargs)
+
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the function, as `filter_jit(fun).lower` does."""
+        return self._compiled.lower(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"mpmd.jit({self._fun!r})"
+
+    def _where(self) -> str:
+        return named(processes_of(self._mesh.devices.flat))
+
+    def _is_here(self) -> bool:
+        return jax.process_index() in processes_of(self._mesh.devices.flat)
+
+    def _placed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], Leaves]:
+        leaves = split((args, kwargs))
+        if self._places:
+            self._refuse_others(leaves, args, kwargs)
+            loose = [
+                _is_loose(x, kind) for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
+            ]
+            if any(loose):
+                everywhere = NamedSharding(self._mesh, PartitionSpec())
+                where = [everywhere if one else None for one in loose]
+                leaves = split(leaves.join(filter_device_put(list(leaves.arrays), where)))
+        return leaves.join(leaves.arrays), leaves
+
+    def _refuse_others(self, leaves: Leaves, args: Any, kwargs: Any) -> None:
+        mine = set(self._mesh.devices.flat)
+        elsewhere = [
+            i
+            for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True))
+            if (where := _devices_of(x, kind)) is not None and not where <= mine
+        ]
+        if elsewhere:
+            bound = inspect.signature(self._fun).bind(*args, **kwargs)
+            named_leaves = split(dict(bound.arguments))
+            raise PlacementError(
+                [self._elsewhere(named_leaves, i, leaves.arrays[i]) for i in elsewhere]
+            )
+
+    def _elsewhere(self, leaves: Leaves, i: int, x: Any) -> Fault:
+        ids = sorted(device.id for device in _devices_of(x, Kind.DEVICE) or ())
+        return leaves.at(
+            i,
+            because(
+                f"it is on devices {ids}, which are not those of this function's mesh",
+                "send it there first, with mylib.mpmd.transfer(..., mesh=mesh)",
+                f"an argument of {self._name}",
+            ),
+        )
+
+    def _results_of(self, leaves: Leaves, given: tuple[Any, Any]) -> "_Results | None":
+        """What the function returns in a process that doesn't run it; None if only compiling it
+        tells.
+        """
+        if self._out_shardings is None or Kind.TRACED in leaves.kinds:
+            return None
+        key = _key(leaves)
+        if key is None:
+            return self._resolved(given)
+        if key not in self._known:
+            self._known[key] = self._resolved(given)
+        return self._known[key]
+
+    def _resolved(self, given: tuple[Any, Any]) -> "_Results | None":
+        args, kwargs = given
+        shapes = split(eqx.filter_eval_shape(self._fun, *args, **kwargs))
+        targets = resolve_leaves(shapes, self._out_shardings, self._mesh, current_world())
+        known = [sharding_of(target) for target in targets if target is not None]
+        return _Results(shapes, tuple(known)) if len(known) == len(targets) else None
+
+
+class _Results(NamedTuple):
+    """The results of a call, without their values."""
+
+    shapes: Leaves
+    shardings: tuple[Any, ...]
+
+    def handles(self) -> Any:
+        return self.shapes.join(
+            handle(x.shape, x.dtype, sharding)
+            for x, sharding in zip(self.shapes.arrays, self.shardings, strict=True)
+        )
+
+
+def _key(leaves: Leaves) -> Any:
+    """Equal for calls with results of the same shapes; None if that can't be said."""
+    arrays = tuple((x.shape, x.dtype) for x in leaves.arrays)
+    structure = jtu.tree_structure(leaves.tree), leaves.join(["array"] * len(arrays))
+    try:
+        static = tuple(jtu.tree_leaves(structure[1]))
+        hash(static)
+    except TypeError:
+        return None
+    return structure[0], static, arrays
+
+
+def _is_loose(x: Any, kind: Kind) -> bool:
+    """Whether an array is not on any mesh yet."""
+    return kind is Kind.HOST or (kind is Kind.DEVICE and not x.committed)
+
+
+def _devices_of(x: Any, kind: Kind) -> set[Any] | None:
+    if kind is Kind.DEVICE:
+        return x.sharding.device_set if x.committed else None
+    if kind is Kind.TRACED:
+        under = sharding_under(x)
+        return None if under is None or isinstance(under, Uncommitted) else under.device_set
+    return None

@@ -1,0 +1,326 @@
+"""Arrays between processes that share no devices."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import mylib
+from mylib import mpmd
+from mylib._compat import names
+from mylib._links import identity
+from mylib.testing import all_equal, barrier
+
+pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
+
+X: Any = np.arange(48, dtype=np.float32).reshape(12, 4)
+
+
+def _meshes(shape=(2, 2)) -> list[Mesh]:
+    """A mesh for each process."""
+    own = np.array(jax.devices()).reshape(2, *shape)
+    return [Mesh(d, ("data", "model"), axis_types=(AxisType.Auto,) * 2) for d in own]
+
+
+def _mesh(*numbers: int) -> Mesh:
+    """A mesh of some of the devices."""
+    devices = [jax.devices()[i] for i in numbers]
+    return Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+
+
+def _assert_is(y: jax.Array, value: np.ndarray, sharding: NamedSharding) -> None:
+    """In every process: the shards that it has, and where all of them are."""
+    assert y.sharding == sharding and y.shape == value.shape and y.committed
+    assert len(y.addressable_shards) == len(sharding.addressable_devices)
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
+
+
+def _compilations() -> list[str]:
+    """Grows by an item with each compilation of this process."""
+    found: list[str] = []
+
+    def listen(event: str, _: float, **__: object) -> None:
+        if event == names.EVENT_COMPILED:
+            found.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return found
+
+
+SPECS = [
+    P("data", "model"),
+    P(),
+    P("model", "data"),
+    P(None, ("data", "model")),
+    P(("model", "data")),
+]
+
+
+class TestPlaces:
+    @pytest.mark.parametrize("spec", SPECS, ids=str)
+    def test_another_spec(self, spec):
+        first, second = _meshes()
+        x = mylib.filter_device_put(X, P("data", "model"), mesh=first)
+        y = mpmd.transfer(x, spec, mesh=second)
+        _assert_is(y, X, NamedSharding(second, spec))
+        back = mpmd.transfer(y, P("model"), mesh=first)
+        _assert_is(back, X, NamedSharding(first, P("model")))
+
+    @pytest.mark.parametrize("devices", [(5,), (4, 5, 6), (2, 3, 4, 5), (0, 7), (0, 1, 2)], ids=str)
+    def test_another_number_of_devices(self, devices):
+        x = mylib.filter_device_put(X, P("data"), mesh=_mesh(0, 1, 2, 3))
+        mesh = _mesh(*devices)
+        y = mpmd.transfer(x, P("data"), mesh=mesh)
+        _assert_is(y, X, NamedSharding(mesh, P("data")))
+
+    def test_a_mesh_of_both(self):
+        x = mylib.filter_device_put(X, P("data"), mesh=_mesh(*range(1, 7)))
+        y = mpmd.transfer(x, P(None, "data"), mesh=_mesh(6, 7))
+        _assert_is(y, X, NamedSharding(_mesh(6, 7), P(None, "data")))
+
+    def test_the_usual_verbs_do_the_same(self):
+        first, second = _meshes()
+        x = mylib.filter_device_put(X, P("data"), mesh=first)
+        for place in (mylib.filter_device_put, mylib.filter_shard):
+            _assert_is(place(x, P("model"), mesh=second), X, NamedSharding(second, P("model")))
+
+    def test_on_one_mesh_others_get_handles(self):
+        first, _ = _meshes()
+        x = mylib.filter_device_put(X, P("data"), mesh=first)
+        _assert_is(mylib.filter_shard(x, P(), mesh=first), X, NamedSharding(first, P()))
+        one = jax.devices()[1]
+        y = mylib.filter_device_put(x, one)
+        assert y.sharding.device_set == {one}
+        assert mpmd.is_remote(y) == (jax.process_index() == 1)
+
+    def test_what_is_there_stays(self):
+        first, _ = _meshes()
+        x = mylib.filter_device_put(X, P("data"), mesh=first)
+        assert mpmd.transfer(x, P("data"), mesh=first) is x
+
+
+class TestArrays:
+    @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bool", "complex64", "int4"])
+    def test_dtypes(self, dtype):
+        first, second = _meshes()
+        value = np.asarray(jnp.ones((4, 4), dtype))
+        x = mylib.filter_device_put(value, P("data"), mesh=first)
+        _assert_is(mpmd.transfer(x, P(), mesh=second), value, NamedSharding(second, P()))
+
+    @pytest.mark.parametrize("shape", [(), (0, 4), (1,)], ids=str)
+    def test_small_shapes(self, shape):
+        first, second = _meshes()
+        x = mylib.filter_device_put(np.ones(shape, np.float32), P(), mesh=first)
+        y = mpmd.transfer(x, P(), mesh=second)
+        _assert_is(y, np.ones(shape, np.float32), NamedSharding(second, P()))
+
+    def test_keys(self):
+        first, second = _meshes()
+        keys = jax.random.split(jax.random.key(7), 4)
+        x = mylib.filter_device_put(keys, P("data"), mesh=first)
+        y = mpmd.transfer(x, P("model"), mesh=second)
+        assert y.dtype == keys.dtype and y.sharding.spec == P("model")
+        value = mpmd.fetch(jax.random.key_data(y))
+        np.testing.assert_array_equal(value, jax.random.key_data(keys))
+
+    @pytest.mark.parametrize("source", ["device", "unpinned_host"])
+    @pytest.mark.parametrize("target", ["device", "unpinned_host"])
+    def test_memory_kinds(self, source, target):
+        first, second = _meshes()
+        x = mylib.filter_device_put(X, NamedSharding(first, P("data"), memory_kind=source))
+        wanted = NamedSharding(second, P("model"), memory_kind=target)
+        _assert_is(mpmd.transfer(x, wanted), X, wanted)
+
+    def test_modules_and_rules(self):
+        first, second = _meshes()
+        model = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
+        here = mylib.filter_device_put(model, P(), mesh=first)
+        there = mpmd.transfer(here, mylib.rules.fsdp("data"), mesh=second)
+        assert there.activation is here.activation
+        assert there.layers[0].weight.sharding.spec == P("data")
+        value = mpmd.fetch(there)
+        for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(model), strict=True):
+            np.testing.assert_array_equal(a, b) if eqx.is_array_like(a) else None
+
+    def test_the_source_may_be_donated(self):
+        first, second = _meshes()
+        f = mpmd.jit(lambda x: -x, mesh=first, donate="all")
+        for spec in (P("data", "model"), P("data")):
+            x = mylib.filter_device_put(X, P("data", "model"), mesh=first)
+            y = mpmd.transfer(x, spec, mesh=second)
+            f(x)
+            _assert_is(y, X, NamedSharding(second, spec))
+
+    def test_donated_sources_are_deleted(self):
+        first, second = _meshes()
+        x = mylib.filter_device_put(X, P("data"), mesh=first)
+        y = mylib.filter_device_put(x, P("data"), mesh=second, donate=True)
+        _assert_is(y, X, NamedSharding(second, P("data")))
+        assert x.is_deleted()
+
+    def test_the_result_may_be_donated(self):
+        first, second = _meshes()
+        x = mylib.filter_device_put(X, P("data", "model"), mesh=first)
+        y = mpmd.transfer(x, P("data", "model"), mesh=second)
+        z = mpmd.jit(lambda y: y + 1, mesh=second, donate="all")(y)
+        np.testing.assert_array_equal(mpmd.fetch(z), X + 1)
+        np.testing.assert_array_equal(mpmd.fetch(x), X)
+
+
+class TestOrder:
+    def test_calls_in_another_order(self):
+        first, second = _meshes()
+        a = mylib.filter_device_put(X, P("data"), mesh=first)
+        b = mylib.filter_device_put(X + 1, P("data"), mesh=first)
+        f = mpmd.jit(lambda x: 2 * x, mesh=first)
+        arrays = {"a": a, "b": b, "2a": f(a), "2b": f(b)}
+        order = sorted(arrays, reverse=jax.process_index() == 1)
+        moved = {name: mpmd.transfer(arrays[name], P("model"), mesh=second) for name in order}
+        for name, value in {"a": X, "b": X + 1, "2a": 2 * X, "2b": 2 * (X + 1)}.items():
+            _assert_is(moved[name], value, NamedSharding(second, P("model")))
+
+    def test_both_ways_at_once(self):
+        first, second = _meshes()
+        meshes = [first, second]
+        own = [mylib.filter_device_put(X + i, P("data"), mesh=m) for i, m in enumerate(meshes)]
+        order = (0, 1) if jax.process_index() == 0 else (1, 0)
+        moved = {i: mpmd.transfer(own[i], P(), mesh=meshes[1 - i]) for i in order}
+        for i in order:
+            _assert_is(moved[i], X + i, NamedSharding(meshes[1 - i], P()))
+
+    def test_many_in_flight(self):
+        first, second = _meshes()
+        x = mylib.filter_device_put(np.float32(0), P(), mesh=first)
+        f = mpmd.jit(lambda x: x + 1, mesh=first)
+        moved = []
+        for _ in range(20):
+            x = f(x)
+            moved.append(mpmd.transfer(x, P(), mesh=second))
+        assert [float(v) for v in mpmd.fetch(moved)] == list(range(1, 21))
+
+    def test_the_same_array_twice(self):
+        first, second = _meshes()
+        x = mylib.filter_device_put(X, P("data"), mesh=first)
+        for _ in range(2):
+            _assert_is(mpmd.transfer(x, P(), mesh=second), X, NamedSharding(second, P()))
+
+    def test_it_returns_at_once(self):
+        first, second = _meshes()
+        slow = mpmd.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: x @ x, x), mesh=first)
+        x = mylib.filter_device_put(np.zeros((256, 256), np.float32), P(), mesh=first)
+        mpmd.fetch(mpmd.transfer(slow(x), P(), mesh=second))
+        y = mpmd.transfer(slow(x), P(), mesh=second)
+        if jax.process_index() == 1:
+            assert not y.is_ready()
+        np.testing.assert_array_equal(mpmd.fetch(y), 0)
+
+
+class TestTransformed:
+    def test_grad(self):
+        first, second = _meshes()
+        f = mpmd.jit(lambda w: 2 * jnp.sin(w), mesh=first)
+        g = mpmd.jit(lambda y: (y**2).sum(), mesh=second)
+        w = mylib.filter_device_put(X, P("data"), mesh=first)
+        grad = jax.grad(lambda w: g(mpmd.transfer(f(w), P("model"), mesh=second)))(w)
+        assert grad.sharding.device_set == w.sharding.device_set
+        expected = 8 * np.sin(X) * np.cos(X)
+        np.testing.assert_allclose(mpmd.fetch(grad), expected, rtol=1e-4, atol=1e-5)
+
+    def test_inside_jit_it_is_refused(self):
+        _, second = _meshes()
+        with pytest.raises(TypeError, match="outside of the compiled function"):
+            jax.jit(lambda x: mpmd.transfer(x, P(), mesh=second))(X)
+
+
+class TestJit:
+    def test_a_program_of_two_meshes(self):
+        first, second = _meshes()
+        f = mpmd.jit(lambda x, plus=1: 2 * x + plus, mesh=first, out_shardings=P("data"))
+        g = mpmd.jit(jnp.sum, mesh=second)
+        y = f(X, plus=3)
+        assert y.sharding == NamedSharding(first, P("data"))
+        assert mpmd.is_remote(y) == (jax.process_index() == 1)
+        loss = g(mpmd.transfer(y, P("model"), mesh=second))
+        assert mpmd.is_remote(loss) == (jax.process_index() == 0)
+        value = mpmd.fetch(loss)
+        assert float(value) == (2 * X + 3).sum()
+        all_equal(float(value))
+
+    def test_models_are_born_where_they_belong(self):
+        _, second = _meshes()
+        make = mpmd.jit(eqx.nn.MLP, mesh=second, out_shardings=mylib.rules.fsdp("data"))
+        model = make(64, 64, 64, 1, key=jax.random.key(0))
+        weight = model.layers[0].weight
+        assert weight.sharding == NamedSharding(second, P("data"))
+        assert mpmd.is_remote(weight) == (jax.process_index() == 0)
+        expected = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
+        np.testing.assert_allclose(mpmd.fetch(weight), expected.layers[0].weight, rtol=1e-6)
+
+    def test_without_arguments(self):
+        _, second = _meshes()
+        y = mpmd.jit(lambda: jnp.arange(4), mesh=second)()
+        assert y.sharding.device_set == set(second.devices.flat)
+        assert mpmd.fetch(y).tolist() == [0, 1, 2, 3]
+
+    def test_processes_elsewhere_compile_nothing_if_the_results_are_placed(self):
+        first, _ = _meshes()
+        f = mpmd.jit(lambda x: jnp.cos(x) + 41, mesh=first, out_shardings=P("data"))
+        x = mylib.filter_device_put(X, P(), mesh=first)
+        count = _compilations()
+        f(x)
+        f(x)
+        assert not count or jax.process_index() == 0
+
+    def test_arguments_on_other_meshes(self):
+        first, second = _meshes()
+        f = mpmd.jit(lambda model, x: x, mesh=second)
+        model = mylib.filter_device_put(eqx.nn.Linear(4, 4, key=jax.random.key(0)), P(), mesh=first)
+        with pytest.raises(mylib.PlacementError) as caught:
+            f(model, X)
+        text = str(caught.value)
+        assert "['model'].weight (4, 4)" in text and "['model'].bias (4,)" in text
+        assert "on devices" in text and "mpmd.transfer" in text and "process 1" in text
+        all_equal(text)
+
+    def test_a_check_that_fails_where_it_runs(self):
+        first, second = _meshes()
+        f = mpmd.jit(lambda x: eqx.error_if(x, x.sum() > 0, "too large"), mesh=first)
+        if jax.process_index() == 0:
+            with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
+                f(X)
+        else:
+            assert mpmd.is_remote(f(X))
+
+    def test_values_elsewhere(self):
+        first, _ = _meshes()
+        x = mylib.filter_device_put(X, P("data"), mesh=first)
+        if jax.process_index() == 1:
+            with pytest.raises(RuntimeError, match="non-addressable"):
+                np.asarray(x)
+        tree = mpmd.fetch({"x": x, "n": 3, "own": np.ones(2)})
+        np.testing.assert_array_equal(tree["x"], X)
+        assert tree["n"] == 3 and tree["own"].sum() == 2
+
+
+def test_how_they_travel():
+    assert mpmd.transport() == "links"
+
+
+def test_nothing_is_kept():
+    """Names and lists of transfers end with their arrays."""
+    first, second = _meshes()
+    f = mpmd.jit(lambda x: x + 1, mesh=first)
+    x = f(X)
+    for _ in range(3):
+        mpmd.fetch(mpmd.transfer(x, P(), mesh=second))
+    barrier()
+    before = identity.count()
+    for _ in range(30):
+        x = f(x)
+        mpmd.fetch(mpmd.transfer(x, P(), mesh=second))
+    assert identity.count() <= before + 2
