@@ -91,8 +91,8 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for fault in faults:
         shape = "" if fault.shape is None else f" {fault.shape}"
-        told = f"{requested}: {fault.request}", f"but {fault.reason}", f"instead: {fault.mend}"
-        named = alike.setdefault(told, [])
+        lines = f"{requested}: {fault.request}", f"but {fault.reason}", f"instead: {fault.mend}"
+        named = alike.setdefault(lines, [])
         named += [fault.path + shape] if fault.path else []
     # A leaf can have several faults, and a fault can be about the whole tree instead of a leaf.
     count = len({name for named in alike.values() for name in named})
@@ -107,15 +107,15 @@ _EXPLANATIONS = 7
 
 def listed(alike: dict[tuple[str, ...], list[str]], where: str) -> list[str]:
     """The lines of a message: each explanation below the names of its leaves. If there are too many
-    lines, names that differ by an index are combined, and the rest is left out; `where` tells where
+    lines, names that differ by an index are combined, and the rest is left out; `where` says where
     to find it.
     """
     lines = _lines_of(alike)
     if len(lines) < _LINES:
         return lines
     shown = dict(list(alike.items())[:_EXPLANATIONS])
-    told = max(map(len, shown))
-    room = max(2, (_LINES - 2) // len(shown) - told)
+    longest = max(map(len, shown))
+    room = max(2, (_LINES - 2) // len(shown) - longest)
     lines = _lines_of({key: _some(folded(names), room) for key, names in shown.items()})
     rest = list(alike.values())[_EXPLANATIONS:]
     if rest:
@@ -132,8 +132,8 @@ def _count(count: int, one: str, several: str) -> str:
 def _lines_of(alike: dict[tuple[str, ...], list[str]]) -> list[str]:
     return [
         line
-        for told, names in alike.items()
-        for line in (*(f"  {name}" for name in names), *(f"    {text}" for text in told))
+        for lines, names in alike.items()
+        for line in (*(f"  {name}" for name in names), *(f"    {text}" for text in lines))
     ]
 
 

@@ -55,12 +55,12 @@ def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
         for kind, axes in wanted:
             report.among(kind, axes)  # names that don't exist are an error
         found = {(c.kind, _over(c)) for c in report.collectives}
-        told: list[str] = []
+        wrong: list[str] = []
         for kind, axes in sorted(wanted.keys() | found):
             n, m = wanted.get((kind, axes), 0), report.count(kind, axes)
             if n != m:
-                told.append(f"{_counted(m, kind)} over {_show(axes)}, and {n} expected")
-        return told
+                wrong.append(f"{_counted(m, kind)} over {_show(axes)}, and {n} expected")
+        return wrong
 
     return faults
 
@@ -132,7 +132,7 @@ def never(
 
     def faults(report: Report) -> list[str]:
         return [
-            f"{_tell(c)}, and none expected" + (f" above {readable(limit)}" if limit else "")
+            f"{_text(c)}, and none expected" + (f" above {readable(limit)}" if limit else "")
             for c in report.among(kind, axes)
             if c.bytes > limit and (c.loops or not in_loops) and (c.inserted or not inserted)
         ]
@@ -166,12 +166,12 @@ def memory(**limits: Size) -> Contract:
     def faults(report: Report) -> list[str]:
         if report.memory is None:
             return ["the memory is unknown: audit the compiled program, not its text"]
-        told: list[str] = []
+        wrong: list[str] = []
         for name, limit in allowed.items():
             found = getattr(report.memory, name)
             if found > limit:
-                told.append(f"{name}: {readable(found)}, and at most {readable(limit)} expected")
-        return told
+                wrong.append(f"{name}: {readable(found)}, and at most {readable(limit)} expected")
+        return wrong
 
     return faults
 
@@ -250,8 +250,8 @@ def data_parallel(axis: str, *, argument: str | None = None) -> Contract:
     """
 
     def faults(report: Report) -> list[str]:
-        told = _only(report, axis, ("all-reduce",))
-        return [*told, *_gradients(report, axis, argument, ("all-reduce",))]
+        wrong = _only(report, axis, ("all-reduce",))
+        return [*wrong, *_gradients(report, axis, argument, ("all-reduce",))]
 
     return faults
 
@@ -295,25 +295,25 @@ def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None)
     limit = None if largest is None else _bytes(largest)
 
     def faults(report: Report) -> list[str]:
-        told = list(sharded(argument, axis=axis)(report))
-        told += _only(report, axis, ("all-gather", "reduce-scatter", "all-reduce"))
-        told += _gradients(report, axis, argument, ("reduce-scatter",))
+        wrong = list(sharded(argument, axis=axis)(report))
+        wrong += _only(report, axis, ("all-gather", "reduce-scatter", "all-reduce"))
+        wrong += _gradients(report, axis, argument, ("reduce-scatter",))
         weights = _whole(report, axis, argument)
         gathered = _half_precision * report.bytes("all-gather", axis)
         if gathered < 0.9 * weights:
-            told.append(
+            wrong.append(
                 f"{readable(gathered)} are gathered over {axis}, less than the weights' "
                 f"{readable(weights)}: something else is moved instead"
             )
         summed = report.bytes("all-reduce", axis)
         if summed > 0.1 * weights + _FEW:
-            told.append(
+            wrong.append(
                 f"{readable(summed)} are all-reduced over {axis}: whole gradients, or activations"
             )
         for c in report.among("all-gather", axis):
             if limit is not None and c.bytes > limit:
-                told.append(f"{_tell(c)}, and at most {readable(limit)} at once expected")
-        return told
+                wrong.append(f"{_text(c)}, and at most {readable(limit)} at once expected")
+        return wrong
 
     return faults
 
@@ -354,13 +354,13 @@ def tensor_parallel(
     """
 
     def faults(report: Report) -> list[str]:
-        told = list(sharded(argument, axis=axis)(report))
-        told += _only(report, axis, ("all-reduce",))
+        wrong = list(sharded(argument, axis=axis)(report))
+        wrong += _only(report, axis, ("all-reduce",))
         root = _root(report, argument)
         for c in report.among(None, axis):
             moved = [path for path in c.arrays if _first(path) == root]
             if moved:
-                told.append(f"{_tell(c)}: a weight, {moved[0]}, and only activations expected")
+                wrong.append(f"{_text(c)}: a weight, {moved[0]}, and only activations expected")
         if forward is not None:
             found = sum(
                 times_of(c)
@@ -368,11 +368,11 @@ def tensor_parallel(
                 if c.phase in ("forward", "") and c.bytes > _FEW
             )
             if found != forward:
-                told.append(
+                wrong.append(
                     f"activations are summed {found} times over {axis} in the forward pass, and "
                     f"{forward} expected"
                 )
-        return told
+        return wrong
 
     return faults
 
@@ -417,8 +417,8 @@ def two_d(data: str, model: str, *, argument: str | None = None) -> Contract:
     """
 
     def faults(report: Report) -> list[str]:
-        told = list(fsdp(data, argument=argument)(report))
-        return [*told, *tensor_parallel(model, argument=argument)(report)]
+        wrong = list(fsdp(data, argument=argument)(report))
+        return [*wrong, *tensor_parallel(model, argument=argument)(report)]
 
     return faults
 
@@ -432,7 +432,7 @@ _half_precision = 2
 def _only(report: Report, axis: str, kinds: Sequence[str]) -> list[str]:
     """Faults of collectives of other kinds over the axis."""
     return [
-        f"{_tell(c)}, and only {' and '.join(kinds)} expected over {axis}"
+        f"{_text(c)}, and only {' and '.join(kinds)} expected over {axis}"
         for c in report.collectives
         if axis in _over(c) and c.bytes > _FEW and (c.kind not in kinds)
     ]
@@ -524,7 +524,7 @@ def _counted(n: int, kind: str) -> str:
     return f"{n} {kind}" + ("s" if n != 1 and not kind.endswith("s") else "")
 
 
-def _tell(c: Collective) -> str:
+def _text(c: Collective) -> str:
     what = what_of([c])
     where = "".join([f" of {what}" if what else "", f" at {c.source}" if c.source else ""])
     loop = " in a loop" if c.loops else ""

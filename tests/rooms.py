@@ -37,6 +37,7 @@ ORDER = (
     "machines",
     "_compat",
     "_errors",
+    "_sizes",
 )
 
 

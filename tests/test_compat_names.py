@@ -5,8 +5,6 @@ import functools
 import inspect
 import logging
 import re
-import subprocess
-import sys
 import textwrap
 import warnings
 from pathlib import Path
@@ -23,6 +21,7 @@ from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from kernels import tensor_cores
+from scripts import printed_by
 
 import mylib
 from mylib._compat import names, opened
@@ -561,10 +560,7 @@ STATUSES = {"TEXT_ALREADY_EXISTS", "TEXT_DEADLINE", "TEXT_NOT_FOUND"}
 
 
 def run(program, env):
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return printed_by("-c", textwrap.dedent(program), env=env)
 
 
 class TestTexts:

@@ -1,12 +1,11 @@
 """What README and the docs show, works: every Python block is run, warnings being errors."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import _pages
 import pytest
+from scripts import printed_by, run_python
 
 _PAGES = [_pages.README, *sorted((_pages.ROOT / "docs").rglob("*.md"))]
 _PYTHON = [
@@ -20,16 +19,8 @@ def _name(page: Path) -> str:
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in _PYTHON}), ids=_name)
 def test_page_runs(page, checkout_env, cache_env):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", _pages.__file__, "run", str(page)],
-        env=checkout_env | cache_env,
-        cwd=_pages.ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    env = checkout_env | cache_env
+    printed_by("-W", "error", _pages.__file__, "run", page, env=env, cwd=_pages.ROOT)
 
 
 def test_test_files_of_the_pages(pytester, checkout_env, monkeypatch):
@@ -58,17 +49,8 @@ def test_script_in_two_processes(block, tmp_path, checkout_env):
     (tmp_path / block.script).write_text(block.text)
     env = {k: v for k, v in checkout_env.items() if k not in ("XLA_FLAGS", "NPROC")}
     launch = ["-m", "mylib.testing", "launch", "-n", "2", "--devices-per-process", "4"]
-    done = subprocess.run(
-        [sys.executable, *launch, block.script],
-        env=env,
-        cwd=tmp_path,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("loss ") >= 5, done.stdout
+    printed = printed_by(*launch, block.script, env=env, cwd=tmp_path)
+    assert printed.count("loss ") >= 5, printed
 
 
 _NOT_RUN = [
@@ -182,12 +164,7 @@ def test_blocks_of_a_page_share_a_namespace_and_keep_their_lines(tmp_path):
     page.write_text(
         "```python\nx = 1\n```\nwords\n```python\nassert x == 1\n\nraise KeyError(x)\n```\n"
     )
-    done = subprocess.run(
-        [sys.executable, _pages.__file__, "run", str(page)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_python(_pages.__file__, "run", page)
     assert done.returncode == 1
     assert "KeyError: 1" in done.stderr and "line 8" in done.stderr
 
@@ -198,11 +175,6 @@ def test_what_a_block_prints_is_compared_with_the_page(tmp_path):
         "```python\nprint(1)\n```\n<!-- output: of the block above -->\n```text\n1\n```\n"
         "```python\nprint(3)\n```\n<!-- output: of the block above -->\n```text\n2\n```\n"
     )
-    done = subprocess.run(
-        [sys.executable, _pages.__file__, "run", str(page)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = run_python(_pages.__file__, "run", page)
     assert done.returncode == 1
     assert "line 13: what is printed is\n3" in done.stderr

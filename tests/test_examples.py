@@ -2,13 +2,12 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
+from scripts import printed_by
 
 import mylib
 
@@ -33,17 +32,9 @@ def newcomer_env(checkout_env):
 
 
 def _run(script, env, *launch):
-    done = subprocess.run(
-        [sys.executable, *(launch or ("-W", "error")), str(script)],
-        env=env,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.strip(), "an example that prints nothing shows nothing"
-    return done.stdout.splitlines()
+    printed = printed_by(*(launch or ("-W", "error")), script, env=env)
+    assert printed.strip(), "an example that prints nothing shows nothing"
+    return printed.splitlines()
 
 
 @pytest.mark.timeout(300)

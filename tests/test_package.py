@@ -9,6 +9,7 @@ from email import message_from_bytes
 
 import _pages
 import pytest
+from scripts import printed_by
 
 import mylib
 
@@ -95,12 +96,5 @@ def _is_found_by_python_and_pytest(folder, wheel, env):
         archive.extractall(there)
     test = f"def test_it(mylib_mesh):\n    assert mylib.__file__.startswith({str(there)!r})\n"
     (folder / "test_it.py").write_text(f"import mylib\n\n\n{test}")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py"],
-        cwd=folder,
-        env=env | {"PYTHONPATH": str(there)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "test_it.py")
+    printed_by(*command, env=env | {"PYTHONPATH": str(there)}, cwd=folder)

@@ -8,11 +8,14 @@ import html
 import http.server
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
 from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "show"))
+
+import chromium  # noqa: E402
 
 WIDTHS = (390, 1280)
 # Each page in a frame, one after the other; what is too wide is written into the title at the end.
@@ -53,16 +56,17 @@ def title(browser: str, site: Path) -> str:
         with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
             threading.Thread(target=server.serve_forever, daemon=True).start()
             address = f"http://127.0.0.1:{server.server_port}/widths.html"
-            options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-            options += ["--virtual-time-budget=300000", "--dump-dom", address]
-            done = subprocess.run([browser, *options], capture_output=True, text=True, timeout=500)
+            options = ["--virtual-time-budget=300000", "--dump-dom", address]
+            done = chromium.start(browser, *options, timeout=500)
             server.shutdown()
     found = re.search(r"<title>(.*?)</title>", done.stdout)
     return html.unescape(found[1]) if found else done.stderr
 
 
 def main(site: Path) -> str:
-    browser = shutil.which("chromium") or "google-chrome"
+    browser = chromium.find()
+    if browser is None:
+        return "there is no Chromium here"
     for _ in range(3):  # Chromium gives up where a busy machine takes too long
         said = title(browser, site)
         if said.startswith("finished "):

@@ -44,10 +44,10 @@ def origin_of(x: Instruction, names: Names) -> Origin:
     primitive = _primitive(named[0]) if named else ""
     generated = 'is_spmd_generated="true"' in x.attributes
     written = _is_written(primitive) and not generated
-    told = x if named and primitive not in known.STRUCTURE else next(_informed_users(x), x)
-    if not _own_names(told):
-        told = next(_informed_inputs(x), x)
-    around = _own_names(told)
+    informed = x if named and primitive not in known.STRUCTURE else next(_informed_users(x), x)
+    if not _own_names(informed):
+        informed = next(_informed_inputs(x), x)
+    around = _own_names(informed)
     made_by = next(_informed_inputs(x), x)
     at = (named if written else around or [""])[0]
     return Origin(
@@ -55,7 +55,7 @@ def origin_of(x: Instruction, names: Names) -> Origin:
         is_gradient="backward" in (_phase(named), _phase(_own_names(made_by))),
         primitive=_primitive(at),
         scope=_scope(at),
-        source=source_of(x if written else told) or source_of(x),
+        source=source_of(x if written else informed) or source_of(x),
         phase=_phase([*named, *around]),
         inserted=not written,
     )
@@ -72,8 +72,8 @@ def _is_written(primitive: str) -> bool:
 
 def primitive_of(x: Instruction) -> str:
     """The JAX primitive of an instruction, or of the nearest one that has one."""
-    for told in (x, next(_informed_users(x), x)):
-        if names := _own_names(told):
+    for informed in (x, next(_informed_users(x), x)):
+        if names := _own_names(informed):
             return _primitive(names[0])
     return ""
 
@@ -149,9 +149,9 @@ def _informed_inputs(x: Instruction) -> Iterator[Instruction]:
         if len(queue) > _FAR:
             return
         copies = list(unchanged(start))
-        told = next((value.made_by for value in copies if _own_names(value.made_by)), None)
-        if told is not None:
-            yield told
+        informed = next((value.made_by for value in copies if _own_names(value.made_by)), None)
+        if informed is not None:
+            yield informed
         elif (made_by := copies[-1].made_by).opcode not in ("parameter", "while", "conditional"):
             queue += [Value(operand) for operand in made_by.inputs()]
 

@@ -194,8 +194,8 @@ class Report:
         """
         faults = [fault for contract in contracts for fault in contract(self)]
         if faults:
-            told = "\n".join(f"  {fault}" for fault in faults)
-            raise AssertionError(f"{self.name} is not as expected:\n{told}\n\n{self}")
+            lines = "\n".join(f"  {fault}" for fault in faults)
+            raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings and numbers, for JSON."""

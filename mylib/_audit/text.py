@@ -2,16 +2,15 @@
 
 from collections.abc import Sequence
 
+from .._sizes import scaled
+
 
 def readable(size: float) -> str:
     """A size as text: `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return (
-                f"{size:.0f} {unit}" if unit == "B" or size == int(size) else f"{size:.1f} {unit}"
-            )
-        size /= 1024
-    return f"{size:.2f} GiB"
+    size, unit = scaled(size)
+    if unit in ("GiB", "TiB"):
+        return f"{size:.2f} {unit}"
+    return f"{size:.0f} {unit}" if unit == "B" or size == int(size) else f"{size:.1f} {unit}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -163,8 +163,8 @@ _INSTEAD = {
 
 def _refused(others: Mapping[str, Any]) -> str:
     name = next(iter(others))
-    told = f"filter_jit() got an unexpected keyword argument {name!r}"
-    return f"{told}: {_INSTEAD[name]}" if name in _INSTEAD else told
+    problem = f"filter_jit() got an unexpected keyword argument {name!r}"
+    return f"{problem}: {_INSTEAD[name]}" if name in _INSTEAD else problem
 
 
 @jtu.register_pytree_node_class

@@ -19,19 +19,19 @@ _IN_ERRORS = re.compile(rf"[Aa]rgument ({NUMBERED.pattern})")
 
 
 def add_note(error: Exception, given: Any, named: Callable[[str], str]) -> None:
-    """Adds a note to an error, if there is something to say. `given` are the arguments; `named`
+    """Adds a note to an error, if it can be explained. `given` are the arguments; `named`
     turns a name in the program, such as `kept[0]`, into the caller's.
     """
     # Notes that a function called by this one has added, about its own arguments.
-    told = "".join(getattr(error, "__notes__", ()))
+    noted = "".join(getattr(error, "__notes__", ()))
     if is_sharding_type_error(error):
         note = _about_explicit_axes(given)
     else:
-        own = [name for name in dict.fromkeys(_in_error(error)) if f"{name} is" not in told]
+        own = [name for name in dict.fromkeys(_in_error(error)) if f"{name} is" not in noted]
         note = ", ".join(f"{name} is {named(name)}" for name in own)
         if own and "devices" in str(error):
             note += ". Place all arguments on the same devices, for example by in_shardings"
-    if note and note not in told:
+    if note and note not in noted:
         error.add_note(f"({note})")
 
 

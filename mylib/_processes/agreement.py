@@ -77,7 +77,9 @@ def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
         mine = error.faults if is_ours else [_raised(error)]
         try:
             faults = everybodys_faults(meeting("placement", others, alone=True), mine, {})
-        except TimeoutError:
+        except TimeoutError as absence:
+            # Processes with nothing to place don't come, which can't be known while waiting.
+            error.add_note(f"(raised in this process alone: {absence})")
             raise error from None
         if is_ours:
             raise PlacementError(faults) from error
@@ -85,7 +87,7 @@ def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
 
 
 def _raised(error: Exception) -> Fault:
-    """The fault that tells the other processes about a foreign error, such as a rule's."""
+    """A fault for the other processes that describes a foreign error, such as a rule's."""
     mend = "fix the code that raised it, such as a rule; its process shows the traceback"
     reason = f"resolving it raised an error: {in_words(error)}"
     return because(reason, mend, "a placement for each array")
@@ -114,9 +116,9 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
         if leaves.kinds[i] is Kind.HOST:
             for sharers, indices in shared_indices(sharding_of(target), x.shape, me).items():
                 numbers = checksum([x[index] for index in indices], dtype)
-                said = facts.setdefault(sharers, {})
-                said[name] = f"{said.get(name, dtype)} (checksum {numbers})"
-    return {group: said for group, said in facts.items() if len(group) > 1}
+                shared = facts.setdefault(sharers, {})
+                shared[name] = f"{shared.get(name, dtype)} (checksum {numbers})"
+    return {group: values for group, values in facts.items() if len(group) > 1}
 
 
 @functools.lru_cache(maxsize=1024)

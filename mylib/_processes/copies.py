@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from .._errors import Fault
-from .differences import Facts, Versions, unheard
+from .differences import Facts, Versions, unexamined
 from .groups import in_short, members, text_of
 from .meeting import named
 from .series import Processes
@@ -47,8 +47,8 @@ def facts_of(found: Mapping[str, Found], everybody: Processes) -> Facts:
     facts: dict[Processes, dict[str, str]] = {}
 
     def add(group: Processes, name: str, text: str) -> None:
-        said = facts.setdefault(group, {})
-        said[name] = f"{said.get(name, '')} {text}"
+        values = facts.setdefault(group, {})
+        values[name] = f"{values.get(name, '')} {text}"
 
     for name, x in found.items():
         add(x.owners, name, x.what)
@@ -58,14 +58,14 @@ def facts_of(found: Mapping[str, Found], everybody: Processes) -> Facts:
             # So that this process agrees with no other one.
             for group in dict.fromkeys((x.holders[number], everybody)):
                 add(group, name, f"{number} differs in process {jax.process_index()}")
-    return {group: said for group, said in facts.items() if len(group) > 1}
+    return {group: values for group, values in facts.items() if len(group) > 1}
 
 
 def describe(
     found: Mapping[str, Found], everybody: Processes, group: Processes, alike: Processes
 ) -> dict[str, Any]:
     """The arrays, and the copies of shards that are held by the group. `alike` hold the same."""
-    told: dict[str, Any] = {}
+    arrays: dict[str, Any] = {}
     for name, x in found.items():
         numbers = [n for n, holders in x.holders.items() if holders == group]
         numbers += x.odd if group == everybody else []
@@ -73,8 +73,8 @@ def describe(
             number: {value: _holders(ids, alike) for value, ids in x.held[number].items()}
             for number in numbers
         }
-        told[name] = [x.what, x.shape, x.request, text_of(x.owners), held]
-    return told
+        arrays[name] = [x.what, x.shape, x.request, text_of(x.owners), held]
+    return arrays
 
 
 def _holders(ids: list[int], alike: Processes) -> str:
@@ -96,15 +96,15 @@ def faults_in(versions: Versions) -> Iterator[Fault]:
 def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
     # Different groups of processes may have different arrays of that name.
     for group, them in versions.items():
-        told = [version.facts.get(name) for version in them]
-        own = [x for x in told if x is not None and tuple(members(x[3])) == group]
+        arrays = [version.facts.get(name) for version in them]
+        own = [x for x in arrays if x is not None and tuple(members(x[3])) == group]
         by_text: dict[str, list[int]] = {}
-        for x, version in zip(told, them, strict=True):
+        for x, version in zip(arrays, them, strict=True):
             text = "no array of that name" if x is None else x[0]
             by_text.setdefault(text, []).extend(version.processes)
         if own and len(by_text) > 1:
             texts = [f"{named(sorted(indices))}: {text}" for text, indices in by_text.items()]
-            reason = "; ".join([*texts, *unheard(group, them)])
+            reason = "; ".join([*texts, *unexamined(group, them)])
             reason = f"it is not the same array in all processes: {reason}"
             yield _fault(name, own[0], reason, _MEND_TREE)
 
@@ -112,13 +112,13 @@ def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
 def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
     # For each shard and each of its values, what holds it.
     values: dict[str, dict[str, dict[str, None]]] = {}
-    told: list[Any] = []
+    arrays: list[Any] = []
     more: dict[str, list[str]] = {}
     for group, them in versions.items():
         having = [version.facts[name] for version in them if name in version.facts]
-        told += having
+        arrays += having
         for number, held in ((n, h) for x in having for n, h in x[4].items()):
-            more[number] = more.get(number) or unheard(group, them)
+            more[number] = more.get(number) or unexamined(group, them)
             for value, holders in held.items():
                 values.setdefault(number, {}).setdefault(value, {})[holders] = None
     differing = [number for number, by_value in values.items() if len(by_value) > 1]
@@ -128,9 +128,9 @@ def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
         texts = "; ".join([*(" and ".join(holders) for holders in first.values()), *more[number]])
         differ = "differs" if len(others) == 1 else "differ"
         rest = f" (and {len(others)} more of its shards {differ})" if others else ""
-        yield _fault(name, told[0], f"there are {len(first)} values of it: {texts}{rest}", _MEND)
+        yield _fault(name, arrays[0], f"there are {len(first)} values of it: {texts}{rest}", _MEND)
 
 
-def _fault(name: str, told: list[Any], reason: str, mend: str) -> Fault:
-    _, shape, request, _, _ = told
+def _fault(name: str, array: list[Any], reason: str, mend: str) -> Fault:
+    _, shape, request, _, _ = array
     return Fault(name, tuple(shape), request, reason, mend)

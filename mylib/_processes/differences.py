@@ -1,8 +1,8 @@
 """Finds what differs between processes, in one meeting or two.
 
-At the first one each process sends digests. Only if they differ is there a second one, at which one
-process speaks for all that sent the same digest. So what is sent hardly grows with the number of
-processes, and what all of them read is limited.
+At the first one each process sends digests. Only if they differ is there a second one, at which
+only the first of the processes that sent the same digest sends the details. So what is sent hardly
+grows with the number of processes, and what all of them read is limited.
 """
 
 import base64
@@ -41,12 +41,13 @@ _MEND = (
 class Difference(NamedTuple):
     """Where processes differ. Groups of processes are texts, as `text_of` writes them.
 
-    The processes of each of `finders` have found the same faults, or none; it is empty if nobody
-    has found one. By group, the processes of each of `versions` have the same facts. `more_groups`
-    is the number of other groups whose facts differ.
+    `same_faults` are groups of processes that have found the same faults, or none; there are no
+    such groups if no process has found a fault. `versions` are, for each group whose facts differ,
+    its processes with the same facts. `more_groups` is the number of other groups whose facts
+    differ.
     """
 
-    finders: list[str]
+    same_faults: list[str]
     versions: dict[str, list[str]]
     more_groups: int
 
@@ -83,7 +84,7 @@ def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | N
 
 
 def in_brief(faults: Sequence[Fault], facts: Facts) -> dict[str, Any]:
-    sums = {text_of(group): digest(sorted(said.items())) for group, said in facts.items()}
+    sums = {text_of(group): digest(sorted(values.items())) for group, values in facts.items()}
     texts = [json.dumps(astuple(fault)) for fault in map(_without_addresses, faults)]
     return {"faults": digest(texts) if faults else "", "sums": sums}
 
@@ -139,7 +140,7 @@ def faults_between(
     their descriptions. All processes get the same list.
     """
     faults = list(map(_without_addresses, faults))
-    if len(difference.finders) == 1:
+    if len(difference.same_faults) == 1:
         return faults  # All have found the same.
     mine = message(jax.process_index(), difference, faults, describe)
     return read(meet(mine, functools.partial(judge, difference, examine)))
@@ -148,24 +149,24 @@ def faults_between(
 def message(me: int, difference: Difference, faults: Sequence[Fault], describe: Describe) -> str:
     """What process `me` sends to the second meeting; most send nothing."""
     mine: dict[str, Any] = {}
-    if _speaks_for(me, difference.finders):
+    if _led_by(me, difference.same_faults):
         mine["faults"] = [asdict(fault) for fault in faults]
     for group, versions in difference.versions.items():
-        for alike in _speaks_for(me, versions):
+        for alike in _led_by(me, versions):
             mine[group] = describe(tuple(members(group)), tuple(members(alike)))
     return _packed(mine) if mine else ""
 
 
-def judge(difference: Difference, examine: Examine, said: Mapping[int, str]) -> str:
+def judge(difference: Difference, examine: Examine, messages: Mapping[int, str]) -> str:
     """What all processes `read`, from the messages of all."""
-    full = {index: _unpacked(text) for index, text in said.items() if text}
+    full = {index: _unpacked(text) for index, text in messages.items() if text}
 
     def versions(key: str, groups: Iterable[str]) -> list[Version]:
         alike = [tuple(members(group)) for group in groups]
         return [Version(processes, full[processes[0]][key]) for processes in alike]
 
-    if difference.finders:
-        return _packed(_found(versions("faults", difference.finders), len(said)))
+    if difference.same_faults:
+        return _packed(_found(versions("faults", difference.same_faults), len(messages)))
     faults = examine(
         {tuple(members(group)): versions(group, of) for group, of in difference.versions.items()}
     )
@@ -184,30 +185,30 @@ def _alike(values: Mapping[int, Any]) -> list[str]:
     return [text_of(tuple(indices)) for indices in list(by_value.values())[:_VERSIONS]]
 
 
-def _speaks_for(me: int, groups: Iterable[str]) -> list[str]:
-    """The groups of which process `me` is the first one."""
+def _led_by(me: int, groups: Iterable[str]) -> list[str]:
+    """The groups whose first process is `me`."""
     return [group for group in groups if members(group)[0] == me]
 
 
-def _judge_briefly(said: dict[int, str]) -> str:
-    return json.dumps(difference_of({i: json.loads(text) for i, text in said.items()}))
+def _judge_briefly(messages: dict[int, str]) -> str:
+    return json.dumps(difference_of({i: json.loads(text) for i, text in messages.items()}))
 
 
 def _found(versions: Iterable[Version], count: int) -> list[dict[str, Any]]:
     """The faults that processes have found, and which of the `count` processes did."""
-    finders: dict[str, list[int]] = {}
-    heard = 0
+    found_by: dict[str, list[int]] = {}
+    more = count
     for processes, faults in versions:
-        heard += len(processes)
+        more -= len(processes)
         for fault in dict.fromkeys(map(json.dumps, faults)):
-            finders.setdefault(fault, []).extend(processes)
+            found_by.setdefault(fault, []).extend(processes)
     found = [
-        fault if len(found_by) == count else _attributed(fault, sorted(found_by))
-        for fault, found_by in ((json.loads(text), by) for text, by in finders.items())
+        fault if len(by) == count else _attributed(fault, sorted(by))
+        for fault, by in ((json.loads(text), by) for text, by in found_by.items())
     ]
-    if heard < count:
-        who = "process has" if count - heard == 1 else "processes have"
-        reason = f"{count - heard} more {who} found others, which are not listed"
+    if more:
+        who = "process has" if more == 1 else "processes have"
+        reason = f"{more} more {who} found others, which are not listed"
         found.append(asdict(Fault("", None, _SAME, reason, "fix those that are listed first")))
     return found
 
@@ -228,13 +229,13 @@ def disagreements(mend: str, versions: Versions) -> Iterable[Fault]:
                 by_value.setdefault(value, []).extend(version.processes)
             if len(by_value) > 1:
                 texts = [f"{named(sorted(by))}: {value}" for value, by in by_value.items()]
-                reason = f"it differs between them: {'; '.join([*texts, *unheard(group, them)])}"
+                reason = f"it differs between them: {'; '.join([*texts, *unexamined(group, them)])}"
                 faults[Fault(name, None, _SAME, reason, mend)] = None
     return faults
 
 
-def unheard(group: Processes, versions: Iterable[Version]) -> list[str]:
-    """Says how many of the group's processes have other versions, which are not examined."""
+def unexamined(group: Processes, versions: Iterable[Version]) -> list[str]:
+    """How many of the group's processes have other versions, which are not examined, as text."""
     count = len(group) - sum(len(version.processes) for version in versions)
     who = "process differs" if count == 1 else "processes differ"
     return [f"{count} more {who} from all of these"] if count else []

@@ -81,7 +81,7 @@ def exchange(
             # The others have given up before this process came, so their calls have failed. This
             # one fails, too, unless one of them has tried again since, or none of them had come for
             # this call.
-            goes_on = conclusion.kind == _VOID or series.said()
+            goes_on = conclusion.kind == _VOID or series.messages()
             if not goes_on or time.monotonic() >= deadline:
                 raise AbsentError(_too_late(purpose, processes), tuple(missing))
 
@@ -91,8 +91,8 @@ def _concluded(
 ) -> Conclusion:
     """Sends a message, and waits for the others until the deadline."""
 
-    def judge_all(said: dict[int, str]) -> str:
-        return judge({index: text[1:] for index, text in said.items()})
+    def judge_all(messages: dict[int, str]) -> str:
+        return judge({index: text[1:] for index, text in messages.items()})
 
     series.say(mine, judge_all)
     while True:
@@ -101,14 +101,14 @@ def _concluded(
         if conclusion is not None:
             return conclusion
         if left <= _STEP:
-            said = series.said()
-            missing = [index for index in series.processes if index not in said]
-            came_for_it = any(not int(text[0]) for text in said.values())
+            messages = series.messages()
+            missing = [index for index in series.processes if index not in messages]
+            came_for_it = any(not int(text[0]) for text in messages.values())
             if missing:
                 kind = _ABSENT if came_for_it else _VOID
                 series.conclude(kind, json.dumps([missing, timeout]))
             else:  # one has died after its message, before it was counted
-                series.conclude(JUDGED, judge_all(said))
+                series.conclude(JUDGED, judge_all(messages))
 
 
 def gather(
@@ -116,8 +116,8 @@ def gather(
 ) -> list[Any]:
     """The messages of all processes, in their order, as JSON; the same for all of them."""
 
-    def judge(said: dict[int, str]) -> str:
-        return f"[{', '.join(said[index] for index in processes)}]"
+    def judge(messages: dict[int, str]) -> str:
+        return f"[{', '.join(messages[index] for index in processes)}]"
 
     return json.loads(exchange(purpose, json.dumps(mine), processes, judge, timeout=timeout))
 

@@ -75,8 +75,8 @@ def _faults_between(found: Mapping[str, Found], everybody: Processes) -> list[Fa
     difference = compare(meet, [], facts_of(found, everybody))
     if difference is None:
         return []
-    tell = functools.partial(describe, found, everybody)
-    return faults_between(meet, difference, [], tell, faults_in)
+    description = functools.partial(describe, found, everybody)
+    return faults_between(meet, difference, [], description, faults_in)
 
 
 def _faults_here(found: Mapping[str, Found]) -> list[Fault]:

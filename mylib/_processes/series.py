@@ -56,14 +56,14 @@ class Series:
         client, here = _client(), self._here()
         client.key_value_set(f"{here}/said/{self._me}", mine)
         if client.key_value_increment(f"{here}/count", 1) == len(self.processes):
-            self.conclude(JUDGED, judge(self.said()))
+            self.conclude(JUDGED, judge(self.messages()))
 
     def hear(self, judge: Judge, seconds: float) -> Conclusion | None:
         """The conclusion; None if there is none within this time."""
         conclusion = self.read(seconds)
         if conclusion is None and self._come() == len(self.processes):
             # All have come, but the last one has not decided.
-            self.conclude(JUDGED, judge(self.said()))
+            self.conclude(JUDGED, judge(self.messages()))
             return self.read(seconds)
         return conclusion
 
@@ -89,10 +89,10 @@ class Series:
             return False
         return True
 
-    def said(self) -> dict[int, str]:
+    def messages(self) -> dict[int, str]:
         """The messages so far, by process."""
-        said = _client().key_value_dir_get(f"{self._here()}/said/")
-        return {int(key.rsplit("/", 1)[1]): value for key, value in said}
+        found = _client().key_value_dir_get(f"{self._here()}/said/")
+        return {int(key.rsplit("/", 1)[1]): value for key, value in found}
 
     def go_on(self, *, judged: bool = True) -> None:
         """Moves on to the next meeting. `judged` is whether all processes attended this one."""

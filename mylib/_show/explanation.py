@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError
+from .._errors import Fault, PlacementError, in_words
 from .._placement import (
     AnyMesh,
     Placement,
@@ -86,10 +86,15 @@ def explain(
 
 
 def _reason(entry: Any, leaf: Leaf) -> str:
-    if is_rule(entry):
-        # As one line of the table.
-        return " ".join(str(as_rule(entry).why(leaf)).split())
-    return "" if entry is None else "given as such"
+    if not is_rule(entry):
+        return "" if entry is None else "given as such"
+    try:
+        why = str(as_rule(entry).why(leaf))
+    except Exception as error:
+        # A user's rule may raise anything here, and has chosen a placement all the same.
+        why = f"why() raises {in_words(error)}"
+    # As one line of the table.
+    return " ".join(why.split())
 
 
 @dataclass(frozen=True, repr=False)

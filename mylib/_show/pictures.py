@@ -1,19 +1,20 @@
 """Pictures of meshes, of arrays and of sizes, as SVG."""
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, Sharding
 
 from .._placement import AnyMesh
-from .drawing import panel_title, shortened
+from .grids import LEFT_OUT, PANELS, ROWS, Grid, grids_of, more, shortened
 from .html import Html, joined, tag
-from .parts import Cut, Part, Shape, cut_of, devices_of, show_part, show_span
+from .parts import Part, Shape, cut_of, devices_of, show_part
 from .text import number_of, show_bytes, show_device, show_devices, show_numbers
 
-# Of a grid, how many rows, columns and panels are drawn; and devices of a mesh of one axis a line.
-_ROWS, _COLUMNS, _PANELS, _LINE = 16, 16, 8, 8
+# How many columns of a mesh are drawn; and of a mesh of one axis, how many devices a line.
+_COLUMNS, _LINE = 16, 8
 # How many colours can be told from each other by their hue.
 _HUES = 12
 _WIDTH, _HEIGHT, _LETTER = 30, 26, 6.5
@@ -27,16 +28,7 @@ class Cell(NamedTuple):
     fill: str
 
 
-class Grid(NamedTuple):
-    """A grid with the names of its rows and columns. Cells that are left out are None."""
-
-    title: str
-    rows: Sequence[str]
-    columns: Sequence[str]
-    cells: Sequence[Sequence[Cell | None]]
-
-
-def draw_grid(grid: Grid) -> Html:
+def draw_grid(grid: Grid[Cell]) -> Html:
     """A grid as SVG."""
     texts = [cell.text for line in grid.cells for cell in line if cell is not None]
     width = max(_WIDTH, *(_LETTER * len(text) + 6 for text in [*grid.columns, *texts]))
@@ -65,7 +57,7 @@ def draw_grid(grid: Grid) -> Html:
 
 def _draw_cell(cell: Cell | None, x: float, y: float, width: float) -> Html:
     if cell is None:
-        return _text("…", x + width / 2, y + _HEIGHT / 2 + 4, "label", "middle")
+        return _text(LEFT_OUT, x + width / 2, y + _HEIGHT / 2 + 4, "label", "middle")
     box = tag(
         "rect", tag("title", cell.hover), x=f"{x:g}", y=f"{y:g}", width=f"{width:g}",
         height=_HEIGHT, fill=cell.fill,
@@ -105,34 +97,36 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
 
     names = place.mesh.axis_names if isinstance(place, NamedSharding) else ()
     if isinstance(place, NamedSharding) and len(names) > 1:
-        return _drawn(_mesh_grids(place.mesh, cell))
+        panels = math.prod(place.mesh.axis_sizes[:-2])
+        return _drawn(_mesh_grids(place.mesh, cell), panels)
     title = "".join(f"{name} →" for name in names)
     devices = list(cut.parts)
     lines = [devices[i : i + _LINE] for i in range(0, len(devices), _LINE)]
-    shown = [None if line is ... else line for line in shortened(lines, _ROWS)]
+    shown = [None if line is ... else line for line in shortened(lines, ROWS)]
     cells = [[cell(device) for device in line] if line else [None] for line in shown]
     return [draw_grid(Grid(title, [""] * len(cells), [""] * len(cells[0]), cells))]
 
 
-def _drawn(grids: Iterator[Grid]) -> list[Html]:
-    """The first grids as SVG, and how many there are besides."""
-    drawn = [draw_grid(grid) for grid in itertools.islice(grids, _PANELS)]
-    left = sum(1 for _ in grids)
-    return [*drawn, tag("p", f"and {left} more like these", class_="faint")] if left else drawn
+def _drawn(grids: Sequence[Grid[Cell]], count: int) -> list[Html]:
+    """The first grids as SVG, and how many of them are not drawn."""
+    return [*map(draw_grid, grids), *(tag("p", line, class_="faint") for line in more(count))]
 
 
-def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> Iterator[Grid]:
+def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> list[Grid[Cell]]:
+    """The first grids of a mesh of several axes, the last two of which are rows and columns."""
     *outer, (down, height), (across, width) = mesh.shape.items()
     panels = list(itertools.product(*(range(size) for _, size in outer)))
     at = dict(
         zip(itertools.product(panels, range(height), range(width)), devices_of(mesh), strict=True)
     )
-    rows, columns = shortened([*range(height)], _ROWS), shortened([*range(width)], _COLUMNS)
-    for panel in panels:
+    rows, columns = shortened(range(height), ROWS), shortened(range(width), _COLUMNS)
+    grids = list[Grid[Cell]]()
+    for panel in panels[:PANELS]:
         cells = [[None if ... in (i, j) else cell(at[panel, i, j]) for j in columns] for i in rows]
         names = [f"{name}={i}" for (name, _), i in zip(outer, panel, strict=True)]
         title = ", ".join([*names, f"{down} ↓ {across} →"])
-        yield Grid(title, [""] * len(rows), [""] * len(columns), cells)
+        grids.append(Grid(title, [""] * len(rows), [""] * len(columns), cells))
+    return grids
 
 
 def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
@@ -144,23 +138,5 @@ def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
         hover = f"array{show_part(part, shape)}\n{show_bytes(nbytes)} on {show_devices(holders)}"
         return Cell(show_numbers(holders), hover, fill_of(cut.number(part), len(cut.holders)))
 
-    return _drawn(_array_grid(cut, panel, shape, cell) for panel in cut.all_panels())
-
-
-def _array_grid(cut: Cut, panel: Part, shape: Shape, cell: Callable[[Part], Cell]) -> Grid:
-    rows = shortened(cut.along(cut.down), _ROWS)
-    columns = shortened(cut.along(cut.across), _LINE)
-    cells = [
-        [None if ... in (row, column) else cell(cut.cell(panel, row, column)) for column in columns]
-        for row in rows
-    ]
-    heads = [_name(column, cut.across, shape) for column in columns]
-    return Grid(
-        panel_title(cut, panel), [_name(row, cut.down, shape) for row in rows], heads, cells
-    )
-
-
-def _name(span: Any, dim: int | None, shape: Shape) -> str:
-    if span is ...:
-        return "…"
-    return "" if dim is None else show_span(span, shape[dim])
+    grids = [grid.map(cell) for grid in grids_of(cut, shape)]
+    return _drawn(grids, len(cut.all_panels()))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from .._sizes import scaled
+
 # Escape codes of terminals.
 BOLD, DIM, RED, GREEN, YELLOW, BLUE = "1", "2", "31", "32", "33", "34"
 # Light backgrounds under black text, as any theme of a terminal shows them.
@@ -15,12 +17,8 @@ _RUNS = 8
 
 
 def show_bytes(count: int) -> str:
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+    size, unit = scaled(count)
+    return f"{size:.4g} {unit}"
 
 
 def count(number: int, what: str) -> str:

@@ -97,8 +97,8 @@ class Channel:
 
     def missing(self) -> str:
         """Names the processes that have not come yet."""
-        said = self._series.said()
-        return named([i for i in self._processes if i not in said] or self._processes)
+        come = self._series.messages()
+        return named([i for i in self._processes if i not in come] or self._processes)
 
     def _open(self) -> None:
         with _opening:

@@ -41,8 +41,8 @@ def settle(
     brief = in_brief(share.faults, facts)
     kind = share.kind()
     news = bool(share.request.check) or kind not in compared
-    said = {**brief, "rows": share.rows, "news": news, "ended": ended}
-    judgement = _judged(said, share.request.tail, meet)
+    mine = {**brief, "rows": share.rows, "news": news, "ended": ended}
+    judgement = _judged(mine, share.request.tail, meet)
     if judgement is None:
         return None
     if judgement["difference"] is not None:
@@ -88,9 +88,9 @@ def _fitting(share: Share, least: int, rows: int | None) -> Share:
     return share.with_rows(share.rounded(rows))
 
 
-def _judged(said: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:
+def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:
     """What to do next, None to end. Raises the same error in all processes."""
-    judgement = json.loads(meet(json.dumps(said), _judge_for(tail)))
+    judgement = json.loads(meet(json.dumps(mine), _judge_for(tail)))
     if "failed" in judgement:
         raise RuntimeError(_no_batch(judgement["failed"]))
     if "ended" in judgement:
@@ -111,24 +111,24 @@ def _judge_for(tail: Tail) -> Judge:
     return functools.partial(_judge, tail)
 
 
-def _judge(tail: Tail, said: dict[int, str]) -> str:
-    all_said = {i: json.loads(text) for i, text in sorted(said.items())}
-    failed = {i: s["failed"] for i, s in all_said.items() if "failed" in s}
+def _judge(tail: Tail, messages: dict[int, str]) -> str:
+    sent = {i: json.loads(text) for i, text in sorted(messages.items())}
+    failed = {i: s["failed"] for i, s in sent.items() if "failed" in s}
     if failed:
         return json.dumps({"failed": failed})
-    ended = [i for i, s in all_said.items() if s["ended"]]
-    going = [i for i, s in all_said.items() if not s["ended"]]
+    ended = [i for i, s in sent.items() if s["ended"]]
+    going = [i for i, s in sent.items() if not s["ended"]]
     if not going or (ended and tail == "drop"):
         return json.dumps({})
     # Only a process that has had a batch can pad.
-    if ended and (tail == "error" or not all("rows" in s for s in all_said.values())):
+    if ended and (tail == "error" or not all("rows" in s for s in sent.values())):
         return json.dumps({"ended": ended, "going": going})
-    rows = [s["rows"] for s in all_said.values() if s["rows"] is not None]
+    rows = [s["rows"] for s in sent.values() if s["rows"] is not None]
     return json.dumps(
         {
-            "difference": difference_of(all_said),
+            "difference": difference_of(sent),
             "rows": (min if tail == "drop" else max)(rows, default=None),
             # A finished process repeats its last values for leaves without rows.
-            "news": bool(ended) or any(s["news"] for s in all_said.values()),
+            "news": bool(ended) or any(s["news"] for s in sent.values()),
         }
     )

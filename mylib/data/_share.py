@@ -57,14 +57,14 @@ class Share:
             shape = list(map(str, x.shape))
             if rows_vary and i in self.row_leaves:
                 shape[0] = "rows"
-            said = f"{canonical_dtype(x)}[{', '.join(shape)}] as {described(target)}"
-            facts.setdefault(owners(sharding_of(target)), {})[self.name(i)] = said
+            what = f"{canonical_dtype(x)}[{', '.join(shape)}] as {described(target)}"
+            facts.setdefault(owners(sharding_of(target)), {})[self.name(i)] = what
         everybody = facts.setdefault(self.request.processes, {})
         everybody |= {"the loop": self.request.loop, "the option tail=": self.request.tail}
         if rows_vary:
             everybody["the divisor of the number of rows"] = str(self.multiple)
             facts.setdefault(self.sharers, {})["the number of rows"] = str(self.rows)
-        return {group: said for group, said in facts.items() if len(group) > 1}
+        return {group: values for group, values in facts.items() if len(group) > 1}
 
     def kind(self) -> str:
         """Equal for batches of the same kind, whatever their shapes."""
@@ -79,8 +79,8 @@ class Share:
             sharding = sharding_of(self.target(i))
             x = _numbers_of(self.leaves.arrays[i])
             for sharers, indices in shared_indices(sharding, self.global_shape(i), me).items():
-                said = checksum([x[self.within(i, j)] for j in indices], canonical_dtype(x))
-                facts.setdefault(sharers, {})[self.name(i)] = f"checksum {said}"
+                number = checksum([x[self.within(i, j)] for j in indices], canonical_dtype(x))
+                facts.setdefault(sharers, {})[self.name(i)] = f"checksum {number}"
         return facts
 
     def global_shape(self, i: int) -> tuple[int, ...]:

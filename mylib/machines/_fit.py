@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._sizes import scaled
 from ._sheets import GiB
 
 _SHOWN = 5
@@ -99,8 +100,5 @@ _UNITS = {"K": 2**10, "M": 2**20, "G": GiB, "T": 2**40}
 
 
 def in_bytes(count: float) -> str:
-    units = iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while count >= 1024 and unit != "GiB":
-        count, unit = count / 1024, next(units)
-    return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+    size, unit = scaled(count)
+    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"

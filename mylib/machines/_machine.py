@@ -205,17 +205,17 @@ def tpu(version: str | Chip, shape: Sequence[int]) -> Machine:
     """
     chip = _sheet(version, "tpu")
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
-    said = "x".join(map(str, shape))
+    text = "x".join(map(str, shape))
     largest = chip.largest or shape
     if len(shape) != len(largest) or min(shape, default=0) < 1:
         example = "x".join(["4"] * len(largest))
         raise ValueError(
-            f"a slice of {chip.name} has {len(largest)} directions, such as {example}, not {said}"
+            f"a slice of {chip.name} has {len(largest)} directions, such as {example}, not {text}"
         )
     # For a larger slice the compiler would end the process.
     if any(x > y for x, y in zip(sorted(shape), sorted(largest), strict=True)):
         raise ValueError(
-            f"{said} is larger than the largest slice of {chip.name}, {'x'.join(map(str, largest))}"
+            f"{text} is larger than the largest slice of {chip.name}, {'x'.join(map(str, largest))}"
         )
     return Machine(chip, max(1, math.prod(shape) // chip.host), shape)
 

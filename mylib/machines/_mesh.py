@@ -51,15 +51,15 @@ def make_mesh(
 def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
     if not axes:
         raise ValueError("a mesh needs an axis, such as data=-1")
-    said = ", ".join(f"{name}={size}" for name, size in axes.items())
+    text = ", ".join(f"{name}={size}" for name, size in axes.items())
     free = [name for name, size in axes.items() if size == -1]
     wrong = [name for name, size in axes.items() if size < 1 and size != -1]
     if wrong or len(free) > 1:
-        raise ValueError(f"a mesh of {said}: sizes are positive, and one of them may be -1")
+        raise ValueError(f"a mesh of {text}: sizes are positive, and one of them may be -1")
     known = math.prod(size for size in axes.values() if size != -1)
     if count % known if free else count != known:
         raise ValueError(
-            f"a mesh of {said} needs {'a multiple of ' if free else ''}{known} devices, and there "
+            f"a mesh of {text} needs {'a multiple of ' if free else ''}{known} devices, and there "
             f"are {count}. Change a size, or let one be -1"
         )
     return tuple(count // known if size == -1 else size for size in axes.values())
@@ -68,8 +68,9 @@ def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
 def _ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, list(devices))
-    except (NotImplementedError, ValueError, AssertionError):
-        # JAX has no order for this shape on this topology: a TPU's axes can't be split arbitrarily.
+    except (NotImplementedError, AssertionError):
+        # JAX has no order for this shape on a TPU's topology, whose axes it doesn't split, and
+        # asserts that there is one device per chip and that devices fill a box without holes.
         # In the compiler's own order neighbours are next to each other, too.
         flat = np.empty(len(devices), object)
         flat[:] = devices

@@ -179,7 +179,7 @@ class ByAxes(Rule):
         if names is None:
             return "no names" if leaf.ndim else "a leaf of rank 0"
         shown = " ".join("_" if name is None else name for name in names)
-        refused = [told for _, told in self._assign(names) if told]
+        refused = [reason for _, reason in self._assign(names) if reason]
         return "; ".join([f"names {shown!r}", *refused])
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:

@@ -86,8 +86,8 @@ class ByPath(Rule):
         if not matching:
             return "no pattern matches" + ("" if leaf.ndim else "; a leaf of rank 0")
         pattern, value = matching[0]
-        told = f"pattern {pattern.text!r}"
-        return f"{told}: {value.why(leaf)}" if isinstance(value, Rule) else told
+        match = f"pattern {pattern.text!r}"
+        return f"{match}: {value.why(leaf)}" if isinstance(value, Rule) else match
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         value = self._value(leaf)

@@ -96,9 +96,9 @@ class Plain(Rule):
 
     def why(self, leaf: Leaf) -> str:
         rules, _ = self._chain(leaf)
-        tell = getattr(rules[-1], "why", None)
-        if tell is not None:
-            return tell(leaf)
+        why = getattr(rules[-1], "why", None)
+        if why is not None:
+            return why(leaf)
         return getattr(rules[-1], "__qualname__", None) or repr(rules[-1])
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:

@@ -158,8 +158,8 @@ class Fsdp(Rule):
 
     def _layers(self, leaf: Leaf) -> int:
         """The number of dimensions of stacked layers."""
-        told = any(issubclass(owner, self.stacked) for owner, _ in leaf.owners)
-        return max(dimensions_in_front(leaf), int(told))
+        is_stacked = any(issubclass(owner, self.stacked) for owner, _ in leaf.owners)
+        return max(dimensions_in_front(leaf), int(is_stacked))
 
     def _is_small(self, leaf: Leaf) -> bool:
         # Symbolic sizes, as in `jax.export`, are unknown.
@@ -247,11 +247,11 @@ class WhereEven(Rule):
         return _without(filled, added.intersection(_uneven(filled, leaf, leaf.mesh)))
 
     def why(self, leaf: Leaf) -> str:
-        told = self.rule.why(leaf)
+        reason = self.rule.why(leaf)
         spec, mesh = _spec_of(self.rule(leaf), leaf)
         if spec is None:
-            return told
-        return told + "".join(
+            return reason
+        return reason + "".join(
             f"; whole, as {number_of_parts(entries_of(spec)[dim], mesh)} does not divide "
             f"{leaf.shape[dim]}"
             for dim in _uneven(spec, leaf, mesh)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import slurm as slurm_here
+from needs import skip_unless_required
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -21,12 +22,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _need(config: pytest.Config, what: str, missing: list[str], packages: str) -> None:
-    if not missing:
-        return
-    reason = f"{what} needs {', '.join(missing)}: apt-get install {packages}"
-    if config.getoption("--require-clusters"):
-        pytest.fail(f"--require-clusters: {reason}")
-    pytest.skip(reason)
+    if missing:
+        reason = f"{what} needs {', '.join(missing)}: apt-get install {packages}"
+        skip_unless_required(config, "--require-clusters", reason)
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from needs import skip_unless_required
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "clusters"
 
@@ -16,9 +17,7 @@ def validator(request: pytest.FixtureRequest):
         import kubernetes_validate
     except ImportError:
         reason = "the schema is not installed: python -m pip install kubernetes-validate"
-        if request.config.getoption("--require-clusters"):
-            pytest.fail(f"--require-clusters: {reason}")
-        pytest.skip(reason)
+        skip_unless_required(request.config, "--require-clusters", reason)
     return kubernetes_validate
 
 

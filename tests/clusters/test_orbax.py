@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from needs import skip_unless_required
 from programs import said
 from slurm import Slurm
 
@@ -15,9 +16,7 @@ PROGRAMS = str(Path(__file__).parent / "programs.py")
 def orbax(request: pytest.FixtureRequest) -> None:
     if importlib.util.find_spec("orbax") is None:
         reason = "Orbax is not installed: python -m pip install orbax-checkpoint"
-        if request.config.getoption("--require-clusters"):
-            pytest.fail(f"--require-clusters: {reason}")
-        pytest.skip(reason)
+        skip_unless_required(request.config, "--require-clusters", reason)
 
 
 @pytest.mark.usefixtures("orbax")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import slurm
+from needs import skip_unless_required
 
 # Ray's own calls of what Ray has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
@@ -19,9 +20,7 @@ def ray(request: pytest.FixtureRequest):
         import ray
     except ImportError:
         reason = "Ray is not installed: python -m pip install 'ray[train]'"
-        if request.config.getoption("--require-clusters"):
-            pytest.fail(f"--require-clusters: {reason}")
-        pytest.skip(reason)
+        skip_unless_required(request.config, "--require-clusters", reason)
     # Ray starts processes from another folder, and these find mylib and the programs.
     root = str(Path(HERE).parents[1])
     path = os.pathsep.join([HERE, root, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -75,6 +75,14 @@ def test_the_memory_of_the_table_is_the_compilers(machine):
 
 
 @pytest.mark.compiles_for("v5e 4x4")
+def test_a_mesh_of_devices_for_which_jax_has_no_order(machine):
+    """They keep their own: three at a corner, and sixteen whose axes would have to be split."""
+    corner = [machine.devices[i] for i in (0, 1, 4)]
+    assert list(mylib.make_mesh(data=3, devices=corner).devices.flat) == corner
+    assert list(machine.mesh(data=2, model=8).devices.flat) == list(machine.devices)
+
+
+@pytest.mark.compiles_for("v5e 4x4")
 def test_a_slice_that_the_compiler_refuses(machine):
     with pytest.raises(ValueError, match="libtpu.*can't compile for 'v5e:3x3'"):
         _ = machines.tpu("v5e", (3, 3)).devices

@@ -1,8 +1,6 @@
 """`opaque`, `vary`, and the holes in JAX's types that `filter_shard_map` closes."""
 
 import os
-import subprocess
-import sys
 import textwrap
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,6 +15,7 @@ from jax import lax
 from jax.experimental import io_callback, pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec as P
+from scripts import run_python
 
 import mylib
 
@@ -436,8 +435,7 @@ class TestHoles:
             ),
             "XLA_FLAGS": " ".join([checkout_env["XLA_FLAGS"], *flags]),
         }
-        command = [sys.executable, "-c", textwrap.dedent(program)]
-        ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
+        ended = run_python("-c", textwrap.dedent(program), env=env)
         assert ended.returncode != 0
         assert "begins" in ended.stdout and "ends" not in ended.stdout
         assert "rendezvous" in ended.stderr

@@ -137,7 +137,7 @@ def test_faults_that_differ_in_addresses():
         for me in EVERYBODY
     }
     difference = differences.difference_of(brief)
-    assert difference is not None and difference.finders == ["0:200:1"]
+    assert difference is not None and difference.same_faults == ["0:200:1"]
 
 
 def test_copies_of_which_not_all_are_examined():

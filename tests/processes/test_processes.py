@@ -268,8 +268,11 @@ def test_a_request_that_one_process_can_not_serve_is_told_to_all(mesh, processes
 def test_a_request_that_one_process_alone_makes(mesh, monkeypatch):
     monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
     if jax.process_index() == 1:
-        with pytest.raises(mylib.PlacementError, match="did you mean 'model'"):
+        with pytest.raises(mylib.PlacementError, match="did you mean 'model'") as caught:
             mylib.filter_shard(np.ones(8), P("modle"), mesh=mesh)
+        (note,) = caught.value.__notes__
+        assert note.startswith("(raised in this process alone: process")
+        assert "did not come within 1 s" in note
     barrier()
     monkeypatch.delenv("MYLIB_EXCHANGE_TIMEOUT")
     # The meeting to which nobody came is forgotten.

@@ -32,14 +32,19 @@ def find() -> str | None:
     return None
 
 
-def run(path: str, *options: str) -> str:
+def start(path: str, *options: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    """Chromium, run to its end, with a profile of its own."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         # As root, as which a container often runs; and without the shared memory that it lacks.
         always = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
         command = [path, *always, "--no-first-run", f"--user-data-dir={profile}", *options]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+
+
+def run(path: str, *options: str) -> str:
+    done = start(path, *options, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def document(html: str, theme: str) -> str:

@@ -5,6 +5,7 @@ import json
 import chromium
 import notebook_pages as pages
 import pytest
+from needs import skip_unless_required
 
 pytestmark = pytest.mark.browser
 
@@ -14,9 +15,7 @@ def browser(request):
     path = chromium.find()
     if path is None:
         reason = "Chromium is missing: apt-get install chromium"
-        if request.config.getoption("--require-browser"):
-            pytest.fail(f"--require-browser: {reason}")
-        pytest.skip(reason)
+        skip_unless_required(request.config, "--require-browser", reason)
     return path
 
 

@@ -237,6 +237,21 @@ class TestTable:
         (row,) = mylib.explain(array(8), Wordy(), ABSTRACT).rows
         assert row.why == "this and that"
 
+    def test_a_reason_that_raises_costs_no_row(self):
+        class Careless:
+            def __call__(self, leaf):
+                return P("data")
+
+            def why(self, leaf):
+                return {"a": "the first"}[leaf.parts[0]]
+
+        shown = mylib.explain({"a": array(8), "b": array(8)}, Careless() | replicated(), ABSTRACT)
+        assert [(row.spec, row.why) for row in shown.rows] == [
+            ("P('data')", "the first"),
+            ("P('data')", "why() raises KeyError: 'b'"),
+        ]
+        assert not shown.faults
+
     def test_alternating_layers_are_told_apart(self):
         tree = {"layers": [array(8), array(4), array(8), array(4)]}
         lines = str(mylib.explain(tree, P(), ABSTRACT)).splitlines()[1:3]
