@@ -123,7 +123,13 @@ def pipeline(
 
 
 class Pipeline:
-    """The loss of a pipeline and its gradients, as a function of the stages and a batch."""
+    """The loss of a pipeline and its gradients, as a function of the stages and a batch. Made by
+    [`mylib.mpmd.pipeline`][], which says how it is called.
+
+    **Attributes:**
+
+    - `schedule`: who does what when, a [`mylib.mpmd.Schedule`][].
+    """
 
     def __init__(
         self,
