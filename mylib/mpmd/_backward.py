@@ -213,7 +213,7 @@ class _Graph:
 # These communicate, so only parameters are moved again.
 _PLACES = frozenset({names.CONSTRAINT, names.RESHARD, constrain_auto_p.name})
 # A barrier is not among them: made again it would hold all its operands.
-_MOVES = (names.ONLY_MOVED | _PLACES | {names.CONVERT}) - {names.BARRIER}
+_MOVES = (names.ONLY_MOVED | _PLACES | {names.CHECKPOINT_NAME, names.CONVERT}) - {names.BARRIER}
 
 
 def _is_worth_repeating(eqn: Any, held: Sequence[Var]) -> bool:

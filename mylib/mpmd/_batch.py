@@ -41,7 +41,7 @@ def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
             sharding = x.sharding
             if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
                 reason = f"it is on {show(sharding, None)}"
-                mend = f"write mylib.filter_device_put({name}, P(...), mesh=that mesh)"
+                mend = f"move it there: mylib.filter_device_put({name}, P(...), mesh=...)"
                 faults.append(leaves.at(i, because(reason, mend, request)))
         structs.append(Struct(x.shape, canonical_dtype(x), sharding=sharding))
     return Batch(leaves, Form(outline_of(leaves), tuple(structs)), fixed_of(leaves))

@@ -16,7 +16,7 @@ from .._transfer import filter_shard
 from .._tree import Arrays, outlined
 from ._actions import Pass
 from ._backward import Atom, Piece, Var, flattened, pieces
-from ._stage import Stage, Struct, chosen, merged
+from ._stage import Stage, Struct, chosen, merged, received
 
 
 class Arguments(NamedTuple):
@@ -100,11 +100,10 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
 
 
 def _arguments(stage: Stage) -> Arguments:
-    received = stage.batch.structs if stage.batch else stage.before.received if stage.before else ()
     after = stage.after
     return Arguments(
         list(stage.module.structs),
-        list(received),
+        received(stage),
         list(stage.targets.structs) if stage.targets else [],
         stage.microbatch,
         chosen(after.sent, after.floating) if after else [],
@@ -114,7 +113,7 @@ def _arguments(stage: Stage) -> Arguments:
 def _both_passes(
     stage: Stage,
     module: Arrays,
-    received: Arrays,
+    arrived: Arrays,
     targets: Arrays,
     microbatch: Arrays,
     cotangents: Arrays,
@@ -124,7 +123,7 @@ def _both_passes(
     """
     trained, has_cotangent = stage.floating, _have_cotangents(stage)
     fixed = chosen(module, [not x for x in trained])
-    others = chosen(received, [not x for x in has_cotangent])
+    others = chosen(arrived, [not x for x in has_cotangent])
 
     def forward(params: Arrays, floating: Arrays) -> tuple[Arrays, Arrays]:
         tree = stage.module.outline.fill(merged(trained, params, fixed))
@@ -137,7 +136,7 @@ def _both_passes(
         return chosen(sent, flags), chosen(sent, [not x for x in flags])
 
     made, pull, rest = jax.vjp(
-        forward, chosen(module, trained), chosen(received, has_cotangent), has_aux=True
+        forward, chosen(module, trained), chosen(arrived, has_cotangent), has_aux=True
     )
     grads, back = pull(cotangents if stage.after else [jnp.ones_like(made[0])])
     sent = made if stage.after is None else merged(stage.after.floating, made, rest)
@@ -148,7 +147,7 @@ def _have_cotangents(stage: Stage) -> Sequence[bool]:
     """Which of the received arrays have a cotangent; nobody waits for that of a batch."""
     if stage.before is not None:
         return stage.before.floating
-    return [False] * len(stage.batch.structs if stage.batch else ())
+    return [False] * len(received(stage))
 
 
 def _parts(

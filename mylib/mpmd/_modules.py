@@ -109,7 +109,7 @@ def _mesh_of(s: int, leaves: Leaves, faults: list[Fault]) -> Mesh | None:
         where = getattr(x, "sharding", None) if kind is not Kind.HOST else None
         mesh = where.mesh if isinstance(where, NamedSharding) else None
         if not isinstance(mesh, Mesh):
-            there = "a NumPy array" if where is None else f"on {show(where, None)}"
+            there = "a NumPy array" if kind is Kind.HOST else f"on {where and show(where, None)}"
             mend = f"move it first: mylib.filter_device_put(stages[{s}], placement, mesh=...)"
             faults.append(leaves.at(i, because(f"it is {there}, and on no mesh", mend, request)))
         elif first is None:

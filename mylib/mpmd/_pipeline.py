@@ -59,7 +59,8 @@ def pipeline(
     are computed. The loss is on the last stage's mesh. The gradients are a list with a tree for
     each stage, as `equinox.filter_grad` returns it: None in place of anything that isn't a
     floating-point array. Each gradient has the sharding and the dtype of its parameter, and
-    microbatches are added up in this dtype.
+    microbatches are added up in this dtype. In several processes, losses and gradients of stages
+    on other processes' devices are arrays without local shards.
 
     The first dimension of all arrays of `x` and `y` are the rows of the batch. Microbatch `i` of
     `n` has the rows `i`, `i + n`, `i + 2 * n`, ..., so that a batch that is split over devices is
@@ -69,12 +70,17 @@ def pipeline(
     Between stages, arrays with as many rows as a microbatch are split over the mesh axes over which
     the rows of `x` are split, if the mesh has axes of these names and their sizes divide the rows.
     All others are copied to all devices of the mesh. Integers have no cotangent, and none is sent
-    back.
+    back. Anything else than arrays is static, in batches, too: other values compile other programs.
 
     The backward pass of a schedule that splits it (`zero_bubble`) computes what the input's
     cotangent needs, and hands the rest to the weight pass; nothing is computed twice. A loop
     (`jax.lax.scan`), a condition, or a `shard_map` is not cut: it stays in the backward pass as a
     whole. A stage that is one `scan` over its layers gains nothing from such a schedule.
+
+    The function's method `compile(x, y)` returns the compiled programs by pass and stage, for
+    [`mylib.audit`][]. For it, the arrays of stages and batches may be `jax.ShapeDtypeStruct`s with
+    shardings, also over machines that are not here. A failing `equinox.error_if` in a stage ends as
+    in `jax.jit`, not with the readable error of [`mylib.filter_jit`][].
 
     **Raises:**
 
@@ -117,7 +123,13 @@ def pipeline(
 
 
 class Pipeline:
-    """The loss of a pipeline and its gradients, as a function of the stages and a batch."""
+    """The loss of a pipeline and its gradients, as a function of the stages and a batch. Made by
+    [`mylib.mpmd.pipeline`][], which says how it is called.
+
+    **Attributes:**
+
+    - `schedule`: who does what when, a [`mylib.mpmd.Schedule`][].
+    """
 
     def __init__(
         self,

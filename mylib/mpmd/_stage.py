@@ -146,6 +146,7 @@ def shape_of_loss(stage: Stage) -> Any:
 
 
 def received(stage: Stage) -> list[Struct]:
+    """The types of what a stage gets: the whole batch, or a microbatch from the stage before."""
     if stage.batch is not None:
         return list(stage.batch.structs)
     assert stage.before is not None
