@@ -1,11 +1,14 @@
 """Runs a pipeline: one loop over the actions of its schedule."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._links import give_names, handle, next_name
+from .._processes import described
 from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Var
@@ -142,7 +145,8 @@ class Run:
             return None
         given = _handles(here) if arrays is None else arrays
         if jax.process_count() > 1:
-            give_names(given, next_name(f"what stage {source} of a pipeline sends to {target}"))
+            one, other = self.plan.stages[source], self.plan.stages[target]
+            give_names(given, next_name(_link(source, one.mesh, target, other.mesh)))
         arrived = transfer(given, [x.sharding for x in there])
         return arrived if target in self.states else None
 
@@ -165,6 +169,15 @@ class Run:
             arrived = self._transfer(s, t, [grads[s][i]], [first], [struct])
             if arrived is not None:
                 grads[t][j] = arrived[0]
+
+
+@functools.cache
+def _link(source: int, here: Mesh, target: int, there: Mesh) -> str:
+    """Names the transfers between two stages. Processes count those of a name, so it must tell
+    apart pipelines whose transfers other processes take part in.
+    """
+    one, other = (described(NamedSharding(mesh, P())) for mesh in (here, there))
+    return f"what stage {source} of a pipeline, {one}, sends to stage {target}, {other}"
 
 
 def _handles(structs: Sequence[Any]) -> Arrays:

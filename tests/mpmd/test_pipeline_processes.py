@@ -1,197 +1,122 @@
-"""Pipelines whose stages are on different processes, against the same model on one device."""
-
-import functools
-import os
-import threading
-from typing import Any
+"""The pipelines of `test_pipeline.py`, whose meshes belong to several processes."""
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
-from models import Block
+from mpmd.test_pipeline import (
+    MICROBATCHES,
+    cross_entropy,
+    dense,
+    meshes_of,
+    numbers,
+    on,
+    placed,
+    square,
+    tokens,
+    transformer,
+    whole,
+)
 
 import mylib
 from mylib import mpmd
-from mylib.testing import all_equal
 
-WIDTH, ROWS, LENGTH, MICROBATCHES = 16, 16, 4, 4
-FSDP = mylib.rules.fsdp("data", min_size=1)
-
-
-class Blocks(eqx.Module):
-    """A stage of a transformer."""
-
-    blocks: list[Block]
-
-    def __init__(self, key):
-        self.blocks = [Block(WIDTH, 2 * WIDTH, 2, key=key)]
-
-    def __call__(self, x):
-        for block in self.blocks:
-            x = jax.vmap(block)(x)
-        return x
+TWO = pytest.mark.multihost(processes=2, devices_per_process=4)
+FOUR = pytest.mark.multihost(processes=4, devices_per_process=2)
 
 
-class Dense(eqx.Module):
-    weight: jax.Array
-
-    def __init__(self, key):
-        self.weight = jax.random.normal(key, (WIDTH, WIDTH)) / 4
-
-    def __call__(self, x):
-        return x + jnp.tanh(x @ self.weight)
-
-
-def _square(prediction, y):
-    return jnp.mean((prediction - y) ** 2)
-
-
-def _run(kind, schedule: mpmd.Schedule, steps: int = 1, **options: Any) -> None:
-    """The same lines in every process, and in one."""
-    count = schedule.meshes
-    meshes = mpmd.split(mylib.make_mesh(stage=count, data=-1), "stage")
-    whole = [kind(key) for key in jax.random.split(jax.random.key(0), schedule.stages)]
-    stages = [
-        mylib.filter_device_put(stage, FSDP, mesh=meshes[s % count])
-        for s, stage in enumerate(whole)
-    ]
-    assert sum(mpmd.is_remote(jax.tree.leaves(s)[0]) for s in stages) == sum(
-        jax.process_index() not in {d.process_index for d in meshes[i % count].devices.flat}
-        for i in range(schedule.stages)
-    )
-    shape = (2, ROWS, LENGTH, WIDTH)
-    x, y = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    here = mylib.filter_device_put(x, P("data"), mesh=meshes[0])
-    there = mylib.filter_device_put(y, P("data"), mesh=meshes[(schedule.stages - 1) % count])
-    pipe = mpmd.pipeline(stages, _square, schedule=schedule, **options)
-    optimiser = optax.adam(1e-3)
-
-    def update(stage, grads, state):
-        updates, state = optimiser.update(grads, state)
-        return eqx.apply_updates(stage, updates), state
-
-    def init(stage):
-        return optimiser.init(eqx.filter(stage, eqx.is_inexact_array))
-
-    updates = [mpmd.jit(update, mesh=mesh, out_shardings=FSDP) for mesh in meshes]
-    inits = [mpmd.jit(init, mesh=mesh, out_shardings=FSDP) for mesh in meshes]
-    states = [inits[s % count](stage) for s, stage in enumerate(stages)]
-    expected = _unsplit(whole, x, y, steps, optimiser)
-    for loss, reference in expected:
-        value, grads = pipe(stages, here, there)
-        assert float(mpmd.fetch(value)) == pytest.approx(float(loss), rel=1e-6)
-        for stage, own, wanted in zip(stages, grads, reference, strict=True):
-            params = jax.tree.leaves(eqx.filter(stage, eqx.is_inexact_array))
-            for param, a in zip(params, jax.tree.leaves(own), strict=True):
-                assert a.sharding == param.sharding
-            _close(mpmd.fetch(own), wanted)
-        pairs = [
-            updates[s % count](stage, own, state)
-            for s, (stage, own, state) in enumerate(zip(stages, grads, states, strict=True))
-        ]
-        stages, states = [list(part) for part in zip(*pairs, strict=True)]
-    all_equal([float(loss) for loss, _ in expected])
+def check(result, reference, stages):
+    """What this process has of the gradients, and the loss, that is fetched."""
+    (value, grads), (expected, expected_grads) = result, reference
+    np.testing.assert_allclose(mpmd.fetch(value), expected, rtol=1e-6)
+    params = eqx.filter(stages, eqx.is_inexact_array)
+    assert jax.tree.structure(grads) == jax.tree.structure(expected_grads)
+    leaves = map(jax.tree.leaves, (grads, expected_grads, params))
+    for grad, wanted, param in zip(*leaves, strict=True):
+        assert grad.sharding == param.sharding
+        assert mpmd.is_remote(grad) == mpmd.is_remote(param)
+        wanted = np.asarray(wanted)
+        for shard in grad.addressable_shards:
+            norm = np.linalg.norm(wanted) + 1e-9
+            assert np.linalg.norm(shard.data - wanted[shard.index]) <= 1e-6 * norm
 
 
-def _unsplit(stages, x, y, steps, optimiser):
-    """The losses and gradients of the same training on one device."""
-
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def run(stages):
-        return _square(functools.reduce(lambda x, stage: stage(x), stages, x), y)
-
-    state = optimiser.init(eqx.filter(stages, eqx.is_inexact_array))
-    for _ in range(steps):
-        loss, grads = run(stages)
-        yield loss, grads
-        updates, state = optimiser.update(grads, state)
-        stages = eqx.apply_updates(stages, updates)
+def run_dense(stages, schedule, **options):
+    meshes, given, (x, y) = meshes_of(schedule.meshes), dense(stages), numbers()
+    here = placed(given, meshes)
+    pipe = mpmd.pipeline(here, square, schedule=schedule, **options)
+    last = meshes[schedule.mesh_of(stages - 1)]
+    return pipe, (here, on(meshes[0], x), on(last, y)), whole(given, square, x, y)
 
 
-def _close(found, wanted) -> None:
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        # Adam divides by small gradients, so later steps differ more.
-        assert np.linalg.norm(a - b) <= 2e-6 * np.linalg.norm(b) + 1e-8
-
-
-@pytest.mark.multihost(processes=2, devices_per_process=4)
-class TestTwo:
-    def test_training(self):
-        _run(Dense, mpmd.one_f_one_b(2, MICROBATCHES), steps=2)
-
-    @pytest.mark.thorough
-    def test_a_split_backward_pass(self):
-        _run(Blocks, mpmd.zero_bubble(2, MICROBATCHES))
-
-    @pytest.mark.thorough
-    def test_several_stages_a_process(self):
-        _run(Dense, mpmd.interleaved(2, MICROBATCHES, 2), checkpoint=True)
-
-    @pytest.mark.thorough
-    def test_transformer(self):
-        _run(Blocks, mpmd.gpipe(2, MICROBATCHES))
-
-    @pytest.mark.thorough
-    def test_tied_parameters(self):
-        tied = [(lambda stages: stages[0].weight, lambda stages: stages[-1].weight)]
-        meshes = mpmd.split(mylib.make_mesh(stage=2, data=4), "stage")
-        one = Dense(jax.random.key(0))
-        stages = [mylib.filter_device_put(one, FSDP, mesh=mesh) for mesh in meshes]
-        pipe = mpmd.pipeline(stages, _square, schedule=mpmd.gpipe(2, 2), tied=tied)
-        x = np.ones((8, WIDTH), np.float32)
-        _, grads = pipe(stages, x, x)
-
-        def loss(model):
-            return _square(model(model(x)), x)
-
-        wanted = jax.grad(loss)(one).weight
-        for grad in mpmd.fetch(grads):
-            np.testing.assert_allclose(grad.weight, wanted, rtol=1e-5, atol=1e-7)
-
-    @pytest.mark.thorough
-    def test_nothing_grows(self):
-        """Over many steps: arrays, threads, open files."""
-        meshes = mpmd.split(mylib.make_mesh(stage=2, data=4), "stage")
-        stages = [
-            mylib.filter_device_put(Dense(jax.random.key(i)), FSDP, mesh=mesh)
-            for i, mesh in enumerate(meshes)
-        ]
-        pipe = mpmd.pipeline(stages, _square, schedule=mpmd.one_f_one_b(2, 2))
-        x = np.ones((8, WIDTH), np.float32)
-        here, there = (mylib.filter_device_put(x, P("data"), mesh=mesh) for mesh in meshes)
-
-        def steps(count):
-            for _ in range(count):
-                value, _ = pipe(stages, here, there)
-            loss = mpmd.fetch(value)
-            files = len(os.listdir("/proc/self/fd"))
-            return float(loss), len(jax.live_arrays()), threading.active_count(), files
-
-        loss, arrays, threads, files = steps(200)
-        after = steps(1800)
-        assert after[0] == loss
-        # The last pieces may still be held by the thread that watches them.
-        assert after[1] <= arrays + 20 and after[2] <= threads and after[3] <= files + 2
+@TWO
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        mpmd.gpipe(2, MICROBATCHES),
+        mpmd.one_f_one_b(2, MICROBATCHES),
+        mpmd.interleaved(2, MICROBATCHES, 2),
+        mpmd.zero_bubble(2, MICROBATCHES),
+    ],
+    ids=["GPipe", "1F1B", "interleaved", "ZB-H1"],
+)
+def test_of_two_processes(schedule):
+    pipe, given, reference = run_dense(schedule.stages, schedule)
+    for _ in range(3):
+        check(pipe(*given), reference, given[0])
 
 
 @pytest.mark.thorough
-@pytest.mark.multihost(processes=4, devices_per_process=2)
-@pytest.mark.parametrize("build", [mpmd.gpipe, mpmd.one_f_one_b, mpmd.zero_bubble])
-def test_four(build):
-    _run(Blocks, build(4, MICROBATCHES), steps=2)
+@TWO
+def test_of_a_transformer():
+    schedule, (x, y) = mpmd.zero_bubble(2, MICROBATCHES), tokens()
+    meshes, given = meshes_of(2, model=2), transformer(2)
+    here = placed(given, meshes)
+    pipe = mpmd.pipeline(here, cross_entropy, schedule=schedule, checkpoint=True)
+    result = pipe(here, on(meshes[0], x), on(meshes[1], y))
+    check(result, whole(given, cross_entropy, x, y), here)
 
 
-@pytest.mark.thorough
-@pytest.mark.multihost(processes=4, devices_per_process=2)
-def test_meshes_of_two_processes():
-    _run(Dense, mpmd.one_f_one_b(2, MICROBATCHES))
+@FOUR
+@pytest.mark.parametrize("tied", [False, True])
+def test_of_four_processes(tied):
+    pairs = [(lambda stages: stages[0].bias, lambda stages: stages[-1].bias)] if tied else ()
+    schedule = mpmd.one_f_one_b(4, MICROBATCHES)
+    pipe, given, (value, grads) = run_dense(4, schedule, tied=pairs)
+    if tied:
+        bias = grads[0].bias + grads[-1].bias
+        for i in (0, -1):
+            grads[i] = eqx.tree_at(lambda stage: stage.bias, grads[i], bias)
+    check(pipe(*given), (value, grads), given[0])
 
 
-@pytest.mark.thorough
-def test_one_process():
-    _run(Blocks, mpmd.one_f_one_b(4, MICROBATCHES), steps=2)
+@FOUR
+def test_meshes_over_two_processes_each():
+    schedule = mpmd.interleaved(2, MICROBATCHES, 2)
+    pipe, given, reference = run_dense(4, schedule)
+    check(pipe(*given), reference, given[0])
+
+
+@TWO
+def test_errors_are_the_same_everywhere():
+    pipe, (stages, x, y), _ = run_dense(2, mpmd.gpipe(2, MICROBATCHES))
+    with pytest.raises(mylib.PlacementError, match="it is on P"):
+        pipe(stages, y, x)
+    other = mylib.filter_device_put(stages, P(), mesh=meshes_of(2)[0])
+    with pytest.raises(mylib.PlacementError, match=r"stages\[1\]"):
+        pipe(other, x, y)
+
+
+@TWO
+def test_two_pipelines_of_different_processes():
+    """Both stages of one are in one process: the other takes no part in its transfers."""
+    own = np.array(jax.devices())[4:].reshape(2, 2, 1)
+    meshes = [jax.sharding.Mesh(x, ("data", "model")) for x in own]
+    given, (x, y), schedule = dense(2), numbers(), mpmd.gpipe(2, MICROBATCHES)
+    here = placed(given, meshes)
+    one = mpmd.pipeline(here, square, schedule=schedule)
+    pipe, both, reference = run_dense(2, schedule)
+    for _ in range(2):
+        check(one(here, on(meshes[0], x), on(meshes[1], y)), reference, here)
+        check(pipe(*both), reference, both[0])
