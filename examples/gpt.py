@@ -33,7 +33,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 import mylib
-from mylib.machines import Machine
+from mylib.machines import gpu, tpu
 from mylib.rules import batch, by_axes, fsdp, replicated
 
 try:
@@ -119,7 +119,7 @@ OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, eps=1e
 
 
 def training(size: Size, mesh: Mesh) -> tuple[Callable, Callable]:
-    """Two functions: one creates the model and the optimiser's state, one makes a step."""
+    """Two functions: one makes the model and the optimiser's state, one is a compiled step."""
 
     def make(key: PRNGKeyArray) -> tuple[GPT, optax.OptState]:
         model = GPT(size, key)
@@ -128,9 +128,7 @@ def training(size: Size, mesh: Mesh) -> tuple[Callable, Callable]:
     def loss_fn(model: GPT, letters: Int[Array, "rows time+1"]) -> Float[Array, ""]:
         # When a block is called, it gathers its weights over "data", in bfloat16. The backward
         # pass gathers them and computes the block again; only its input is kept in between.
-        model = mylib.fully_shard(
-            model, Block, KEPT, USED, mesh=mesh, dtype=jnp.bfloat16
-        )
+        model = mylib.fully_shard(model, Block, KEPT, USED, mesh=mesh, dtype=jnp.bfloat16)
         logits = jax.vmap(model)(letters[:, :-1]).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, 1:])
         return jnp.mean(losses)
@@ -140,8 +138,6 @@ def training(size: Size, mesh: Mesh) -> tuple[Callable, Callable]:
         updates, state = OPTIMISER.update(grads, state, model)
         return eqx.apply_updates(model, updates), state, loss
 
-    # No device ever holds the whole model: it is created where it is kept.
-    create = mylib.filter_jit(make, out_shardings=KEPT, mesh=mesh)
     compiled_step = mylib.filter_jit(
         step,
         in_shardings={"letters": batch("data")},
@@ -149,7 +145,7 @@ def training(size: Size, mesh: Mesh) -> tuple[Callable, Callable]:
         donate="all-except-first",
         mesh=mesh,
     )
-    return create, compiled_step
+    return make, compiled_step
 
 
 def batches(first: int) -> Iterator[Int[np.ndarray, "rows time+1"]]:
@@ -163,24 +159,34 @@ def batches(first: int) -> Iterator[Int[np.ndarray, "rows time+1"]]:
 
 def train(name: str, mesh: Mesh, folder: Path, resume: bool = False) -> list[float]:
     """The losses of the steps: of all, or of those after the checkpoint in `folder`."""
-    create, step = training(SMALL, mesh)
+    make, step = training(SMALL, mesh)
     first = SAVED if resume else 0
     if resume:
-        shapes = eqx.filter_eval_shape(create, jax.random.key(0))
+        shapes = eqx.filter_eval_shape(make, jax.random.key(0))
         model, state = restore(folder, mylib.filter_shard(shapes, KEPT, mesh=mesh))
     else:
+        # Created where it is kept: no device ever holds the whole model. To optimise a program that
+        # runs once would take longer than to run it.
+        options = {"xla_backend_optimization_level": 0}
+        create = mylib.filter_jit(make, out_shardings=KEPT, mesh=mesh, compiler_options=options)
         model, state = create(jax.random.key(0))
     losses = []
     with mylib.data.prefetch(batches(first), batch("data"), mesh=mesh) as letters:
         for number, rows in enumerate(letters, first + 1):
             model, state, loss = step(rows, model, state)
             losses.append(float(loss))
-            bar = f"[{'=' * number:<{STEPS}}]"
-            print(f"\r{name:<26} {bar} {number}/{STEPS}  loss {loss:.3f}", end="", flush=True)
+            report_progress(name, number, losses[-1])
             if number == SAVED and not resume:
                 save(folder, (model, state))
-    print()
     return losses
+
+
+def report_progress(name: str, number: int, loss: float) -> None:
+    last = number == STEPS
+    if last or sys.stdout.isatty():  # a file gets only the last line
+        bar = "=" * number + " " * (STEPS - number)
+        line = f"{name:<25} [{bar}] {number}/{STEPS}  loss {loss:.3f}"
+        print(line, end="\n" if last else "\r", flush=True)
 
 
 def save(folder: Path, tree: PyTree) -> None:
@@ -207,22 +213,24 @@ def curve(losses: list[float], marks: str, height: int = 12) -> str:
     """The losses as a drawing of one column for each step, which has the step's mark."""
     low, high = min(losses), max(losses)
     rows = [round((height - 1) * (high - loss) / (high - low)) for loss in losses]
-    lines = ["".join(m if r == row else " " for r, m in zip(rows, marks)) for row in range(height)]
+    lines = [
+        "".join(m if r == row else " " for r, m in zip(rows, marks, strict=True))
+        for row in range(height)
+    ]
     heads = [f"{high - row * (high - low) / (height - 1):6.2f} |" for row in range(height)]
     axis = " " * 7 + "+" + "-" * len(losses)
-    return "\n".join([*(head + line for head, line in zip(heads, lines)), axis])
+    return "\n".join([*(head + line for head, line in zip(heads, lines, strict=True)), axis])
 
 
-def communication(machine: Machine, model: int) -> mylib.Report:
-    """What a step of the large model communicates there; `model` devices share each layer."""
-    mesh = machine.mesh(data=-1, model=model)
-    create, step = training(LARGE, mesh)
-    shapes = eqx.filter_eval_shape(create, jax.random.key(0))
-    letters = jax.ShapeDtypeStruct((LARGE.rows, LARGE.time + 1), jnp.int32)
-    placed = mylib.filter_shard(letters, P("data"), mesh=mesh)
-    compiled = step.lower(placed, *mylib.filter_shard(shapes, KEPT, mesh=mesh)).compile()
-    print(compiled.fits(machine))
-    return mylib.audit(compiled)
+def communication(size: Size, mesh: Mesh) -> mylib.Report:
+    """What a step communicates. It is compiled from shapes: nothing is moved or run."""
+    make, step = training(size, mesh)
+    model, state = mylib.filter_shard(
+        eqx.filter_eval_shape(make, jax.random.key(0)), KEPT, mesh=mesh
+    )
+    letters = jax.ShapeDtypeStruct((size.rows, size.time + 1), jnp.int32)
+    letters = mylib.filter_shard(letters, batch("data"), mesh=mesh)
+    return mylib.audit(step.lower(letters, model, state).compile())
 
 
 def main() -> None:
@@ -233,7 +241,7 @@ def main() -> None:
         resumed = train("resumed on 2 x 4 devices", mylib.make_mesh(data=2, model=4), folder, True)
         reference = train("one device", one, folder)
     print(f"\n{curve(losses[:SAVED] + resumed, 'o' * SAVED + 'x' * (STEPS - SAVED))}")
-    print(f"        loss of each step: o on 4 x 2 devices, x resumed on 2 x 4\n\nlargest difference")
+    print("        loss of each step: o on 4 x 2 devices, x resumed on 2 x 4\n\nlargest difference")
     for what, run, other in [
         ("of the resumed run from that which went on", resumed, losses[SAVED:]),
         ("of eight devices from one", losses, reference),
@@ -241,9 +249,9 @@ def main() -> None:
         np.testing.assert_allclose(run, other, rtol=0.02)
         print(f"  {what:<45} {np.max(np.abs(np.divide(run, other) - 1)):.2%}")
     if "--audit" in sys.argv:
-        print(f"\n8 H100s\n{communication(mylib.machines.gpu('h100'), model=2)}")
-        pod = mylib.machines.tpu("v5e", (16, 16))
-        print(f"\na pod of 256 TPUs v5e\n{communication(pod, model=4)}")
+        for machine, model in [(gpu("h100"), 2), (tpu("v5e", (16, 16)), 4)]:
+            report = communication(LARGE, machine.mesh(data=-1, model=model))
+            print(f"\n{machine}: {report.memory.fits(machine)}\n{report}")
 
 
 if __name__ == "__main__":
