@@ -1,5 +1,6 @@
 """What README and the docs show, works: every Python block is run, warnings being errors."""
 
+import importlib.util
 import tomllib
 from pathlib import Path
 
@@ -77,6 +78,17 @@ def test_code_fits_beside_the_navigation():
         if len(line) > 78
     ]
     assert not wide
+
+
+def test_pictures_of_placements_are_those_of_jax():
+    """`python tools/draw_placements.py` writes them."""
+    path = _pages.ROOT / "tools/draw_placements.py"
+    spec = importlib.util.spec_from_file_location("draw_placements", path)
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    for picture in tool.PICTURES:
+        kept = _pages.ROOT / f"docs/assets/placement-{picture.name}.svg"
+        assert tool.draw(picture) == kept.read_text(encoding="utf-8")
 
 
 def test_readme_has_its_example_and_both_commands():

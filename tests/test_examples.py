@@ -43,16 +43,20 @@ def test_script(script, newcomer_env, cache_env):
     _run(script, newcomer_env | cache_env)
 
 
+def _module(name, monkeypatch):
+    for variable in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS"):  # which the script sets
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))
+    spec = importlib.util.spec_from_file_location(name, _EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_what_the_demo_communicates(monkeypatch):
     """FSDP: each layer's weight is gathered when it is used, and again in the backward pass unless
     its gradient needs no weight; gradients are summed; nothing else is moved, least of all the
     batch."""
-    for name in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS"):  # which the script sets
-        monkeypatch.setenv(name, os.environ.get(name, ""))
-    spec = importlib.util.spec_from_file_location("train", _EXAMPLES / "train.py")
-    train = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(train)
-
+    train = _module("train", monkeypatch)
     report = train.communication(mylib.make_mesh(data=8))
     report.expect(mylib.contracts.fsdp("data", argument="model", largest="4 MiB"))
     weights = [f"model.layers[{i}].weight" for i in range(4)]
@@ -60,6 +64,29 @@ def test_what_the_demo_communicates(monkeypatch):
     for phase, gathered in {"forward": weights, "recomputed": weights[1:]}.items():
         assert sorted(a for c in gathers if c.phase == phase for a in c.arrays) == gathered
     assert {a for c in report.collectives for a in c.arrays} == set(weights)
+
+
+def test_what_the_gpt_communicates(monkeypatch):
+    """FSDP over "data", tensor parallelism over "model": each layer gathers its weights over the
+    one, twice, and sums its activations over the other."""
+    gpt = _module("gpt", monkeypatch)
+    report = gpt.communication(gpt.SMALL, mylib.make_mesh(data=4, model=2))
+    weights = [f"model.blocks.{name}" for name in ("attend", "down", "mix", "up")]
+    gathered = {"forward": [], "recomputed": []}
+    for c in report.among("all-gather", "data"):
+        if c.loops:
+            gathered[c.phase] += c.arrays
+    assert {phase: sorted(arrays) for phase, arrays in gathered.items()} == {
+        "forward": weights,
+        "recomputed": weights,
+    }
+    report.expect(
+        mylib.contracts.never("all-gather", "model"),
+        mylib.contracts.never("all-to-all"),
+        mylib.contracts.sharded("model", axis="data", within=0.25),
+    )
+    sums = [c for c in report.among("all-reduce", "model") if c.loops]
+    assert sum(c.times for c in sums) == 5 * gpt.SMALL.layers
 
 
 @pytest.mark.timeout(300)

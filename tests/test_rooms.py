@@ -54,6 +54,9 @@ def test_names():
     assert pickle.loads(text.encode()).faults == error.faults
 
 
-def test_importing_does_not_import_pytest(checkout_env):
-    script = "import sys, mylib; mylib.testing.assert_placed; assert 'pytest' not in sys.modules"
+def test_neither_importing_nor_launching_imports_pytest(checkout_env):
+    script = (
+        "import sys, mylib, mylib.testing.__main__; mylib.testing.assert_placed; "
+        "assert 'pytest' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], env=checkout_env, check=True, timeout=240)

@@ -59,8 +59,11 @@ def faults(site: Path) -> list[str]:
                 and unquote(parts.fragment) not in pages[target].names
             ):
                 found.append(f"{here}: there is no {url}")
-        for name in re.findall(r"doc-module-name\">([^<]*)", path.read_text(encoding="utf-8")):
+        text = path.read_text(encoding="utf-8")
+        for name in re.findall(r"doc-module-name\">([^<]*)", text):
             found.append(f"{here} shows a module in place of {name}")
+        if "wzxhzdk:" in text:  # what Markdown puts in the place of HTML until the end
+            found.append(f"{here} has lost some of its HTML")
     return found + unreachable(pages, site) + unfindable(site)
 
 

@@ -44,12 +44,17 @@ class _Cells(Preprocessor):
         data = output.get("data", {})
         for kind in ("text/html", "image/svg+xml"):
             if kind in data:
-                html = f'<div class="output">{"".join(data[kind])}</div>'
-                return self.md.htmlStash.store(html)
+                return _html("".join(data[kind]))
         if "image/png" in data:
-            image = f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"])}">'
-            return self.md.htmlStash.store(f'<div class="output">{image}</div>')
+            return _html(f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"])}">')
         return _fenced("text", "".join(output.get("text") or data["text/plain"]))
+
+
+def _html(html: str) -> str:
+    # Not by Markdown's own stash: a later preprocessor takes the marks off its placeholders.
+    # Without empty lines, after which Markdown would begin again.
+    lines = [line for line in html.splitlines() if line.strip()]
+    return "\n".join(['<div class="output">', *lines, "</div>"])
 
 
 def _fenced(language: str, text: str) -> str:

@@ -9,11 +9,12 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
-
-import pytest
+from typing import TYPE_CHECKING, Any
 
 from ._group import Guard
+
+if TYPE_CHECKING:  # `launch` works without pytest
+    import pytest
 
 # With these variables coverage.py's `patch = subprocess` measures subprocesses.
 VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
@@ -22,7 +23,7 @@ VARIABLES = ("COVERAGE_PROCESS_START", "COVERAGE_PROCESS_CONFIG")
 class Coverage:
     """The session's side."""
 
-    def __init__(self, config: pytest.Config, guard: Guard) -> None:
+    def __init__(self, config: "pytest.Config", guard: Guard) -> None:
         plugin: Any = config.pluginmanager.getplugin("_cov")
         controller = getattr(plugin, "cov_controller", None)
         # None without `--cov`, or with `--no-cov`.

@@ -1,6 +1,7 @@
 """mylib under a real SLURM, with two nodes on this machine."""
 
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,21 @@ def test_the_example(slurm: Slurm, example, losses):
     assert done.returncode == 0, done.stdout
     assert done.stdout.count("8 devices in 2 process(es)") == 1, done.stdout
     assert done.stdout.count("losses") == done.stdout.count(losses) == 1, done.stdout
+
+
+def test_a_pipeline(slurm: Slurm, example):
+    """Each task has a stage; the losses are those of one process with both."""
+    pipeline = str(example.parent / "pipeline.py")
+    env = {name: value for name, value in slurm.env.items() if not name.startswith("SLURM")}
+    alone = subprocess.run(
+        [sys.executable, pipeline], env=env, capture_output=True, text=True, timeout=250, check=True
+    )
+    losses = alone.stdout.splitlines()[-1]
+    assert losses.startswith("losses")
+    done = slurm.run(*SRUN, sys.executable, pipeline)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("8 devices in 2 process(es)") == 1, done.stdout
+    assert done.stdout.count(losses) == 1, done.stdout
 
 
 def test_what_launch_prints(slurm: Slurm, example, losses):

@@ -164,6 +164,20 @@ def test_strategies(machine, name):
 
 
 @BOTH
+def test_gpt(machine):
+    """Both machines gather each weight over "data" and sum activations over "model"."""
+    example = script("gpt")
+    report = example.communication(example.SMALL, machine.mesh(data=4, model=2))
+    gathers = [c for c in report.among("all-gather", "data") if c.loops]
+    assert {c.phase for c in gathers} == {"forward", "recomputed"}
+    assert len({path for c in gathers for path in c.arrays}) == 4
+    sums = [c for c in report.among("all-reduce", "model") if c.loops]
+    assert sum(c.times for c in sums) == 5 * example.SMALL.layers
+    report.expect(mylib.contracts.never("all-gather", "model"))
+    assert report.memory.fits(machine)
+
+
+@BOTH
 def test_shard_a_model(machine):
     example = notebook("shard_a_model", "import equinox", "def make(", "def step")
     kept = fsdp("data", min_size=0)
