@@ -459,7 +459,7 @@ class TestPrivateNames:
         np.testing.assert_array_equal(connection.pull(1, [wanted])[0], X)
         (never,) = connection.pull(2, [wanted])
         break_connection(connection)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="closed"):
+        with pytest.raises(jax.errors.JaxRuntimeError):
             assert jax.block_until_ready(never) is None, advice(name)
 
 
