@@ -2,6 +2,7 @@
 
     python benchmarks/mpmd.py --schedules    what theory says of the schedules; nothing is run
     python benchmarks/mpmd.py --transfers    arrays from one process to another
+    python benchmarks/mpmd.py --pipelines    the bubble of each schedule, in two and four processes
 
 "bubble" is the fraction of the time in which meshes are idle, by the formulas of the papers and by
 `Schedule.bubble`; "with transfers" the same if a result takes a tenth of a forward pass to the next
@@ -13,6 +14,10 @@ Of transfers, ours and the peer take turns; times are those of the receiver, unt
 `jax.device_put` can send between processes to the same number of devices with the same spec only,
 and needs a flag. "a socket" copies the bytes of one array through a socket of Python, and puts them
 on the devices; "through NumPy" is `multihost_utils.broadcast_one_to_all`, and then the same.
+
+Of pipelines, every process has one device and one stage, which sleeps for 50 ms in each part of a
+pass instead of computing: so it needs no core, and the time is the schedule's. What is measured is
+the time of a step and its idle part; theory is that of the schedule, without transfers.
 """
 
 import argparse
@@ -33,6 +38,7 @@ from typing import Any
 # What is started here must not take what is meant for this process.
 os.environ.pop("XLA_FLAGS", None)
 
+import equinox as eqx
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -55,17 +61,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--schedules", action="store_true", help="what theory says of them")
     parser.add_argument("--transfers", action="store_true", help="arrays between two processes")
+    parser.add_argument("--pipelines", action="store_true", help="bubbles, measured")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rows:
-        rows = list(transfers())
-        if jax.process_index() == 1:
+        rows = list(transfers() if options.transfers else pipelines())
+        if jax.process_index() == 0:
             options.rows.write_text(json.dumps(rows))
         return
     if options.transfers:
         print_header("two processes with 4 simulated devices each")
-        for row in in_processes():
+        for row in in_processes(2, 4, "--transfers"):
             print_row(row)
+    if options.pipelines:
+        columns = ("schedule", "step", "in theory", "bubble", "in theory", "must reach", "ok")
+        print_header(f"a process for each mesh, {MICROBATCHES} microbatches", columns)
+        for meshes in (2, 4):
+            for row in in_processes(meshes, 1, "--pipelines"):
+                print_row(row)
     if options.schedules:
         columns = (
             "schedule",
@@ -80,12 +93,12 @@ def main() -> None:
             print_row(row)
 
 
-def in_processes() -> list[list[str]]:
+def in_processes(count: int, devices: int, what: str) -> list[list[str]]:
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "rows.json"
-        here = ["--processes", "2", "--devices-per-process", "4"]
+        path = Path(folder, "rows.json")
+        here = [f"-n{count}", f"--devices-per-process={devices}"]
         launch = [sys.executable, "-m", "mylib.testing", "launch", *here]
-        command = [*launch, __file__, "--rows", str(path)]
+        command = [*launch, __file__, what, "--rows", str(path)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         return json.loads(path.read_text())
 
@@ -154,6 +167,7 @@ def versus(
     turns: int,
     limit: float | None = None,
 ) -> list[str]:
+    # The receiver's.
     times: dict[Any, list[float]] = {ours: [], peer: []}
     for turn in range(turns + 2):
         for call in (ours, peer) if turn % 2 else (peer, ours):
@@ -161,12 +175,95 @@ def versus(
             start = time.perf_counter()
             jax.block_until_ready(call(x, spec))
             if turn >= 2:
-                times[call].append(time.perf_counter() - start)
+                times[call].append(mylib.testing.gather(time.perf_counter() - start)[1])
     ratio = median(a / b for a, b in zip(times[ours], times[peer], strict=True))
     mine, theirs = (f"{1e3 * median(times[call]):.2f} ms" for call in (ours, peer))
     promise = "" if limit is None else f"<= {limit}"
     kept = None if limit is None else ratio <= limit
     return Row(work, mine, f"{theirs} {name}", ratio, promise, kept).cells()
+
+
+SLEEP, MICROBATCHES = 0.05, 8
+
+
+def pipelines() -> Iterator[list[str]]:
+    jax.distributed.initialize()
+    p, m = jax.process_count(), MICROBATCHES
+    yield pipeline(mpmd.gpipe(p, m))
+    yield pipeline(mpmd.one_f_one_b(p, m))
+    yield pipeline(mpmd.interleaved(p, m, 2))
+    yield pipeline(mpmd.zero_bubble(p, m))
+
+
+def pipeline(schedule: mpmd.Schedule) -> list[str]:
+    count = schedule.meshes
+    meshes = mpmd.split(mylib.make_mesh(stage=count, data=1), "stage")
+    places = [NamedSharding(mesh, P()) for mesh in meshes]
+    one = np.float32(1)
+    stages = [
+        Sleeper(mylib.filter_device_put(one, places[s % count])) for s in range(schedule.stages)
+    ]
+    first, last = (
+        mylib.filter_device_put(np.ones((2 * MICROBATCHES, 8), np.float32), places[i])
+        for i in (0, (schedule.stages - 1) % count)
+    )
+    pipe = mpmd.pipeline(stages, lambda x, y: ((x - y) ** 2).mean(), schedule=schedule)
+    times = []
+    for _ in range(6):
+        mylib.testing.barrier()
+        start = time.perf_counter()
+        jax.block_until_ready(pipe(stages, first, last))
+        mylib.testing.barrier()
+        times.append(time.perf_counter() - start)
+    step = median(times[1:])
+    theory = SLEEP * max(end for row in schedule.timeline() for _, end, _ in row)
+    busy = theory * (1 - schedule.bubble())
+    bubble, limit = 1 - busy / step, 1.1 * schedule.bubble()
+    return [
+        f"{schedule.name}, {count} processes",
+        f"{step:.2f} s",
+        f"{theory:.2f} s",
+        f"{bubble:.1%}",
+        f"{schedule.bubble():.1%}",
+        f"<= {limit:.1%}",
+        "ok" if bubble <= limit else "MISSED",
+    ]
+
+
+class Sleeper(eqx.Module):
+    """A stage that sleeps once in a forward pass, and twice in a backward pass: for the gradient of
+    its input, and for that of its weight.
+    """
+
+    weight: jax.Array
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return slow_product(x, self.weight)
+
+
+@jax.custom_vjp
+def slow_product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return asleep(x) * weight
+
+
+def _forward(x: jax.Array, weight: jax.Array) -> Any:
+    return slow_product(x, weight), (x, weight)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array], ct: jax.Array) -> Any:
+    x, weight = kept
+    return asleep(ct) * weight, asleep(ct * x).sum()
+
+
+slow_product.defvjp(_forward, _backward)
+
+
+def asleep(x: jax.Array) -> jax.Array:
+    def on_host(x: Any) -> Any:
+        time.sleep(SLEEP)
+        return x
+
+    return jax.pure_callback(on_host, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
 
 def connected() -> socket.socket:
