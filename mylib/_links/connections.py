@@ -64,9 +64,6 @@ class Links:
         if failure is not None:
             raise TransferError(failure)
 
-    def under_way(self) -> int:
-        return self._watch.under_way()
-
     def _connection(self, peer: int) -> Any:
         if peer not in self._connections:
             self._connections[peer] = self._server.connect(self._address(peer))

@@ -8,7 +8,11 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._compat import data_of_shards
 from .._placement import default_memory_kind, memory_kind
+from .._processes import digest
 from .plan import Plan
+
+# Of more arrays than these, a message has only a checksum.
+_FEW = 8
 
 
 class Leaf(NamedTuple):
@@ -26,14 +30,20 @@ class Message(NamedTuple):
     """What one process sends another one at once: parts of some arrays."""
 
     text: str
-    # What is known of the arrays, by their names.
+    # What is known of the first arrays, by their names.
     facts: dict[str, str]
 
     @classmethod
     def of(cls, leaves: Iterable[Leaf]) -> "Message":
-        leaves = list(leaves)
-        text = "; ".join(leaf.text for leaf in leaves)
-        return cls(text, {leaf.name: leaf.facts for leaf in leaves})
+        texts, facts = [], {}
+        for leaf in leaves:
+            texts.append(leaf.text)
+            if len(facts) < _FEW:
+                facts[leaf.name] = leaf.facts
+        text = "; ".join(texts[:_FEW])
+        if len(texts) > _FEW:
+            text += f"; and {len(texts) - _FEW} more (checksum {digest(texts)})"
+        return cls(text, facts)
 
 
 def shards_of(x: jax.Array) -> dict[Any, jax.Array]:

@@ -5,6 +5,7 @@ are under way. Once a second it tells the other processes which of them are old,
 nearly all transfers end before they get on such a list.
 """
 
+import atexit
 import json
 import threading
 import time
@@ -83,7 +84,11 @@ class Watch:
         self._peers: dict[int, _Peer] = {}
         self._lock = threading.Lock()
         self._busy = threading.Event()
-        threading.Thread(target=self._run, name="mylib-links", daemon=True).start()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="mylib-links", daemon=True)
+        self._thread.start()
+        # Before JAX leaves the other processes: they must know what has arrived here.
+        atexit.register(self._end_thread)
 
     def offered(self, peer: int, key: int, message: Message) -> None:
         with self._lock:
@@ -96,23 +101,19 @@ class Watch:
         self._busy.set()
 
     def failure(self, peer: int) -> str | None:
-        return self._peer(peer).failure
-
-    def under_way(self) -> int:
-        """The number of transfers of this process that have not ended, as far as it knows."""
-        with self._lock:
-            return sum(len(one.offers) + len(one.wants) for one in self._peers.values())
+        one = self._peers.get(peer)
+        return None if one is None else one.failure
 
     def _peer(self, index: int) -> _Peer:
         return self._peers.setdefault(index, _Peer())
 
     def _run(self) -> None:
         exchanged = 0.0
-        while True:
+        while not self._ended:
             if self._busy.wait(_IDLE):
                 time.sleep(_LOOK)
                 self._see_arrivals()
-                if time.monotonic() - exchanged < _EXCHANGE:
+                if time.monotonic() - exchanged < _EXCHANGE and not self._ended:
                     continue
             exchanged = time.monotonic()
             try:
@@ -126,6 +127,12 @@ class Watch:
                 if all(one.idle() for one in self._peers.values()):
                     self._busy.clear()
 
+    def _end_thread(self) -> None:
+        """Lets it make a last exchange."""
+        self._ended = True
+        self._busy.set()
+        self._thread.join(_IDLE)
+
     def _see_arrivals(self) -> None:
         with self._lock:
             waiting = [
@@ -134,7 +141,7 @@ class Watch:
                 for key, want in one.wants.items()
             ]
         for index, one, key, want in waiting:
-            if all(x.is_deleted() or x.is_ready() for x in want.arrays):
+            if all(map(_has_come, want.arrays)):
                 broken = _error_of(want.arrays)
                 with self._lock:
                     one.wants.pop(key, None)
@@ -240,9 +247,21 @@ def _read(text: str) -> dict[str, Any]:
     return account
 
 
-def _error_of(arrays: tuple[jax.Array, ...]) -> str | None:
+def _has_come(x: Any) -> bool:
     try:
-        jax.block_until_ready([x for x in arrays if not x.is_deleted()])
-    except jax.errors.JaxRuntimeError as error:
-        return str(error).splitlines()[0]
+        return x.is_ready()
+    except RuntimeError:
+        # The result of the transfer, which may be this array itself, has been donated.
+        if not x.is_deleted():
+            raise
+        return True
+
+
+def _error_of(arrays: tuple[Any, ...]) -> str | None:
+    for x in arrays:
+        try:
+            x.block_until_ready()
+        except RuntimeError as error:
+            if not x.is_deleted():
+                return str(error).splitlines()[0]
     return None

@@ -18,6 +18,7 @@ from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of
 from .._transfer import filter_device_put
 from .._tree import Kind, Leaves, split
+from ._forms import fixed_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -196,14 +197,16 @@ class _Results(NamedTuple):
 
 def _key(leaves: Leaves) -> Any:
     """Equal for calls with results of the same shapes; None if that can't be said."""
-    arrays = tuple((x.shape, x.dtype) for x in leaves.arrays)
-    structure = jtu.tree_structure(leaves.tree), leaves.join(["array"] * len(arrays))
+    key = fixed_of(leaves), tuple((x.shape, x.dtype, _is_weak(x)) for x in leaves.arrays)
     try:
-        static = tuple(jtu.tree_leaves(structure[1]))
-        hash(static)
+        hash(key)
     except TypeError:
         return None
-    return structure[0], static, arrays
+    return key
+
+
+def _is_weak(x: Any) -> bool:
+    return getattr(x, "weak_type", False)
 
 
 def _is_loose(x: Any, kind: Kind) -> bool:

@@ -276,6 +276,14 @@ class TestJit:
         f(x)
         assert not count or jax.process_index() == 0
 
+    def test_numbers_of_other_types_give_other_results_elsewhere_too(self):
+        first, _ = _meshes()
+        f = mpmd.jit(lambda x, n: jnp.full(3, n) + x, mesh=first, out_shardings=P())
+        x = mylib.filter_device_put(np.int8(0), P(), mesh=first)
+        dtypes = [str(f(x, n).dtype) for n in (1, 1.0, True)]
+        all_equal(dtypes)
+        assert len(set(dtypes)) == 3
+
     def test_arguments_on_other_meshes(self):
         first, second = _meshes()
         f = mpmd.jit(lambda model, x: x, mesh=second)
