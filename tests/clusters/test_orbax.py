@@ -4,11 +4,18 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import equinox as eqx
+import jax
+import numpy as np
 import pytest
 from needs import skip_unless_required
 from programs import said
 from slurm import Slurm
+
+import mylib
+from mylib import mpmd
 
 PROGRAMS = str(Path(__file__).parent / "programs.py")
 EXAMPLE = Path(__file__).parents[2] / "examples/gpt.py"
@@ -43,3 +50,28 @@ def test_a_gpt_is_saved_and_resumed_on_another_mesh(checkout_env):
         timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.usefixtures("orbax")
+def test_a_pipeline_of_two_stages_is_restored_as_four(tmp_path):
+    """What is saved is the list of layers, which knows nothing of stages."""
+    import orbax.checkpoint as ocp
+
+    layers = [eqx.nn.Linear(16, 16, key=key) for key in jax.random.split(jax.random.key(0), 4)]
+
+    def placed(stages: int, tree: list[Any]) -> list[Any]:
+        meshes = mpmd.split(mylib.make_mesh(stage=stages, data=-1), "stage")
+        rule = mylib.rules.fsdp("data", min_size=1)
+        return [
+            mylib.filter_device_put(layer, rule, mesh=meshes[i * stages // 4])
+            for i, layer in enumerate(tree)
+        ]
+
+    saved, wanted = placed(2, layers), placed(4, eqx.filter_eval_shape(lambda: layers))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", saved)
+    with ocp.StandardCheckpointer() as checkpointer:
+        restored = checkpointer.restore(tmp_path / "model", wanted)
+    for layer, shapes, before in zip(restored, wanted, layers, strict=True):
+        assert layer.weight.sharding == shapes.weight.sharding
+        np.testing.assert_array_equal(layer.weight, before.weight)
