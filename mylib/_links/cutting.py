@@ -1,6 +1,7 @@
 """Cuts shards into pieces, and joins pieces to shards: one program for each device and tree."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ def join(pieces: Sequence[jax.Array], joins: Sequence[Join]) -> list[jax.Array]:
     return _join(tuple(joins), list(pieces)) if joins else []
 
 
-@jax.jit(static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def _cut(cuts: tuple[Cut, ...], shards: list[jax.Array]) -> list[jax.Array]:
     pieces = []
     for number, start, shape in cuts:
@@ -46,7 +47,7 @@ def _cut(cuts: tuple[Cut, ...], shards: list[jax.Array]) -> list[jax.Array]:
     return pieces
 
 
-@jax.jit(static_argnums=0)
+@partial(jax.jit, static_argnums=0)
 def _join(joins: tuple[Join, ...], pieces: list[jax.Array]) -> list[jax.Array]:
     shards = []
     for shape, dtype, parts in joins:

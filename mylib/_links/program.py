@@ -5,6 +5,7 @@ Collectives match by order, so the processes compare first what they move, and w
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -104,7 +105,7 @@ def _stacked(devices: Sequence[Any], leaf: Leaf, rows: NamedSharding) -> jax.Arr
     return jax.make_array_from_single_device_arrays((len(devices), *size), rows, own)
 
 
-@jax.jit(static_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1))
 def _move(
     parts: tuple[_Part, ...], rows: NamedSharding, stacked: list[jax.Array]
 ) -> list[jax.Array]:
