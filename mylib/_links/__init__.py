@@ -10,6 +10,7 @@ from .across import (
 from .connections import (
     TransferError as TransferError,
     explained_errors as explained_errors,
+    get_ready as get_ready,
     open_links as open_links,
     transport as transport,
 )

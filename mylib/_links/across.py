@@ -8,12 +8,12 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._placement import memory_kind
-from .._processes import described, owners
+from .._processes import owners
 from .connections import Links, links_for
 from .cutting import Cut, Join, cut, join
 from .identity import give_names, next_transfer
 from .leaf import Leaf, Message, shards_of
-from .plan import Bounds, Piece, Region, plan
+from .plan import Bounds, Piece, Region, placed_as, plan
 from .program import move_by_program
 
 
@@ -69,8 +69,8 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
 
 def _leaf(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
     here = x.sharding
-    facts = f"{x.dtype}{list(x.shape)} from {described(here)}"
-    text = f"{facts} to {described(target)}"
+    facts = f"{x.dtype}{list(x.shape)} {placed_as(x.shape, here)}"
+    text = f"{facts}, to {placed_as(x.shape, target)}"
     name, number = next_transfer(known_as, text)
     text = f"{text} ({name}, transfer {number})"
     return Leaf(x, target, plan(x.shape, here, target), name, facts, text)

@@ -7,8 +7,9 @@ JAX's transfer server gives arrays to whoever asks for them by a number. Unlike 
 import hashlib
 import logging
 import socket
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -101,6 +102,7 @@ failures: list[str] = []
 # The address at which this process accepts connections.
 _host = [_LOOPBACK]
 _links: dict[str, Links] = {}
+_starting = threading.Lock()
 
 
 def open_links(address: str) -> None:
@@ -112,13 +114,23 @@ def open_links(address: str) -> None:
 
 def links_for(platform: str) -> Links | None:
     """The links for arrays of a platform; None if JAX can't make them there."""
-    links = _links.get(platform)
-    if links is None or links.client is not coordination_client():
-        server = start_transfer_server(jax.local_devices(backend=platform)[0].client, _host[0])
-        if server is None:
-            return None
-        links = _links[platform] = Links(server, platform)
-    return links
+    with _starting:
+        links = _links.get(platform)
+        if links is None or links.client is not coordination_client():
+            server = start_transfer_server(jax.local_devices(backend=platform)[0].client, _host[0])
+            if server is None:
+                return None
+            links = _links[platform] = Links(server, platform)
+        return links
+
+
+def get_ready(devices: Iterable[Any]) -> None:
+    """Lets other processes find this one, so that their first transfer need not wait for it."""
+    if jax.process_count() > 1:
+        platforms = {device.platform for device in devices}
+        for platform in sorted(platforms):
+            if any(device.platform == platform for device in jax.local_devices()):
+                links_for(platform)
 
 
 @contextmanager

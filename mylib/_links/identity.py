@@ -13,6 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 
+from .._processes import digest
+
+_LONG = 200
+
 
 class _Entry(NamedTuple):
     array: "weakref.ref[jax.Array]"
@@ -35,6 +39,9 @@ def next_name(maker: str) -> str:
 
 def give_names(arrays: Iterable[Any], name: str) -> None:
     """Names arrays by what has made them, `name`, and their position in it."""
+    if len(name) > _LONG:
+        # The name of an array that has been passed round has those of all before it.
+        name = f"{name[:_LONG]}... ({digest(name)})"
     for i, x in enumerate(arrays):
         if isinstance(x, jax.Array):
             _name(x, f"{name}[{i}]")

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Sharding
 
+from .._processes import digest, in_short
+
 # Start and stop in every dimension.
 Bounds = tuple[tuple[int, int], ...]
 
@@ -61,6 +63,19 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Plan:
                     pieces.append(Piece(common, start, giver, group[0]))
             regions.append(Region(bounds, group, tuple(range(first, len(pieces)))))
     return Plan(tuple(pieces), tuple(regions))
+
+
+@lru_cache(maxsize=4096)
+def placed_as(shape: tuple[int, ...], sharding: Sharding) -> str:
+    """Where the parts of an array are. The same for shardings that are written in different ways,
+    such as those of an array and of its handle: with `P("data")` and `P("data", None)`.
+    """
+    regions = regions_of(shape, sharding)
+    ids = sorted(device.id for device in sharding.device_set)
+    order = [(bounds, [device.id for device in devices]) for bounds, devices in regions.items()]
+    part = "x".join(map(str, sharding.shard_shape(shape))) or "()"
+    parts = f"in {len(regions)} part{'s' * (len(regions) > 1)} of {part}"
+    return f"{parts} on devices {in_short(ids)} (checksum {digest(sorted(order))[:6]})"
 
 
 def regions_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:

@@ -48,10 +48,14 @@ class _Peer:
 
     offers: dict[int, Pending] = field(default_factory=dict)
     wants: dict[int, Pending] = field(default_factory=dict)
-    # Arrived, but the sender may not know it yet.
-    taken: set[int] = field(default_factory=set)
+    # What has arrived, but the sender may not know it yet: with the version of the list in which it
+    # was told.
+    taken: dict[int, int | None] = field(default_factory=dict)
     failure: str | None = None
-    published: str = ""
+    version: int = 0
+    # The version of the other process's list that was read last.
+    read: int = 0
+    published: dict[str, Any] = field(default_factory=dict)
 
     def idle(self) -> bool:
         return not (self.offers or self.wants or self.taken)
@@ -60,18 +64,25 @@ class _Peer:
         def old(pending: dict[int, Pending]) -> dict[str, Any]:
             return {str(key): one.message for key, one in pending.items() if one.age() >= _OLD}
 
-        taken = sorted(self.taken)
         return {
             "offers": old(self.offers),
             "wants": old(self.wants),
-            "taken": taken,
+            "taken": sorted(self.taken),
             "failure": self.failure,
+            "read": self.read,
         }
 
 
 # A process's list of its old transfers, as another one reads it.
 _Listed = Mapping[str, Message]
-_NOTHING: dict[str, Any] = {"offers": {}, "wants": {}, "taken": [], "failure": None}
+_NOTHING: dict[str, Any] = {
+    "offers": {},
+    "wants": {},
+    "taken": [],
+    "failure": None,
+    "read": 0,
+    "version": 0,
+}
 
 
 class Watch:
@@ -146,7 +157,7 @@ class Watch:
                 with self._lock:
                     one.wants.pop(key, None)
                     if broken is None:
-                        one.taken.add(key)
+                        one.taken[key] = None
                 if broken is not None:
                     self._end(index, f"{want.message.text}: process {index} broke off: {broken}")
 
@@ -164,20 +175,30 @@ class Watch:
                 if text:
                     self._end(index, text)
             with self._lock:
-                text = json.dumps(one.account())
-            if text != one.published:
-                self._client.key_value_set(
-                    f"{_PLACE}/{index}/{self._me}", text, allow_overwrite=True
-                )
-                one.published = text
+                account = one.account()
+            if account != one.published:
+                self._publish(index, one, account)
+
+    def _publish(self, index: int, one: _Peer, account: dict[str, Any]) -> None:
+        # To have read something is no news, or two processes would tell each other for ever.
+        if {**account, "read": 0} != {**one.published, "read": 0}:
+            one.version += 1
+        text = json.dumps({**account, "version": one.version})
+        self._client.key_value_set(f"{_PLACE}/{index}/{self._me}", text, allow_overwrite=True)
+        one.published = account
+        with self._lock:
+            for key in account["taken"]:
+                if one.taken.get(key, 0) is None:
+                    one.taken[key] = one.version
 
     def _compare(self, one: _Peer, theirs: dict[str, Any]) -> None:
         """Crosses out what has ended on both sides."""
+        one.read = theirs["version"]
         for key in theirs["taken"]:
             one.offers.pop(key, None)
-        if one.published:
-            told = set(json.loads(one.published)["taken"])
-            one.taken -= {key for key in told if str(key) not in theirs["offers"]}
+        known = [k for k, told in one.taken.items() if told is not None and told <= theirs["read"]]
+        for key in known:
+            del one.taken[key]
 
     def _complaint(self, index: int, one: _Peer, theirs: dict[str, Any]) -> str | None:
         """What is wrong between this process and another one; None if nothing is, so far."""

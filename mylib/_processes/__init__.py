@@ -17,6 +17,7 @@ from .differences import (
     faults_in_full as faults_in_full,
     in_brief as in_brief,
 )
+from .groups import in_short as in_short
 from .meeting import (
     AbsentError as AbsentError,
     Meet as Meet,

@@ -24,7 +24,15 @@ from jax.sharding import (
     Sharding,
 )
 
-from .._links import Crossing, crosses, handle, is_nowhere_here, move_across
+from .._links import (
+    Crossing,
+    crosses,
+    give_names,
+    handle,
+    is_nowhere_here,
+    move_across,
+    name_of,
+)
 from .._placement import (
     Target,
     fill_free,
@@ -85,7 +93,10 @@ def move(moves: Sequence[Move]) -> list[jax.Array]:
     for i, y in work.carry_out():
         moved[i] = y
     for i in keys:
+        name = name_of(moved[i])
         moved[i] = as_keys(moved[i], moves[i].x)
+        if name is not None:
+            give_names([moved[i]], name)
     for i, wanted in partial:
         # Only programs make partial sums, or sum them up. `reshard` runs one for each leaf.
         moved[i] = jax.block_until_ready(jax.sharding.reshard(moved[i], wanted))

@@ -6,11 +6,12 @@ from types import EllipsisType
 from typing import Any, TypeVar
 
 import jax
+from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from .._compat import sharding_under
-from .._errors import Fault, PlacementError, because
+from .._compat import sharding_under, value_under
+from .._errors import Fault, PlacementError, because, line_of_caller
 from .._links import crosses, give_names, is_nowhere_here, name_of, next_name
 from .._placement import (
     AnyMesh,
@@ -124,7 +125,28 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
         )
     leaves = split(tree)
     targets = resolve_leaves(leaves, placement, mesh, world)
+    _refuse_ambiguous(leaves, targets)
     return leaves.join(_move_all(leaves, targets, across=True))
+
+
+def _refuse_ambiguous(leaves: Leaves, targets: Sequence[Target | None]) -> None:
+    """Under `grad` it is not known of an array that `transfer` moves it, and the usual verbs take
+    one on devices of a single process for a value of its own in each.
+    """
+    faults: list[Fault] = []
+    for i, (x, kind, target) in enumerate(zip(leaves.arrays, leaves.kinds, targets, strict=True)):
+        value = value_under(x) if kind is Kind.TRACED else None
+        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and target is not None:
+            wanted = sharding_of(target)
+            if crosses(value, wanted, always=True) and not crosses(value, wanted):
+                reason = (
+                    "it is on devices of one process, which is also one of the target's, and this "
+                    "can't be differentiated"
+                )
+                mend = "transfer it to a mesh without devices of that process"
+                faults.append(leaves.at(i, because(reason, mend, str(target))))
+    if faults:
+        raise PlacementError(faults)
 
 
 def transfer_leaves(leaves: Leaves, targets: Sequence[Target | None], world: World) -> list[Any]:
@@ -323,11 +345,13 @@ def _name_placed(
     """Names arrays that some processes don't hold, so that those can ask for them."""
     if jax.process_count() == 1:
         return
+    line = ""
     for i in moved:
         target = targets[i]
         holders = () if target is None else owners(sharding_of(target))
         if 0 < len(holders) < jax.process_count() and name_of(placed[i]) is None:
-            maker = f"{leaves.name(i) or 'an array'} placed on {named(holders)}"
+            line = line or line_of_caller()
+            maker = f"{leaves.name(i)}, placed on {named(holders)} in {line}"
             give_names([placed[i]], next_name(maker))
 
 

@@ -10,10 +10,10 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._compat import Uncommitted, sharding_under
-from .._errors import Fault, PlacementError, because
-from .._functions import Jitted, about, filter_jit
-from .._links import give_names, handle, next_name
+from .._compat import Uncommitted, sharding_under, value_under
+from .._errors import Fault, PlacementError, because, line_of_caller
+from .._functions import Jitted, about, code_of, filter_jit
+from .._links import get_ready, give_names, handle, next_name
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of
 from .._transfer import filter_device_put
@@ -90,7 +90,11 @@ class OnMesh(Generic[P, T]):
         )
         self._known: dict[Any, _Results | None] = {}
         self._name = f"{getattr(fun, '__qualname__', type(fun).__name__)} on {self._where()}"
+        # Lambdas, for instance, all have one name.
+        code = code_of(fun)
+        self._line = "" if code is None else f", line {code.__code__.co_firstlineno}"
         self.__dict__.update(about(fun))
+        get_ready(mesh.devices.flat)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         given, leaves = self._placed(args, kwargs)
@@ -100,8 +104,13 @@ class OnMesh(Generic[P, T]):
         else:
             out = results.handles()
         if jax.process_count() > 1:
-            give_names(jtu.tree_leaves(out), next_name(self._name))
+            maker = f"{self._name}{self._line}, called in {line_of_caller()}"
+            # Transfers under `grad` find the values, not the tracers.
+            give_names(map(value_under, jtu.tree_leaves(out)), next_name(maker))
         return out
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else eqx.Partial(self, instance)
 
     def _run(self, leaves: Leaves, args: Any, kwargs: Any) -> Any:
         if leaves.arrays:
@@ -125,8 +134,8 @@ class OnMesh(Generic[P, T]):
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], Leaves]:
         leaves = split((args, kwargs))
+        self._refuse_others(leaves, args, kwargs)
         if self._places:
-            self._refuse_others(leaves, args, kwargs)
             loose = [
                 _is_loose(x, kind) for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
             ]

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._links import give_names, handle, next_name
-from .._processes import described
+from .._processes import described, in_short
 from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Var
@@ -106,6 +106,9 @@ class Run:
         last = self.plan.stages[-1]
         own = self.states.get(last.number)
         (value,) = _handles([last.value]) if own is None else own.loss
+        if jax.process_count() > 1:
+            made = [value, *(x for own in grads for x in own.values())]
+            give_names(made, next_name(_results(self.plan)))
         return value, [
             stage.module.outline.treedef.unflatten(_in_places(stage, own))
             for stage, own in zip(self.plan.stages, grads, strict=True)
@@ -178,6 +181,11 @@ def _link(source: int, here: Mesh, target: int, there: Mesh) -> str:
     """
     one, other = (described(NamedSharding(mesh, P())) for mesh in (here, there))
     return f"what stage {source} of a pipeline, {one}, sends to stage {target}, {other}"
+
+
+def _results(plan: Plan) -> str:
+    ids = sorted({device.id for stage in plan.stages for device in stage.mesh.devices.flat})
+    return f"the results of a pipeline of {len(plan.stages)} stages on devices {in_short(ids)}"
 
 
 def _handles(structs: Sequence[Any]) -> Arrays:

@@ -3,6 +3,8 @@
 import numpy as np
 from jax.sharding import Mesh
 
+from .._links import get_ready
+
 
 def split(mesh: Mesh, axis_name: str, /) -> list[Mesh]:
     """Cuts a mesh along one of its axes into meshes that share no devices.
@@ -30,6 +32,7 @@ def split(mesh: Mesh, axis_name: str, /) -> list[Mesh]:
     if axis_name not in mesh.axis_names:
         known = ", ".join(map(repr, mesh.axis_names))
         raise ValueError(f"the mesh has no axis {axis_name!r} to split along: its axes are {known}")
+    get_ready(mesh.devices.flat)
     position = mesh.axis_names.index(axis_name)
     alone = len(mesh.axis_names) == 1
     kept = [i for i in range(len(mesh.axis_names)) if alone or i != position]

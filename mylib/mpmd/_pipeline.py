@@ -7,6 +7,7 @@ import jax
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, because
+from .._links import get_ready
 from ._actions import Pass
 from ._batch import Batch, check_rows, read_batch
 from ._forms import refuse_tracers
@@ -119,6 +120,8 @@ def pipeline(
     """
     refuse_tracers(stages)
     modules = read_stages(stages, schedule)
+    # Before anything is compiled, which may take some processes longer than others.
+    get_ready(device for module in modules for device in module.mesh.devices.flat)
     return Pipeline(modules, loss, schedule, tied_groups(tied, modules), checkpoint)
 
 

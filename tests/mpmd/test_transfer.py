@@ -1,5 +1,6 @@
 """Arrays between processes that share no devices."""
 
+import functools
 from typing import Any
 
 import equinox as eqx
@@ -184,6 +185,44 @@ class TestOrder:
         for name, value in {"a": X, "b": X + 1, "2a": 2 * X, "2b": 2 * (X + 1)}.items():
             _assert_is(moved[name], value, NamedSharding(second, P("model")))
 
+    def test_functions_of_one_name(self):
+        first, second = _meshes()
+        double = mpmd.jit(lambda x: 2 * x, mesh=first)
+        negative = mpmd.jit(lambda x: -x, mesh=first)
+        functions = [(double, 2 * X), (negative, -X)]
+        if jax.process_index() == 1:
+            functions.reverse()
+        for f, value in functions:
+            y = mpmd.transfer(f(X), P(), mesh=second)
+            _assert_is(y, value, NamedSharding(second, P()))
+
+    def test_under_grad(self):
+        first, second = _meshes()
+        a = mylib.filter_device_put(X, P("data"), mesh=first)
+        f = mpmd.jit(lambda x: 2 * x, mesh=first)
+        g = mpmd.jit(lambda x, y: (x * y**2).sum(), mesh=second)
+
+        def loss(x, y):
+            x, y = f(x), f(y)
+            if jax.process_index() == 0:
+                x = mpmd.transfer(x, P(), mesh=second)
+                y = mpmd.transfer(y, P(), mesh=second)
+            else:
+                y = mpmd.transfer(y, P(), mesh=second)
+                x = mpmd.transfer(x, P(), mesh=second)
+            return g(x, y)
+
+        b = mylib.filter_device_put(X + 1, P("data"), mesh=first)
+        value, _ = jax.value_and_grad(loss)(a, b)
+        assert float(mpmd.fetch(value)) == pytest.approx(float((2 * X * (2 * X + 2) ** 2).sum()))
+
+    def test_arrays_of_each_process_in_between(self):
+        first, second = _meshes()
+        for _ in range(2):
+            x = mylib.filter_device_put(X, P("data"), mesh=second)
+            mylib.filter_device_put(-X, jax.local_devices()[0])
+            _assert_is(mpmd.transfer(x, P(), mesh=first), X, NamedSharding(first, P()))
+
     def test_both_ways_at_once(self):
         first, second = _meshes()
         meshes = [first, second]
@@ -251,6 +290,25 @@ class TestJit:
         assert float(value) == (2 * X + 3).sum()
         all_equal(float(value))
 
+    @pytest.mark.parametrize("spec", [P("data", None), P(None), P(("data",)), P("model")], ids=str)
+    @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
+    def test_specs_that_are_written_in_another_way(self, spec, shape):
+        first, second = _meshes(shape)
+        y = mpmd.jit(lambda x: x + 1, mesh=first, out_shardings=spec)(X)
+        np.testing.assert_array_equal(mpmd.fetch(mpmd.transfer(y, P(), mesh=second)), X + 1)
+
+    def test_methods(self):
+        first, _ = _meshes()
+
+        class Layer(eqx.Module):
+            scale: float
+
+            @functools.partial(mpmd.jit, mesh=first)
+            def __call__(self, x):
+                return self.scale * x
+
+        np.testing.assert_array_equal(mpmd.fetch(Layer(3.0)(X)), 3 * X)
+
     def test_models_are_born_where_they_belong(self):
         _, second = _meshes()
         make = mpmd.jit(eqx.nn.MLP, mesh=second, out_shardings=mylib.rules.fsdp("data"))
@@ -282,7 +340,7 @@ class TestJit:
         x = mylib.filter_device_put(np.int8(0), P(), mesh=first)
         dtypes = [str(f(x, n).dtype) for n in (1, 1.0, True)]
         all_equal(dtypes)
-        assert len(set(dtypes)) == 3
+        assert dtypes == ["int8", "float32", "int8"]
 
     def test_arguments_on_other_meshes(self):
         first, second = _meshes()
@@ -294,6 +352,9 @@ class TestJit:
         assert "['model'].weight (4, 4)" in text and "['model'].bias (4,)" in text
         assert "on devices" in text and "mpmd.transfer" in text and "process 1" in text
         all_equal(text)
+        f = mpmd.jit(lambda model: model, mesh=second, in_shardings=P())
+        with pytest.raises(mylib.PlacementError, match="are not those of this function's mesh"):
+            f(model)
 
     def test_a_check_that_fails_where_it_runs(self):
         first, second = _meshes()
@@ -313,6 +374,15 @@ class TestJit:
         tree = mpmd.fetch({"x": x, "n": 3, "own": np.ones(2)})
         np.testing.assert_array_equal(tree["x"], X)
         assert tree["n"] == 3 and tree["own"].sum() == 2
+
+
+def test_names_stay_short():
+    first, second = _meshes()
+    x = mylib.filter_device_put(X, P("data"), mesh=first)
+    for _ in range(20):
+        x = mpmd.transfer(mpmd.transfer(x, P(), mesh=second), P("data"), mesh=first)
+    _assert_is(x, X, NamedSharding(first, P("data")))
+    assert len(identity.name_of(x) or "") < 300
 
 
 def test_how_they_travel():
