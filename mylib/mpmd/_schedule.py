@@ -64,7 +64,7 @@ class Schedule:
     microbatches: int
     rows: tuple[tuple[Action, ...], ...]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rows = tuple(tuple(Action(Pass(k), s, m) for k, s, m in row) for row in self.rows)
         object.__setattr__(self, "rows", rows)
         if faults := faults_of(self.stages, self.meshes, self.microbatches, rows):
