@@ -21,9 +21,10 @@ def ray(request: pytest.FixtureRequest):
     except ImportError:
         reason = "Ray is not installed: python -m pip install 'ray[train]'"
         skip_unless_required(request.config, "--require-clusters", reason)
-    # Ray starts processes from another folder, and these find mylib and the programs.
-    root = str(Path(HERE).parents[1])
-    path = os.pathsep.join([HERE, root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    # Ray starts processes from another folder, and these find mylib, the programs and this module,
+    # with what it imports.
+    tests, root = map(str, Path(HERE).parents[:2])
+    path = os.pathsep.join([HERE, root, tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**slurm.FOUR_DEVICES, "PYTHONPATH": path}
     # It believes what it is told of GPUs. Its trainer joins processes for GPUs and TPUs only.
     ray.init(
