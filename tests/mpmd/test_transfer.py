@@ -1,6 +1,7 @@
 """Arrays between processes that share no devices."""
 
 import functools
+import time
 from typing import Any
 
 import equinox as eqx
@@ -248,15 +249,26 @@ class TestOrder:
         for _ in range(2):
             _assert_is(mpmd.transfer(x, P(), mesh=second), X, NamedSharding(second, P()))
 
-    def test_it_returns_at_once(self):
+    def test_it_returns_at_once(self, multihost_tmp_path):
+        """The receiver goes on before the sender has anything to send."""
         first, second = _meshes()
-        slow = mpmd.jit(lambda x: jax.lax.fori_loop(0, 300, lambda _, x: x @ x, x), mesh=first)
-        x = mylib.filter_device_put(np.zeros((256, 256), np.float32), P(), mesh=first)
-        mpmd.fetch(mpmd.transfer(slow(x), P(), mesh=second))
-        y = mpmd.transfer(slow(x), P(), mesh=second)
+        seen = multihost_tmp_path / "seen"
+
+        def wait(x):
+            until = time.monotonic() + 60
+            while not seen.exists() and time.monotonic() < until:
+                time.sleep(0.01)
+            return x
+
+        def slow(x):
+            return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        x = mylib.filter_device_put(X, P(), mesh=first)
+        y = mpmd.transfer(mpmd.jit(slow, mesh=first, out_shardings=P())(x), P(), mesh=second)
         if jax.process_index() == 1:
             assert not y.is_ready()
-        np.testing.assert_array_equal(mpmd.fetch(y), 0)
+            seen.touch()
+        np.testing.assert_array_equal(mpmd.fetch(y), X)
 
 
 class TestTransformed:
