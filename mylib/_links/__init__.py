@@ -4,6 +4,7 @@ from .across import (
     Crossing as Crossing,
     crosses as crosses,
     handle as handle,
+    handles as handles,
     is_nowhere_here as is_nowhere_here,
     move_across as move_across,
 )

@@ -7,12 +7,11 @@ import jax
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._placement import memory_kind
 from .._processes import owners
 from .connections import Links, links_for
 from .cutting import Cut, Join, cut, join
 from .identity import give_names, next_transfer
-from .leaf import Leaf, Message, shards_of
+from .leaf import Leaf, Message, assembled, shards_of
 from .plan import Bounds, Piece, Region, placed_as, plan
 from .program import move_by_program
 
@@ -48,9 +47,13 @@ def is_nowhere_here(source: Sharding, target: Sharding) -> bool:
     return jax.process_index() not in {*owners(source), *owners(target)}
 
 
-def handle(shape: tuple[int, ...], dtype: Any, sharding: Sharding) -> jax.Array:
-    """An array that is in other processes only."""
-    return jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+def handle(x: Any, sharding: Sharding) -> jax.Array:
+    """An array like `x`, in other processes only."""
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, [], dtype=x.dtype)
+
+
+def handles(structs: Iterable[Any]) -> list[jax.Array]:
+    return [handle(x, x.sharding) for x in structs]
 
 
 def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
@@ -161,24 +164,10 @@ def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list
     made = _join_all(leaves, arrived)
     moved: list[jax.Array] = []
     for i, leaf in enumerate(leaves):
-        shards: dict[Any, jax.Array] = {}
-        for region in _regions_here(leaf):
-            whole = made[i, region.bounds]
-            for device in region.devices:
-                shards[device] = _at(whole, device, memory_kind(leaf.target))
-        arrays = [shards[d] for d in leaf.target.addressable_devices_indices_map(leaf.x.shape)]
-        moved.append(
-            jax.make_array_from_single_device_arrays(
-                leaf.x.shape, leaf.target, arrays, dtype=leaf.x.dtype
-            )
-        )
+        regions = _regions_here(leaf)
+        shards = {device: made[i, one.bounds] for one in regions for device in one.devices}
+        moved.append(assembled(leaf, shards))
     return moved
-
-
-def _at(shard: jax.Array, device: Any, kind: str | None) -> jax.Array:
-    if shard.sharding.device_set == {device} and memory_kind(shard.sharding) == kind:
-        return shard
-    return jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
 
 
 def _regions_here(leaf: Leaf) -> list[Region]:

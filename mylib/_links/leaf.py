@@ -1,6 +1,6 @@
 """An array on its way, and its shards that are here."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -44,6 +44,24 @@ class Message(NamedTuple):
         if len(texts) > _FEW:
             text += f"; and {len(texts) - _FEW} more (checksum {digest(texts)})"
         return cls(text, facts)
+
+
+def assembled(leaf: Leaf, shards: Mapping[Any, jax.Array]) -> jax.Array:
+    """The array at its target, made of its shards by device; a handle where this process has none
+    of these devices.
+    """
+    kind = memory_kind(leaf.target)
+    devices = leaf.target.addressable_devices_indices_map(leaf.x.shape)
+    arrays = [_at(shards[device], device, kind) for device in devices]
+    return jax.make_array_from_single_device_arrays(
+        leaf.x.shape, leaf.target, arrays, dtype=leaf.x.dtype
+    )
+
+
+def _at(shard: jax.Array, device: Any, kind: str | None) -> jax.Array:
+    if shard.sharding.device_set == {device} and memory_kind(shard.sharding) == kind:
+        return shard
+    return jax.device_put(shard, SingleDeviceSharding(device, memory_kind=kind))
 
 
 def shards_of(x: jax.Array) -> dict[Any, jax.Array]:

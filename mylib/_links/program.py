@@ -12,13 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._compat import data_of_shards
-from .._placement import memory_kind
 from .._processes import gather, named, processes_of
 from .connections import TransferError
-from .leaf import Leaf, shards_of
+from .leaf import Leaf, assembled, shards_of
 from .plan import Bounds, regions_of
 
 _AXIS = "all"
@@ -50,7 +48,7 @@ def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
         else:
             rows = [{} for _ in index]
         for i, row in zip(index, rows, strict=True):
-            moved[i] = _assembled(leaves[i], row)
+            moved[i] = assembled(leaves[i], row)
     return [moved[i] for i in range(len(leaves))]
 
 
@@ -74,8 +72,7 @@ def _run(devices: tuple[Any, ...], leaves: Sequence[Leaf]) -> list[dict[Any, jax
     stacked = _move(parts, rows, [_stacked(devices, leaf, rows) for leaf in leaves])
     found: list[dict[Any, jax.Array]] = []
     for x in stacked:
-        shards = {next(iter(s.devices())): s for s in data_of_shards(x)}
-        found.append({device: jnp.squeeze(shard, 0) for device, shard in shards.items()})
+        found.append({device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()})
     return found
 
 
@@ -124,14 +121,3 @@ def _move(
         ]
         moved.append(lax.with_sharding_constraint(jnp.stack(shards), rows))
     return moved
-
-
-def _assembled(leaf: Leaf, rows: dict[Any, jax.Array]) -> jax.Array:
-    kind = memory_kind(leaf.target)
-    shards = [
-        jax.device_put(rows[device], SingleDeviceSharding(device, memory_kind=kind))
-        for device in leaf.target.addressable_devices_indices_map(leaf.x.shape)
-    ]
-    return jax.make_array_from_single_device_arrays(
-        leaf.x.shape, leaf.target, shards, dtype=leaf.x.dtype
-    )

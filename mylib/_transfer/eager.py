@@ -75,6 +75,7 @@ def move(moves: Sequence[Move]) -> list[jax.Array]:
     keys: list[int] = []
     partial: list[tuple[int, NamedSharding]] = []
     work = _Work()
+    several_processes = jax.process_count() > 1
     for i, (x, kind, target, donate, may_alias, across) in enumerate(moves):
         wanted = sharding_of(target)
         whole = x
@@ -86,8 +87,12 @@ def move(moves: Sequence[Move]) -> list[jax.Array]:
         if isinstance(wanted, NamedSharding) and has_partial_sums(wanted):
             partial.append((i, wanted))
             target = without_partial_sums(wanted)
-        if kind is Kind.DEVICE and (across or crosses(x, sharding_of(target))):
+        if not several_processes or kind is not Kind.DEVICE:
+            work.add(i, x, kind, target, donate, bool(may_alias))
+        elif across or crosses(x, sharding_of(target)):
             work.add_crossing(i, x, target, whole)
+        elif is_nowhere_here(x.sharding, sharding_of(target)):
+            work.add_elsewhere(i, x, target)
         else:
             work.add(i, x, kind, target, donate, bool(may_alias))
     for i, y in work.carry_out():
@@ -124,11 +129,11 @@ class _Work:
         if isinstance(target, Format) and target.layout is not None:
             self.layouts.append((i, target, True))
 
+    def add_elsewhere(self, i: int, x: jax.Array, target: Target) -> None:
+        self.elsewhere.append((i, handle(x, fill_free(sharding_of(target), None, x.ndim))))
+
     def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
         wanted, simple = self.read(target)
-        if kind is Kind.DEVICE and is_nowhere_here(x.sharding, wanted):
-            self.elsewhere.append((i, handle(x.shape, x.dtype, fill_free(wanted, None, x.ndim))))
-            return
         if kind is Kind.HOST:
             if simple:
                 self.add_put(i, host_copy(x, alias and worth_sharing(x, wanted)), wanted)

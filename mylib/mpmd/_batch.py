@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._errors import Fault, because
 from .._functions import Key
-from .._links import handle
+from .._links import handles
 from .._placement import show
 from .._transfer import filter_device_put
 from .._tree import Arrays, Kind, Leaves, canonical_dtype
@@ -27,7 +27,7 @@ class Batch:
         """The arrays, moved to their mesh."""
         structs = self.form.structs
         if not is_here:
-            return [handle(x.shape, x.dtype, x.sharding) for x in structs]
+            return handles(structs)
         return filter_device_put(self.leaves.arrays, [x.sharding for x in structs])
 
 

@@ -85,20 +85,23 @@ class OnMesh(Generic[P, T]):
         self._mesh = mesh
         self._out_shardings = out_shardings
         self._places = in_shardings is None
+        self._devices = frozenset(mesh.devices.flat)
+        processes = processes_of(self._devices)
+        self._is_here = jax.process_index() in processes
         self._compiled: Jitted[..., Any] = filter_jit(
             fun, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh, donate=donate
         )
         self._known: dict[Any, _Results | None] = {}
-        self._name = f"{getattr(fun, '__qualname__', type(fun).__name__)} on {self._where()}"
+        self._name = f"{getattr(fun, '__qualname__', type(fun).__name__)} on {named(processes)}"
         # Lambdas, for instance, all have one name.
         code = code_of(fun)
         self._line = "" if code is None else f", line {code.__code__.co_firstlineno}"
         self.__dict__.update(about(fun))
-        get_ready(mesh.devices.flat)
+        get_ready(self._devices)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         given, leaves = self._placed(args, kwargs)
-        results = None if self._is_here() else self._results_of(leaves, given)
+        results = None if self._is_here else self._results_of(leaves, given)
         if results is None:
             out = self._run(leaves, *given)
         else:
@@ -126,12 +129,6 @@ class OnMesh(Generic[P, T]):
     def __repr__(self) -> str:
         return f"mpmd.jit({self._fun!r})"
 
-    def _where(self) -> str:
-        return named(processes_of(self._mesh.devices.flat))
-
-    def _is_here(self) -> bool:
-        return jax.process_index() in processes_of(self._mesh.devices.flat)
-
     def _placed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], Leaves]:
         leaves = split((args, kwargs))
         self._refuse_others(leaves, args, kwargs)
@@ -142,15 +139,15 @@ class OnMesh(Generic[P, T]):
             if any(loose):
                 everywhere = NamedSharding(self._mesh, PartitionSpec())
                 where = [everywhere if one else None for one in loose]
-                leaves = split(leaves.join(filter_device_put(list(leaves.arrays), where)))
-        return leaves.join(leaves.arrays), leaves
+                args, kwargs = leaves.join(filter_device_put(list(leaves.arrays), where))
+                leaves = split((args, kwargs))
+        return (args, kwargs), leaves
 
     def _refuse_others(self, leaves: Leaves, args: Any, kwargs: Any) -> None:
-        mine = set(self._mesh.devices.flat)
         elsewhere = [
             i
             for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True))
-            if (where := _devices_of(x, kind)) is not None and not where <= mine
+            if (where := _devices_of(x, kind)) is not None and not where <= self._devices
         ]
         if elsewhere:
             bound = inspect.signature(self._fun).bind(*args, **kwargs)
@@ -199,7 +196,7 @@ class _Results(NamedTuple):
 
     def handles(self) -> Any:
         return self.shapes.join(
-            handle(x.shape, x.dtype, sharding)
+            handle(x, sharding)
             for x, sharding in zip(self.shapes.arrays, self.shardings, strict=True)
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._links import give_names, handle, next_name
+from .._links import give_names, handles, next_name
 from .._processes import described, in_short
 from .._tree import Arrays
 from ._actions import Pass
@@ -105,7 +105,7 @@ class Run:
             self._tie(tie, grads)
         last = self.plan.stages[-1]
         own = self.states.get(last.number)
-        (value,) = _handles([last.value]) if own is None else own.loss
+        (value,) = handles([last.value]) if own is None else own.loss
         if jax.process_count() > 1:
             made = [value, *(x for own in grads for x in own.values())]
             give_names(made, next_name(_results(self.plan)))
@@ -146,7 +146,7 @@ class Run:
         """Moves arrays between two stages. None in processes that don't receive them."""
         if source not in self.states and target not in self.states:
             return None
-        given = _handles(here) if arrays is None else arrays
+        given = handles(here) if arrays is None else arrays
         if jax.process_count() > 1:
             one, other = self.plan.stages[source], self.plan.stages[target]
             give_names(given, next_name(_link(source, one.mesh, target, other.mesh)))
@@ -156,7 +156,7 @@ class Run:
     def _grads(self, stage: Stage) -> dict[int, jax.Array]:
         """The gradients of a stage, by the number of their array."""
         numbers = chosen(range(len(stage.floating)), stage.floating)
-        own = self.states[stage.number].grads if stage.is_here else _handles(stage.params)
+        own = self.states[stage.number].grads if stage.is_here else handles(stage.params)
         return dict(zip(numbers, own, strict=True))
 
     def _tie(self, tie: Tie, grads: list[dict[int, jax.Array]]) -> None:
@@ -186,10 +186,6 @@ def _link(source: int, here: Mesh, target: int, there: Mesh) -> str:
 def _results(plan: Plan) -> str:
     ids = sorted({device.id for stage in plan.stages for device in stage.mesh.devices.flat})
     return f"the results of a pipeline of {len(plan.stages)} stages on devices {in_short(ids)}"
-
-
-def _handles(structs: Sequence[Any]) -> Arrays:
-    return [handle(x.shape, x.dtype, x.sharding) for x in structs]
 
 
 def _in_places(stage: Stage, grads: dict[int, jax.Array]) -> list[Any]:

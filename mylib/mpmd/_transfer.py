@@ -4,7 +4,6 @@ import functools
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
@@ -12,7 +11,7 @@ from jaxtyping import PyTree
 from .._links import explained_errors, open_links, transport as transport_for
 from .._placement import AnyMesh, Placement
 from .._processes import owners
-from .._transfer import transfer as move_between
+from .._transfer import is_of_keys, transfer as move_between
 from .._tree import Kind, split
 
 T = TypeVar("T")
@@ -122,8 +121,7 @@ def _one_device_each() -> NamedSharding:
 
 def _value(x: jax.Array) -> Any:
     own = x if x.is_fully_addressable else x.addressable_data(0)
-    is_keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.device_get(own) if not is_keys else jax.block_until_ready(own)
+    return jax.block_until_ready(own) if is_of_keys(own) else jax.device_get(own)
 
 
 def is_remote(x: Any, /) -> bool:
