@@ -25,9 +25,6 @@ import json
 import math
 import os
 import socket
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from fractions import Fraction
@@ -43,7 +40,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from side_by_side import Row, print_header, print_row
+from side_by_side import Row, in_processes, print_header, print_row
 
 import mylib
 from mylib import mpmd
@@ -71,13 +68,13 @@ def main() -> None:
         return
     if options.transfers:
         print_header("two processes with 4 simulated devices each")
-        for row in in_processes(2, 4, "--transfers"):
+        for row in in_processes(__file__, 2, 4, "--transfers"):
             print_row(row)
     if options.pipelines:
         columns = ("schedule", "step", "in theory", "bubble", "in theory", "must reach", "ok")
         print_header(f"a process for each mesh, {MICROBATCHES} microbatches", columns)
         for meshes in (2, 4):
-            for row in in_processes(meshes, 1, "--pipelines"):
+            for row in in_processes(__file__, meshes, 1, "--pipelines"):
                 print_row(row)
     if options.schedules:
         columns = (
@@ -91,16 +88,6 @@ def main() -> None:
         print_header("simulated pipelines", columns)
         for row in schedules():
             print_row(row)
-
-
-def in_processes(count: int, devices: int, what: str) -> list[list[str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "rows.json")
-        here = [f"-n{count}", f"--devices-per-process={devices}"]
-        launch = [sys.executable, "-m", "mylib.testing", "launch", *here]
-        command = [*launch, __file__, what, "--rows", str(path)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(path.read_text())
 
 
 def transfers() -> Iterator[list[str]]:

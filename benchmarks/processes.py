@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from side_by_side import Call, Row, compare, duel, print_header, print_row, show
+from side_by_side import Call, Row, compare, duel, in_processes, print_header, print_row, show
 
 import mylib
 from mylib._processes import Series, compare as compare_facts, difference_of, in_brief, meeting
@@ -68,13 +68,13 @@ def main() -> None:
     if options.meetings:
         print_header("processes with 1 simulated CPU device each")
         for count in REAL:
-            for cells in in_processes(count, 1, *sys.argv[1:]):
+            for cells in in_processes(__file__, count, 1, *sys.argv[1:]):
                 print_row(cells)
         return
     print_header("2 processes with 4 simulated CPU devices each")
     for row in testing(scale):
         print_row(row.cells())
-    for cells in in_processes(2, 4, *sys.argv[1:]):
+    for cells in in_processes(__file__, 2, 4, *sys.argv[1:]):
         print_row(cells)
 
 
@@ -214,16 +214,6 @@ def line() -> Mesh:
 def leaves_of(count: int) -> list[np.ndarray]:
     """Small arrays of ten shapes, 2 to 20 KB each."""
     return [np.full((8 + 8 * (i % 10), 64), i, np.float32) for i in range(count)]
-
-
-def in_processes(count: int, devices: int, *options: str) -> list[list[str]]:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "rows.json")
-        here = [f"-n{count}", f"--devices-per-process={devices}"]
-        launch = [sys.executable, "-m", "mylib.testing", "launch", *here]
-        command = [*launch, __file__, "--rows", str(path), *options]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(path.read_text())
 
 
 if __name__ == "__main__":

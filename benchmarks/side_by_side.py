@@ -1,9 +1,13 @@
 """How the benchmarks measure: ours and its peers in turns, and a table of the ratios."""
 
 import gc
+import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -113,3 +117,14 @@ def show(seconds: float) -> str:
     if seconds >= 1:
         return f"{seconds:.3g} s"
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.3g} µs"
+
+
+def in_processes(script: str, count: int, devices: int, *options: str) -> list[list[str]]:
+    """The rows that a script writes to the file after `--rows`, run in several processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "rows.json")
+        here = [f"-n{count}", f"--devices-per-process={devices}"]
+        launch = [sys.executable, "-m", "mylib.testing", "launch", *here]
+        command = [*launch, script, "--rows", str(path), *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        return json.loads(path.read_text())
