@@ -25,11 +25,13 @@ def _meshes() -> list[Mesh]:
     return [Mesh(d, ("data",), axis_types=(AxisType.Auto,)) for d in devices]
 
 
-def _connect(x: jax.Array) -> None:
-    """A transfer that works."""
+def _connected() -> tuple[jax.Array, Mesh, Mesh]:
+    """An array on the first of two meshes, between which a transfer has worked."""
     first, second = _meshes()
+    x = mylib.filter_device_put(X, P("data"), mesh=first)
     there = mpmd.transfer(x, P(), mesh=second)
     np.testing.assert_array_equal(mpmd.fetch(mpmd.transfer(there, P(), mesh=first)), X)
+    return x, first, second
 
 
 @pytest.fixture
@@ -55,9 +57,7 @@ def _next_error() -> str:
 
 
 def test_another_dtype_than_was_asked_for():
-    first, second = _meshes()
-    x = mylib.filter_device_put(X, P("data"), mesh=first)
-    _connect(x)
+    x, first, second = _connected()
     own = X if jax.process_index() == 0 else X.astype(np.int32)
     y = mylib.filter_device_put({"weight": own}, P("data"), mesh=first)
     start = time.monotonic()
@@ -74,9 +74,7 @@ def test_another_dtype_than_was_asked_for():
 
 
 def test_the_receiver_is_alone(seconds):
-    first, second = _meshes()
-    x = mylib.filter_device_put(X, P("data"), mesh=first)
-    _connect(x)
+    x, first, second = _connected()
     seconds(5)
     if jax.process_index() == 1:
         y = mpmd.transfer(x, P(), mesh=second)
@@ -90,9 +88,7 @@ def test_the_receiver_is_alone(seconds):
 
 @pytest.mark.thorough
 def test_the_sender_is_alone(seconds):
-    first, second = _meshes()
-    x = mylib.filter_device_put(X, P("data"), mesh=first)
-    _connect(x)
+    x, first, second = _connected()
     seconds(5)
     if jax.process_index() == 0:
         mpmd.transfer(x, P(), mesh=second)
@@ -115,9 +111,7 @@ def test_nobody_has_begun(seconds):
 
 @pytest.mark.thorough
 def test_a_late_sender():
-    first, second = _meshes()
-    x = mylib.filter_device_put(X, P("data"), mesh=first)
-    _connect(x)
+    x, first, second = _connected()
     if jax.process_index() == 0:
         time.sleep(3)
     y = mpmd.transfer(x, P(), mesh=second)
@@ -127,9 +121,7 @@ def test_a_late_sender():
 @pytest.mark.thorough
 def test_a_long_computation_of_the_sender(seconds):
     """Longer than the timeout: the array has been promised, so the receiver goes on waiting."""
-    first, second = _meshes()
-    x = mylib.filter_device_put(X, P("data"), mesh=first)
-    _connect(x)
+    x, first, second = _connected()
     seconds(10)
 
     def wait(x):
