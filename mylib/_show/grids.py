@@ -1,4 +1,4 @@
-"""The grids of a drawing: rows and columns of cells, of which large grids leave out some."""
+"""The grids of a drawing: rows and columns of cells. Large grids leave some of them out."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar

@@ -113,7 +113,7 @@ def _drawn(grids: Sequence[Grid[Cell]], count: int) -> list[Html]:
 
 
 def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> list[Grid[Cell]]:
-    """The first grids of a mesh of several axes, the last two of which are rows and columns."""
+    """The first grids of a mesh of several axes. Its last two axes are rows and columns."""
     *outer, (down, height), (across, width) = mesh.shape.items()
     panels = list(itertools.product(*(range(size) for _, size in outer)))
     at = dict(
