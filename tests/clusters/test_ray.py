@@ -8,8 +8,13 @@ import pytest
 import slurm
 from needs import skip_unless_required
 
-# Ray's own calls of what Ray has deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
+pytestmark = [
+    # Ray's own calls of what Ray has deprecated.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:ray"),
+    # Ray starts its processes by a fork that executes another program at once. JAX warns of any
+    # fork once it has a backend, as it has where another test ran first.
+    pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
+]
 
 HERE = str(Path(__file__).parent)
 
