@@ -17,8 +17,8 @@ on the devices; "through NumPy" is `multihost_utils.broadcast_one_to_all`, and t
 
 Of pipelines, every process has one device and one stage, which sleeps for 50 ms in each part of a
 pass instead of computing: so it needs no core, and the time is the schedule's. What is measured is
-the time of a step and its idle part, where a part of a pass takes what it takes in a process alone,
-all processes at once; theory is that of the schedule, without transfers.
+the time of a step and its idle part, where a sleep takes what it takes in a process alone, all
+processes at once; theory is that of the schedule, without transfers.
 """
 
 import argparse
@@ -180,7 +180,7 @@ def pipelines() -> Iterator[list[str]]:
     # A pipeline of one stage is never idle, and has three sleeps a microbatch. What a sleep takes
     # there beyond 50 ms is the cost of a callback, and no idle time.
     alone = step_time(mpmd.gpipe(1, m), [Mesh(jax.local_devices(), ("data",))])
-    a_pass = float(np.mean(mylib.testing.gather(alone))) / (3 * m)
+    a_sleep = float(np.mean(mylib.testing.gather(alone))) / (3 * m)
     meshes = mpmd.split(mylib.make_mesh(stage=p, data=1), "stage")
     for schedule in (
         mpmd.gpipe(p, m),
@@ -188,12 +188,12 @@ def pipelines() -> Iterator[list[str]]:
         mpmd.interleaved(p, m, 2),
         mpmd.zero_bubble(p, m),
     ):
-        yield pipeline(schedule, meshes, a_pass)
+        yield pipeline(schedule, meshes, a_sleep)
 
 
-def pipeline(schedule: mpmd.Schedule, meshes: Sequence[Mesh], a_pass: float) -> list[str]:
+def pipeline(schedule: mpmd.Schedule, meshes: Sequence[Mesh], a_sleep: float) -> list[str]:
     step = step_time(schedule, meshes)
-    theory = a_pass * max(end for row in schedule.timeline() for _, end, _ in row)
+    theory = a_sleep * max(end for row in schedule.timeline() for _, end, _ in row)
     busy = theory * (1 - schedule.bubble())
     bubble, limit = 1 - busy / step, 1.1 * schedule.bubble()
     return [

@@ -18,7 +18,7 @@ from .._compat import is_staged, names
 from .._errors import StaticNumberWarning, warn
 from .._placement import AnyMesh, Target, World, current_world, is_described
 from .._processes import raised_in_all
-from .._transfer import filter_device_put, is_of_keys, mesh_of_all, place_leaves
+from .._transfer import filter_device_put, mesh_of_all, place_leaves
 from .._tree import (
     Arrays,
     KeyPath,
@@ -27,6 +27,7 @@ from .._tree import (
     Outline,
     canonical_dtype,
     is_array,
+    is_of_keys,
     kind_of,
     outlined,
     parted,

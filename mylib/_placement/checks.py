@@ -8,12 +8,11 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, because
+from .._tree import is_of_keys
 from .context import World
 from .shardings import (
     AnyMesh,
@@ -68,7 +67,7 @@ def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
 
 def unfit_dtype(target: Target, x: Any) -> Iterator[Fault]:
     sharding = sharding_of(target)
-    if has_partial_sums(sharding) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if has_partial_sums(sharding) and is_of_keys(x):
         yield because("keys can't be summed", "leave out unreduced= and reduced=")
 
 
@@ -104,7 +103,7 @@ def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
 
 
 def unfit_layout(layout: Any, x: Any) -> Iterator[Fault]:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if is_of_keys(x):
         yield because("the layout of typed keys can't be chosen", "give the sharding alone")
     elif not isinstance(layout, Layout):
         yield because(

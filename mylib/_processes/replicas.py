@@ -16,7 +16,7 @@ from jaxtyping import PyTree
 from .._compat import data_of_shards
 from .._errors import Fault, ReplicaError
 from .._placement import entries_of, memory_space
-from .._tree import Kind, Leaves, name_of, split
+from .._tree import Kind, Leaves, is_of_keys, name_of, split
 from .agreement import described, owners
 from .copies import Found, Held, describe, facts_of, faults_in
 from .differences import Version, compare, faults_between
@@ -195,7 +195,7 @@ def _to_read(x: jax.Array) -> jax.Array:
     """The data that the host reads to compare copies: the array, or checksums of large shards in
     device memory.
     """
-    x = jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+    x = jax.random.key_data(x) if is_of_keys(x) else x
     if not _on_host(x.sharding):
         x = checksums(x) if x.addressable_data(0).nbytes > _SMALL else x
         for shard in x.addressable_shards:

@@ -41,13 +41,12 @@ from .._placement import (
     sharding_of,
     without_partial_sums,
 )
-from .._tree import Kind, canonical_dtype
+from .._tree import Kind, canonical_dtype, is_of_keys
 from . import thresholds
 from .host import (
     as_keys,
     explicitly,
     host_copy,
-    is_of_keys,
     on_host,
     over_key_data,
     put_pieces,

@@ -11,13 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, Sharding
 
 from .._placement import Target, entries_of, sharding_of, with_entries
-from .._tree import Kind, canonical_dtype, kind_of
+from .._tree import Kind, canonical_dtype, is_of_keys, kind_of
 from .thresholds import ALIGNMENT, WORTH_SHARING
 
 
@@ -112,10 +111,6 @@ def _assemble_one(
     numbers = on_host(numbers, may_alias)
     y = put_pieces(lambda index: numbers[within(index)], shape, wanted, numbers.dtype)
     return as_keys(y, own) if is_of_keys(own) else y
-
-
-def is_of_keys(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def explicitly() -> AbstractContextManager[None]:

@@ -90,6 +90,11 @@ def _is_array_type(t: type, abstract: bool) -> bool:
     return issubclass(t, jax.Array | Tracer) or (abstract and issubclass(t, jax.ShapeDtypeStruct))
 
 
+def is_of_keys(x: Any) -> bool:
+    """Whether an array holds typed keys of `jax.random`."""
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
 def is_ref(x: Any) -> bool:
     """Whether a traced leaf is a mutable reference (`jax.Ref`), not a value."""
     return isinstance(x, Tracer) and not isinstance(jax.typeof(x), ShapedArray)

@@ -24,8 +24,8 @@ from .._placement import (
     unfit_shape,
 )
 from .._processes import Facts, Processes, checksum, described, digest, owners, shared_indices
-from .._transfer import LocalData, assemble, is_of_keys, not_there, place_leaves
-from .._tree import Kind, Leaves, canonical_dtype, split
+from .._transfer import LocalData, assemble, not_there, place_leaves
+from .._tree import Kind, Leaves, canonical_dtype, is_of_keys, split
 from ._arrays import as_arrays, own
 from ._request import BatchRequest, Tail
 from ._rows import ALONE, ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows

@@ -11,8 +11,8 @@ from jaxtyping import PyTree
 from .._links import explained_errors, open_links, transport as transport_for
 from .._placement import AnyMesh, Placement
 from .._processes import owners
-from .._transfer import is_of_keys, transfer as move_between
-from .._tree import Kind, split
+from .._transfer import transfer as move_between
+from .._tree import Kind, is_of_keys, split
 
 T = TypeVar("T")
 

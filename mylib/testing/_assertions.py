@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
@@ -25,7 +24,7 @@ from .._placement import (
 )
 from .._processes import check_replicas, checksum, everybody, everybodys_faults, meeting
 from .._transfer import not_there, same_place, same_type
-from .._tree import Kind, Leaves, name_of, split
+from .._tree import Kind, Leaves, is_of_keys, name_of, split
 
 
 def assert_placed(
@@ -160,7 +159,7 @@ def _said_of(x: Any) -> str:
         return repr(x) if x is None or isinstance(x, int | float | complex | str) else str(type(x))
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return f"{x.dtype}{list(x.shape)} at {x.sharding}"
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and is_of_keys(x):
         return f"keys of {jax.random.key_impl(x)}, {_said_of(jax.random.key_data(x))}"
     return f"{x.dtype}{list(x.shape)}, checksum {checksum([np.asarray(x)], x.dtype)}"
 
