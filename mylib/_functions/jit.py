@@ -21,6 +21,7 @@ from ..machines import (
     Machine,
     Memory,
     NotHereError,
+    about_kernels,
     memory_of,
     out_of_memory,
 )
@@ -298,15 +299,19 @@ class Lowered:
 
     def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
         """Compiles it. Raises [`mylib.machines.OutOfMemoryError`][] if the compiler finds that it
-        does not fit into the devices' memory, which only the TPU's compiler checks.
+        does not fit into the devices' memory, which only the TPU's compiler checks. If the
+        GPU's compiler can't make a Triton kernel, a note on its error says how to avoid it.
         """
         try:
             compiled = self.lowered.compile(compiler_options)
         except jax.errors.JaxRuntimeError as error:
             readable = out_of_memory(error, self._origin.arguments)
-            if readable is None:
-                raise
-            raise readable from error
+            if readable is not None:
+                raise readable from error
+            note = about_kernels(error)
+            if note is not None:
+                error.add_note(note)
+            raise
         return Compiled(self._origin, compiled)
 
 

@@ -8,6 +8,7 @@ from ._fit import (
     OutOfMemoryError as OutOfMemoryError,
     out_of_memory as out_of_memory,
 )
+from ._kernels import about_kernels as about_kernels
 from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
 from ._memory import Memory as Memory, arguments_of as arguments_of, memory_of as memory_of
 from ._mesh import make_mesh as make_mesh

@@ -169,6 +169,20 @@ def test_callbacks_are_named_on_gpus(machine):
         mylib.filter_jit(talks).lower(x)
 
 
+@pytest.mark.compiles_for("h100 x 8")
+def test_a_kernel_that_cannot_be_made(machine):
+    shapes = shaped(17, 64, 12, 33), shaped(5, 12, 33, 70)
+    a, b = mylib.filter_shard(shapes, P(), mesh=machine.mesh(data=-1))
+    lowered = mylib.filter_jit(lambda a, b: jnp.einsum("abcd,ecdf->aebf", a, b)).lower(a, b)
+    assert "cublas" in lowered.compile({"xla_gpu_enable_triton_gemm": False}).as_text()
+    if jax.__version_info__ >= (0, 12):
+        assert "triton" in lowered.compile().as_text()
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes") as caught:
+        lowered.compile()
+    assert "'xla_gpu_enable_triton_gemm': False" in caught.value.__notes__[-1]
+
+
 @BOTH
 def test_error_checks_compile(machine):
     x = mylib.filter_shard(shaped(8), P("data"), mesh=machine.mesh(data=-1))

@@ -180,6 +180,21 @@ class TestCompilersThatAreMissing:
             _ = machines.tpu("v5e", (4, 4)).devices
 
 
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        ("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.2", True),
+        ("Kernel 'gemm_fusion_dot' launch needs more blocks (3221225472, 1) than allowed", True),
+        ("No supported config found for HLO: %gemm_fusion", True),
+        ("No supported configs found for HLO: %gemm_fusion", True),
+        ("UNIMPLEMENTED: FP8 convolutions", False),
+    ],
+)
+def test_a_note_on_kernels_that_cannot_be_made(text, noted):
+    note = machines.about_kernels(RuntimeError(text))
+    assert (note is not None and "xla_gpu_enable_triton_gemm" in note) == noted
+
+
 def test_nothing_is_imported_before_it_is_asked_for(checkout_env):
     script = """
 import os, sys
