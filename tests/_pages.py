@@ -2,12 +2,15 @@
 
     python tests/_pages.py command NAME    prints README's command of that name
     python tests/_pages.py run PAGE        runs the Python blocks of a page in one namespace
+    python tests/_pages.py serve           does so with each page that standard input names
 
 Needs nothing but Python: `.ci/run` asks it for the commands before anything is installed.
 """
 
 import contextlib
+import importlib
 import io
+import os
 import re
 import sys
 import textwrap
@@ -90,11 +93,33 @@ def run(page: Path) -> None:
             print(printed, end="")
 
 
+def serve() -> None:
+    """Each page runs in a fork of this process, which has imported what most pages import: that
+    takes longer than most pages. A line of input has a page, and a file for what it prints; a line
+    of output is the exit status.
+    """
+    for name in ("equinox", "mylib", "mylib.data", "mylib.mpmd", "optax"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        page, printed = line.split("\t")
+        child = os.fork()
+        if child == 0:
+            out = os.open(printed.strip(), os.O_WRONLY | os.O_CREAT)
+            for stream in (1, 2):
+                os.dup2(out, stream)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            run(Path(page))
+            return  # the fork ends as any script does
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["command", name]:
             print(command(name))
         case ["run", page]:
             run(Path(page))
+        case ["serve"]:
+            serve()
         case _:
             sys.exit(__doc__)

@@ -6,8 +6,6 @@ The time limit of a test is in pyproject.toml.
 import importlib.metadata
 import importlib.util
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 # All are read once, when JAX starts. Of a flag given twice the last one counts, so ours go last.
@@ -26,28 +24,18 @@ os.environ["NPROC"] = "32"
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from compiled import Compiled  # noqa: E402
 
 import mylib.testing  # noqa: E402
 
 mylib.testing.second_backend("other", devices=4)
 
 
-# What this process has compiled is not compiled again. The folder is new, so nothing stale is ever
-# read, and no other process writes to it, as JAX does not write a file in one step.
-_CACHE = {
-    "jax_persistent_cache_min_compile_time_secs": 0,
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-# Not in the processes of a multihost test, which have met by now: who is killed deletes nothing.
-if not jax.distributed.is_initialized():
-    _CACHE["jax_compilation_cache_dir"] = tempfile.mkdtemp(prefix="mylib-tests-")
-    for _name, _value in _CACHE.items():
-        jax.config.update(_name, _value)
-
-
-def pytest_unconfigure() -> None:
-    if folder := _CACHE.get("jax_compilation_cache_dir"):
-        shutil.rmtree(folder, ignore_errors=True)
+def pytest_configure(config: pytest.Config) -> None:
+    # Not in the processes of a multihost test, which have met by now: one that is killed may leave
+    # half a file.
+    if config.pluginmanager.has_plugin("cacheprovider") and not jax.distributed.is_initialized():
+        config.pluginmanager.register(Compiled(config.cache), "compiled")
 
 
 # No deadline: the first example of a shape compiles, the next ones don't.
@@ -114,11 +102,7 @@ def checkout_env() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def cache_env() -> dict[str, str]:
-    """For the environment of a script: it may use what other scripts have compiled.
-
-    Not for one that starts processes, as several at a time must not share a cache.
-    """
-    env = {name.upper(): str(value) for name, value in _CACHE.items()}
-    env["JAX_COMPILATION_CACHE_DIR"] += "/scripts"
-    return env
+def cache_env(pytestconfig: pytest.Config) -> dict[str, str]:
+    """For the environment of a script: it may use what earlier ones have compiled."""
+    compiled = pytestconfig.pluginmanager.get_plugin("compiled")
+    return compiled.env() if compiled else {}

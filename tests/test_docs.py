@@ -1,6 +1,8 @@
 """What README and the docs show, works: every Python block is run, warnings being errors."""
 
 import importlib.util
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,10 +20,26 @@ def _name(page: Path) -> str:
     return page.relative_to(_pages.ROOT).as_posix()
 
 
+@pytest.fixture(scope="module")
+def pages_server(checkout_env, cache_env):
+    # BLAS starts threads when NumPy is imported, and a process with threads must not be forked.
+    env = checkout_env | cache_env | {"OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", _pages.__file__, "serve"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, env=env, cwd=_pages.ROOT, stdin=pipe, stdout=pipe, text=True
+    ) as server:
+        yield server
+        server.stdin.close()
+        assert server.wait(60) == 0
+
+
 @pytest.mark.parametrize("page", sorted({page for page, _ in _PYTHON}), ids=_name)
-def test_page_runs(page, checkout_env, cache_env):
-    env = checkout_env | cache_env
-    printed_by("-W", "error", _pages.__file__, "run", page, env=env, cwd=_pages.ROOT)
+def test_page_runs(page, pages_server, tmp_path):
+    printed = tmp_path / "printed"
+    pages_server.stdin.write(f"{page}\t{printed}\n")
+    pages_server.stdin.flush()
+    assert pages_server.stdout.readline() == "0\n", printed.read_text()
 
 
 def test_test_files_of_the_pages(pytester, checkout_env, monkeypatch):
