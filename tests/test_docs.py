@@ -42,6 +42,7 @@ def test_page_runs(page, pages_server, tmp_path):
     assert pages_server.stdout.readline() == "0\n", printed.read_text()
 
 
+@pytest.mark.slow
 def test_test_files_of_the_pages(pytester, checkout_env, monkeypatch):
     """What the pages show as tests is run by pytest, in a project that has nothing else."""
     files = {block.test_file: block.text for _, block in _PYTHON if block.test_file}

@@ -17,6 +17,7 @@ _SCRIPTS = sorted(_EXAMPLES.glob("*.py"))
 _MACHINES = _EXAMPLES / "machines_you_dont_have.ipynb"
 _NOTEBOOKS = sorted(path for path in _EXAMPLES.glob("*.ipynb") if path != _MACHINES)
 _MANY_PROCESSES = _EXAMPLES / "many_processes.py"
+_SLOW = ["evolution_strategies.py", "gpt.py", "strategies.py"]
 
 
 def _name(path: Path) -> str:
@@ -38,9 +39,19 @@ def _run(script, env, *launch):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("script", [s for s in _SCRIPTS if s != _MANY_PROCESSES], ids=_name)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name in _SLOW else [])
+        for path in _SCRIPTS
+        if path != _MANY_PROCESSES
+    ],
+)
 def test_script(script, newcomer_env, cache_env):
-    _run(script, newcomer_env | cache_env)
+    env = newcomer_env | cache_env
+    if script.name == "evolution_strategies.py":  # it computes for longer than it compiles
+        del env["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+    _run(script, env)
 
 
 def _module(name, monkeypatch):
@@ -89,11 +100,12 @@ def test_what_the_gpt_communicates(monkeypatch):
     assert sum(c.times for c in sums) == 5 * gpt.SMALL.layers
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)
-def test_notebook(path, newcomer_env, monkeypatch):
+def test_notebook(path, newcomer_env, cache_env, monkeypatch):
     """Its cells show what is committed with them; numbers and drawings are for the run to say."""
-    found = _execute(path, newcomer_env, monkeypatch, 120)
+    found = _execute(path, newcomer_env | cache_env, monkeypatch, 120)
     kept = nbformat.read(path, as_version=4)
     assert [_kinds(cell) for cell in found.cells] == [_kinds(cell) for cell in kept.cells]
     assert any(_kinds(cell) for cell in kept.cells), "tools/run_notebooks.py keeps the outputs"
@@ -156,6 +168,7 @@ def test_there_are_examples():
     assert {path.name for path in [*_SCRIPTS, *_NOTEBOOKS]} >= {"train.py", "shard_a_model.ipynb"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_many_processes(newcomer_env):
     """The same numbers in one process and in several."""

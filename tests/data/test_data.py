@@ -456,6 +456,7 @@ def test_an_error_of_the_source_has_its_place(mesh):
         assert "could not start: TypeError" in _fails(TypeError, batches.get_state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["last", "error", "placing", "beginning"])
 def test_the_end_leaves_no_cycles(mesh, end):
     """The source is let go of at once, not when Python collects its garbage."""
@@ -506,6 +507,7 @@ def test_an_error_that_cannot_say_what_it_is(mesh):
         next(batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["close", "with", "error in with", "break", "del", "cycle"])
 def test_an_iterator_that_is_left(mesh, how):
     alive = []
@@ -674,6 +676,7 @@ def _resident() -> int:
     return int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else 0
 
 
+@pytest.mark.slow
 def test_thousands_of_batches():
     mesh = jax.make_mesh((8,), ("data",))
 
@@ -956,6 +959,7 @@ next(batches)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "import tempfile; t = tempfile.TemporaryDirectory()"])
 def test_python_ends_in_the_midst(checkout_env, before):
     """Also where what ends with Python was begun before JAX was imported."""

@@ -64,8 +64,12 @@ STACKINGS = pytest.mark.parametrize("stacking", ["scan", UNROLLED])
 
 
 EVERY_DAY = [
-    *[(mode, "scan", "everything") for mode in ("auto", "explicit", "shard_map")],
+    ("auto", "scan", "everything"),
     ("explicit", "scan", "dots"),
+]
+SLOW = [
+    ("explicit", "scan", "everything"),
+    ("shard_map", "scan", "everything"),
     ("auto", "scan", "nothing"),
 ]
 THOROUGH = [
@@ -79,7 +83,11 @@ THOROUGH = [
 
 @pytest.mark.parametrize(
     "mode, stacking, base",
-    [*EVERY_DAY, *[pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH]],
+    [
+        *EVERY_DAY,
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+        *[pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH],
+    ],
 )
 def test_weights_are_gathered_again_and_not_kept(mode, stacking, base):
     plain = of_weights(mode, stacking, None, False)
@@ -116,6 +124,7 @@ def remat3():
     jax.config.update("jax_remat3", before)
 
 
+@pytest.mark.slow
 @MODES
 def test_with_the_checkpoint_that_jax_will_have(remat3, mode):
     """It asks the policy about few operations, and computes the others again."""
@@ -143,6 +152,7 @@ def of_activations(mode: str, stacking: str, how: str) -> Measured:
     )
 
 
+@pytest.mark.slow
 @STACKINGS
 @pytest.mark.parametrize("mode", ["auto", "explicit"])
 def test_activations_are_gathered_again_and_not_kept(mode, stacking):
@@ -221,6 +231,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.sampled_from(sorted(FORMS)), min_size=1, max_size=4),
     st.sampled_from([jnp.float32, jnp.bfloat16]),

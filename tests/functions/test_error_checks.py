@@ -474,6 +474,7 @@ print(np.asarray(gradient).sum())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on_error", "nans"), [("nan", "16 2"), ("off", "0 0")])
 def test_the_environment_variable(on_error, nans, checkout_env):
     last = 2**31 - 1 if on_error == "nan" else 15

@@ -176,6 +176,7 @@ def check_transformer(stages, schedule, model, checkpoint):
     check(result, whole(given, cross_entropy, x, y), here)
 
 
+@pytest.mark.slow
 def test_of_a_transformer():
     check_transformer(2, mpmd.zero_bubble(2, MICROBATCHES), 2, False)
 

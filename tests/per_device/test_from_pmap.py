@@ -70,6 +70,7 @@ def old():
     return jax.tree.map(lambda x: x[0] if eqx.is_array(x) else x, (model, state)), losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, checked",
     [

@@ -196,7 +196,7 @@ def arrays(tree):
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
-EVERYDAY = {"transformer": ["fsdp", "both"], "scanned": []}
+EVERYDAY = {"convolutions": ["fsdp"], "transformer": ["fsdp", "both"], "scanned": []}
 TRAINED = [
     pytest.param(
         name,
@@ -329,6 +329,7 @@ class TestCommunication:
         (only,) = _hlo.collectives(text)
         assert only.kind == "all-reduce" and only.shapes[0] in [(2, 8), (8, 2)]
 
+    @pytest.mark.slow
     def test_megatron_transformer(self):
         forward = forward_pass("transformer", "tensor parallel")
         whole, _ = training_step("transformer", "tensor parallel")
@@ -347,6 +348,7 @@ class TestCommunication:
         assert kinds(whole) == {"all-gather", "all-reduce", "collective-permute"} | heads
         assert sum(c.kind == "all-reduce" for c in forward) == 2 * 2 + 1 + 1
 
+    @pytest.mark.slow
     def test_the_scanned_transformer_gathers_no_stack(self):
         for strategy in ("fsdp", "both"):
             whole, model = training_step("scanned", strategy)
@@ -386,6 +388,7 @@ class StatefulNet(eqx.Module):
         return self.head(jnp.mean(image, axis=(1, 2))), state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [replicated(), SHARDED], ids=["data parallel", "fsdp"])
 def test_a_net_with_state(kept):
     optim = optax.adamw(1e-2, eps=1e-4)

@@ -396,6 +396,7 @@ def test_waits():
 _SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, _SIGTERM, signal.SIGKILL])
 def test_the_end_of_pytest_is_the_end_of_all(tmp_path, env, number):
     (tmp_path / "test_waiting.py").write_text(WAITING)
@@ -498,6 +499,7 @@ def test_options_of_pytest(small):
     chosen.assert_outcomes(passed=2, failed=1, deselected=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option", [pytest.param("--pdb", marks=pytest.mark.thorough), "--multihost-debug=1"]
 )
@@ -526,6 +528,7 @@ def test_several_sessions_at_once(small):
     done.stdout.fnmatch_lines(["5 tests collected*"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fruit, outcomes",
     [
@@ -643,6 +646,7 @@ def test_marks_that_can_not_be(small):
     )
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_start(small):
     small.makepyfile(
         test_small="""
@@ -822,6 +826,7 @@ def test_launch_of_a_script_that_clears_its_environment(tmp_path):
     subprocess.run([sys.executable, "-c", launch._RUN, str(script)], check=True)
 
 
+@pytest.mark.slow
 def test_launch_of_processes_that_do_not_meet(small):
     small.makepyfile(script="import jax\nprint(jax.process_count())")
     done = _launch(small, "script.py")

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 # Sessions of a few processes each, on machines that are busy.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

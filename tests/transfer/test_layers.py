@@ -258,12 +258,14 @@ def test_auto_axes(name):
         assert outcome(name, AUTO, weights) == TABLE[name]["Auto axes"], UPDATE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every_third(LAYERS, 1))
 def test_explicit_axes(name):
     said = TABLE[name][column_of_this_jax(TABLE[name])]
     assert outcome(name, EXPLICIT, P()) == said, UPDATE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", every_third(LAYERS, 2))
 def test_explicit_axes_and_sharded_weights(name):
     said = TABLE[name]["Explicit axes, sharded weights"]
