@@ -125,7 +125,7 @@ def faults(request, tmp_path_factory, env) -> Session:
     folder = tmp_path_factory.mktemp("faults")
     (folder / "test_faults.py").write_text((HERE / "_faults.py").read_text())
     options = ["-o", "multihost_grace=1", "-W", "default"]
-    if not any(item.get_closest_marker("thorough") for item in request.session.items):
+    if not any(item.get_closest_marker("slow") for item in request.session.items):
         options += [f"--deselect=test_faults.py::{test}" for test in NOT_EVERY_DAY]
     return run(folder, env, *options)
 
@@ -135,18 +135,23 @@ NOT_EVERY_DAY = {
     "test_one_exits_and_leaves_a_child_that_holds_its_pipe",
     "test_all_leave_each_other",
     "test_one_asks_to_exit",
+    "test_one_changes_a_setting",
+    "test_one_fails_as_expected",
+    "test_one_fails_at_the_beginning",
     "test_one_is_killed",
+    "test_one_segfaults",
     "test_the_coordinator_is_killed",
     "test_one_spins",
     "test_one_stops_answering",
     "test_one_crashes_as_expected",
+    "test_one_waits_in_a_collective",
     "test_pytest_timeout_is_heeded",
 }
 
 
 def _about(test: str, *values: str):
     """The parameters of a test that asks for what became of another."""
-    marks = [pytest.mark.thorough] if test in NOT_EVERY_DAY else []
+    marks = [pytest.mark.slow] if test in NOT_EVERY_DAY else []
     return pytest.param(test, *values, marks=marks)
 
 
@@ -298,6 +303,9 @@ class TestWords:
     def test_last_words(self, faults):
         text = faults.said("test_one_exits")
         assert "last words" in text
+
+    @pytest.mark.slow
+    def test_last_words_of_a_segmentation_fault(self, faults):
         assert "Segmentation fault" in faults.said("test_one_segfaults")
         assert "in test_one_segfaults" in faults.said("test_one_segfaults")
 
@@ -334,10 +342,13 @@ class TestWords:
     def test_out_of_step(self, faults):
         text = faults.said("test_one_leaves_something_running")
         assert "has left its processes out of step" in text and ": no answer from process" in text
+
+    @pytest.mark.slow
+    def test_a_setting_of_one_process(self, faults):
         text = faults.said("test_one_changes_a_setting")
         assert "in some processes only: process 1: jax_enable_x64. All must do" in text
 
-    @pytest.mark.thorough
+    @pytest.mark.slow
     def test_processes_that_leave_each_other(self, faults):
         assert "shutdown(). Mark it fresh=True" in faults.said("test_all_leave_each_other")
 
