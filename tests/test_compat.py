@@ -45,6 +45,7 @@ from mylib._compat import (
     scan_sizes,
     sharding_under,
     start_transfer_server,
+    weakly_typed,
     while_body,
     with_actual_memory_kind,
     without_dead_code,
@@ -88,6 +89,10 @@ USES = {
     "jax._src.core.ShardingTypeError": (
         "what JAX raises if the result of an operation on Explicit axes could have several "
         "shardings: tests/functions/test_notes.py"
+    ),
+    "jax._src.array.ArrayImpl": (
+        "the type of arrays, made of an `aval`, a sharding and shards: the only way to give an "
+        "array of shards a weak type"
     ),
     "jax._src.core.EvalTrace": "the trace that computes at once: no transformation goes on",
     "jax._src.distributed.global_state.client": (
@@ -422,6 +427,15 @@ class TestPrivateNames:
             for y in (x, jax.jit(lambda x: x + 1)(x)):
                 held = [shard.data.unsafe_buffer_pointer() for shard in y.addressable_shards]
                 assert [data.unsafe_buffer_pointer() for data in data_of_shards(y)] == held
+
+    def test_weak_types(self):
+        name = "jax._src.array.ArrayImpl"
+        x = jax.device_put(np.arange(8.0), NamedSharding(MESH, P("data")))
+        y = weakly_typed(x)
+        assert y.weak_type and not x.weak_type, advice(name)
+        assert (y.dtype, y.sharding, y.committed) == (x.dtype, x.sharding, True)
+        np.testing.assert_array_equal(y, x)
+        assert jax.jit(lambda y: y * jnp.ones(8, jnp.bfloat16))(y).dtype == jnp.bfloat16
 
     def test_a_second_backend(self):
         # conftest.py has made it.

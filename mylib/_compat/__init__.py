@@ -46,6 +46,7 @@ from .private import (
     type_under as type_under,
     value_under as value_under,
     vmapped_axes as vmapped_axes,
+    weakly_typed as weakly_typed,
     while_body as while_body,
     with_actual_memory_kind as with_actual_memory_kind,
     without_dead_code as without_dead_code,

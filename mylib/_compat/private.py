@@ -55,6 +55,7 @@ def _replaced(module: _Private, name: str, new: Any) -> Any:
 
 ad = _Private("jax._src.interpreters.ad")
 api = _Private("jax._src.api")
+array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
 core = _Private("jax._src.core")
 distributed = _Private("jax._src.distributed")
@@ -206,8 +207,18 @@ def break_connection(connection: Any) -> None:
 
 def data_of_shards(x: jax.Array) -> Sequence[jax.Array]:
     """What `x.addressable_shards` hold, in the same order. That takes ten times as long to make."""
-    array: Any = x
-    return array._arrays
+    whole: Any = x
+    return whole._arrays
+
+
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """The same shards as an array of a weak type. JAX makes arrays from shards of strong types
+    only.
+    """
+    aval = core.update_aval_with_sharding(
+        core.ShapedArray(x.shape, x.dtype, weak_type=True), x.sharding
+    )
+    return array.ArrayImpl(aval, x.sharding, data_of_shards(x), committed=x.committed)
 
 
 def is_compile_only(device: Any) -> bool:

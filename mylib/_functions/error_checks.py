@@ -33,6 +33,7 @@ from .._compat import (
     value_under,
     without_dead_code,
 )
+from .._links import is_handle
 from .._placement import axes_of_type, cast, manual_axes, union, varying
 from .._programs import bind_as, in_place_of, jaxprs_in
 
@@ -199,11 +200,10 @@ class Checks:
 
     def raise_if(self, failed: Any, jit_id: bytes) -> None:
         """Raises Equinox's error if `failed`, returned by a program, is a message's number."""
-        numbers = value_under(failed)
-        if isinstance(numbers, jax.Array) and not numbers.sharding.addressable_devices:
+        if is_handle(failed):
             return  # the program runs in other processes, which raise
         # An eager `vmap` may have batched it.
-        number = int(np.max(np.asarray(numbers)))
+        number = int(np.max(np.asarray(value_under(failed))))
         if number < 0:
             return
         for check in self.found:

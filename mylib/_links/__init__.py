@@ -5,6 +5,7 @@ from .across import (
     crosses as crosses,
     handle as handle,
     handles as handles,
+    is_handle as is_handle,
     is_nowhere_here as is_nowhere_here,
     move_across as move_across,
 )

@@ -5,13 +5,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from .._compat import value_under
 from .._processes import owners
 from .connections import Links, links_for
 from .cutting import Cut, Join, cut, join
 from .identity import give_names, next_transfer
-from .leaf import Leaf, Message, assembled, shards_of
+from .leaf import Leaf, Message, array_like, assembled, shards_of
 from .plan import Bounds, Piece, Region, placed_as, plan
 from .program import move_by_program
 
@@ -49,7 +51,17 @@ def is_nowhere_here(source: Sharding, target: Sharding) -> bool:
 
 def handle(x: Any, sharding: Sharding) -> jax.Array:
     """An array like `x`, in other processes only."""
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, [], dtype=x.dtype)
+    return array_like(x, sharding, [])
+
+
+def is_handle(x: Any) -> bool:
+    """Whether an array, or the one behind a tracer of an eager transformation, has no shards in
+    this process.
+    """
+    x = value_under(x)
+    # JAX has arrays without a sharding, too: Python numbers under `grad`.
+    here = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
+    return isinstance(here, Sharding) and not isinstance(x, Tracer) and not here.addressable_devices
 
 
 def handles(structs: Iterable[Any]) -> list[jax.Array]:

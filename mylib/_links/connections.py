@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
-from .._processes import patience
+from .._processes import connected, patience
 from .leaf import Message
 from .watch import Watch
 
@@ -37,7 +37,7 @@ class Links:
         self._platform = platform
         self._me = jax.process_index()
         self._connections: dict[int, Any] = {}
-        self.client = _client()
+        self.client = connected()
         self._watch = Watch(self.client, self._me, self._break)
         self.client.key_value_set(
             f"{_PLACE}/{platform}/{self._me}", f"{server.address()} {socket.gethostname()}"
@@ -161,13 +161,3 @@ def _number(message: Message, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
     said = f"{giver} {taker} {message.text}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1
-
-
-def _client() -> Any:
-    client = coordination_client()
-    if client is None:
-        raise RuntimeError(
-            "the processes are not connected: call jax.distributed.initialize() at the start of "
-            "each"
-        )
-    return client

@@ -1,12 +1,12 @@
 """An array on its way, and its shards that are here."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._compat import data_of_shards
+from .._compat import data_of_shards, weakly_typed
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
 from .plan import Plan
@@ -53,9 +53,15 @@ def assembled(leaf: Leaf, shards: Mapping[Any, jax.Array]) -> jax.Array:
     kind = memory_kind(leaf.target)
     devices = leaf.target.addressable_devices_indices_map(leaf.x.shape)
     arrays = [_at(shards[device], device, kind) for device in devices]
-    return jax.make_array_from_single_device_arrays(
-        leaf.x.shape, leaf.target, arrays, dtype=leaf.x.dtype
-    )
+    return array_like(leaf.x, leaf.target, arrays)
+
+
+def array_like(x: Any, sharding: Sharding, shards: Sequence[jax.Array]) -> jax.Array:
+    """An array of these shards, with the type of `x`: in all processes that of the program which
+    made it, or other programs would differ between them.
+    """
+    y = jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
+    return weakly_typed(y) if getattr(x, "weak_type", False) else y
 
 
 def _at(shard: jax.Array, device: Any, kind: str | None) -> jax.Array:

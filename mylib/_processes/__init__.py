@@ -37,4 +37,5 @@ from .series import (
     Judge as Judge,
     Processes as Processes,
     Series as Series,
+    connected as connected,
 )

@@ -45,7 +45,7 @@ class Series:
     def begin(self) -> bool:
         """False if this process has begun these meetings before: it has died, and been replaced."""
         try:
-            _client().key_value_set(f"{self.place}-begun/{self._me}", "")
+            connected().key_value_set(f"{self.place}-begun/{self._me}", "")
         except jax.errors.JaxRuntimeError as error:
             if names.TEXT_ALREADY_EXISTS not in str(error):
                 raise
@@ -53,7 +53,7 @@ class Series:
         return True
 
     def say(self, mine: str, judge: Judge) -> None:
-        client, here = _client(), self._here()
+        client, here = connected(), self._here()
         client.key_value_set(f"{here}/said/{self._me}", mine)
         if client.key_value_increment(f"{here}/count", 1) == len(self.processes):
             self.conclude(JUDGED, judge(self.messages()))
@@ -71,7 +71,7 @@ class Series:
         """`hear`, for a process that has sent no message."""
         key, milliseconds = f"{self._here()}/conclusion", int(1000 * seconds)
         try:
-            found = _client().blocking_key_value_get(key, milliseconds)
+            found = connected().blocking_key_value_get(key, milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if names.TEXT_DEADLINE not in str(error):
                 raise
@@ -82,7 +82,7 @@ class Series:
     def conclude(self, kind: str, text: str) -> bool:
         """Ends the meeting. Returns False if another process was faster."""
         try:
-            _client().key_value_set(f"{self._here()}/conclusion", f"{kind} {text}")
+            connected().key_value_set(f"{self._here()}/conclusion", f"{kind} {text}")
         except jax.errors.JaxRuntimeError as error:
             if names.TEXT_ALREADY_EXISTS not in str(error):
                 raise
@@ -91,7 +91,7 @@ class Series:
 
     def messages(self) -> dict[int, str]:
         """The messages so far, by process."""
-        found = _client().key_value_dir_get(f"{self._here()}/said/")
+        found = connected().key_value_dir_get(f"{self._here()}/said/")
         return {int(key.rsplit("/", 1)[1]): value for key, value in found}
 
     def go_on(self, *, judged: bool = True) -> None:
@@ -100,22 +100,22 @@ class Series:
             if self._me == self.processes[0]:
                 # All processes have read the conclusions of the meetings before this one.
                 for turn in range(self._kept, self.turn):
-                    _client().key_value_delete(f"{self.place}/{turn}/")
+                    connected().key_value_delete(f"{self.place}/{turn}/")
             self._kept = self.turn
         self.turn += 1
 
     def count(self, what: str) -> int:
         """Counts this process, and returns the count."""
-        return _client().key_value_increment(f"{self.place}/{what}", 1)
+        return connected().key_value_increment(f"{self.place}/{what}", 1)
 
     def forget(self) -> None:
         """Deletes all keys of these meetings."""
-        _client().key_value_delete(f"{self.place}/")
+        connected().key_value_delete(f"{self.place}/")
 
     def _come(self) -> int:
         """The number of processes that have come. It is less to read than their messages."""
         try:
-            return int(_client().key_value_try_get(f"{self._here()}/count"))
+            return int(connected().key_value_try_get(f"{self._here()}/count"))
         except jax.errors.JaxRuntimeError as error:
             if names.TEXT_NOT_FOUND not in str(error):
                 raise
@@ -125,11 +125,12 @@ class Series:
         return f"{self.place}/{self.turn}"
 
 
-def _client() -> CoordinationClient:
+def connected() -> CoordinationClient:
+    """The client by which this process speaks to the others."""
     client = coordination_client()
     if client is None:
         raise RuntimeError(
-            "the processes are not connected: call jax.distributed.initialize() at the "
-            "start of each, or write check=False"
+            "the processes are not connected: call jax.distributed.initialize() at the start of "
+            "each, or write check=False where mylib only compares what they place"
         )
     return client

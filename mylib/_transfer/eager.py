@@ -24,6 +24,7 @@ from jax.sharding import (
     Sharding,
 )
 
+from .._compat import weakly_typed
 from .._links import (
     Crossing,
     crosses,
@@ -111,7 +112,7 @@ class _Work:
     """The moves of one tree, grouped so that each kind of work is done once."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, np.ndarray, Sharding]] = []
+        self.pieces: list[tuple[int, np.ndarray, Sharding, bool]] = []
         self.put_index: list[int] = []
         self.put_own: list[Any] = []
         self.put_where: list[Sharding] = []
@@ -149,7 +150,7 @@ class _Work:
             if wanted.is_fully_addressable:
                 self.add_put(i, _private(x, here, wanted, donate, alias), wanted)
             else:
-                self.pieces.append((i, on_host(x, donate or alias), wanted))
+                self.pieces.append((i, on_host(x, donate or alias), wanted, x.weak_type))
         elif _device_order(here) == _device_order(wanted):
             _add_reshard(self.reshards, i, x, wanted, donate)
         else:
@@ -168,7 +169,7 @@ class _Work:
 
     def add_put(self, i: int, own: Any, wanted: Sharding) -> None:
         if isinstance(own, np.ndarray) and wanted.num_devices > 1:
-            self.pieces.append((i, own, wanted))
+            self.pieces.append((i, own, wanted, False))
             return
         self.put_index.append(i)
         self.put_own.append(own)
@@ -182,8 +183,9 @@ class _Work:
             where = first if all(w is first for w in self.put_where) else self.put_where
             done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
         with explicitly():
-            for i, own, wanted in self.pieces:
-                done.append((i, put_pieces(own.__getitem__, own.shape, wanted, own.dtype)))
+            for i, own, wanted, weak in self.pieces:
+                y = put_pieces(own.__getitem__, own.shape, wanted, own.dtype)
+                done.append((i, weakly_typed(y) if weak else y))
         if self.crossings:
             index, crossings = zip(*self.crossings, strict=True)
             done += zip(index, move_across(crossings), strict=True)

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._compat import UNCOMMITTED, Uncommitted, sharding_under
 from .._errors import Fault, PlacementError
+from .._links import crosses
 from .._placement import (
     Target,
     axes_in,
@@ -29,7 +30,7 @@ from .._placement import (
     spec_over,
     with_entries,
 )
-from .._tree import kind_of
+from .._tree import Kind, kind_of
 from .eager import Move, move
 from .host import uncommitted
 from .staged import constrain
@@ -44,17 +45,24 @@ def place(
     targets: Sequence[Target | Uncommitted],
     sources: Sequence[Sharding | Uncommitted | None],
     may_alias: Sequence[bool | None],
+    across: bool = False,
 ) -> list[Any]:
     """Moves arrays under an eager transformation. Cotangents go back to `sources`, or stay if that
-    is None.
+    is None. `across` is whether an array on devices of a single process is the same one in all.
     """
     return place_p.bind(
-        *arrays, targets=tuple(targets), sources=tuple(sources), may_alias=tuple(may_alias)
+        *arrays,
+        targets=tuple(targets),
+        sources=tuple(sources),
+        may_alias=tuple(may_alias),
+        across=across,
     )
 
 
 @place_p.def_impl
-def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.Array]:
+def _impl(
+    *arrays: Any, targets: Any, sources: Any, may_alias: Any, across: bool
+) -> list[jax.Array]:
     del sources
     # JAX differentiates Python numbers as objects that are not quite arrays.
     arrays = tuple(
@@ -68,15 +76,19 @@ def _impl(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[jax.
     kinds = [kind_of(x) for x in arrays]
     placeable = [i for i in range(len(arrays)) if targets[i] is not UNCOMMITTED]
     moving = not_there(arrays, kinds, targets, placeable)
-    moves = [Move(arrays[i], kinds[i], targets[i], may_alias=may_alias[i]) for i in moving]
+    moves: list[Move] = []
+    for i in moving:
+        x, kind, target = arrays[i], kinds[i], targets[i]
+        travels = kind is Kind.DEVICE and crosses(x, sharding_of(target), always=across)
+        moves.append(Move(x, kind, target, may_alias=may_alias[i], across=travels))
     for i, y in zip(moving, move(moves), strict=True):
         placed[i] = y
     return placed
 
 
 @place_p.def_abstract_eval
-def _abstract(*avals: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any]:
-    del sources, may_alias
+def _abstract(*avals: Any, targets: Any, sources: Any, may_alias: Any, across: bool) -> list[Any]:
+    del sources, may_alias, across
     return [_aval_at(aval, target) for aval, target in zip(avals, targets, strict=True)]
 
 
@@ -92,24 +104,37 @@ def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, targets: Any, sources: Any, may_alias: Any
+    primals: Sequence[Any],
+    tangents: Sequence[Any],
+    *,
+    targets: Any,
+    sources: Any,
+    may_alias: Any,
+    across: bool,
 ) -> tuple[list[Any], list[Any]]:
-    out = place(primals, targets, sources, may_alias)
+    out = place(primals, targets, sources, may_alias, across)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
-    moved = place(*_pick(moving, tangents, targets, sources, may_alias)) if moving else []
+    if not moving:
+        return out, out_tangents
+    moved = place(*_pick(moving, tangents, targets, sources, may_alias), across)
     for i, tangent in zip(moving, moved, strict=True):
         out_tangents[i] = tangent
     return out, out_tangents
 
 
 def _transpose(
-    cotangents: Sequence[Any], *arrays: Any, targets: Any, sources: Any, may_alias: Any
+    cotangents: Sequence[Any],
+    *arrays: Any,
+    targets: Any,
+    sources: Any,
+    may_alias: Any,
+    across: bool,
 ) -> list[Any]:
     results = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
     moving = [i for i, ct in enumerate(results) if ct is not None and sources[i] is not None]
     if moving:
-        moved = place(*_pick(moving, results, sources, targets, may_alias))
+        moved = place(*_pick(moving, results, sources, targets, may_alias), across)
         for i, ct in zip(moving, moved, strict=True):
             results[i] = ct
     return results
@@ -127,6 +152,7 @@ def _batch(
     targets: Any,
     sources: Any,
     may_alias: Any,
+    across: bool,
 ) -> tuple[list[Any], Sequence[Any]]:
     spmd_axes = () if axis.spmd_name is None else axis_names(axis.spmd_name)
     batched_targets = [
@@ -137,7 +163,7 @@ def _batch(
         _with_batch(source, dim, x, ())
         for source, dim, x in zip(sources, dims, arrays, strict=True)
     ]
-    return place(arrays, batched_targets, batched_sources, may_alias), dims
+    return place(arrays, batched_targets, batched_sources, may_alias, across), dims
 
 
 def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]) -> Any:
@@ -163,9 +189,9 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
     return target.update(spec=with_entries(target.spec, entries))
 
 
-def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any) -> list[Any]:
+def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any, across: bool) -> list[Any]:
     # Called when the linear part of an eager `linearize` or `vjp` is put under `jit` later.
-    del sources, may_alias
+    del sources, may_alias, across
     placed = list(arrays)
     index = [i for i, target in enumerate(targets) if target is not UNCOMMITTED]
     given, wanted = _pick(index, arrays, targets)

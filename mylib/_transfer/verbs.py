@@ -6,11 +6,10 @@ from types import EllipsisType
 from typing import Any, TypeVar
 
 import jax
-from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from .._compat import sharding_under, value_under
+from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because, line_of_caller
 from .._links import crosses, give_names, is_nowhere_here, name_of, next_name
 from .._placement import (
@@ -125,28 +124,7 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
         )
     leaves = split(tree)
     targets = resolve_leaves(leaves, placement, mesh, world)
-    _refuse_ambiguous(leaves, targets)
     return leaves.join(_move_all(leaves, targets, across=True))
-
-
-def _refuse_ambiguous(leaves: Leaves, targets: Sequence[Target | None]) -> None:
-    """Under `grad` it is not known of an array that `transfer` moves it, and the usual verbs take
-    one on devices of a single process for a value of its own in each.
-    """
-    faults: list[Fault] = []
-    for i, (x, kind, target) in enumerate(zip(leaves.arrays, leaves.kinds, targets, strict=True)):
-        value = value_under(x) if kind is Kind.TRACED else None
-        if isinstance(value, jax.Array) and not isinstance(value, Tracer) and target is not None:
-            wanted = sharding_of(target)
-            if crosses(value, wanted, always=True) and not crosses(value, wanted):
-                reason = (
-                    "it is on devices of one process, which is also one of the target's, and this "
-                    "can't be differentiated"
-                )
-                mend = "transfer it to a mesh without devices of that process"
-                faults.append(leaves.at(i, because(reason, mend, str(target))))
-    if faults:
-        raise PlacementError(faults)
 
 
 def transfer_leaves(leaves: Leaves, targets: Sequence[Target | None], world: World) -> list[Any]:
@@ -300,7 +278,7 @@ def _move_all(
             for i in traced
         ]
         arrays, wanted, alias = (_pick(column, traced) for column in (placed, targets, may_alias))
-        _put_back(placed, traced, place(arrays, wanted, homes, alias))
+        _put_back(placed, traced, place(arrays, wanted, homes, alias, across))
     if moving:
         # An array that occurs in the tree more than once is not donated at one occurrence.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
@@ -308,8 +286,8 @@ def _move_all(
         for i in moving:
             use_up = donate[i] and times[id(leaves.arrays[i])] == 1
             target: Any = targets[i]
-            kind, alias, across = leaves.kinds[i], may_alias[i], i in travelling
-            moves.append(Move(placed[i], kind, target, use_up, alias, across))
+            kind, alias = leaves.kinds[i], may_alias[i]
+            moves.append(Move(placed[i], kind, target, use_up, alias, i in travelling))
         _put_back(placed, moving, move(moves))
         _name_placed(leaves, targets, moving, placed)
         _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._links import explained_errors, open_links, transport as transport_for
+from .._links import explained_errors, is_handle, open_links, transport as transport_for
 from .._placement import AnyMesh, Placement
 from .._processes import owners
 from .._transfer import transfer as move_between
@@ -129,7 +129,7 @@ def is_remote(x: Any, /) -> bool:
 
     **Arguments:**
 
-    - `x`: anything. What is not a `jax.Array` is not remote.
+    - `x`: anything. What is not a `jax.Array` is not remote, nor is a value inside of `jax.jit`.
 
     **Returns:**
 
@@ -141,7 +141,7 @@ def is_remote(x: Any, /) -> bool:
         mylib.mpmd.is_remote(jnp.ones(3))  # False
         ```
     """
-    return isinstance(x, jax.Array) and not x.sharding.addressable_devices
+    return is_handle(x)
 
 
 def initialize(*args: Any, address: str = "127.0.0.1", **kwargs: Any) -> None:

@@ -138,6 +138,19 @@ class TestArrays:
         wanted = NamedSharding(second, P("model"), memory_kind=target)
         _assert_is(mpmd.transfer(x, wanted), X, wanted)
 
+    @pytest.mark.parametrize("out_shardings", [P(), None])
+    def test_weak_types(self, out_shardings):
+        """The same in all processes and in a single one, so they all compile the same programs."""
+        first, second = _meshes()
+        two = mpmd.jit(lambda: jnp.asarray(2.0), mesh=first, out_shardings=out_shardings)()
+        there = mpmd.transfer(two, P(), mesh=second)
+        put = mylib.filter_device_put(jnp.asarray(2.0), P(), mesh=first)
+        assert two.weak_type and there.weak_type and put.weak_type
+        double = mpmd.jit(lambda n, x: n * x, mesh=second, out_shardings=out_shardings)
+        x = mylib.filter_device_put(jnp.ones(4, jnp.bfloat16), P(), mesh=second)
+        assert not x.weak_type and double(there, x).dtype == jnp.bfloat16
+        np.testing.assert_array_equal(mpmd.fetch(double(there, x)), 2)
+
     def test_modules_and_rules(self):
         first, second = _meshes()
         model = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
@@ -278,6 +291,18 @@ class TestTransformed:
         g = mpmd.jit(lambda y: (y**2).sum(), mesh=second)
         w = mylib.filter_device_put(X, P("data"), mesh=first)
         grad = jax.grad(lambda w: g(mpmd.transfer(f(w), P("model"), mesh=second)))(w)
+        assert grad.sharding.device_set == w.sharding.device_set
+        expected = 8 * np.sin(X) * np.cos(X)
+        np.testing.assert_allclose(mpmd.fetch(grad), expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize("numbers", [((0, 1), (1, 4, 5)), ((6, 7), (1, 6)), ((2,), (4, 2))])
+    def test_grad_between_meshes_that_share_a_process(self, numbers):
+        """All devices of the source belong to one process, which also has some of the target."""
+        first, second = (_mesh(*each) for each in numbers)
+        f = mpmd.jit(lambda w: 2 * jnp.sin(w), mesh=first)
+        g = mpmd.jit(lambda y: (y**2).sum(), mesh=second)
+        w = mylib.filter_device_put(X, P("data"), mesh=first)
+        grad = jax.grad(lambda w: g(mpmd.transfer(f(w), P("data"), mesh=second)))(w)
         assert grad.sharding.device_set == w.sharding.device_set
         expected = 8 * np.sin(X) * np.cos(X)
         np.testing.assert_allclose(mpmd.fetch(grad), expected, rtol=1e-4, atol=1e-5)
