@@ -6,6 +6,7 @@ JAX's transfer server gives arrays to whoever asks for them by a number. Unlike 
 
 import hashlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -113,7 +114,12 @@ def open_links(address: str) -> None:
 
 
 def links_for(platform: str) -> Links | None:
-    """The links for arrays of a platform; None if JAX can't make them there."""
+    """The links for arrays of a platform; None if JAX can't make them there, or shall not."""
+    wanted = os.environ.get("MYLIB_TRANSPORT", "links")
+    if wanted == "program":
+        return None
+    if wanted != "links":
+        raise ValueError(f"MYLIB_TRANSPORT is {wanted!r}, and can be 'links' or 'program'")
     with _starting:
         links = _links.get(platform)
         if links is None or links.client is not coordination_client():
@@ -151,9 +157,7 @@ def explained_errors() -> Iterator[None]:
 
 
 def transport(platform: str) -> str:
-    """How arrays of a platform travel between processes: `"links"`, or `"program"` if JAX has no
-    transfer server for it.
-    """
+    """How arrays of a platform travel between processes: `"links"`, or `"program"` without them."""
     return "program" if links_for(platform) is None else "links"
 
 

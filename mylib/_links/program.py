@@ -1,5 +1,5 @@
 """Moves arrays by one program on the devices of source and target together, where JAX has no
-transfer server.
+transfer server, or none is wanted.
 
 Collectives match by order, so the processes compare first what they move, and wait for each other.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._processes import gather, named, processes_of
+from .._processes import AbsentError, gather, named, patience, processes_of
 from .connections import TransferError
 from .leaf import Leaf, assembled, shards_of
 from .plan import Bounds, regions_of
@@ -54,7 +54,10 @@ def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
 
 def _agree(processes: tuple[int, ...], leaves: Sequence[Leaf]) -> None:
     mine = [leaf.text for leaf in leaves]
-    everyone = gather("transfer", mine, processes)
+    try:
+        everyone = gather("transfer", mine, processes)
+    except AbsentError as error:
+        raise TransferError(_alone(error.missing, mine[0])) from error
     for process, theirs in zip(processes, everyone, strict=True):
         if theirs != everyone[0]:
             pairs = zip(everyone[0], theirs, strict=False)
@@ -65,15 +68,38 @@ def _agree(processes: tuple[int, ...], leaves: Sequence[Leaf]) -> None:
             )
 
 
+def _alone(missing: tuple[int, ...], text: str) -> str:
+    me = jax.process_index()
+    if me in missing:
+        reason = f"process {me} came too late to transfer {text}: the others had given up"
+    else:
+        reason = (
+            f"process {me} transfers {text}, but {named(missing)} did not come to do so within "
+            f"{patience():g} s"
+        )
+    return (
+        f"{reason}. All processes must make the same transfers, here in the same order. If one is "
+        "slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
+    )
+
+
 def _run(devices: tuple[Any, ...], leaves: Sequence[Leaf]) -> list[dict[Any, jax.Array]]:
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
-    parts = tuple(_part(devices, leaf) for leaf in leaves)
-    stacked = _move(parts, rows, [_stacked(devices, leaf, rows) for leaf in leaves])
-    found: list[dict[Any, jax.Array]] = []
-    for x in stacked:
-        found.append({device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()})
+    found: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
+    full = [i for i, leaf in enumerate(leaves) if leaf.x.size]
+    parts = tuple(_part(devices, leaves[i]) for i in full)
+    stacked = _move(parts, rows, [_stacked(devices, leaves[i], rows) for i in full])
+    for i, x in zip(full, stacked, strict=True):
+        found[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}
     return found
+
+
+def _without_elements(leaf: Leaf) -> dict[Any, jax.Array]:
+    if leaf.x.size:
+        return {}
+    empty = np.zeros(leaf.target.shard_shape(leaf.x.shape), leaf.x.dtype)
+    return {device: jax.device_put(empty, device) for device in leaf.target.addressable_devices}
 
 
 def _part(devices: Sequence[Any], leaf: Leaf) -> _Part:
@@ -107,17 +133,42 @@ def _move(
     parts: tuple[_Part, ...], rows: NamedSharding, stacked: list[jax.Array]
 ) -> list[jax.Array]:
     moved: list[jax.Array] = []
-    for (shape, held, wanted, size), given in zip(parts, stacked, strict=True):
-        whole = jnp.zeros(shape, given.dtype)
-        for row, bounds in held:
-            whole = lax.dynamic_update_slice(whole, given[row], [start for start, _ in bounds])
-        shards = [
-            jnp.zeros(size, given.dtype)
-            if bounds is None
-            else lax.slice(whole, *zip(*bounds, strict=True))
-            if bounds
-            else whole
-            for bounds in wanted
-        ]
-        moved.append(lax.with_sharding_constraint(jnp.stack(shards), rows))
+    for part, given in zip(parts, stacked, strict=True):
+        bits = [_move_bits(part, rows, x) for x in _bits_of(given)]
+        moved.append(_of_bits(bits, given.dtype))
     return moved
+
+
+def _bits_of(x: jax.Array) -> list[jax.Array]:
+    """Integers with the bits of `x`. The compiler adds zeros to what it moves, which would change
+    floats: negative zeros, and the smallest ones.
+    """
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return [*_bits_of(lax.real(x)), *_bits_of(lax.imag(x))]
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        bits = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+        return [lax.bitcast_convert_type(x, bits)]
+    return [x]
+
+
+def _of_bits(bits: Sequence[jax.Array], dtype: Any) -> jax.Array:
+    if len(bits) == 2:
+        number = np.zeros((), dtype).real.dtype
+        return lax.complex(*(lax.bitcast_convert_type(x, number) for x in bits))
+    return lax.bitcast_convert_type(bits[0], dtype) if bits[0].dtype != dtype else bits[0]
+
+
+def _move_bits(part: _Part, rows: NamedSharding, given: jax.Array) -> jax.Array:
+    shape, held, wanted, size = part
+    whole = jnp.zeros(shape, given.dtype)
+    for row, bounds in held:
+        whole = lax.dynamic_update_slice(whole, given[row], [start for start, _ in bounds])
+    shards = [
+        jnp.zeros(size, given.dtype)
+        if bounds is None
+        else lax.slice(whole, *zip(*bounds, strict=True))
+        if bounds
+        else whole
+        for bounds in wanted
+    ]
+    return lax.with_sharding_constraint(jnp.stack(shards), rows)

@@ -150,7 +150,8 @@ class _Work:
             if wanted.is_fully_addressable:
                 self.add_put(i, _private(x, here, wanted, donate, alias), wanted)
             else:
-                self.pieces.append((i, on_host(x, donate or alias), wanted, x.weak_type))
+                weak = here is not None and x.weak_type
+                self.pieces.append((i, on_host(x, donate or alias), wanted, weak))
         elif _device_order(here) == _device_order(wanted):
             _add_reshard(self.reshards, i, x, wanted, donate)
         else:

@@ -182,8 +182,9 @@ def transport() -> str:
     **Returns:**
 
     `"none"` with a single process, where `jax.device_put` moves them. `"links"` for connections of
-    JAX's transfer server. `"program"` if this JAX has no such server: then the processes of source
-    and target run one program together, and must make their transfers in the same order.
+    JAX's transfer server. `"program"` if this JAX has no such server, or if the environment
+    variable `MYLIB_TRANSPORT` is `program`: then the processes of source and target run one program
+    together, and must make their transfers in the same order.
 
     !!! Example
 
