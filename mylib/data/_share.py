@@ -23,7 +23,16 @@ from .._placement import (
     show,
     unfit_shape,
 )
-from .._processes import Facts, Processes, checksum, described, digest, owners, shared_indices
+from .._processes import (
+    Facts,
+    Processes,
+    checksum,
+    described,
+    digest,
+    named,
+    owners,
+    shared_indices,
+)
 from .._transfer import LocalData, assemble, not_there, place_leaves
 from .._tree import Kind, Leaves, canonical_dtype, is_of_keys, split
 from ._arrays import as_arrays, own
@@ -266,7 +275,8 @@ def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]
         mend = "if it was donated to a function, make another one"
         yield leaves.at(i, because(reason, mend, request))
     elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
-        reason = "it is already an array over several processes, not a share of one"
+        there = named(owners(x.sharding))
+        reason = f"it is already an array on {there}, not a share of one process"
         mend = "move it by mylib.filter_shard, before or after"
         yield leaves.at(i, because(reason, mend, request))
 

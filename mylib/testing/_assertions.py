@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from .._compat import sharding_under
 from .._errors import Fault, listed
+from .._links import is_handle
 from .._placement import (
     AnyMesh,
     Placement,
@@ -22,7 +23,15 @@ from .._placement import (
     same_axes,
     sharding_of,
 )
-from .._processes import check_replicas, checksum, everybody, everybodys_faults, meeting
+from .._processes import (
+    check_replicas,
+    checksum,
+    everybody,
+    everybodys_faults,
+    meeting,
+    named,
+    owners,
+)
 from .._transfer import not_there, same_place, same_type
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 
@@ -130,7 +139,8 @@ def assert_same_everywhere(tree: PyTree[Any], /) -> None:
     **Arguments:**
 
     - `tree`: any PyTree. Local arrays are compared with those of the other processes, arrays over
-        several processes by [`mylib.check_replicas`][]. Numbers, strings and None are compared by
+        several processes by [`mylib.check_replicas`][]. One that only some processes hold fails:
+        compare what [`mylib.mpmd.fetch`][] returns. Numbers, strings and None are compared by
         value, other static leaves by type. All processes must call this.
 
     **Raises:**
@@ -157,6 +167,9 @@ def _said_of(x: Any) -> str:
     kind = split(x).kinds
     if not kind or isinstance(x, jax.ShapeDtypeStruct):
         return repr(x) if x is None or isinstance(x, int | float | complex | str) else str(type(x))
+    if is_handle(x):
+        there = named(owners(x.sharding))
+        return f"{x.dtype}{list(x.shape)} on {there} (compare what mylib.mpmd.fetch brings here)"
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return f"{x.dtype}{list(x.shape)} at {x.sharding}"
     if isinstance(x, jax.Array) and is_of_keys(x):

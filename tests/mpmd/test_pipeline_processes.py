@@ -67,6 +67,14 @@ def test_of_two_processes(schedule):
         check(pipe(*given), reference, given[0])
 
 
+@pytest.mark.multihost(processes=2, devices_per_process=4, env={"MYLIB_TRANSPORT": "program"})
+def test_by_programs():
+    """Their processes make all transfers in the same order."""
+    assert mpmd.transport() == "program"
+    pipe, given, reference = run_dense(2, mpmd.zero_bubble(2, MICROBATCHES))
+    check(pipe(*given), reference, given[0])
+
+
 @pytest.mark.thorough
 @TWO
 def test_of_a_transformer():

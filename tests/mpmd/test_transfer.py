@@ -15,7 +15,7 @@ import mylib
 from mylib import mpmd
 from mylib._compat import names
 from mylib._links import identity
-from mylib.testing import all_equal, barrier
+from mylib.testing import all_equal, assert_placed, assert_same_everywhere, barrier
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
 
@@ -411,6 +411,43 @@ class TestJit:
         tree = mpmd.fetch({"x": x, "n": 3, "own": np.ones(2)})
         np.testing.assert_array_equal(tree["x"], X)
         assert tree["n"] == 3 and tree["own"].sum() == 2
+
+
+def test_what_others_hold_is_described_or_refused_with_its_place():
+    """By everything of ours that would need its value; NumPy's error is JAX's."""
+    first, second = _meshes()
+    x = mylib.filter_device_put(X, P("data"), mesh=first)
+    is_there = jax.process_index() == 0
+    assert "(12, 4)" in str(mylib.show({"x": x}))
+    assert "(12, 4)" in str(mylib.explain({"x": x}, P("data"), mesh=second))
+    assert mylib.audit(mylib.filter_jit(lambda x: x + 1), x).collectives == ()
+    assert_placed(x, P("data"), mesh=first)
+    mylib.check_replicas({"x": x})
+    with pytest.raises(AssertionError, match=r"process 1: float32\[12, 4\] on process 0 \(compare"):
+        assert_same_everywhere({"x": x})
+    everywhere = _mesh(*range(8))
+    for place in (mylib.filter_device_put, mylib.filter_shard):
+        with pytest.raises(mylib.PlacementError, match="process 0"):
+            place(x[:8], P("data"), mesh=everywhere)
+    if not is_there:
+        with pytest.raises(mylib.PlacementError, match="already an array on process 0"):
+            mylib.data.to_global(x, P("data"), mesh=second)
+    assert mpmd.is_remote(mylib.filter_jit(lambda x: x + 1)(x)) == (not is_there)
+
+
+def test_tracers_are_remote_where_their_arrays_are():
+    first, _ = _meshes()
+    seen: list[bool] = []
+
+    def fun(x):
+        seen.append(mpmd.is_remote(x))
+        return x
+
+    x = mylib.filter_device_put(X, P("data"), mesh=first)
+    jax.linearize(fun, x)
+    jax.jit(fun)(np.ones(3))
+    assert seen == [jax.process_index() == 1, False]
+    jax.grad(lambda n: n * (not mpmd.is_remote(n)))(2.0)
 
 
 def test_names_stay_short():
