@@ -117,7 +117,7 @@ def _jvp(
     out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
     if not moving:
         return out, out_tangents
-    moved = place(*_pick(moving, tangents, targets, sources, may_alias), across)
+    moved = place(*_pick(moving, tangents, targets, sources, may_alias), across=across)
     for i, tangent in zip(moving, moved, strict=True):
         out_tangents[i] = tangent
     return out, out_tangents
@@ -134,7 +134,7 @@ def _transpose(
     results = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
     moving = [i for i, ct in enumerate(results) if ct is not None and sources[i] is not None]
     if moving:
-        moved = place(*_pick(moving, results, sources, targets, may_alias), across)
+        moved = place(*_pick(moving, results, sources, targets, may_alias), across=across)
         for i, ct in zip(moving, moved, strict=True):
             results[i] = ct
     return results
