@@ -215,9 +215,7 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     """The same shards as an array of a weak type. JAX makes arrays from shards of strong types
     only.
     """
-    aval = core.update_aval_with_sharding(
-        core.ShapedArray(x.shape, x.dtype, weak_type=True), x.sharding
-    )
+    aval = x.aval.update(weak_type=True)
     return array.ArrayImpl(aval, x.sharding, data_of_shards(x), committed=x.committed)
 
 
