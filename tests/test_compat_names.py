@@ -549,12 +549,17 @@ def check_fails():
     jax.block_until_ready(jax.jit(lambda x: eqx.error_if(x, x[0] == 0, "zero"))(X))
 
 
+def other_type():
+    jax.tree.map(jnp.add, [1.0], (1.0,))
+
+
 # Programs that fail with an error in which the text is.
 ERRORS = {
     "TEXT_DELETED": donated_again,
     "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,
     "TEXT_OTHER_MESH": other_mesh,
+    "TEXT_OTHER_TYPE": other_type,
 }
 STATUSES = {"TEXT_ALREADY_EXISTS", "TEXT_DEADLINE", "TEXT_NOT_FOUND"}
 

@@ -83,7 +83,10 @@ def audit(
     inner = getattr(fun, "compiled", fun)
     if not isinstance(inner, jax.stages.Compiled) and not hasattr(fun, "as_text"):
         if not callable(fun) and not hasattr(fun, "lower"):
-            raise TypeError(f"audit: a {type(fun).__name__} is no function and no compiled program")
+            raise TypeError(
+                f"audit: a {type(fun).__name__} is no function and no compiled program. Give the "
+                "function and its arguments, audit(step, batch, model), not what it returned"
+            )
         if not hasattr(fun, "lower"):
             compiled, names = _compiled(fun, args, kwargs)
             return report_of(compiled, names, mesh=mesh, local=local)

@@ -120,7 +120,7 @@ class Advice:
         ]
         if kept:
             warn(
-                f"Some donated buffers were not usable: {self._name} was given {_some(kept)}. It "
+                f"Some donated buffers were not usable: {self._name} was given {some(kept)}. It "
                 "does not use them, or returns nothing of the same shape, dtype and sharding that "
                 "could take their memory.",
                 DonationWarning,
@@ -141,7 +141,7 @@ class Advice:
         if moved:
             warn(
                 f"{self._name} was compiled twice for the same shapes: its results came back as "
-                f"arguments, with other shardings. {_some(moved)}. Place these arguments before "
+                f"arguments, with other shardings. {some(moved)}. Place these arguments before "
                 "the first call, or give in_shardings and out_shardings.",
                 RecompilationWarning,
             )
@@ -165,7 +165,7 @@ def _show_location(location: _Location) -> str:
     return f"{location.sharding}" + ("" if location.committed else ", not committed")
 
 
-def _some(texts: list[str]) -> str:
+def some(texts: list[str]) -> str:
     more = f", and {len(texts) - 8} more" if len(texts) > 8 else ""
     return ", ".join(texts[:8]) + more
 

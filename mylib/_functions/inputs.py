@@ -120,9 +120,9 @@ class Inputs:
         if type(given) in (tuple, list):
             if len(given) != len(args):
                 raise TypeError(
-                    f"{function.name}: {self.option} has {len(given)} entries, and there are "
-                    f"{len(args)} positional arguments. Give one for each, or a dict from "
-                    "parameter names"
+                    f"{function.name}: {self.option} is a {type(given).__name__} of {len(given)}; "
+                    f"positional arguments in this call: {len(args)}. Give one for each, or a dict "
+                    "from parameter names"
                 )
             return tuple(given), dict.fromkeys(kwargs, self.otherwise)
         raise TypeError(

@@ -9,13 +9,14 @@ from typing import Any
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 
-from .._compat import is_sharding_type_error
+from .._compat import is_sharding_type_error, names
 from .._placement import AnyMesh, axis_types, current_world
 from .._tree import Kind, kind_of
 
 # The names of arrays in the program, which takes two lists of them.
 NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
 _IN_ERRORS = re.compile(rf"[Aa]rgument ({NUMBERED.pattern})")
+_CLASSES = re.compile(r"<class '(.+?)'>")
 
 
 def add_note(error: Exception, given: Any, named: Callable[[str], str]) -> None:
@@ -26,6 +27,8 @@ def add_note(error: Exception, given: Any, named: Callable[[str], str]) -> None:
     noted = "".join(getattr(error, "__notes__", ()))
     if is_sharding_type_error(error):
         note = _about_explicit_axes(given)
+    elif names.TEXT_OTHER_TYPE in str(error):
+        note = _about_layers(str(error))
     else:
         own = [name for name in dict.fromkeys(_in_error(error)) if f"{name} is" not in noted]
         note = ", ".join(f"{name} is {named(name)}" for name in own)
@@ -37,6 +40,18 @@ def add_note(error: Exception, given: Any, named: Callable[[str], str]) -> None:
 
 def _in_error(error: Exception) -> Iterator[str]:
     return (match[1] for match in _IN_ERRORS.finditer(str(error)))
+
+
+def _about_layers(text: str) -> str:
+    """The classes that `fully_shard` makes have the names of the originals."""
+    classes = _CLASSES.findall(text)
+    if len(classes) == len(set(classes)):
+        return ""
+    return (
+        f"two classes are called {classes[0]}: one of them is of fully_shard, whose model was "
+        "combined with one from before it. Call fully_shard inside the loss, and update the model "
+        "that the loss is given"
+    )
 
 
 def _about_explicit_axes(given: Any) -> str:

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 
 from .._compat import is_staged, names
-from .._errors import StaticNumberWarning, warn
+from .._errors import PlacementError, StaticNumberWarning, warn
 from .._placement import AnyMesh, Target, World, current_world, is_described
 from .._processes import raised_in_all
 from .._transfer import filter_device_put, mesh_of_all, place_leaves
@@ -34,7 +34,7 @@ from .._tree import (
     split,
 )
 from ..machines import Argument, NotHereError, arguments_of
-from .advice import Advice, captured_by
+from .advice import Advice, captured_by, some
 from .cache import Known
 from .inputs import Inputs
 from .key import Key
@@ -199,7 +199,11 @@ class Prepared:
         result = fun(*args, **kwargs)
         if recipe.out_shardings is None:
             return result
-        return filter_device_put(result, recipe.out_shardings, mesh=recipe.mesh)
+        try:
+            return filter_device_put(result, recipe.out_shardings, mesh=recipe.mesh)
+        except PlacementError as error:
+            error.add_note(f"(the tree is what {recipe.name} returns, placed by its out_shardings)")
+            raise
 
     def named(self, own: str) -> str:
         """The caller's name of an array with this name in the program."""
@@ -256,7 +260,7 @@ class Call:
             if prepared.donated_from is not None:
                 arrays = self.used_once(arrays, prepared.donated_from)
             result = prepared.program(arrays, ahead, first)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self.name_deleted(error)
             self.name_sharing(error)
             raise
@@ -284,7 +288,7 @@ class Call:
             taken.add(id(x))
         return arrays
 
-    def name_deleted(self, error: RuntimeError) -> None:
+    def name_deleted(self, error: Exception) -> None:
         """Adds the names of the deleted arguments to JAX's error."""
         gone = [
             name
@@ -292,9 +296,13 @@ class Call:
             if kind_of(x) is Kind.DEVICE and x.is_deleted()
         ]
         if gone and names.TEXT_DELETED in str(error):
-            error.add_note(f"({self.prepared.recipe.name} was given {', '.join(gone)})")
+            error.add_note(
+                f"({self.prepared.recipe.name} was given deleted arrays: {some(gone)}. A call that "
+                "donates an argument deletes its arrays: use what that call returned, or don't "
+                "donate)"
+            )
 
-    def name_sharing(self, error: RuntimeError) -> None:
+    def name_sharing(self, error: Exception) -> None:
         """Adds the names of arguments that share memory to JAX's error. Checking that before each
         call would take longer than many a call.
         """

@@ -60,9 +60,20 @@ def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
     if count % known if free else count != known:
         raise ValueError(
             f"a mesh of {text} needs {'a multiple of ' if free else ''}{known} devices, and there "
-            f"are {count}. Change a size, or let one be -1"
+            f"{'is' if count == 1 else 'are'} {count}. Change a size, or let one be -1"
+            f"{_to_simulate(known) if count < known else ''}"
         )
     return tuple(count // known if size == -1 else size for size in axes.values())
+
+
+def _to_simulate(count: int) -> str:
+    """What helps where examples for several devices are tried on a machine that has one."""
+    if jax.default_backend() != "cpu":
+        return ""
+    return (
+        f". To simulate {count} devices on a CPU, set "
+        f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before Python starts"
+    )
 
 
 def _ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:

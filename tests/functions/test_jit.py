@@ -688,7 +688,7 @@ class TestInShardings:
     @pytest.mark.parametrize(
         ("given", "told"),
         [
-            ((P("data"),), "in_shardings has 1 entries, and there are 2 positional"),
+            ((P("data"),), "in_shardings is a tuple of 1; positional arguments in this call: 2."),
             ({"w": P()}, "f has no parameter 'w': it has a, b. To place the entries"),
             (eqx.nn.Lambda(P()), "could be meant for the first argument or for all"),
         ],

@@ -1,5 +1,6 @@
 """Errors of JAX in our transformations say what they are about, and what to do."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -92,3 +93,44 @@ def test_other_assertions_are_left_alone():
 
     with pytest.raises(AssertionError):
         fails(jnp.ones(8))
+
+
+class TestWhatResultsAre:
+    """Errors about the placement of results, which the caller hasn't seen."""
+
+    def test_of_another_structure(self):
+        step = mylib.filter_jit(lambda x: (x, x, x), out_shardings=(P(), P()), mesh=AUTO)
+        with pytest.raises(mylib.PlacementError, match="a prefix that has a tuple of 2") as error:
+            step(jnp.ones(8))
+        assert notes(error) == ["(the tree is what <lambda> returns, placed by its out_shardings)"]
+
+
+class TestLayers:
+    """`fully_shard` makes classes with the names of the originals."""
+
+    def test_combined_with_the_model_before(self):
+        model = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+
+        @mylib.filter_jit
+        def update(model):
+            sharded = mylib.fully_shard(model, eqx.nn.Linear, P("data"), mesh=AUTO)
+            return jax.tree.map(jnp.add, model, sharded)
+
+        with pytest.raises(ValueError, match="different type") as error:
+            update(model)
+        (note,) = notes(error)
+        assert "one of them is of fully_shard" in note
+
+    def test_other_trees_have_none(self):
+        with pytest.raises(ValueError, match="different type") as error:
+            mylib.filter_jit(lambda x: jax.tree.map(jnp.add, [x], (x,)))(jnp.ones(8))
+        assert not notes(error)
+
+
+def test_arrays_that_an_earlier_call_took():
+    step = mylib.filter_jit(lambda model: model, donate="all")
+    model = {"w": jnp.ones(8)}
+    step(model)
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as error:
+        step(model)
+    assert "<lambda> was given deleted arrays: model['w']. A call that donates" in notes(error)[0]

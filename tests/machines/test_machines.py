@@ -66,7 +66,8 @@ class TestMakeMesh:
         ("arguments", "told"),
         [
             ({}, "needs an axis"),
-            ({"a": 3}, "a=3 needs 3 devices, and there are 8"),
+            ({"a": 3}, r"a=3 needs 3 devices, and there are 8. Change a size, or let one be -1$"),
+            ({"a": 9}, "To simulate 9 devices on a CPU, set XLA_FLAGS=--xla_force_host_platform_"),
             ({"a": -1, "b": 3}, "needs a multiple of 3 devices"),
             ({"a": -1, "b": -1}, "one of them may be -1"),
             ({"a": 0}, "sizes are positive"),
