@@ -64,7 +64,9 @@ def fully_shard(
     - `model`: any PyTree that contains Modules.
     - `layers`: which Modules are layers: a class, a tuple of classes, a mapping from classes to the
         methods that gather, `{Attention: ["__call__", "decode"]}`, or a function of a Module and
-        its path (such as `.blocks[0]`). A layer inside another layer belongs to the outer one.
+        its path (such as `.blocks[0]`). A layer inside another layer belongs to the outer one. Give
+        the Module that contains the loop of a recurrent model, not its cell, which would gather in
+        each iteration.
     - `kept`: the placement of the weights between steps, which they have outside, too.
     - `used`: the placement that a layer computes with: by default all weights are replicated; with
         tensor parallelism, give the rule for that. None leaves it to the compiler, which may then
