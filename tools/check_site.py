@@ -13,6 +13,8 @@ from urllib.parse import unquote, urlsplit
 
 WORDS = ["install", "checkpoint", "orbax", "fsdp", "slurm", "pmap", "filter_shard", "faq"]
 WORDS += ["mixed precision", "gradient accumulation"]
+# A cell of a table in which Markdown has not taken the backslash of an escaped bar away.
+ESCAPED = r"<td>[^\n]*<code>([^<]*\\\|[^<]*)</code>"
 
 
 class Page(HTMLParser):
@@ -62,6 +64,7 @@ def faults(site: Path) -> list[str]:
         text = path.read_text(encoding="utf-8")
         for name in re.findall(r"doc-module-name\">([^<]*)", text):
             found.append(f"{here} shows a module in place of {name}")
+        found += [f"{here} shows a backslash in {code}" for code in re.findall(ESCAPED, text)]
         if "wzxhzdk:" in text:  # what Markdown puts in the place of HTML until the end
             found.append(f"{here} has lost some of its HTML")
     return found + unreachable(pages, site) + unfindable(site)
