@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._compat import argument_of_filter_jit, is_filter_jit
 from .._errors import AuditError
-from .._tree import is_array, outlined
+from .._tree import is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
 from .collectives import Transfer, is_overlapped, transfers
@@ -117,7 +117,7 @@ def _plain(name: str) -> str:
 
 def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names]:
     """A function, compiled for these arguments, and their names."""
-    bound = inspect.signature(fun).bind(*args, **kwargs)
+    bound = signature_of(fun).bind(*args, **kwargs)
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
 
@@ -140,7 +140,7 @@ def _called(path: Any) -> str:
 
 def _names_of_equinox(jitted: Any, args: Any, kwargs: Any) -> Names:
     """The names of the leaves that `equinox.filter_jit` numbers."""
-    bound = inspect.signature(jitted).bind(*args, **kwargs)
+    bound = signature_of(jitted).bind(*args, **kwargs)
     bound.apply_defaults()
     named: dict[str, list[str]] = {"rest": [], "fun": _leaves_of("", jitted)}
     for name, value in bound.arguments.items():

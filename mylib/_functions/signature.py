@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .._tree import KeyPath, Leaves, outlined, split
+from .._tree import KeyPath, Leaves, annotations_of, outlined, signature_of, split
 
 _Parameter = inspect.Parameter
-_ABOUT = ("__module__", "__name__", "__qualname__", "__doc__", "__annotations__")
+_ABOUT = ("__module__", "__name__", "__qualname__", "__doc__")
 # The most ways of passing arguments that are kept for a function.
 _MOST = 256
 
@@ -19,7 +19,8 @@ _MOST = 256
 def about(fun: Any) -> dict[str, Any]:
     """Metadata to copy onto wrappers."""
     shown = inspect.unwrap(fun)
-    return {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
+    found = {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
+    return found | {"__annotations__": annotations_of(shown)}
 
 
 class Slot(NamedTuple):
@@ -57,7 +58,7 @@ class Function:
     @classmethod
     def of(cls, fun: Any) -> "Function":
         name = getattr(inspect.unwrap(fun), "__name__", None)
-        return cls(name if isinstance(name, str) else "the function", inspect.signature(fun))
+        return cls(name if isinstance(name, str) else "the function", signature_of(fun))
 
     @cached_property
     def array_defaults(self) -> Mapping[str, Any]:

@@ -1,7 +1,6 @@
 """`opaque`: gives types to calls that JAX can't analyse inside `shard_map`."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from itertools import compress
 from typing import Any, ParamSpec, TypeVar, overload
@@ -10,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._placement import AxisSet, cast, manual_axes, union, varying
-from .._tree import Arrays, Outline, outlined
+from .._tree import Arrays, Outline, outlined, signature_of
 from .hazards import OPAQUE
 
 P = ParamSpec("P")
@@ -101,7 +100,7 @@ def opaque(
         return functools.partial(opaque, fwd=fwd, bwd=bwd)
     if (fwd is None) != (bwd is None):
         raise TypeError("opaque: fwd and bwd are the two halves of a derivative: give both")
-    signature, name = inspect.signature(fun), getattr(fun, "__name__", "the function")
+    signature, name = signature_of(fun), getattr(fun, "__name__", "the function")
     if bwd is not None and outlined(fun)[0]:
         raise TypeError(
             f"opaque: {name} holds arrays, and bwd returns cotangents for arguments only. Write a "

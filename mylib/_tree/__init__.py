@@ -1,6 +1,7 @@
 """Splits trees into array leaves and static leaves; prefixes, paths, patterns, annotations."""
 
 from .annotations import Fit as Fit, name_dimensions as name_dimensions
+from .lazy import annotations_of as annotations_of, signature_of as signature_of
 from .leaves import (
     KeyPath as KeyPath,
     Kind as Kind,

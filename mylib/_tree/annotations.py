@@ -1,6 +1,5 @@
 """The axis names that jaxtyping annotations give to the leaves of a PyTree."""
 
-import inspect
 import re
 import sys
 import types
@@ -11,6 +10,8 @@ from typing import Any
 
 import jax.tree_util as jtu
 from jaxtyping import AbstractArray
+
+from .lazy import annotations_of
 
 Step = tuple[Any, Any]
 _ABSENT = object()
@@ -84,7 +85,7 @@ def _field_annotations(cls: type) -> Mapping[str, Any]:
     annotations: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         names = getattr(sys.modules.get(base.__module__), "__dict__", {})
-        for name, written in inspect.get_annotations(base).items():
+        for name, written in annotations_of(base).items():
             # One field at a time: an annotation that can't be evaluated here (a name imported for
             # type checkers only) must not cost the other fields theirs.
             field = types.SimpleNamespace(__annotations__={name: written})

@@ -1,6 +1,5 @@
 """`mpmd.jit`: functions that run on one mesh, and are called in all processes."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -17,7 +16,7 @@ from .._links import get_ready, give_names, handle, next_name
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of
 from .._transfer import filter_device_put
-from .._tree import Kind, Leaves, split
+from .._tree import Kind, Leaves, signature_of, split
 from ._forms import fixed_of
 
 P = ParamSpec("P")
@@ -150,7 +149,7 @@ class OnMesh(Generic[P, T]):
             if (where := _devices_of(x, kind)) is not None and not where <= self._devices
         ]
         if elsewhere:
-            bound = inspect.signature(self._fun).bind(*args, **kwargs)
+            bound = signature_of(self._fun).bind(*args, **kwargs)
             named_leaves = split(dict(bound.arguments))
             raise PlacementError(
                 [self._elsewhere(named_leaves, i, leaves.arrays[i]) for i in elsewhere]
