@@ -14,13 +14,26 @@ for said in "__version__ = \"$version\":mylib/__init__.py" "version: $version:CI
     fi
 done
 
+if grep -q "not on the package index" README.md; then
+    echo "README.md says that mylib is not on the package index: its Installation is now 'pip install mylib'" >&2
+    exit 1
+fi
+
+rm -rf dist
 python3 -m venv "$work/build"
 "$work/build/bin/python" -m pip install -q build twine
 "$work/build/bin/python" -m build --outdir dist
 "$work/build/bin/python" -m twine check --strict dist/*
 
 python3 -m venv "$work/clean"
-"$work/clean/bin/python" -m pip install -q "dist/mylib-$version-py3-none-any.whl" pytest
+"$work/clean/bin/python" -m pip install -q "dist/mylib-$version-py3-none-any.whl" pytest optax
+python3 - README.md >"$work/readme.py" <<'END'
+import pathlib
+import re
+import sys
+
+print(re.search(r"```python\n(.*?)```", pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"), re.S)[1])
+END
 cd "$work"
 cat >test_wheel.py <<'END'
 import jax
@@ -33,5 +46,7 @@ def test_wheel(mylib_mesh):
     x = mylib.filter_shard(np.ones(8), P("data"), mesh=mylib_mesh)
     assert len(x.sharding.device_set) == jax.device_count() == 8
 END
-XLA_FLAGS=--xla_force_host_platform_device_count=8 JAX_PLATFORMS=cpu "$work/clean/bin/python" -m pytest -q test_wheel.py
+export XLA_FLAGS=--xla_force_host_platform_device_count=8 NPROC=32 JAX_PLATFORMS=cpu
+"$work/clean/bin/python" -m pytest -q test_wheel.py
+"$work/clean/bin/python" readme.py
 echo "dist/ is ready"
