@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 WORDS = ["install", "checkpoint", "orbax", "fsdp", "slurm", "pmap", "filter_shard", "faq"]
-WORDS += ["mixed precision", "gradient accumulation"]
+WORDS += ["mixed precision", "gradient accumulation", "pipeline"]
 # A cell of a table in which Markdown has not taken the backslash of an escaped bar away.
 ESCAPED = r"<td>[^\n]*<code>([^<]*\\\|[^<]*)</code>"
 

@@ -96,8 +96,9 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
 
 def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(spec) > len(shape):
+        entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
         yield because(
-            f"the spec has {len(spec)} entries, for an array of rank {len(shape)}",
+            f"the spec has {entries}, for an array of rank {len(shape)}",
             f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)",
         )
 

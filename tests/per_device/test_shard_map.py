@@ -573,7 +573,7 @@ class TestOutSpecs:
                 f(X)
             return str(caught.value)
 
-        assert "1 entries, for an array of rank 0" in fault(lambda x: x.sum(), P("data"))
+        assert "1 entry, for an array of rank 0" in fault(lambda x: x.sum(), P("data"))
         assert "has no axis 'dta'" in fault(lambda x: x, P("dta"))
         assert "not among the axes" in fault(lambda x: x, P("model"), axis_names={"data"})
         assert "the result\n    asked for: a prefix" in fault(lambda x: [x, x], (P("data"), P()))

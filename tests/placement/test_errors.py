@@ -130,7 +130,7 @@ class TestWords:
 
     def test_a_sharding_longer_than_the_rank(self):
         error = error_of(mylib.resolve, np.float32(1), NamedSharding(MESH, P("data")))
-        assert error.faults[0].reason == "the spec has 1 entries, for an array of rank 0"
+        assert error.faults[0].reason == "the spec has 1 entry, for an array of rank 0"
 
     def test_a_dimension_that_does_not_divide(self):
         says(
