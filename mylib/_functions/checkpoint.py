@@ -46,9 +46,9 @@ def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_save
     else is computed again.
 
     Resharding means [`mylib.filter_shard`][] and its primitives (`with_sharding_constraint`,
-    `reshard`), a transfer from host memory, and inside `shard_map` `all_gather` and `pcast`. Values
-    that are transposed, reshaped, sliced or converted to a wider dtype aren't saved either: they
-    would be copies of the gathered array.
+    `reshard`), a transfer from host memory, and, inside `shard_map`, `all_gather` and `pcast`.
+    Values that are transposed, reshaped, sliced or converted to a wider dtype aren't saved either:
+    they would be copies of the gathered array.
 
     **Arguments:**
 

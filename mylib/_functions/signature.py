@@ -20,7 +20,7 @@ def about(fun: Any) -> dict[str, Any]:
     """Metadata to copy onto wrappers."""
     shown = inspect.unwrap(fun)
     found = {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
-    return found | {"__annotations__": annotations_of(shown)}
+    return found | ({"__annotations__": annotations_of(shown)} if callable(shown) else {})
 
 
 class Slot(NamedTuple):
