@@ -9,7 +9,6 @@ import jax
 
 from .._processes import everybody, exchange, gather as _gather
 
-_PATIENCE = 60.0
 _DIFFERENCE = 40
 
 
@@ -54,7 +53,7 @@ def info() -> Info:
     )
 
 
-def barrier(timeout: float = _PATIENCE) -> None:
+def barrier(timeout: float = 60.0) -> None:
     """Waits until all processes have called it. It uses no devices, so it also works while devices
     are busy, or waiting for each other.
 
@@ -71,7 +70,7 @@ def barrier(timeout: float = _PATIENCE) -> None:
     gather(None, timeout)
 
 
-def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
+def gather(value: Any, timeout: float = 60.0) -> list[Any]:
     """Returns the values of all processes, in their order, to each of them.
 
     **Arguments:**
@@ -94,7 +93,7 @@ def gather(value: Any, timeout: float = _PATIENCE) -> list[Any]:
     return _gather("testing", value, everybody(), timeout=timeout)
 
 
-def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
+def all_equal(value: Any, timeout: float = 60.0) -> None:
     """Asserts that all processes pass the same value; if not, it fails in all of them.
 
     **Arguments:**
@@ -118,7 +117,7 @@ def all_equal(value: Any, timeout: float = _PATIENCE) -> None:
 
 
 def same_program(
-    fun: Callable[..., Any], /, *args: Any, timeout: float = _PATIENCE, **kwargs: Any
+    fun: Callable[..., Any], /, *args: Any, timeout: float = 60.0, **kwargs: Any
 ) -> None:
     """Asserts that all processes lower a call to the same program; if not, it fails in all.
 
