@@ -136,6 +136,8 @@ def _alternatives(annotation: Any) -> list[Any]:
 
 
 def _element_annotation(annotation: Any, index: int | None) -> Any:
+    if annotation is None:
+        return None
     for choice in _alternatives(annotation):
         origin, args = typing.get_origin(choice), typing.get_args(choice)
         if not isinstance(origin, type) or not args:
@@ -152,6 +154,8 @@ def _element_annotation(annotation: Any, index: int | None) -> Any:
 
 
 def _name_dimensions(annotation: Any, ndim: int) -> Fit | None:
+    if annotation is None:
+        return None
     choices = _alternatives(annotation)
     arrays = [c for c in choices if isinstance(c, type) and issubclass(c, AbstractArray)]
     fits = [fit for array in arrays for fit in _fit(array.dim_str, ndim)]
