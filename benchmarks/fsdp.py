@@ -6,6 +6,7 @@ receives in a step, for `mylib.fully_shard` and for what others write.
     python benchmarks/fsdp.py h100 --only mylib --rows 128
     python benchmarks/fsdp.py h100 --only mylib --grid       4 x 4, with tensor parallelism
     python benchmarks/fsdp.py h100 --only mylib --dtype f32  kept in f32, sent in bf16
+    python benchmarks/fsdp.py h100 --only mylib --dtype f32 --reduce    gradients summed in f32
     python benchmarks/fsdp.py h100 --only mylib --model deep --layers list    48 layers of 1 GiB
 
 Peers (flax, haliax, scalax) are in the table of the MLP where they are installed. Nothing is run,
@@ -285,10 +286,12 @@ def data_of(case: Case, mesh: Mesh) -> jax.ShapeDtypeStruct:
 
 
 def programs(
-    case: Case, mesh: Mesh, only: str, peers: bool
+    case: Case, mesh: Mesh, only: str, peers: bool, reduce: bool = False
 ) -> Iterator[tuple[str, jax.stages.Compiled | str]]:
     for name, (formulation, which) in FORMULATIONS.items():
         if only in name:
+            if reduce and name.startswith("mylib"):
+                formulation = partial(formulation, reduce_dtype=jnp.float32)
             where = kept(case, mesh, which)
             params = jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), case.model, where
@@ -336,6 +339,7 @@ def main() -> None:
     parser.add_argument("--layers", choices=["scan", "list"], nargs="+", default=["scan", "list"])
     parser.add_argument("--rows", type=int, default=2048, help="rows, or tokens, a device")
     parser.add_argument("--dtype", choices=["bf16", "f32"], default="bf16", help="of what is kept")
+    parser.add_argument("--reduce", action="store_true", help="sum gradients of ours in f32")
     parser.add_argument("--grid", action="store_true", help="4 x 4 devices, data x model")
     parser.add_argument("--only", default="", help="formulations with this in their name")
     given = parser.parse_args()
@@ -349,7 +353,7 @@ def main() -> None:
     peers = given.model == "mlp" and given.dtype == "bf16" and not given.grid
     for layers in given.layers:
         case = case_of(given.model, layers, given.rows, mesh.shape["data"], dtype)
-        for name, program in programs(case, mesh, given.only, peers):
+        for name, program in programs(case, mesh, given.only, peers, given.reduce):
             print_row(row(layers, name, program, mesh))
 
 

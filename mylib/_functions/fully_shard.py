@@ -77,6 +77,7 @@ def fully_shard(
     - `reduce_dtype`: a wider dtype in which the gradients of layers are computed and summed over
         the devices, such as `jnp.float32` with `dtype=jnp.bfloat16`. Products still multiply
         numbers of `dtype`. The gradients of leaves that are in no layer are summed in `dtype`.
+        XLA can't run some of these products on CPUs, `x @ w` among them: leave it out there.
     - `checkpoint`: whether layers are rematerialised, so that gathered weights are never saved for
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
