@@ -266,6 +266,7 @@ FORMULATIONS: dict[str, tuple[Callable[..., Loss], str]] = {
     "mylib.fully_shard, used=None": (partial(ours, used=None), "rule"),
     "mylib.fully_shard, in_turn=False": (partial(ours, in_turn=False), "rule"),
     "mylib.fully_shard, first dimension": (ours, "first"),
+    "mylib.fully_shard, dimension of the residual stream": (ours, "embed"),
     "jax.jit, rematerialised, embed": (raw, "embed"),
     "jax.jit, rematerialised, largest": (raw, "largest"),
     "jax.jit, rematerialised, first": (raw, "first"),
