@@ -34,8 +34,7 @@ MACHINES = {
     "h100": partial(machines.gpu, "h100", hosts=8),
     "v5p": partial(machines.tpu, "v5p", (4, 4, 4)),
 }
-# The TPU compiler's own, for embeddings: on each device by itself. The second starts a gather on the
-# device's SparseCore.
+# The TPU compiler's own, for embeddings: on each device by itself, the second on its SparseCore.
 LOCAL = ("GatherScatterIndicesBitpacked", "TODO(b/522284627)")
 
 
