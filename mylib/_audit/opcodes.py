@@ -27,7 +27,7 @@ _LOCAL = frozenset(
     cosine count-leading-zeros divide domain dot dynamic-reshape dynamic-slice
     dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather
     get-dimension-size get-tuple-element imag iota is-finite log log-plus-one logistic map maximum
-    minimum multiply multiply-add negate not opt-barrier optimization-barrier or pad parameter
+    minimum mulhi multiply multiply-add negate not opt-barrier optimization-barrier or pad parameter
     partition-id popcnt power ragged-dot real reduce reduce-precision reduce-window remainder
     replica-id reshape reverse rng rng-bit-generator rng-get-and-update-state
     round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select select-and-scatter

@@ -179,12 +179,13 @@ def test_gpt(machine):
 
 @BOTH
 def test_shard_a_model(machine):
-    example = notebook("shard_a_model", "import equinox", "def make(", "def step")
+    example = notebook("shard_a_model", "import equinox", "def make(", "def training_step")
     kept = fsdp("data", min_size=0)
     with jax.set_mesh(machine.mesh(data=8)):
         model, state = mylib.filter_shard(eqx.filter_eval_shape(example.make, KEY), kept)
         batch = mylib.filter_shard((shaped(256, 64), shaped(256, 16)), P("data"))
-        assert_fit(machine, example.step.lower(batch, model, state, kept))
+        step = example.training_step(kept, P("data"))
+        assert_fit(machine, step.lower(batch, model, state))
 
 
 @BOTH
