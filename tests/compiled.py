@@ -48,13 +48,11 @@ class Compiled:
         env = {name.upper(): str(value) for name, value in _SETTINGS.items()}
         return env | {"JAX_COMPILATION_CACHE_DIR": str(self._own)}
 
-    @pytest.hookimpl
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         # After a failure a file may be half written: a script that takes too long is killed.
         if exitstatus == pytest.ExitCode.OK:
             _link_all(self._own, self._kept)
 
-    @pytest.hookimpl
     def pytest_unconfigure(self) -> None:
         shutil.rmtree(self._own, ignore_errors=True)
 

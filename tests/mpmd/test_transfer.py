@@ -2,14 +2,14 @@
 
 import functools
 import time
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
+from transfers import Transfers, X, assert_is, check_grad, mesh_of, two_meshes
 
 import mylib
 from mylib import mpmd
@@ -18,28 +18,6 @@ from mylib._links import identity
 from mylib.testing import all_equal, assert_placed, assert_same_everywhere, barrier
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
-
-X: Any = np.arange(48, dtype=np.float32).reshape(12, 4)
-
-
-def _meshes(shape=(2, 2)) -> list[Mesh]:
-    """A mesh for each process."""
-    own = np.array(jax.devices()).reshape(2, *shape)
-    return [Mesh(d, ("data", "model"), axis_types=(AxisType.Auto,) * 2) for d in own]
-
-
-def _mesh(*numbers: int) -> Mesh:
-    """A mesh of some of the devices."""
-    devices = [jax.devices()[i] for i in numbers]
-    return Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
-
-
-def _assert_is(y: jax.Array, value: np.ndarray, sharding: NamedSharding) -> None:
-    """In every process: the shards that it has, and where all of them are."""
-    assert y.sharding == sharding and y.shape == value.shape and y.committed
-    assert len(y.addressable_shards) == len(sharding.addressable_devices)
-    for shard in y.addressable_shards:
-        np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index])
 
 
 def _compilations() -> list[str]:
@@ -54,94 +32,42 @@ def _compilations() -> list[str]:
     return found
 
 
-SPECS = [
-    P("data", "model"),
-    P(),
-    P("model", "data"),
-    P(None, ("data", "model")),
-    P(("model", "data")),
-]
+class TestTransfers(Transfers):
+    """By connections."""
 
 
 class TestPlaces:
-    @pytest.mark.parametrize("spec", SPECS, ids=str)
-    def test_another_spec(self, spec):
-        first, second = _meshes()
-        x = mylib.filter_device_put(X, P("data", "model"), mesh=first)
-        y = mpmd.transfer(x, spec, mesh=second)
-        _assert_is(y, X, NamedSharding(second, spec))
-        back = mpmd.transfer(y, P("model"), mesh=first)
-        _assert_is(back, X, NamedSharding(first, P("model")))
-
-    @pytest.mark.parametrize("devices", [(5,), (4, 5, 6), (2, 3, 4, 5), (0, 7), (0, 1, 2)], ids=str)
-    def test_another_number_of_devices(self, devices):
-        x = mylib.filter_device_put(X, P("data"), mesh=_mesh(0, 1, 2, 3))
-        mesh = _mesh(*devices)
-        y = mpmd.transfer(x, P("data"), mesh=mesh)
-        _assert_is(y, X, NamedSharding(mesh, P("data")))
-
     def test_a_mesh_of_both(self):
-        x = mylib.filter_device_put(X, P("data"), mesh=_mesh(*range(1, 7)))
-        y = mpmd.transfer(x, P(None, "data"), mesh=_mesh(6, 7))
-        _assert_is(y, X, NamedSharding(_mesh(6, 7), P(None, "data")))
+        x = mylib.filter_device_put(X, P("data"), mesh=mesh_of(*range(1, 7)))
+        y = mpmd.transfer(x, P(None, "data"), mesh=mesh_of(6, 7))
+        assert_is(y, X, NamedSharding(mesh_of(6, 7), P(None, "data")))
 
     def test_the_usual_verbs_do_the_same(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         x = mylib.filter_device_put(X, P("data"), mesh=first)
         for place in (mylib.filter_device_put, mylib.filter_shard):
-            _assert_is(place(x, P("model"), mesh=second), X, NamedSharding(second, P("model")))
+            assert_is(place(x, P("model"), mesh=second), X, NamedSharding(second, P("model")))
 
     def test_on_one_mesh_others_get_handles(self):
-        first, _ = _meshes()
+        first, _ = two_meshes()
         x = mylib.filter_device_put(X, P("data"), mesh=first)
-        _assert_is(mylib.filter_shard(x, P(), mesh=first), X, NamedSharding(first, P()))
+        assert_is(mylib.filter_shard(x, P(), mesh=first), X, NamedSharding(first, P()))
         one = jax.devices()[1]
         y = mylib.filter_device_put(x, one)
         assert y.sharding.device_set == {one}
         assert mpmd.is_remote(y) == (jax.process_index() == 1)
 
     def test_what_is_there_stays(self):
-        first, _ = _meshes()
+        first, _ = two_meshes()
         x = mylib.filter_device_put(X, P("data"), mesh=first)
         assert mpmd.transfer(x, P("data"), mesh=first) is x
 
 
 class TestArrays:
-    @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "bool", "complex64", "int4"])
-    def test_dtypes(self, dtype):
-        first, second = _meshes()
-        value = np.asarray(jnp.ones((4, 4), dtype))
-        x = mylib.filter_device_put(value, P("data"), mesh=first)
-        _assert_is(mpmd.transfer(x, P(), mesh=second), value, NamedSharding(second, P()))
-
-    @pytest.mark.parametrize("shape", [(), (0, 4), (1,)], ids=str)
-    def test_small_shapes(self, shape):
-        first, second = _meshes()
-        x = mylib.filter_device_put(np.ones(shape, np.float32), P(), mesh=first)
-        y = mpmd.transfer(x, P(), mesh=second)
-        _assert_is(y, np.ones(shape, np.float32), NamedSharding(second, P()))
-
-    def test_keys(self):
-        first, second = _meshes()
-        keys = jax.random.split(jax.random.key(7), 4)
-        x = mylib.filter_device_put(keys, P("data"), mesh=first)
-        y = mpmd.transfer(x, P("model"), mesh=second)
-        assert y.dtype == keys.dtype and y.sharding.spec == P("model")
-        value = mpmd.fetch(jax.random.key_data(y))
-        np.testing.assert_array_equal(value, jax.random.key_data(keys))
-
-    @pytest.mark.parametrize("source", ["device", "unpinned_host"])
-    @pytest.mark.parametrize("target", ["device", "unpinned_host"])
-    def test_memory_kinds(self, source, target):
-        first, second = _meshes()
-        x = mylib.filter_device_put(X, NamedSharding(first, P("data"), memory_kind=source))
-        wanted = NamedSharding(second, P("model"), memory_kind=target)
-        _assert_is(mpmd.transfer(x, wanted), X, wanted)
-
     @pytest.mark.parametrize("out_shardings", [P(), None])
     def test_weak_types(self, out_shardings):
         """The same in all processes and in a single one, so they all compile the same programs."""
-        first, second = _meshes()
+        first, second = two_meshes()
         two = mpmd.jit(lambda: jnp.asarray(2.0), mesh=first, out_shardings=out_shardings)()
         there = mpmd.transfer(two, P(), mesh=second)
         put = mylib.filter_device_put(jnp.asarray(2.0), P(), mesh=first)
@@ -152,7 +78,7 @@ class TestArrays:
         np.testing.assert_array_equal(mpmd.fetch(double(there, x)), 2)
 
     def test_modules_and_rules(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         model = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
         here = mylib.filter_device_put(model, P(), mesh=first)
         there = mpmd.transfer(here, mylib.rules.fsdp("data"), mesh=second)
@@ -162,24 +88,15 @@ class TestArrays:
         for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(model), strict=True):
             np.testing.assert_array_equal(a, b) if eqx.is_array_like(a) else None
 
-    def test_the_source_may_be_donated(self):
-        first, second = _meshes()
-        f = mpmd.jit(lambda x: -x, mesh=first, donate="all")
-        for spec in (P("data", "model"), P("data")):
-            x = mylib.filter_device_put(X, P("data", "model"), mesh=first)
-            y = mpmd.transfer(x, spec, mesh=second)
-            f(x)
-            _assert_is(y, X, NamedSharding(second, spec))
-
     def test_donated_sources_are_deleted(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         x = mylib.filter_device_put(X, P("data"), mesh=first)
         y = mylib.filter_device_put(x, P("data"), mesh=second, donate=True)
-        _assert_is(y, X, NamedSharding(second, P("data")))
+        assert_is(y, X, NamedSharding(second, P("data")))
         assert x.is_deleted()
 
     def test_the_result_may_be_donated(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         x = mylib.filter_device_put(X, P("data", "model"), mesh=first)
         y = mpmd.transfer(x, P("data", "model"), mesh=second)
         z = mpmd.jit(lambda y: y + 1, mesh=second, donate="all")(y)
@@ -189,7 +106,7 @@ class TestArrays:
 
 class TestOrder:
     def test_calls_in_another_order(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         a = mylib.filter_device_put(X, P("data"), mesh=first)
         b = mylib.filter_device_put(X + 1, P("data"), mesh=first)
         f = mpmd.jit(lambda x: 2 * x, mesh=first)
@@ -197,10 +114,10 @@ class TestOrder:
         order = sorted(arrays, reverse=jax.process_index() == 1)
         moved = {name: mpmd.transfer(arrays[name], P("model"), mesh=second) for name in order}
         for name, value in {"a": X, "b": X + 1, "2a": 2 * X, "2b": 2 * (X + 1)}.items():
-            _assert_is(moved[name], value, NamedSharding(second, P("model")))
+            assert_is(moved[name], value, NamedSharding(second, P("model")))
 
     def test_functions_of_one_name(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         double = mpmd.jit(lambda x: 2 * x, mesh=first)
         negative = mpmd.jit(lambda x: -x, mesh=first)
         functions = [(double, 2 * X), (negative, -X)]
@@ -208,10 +125,10 @@ class TestOrder:
             functions.reverse()
         for f, value in functions:
             y = mpmd.transfer(f(X), P(), mesh=second)
-            _assert_is(y, value, NamedSharding(second, P()))
+            assert_is(y, value, NamedSharding(second, P()))
 
     def test_under_grad(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         a = mylib.filter_device_put(X, P("data"), mesh=first)
         f = mpmd.jit(lambda x: 2 * x, mesh=first)
         g = mpmd.jit(lambda x, y: (x * y**2).sum(), mesh=second)
@@ -231,23 +148,23 @@ class TestOrder:
         assert float(mpmd.fetch(value)) == pytest.approx(float((2 * X * (2 * X + 2) ** 2).sum()))
 
     def test_arrays_of_each_process_in_between(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         for _ in range(2):
             x = mylib.filter_device_put(X, P("data"), mesh=second)
             mylib.filter_device_put(-X, jax.local_devices()[0])
-            _assert_is(mpmd.transfer(x, P(), mesh=first), X, NamedSharding(first, P()))
+            assert_is(mpmd.transfer(x, P(), mesh=first), X, NamedSharding(first, P()))
 
     def test_both_ways_at_once(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         meshes = [first, second]
         own = [mylib.filter_device_put(X + i, P("data"), mesh=m) for i, m in enumerate(meshes)]
         order = (0, 1) if jax.process_index() == 0 else (1, 0)
         moved = {i: mpmd.transfer(own[i], P(), mesh=meshes[1 - i]) for i in order}
         for i in order:
-            _assert_is(moved[i], X + i, NamedSharding(meshes[1 - i], P()))
+            assert_is(moved[i], X + i, NamedSharding(meshes[1 - i], P()))
 
     def test_many_in_flight(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         x = mylib.filter_device_put(np.float32(0), P(), mesh=first)
         f = mpmd.jit(lambda x: x + 1, mesh=first)
         moved = []
@@ -257,14 +174,14 @@ class TestOrder:
         assert [float(v) for v in mpmd.fetch(moved)] == list(range(1, 21))
 
     def test_the_same_array_twice(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         x = mylib.filter_device_put(X, P("data"), mesh=first)
         for _ in range(2):
-            _assert_is(mpmd.transfer(x, P(), mesh=second), X, NamedSharding(second, P()))
+            assert_is(mpmd.transfer(x, P(), mesh=second), X, NamedSharding(second, P()))
 
     def test_it_returns_at_once(self, multihost_tmp_path):
         """The receiver goes on before the sender has anything to send."""
-        first, second = _meshes()
+        first, second = two_meshes()
         seen = multihost_tmp_path / "seen"
 
         def wait(x):
@@ -286,36 +203,24 @@ class TestOrder:
 
 class TestTransformed:
     def test_grad(self):
-        first, second = _meshes()
-        f = mpmd.jit(lambda w: 2 * jnp.sin(w), mesh=first)
-        g = mpmd.jit(lambda y: (y**2).sum(), mesh=second)
-        w = mylib.filter_device_put(X, P("data"), mesh=first)
-        grad = jax.grad(lambda w: g(mpmd.transfer(f(w), P("model"), mesh=second)))(w)
-        assert grad.sharding.device_set == w.sharding.device_set
-        expected = 8 * np.sin(X) * np.cos(X)
-        np.testing.assert_allclose(mpmd.fetch(grad), expected, rtol=1e-4, atol=1e-5)
+        first, second = two_meshes()
+        check_grad(first, second, P("model"))
 
     @pytest.mark.parametrize("numbers", [((0, 1), (1, 4, 5)), ((6, 7), (1, 6)), ((2,), (4, 2))])
     def test_grad_between_meshes_that_share_a_process(self, numbers):
         """All devices of the source belong to one process, which also has some of the target."""
-        first, second = (_mesh(*each) for each in numbers)
-        f = mpmd.jit(lambda w: 2 * jnp.sin(w), mesh=first)
-        g = mpmd.jit(lambda y: (y**2).sum(), mesh=second)
-        w = mylib.filter_device_put(X, P("data"), mesh=first)
-        grad = jax.grad(lambda w: g(mpmd.transfer(f(w), P("data"), mesh=second)))(w)
-        assert grad.sharding.device_set == w.sharding.device_set
-        expected = 8 * np.sin(X) * np.cos(X)
-        np.testing.assert_allclose(mpmd.fetch(grad), expected, rtol=1e-4, atol=1e-5)
+        first, second = (mesh_of(*each) for each in numbers)
+        check_grad(first, second, P("data"))
 
     def test_inside_jit_it_is_refused(self):
-        _, second = _meshes()
+        _, second = two_meshes()
         with pytest.raises(TypeError, match="outside of the compiled function"):
             jax.jit(lambda x: mpmd.transfer(x, P(), mesh=second))(X)
 
 
 class TestJit:
     def test_a_program_of_two_meshes(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         f = mpmd.jit(lambda x, plus=1: 2 * x + plus, mesh=first, out_shardings=P("data"))
         g = mpmd.jit(jnp.sum, mesh=second)
         y = f(X, plus=3)
@@ -330,12 +235,12 @@ class TestJit:
     @pytest.mark.parametrize("spec", [P("data", None), P(None), P(("data",)), P("model")], ids=str)
     @pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=str)
     def test_specs_that_are_written_in_another_way(self, spec, shape):
-        first, second = _meshes(shape)
+        first, second = two_meshes(shape)
         y = mpmd.jit(lambda x: x + 1, mesh=first, out_shardings=spec)(X)
         np.testing.assert_array_equal(mpmd.fetch(mpmd.transfer(y, P(), mesh=second)), X + 1)
 
     def test_methods(self):
-        first, _ = _meshes()
+        first, _ = two_meshes()
 
         class Layer(eqx.Module):
             scale: float
@@ -347,7 +252,7 @@ class TestJit:
         np.testing.assert_array_equal(mpmd.fetch(Layer(3.0)(X)), 3 * X)
 
     def test_models_are_born_where_they_belong(self):
-        _, second = _meshes()
+        _, second = two_meshes()
         make = mpmd.jit(eqx.nn.MLP, mesh=second, out_shardings=mylib.rules.fsdp("data"))
         model = make(64, 64, 64, 1, key=jax.random.key(0))
         weight = model.layers[0].weight
@@ -357,13 +262,13 @@ class TestJit:
         np.testing.assert_allclose(mpmd.fetch(weight), expected.layers[0].weight, rtol=1e-6)
 
     def test_without_arguments(self):
-        _, second = _meshes()
+        _, second = two_meshes()
         y = mpmd.jit(lambda: jnp.arange(4), mesh=second)()
         assert y.sharding.device_set == set(second.devices.flat)
         assert mpmd.fetch(y).tolist() == [0, 1, 2, 3]
 
     def test_processes_elsewhere_compile_nothing_if_the_results_are_placed(self):
-        first, _ = _meshes()
+        first, _ = two_meshes()
         f = mpmd.jit(lambda x: jnp.cos(x) + 41, mesh=first, out_shardings=P("data"))
         x = mylib.filter_device_put(X, P(), mesh=first)
         count = _compilations()
@@ -372,7 +277,7 @@ class TestJit:
         assert not count or jax.process_index() == 0
 
     def test_numbers_of_other_types_give_other_results_elsewhere_too(self):
-        first, _ = _meshes()
+        first, _ = two_meshes()
         f = mpmd.jit(lambda x, n: jnp.full(3, n) + x, mesh=first, out_shardings=P())
         x = mylib.filter_device_put(np.int8(0), P(), mesh=first)
         dtypes = [str(f(x, n).dtype) for n in (1, 1.0, True)]
@@ -380,7 +285,7 @@ class TestJit:
         assert dtypes == ["int8", "float32", "int8"]
 
     def test_arguments_on_other_meshes(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         f = mpmd.jit(lambda model, x: x, mesh=second)
         model = mylib.filter_device_put(eqx.nn.Linear(4, 4, key=jax.random.key(0)), P(), mesh=first)
         with pytest.raises(mylib.PlacementError) as caught:
@@ -394,7 +299,7 @@ class TestJit:
             f(model)
 
     def test_a_check_that_fails_where_it_runs(self):
-        first, second = _meshes()
+        first, second = two_meshes()
         f = mpmd.jit(lambda x: eqx.error_if(x, x.sum() > 0, "too large"), mesh=first)
         if jax.process_index() == 0:
             with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
@@ -403,7 +308,7 @@ class TestJit:
             assert mpmd.is_remote(f(X))
 
     def test_values_elsewhere(self):
-        first, _ = _meshes()
+        first, _ = two_meshes()
         x = mylib.filter_device_put(X, P("data"), mesh=first)
         if jax.process_index() == 1:
             with pytest.raises(RuntimeError, match="non-addressable"):
@@ -415,7 +320,7 @@ class TestJit:
 
 def test_what_others_hold_is_described_or_refused_with_its_place():
     """By everything of ours that would need its value; NumPy's error is JAX's."""
-    first, second = _meshes()
+    first, second = two_meshes()
     x = mylib.filter_device_put(X, P("data"), mesh=first)
     is_there = jax.process_index() == 0
     assert "(12, 4)" in str(mylib.show({"x": x}))
@@ -425,7 +330,7 @@ def test_what_others_hold_is_described_or_refused_with_its_place():
     mylib.check_replicas({"x": x})
     with pytest.raises(AssertionError, match=r"process 1: float32\[12, 4\] on process 0 \(compare"):
         assert_same_everywhere({"x": x})
-    everywhere = _mesh(*range(8))
+    everywhere = mesh_of(*range(8))
     for place in (mylib.filter_device_put, mylib.filter_shard):
         with pytest.raises(mylib.PlacementError, match="process 0"):
             place(x[:8], P("data"), mesh=everywhere)
@@ -436,7 +341,7 @@ def test_what_others_hold_is_described_or_refused_with_its_place():
 
 
 def test_tracers_are_remote_where_their_arrays_are():
-    first, _ = _meshes()
+    first, _ = two_meshes()
     seen: list[bool] = []
 
     def fun(x):
@@ -451,11 +356,11 @@ def test_tracers_are_remote_where_their_arrays_are():
 
 
 def test_names_stay_short():
-    first, second = _meshes()
+    first, second = two_meshes()
     x = mylib.filter_device_put(X, P("data"), mesh=first)
     for _ in range(20):
         x = mpmd.transfer(mpmd.transfer(x, P(), mesh=second), P("data"), mesh=first)
-    _assert_is(x, X, NamedSharding(first, P("data")))
+    assert_is(x, X, NamedSharding(first, P("data")))
     assert len(identity.name_of(x) or "") < 300
 
 
@@ -465,7 +370,7 @@ def test_how_they_travel():
 
 def test_nothing_is_kept():
     """Names and lists of transfers end with their arrays."""
-    first, second = _meshes()
+    first, second = two_meshes()
     f = mpmd.jit(lambda x: x + 1, mesh=first)
     x = f(X)
     for _ in range(3):

@@ -3,7 +3,9 @@
 import sys
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from contexts import AUTO
@@ -31,9 +33,6 @@ SOURCES = [
 
 @pytest.fixture(params=SOURCES, ids=["quoted", "unquoted"])
 def defined(request):
-    import jax
-    import jaxtyping
-
     scope = {"eqx": eqx, "Float": jaxtyping.Float, "Array": jax.Array, "__name__": __name__}
     exec(request.param, scope)
     return scope
