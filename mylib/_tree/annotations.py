@@ -4,7 +4,8 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -21,23 +22,35 @@ _ABSENT = object()
 Fit = tuple[int, tuple[str | None, ...]]
 
 
-def fit_of(steps: Iterable[Step], ndim: int) -> Fit | None:
+@dataclass(frozen=True)
+class _Hint:
+    """What an annotation allows, and the dimensions of the arrays among it."""
+
+    choices: Sequence[Any]
+    dims: Sequence[str]
+
+
+def fit_of(steps: Sequence[Step], ndim: int) -> Fit | None:
     """The names of the dimensions of the leaf at the end of `steps`; None if it has no annotation.
 
     The innermost annotation on the path counts. It belongs to a field of a Module (or of another
     dataclass), or to the elements of a container.
     """
-    annotation: Any = None
-    for node, key in steps:
-        if isinstance(key, jtu.GetAttrKey):
-            annotation = _field_annotations(type(node)).get(key.name)
-        elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
-            annotation = _element_annotation(annotation, key.idx)
+    fields = [i for i, (_, key) in enumerate(steps) if isinstance(key, jtu.GetAttrKey)]
+    if not fields:
+        return None
+    node, field = steps[fields[-1]]
+    hint = _field_hints(type(node)).get(field.name)
+    for node, key in steps[fields[-1] + 1 :]:
+        if isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
+            hint = _element_hint(hint, key.idx)
         elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
-            annotation = _element_annotation(annotation, None)
+            hint = _element_hint(hint, None)
         else:
-            annotation = None
-    return _name_dimensions(annotation, ndim)
+            hint = None
+    fits = [fit for dims in hint.dims for fit in _fit(dims, ndim)] if hint else []
+    # Of `Float[Array, "a"] | Float[Array, "a b"]`, take the one that covers the most dimensions.
+    return min(fits, key=lambda fit: fit[0]) if fits else None
 
 
 class Walker:
@@ -49,16 +62,19 @@ class Walker:
         # their ids stay valid.
         self._flattened: dict[int, tuple[Any, dict[str, Any]]] = {}
 
-    def steps_to(self, path: Iterable[Any]) -> Iterator[Step]:
+    def steps_to(self, path: Sequence[Any]) -> Sequence[Step]:
         """The nodes on `path`, each with the key of the next one. It ends early if a key leads
         nowhere.
         """
+        steps: list[Step] = []
         node = self.tree
-        for key in path:
-            yield node, key
-            node = self._child(node, key)
+        for i, key in enumerate(path):
+            if i:
+                node = self._child(node, path[i - 1])
             if node is _ABSENT:
-                return
+                break
+            steps.append((node, key))
+        return steps
 
     def _child(self, node: Any, key: Any) -> Any:
         if isinstance(key, jtu.GetAttrKey):
@@ -81,8 +97,8 @@ class Walker:
 
 
 @cache
-def _field_annotations(cls: type) -> Mapping[str, Any]:
-    annotations: dict[str, Any] = {}
+def _field_hints(cls: type) -> Mapping[str, _Hint | None]:
+    hints: dict[str, _Hint | None] = {}
     for base in reversed(cls.__mro__):
         names = getattr(sys.modules.get(base.__module__), "__dict__", {})
         for name, written in annotations_of(base).items():
@@ -90,12 +106,12 @@ def _field_annotations(cls: type) -> Mapping[str, Any]:
             # type checkers only) must not cost the other fields theirs.
             field = types.SimpleNamespace(__annotations__={name: written})
             try:
-                hints = typing.get_type_hints(field, names, dict(vars(base)))
+                found = typing.get_type_hints(field, names, dict(vars(base)))
             except (AttributeError, NameError, SyntaxError, TypeError):
-                annotations.pop(name, None)
+                hints.pop(name, None)
             else:
-                annotations[name] = _filled_in(hints[name], _arguments(cls, base))
-    return annotations
+                hints[name] = _hint(_filled_in(found[name], _arguments(cls, base)))
+    return hints
 
 
 def _arguments(cls: type, base: type) -> Mapping[Any, Any]:
@@ -135,32 +151,29 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _element_annotation(annotation: Any, index: int | None) -> Any:
-    if annotation is None:
+def _hint(annotation: Any) -> _Hint | None:
+    try:
+        choices = _alternatives(annotation)
+    except NameError:  # `type Weight = ...` of a name that was imported for type checkers only
         return None
-    for choice in _alternatives(annotation):
+    arrays = [c for c in choices if isinstance(c, type) and issubclass(c, AbstractArray)]
+    return _Hint(choices, [array.dim_str for array in arrays])
+
+
+def _element_hint(hint: _Hint | None, index: int | None) -> _Hint | None:
+    for choice in hint.choices if hint else ():
         origin, args = typing.get_origin(choice), typing.get_args(choice)
         if not isinstance(origin, type) or not args:
             continue
         if issubclass(origin, tuple) and index is not None:
             if len(args) == 2 and args[1] is Ellipsis:
-                return args[0]
-            return args[index] if index < len(args) else None
+                return _hint(args[0])
+            return _hint(args[index]) if index < len(args) else None
         if issubclass(origin, Mapping) and len(args) == 2:
-            return args[1]
+            return _hint(args[1])
         if issubclass(list, origin) and len(args) == 1:
-            return args[0]
+            return _hint(args[0])
     return None
-
-
-def _name_dimensions(annotation: Any, ndim: int) -> Fit | None:
-    if annotation is None:
-        return None
-    choices = _alternatives(annotation)
-    arrays = [c for c in choices if isinstance(c, type) and issubclass(c, AbstractArray)]
-    fits = [fit for array in arrays for fit in _fit(array.dim_str, ndim)]
-    # Of `Float[Array, "a"] | Float[Array, "a b"]`, take the one that covers the most dimensions.
-    return min(fits, key=lambda fit: fit[0]) if fits else None
 
 
 def name_dimensions(names: str, ndim: int) -> Fit | None:

@@ -1,6 +1,6 @@
 """Splits a PyTree into array leaves, with their paths, and static leaves, and joins them again."""
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -191,16 +191,16 @@ def parts_of(path: KeyPath) -> tuple[str, ...]:
     return tuple(_key_text(key) for key in path)
 
 
+_KEY_TEXTS: dict[type, Callable[[Any], str]] = {
+    jtu.GetAttrKey: lambda key: key.name,
+    jtu.SequenceKey: lambda key: str(key.idx),
+    jtu.DictKey: lambda key: str(key.key),
+    jtu.FlattenedIndexKey: lambda key: str(key.key),
+}
+
+
 def _key_text(key: Any) -> str:
-    match key:
-        case jtu.GetAttrKey():
-            return key.name
-        case jtu.SequenceKey():
-            return str(key.idx)
-        case jtu.DictKey() | jtu.FlattenedIndexKey():
-            return str(key.key)
-        case _:
-            return str(key)
+    return _KEY_TEXTS.get(type(key), str)(key)
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class Leaf:
     def parts(self) -> tuple[str, ...]:
         return parts_of(self.path)
 
-    @cached_property
+    @property
     def axes(self) -> tuple[str | None, ...] | None:
         return None if self._fit is None else self._fit[1]
 
@@ -275,12 +275,15 @@ class Leaf:
 
     @cached_property
     def owners(self) -> tuple[tuple[type, tuple[str, ...]], ...]:
+        parts, steps = self.parts, enumerate(self._steps)
         return tuple(
-            (type(node), self.parts[depth:])
-            for depth, (node, key) in enumerate(self._steps)
-            if isinstance(key, jtu.GetAttrKey)
+            [
+                (type(node), parts[depth:])
+                for depth, (node, key) in steps
+                if isinstance(key, jtu.GetAttrKey)
+            ]
         )
 
     @cached_property
-    def _steps(self) -> tuple[Step, ...]:
-        return () if self._walker is None else tuple(self._walker.steps_to(self.path))
+    def _steps(self) -> Sequence[Step]:
+        return () if self._walker is None else self._walker.steps_to(self.path)

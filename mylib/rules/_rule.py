@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -245,17 +246,23 @@ def leaves_by_rule(pairs: Iterable[tuple[Rule, Leaf]]) -> Iterable[tuple[Rule, l
     return asked.values()
 
 
+# The leaves of a model have few different specs, so these functions remember their results.
+
+
+@lru_cache
 def used_axes(spec: PartitionSpec) -> frozenset[Any]:
     """The mesh axes that `spec` already uses."""
     return frozenset(axes_in(spec)) | spec.unreduced | spec.reduced
 
 
-def free_dimensions(spec: PartitionSpec, ndim: int) -> list[int]:
+@lru_cache
+def free_dimensions(spec: PartitionSpec, ndim: int) -> Sequence[int]:
     """The dimensions that `spec` leaves whole."""
     entries = entries_of(spec)
     return [dim for dim in range(ndim) if dim >= len(entries) or entries[dim] is None]
 
 
+@lru_cache
 def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
     entries = list(entries_of(spec))
     entries += [None] * (dim + 1 - len(entries))

@@ -14,6 +14,8 @@ from .._tree import Leaf
 from ._axes import dimensions_in_front
 from ._rule import AnyRule, Axes, Rule, as_rule, free_dimensions, trimmed, used_axes, with_entry
 
+_WHOLE = PartitionSpec()
+
 
 def replicated() -> Rule:
     """Copies every leaf to every device of the mesh.
@@ -37,7 +39,7 @@ def replicated() -> Rule:
 @dataclass(frozen=True, repr=False)
 class Replicated(Rule):
     def __call__(self, leaf: Leaf) -> PartitionSpec:
-        return PartitionSpec()
+        return _WHOLE
 
     def __repr__(self) -> str:
         return "replicated()"
@@ -72,7 +74,7 @@ class Batch(Rule):
     axis: Axes
 
     def __call__(self, leaf: Leaf) -> PartitionSpec:
-        return PartitionSpec(self.axis) if leaf.ndim else PartitionSpec()
+        return PartitionSpec(self.axis) if leaf.ndim else _WHOLE
 
     def why(self, leaf: Leaf) -> str:
         return f"{self!r}: " + ("the first dimension" if leaf.ndim else "a leaf of rank 0")
@@ -134,18 +136,20 @@ class Fsdp(Rule):
     stacked: tuple[type, ...] = ()
 
     def __call__(self, leaf: Leaf) -> PartitionSpec:
-        return self.fill(leaf, PartitionSpec())
+        return self.fill(leaf, _WHOLE)
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-        taken = used_axes(spec).intersection(axis_names(self.axis))
-        if taken or self._is_small(leaf) or number_of_parts(self.axis, leaf.mesh) is None:
+        parts = number_of_parts(self.axis, leaf.mesh)
+        if parts is None or self._is_small(leaf):
             return spec
-        layers = self._layers(leaf)
-        dims = [
-            dim
-            for dim in free_dimensions(spec, leaf.ndim)
-            if dim >= layers and _divides(self.axis, leaf, dim, leaf.mesh)
-        ]
+        if used_axes(spec).intersection(axis_names(self.axis)):
+            return spec
+        free = free_dimensions(spec, leaf.ndim)
+        dims = [dim for dim in free if _is_multiple(leaf.shape[dim], parts)]
+        if dims:
+            # Only now: finding the annotation of a leaf takes longer than all the rest.
+            layers = self._layers(leaf)
+            dims = [dim for dim in dims if dim >= layers]
         if not dims:
             return spec
         return with_entry(spec, max(dims, key=lambda dim: leaf.shape[dim]), self.axis)
@@ -158,8 +162,10 @@ class Fsdp(Rule):
 
     def _layers(self, leaf: Leaf) -> int:
         """The number of dimensions of stacked layers."""
-        is_stacked = any(issubclass(owner, self.stacked) for owner, _ in leaf.owners)
-        return max(dimensions_in_front(leaf), int(is_stacked))
+        in_front = dimensions_in_front(leaf)
+        if in_front or not self.stacked:
+            return in_front
+        return int(any(issubclass(owner, self.stacked) for owner, _ in leaf.owners))
 
     def _is_small(self, leaf: Leaf) -> bool:
         # Symbolic sizes, as in `jax.export`, are unknown.
@@ -171,7 +177,7 @@ class Fsdp(Rule):
         parts = number_of_parts(self.axis, leaf.mesh)
         if parts is None:
             return f"{self!r}: replicated, there is no such axis"
-        if self(leaf) == PartitionSpec():
+        if self(leaf) == _WHOLE:
             return f"{self!r}: replicated, {parts} divides no dimension"
         behind = ", behind that of the stacked layers" if self._layers(leaf) else ""
         return f"{self!r}: the largest free dimension{behind}"
@@ -272,7 +278,7 @@ def _checked(name: str, axis: Any) -> Axes:
     if isinstance(axis, Leaf) or not names or not all(isinstance(n, str) for n in names):
         mend = f"call it: {name}('data')" if isinstance(axis, Leaf) else "write a name, or several"
         raise TypeError(f"{name}: {axis!r} is not a mesh axis; {mend}")
-    return axis
+    return tuple(axis) if isinstance(axis, list) else axis
 
 
 def number_of_parts(entry: Any, mesh: AnyMesh | None) -> int | None:
@@ -304,16 +310,16 @@ def _with_spec(placement: Any, spec: PartitionSpec) -> Any:
 
 
 def _uneven(spec: PartitionSpec, leaf: Leaf, mesh: AnyMesh | None) -> list[int]:
-    entries = entries_of(spec)[: leaf.ndim]
-    return [dim for dim, entry in enumerate(entries) if not _divides(entry, leaf, dim, mesh, True)]
+    # Symbolic sizes, as in `jax.export`, may be even.
+    return [
+        dim
+        for dim, (entry, size) in enumerate(zip(entries_of(spec), leaf.shape, strict=False))
+        if isinstance(size, int) and not _is_multiple(size, number_of_parts(entry, mesh) or 1)
+    ]
 
 
-def _divides(
-    entry: Any, leaf: Leaf, dim: int, mesh: AnyMesh | None, symbolic: bool = False
-) -> bool:
-    """Whether a dimension can be split this way; `symbolic` if its size is symbolic."""
-    size = leaf.shape[dim]
-    return size % (number_of_parts(entry, mesh) or 1) == 0 if isinstance(size, int) else symbolic
+def _is_multiple(size: Any, parts: int) -> bool:
+    return isinstance(size, int) and size % parts == 0
 
 
 def _without(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:

@@ -44,6 +44,30 @@ def test_the_other_fields_keep_their_names(defined):
     assert mylib.resolve(layer, rule, mesh=AUTO).weight.spec == P("model")
 
 
+ALIASES = """
+type Unknown = Missing
+
+
+class Layer(eqx.Module):
+    weight: Float[Array, "out in"]
+    other: Unknown
+    several: list[Unknown]
+"""
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the syntax of aliases is new in 3.12")
+def test_an_alias_of_an_undefined_name():
+    scope = {"eqx": eqx, "Float": jaxtyping.Float, "Array": jax.Array, "__name__": __name__}
+    exec(ALIASES, scope)
+    x = jnp.ones((8, 8))
+    layer = scope["Layer"](x, x, [x])
+    placed = mylib.resolve(
+        layer, mylib.rules.by_axes({"out": "model"}) | mylib.rules.replicated(), mesh=AUTO
+    )
+    assert placed.weight.spec == P("model")
+    assert placed.other.spec == placed.several[0].spec == P()
+
+
 @pytest.mark.parametrize(
     "made",
     [
