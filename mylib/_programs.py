@@ -78,3 +78,19 @@ def in_place_of(eqn: Any) -> Iterator[None]:
     names = source_info_util.current_name_stack() + source.name_stack
     with source_info_util.user_context(source.traceback, name_stack=names), eqn.ctx.manager:
         yield
+
+
+def evaluate(program: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    """The results of a program with other constants."""
+    jaxpr = opened(program)
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if hasattr(x, "val") else values[x]
+
+    for eqn in jaxpr.eqns:
+        with in_place_of(eqn):
+            values.update(
+                zip(eqn.outvars, bind_as(eqn, [read(x) for x in eqn.invars]), strict=True)
+            )
+    return [read(x) for x in jaxpr.outvars]

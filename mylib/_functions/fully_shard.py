@@ -20,6 +20,7 @@ from .._placement import (
 )
 from .._tree import Leaves, name_of, split
 from ..rules import replicated
+from .ahead import Turns
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
 from .layer import Plan, as_layer, is_layer
@@ -45,6 +46,7 @@ def fully_shard(
     checkpoint: bool = True,
     policy: Policy | None = None,
     in_turn: bool = True,
+    prefetch: int = 0,
 ) -> T:
     """Returns the model with layers that gather their weights when they are called. Call it inside
     the loss, and differentiate with respect to the model that it takes.
@@ -85,6 +87,9 @@ def fully_shard(
     - `in_turn`: whether a layer that is not stacked waits for its input before it gathers its
         weights, so that only one layer's weights are gathered at a time. If False, the compiler
         decides, and may use all memory.
+    - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in
+        the forward and the backward pass. Each needs memory for one more layer's weights. Stacked
+        layers are prefetched by `jax.lax.scan(..., unroll=2)`.
 
     **Returns:**
 
@@ -121,6 +126,7 @@ def fully_shard(
         ```
     """
     _check_dtypes(dtype, reduce_dtype)
+    _check_prefetch(prefetch, checkpoint, policy, in_turn)
     methods = _checked(layers, checkpoint, policy)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
@@ -132,6 +138,8 @@ def fully_shard(
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
     route = Route(kept_at, used_at, dtype, reduce_dtype)
+    count = sum(chosen is not None for _, _, chosen in nodes)
+    turns = Turns(prefetch, count) if prefetch else None
     made: list[Any] = []
     at_top: dict[int, int] = {}  # the positions in `made` of arrays that are in no layer
     start = 0
@@ -139,7 +147,7 @@ def fully_shard(
         inside = range(start, start := start + len(split(node).arrays))
         if chosen is not None:
             ranks = tuple(leaves.arrays[i].ndim for i in inside)
-            plan = Plan(route.part(inside), ranks, checkpoint, policy, in_turn)
+            plan = Plan(route.part(inside), ranks, checkpoint, policy, in_turn, turns)
             node = as_layer(node, chosen, plan)
         else:
             at_top |= dict.fromkeys(inside, len(made))
@@ -160,6 +168,18 @@ def _check_dtypes(dtype: Any, reduce_dtype: Any) -> None:
             f"fully_shard: reduce_dtype={jnp.dtype(reduce_dtype)} is narrower than "
             f"dtype={jnp.dtype(dtype)}, in which gradients are computed"
         )
+
+
+def _check_prefetch(prefetch: Any, checkpoint: bool, policy: Any, in_turn: bool) -> None:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise TypeError(f"fully_shard: prefetch={prefetch!r} is not a number of layers")
+    others = {"checkpoint=False": not checkpoint, "policy=": policy, "in_turn=False": not in_turn}
+    for name, is_given in others.items():
+        if prefetch and is_given:
+            raise TypeError(
+                f"fully_shard: prefetch={prefetch} can't be combined with {name}: layers that are "
+                "prefetched take turns, and are rematerialised whole. Leave one out"
+            )
 
 
 def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:

@@ -73,7 +73,7 @@ def _forward(arrays: list[Any], route: Route) -> list[Any]:
     # Cast first. If they were cast after gathering, they would be sent in the wider dtype.
     arrays = [_cast(x, route.dtype) for x in arrays]
     # Two constraints: with only the second the compiler may keep the weights gathered.
-    return keep(_halfway(keep(arrays, _on_device(route.kept)), route), route.used)
+    return keep(_halfway(keep(arrays, on_device(route.kept)), route), route.used)
 
 
 def _halfway(arrays: list[Any], route: Route) -> list[Any]:
@@ -111,7 +111,7 @@ def _backward(route: Route, like: list[Any], cotangents: Any) -> tuple[list[Any]
     ]
     # A reduce-scatter. The transpose of the second constraint above would ask for the whole sum on
     # each device, which on TPUs stays an all-reduce.
-    summed = keep(_halfway(summed, route), _on_device(route.kept))
+    summed = keep(_halfway(summed, route), on_device(route.kept))
     summed = [x.astype(old.dtype) for x, old in zip(summed, like, strict=True)]
     return (keep(summed, route.kept),)
 
@@ -123,7 +123,7 @@ def _cast(x: Any, dtype: Any) -> Any:
     return x.astype(dtype) if dtype is not None and jnp.issubdtype(x.dtype, jnp.floating) else x
 
 
-def _on_device(targets: Targets) -> Targets:
+def on_device(targets: Targets) -> Targets:
     return tuple(t and _computable(t) for t in targets)
 
 

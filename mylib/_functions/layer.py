@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
 from .._tree import Arrays, Leaves, outlined, split
+from .ahead import Turns, call_ahead
 from .checkpoint import Policy, filter_checkpoint, recompute_resharded
 from .gather import Route, gather, keep
 from .wide import call_with_sinks
@@ -31,6 +32,7 @@ class Plan:
     checkpoint: bool
     policy: Policy | None
     in_turn: bool
+    turns: Turns | None
 
 
 def is_layer(x: Any) -> bool:
@@ -101,10 +103,12 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
                 return plain(gathered, args, kwargs)
             return _with_sinks(plain, gathered, sinks, args, kwargs)
 
-        if plan.in_turn and not stacked:
-            arrays, args, kwargs = _after(arrays, route, args, kwargs)
         if AxisType.Explicit in world.mesh.axis_types:
             run = _in_auto_axes(run)
+        if plan.turns is not None:
+            return _ahead(run, arrays, route, plan.turns, args, kwargs)
+        if plan.in_turn and not stacked:
+            arrays, args, kwargs = _after(arrays, route, args, kwargs)
         if plan.checkpoint:
             policy = None if plan.policy is None else recompute_resharded(plan.policy)
             run = filter_checkpoint(run, policy=policy)
@@ -134,6 +138,22 @@ def _after(arrays: Arrays, route: Route, args: Any, kwargs: Any) -> tuple[Arrays
     arrays, given = jax.lax.optimization_barrier((arrays, given))
     # Constrain them again. Otherwise the compiler gathers them before the barrier and keeps them.
     return keep(arrays, route.kept), *outline.fill(given)
+
+
+def _ahead(
+    run: Callable[..., Any], arrays: Arrays, route: Route, turns: Turns, args: Any, kwargs: Any
+) -> Any:
+    """With weights that are gathered while earlier layers compute."""
+    given, outline = outlined((args, kwargs))
+    returned = outline
+
+    def computed(arrays: Arrays, given: Arrays) -> Arrays:
+        nonlocal returned
+        results, returned = outlined(run(arrays, *outline.fill(given)))
+        return results
+
+    results = call_ahead(computed, arrays, given, route.kept, turns)
+    return returned.fill(results)
 
 
 def _in_auto_axes(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -182,6 +202,14 @@ def _stacked(plan: Plan, leaves: Leaves) -> int:
 
 def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
     faults: list[Fault] = []
+    if stacked and plan.turns is not None:
+        faults.append(
+            because(
+                "the layers are stacked: the loop gathers the weights of one layer in each step",
+                "leave out prefetch=, and write jax.lax.scan(..., unroll=2)",
+                "fully_shard(..., prefetch=...)",
+            )
+        )
     cls = type(leaves.tree).__qualname__
     leaves = replace(leaves, naming=lambda path: cls + jtu.keystr(path))
     for i, target in [*enumerate(plan.route.kept), *enumerate(plan.route.used)]:

@@ -12,6 +12,7 @@ import models
 import numpy as np
 import optax
 import pytest
+from close import assert_close
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -79,14 +80,6 @@ def loss_of(model, x, y):
 
 def loss_by_example(model, x, y):
     return loss_of(jax.vmap(model), x, y)
-
-
-def assert_close(found, expected, rtol=1e-6):
-    found, expected = jax.tree.leaves(found), jax.tree.leaves(expected)
-    largest = [np.max(np.abs(y), initial=0) for y in expected]
-    for x, y, scale in zip(found, expected, largest, strict=True):
-        # What is zero but for rounding (of a bias before BatchNorm) is small beside the others.
-        np.testing.assert_allclose(x, y, rtol=0, atol=rtol * max(scale, max(largest) / 10))
 
 
 def on_one_device(loss, model, *data):

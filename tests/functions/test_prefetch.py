@@ -1,0 +1,311 @@
+"""`fully_shard(prefetch=...)`: layers that gather their weights while earlier ones compute."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import models
+import numpy as np
+import pytest
+from close import assert_close
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxtyping import Array
+
+import mylib
+from mylib.rules import batch, by_axes, fsdp, replicated
+
+AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+EXPLICIT = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+GRID = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+KEPT = fsdp("data", min_size=64)
+WIDTH, DEPTH = 16, 4
+KEYS = jax.random.split(jax.random.key(0), DEPTH)
+X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+class Layer(eqx.Module):
+    weight: Array
+    table: Array  # integers
+    key: Array
+
+    def __init__(self, key):
+        self.weight = jax.random.normal(key, (WIDTH, WIDTH)) / WIDTH**0.5
+        self.table = jnp.arange(WIDTH)[::-1]
+        self.key = key
+
+    def __call__(self, x, count, scale=lambda x: x, *, name="a layer"):
+        """Floats, integers and static values go in and come out."""
+        noise = jax.random.normal(self.key, x.shape[-1:])
+        y = jnp.tanh(scale(x @ self.weight + noise))[..., self.table]
+        return x + y, count + 1, name
+
+
+LAYERS = [Layer(key) for key in KEYS]
+
+
+def through(layers, x, **options):
+    count = jnp.zeros((), jnp.int32)
+    for layer in layers:
+        x, count, name = layer(x, count, **options)
+    assert name == "a layer"
+    return x * count
+
+
+def value_of(layers, x):
+    return jnp.mean(through(layers, x) ** 2)
+
+
+def value_by_example(layers, x):
+    return jnp.mean(jax.vmap(lambda x: through(layers, x))(x) ** 2)
+
+
+def gradients(value, layers, x, mesh, kept=KEPT, used=None, layer=Layer, **options):
+    """The value, and the gradients, with `fully_shard`, and without on one device."""
+    given = mylib.filter_shard((layers, x), (kept, batch("data")), mesh=mesh)
+
+    @mylib.filter_jit(out_shardings=(None, kept))
+    @eqx.filter_value_and_grad
+    def run(layers, x):
+        used_at = replicated() if used is None else used
+        return value(mylib.fully_shard(layers, layer, kept, used_at, **options), x)
+
+    with jax.set_mesh(mesh):
+        found = run(*given)
+    mylib.testing.assert_placed(found[1], kept, mesh=mesh)
+    return found, eqx.filter_jit(eqx.filter_value_and_grad(value))(layers, x)
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 9])
+@pytest.mark.parametrize("value", [value_of, value_by_example])
+@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_numbers_are_those_of_one_device(mesh, value, prefetch):
+    assert_close(*gradients(value, LAYERS, X, mesh, prefetch=prefetch))
+
+
+def test_with_tensor_parallelism():
+    tensor = by_axes({"out": "model"}, names={Layer: {"weight": "in out"}}) | replicated()
+    found = gradients(value_of, LAYERS, X, GRID, tensor & KEPT, tensor, prefetch=1)
+    assert_close(*found)
+
+
+def test_kept_in_another_dtype():
+    found, expected = gradients(value_of, LAYERS, X, AUTO, prefetch=1, dtype=jnp.bfloat16)
+    assert_close(found, expected, rtol=5e-2)
+    again, _ = gradients(value_of, LAYERS, X, AUTO, dtype=jnp.bfloat16)
+    assert_close(found, again, rtol=1e-6)
+
+
+def test_kept_in_host_memory():
+    def kept(leaf):
+        spec = P("data") if leaf.ndim == 2 else P()
+        return NamedSharding(AUTO, spec, memory_kind="pinned_host")
+
+    layers = mylib.filter_device_put(LAYERS, kept)
+
+    @eqx.filter_jit
+    def run(layers, prefetch):
+        def value(layers):
+            return value_of(mylib.fully_shard(layers, Layer, kept, mesh=AUTO, prefetch=prefetch), X)
+
+        return eqx.filter_grad(value)(layers)
+
+    assert_close(run(layers, 1), run(layers, 0))
+
+
+def test_gradients_of_each_example():
+    def one(x):
+        def value(layers):
+            return value_of(mylib.fully_shard(layers, Layer, KEPT, mesh=AUTO, prefetch=1), x)
+
+        return eqx.filter_grad(value)(LAYERS)
+
+    found = eqx.filter_jit(jax.vmap(one))(X)
+    expected = eqx.filter_jit(jax.vmap(lambda x: eqx.filter_grad(value_of)(LAYERS, x)))(X)
+    assert found[0].weight.shape == (16, WIDTH, WIDTH)
+    assert_close(found, expected)
+
+
+def test_what_a_method_closes_over_has_a_gradient():
+    def value(layers, factors):
+        count, x = jnp.zeros((), jnp.int32), X
+        for layer, factor in zip(layers, factors, strict=True):
+            x, count, _ = layer(x, count, lambda x, factor=factor: x * factor)
+        return jnp.mean(x**2)
+
+    def sharded(factors):
+        return value(mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, prefetch=1), factors)
+
+    factors = jnp.linspace(0.5, 2, DEPTH)
+    expected = jax.grad(lambda factors: value(LAYERS, factors))(factors)
+    assert_close(jax.jit(jax.grad(sharded))(factors), expected)
+
+
+def test_under_a_checkpoint_a_jit_and_a_branch():
+    def value(layers, x):
+        run = jax.checkpoint(jax.jit(lambda x: through(layers, x)))
+        return jnp.sum(jax.lax.cond(x[0, 0] > -9, run, lambda x: x, x) ** 2)
+
+    assert_close(*gradients(value, LAYERS, X, AUTO, prefetch=1))
+
+
+def test_without_a_gradient_and_without_jit():
+    model = mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, prefetch=1)
+    assert_close(through(model, X), through(LAYERS, X))
+
+
+def test_a_layer_that_prints(capfd):
+    class Loud(Layer):
+        def __call__(self, x, count):
+            jax.debug.print("here is layer {}", count)
+            return super().__call__(x, count)
+
+    layers = [Loud(key) for key in KEYS]
+    found, expected = gradients(value_of, layers, X, AUTO, layer=Loud, prefetch=1)
+    assert_close(found, expected)
+    jax.effects_barrier()
+    assert "here is layer 3" in capfd.readouterr().out
+
+
+def test_the_same_layers_twice():
+    def value(layers, x):
+        return jnp.mean(through(layers, through(layers, x)) ** 2)
+
+    assert_close(*gradients(value, LAYERS, X, AUTO, prefetch=1))
+
+
+class Normed(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.linear(x), state)
+        return jnp.tanh(x), state
+
+
+def test_state_of_a_batch():
+    def make():
+        norm = lambda: eqx.nn.BatchNorm(WIDTH, "batch", mode="batch")  # noqa: E731
+        return [Normed(eqx.nn.Linear(WIDTH, WIDTH, key=key), norm()) for key in KEYS]
+
+    layers, state = eqx.nn.make_with_state(make)()
+
+    def value(layers, x):
+        def one(x, state):
+            for layer in layers:
+                x, state = layer(x, state)
+            return x, state
+
+        y, new = jax.vmap(one, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+        return jnp.sum(jnp.sin(y)) + sum(jnp.sum(x) for x in jax.tree.leaves(new))
+
+    assert_close(*gradients(value, layers, X, AUTO, layer=Normed, prefetch=1), rtol=1e-5)
+
+
+def test_a_transformer():
+    model = models.Transformer(key=KEYS[0])
+    tokens = np.random.default_rng(0).integers(0, models.VOCAB, (8, models.LENGTH))
+
+    def value(model, tokens):
+        return jnp.mean(jnp.sin(jax.vmap(model)(tokens)))
+
+    found = gradients(value, model, tokens, AUTO, layer=models.Block, prefetch=1)
+    assert_close(*found, rtol=1e-5)
+
+
+def test_no_tracer_leaks():
+    with jax.checking_leaks():
+        assert_close(*gradients(value_of, LAYERS, X, AUTO, prefetch=2))
+
+
+def test_each_layer_in_a_transformation_of_its_own():
+    def value(layers, x):
+        count = jnp.zeros((), jnp.int32)
+        for layer in layers:
+            x = jax.vmap(lambda x, layer=layer: layer(x, count)[0])(x)
+        return jnp.mean(x**2)
+
+    with pytest.warns(UserWarning, match="prefetch= has no effect across transformations") as seen:
+        found, expected = gradients(value, LAYERS, X, AUTO, prefetch=1)
+    assert_close(found, expected)
+    assert len(seen) == 1
+
+
+def test_stacked_layers():
+    stacked = eqx.filter_vmap(Layer)(KEYS)
+
+    def run(layers, x):
+        model = mylib.fully_shard(layers, Layer, replicated(), mesh=AUTO, prefetch=1)
+        arrays, rest = eqx.partition(model, eqx.is_array)
+        return jax.lax.scan(lambda x, a: (eqx.combine(a, rest)(x, 0)[0], None), x, arrays)[0]
+
+    with pytest.raises(mylib.PlacementError, match=r"stacked.*\n.*unroll=2"):
+        jax.eval_shape(run, stacked, X)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"prefetch": -1}, "prefetch=-1 is not a number of layers"),
+        ({"prefetch": True}, "prefetch=True is not a number of layers"),
+        ({"prefetch": 1, "checkpoint": False}, "can't be combined with checkpoint=False"),
+        ({"prefetch": 1, "in_turn": False}, "can't be combined with in_turn=False"),
+        (
+            {"prefetch": 1, "policy": jax.checkpoint_policies.everything_saveable},
+            "can't be combined with policy=",
+        ),
+    ],
+)
+def test_options_that_can_not_be(options, words):
+    with pytest.raises(TypeError, match=words):
+        mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, **options)
+
+
+def test_forward_mode():
+    model = mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, prefetch=1)
+    with pytest.raises(TypeError, match="fully_shard.*reverse-mode"):
+        jax.jit(lambda x: jax.jvp(lambda x: through(model, x), (x,), (x,)))(X)
+
+
+class Dense(eqx.Module):
+    up: Array
+    down: Array
+
+    def __call__(self, x):
+        return jax.nn.relu(x @ self.up) @ self.down
+
+
+DEEP, WIDE, HIDDEN, ROWS = 6, 1024, 4096, 1024
+WEIGHTS = 2 * 2 * WIDE * HIDDEN  # the bytes of a layer's weights, in bf16
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
+def test_programs(machine):
+    """Half of the gathers run while the device computes, for the memory of one layer more."""
+    mesh = machine.mesh(data=-1)
+    shapes = [(WIDE, HIDDEN), (HIDDEN, WIDE)]
+    layers = [Dense(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes))] * DEEP
+    layers = mylib.filter_shard(layers, fsdp("data"), mesh=mesh)
+    kept = jax.tree.map(lambda x: x.sharding, layers)
+    rows = NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((ROWS * 16, WIDE), jnp.bfloat16, sharding=rows)
+
+    def compiled(prefetch):
+        def loss(layers, x):
+            layers = mylib.fully_shard(layers, Dense, fsdp("data"), mesh=mesh, prefetch=prefetch)
+            for layer in layers:
+                x = layer(x)
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        lowered = jax.jit(jax.grad(loss), out_shardings=kept).lower(layers, x)
+        # By default a GPU runs one collective at a time.
+        gpu = {"xla_gpu_experimental_parallel_collective_overlap_limit": 2}
+        program = lowered.compile(gpu if machine.chip.platform == "gpu" else None)
+        report = mylib.audit(program, mesh=mesh)
+        gathers = [c for c in report.collectives if c.kind == "all-gather"]
+        share = sum(c.bytes for c in gathers if c.overlapped) / sum(c.bytes for c in gathers)
+        return program.memory_analysis().temp_size_in_bytes, share, report.wire_bytes()
+
+    (memory, share, sent), (more_memory, larger_share, as_much) = compiled(0), compiled(1)
+    assert share == 0 and larger_share >= 0.5
+    assert more_memory <= memory + WEIGHTS
+    assert as_much <= 1.01 * sent
