@@ -265,6 +265,8 @@ FORMULATIONS: dict[str, tuple[Callable[..., Loss], str]] = {
     "mylib.fully_shard": (ours, "rule"),
     "mylib.fully_shard, used=None": (partial(ours, used=None), "rule"),
     "mylib.fully_shard, in_turn=False": (partial(ours, in_turn=False), "rule"),
+    "mylib.fully_shard, prefetch=1": (partial(ours, prefetch=1), "rule"),
+    "mylib.fully_shard, prefetch=2": (partial(ours, prefetch=2), "rule"),
     "mylib.fully_shard, first dimension": (ours, "first"),
     "mylib.fully_shard, dimension of the residual stream": (ours, "embed"),
     "jax.jit, rematerialised, embed": (raw, "embed"),
@@ -289,8 +291,10 @@ def data_of(case: Case, mesh: Mesh) -> jax.ShapeDtypeStruct:
 def programs(
     case: Case, mesh: Mesh, only: str, peers: bool, reduce: bool = False
 ) -> Iterator[tuple[str, jax.stages.Compiled | str]]:
+    listed = isinstance(case.model.layers, list)
     for name, (formulation, which) in FORMULATIONS.items():
-        if only in name:
+        # `fully_shard` refuses to prefetch layers in a scan.
+        if only in name and (listed or "prefetch" not in name):
             if reduce and name.startswith("mylib"):
                 formulation = partial(formulation, reduce_dtype=jnp.float32)
             where = kept(case, mesh, which)
@@ -302,8 +306,7 @@ def programs(
     for name, peer in PEERS.items() if peers else ():
         if only in name:
             try:
-                stacked = not isinstance(case.model.layers, list)
-                loss, params, where = peer(mesh, *SIZES["mlp"], stacked)
+                loss, params, where = peer(mesh, *SIZES["mlp"], not listed)
                 there = jax.tree.leaves(where)[0].mesh
                 with jax.set_mesh(there):
                     program = compiled(loss, params, data_of(case, there), where)
