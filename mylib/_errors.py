@@ -198,6 +198,12 @@ class DonationWarning(MylibWarning):
     """
 
 
+class PrefetchWarning(MylibWarning):
+    """Layers of [`mylib.fully_shard`][] with `prefetch=` are called in transformations of their
+    own, such as a `jax.vmap` of each layer's call, so they can't gather their weights in advance.
+    """
+
+
 class RecompilationWarning(MylibWarning):
     """A function was compiled a second time for the same shapes, because its results, passed back
     in, have other shardings than its first arguments.

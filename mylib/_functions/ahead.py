@@ -9,7 +9,6 @@ there, and `jax.custom_vjp` under `jax.vmap` computes the gradient of weights fo
 layer is an equation with a transpose of its own.
 """
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._compat import current_trace, names, opened
+from .._errors import PrefetchWarning, warn
 from .._programs import evaluate
 from .._tree import Arrays
 from .gather import Targets, keep, on_device
@@ -44,10 +44,10 @@ class Turns:
     def _warn(self) -> None:
         if not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "fully_shard: prefetch= has no effect across transformations. Transform the loop "
                 "over the layers (jax.vmap, jax.checkpoint, jax.jit), not each layer's call",
-                stacklevel=2,
+                PrefetchWarning,
             )
 
     def add(self, token: jax.Array) -> None:

@@ -223,7 +223,7 @@ def test_each_layer_in_a_transformation_of_its_own():
             x = jax.vmap(lambda x, layer=layer: layer(x, count)[0])(x)
         return jnp.mean(x**2)
 
-    with pytest.warns(UserWarning, match="prefetch= has no effect across transformations") as seen:
+    with pytest.warns(mylib.PrefetchWarning, match="no effect across transformations") as seen:
         found, expected = gradients(value, LAYERS, X, AUTO, prefetch=1)
     assert_close(found, expected)
     assert len(seen) == 1

@@ -5,6 +5,7 @@ import inspect
 import warnings
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -34,9 +35,18 @@ def count():
         f(jnp.ones(()), n)
 
 
+def prefetch():
+    def loss(model):
+        first, second = mylib.fully_shard(model, eqx.nn.Linear, P(), mesh=MESH, prefetch=1)
+        return jax.vmap(second)(jax.vmap(first)(jnp.ones((8, 2)))).sum()
+
+    jax.make_jaxpr(loss)([eqx.nn.Linear(2, 2, key=jax.random.key(0))] * 2)
+
+
 CASES = {
     mylib.CapturedArrayWarning: capture,
     mylib.DonationWarning: donate,
+    mylib.PrefetchWarning: prefetch,
     mylib.RecompilationWarning: recompile,
     mylib.StaticNumberWarning: count,
 }
