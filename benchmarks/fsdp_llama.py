@@ -28,7 +28,7 @@ import mylib
 from mylib import machines
 
 DEPTH, WIDTH, HIDDEN, HEADS, VOCAB, TIME, BATCH = 32, 4096, 11008, 32, 32000, 4096, 256
-QUERIES, WORDS = 128, 512  # the blocks of attention, and of the loss
+QUERIES, WORDS = 128, 1024  # the blocks of attention, and of the loss
 GIB = 2**30
 MACHINES = {
     "h100": partial(machines.gpu, "h100", hosts=8),

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from ._audit import Collective, Contract, Parameter, Report, readable, times_of, what_of
+from ._compat import names
 from ._errors import AuditError
 
 __all__ = [
@@ -258,7 +259,8 @@ def data_parallel(axis: str, *, argument: str | None = None) -> Contract:
 
 def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None) -> Contract:
     """The model is sharded over `axis`. Its weights are gathered where they are used, and gradients
-    are reduce-scattered.
+    are reduce-scattered; for the gradient of an embedding, devices may exchange the rows of the
+    batch (an all-to-all in the backward pass).
 
     **Arguments:**
 
@@ -296,8 +298,11 @@ def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None)
 
     def faults(report: Report) -> list[str]:
         wrong = list(sharded(argument, axis=axis)(report))
-        wrong += _only(report, axis, ("all-gather", "reduce-scatter", "all-reduce"))
-        wrong += _gradients(report, axis, argument, ("reduce-scatter",))
+        exchanged = [c for c in report.among("all-to-all", axis) if _is_of_embedding(c)]
+        wrong += _only(report, axis, ("all-gather", "reduce-scatter", "all-reduce"), exchanged)
+        # Each device sends a part of its rows to each other one, and sums what it receives.
+        summed = _size_of(report, axis) * sum(times_of(c) * c.bytes for c in exchanged)
+        wrong += _gradients(report, axis, argument, ("reduce-scatter",), summed)
         weights = _whole(report, axis, argument)
         gathered = _half_precision * report.bytes("all-gather", axis)
         if gathered < 0.9 * weights:
@@ -423,23 +428,37 @@ def two_d(data: str, model: str, *, argument: str | None = None) -> Contract:
     return faults
 
 
+def _is_of_embedding(c: Collective) -> bool:
+    """Whether it exchanges rows of a batch for the gradient of an embedding, or then the gradient's
+    columns for rows.
+    """
+    return c.phase == "backward" and not c.loops and c.primitive in _OF_EMBEDDINGS
+
+
+_OF_EMBEDDINGS = (names.SCATTER_ADD, names.CONSTRAINT)
 # Bytes that may be summed over any axis, for losses and similar values.
 _FEW = 4096
 # Weights may be sent in half of their own precision.
 _half_precision = 2
 
 
-def _only(report: Report, axis: str, kinds: Sequence[str]) -> list[str]:
+def _only(
+    report: Report, axis: str, kinds: Sequence[str], besides: Sequence[Collective] = ()
+) -> list[str]:
     """Faults of collectives of other kinds over the axis."""
     return [
         f"{_text(c)}, and only {' and '.join(kinds)} expected over {axis}"
         for c in report.collectives
-        if axis in _over(c) and c.bytes > _FEW and (c.kind not in kinds)
+        if axis in _over(c) and c.bytes > _FEW and c.kind not in kinds and c not in besides
     ]
 
 
-def _gradients(report: Report, axis: str, argument: str | None, kinds: Sequence[str]) -> list[str]:
-    """The fault if the bytes summed over the axis are not those of the model."""
+def _gradients(
+    report: Report, axis: str, argument: str | None, kinds: Sequence[str], besides: int = 0
+) -> list[str]:
+    """The fault if the bytes summed over the axis are not those of the model. At most `besides`
+    bytes of gradients may be summed in another way.
+    """
     weights = _whole(report, axis, argument)
     summed = sum(
         # An unknown number of small sums, such as those of losses, doesn't matter.
@@ -447,15 +466,15 @@ def _gradients(report: Report, axis: str, argument: str | None, kinds: Sequence[
         for c in report.collectives
         if c.kind in kinds and axis in _over(c)
     )
-    names = " and ".join(kinds)
-    if _half_precision * summed < 0.9 * weights:
+    kinds_named = " and ".join(kinds)
+    if _half_precision * (summed + besides) < 0.9 * weights:
         return [
-            f"{readable(summed)} are summed by {names} over {axis}, and the gradients have "
+            f"{readable(summed)} are summed by {kinds_named} over {axis}, and the gradients have "
             f"{readable(weights)}: not all of them are summed"
         ]
     if summed > 1.1 * _half_precision * weights + _FEW:
         return [
-            f"{readable(summed)} are summed by {names} over {axis}, and the gradients have only "
+            f"{readable(summed)} are summed by {kinds_named} over {axis}, and the gradients have only "
             f"{readable(weights)}"
         ]
     return []

@@ -193,7 +193,8 @@ def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
     if caller.opcode == "conditional":
         branches = [name for _, name in calls_of(caller)]
         return Value(caller.operand(1 + branches.index(x.computation.name)), path)
-    if caller.opcode in _WRAPPERS or caller.opcode.endswith("-start"):
+    # `to_apply` of an `all-reduce-start` is the sum of two numbers, not of its operands.
+    if caller.opcode in _WRAPPERS or "calls=" in caller.attributes:
         return Value(caller.operand(number), path)
     return None
 

@@ -152,7 +152,7 @@ def fully_shard(
         else:
             at_top |= dict.fromkeys(inside, len(made))
         made.append(node)
-    top = replace(route, reduce_dtype=None).part(list(at_top))
+    top = replace(route, reduce_dtype=None, lookups=True).part(list(at_top))
     gathered, _ = gather([leaves.arrays[i] for i in at_top], top)
     for position, x in zip(at_top.values(), gathered, strict=True):
         made[position] = x

@@ -1,15 +1,23 @@
 """Gathers the weights of a layer, and reduce-scatters their gradients."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._placement import Target, current_world, entries_of, unusual_memory_kind, with_entries
+from .._placement import (
+    Target,
+    axis_names,
+    current_world,
+    entries_of,
+    unusual_memory_kind,
+    with_entries,
+)
 from .._transfer import transfer_leaves
 from .._tree import split
 from .torus import halfway
@@ -19,14 +27,15 @@ Targets = tuple[Target | None, ...]
 
 @dataclass(frozen=True)
 class Route:
-    """Where weights are kept, where they are used, the dtype in which they are sent, and the dtype
-    of their gradients.
+    """Where weights are kept, where they are used, the dtype in which they are sent, the dtype of
+    their gradients, and whether rows of them may be looked up, as in an embedding.
     """
 
     kept: Targets
     used: Targets
     dtype: Any
     reduce_dtype: Any
+    lookups: bool = False
 
     def without(self, dims: int) -> "Route":
         """The route of the slices that a loop over the first dimensions takes of the weights."""
@@ -73,17 +82,38 @@ def _forward(arrays: list[Any], route: Route) -> list[Any]:
     # Cast first. If they were cast after gathering, they would be sent in the wider dtype.
     arrays = [_cast(x, route.dtype) for x in arrays]
     # Two constraints: with only the second the compiler may keep the weights gathered.
-    return keep(_halfway(keep(arrays, on_device(route.kept)), route), route.used)
+    arrays = keep(arrays, on_device(route.kept))
+    return keep(_by_way_of(arrays, map(halfway, route.kept, route.used)), route.used)
 
 
-def _halfway(arrays: list[Any], route: Route) -> list[Any]:
-    """Between the two steps, for weights that are gathered or summed in two steps."""
-    between = map(halfway, route.kept, route.used)
+def _by_way_of(arrays: list[Any], between: Iterable[NamedSharding | None]) -> list[Any]:
+    """The arrays at a placement on their way to another one, where there is one."""
     return [
         # The type of an array on Explicit axes can't name the axes of another mesh.
         x if target is None or _is_explicit(x) else jax.lax.with_sharding_constraint(x, target)
         for x, target in zip(arrays, between, strict=True)
     ]
+
+
+def _columns(
+    kept: Target | None, used: Target | None, shape: Sequence[int]
+) -> NamedSharding | None:
+    """Where the gradient of a table that is kept by rows is summed, if its rows are looked up.
+
+    A device has a gradient for the rows that its examples use. To sum these by rows, each device
+    sends as many as the table has. By columns it sends as many as it has examples.
+    """
+    if not (isinstance(kept, NamedSharding) and isinstance(used, NamedSharding)):
+        return None
+    rows, *others = entries_of(kept.spec) or (None,)
+    if rows is None or any(others) or not used.is_fully_replicated:
+        return None
+    parts = math.prod(kept.mesh.shape[name] for name in axis_names(rows))
+    if parts != kept.mesh.size:
+        return None
+    even = (dim for dim in range(1, len(shape)) if shape[dim] % parts == 0)
+    dim = next(even, None)
+    return None if dim is None else NamedSharding(kept.mesh, PartitionSpec(*[None] * dim, rows))
 
 
 def _is_explicit(x: Any) -> bool:
@@ -111,7 +141,11 @@ def _backward(route: Route, like: list[Any], cotangents: Any) -> tuple[list[Any]
     ]
     # A reduce-scatter. The transpose of the second constraint above would ask for the whole sum on
     # each device, which on TPUs stays an all-reduce.
-    summed = keep(_halfway(summed, route), on_device(route.kept))
+    between = [
+        (_columns(kept, used, x.shape) if route.lookups else None) or halfway(kept, used)
+        for x, kept, used in zip(summed, route.kept, route.used, strict=True)
+    ]
+    summed = keep(_by_way_of(summed, between), on_device(route.kept))
     summed = [x.astype(old.dtype) for x, old in zip(summed, like, strict=True)]
     return (keep(summed, route.kept),)
 

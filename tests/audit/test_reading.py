@@ -11,8 +11,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import mylib
+from mylib._audit.flow import Value, before
 from mylib._audit.groups import Axes, groups_of, pairs_of
-from mylib._audit.hlo import arrays_of
+from mylib._audit.hlo import Module, arrays_of
 
 
 @pytest.mark.parametrize(
@@ -225,6 +226,26 @@ def test_send_and_receive():
     assert mylib.audit(to_host, mesh=MESH).collectives == ()
     with pytest.raises(mylib.AuditError, match="which devices it moves data between"):
         mylib.audit(re.sub(r", frontend_attributes=.*", "", text), mesh=MESH)
+
+
+def test_the_sum_of_a_collective_that_is_started():
+    """Its parameters are not the operands of the collective: it may have one, and the sum two."""
+    text = program(
+        PARAMETER,
+        "%s = f32[8]{0} all-reduce-start(%x), channel_id=1, replica_groups=[1,8]<=[8], "
+        'to_apply=%sum, metadata={op_name="jit(f)/transpose(jvp())/reduce_sum"}',
+        "ROOT %d = f32[8]{0} all-reduce-done(%s)",
+        computations="""%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+""",
+    )
+    (only,) = mylib.audit(text, mesh=MESH).collectives
+    assert (only.kind, only.bytes, only.phase) == ("all-reduce", 32, "backward")
+    sum_ = Module(text).computations["sum"]
+    assert [before(Value(x)) for x in sum_.instructions[:2]] == [None, None]
 
 
 def test_a_loop_that_nobody_knows_and_one_that_counts_down():

@@ -12,7 +12,7 @@ from mylib.rules import fsdp
 
 DEPTH, WIDTH, HIDDEN, ROWS = 6, 1024, 4096, 1024
 LAYER = 2 * 2 * WIDTH * HIDDEN  # the bytes of a layer's weights, in bf16
-MIB = 2**20
+KEPT = fsdp("data")
 
 
 class Layer(eqx.Module):
@@ -23,12 +23,12 @@ class Layer(eqx.Module):
         return jax.nn.relu(x @ self.up) @ self.down
 
 
-def weights(mesh, stacked, dtype):
+def weights(mesh, stacked, dtype, kept=KEPT):
     front = (DEPTH,) if stacked else ()
     up = jax.ShapeDtypeStruct((*front, WIDTH, HIDDEN), dtype)
     down = jax.ShapeDtypeStruct((*front, HIDDEN, WIDTH), dtype)
     layers = Layer(up, down) if stacked else [Layer(up, down)] * DEPTH
-    return mylib.filter_shard(layers, fsdp("data"), mesh=mesh)
+    return mylib.filter_shard(layers, kept, mesh=mesh)
 
 
 def through(layers, x):
@@ -49,7 +49,7 @@ def test_one_layer_at_a_time(machine, stacked, dtype):
     kept = jax.tree.map(lambda x: x.sharding, model)
 
     def loss(model, x):
-        model = mylib.fully_shard(model, Layer, fsdp("data"), mesh=mesh, dtype=dtype)
+        model = mylib.fully_shard(model, Layer, KEPT, mesh=mesh, dtype=dtype)
         return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
 
     rows = NamedSharding(mesh, P("data"))
@@ -70,6 +70,28 @@ def test_one_layer_at_a_time(machine, stacked, dtype):
 
 
 @pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
+@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "list"])
+def test_copied_between_groups(machine, stacked):
+    """Weights are gathered inside a group; between groups only parts of gradients are sent."""
+    mesh = machine.mesh(replica=2, data=8)
+    model = weights(mesh, stacked, jnp.bfloat16)
+    kept = jax.tree.map(lambda x: x.sharding, model)
+
+    def loss(model, x):
+        model = mylib.fully_shard(model, Layer, KEPT, mesh=mesh)
+        return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
+
+    rows = NamedSharding(mesh, P(("replica", "data")))
+    x = jax.ShapeDtypeStruct((ROWS * 16, WIDTH), jnp.bfloat16, sharding=rows)
+    program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
+    report = mylib.audit(program, mesh=mesh)
+    assert report.bytes("all-gather", "data") == 2 * DEPTH * LAYER
+    assert report.wire_bytes("all-reduce", "replica") <= DEPTH * LAYER / 8
+    assert report.wire_bytes() <= 3.01 * DEPTH * LAYER * 7 / 8 + DEPTH * LAYER / 8
+
+
+@pytest.mark.compilers
 @pytest.mark.compiles_for("v5p 4x4x4")
 @pytest.mark.parametrize("explicit", [(), ("data",)], ids=["Auto", "Explicit"])
 def test_in_two_steps_over_a_whole_torus_of_three_dimensions(machine, explicit):
@@ -79,7 +101,7 @@ def test_in_two_steps_over_a_whole_torus_of_three_dimensions(machine, explicit):
     kept = jax.tree.map(lambda x: x.sharding, model)
 
     def loss(model, x):
-        model = mylib.fully_shard(model, Layer, fsdp("data"), mesh=mesh, dtype=jnp.bfloat16)
+        model = mylib.fully_shard(model, Layer, KEPT, mesh=mesh, dtype=jnp.bfloat16)
         return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
 
     rows = NamedSharding(mesh, P("data"))
