@@ -466,15 +466,15 @@ def _gradients(
         for c in report.collectives
         if c.kind in kinds and axis in _over(c)
     )
-    kinds_named = " and ".join(kinds)
+    named = " and ".join(kinds)
     if _half_precision * (summed + besides) < 0.9 * weights:
         return [
-            f"{readable(summed)} are summed by {kinds_named} over {axis}, and the gradients have "
+            f"{readable(summed)} are summed by {named} over {axis}, and the gradients have "
             f"{readable(weights)}: not all of them are summed"
         ]
     if summed > 1.1 * _half_precision * weights + _FEW:
         return [
-            f"{readable(summed)} are summed by {kinds_named} over {axis}, and the gradients have only "
+            f"{readable(summed)} are summed by {named} over {axis}, and the gradients have only "
             f"{readable(weights)}"
         ]
     return []

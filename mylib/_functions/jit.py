@@ -203,7 +203,7 @@ class Jitted(Generic[P, T]):
             options,
         )
         if inputs is None and out_shardings is None:
-            recipe = recipe.shared(Key(leaves, treedef, are_arrays, static))
+            recipe = recipe.shared(Key(treedef, are_arrays, static))
         return cls(arrays, recipe)
 
     @property

@@ -1,6 +1,6 @@
 """Cache keys for the programs of a compiled function."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from operator import is_
 from typing import Any
@@ -11,20 +11,20 @@ class Key:
     they distinguish 1, True and 1.0, and 0.0 and -0.0, at any depth.
     """
 
-    __slots__ = ("are_arrays", "fixed", "static", "treedef")
+    __slots__ = ("_data", "are_arrays", "static", "treedef")
 
-    def __init__(
-        self, leaves: list[Any], treedef: Any, are_arrays: tuple[bool, ...], static: tuple[Any, ...]
-    ):
+    def __init__(self, treedef: Any, are_arrays: tuple[bool, ...], static: tuple[Any, ...]):
         self.treedef: Any = treedef
         self.are_arrays: tuple[bool, ...] = are_arrays
         self.static: tuple[Any, ...] = static
-        # Together with the nodes' own data: static fields, dict keys.
-        self.fixed: Sequence[Any] = static
-        nodes = treedef.num_nodes - len(leaves)
-        # Looking at each node is slow. Many calls have a tuple of arrays: one node, without data.
-        if nodes > 1 or (nodes and treedef.node_data()[1] is not None):
-            self.fixed = _with_data_of_nodes(static, treedef, leaves)
+        self._data: list[Any] | None = None
+
+    @property
+    def data(self) -> list[Any]:
+        """The nodes' own data: static fields, dict keys."""
+        if self._data is None:
+            self._data = _data_of_nodes(self)
+        return self._data
 
     def __hash__(self) -> int:
         static = self.static
@@ -38,12 +38,9 @@ class Key:
         return (
             self.treedef == other.treedef
             and (self.are_arrays is other.are_arrays or self.are_arrays == other.are_arrays)
-            and (self.fixed is other.fixed or self._is_fixed_as(other))
-        )
-
-    def _is_fixed_as(self, other: "Key") -> bool:
-        return len(self.fixed) == len(other.fixed) and (
-            all(map(is_, self.fixed, other.fixed)) or _all_same(self.fixed, other.fixed)
+            and (self.static is other.static or _all_same(self.static, other.static))
+            # Looking at each node is slow. Nodes that equal nodes without data have none.
+            and (not other.data or _all_same(self.data, other.data))
         )
 
     def numbers_changed(self, other: "Key") -> set[int]:
@@ -52,9 +49,10 @@ class Key:
         """
         if self.treedef != other.treedef or self.are_arrays != other.are_arrays:
             return set()
-        if len(self.fixed) != len(other.fixed):
+        fixed, others = [*self.static, *self.data], [*other.static, *other.data]
+        if len(fixed) != len(others):
             return set()
-        pairs = list(zip(self.fixed, other.fixed, strict=True))
+        pairs = list(zip(fixed, others, strict=True))
         changed = [i for i, (x, y) in enumerate(pairs) if not _is_same(x, y)]
         leaves = [i for i, is_array in enumerate(self.are_arrays) if not is_array]
         # The entries after the leaves belong to nodes.
@@ -63,20 +61,20 @@ class Key:
         return {leaves[i] for i in changed}
 
 
-def _with_data_of_nodes(static: tuple[Any, ...], treedef: Any, leaves: list[Any]) -> list[Any]:
-    fixed = list(static)
+def _data_of_nodes(key: Key) -> list[Any]:
+    data: list[Any] = []
 
     def look(_: Any, aux: Any) -> None:
         if aux is None:  # lists, tuples
             return
         if aux.__class__ is tuple or aux.__class__ is list:
-            fixed.extend(aux)
+            data.extend(aux)
         else:
-            fixed.append(aux)
+            data.append(aux)
 
-    # `id` for the leaves: there are many, and a builtin is fast.
-    treedef.walk(look, id, leaves)
-    return fixed
+    # The leaves don't matter. There are many, and `id`, a builtin, is fast.
+    key.treedef.walk(look, id, key.are_arrays)
+    return data
 
 
 _FLOATS = {float, complex}
@@ -87,7 +85,7 @@ def _is_number(x: Any) -> bool:
 
 
 def _all_same(xs: Any, ys: Any) -> bool:
-    return len(xs) == len(ys) and all(map(_is_same, xs, ys))
+    return len(xs) == len(ys) and (all(map(is_, xs, ys)) or all(map(_is_same, xs, ys)))
 
 
 def _is_same(x: Any, y: Any) -> bool:

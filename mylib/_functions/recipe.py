@@ -113,7 +113,7 @@ class Recipe:
         # Without keyword arguments a tree of the positional ones (a tuple) is enough.
         leaves, treedef = jtu.tree_flatten([args, kwargs] if kwargs else args)
         arrays, are_arrays, static = parted(leaves, abstract)
-        return Call(args, kwargs, arrays, Key(leaves, treedef, are_arrays, static))
+        return Call(args, kwargs, arrays, Key(treedef, are_arrays, static))
 
     def warn_of_numbers(self, call: "Call", positions: set[int]) -> None:
         named = list(self.names((call.args, call.kwargs)))

@@ -35,7 +35,7 @@ def outline_of(leaves: Leaves) -> Outline:
 
 def fixed_of(leaves: Leaves) -> Key:
     outline = outline_of(leaves)
-    return Key(leaves.all, outline.treedef, outline.are_arrays, outline.static)
+    return Key(outline.treedef, outline.are_arrays, outline.static)
 
 
 def refuse_tracers(*trees: Any) -> None:
