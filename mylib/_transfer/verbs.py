@@ -267,7 +267,8 @@ def _move_all(
     moving = not_there(placed, leaves.kinds, targets, concrete)
     travelling = _travelling(leaves, targets, moving, across)
     own = [i for i in moving if i not in travelling]
-    faults = _elsewhere(leaves, targets, rest) or _unreadable(leaves, targets, moving, travelling)
+    faults = _elsewhere(leaves, targets, sorted(traced + moving))
+    faults = faults or _unreadable(leaves, targets, moving, travelling)
     if check is not False and (own or check) and jax.process_count() > 1:
         agree(leaves, targets, own, faults, check)
     elif faults:
