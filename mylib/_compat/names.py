@@ -35,13 +35,14 @@ OTHER_CALLS = frozenset(
     }
 )
 
+SCATTER_ADD = "scatter-add"
 # Operations with a jaxpr for pairs of numbers. They have the types of ordinary operations.
 ELEMENTWISE = frozenset(
     {
         "reduce",
         "reduce_window",
         "scatter",
-        "scatter-add",
+        SCATTER_ADD,
         "scatter-max",
         "scatter-min",
         "scatter-mul",
@@ -130,7 +131,6 @@ DOT = "dot_general"
 MUL = "mul"
 REDUCE_SUM = "reduce_sum"
 RESHARD = "reshard"
-SCATTER_ADD = "scatter-add"
 SELECT = "select_n"
 SLICE = "slice"
 STOP_GRADIENT = "stop_gradient"

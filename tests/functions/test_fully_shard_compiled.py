@@ -23,12 +23,12 @@ class Layer(eqx.Module):
         return jax.nn.relu(x @ self.up) @ self.down
 
 
-def weights(mesh, stacked, dtype, kept=KEPT):
+def weights(mesh, stacked, dtype):
     front = (DEPTH,) if stacked else ()
     up = jax.ShapeDtypeStruct((*front, WIDTH, HIDDEN), dtype)
     down = jax.ShapeDtypeStruct((*front, HIDDEN, WIDTH), dtype)
     layers = Layer(up, down) if stacked else [Layer(up, down)] * DEPTH
-    return mylib.filter_shard(layers, kept, mesh=mesh)
+    return mylib.filter_shard(layers, KEPT, mesh=mesh)
 
 
 def through(layers, x):
