@@ -124,10 +124,14 @@ def run(folder: Path, env: dict[str, str], *arguments: str, timeout: float = 120
 def faults(request, tmp_path_factory, env) -> Session:
     folder = tmp_path_factory.mktemp("faults")
     (folder / "test_faults.py").write_text((HERE / "_faults.py").read_text())
-    options = ["-o", "multihost_grace=1", "-W", "default"]
-    if not any(item.get_closest_marker("slow") for item in request.session.items):
-        options += [f"--deselect=test_faults.py::{test}" for test in NOT_EVERY_DAY]
-    return run(folder, env, *options)
+    # Only what this session's tests ask about: the slow ones ask about those of NOT_EVERY_DAY.
+    asking = [x for x in request.session.items if "faults" in getattr(x, "fixturenames", ())]
+    are_slow = {x.get_closest_marker("slow") is not None for x in asking}
+    slow = [f"test_faults.py::{test}" for test in OUTCOMES if test in NOT_EVERY_DAY]
+    chosen = slow if are_slow == {True} else []
+    if are_slow == {False}:
+        chosen = [f"--deselect={test}" for test in slow]
+    return run(folder, env, "-o", "multihost_grace=1", "-W", "default", *chosen)
 
 
 # Each costs new processes, and the everyday tests have another that ends in much the same way.
