@@ -300,8 +300,13 @@ def fsdp(axis: str, *, argument: str | None = None, largest: Size | None = None)
         wrong = list(sharded(argument, axis=axis)(report))
         exchanged = [c for c in report.among("all-to-all", axis) if _is_of_embedding(c)]
         wrong += _only(report, axis, ("all-gather", "reduce-scatter", "all-reduce"), exchanged)
-        # Each device sends a part of its rows to each other one, and sums what it receives.
-        summed = _size_of(report, axis) * sum(times_of(c) * c.bytes for c in exchanged)
+        # Each of them sums the gradient of one array, from as many rows as there are examples.
+        largest_array = max(_whole_sizes(report, axis, argument))
+        summed = sum(
+            min(_size_of(report, axis) * c.bytes, largest_array)
+            for c in exchanged
+            if c.primitive == names.SCATTER_ADD
+        )
         wrong += _gradients(report, axis, argument, ("reduce-scatter",), summed)
         weights = _whole(report, axis, argument)
         gathered = _half_precision * report.bytes("all-gather", axis)
@@ -482,7 +487,11 @@ def _gradients(
 
 def _whole(report: Report, axis: str, argument: str | None) -> int:
     """The bytes of an argument if it were not sharded over an axis."""
-    return sum(p.bytes * _parts(report, p, [axis]) for p in _arrays_of(report, argument))
+    return sum(_whole_sizes(report, axis, argument))
+
+
+def _whole_sizes(report: Report, axis: str, argument: str | None) -> list[int]:
+    return [p.bytes * _parts(report, p, [axis]) for p in _arrays_of(report, argument)]
 
 
 def _arrays_of(report: Report, argument: str | None) -> list[Parameter]:
