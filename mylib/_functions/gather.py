@@ -1,6 +1,5 @@
 """Gathers the weights of a layer, and reduce-scatters their gradients."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +11,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._placement import (
     Target,
-    axis_names,
     current_world,
     entries_of,
     unusual_memory_kind,
@@ -20,7 +18,7 @@ from .._placement import (
 )
 from .._transfer import transfer_leaves
 from .._tree import split
-from .torus import halfway
+from .torus import halfway, is_over_all_devices
 
 Targets = tuple[Target | None, ...]
 
@@ -103,15 +101,13 @@ def _columns(
     A device has a gradient for the rows that its examples use. To sum these by rows, each device
     sends as many as the table has. By columns it sends as many as it has examples.
     """
-    if not (isinstance(kept, NamedSharding) and isinstance(used, NamedSharding)):
+    # On other meshes the compiler gathers the rows instead, and sends more.
+    if not isinstance(kept, NamedSharding) or not is_over_all_devices(kept, used):
         return None
     rows, *others = entries_of(kept.spec) or (None,)
-    if rows is None or any(others) or not used.is_fully_replicated:
+    if rows is None or any(others):
         return None
-    parts = math.prod(kept.mesh.shape[name] for name in axis_names(rows))
-    if parts != kept.mesh.size:
-        return None
-    even = (dim for dim in range(1, len(shape)) if shape[dim] % parts == 0)
+    even = (dim for dim in range(1, len(shape)) if shape[dim] % kept.mesh.size == 0)
     dim = next(even, None)
     return None if dim is None else NamedSharding(kept.mesh, PartitionSpec(*[None] * dim, rows))
 

@@ -18,14 +18,18 @@ _FEW = 32  # devices: up to here one gather stays a gather
 
 def halfway(kept: Target | None, used: Target | None) -> NamedSharding | None:
     """The placement between the two gathers, or None if one gather is right."""
-    if not (isinstance(kept, NamedSharding) and isinstance(used, NamedSharding)):
+    if not isinstance(kept, NamedSharding) or not is_over_all_devices(kept, used):
         return None
     mesh = kept.mesh
-    if not (isinstance(mesh, Mesh) and used.is_fully_replicated and _is_large_torus(mesh)):
-        return None
-    if math.prod(mesh.shape[name] for name in axes_in(kept.spec)) != mesh.size:
-        return None
-    return _of_parts(kept.spec, mesh)
+    return _of_parts(kept.spec, mesh) if isinstance(mesh, Mesh) and _is_large_torus(mesh) else None
+
+
+def is_over_all_devices(kept: NamedSharding, used: Target | None) -> bool:
+    """Whether weights are split over all devices of the mesh, and used whole."""
+    if not (isinstance(used, NamedSharding) and used.is_fully_replicated):
+        return False
+    parts = math.prod(kept.mesh.shape[name] for name in axes_in(kept.spec))
+    return parts == kept.mesh.size
 
 
 @functools.lru_cache(maxsize=64)
