@@ -36,6 +36,15 @@ def slurm(request: pytest.FixtureRequest) -> Iterator[slurm_here.Slurm]:
 
 
 @pytest.fixture
+def nothing_is_left(slurm: slurm_here.Slurm) -> Iterator[None]:
+    """No job and no process, however a test ends."""
+    yield
+    slurm.run("scancel", "--user=root", "--full")
+    slurm.wait_until(lambda: not slurm.run("squeue", "-h").stdout.strip())
+    slurm.wait_until(lambda: not slurm.is_running(slurm_here.PROGRAMS))
+
+
+@pytest.fixture
 def mpirun(request: pytest.FixtureRequest) -> Run:
     missing = ["mpirun"] * (shutil.which("mpirun") is None)
     _need(request.config, "Open MPI", missing, "openmpi-bin")

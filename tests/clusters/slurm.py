@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
+# What the tests run on both nodes.
+PROGRAMS = str(Path(__file__).parent / "programs.py")
+SRUN = ("srun", "-N2", "-n2")
+
+_NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
 # JAX looks for its coordinator at the name of the first node. These names are addresses of this
 # machine, 127.0.0.1 and 127.0.0.2, so that no file of the system has to be changed for them.
 NODES = ("0x7f000001", "0x7f000002")
@@ -26,6 +30,7 @@ _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 _CONFIG = """
 ClusterName=mylib
+FirstJobId={first_job}
 SlurmctldHost=localhost(127.0.0.1)
 SlurmctldPort={controller}
 SlurmUser=root
@@ -61,7 +66,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
 def missing() -> list[str]:
     """The programs that are not installed."""
-    return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
+    return [name for name in _NEEDED if shutil.which(name, path=_PATH) is None]
 
 
 class Slurm:
@@ -111,14 +116,15 @@ class Slurm:
         count = ("sinfo", "-h", "-t", "idle", "-o", "%D")
         self.wait_until(lambda: self.run(*count).stdout.strip() == str(len(NODES)))
 
-    def running(self, program: str) -> list[str]:
-        """The processes of the machine that run a program."""
-        found: list[str] = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
+    def is_running(self, program: str) -> bool:
+        """Whether a process of this cluster, and not of one beside it, runs a program."""
+        for process in Path("/proc").glob("[0-9]*"):
             with suppress(FileNotFoundError, ProcessLookupError):
-                command = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found += [command] * (program in command)
-        return found
+                command = (process / "cmdline").read_bytes()
+                if program.encode() in command:
+                    if self.env["SLURM_CONF"].encode() in (process / "environ").read_bytes():
+                        return True
+        return False
 
     def start_node(self, node: str) -> None:
         spool = self.folder / f"spool-{node}"
@@ -185,7 +191,12 @@ def start() -> Iterator[Slurm]:
             f"NodeName={node} NodeAddr=127.0.0.1 Port={port} CPUs=8 State=UNKNOWN"
             for node, port in zip(NODES, ports, strict=True)
         )
-        config = _CONFIG.format(folder=folder, controller=controller, nodes=nodes)
+        # JAX makes the port of its coordinator from the job's number, modulo 4096: clusters side by
+        # side, one for each worker of pytest-xdist, must not count the same jobs.
+        first_job = 1 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        config = _CONFIG.format(
+            folder=folder, controller=controller, first_job=first_job, nodes=nodes
+        )
         (folder / "slurm.conf").write_text(config.lstrip())
         cluster = Slurm(folder)
         stack.callback(cluster._stop_all)
