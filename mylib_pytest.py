@@ -4,6 +4,7 @@ It is no part of the package because pytest would then import JAX in every sessi
 `conftest.py` can set the variables that JAX reads when it is imported.
 """
 
+import gc
 import math
 import os
 import re
@@ -66,6 +67,9 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # Before a conftest.py can look at JAX's devices. Not for what this process starts:
     channel = os.environ.pop("MYLIB_TESTING_CHANNEL", None)
     if channel is not None:
+        # Until the tests are collected (`_worker.py`): searching what is imported for garbage takes
+        # a fifth of the time in which a process starts.
+        gc.disable()
         from mylib.testing._worker import Worker
 
         worker = early_config.stash[_worker] = Worker(int(channel))

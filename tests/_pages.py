@@ -8,6 +8,7 @@ Needs nothing but Python: `.ci/run` asks it for the commands before anything is 
 """
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -100,6 +101,8 @@ def serve() -> None:
     """
     for name in ("equinox", "mylib", "mylib.data", "mylib.mpmd", "optax"):
         importlib.import_module(name)
+    # No fork searches what they share for garbage, which would copy it, too.
+    gc.freeze()
     for line in sys.stdin:
         page, printed = line.split("\t")
         child = os.fork()

@@ -21,6 +21,9 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 # The threads that the simulated devices share; by default one for each core. With fewer
 # threads than devices, JAX 0.10 aborts when programs with collectives follow each other closely.
 os.environ["NPROC"] = "32"
+# Garbage is looked for less often than by default: that took a quarter of the tests' time, as what
+# JAX keeps of each program that it has compiled is looked through, too.
+gc.set_threshold(20_000, 20, 20)
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -87,11 +90,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Nothing of what has been imported and collected becomes garbage, and looking for it there took
-    # a quarter of the tests' time; what they leave behind is looked for less often for that reason.
-    gc.collect()
+    # What has been imported and collected never becomes garbage.
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -116,7 +116,7 @@ def test_readme_has_its_example_and_both_commands():
 
     demo, test = _pages.command("demo"), _pages.command("test")
     assert demo.endswith("examples/train.py")
-    assert test.endswith("-m pytest -n 2 --dist=loadfile")
+    assert test.endswith("-m pytest -n 3 --dist=loadfile")
     # Each does the whole set-up by itself, of what it needs.
     set_up = "python3 -m venv .venv && .venv/bin/python -m pip install -q '.[{}]' "
     assert demo.rsplit("&&", 1)[0] == set_up.format("examples")

@@ -113,9 +113,10 @@ class Worker:
             self.say("ready", trouble=f"collection failed\n{report.longreprtext}")
 
     def pytest_collection_finish(self) -> None:
-        # Nothing of what has been imported and collected becomes garbage: looking for it there, at
-        # the end of the session too, took a quarter of a short session's time.
+        # What has been imported and collected never becomes garbage. The plugin has disabled the
+        # search for it until here.
         gc.freeze()
+        gc.enable()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
