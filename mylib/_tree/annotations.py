@@ -78,7 +78,7 @@ class Walker:
 
     def _child(self, node: Any, key: Any) -> Any:
         if isinstance(key, jtu.GetAttrKey):
-            child = getattr(node, key.name, _ABSENT)
+            child = _attribute(node, key.name)
             if child is not _ABSENT:
                 return child
         elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
@@ -94,6 +94,14 @@ class Walker:
             known = node, {str(path[0]): child for path, child in children if path}
             self._flattened[id(node)] = known
         return known[1]
+
+
+def _attribute(node: Any, name: str) -> Any:
+    try:
+        # That of a Module is slow Python, which looks for methods.
+        return object.__getattribute__(node, name)
+    except AttributeError:
+        return getattr(node, name, _ABSENT)
 
 
 @cache
