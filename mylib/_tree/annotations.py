@@ -36,19 +36,23 @@ def fit_of(steps: Sequence[Step], ndim: int) -> Fit | None:
     The innermost annotation on the path counts. It belongs to a field of a Module (or of another
     dataclass), or to the elements of a container.
     """
-    fields = [i for i, (_, key) in enumerate(steps) if isinstance(key, jtu.GetAttrKey)]
-    if not fields:
+    last = len(steps) - 1
+    while last >= 0 and not isinstance(steps[last][1], jtu.GetAttrKey):
+        last -= 1
+    if last < 0:
         return None
-    node, field = steps[fields[-1]]
+    node, field = steps[last]
     hint = _field_hints(type(node)).get(field.name)
-    for node, key in steps[fields[-1] + 1 :]:
+    for node, key in steps[last + 1 :]:
         if isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
             hint = _element_hint(hint, key.idx)
         elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
             hint = _element_hint(hint, None)
         else:
             hint = None
-    fits = [fit for dims in hint.dims for fit in _fit(dims, ndim)] if hint else []
+    if hint is None:
+        return None
+    fits = [fit for dims in hint.dims for fit in _fit(dims, ndim)]
     # Of `Float[Array, "a"] | Float[Array, "a b"]`, take the one that covers the most dimensions.
     return min(fits, key=lambda fit: fit[0]) if fits else None
 

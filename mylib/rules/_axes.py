@@ -140,16 +140,21 @@ class Table:
                     f"by_axes: write names as in an annotation, 'out in', not {entry.names!r}"
                 )
         self._of_class: dict[type, list[Entry]] = {}
+        # Only of classes with entries: inside of those, models have the same few paths.
+        self._at: dict[tuple[type, tuple[str, ...]], list[Entry]] = {}
 
     def fitting(self, leaf: Leaf) -> Iterator[Entry]:
         """The entries that name the leaf, outermost owner first; for one owner, the most derived
         class first.
         """
-        for owner, parts in leaf.owners if self.entries else ():
-            entries = self._for(owner)
-            if entries:
-                path = joined(parts)
-                yield from (entry for entry in entries if entry.pattern.matches(path))
+        for owner in leaf.owners if self.entries else ():
+            if self._for(owner[0]):
+                fitting = self._at.get(owner)
+                if fitting is None:
+                    path = joined(owner[1])
+                    fitting = [x for x in self._for(owner[0]) if x.pattern.matches(path)]
+                    self._at[owner] = fitting
+                yield from fitting
 
     def _for(self, owner: type) -> list[Entry]:
         entries = self._of_class.get(owner)
@@ -232,8 +237,8 @@ def dimensions_in_front(leaf: Leaf) -> int:
     """The number of dimensions before those that the leaf's annotation, or Equinox, names."""
     if leaf.axes is not None:
         return leaf.in_front
-    fits = (name_dimensions(entry.names, leaf.ndim) for entry in _EQUINOX.fitting(leaf))
-    fit = next(fits, None)
+    entry = next(_EQUINOX.fitting(leaf), None)
+    fit = None if entry is None else name_dimensions(entry.names, leaf.ndim)
     return 0 if fit is None else fit[0]
 
 
