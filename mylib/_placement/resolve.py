@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Final
 
 import equinox as eqx
@@ -183,6 +184,12 @@ def is_rule(x: Any) -> bool:
     return callable(x) and not isinstance(x, Mesh) and jtu.all_leaves([x])
 
 
+@lru_cache(maxsize=256)
+def _faults_of_spec(spec: PartitionSpec, mesh: AnyMesh) -> Sequence[Fault]:
+    # Programs use few pairs, and place by them in every step.
+    return tuple(unfit_spec(spec, mesh))
+
+
 class _Resolver:
     """The state of one `resolve`."""
 
@@ -324,7 +331,7 @@ class _Resolver:
                     "pass `mesh=`, or call this under `jax.set_mesh(mesh)`",
                 )
             )
-        faults = list(unfit_spec(spec, mesh))
+        faults = _faults_of_spec(spec, mesh)
         if faults:
             raise _Misfit(*faults)
         return mesh

@@ -265,6 +265,8 @@ def _move_all(
     traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
     concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
     moving = not_there(placed, leaves.kinds, targets, concrete)
+    if not (moving or traced or check):
+        return placed
     travelling = _travelling(leaves, targets, moving, across)
     own = [i for i in moving if i not in travelling]
     faults = _elsewhere(leaves, targets, sorted(traced + moving))
