@@ -92,6 +92,7 @@ class TestWhileLoop:
         with pytest.raises(ValueError, match=f"along 'data', and .*{words}.*\n.*sync='any'"):
             average()(X)
 
+    @pytest.mark.slow
     def test_every_process_makes_the_same_program(self, checkout_env):
         """Whatever the order in which Python goes over its sets."""
         program = """

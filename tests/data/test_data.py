@@ -1061,6 +1061,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_a_process_dies(checkout_env):
     """The other one is told, and does not wait for ever."""
     with socket.socket() as s:

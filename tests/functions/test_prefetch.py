@@ -200,6 +200,7 @@ def test_state_of_a_batch():
     assert_close(*gradients(value, layers, X, AUTO, layer=Normed, prefetch=1), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_transformer():
     model = models.Transformer(key=KEYS[0])
     tokens = np.random.default_rng(0).integers(0, models.VOCAB, (8, models.LENGTH))
@@ -211,6 +212,7 @@ def test_a_transformer():
     assert_close(*found, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     with jax.checking_leaks():
         assert_close(*gradients(value_of, LAYERS, X, AUTO, prefetch=2))

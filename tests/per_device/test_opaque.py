@@ -413,6 +413,7 @@ class TestHoles:
         assert y.sharding.is_fully_replicated
         assert len({float(shard.data) for shard in y.addressable_shards}) > 1
 
+    @pytest.mark.slow
     def test_jax_runs_into_the_deadlock(self, checkout_env):
         """In a process of its own, which JAX aborts after a while."""
         program = """

@@ -123,6 +123,7 @@ class TestSharing:
 
 
 class TestBound:
+    @pytest.mark.slow
     def test_programs_are_let_go(self):
         class Name:
             pass
