@@ -1,4 +1,6 @@
-"""`filter_shard_map`, `opaque` and `vary`: one program on each device."""
+"""`filter_shard_map`, `opaque` and `vary`: one program on each device, refused if a device would
+wait for ever.
+"""
 
 from .hazards import communicates_over as communicates_over
 from .opaque import opaque as opaque

@@ -2,6 +2,7 @@
 them in a session of its own, and looks at what it reports.
 """
 
+import gc
 import os
 import signal
 import subprocess
@@ -45,6 +46,8 @@ def counted():
 
 
 def test_passes(counted, tmp_path, multihost_tmp_path):
+    # It is disabled while a process starts.
+    assert gc.isenabled()
     meet()
     assert counted == 1
     all_equal(str(multihost_tmp_path))
