@@ -140,21 +140,23 @@ class Table:
                     f"by_axes: write names as in an annotation, 'out in', not {entry.names!r}"
                 )
         self._of_class: dict[type, list[Entry]] = {}
-        # Only of classes with entries: inside of those, models have the same few paths.
+        # What matches at a path inside of a class with entries, which is the same in all
+        # layers of a model.
         self._at: dict[tuple[type, tuple[str, ...]], list[Entry]] = {}
 
     def fitting(self, leaf: Leaf) -> Iterator[Entry]:
         """The entries that name the leaf, outermost owner first; for one owner, the most derived
         class first.
         """
-        for owner in leaf.owners if self.entries else ():
-            if self._for(owner[0]):
-                fitting = self._at.get(owner)
-                if fitting is None:
-                    path = joined(owner[1])
-                    fitting = [x for x in self._for(owner[0]) if x.pattern.matches(path)]
-                    self._at[owner] = fitting
-                yield from fitting
+        for owner, parts in leaf.owners if self.entries else ():
+            entries = self._for(owner)
+            if entries:
+                found = self._at.get((owner, parts))
+                if found is None:
+                    path = joined(parts)
+                    found = [entry for entry in entries if entry.pattern.matches(path)]
+                    self._at[owner, parts] = found
+                yield from found
 
     def _for(self, owner: type) -> list[Entry]:
         entries = self._of_class.get(owner)
