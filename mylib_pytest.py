@@ -67,11 +67,11 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
     # Before a conftest.py can look at JAX's devices. Not for what this process starts:
     channel = os.environ.pop("MYLIB_TESTING_CHANNEL", None)
     if channel is not None:
-        # Until the tests are collected (`_worker.py`): searching what is imported for garbage takes
-        # a fifth of the time in which a process starts.
+        # Searching what is imported for garbage takes a tenth of the time in which this starts.
         gc.disable()
         from mylib.testing._worker import Worker
 
+        gc.enable()
         worker = early_config.stash[_worker] = Worker(int(channel))
         early_config.pluginmanager.register(worker)
     elif early_config.known_args_namespace.multihost == "member":

@@ -113,10 +113,8 @@ class Worker:
             self.say("ready", trouble=f"collection failed\n{report.longreprtext}")
 
     def pytest_collection_finish(self) -> None:
-        # What has been imported and collected never becomes garbage. The plugin has disabled the
-        # search for it until here.
+        # What has been imported and collected never becomes garbage.
         gc.freeze()
-        gc.enable()
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool:

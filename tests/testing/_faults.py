@@ -46,7 +46,7 @@ def counted():
 
 
 def test_passes(counted, tmp_path, multihost_tmp_path):
-    # It is disabled while a process starts.
+    # It is disabled while this process imports JAX.
     assert gc.isenabled()
     meet()
     assert counted == 1
