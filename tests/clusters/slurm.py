@@ -120,10 +120,10 @@ class Slurm:
         """Whether a process of this cluster, and not of one beside it, runs a program."""
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(FileNotFoundError, ProcessLookupError):
-                command = (process / "cmdline").read_bytes()
-                if program.encode() in command:
-                    if self.env["SLURM_CONF"].encode() in (process / "environ").read_bytes():
-                        return True
+                runs_it = program.encode() in (process / "cmdline").read_bytes()
+                ours = self.env["SLURM_CONF"].encode()
+                if runs_it and ours in (process / "environ").read_bytes():
+                    return True
         return False
 
     def start_node(self, node: str) -> None:
