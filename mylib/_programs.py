@@ -80,8 +80,13 @@ def in_place_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-def evaluate(program: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The results of a program with other constants."""
+def evaluate(
+    program: Any,
+    constants: Sequence[Any],
+    args: Sequence[Any],
+    call: Callable[[Any, list[Any]], list[Any]] = bind_as,
+) -> list[Any]:
+    """The results of a program with other constants. `call` runs each equation."""
     jaxpr = opened(program)
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
 
@@ -90,7 +95,5 @@ def evaluate(program: Any, constants: Sequence[Any], args: Sequence[Any]) -> lis
 
     for eqn in jaxpr.eqns:
         with in_place_of(eqn):
-            values.update(
-                zip(eqn.outvars, bind_as(eqn, [read(x) for x in eqn.invars]), strict=True)
-            )
+            values.update(zip(eqn.outvars, call(eqn, [read(x) for x in eqn.invars]), strict=True))
     return [read(x) for x in jaxpr.outvars]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import equinox as eqx
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
@@ -267,6 +268,43 @@ def is_staged() -> bool:
 def opened(jaxpr: Any) -> Any:
     """A jaxpr, without constants if it is closed."""
     return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def closed_or_open(jaxpr: Any, as_in: Any) -> Any:
+    """A closed jaxpr, opened if `as_in` is open. Newer JAX has one class for both."""
+    return jaxpr if hasattr(as_in, "consts") else opened(jaxpr)
+
+
+def rule_of_custom_jvp(eqn: Any) -> Callable[..., list[Any]]:
+    """The rule of a `custom_jvp` in a program, as a function of the equation's arguments and their
+    tangents that returns a list of results and their tangents.
+    """
+    _, rule = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    return rule.call_wrapped
+
+
+def rules_of_custom_vjp(eqn: Any) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
+    """The rules of a `custom_vjp` in a program: a function of the equation's arguments that returns
+    results and residuals, and one of residuals and cotangents that returns the arguments'
+    cotangents, None if they are zero.
+    """
+    _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    constants = _parameter(eqn, names.PARAM_NUM_CONSTS)
+    results = len(eqn.outvars)
+
+    def fwd(*args: Any) -> list[Any]:
+        made = forward.call_wrapped(*[y for i, x in enumerate(args) for y in (x, i >= constants)])
+        _, _, forwarded = _parameter(eqn, names.PARAM_OUT_TREES)()
+        residuals, primals = iter(made[: len(made) - results]), made[len(made) - results :]
+        return [*primals, *(next(residuals) if i is None else args[i] for i in forwarded)]
+
+    def bwd(*args: Any) -> list[Any]:
+        made = backward.call_wrapped(*args)
+        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
+            made, _ = made  # newer JAX returns logs, too
+        return [x if isinstance(x, jax.Array | np.ndarray) else None for x in made]
+
+    return fwd, bwd
 
 
 def type_under(aval: Any) -> Any:

@@ -292,11 +292,10 @@ class _Rewriting:
         for eqn in jaxpr.eqns:
             given = [value_of(x) for x in eqn.invars]
             with in_place_of(eqn):
-                if not self._is_concerned(eqn):
-                    made = bind_as(eqn, given)
-                else:
-                    made, new = self._call(eqn, given)
-                    failed = _first(failed, new)
+                concerned = self._is_concerned(eqn)
+                made, new = self._call(eqn, given) if concerned else (bind_as(eqn, given), None)
+            if new is not None:
+                failed = _first(failed, _on_mesh_in_force(new))
             values.update(zip(eqn.outvars, made, strict=True))
         return [value_of(x) for x in jaxpr.outvars], failed
 
@@ -538,6 +537,16 @@ _CALLS: dict[str, Callable[[_Rewriting, Any, list[Any]], Any]] = {
 def _none() -> jax.Array:
     """The number for "no message". It varies over the devices inside `shard_map`."""
     return cast(jnp.int32(-1), manual_axes())
+
+
+def _on_mesh_in_force(number: jax.Array) -> jax.Array:
+    """A number made on Auto axes (`jax.sharding.auto_axes`) of a mesh of Explicit ones, or vice
+    versa, with the types around it.
+    """
+    here, mesh = jax.typeof(number).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if here == mesh or here.empty or mesh.empty:
+        return number
+    return jax.sharding.reshard(number, PartitionSpec())
 
 
 def _first(failed: jax.Array, new: jax.Array) -> jax.Array:

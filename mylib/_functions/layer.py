@@ -9,13 +9,14 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
-from .._tree import Arrays, Leaves, outlined, split
+from .._tree import Arrays, Leaves, Outline, outlined, split
 from .ahead import Turns, call_ahead
-from .checkpoint import Policy, filter_checkpoint, recompute_resharded
+from .checkpoint import Policy, recompute_resharded
+from .explicit import as_written, has_explicit_axes, on_auto_axes
 from .gather import Route, gather, keep
 from .wide import call_with_sinks
 
@@ -91,91 +92,57 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
         leaves, world = split(_make(cls, fields)), current_world()
         stacked = _stacked(plan, leaves)
         _refuse(plan, leaves, stacked, world)
-        route, arrays = plan.route.without(stacked), leaves.arrays
+        route, weights = plan.route.without(stacked), leaves.arrays
+        given, outline = outlined((args, kwargs))
+        call = _Call(method, leaves, outline)
+        compute = call
+        explicit = has_explicit_axes(world.mesh)
+        if explicit:
+            compute, given, types = as_written(call, weights, given, route)
 
-        def run(arrays: Arrays, args: Any, kwargs: Any) -> Any:
-            gathered, sinks = gather(arrays, route)
-
-            def plain(gathered: Arrays, args: Any, kwargs: Any) -> Any:
-                return method(leaves.join(gathered), *args, **kwargs)
-
+        def run(weights: Arrays, given: Arrays) -> Arrays:
+            gathered, sinks = gather(weights, route)
             if route.reduce_dtype is None:
-                return plain(gathered, args, kwargs)
-            return _with_sinks(plain, gathered, sinks, args, kwargs)
+                return compute(gathered, given)
+            return call_with_sinks(compute, gathered, sinks, given)
 
-        if AxisType.Explicit in world.mesh.axis_types:
-            run = _in_auto_axes(run)
+        if explicit:
+            run = on_auto_axes(run, types)
         if plan.turns is not None:
-            return _ahead(run, arrays, route, plan.turns, args, kwargs)
+            return call.filled(call_ahead(run, weights, given, route.kept, plan.turns))
         if plan.in_turn and not stacked:
-            arrays, args, kwargs = _after(arrays, route, args, kwargs)
+            weights, given = _after(weights, given, route)
         if plan.checkpoint:
             policy = None if plan.policy is None else recompute_resharded(plan.policy)
-            run = filter_checkpoint(run, policy=policy)
-        return run(arrays, args, kwargs)
+            run = jax.checkpoint(run, policy=policy)
+        return call.filled(run(weights, given))
 
     return called
 
 
-def _with_sinks(
-    run: Callable[..., Any], weights: Arrays, sinks: Arrays, args: Any, kwargs: Any
-) -> Any:
-    given, outline = outlined((args, kwargs))
-    returned = outline
+class _Call:
+    """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
-    def computed(weights: Arrays, given: Arrays) -> Arrays:
-        nonlocal returned
-        arrays, returned = outlined(run(weights, *outline.fill(given)))
+    def __init__(self, method: Callable[..., Any], leaves: Leaves, given: Outline):
+        self._method, self._leaves, self._given = method, leaves, given
+        self._returned = given
+
+    def __call__(self, weights: Arrays, given: Arrays) -> Arrays:
+        args, kwargs = self._given.fill(given)
+        returned = self._method(self._leaves.join(weights), *args, **kwargs)
+        arrays, self._returned = outlined(returned)
         return arrays
 
-    arrays = call_with_sinks(computed, weights, sinks, given)
-    return returned.fill(arrays)
+    def filled(self, arrays: Arrays) -> Any:
+        """What the method has returned, with these arrays."""
+        return self._returned.fill(arrays)
 
 
-def _after(arrays: Arrays, route: Route, args: Any, kwargs: Any) -> tuple[Arrays, Any, Any]:
+def _after(weights: Arrays, given: Arrays, route: Route) -> tuple[Arrays, Arrays]:
     """The weights, available only after the arguments."""
-    given, outline = outlined((args, kwargs))
-    arrays, given = jax.lax.optimization_barrier((arrays, given))
+    weights, given = jax.lax.optimization_barrier((weights, given))
     # Constrain them again. Otherwise the compiler gathers them before the barrier and keeps them.
-    return keep(arrays, route.kept), *outline.fill(given)
-
-
-def _ahead(
-    run: Callable[..., Any], arrays: Arrays, route: Route, turns: Turns, args: Any, kwargs: Any
-) -> Any:
-    """With weights that are gathered while earlier layers compute."""
-    given, outline = outlined((args, kwargs))
-    returned = outline
-
-    def computed(arrays: Arrays, given: Arrays) -> Arrays:
-        nonlocal returned
-        results, returned = outlined(run(arrays, *outline.fill(given)))
-        return results
-
-    results = call_ahead(computed, arrays, given, route.kept, turns)
-    return returned.fill(results)
-
-
-def _in_auto_axes(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Runs a function with Auto axes. On Explicit axes the types would make gradients of gathered
-    weights whole on each device; on Auto axes the compiler can reduce-scatter them.
-    """
-
-    def inside(*args: Any) -> Any:
-        given, outline = outlined(args)
-        returned = outline
-
-        def computed(given: Arrays) -> Arrays:
-            nonlocal returned
-            arrays, returned = outlined(run(*outline.fill(given)))
-            return arrays
-
-        types = jax.eval_shape(computed, given)
-        specs = [x.sharding.spec for x in types]
-        arrays: Any = jax.sharding.auto_axes(computed, out_sharding=specs)(given)
-        return returned.fill(arrays)
-
-    return inside
+    return keep(weights, route.kept), given
 
 
 def _stacked(plan: Plan, leaves: Leaves) -> int:

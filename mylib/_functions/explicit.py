@@ -1,0 +1,256 @@
+"""Layers on Explicit axes.
+
+A layer is traced with the types that its author sees: `jax.typeof(x).sharding`, `out_sharding=` and
+`reshard` work as without `fully_shard`. But these types would also make the gradient of each weight
+whole on each device, and TPUs would all-reduce it. So the traced program is run on Auto axes, where
+the compiler can reduce-scatter: what the author asked for (`out_sharding=`, `reshard`) becomes a
+constraint, all else is left to the compiler.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
+from .._placement import entries_of, with_entries
+from .._programs import bind_as, evaluate, jaxprs_in
+from .._tree import Arrays
+from .gather import Route, gather
+
+Values = Sequence[Any]
+
+
+def has_explicit_axes(mesh: Any) -> bool:
+    return AxisType.Explicit in mesh.axis_types
+
+
+Run = Callable[[Arrays, Arrays], Arrays]
+
+
+def as_written(run: Run, weights: Arrays, given: Arrays, route: Route) -> tuple[Run, Arrays, Any]:
+    """Traces `run(gathered weights, given)` with the types that its author sees. Returns it for
+    Auto axes, its second argument, to which the arrays are added that it closes over, and the types
+    of its results.
+    """
+    gathered = jax.make_jaxpr(lambda xs: gather(xs, route)[0])(weights).out_avals
+    program = jax.make_jaxpr(run)([_struct(aval) for aval in gathered], given)
+    count = len(program.consts)
+
+    def untyped(weights: Arrays, given: Arrays) -> Arrays:
+        return _run(program, given[:count], [*weights, *given[count:]])
+
+    return untyped, [*program.consts, *given], program.out_avals
+
+
+def on_auto_axes(run: Run, types: Sequence[Any]) -> Run:
+    """`run` with Auto axes in place of Explicit ones. `types` are those of its results."""
+    specs = [aval.sharding.spec for aval in types]
+    # Compiled, since JAX can't differentiate eager operations on another type of axes.
+    return jax.jit(jax.sharding.auto_axes(run, out_sharding=specs))
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    """An abstract array with the type of a value in a program."""
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding, weak_type=weak)
+
+
+def _run(program: Any, constants: Values, args: Values) -> Arrays:
+    """Runs a program that was traced on Explicit axes where these axes are Auto."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def call(eqn: Any, args: Values) -> Arrays:
+        # Not the mesh that the equation was traced on.
+        with jax.sharding.use_abstract_mesh(mesh):
+            return _call(eqn, args)
+
+    return evaluate(program, constants, args, call)
+
+
+def _run_nested(program: Any, args: Values) -> Arrays:
+    return _run(program, [_untyped_constant(x) for x in getattr(program, "consts", ())], args)
+
+
+def _call(eqn: Any, args: Values) -> Arrays:
+    name, params = eqn.primitive.name, eqn.params
+    if name in _CALLS:
+        return _CALLS[name](eqn, args)
+    if name in (names.RESHARD, names.MESH_CAST):
+        return [_constrained(args[0], params[names.PARAM_DST_SHARDING])]
+    if name in names.KERNELS:
+        return bind_as(eqn, args)
+    made = bind_as(eqn, args, **{key: _untyped(x) for key, x in params.items()})
+    for key in (names.PARAM_SHARDING, names.PARAM_OUT_SHARDING):
+        if isinstance(params.get(key), NamedSharding):
+            made = [_constrained(x, params[key]) for x in made]
+    return made
+
+
+def _constrained(x: Any, asked: NamedSharding) -> Any:
+    """`x` as its author asked for. A partial sum is a sum: the compiler decides where to add."""
+    if asked.spec.unreduced or not has_explicit_axes(asked.mesh):
+        return x
+    spec = with_entries(PartitionSpec(), entries_of(asked.spec))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh(), spec))
+
+
+def _mesh() -> Any:
+    return jax.sharding.get_abstract_mesh()
+
+
+def _untyped(param: Any) -> Any:
+    """A parameter of an equation, without Explicit axes."""
+    if isinstance(param, NamedSharding):
+        # What an operation's result is split over becomes a constraint behind it.
+        return None if has_explicit_axes(param.mesh) else param
+    if isinstance(param, jax.core.ShapedArray):
+        return param.update(sharding=jax.typeof(_untyped_struct(param)).sharding)
+    if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
+        return _untyped_program(param)
+    if isinstance(param, list) or type(param) is tuple:
+        return type(param)(_untyped(x) for x in param)
+    if isinstance(param, tuple):  # with names
+        return type(param)(*map(_untyped, param))
+    return param
+
+
+def _untyped_program(program: Any) -> Any:
+    like = [_untyped_struct(x.aval) for x in opened(program).invars]
+    traced = jax.make_jaxpr(lambda *xs: _run_nested(program, xs))(*like)
+    return closed_or_open(traced, program)
+
+
+def _untyped_struct(aval: Any) -> jax.ShapeDtypeStruct:
+    weak = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
+
+
+def _untyped_constant(x: Any) -> Any:
+    """A captured array, as one over a mesh of Auto axes: the same data."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(x, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return x
+    if not has_explicit_axes(sharding.mesh):
+        return x
+    mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
+    shards = [shard.data for shard in x.addressable_shards]
+    there = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(x.shape, there, shards, dtype=x.dtype)
+
+
+def _inlined(eqn: Any, args: Values) -> Arrays:
+    (inner,) = jaxprs_in(eqn)
+    return _run_nested(inner, args)
+
+
+def _jit(eqn: Any, args: Values) -> Arrays:
+    params = eqn.params
+    args = _all_constrained(args, params[names.PARAM_IN_SHARDINGS])
+
+    def run(*args: Any) -> Arrays:
+        return _run_nested(params[names.PARAM_JAXPR], args)
+
+    run.__name__ = params[names.PARAM_NAME]
+    made = jax.jit(run, inline=params[names.PARAM_INLINE])(*args)
+    return _all_constrained(made, params[names.PARAM_OUT_SHARDINGS])
+
+
+def _all_constrained(xs: Values, asked: Values) -> Arrays:
+    return [
+        _constrained(x, s) if isinstance(s, NamedSharding) else x
+        for x, s in zip(xs, asked, strict=True)
+    ]
+
+
+def _checkpoint(eqn: Any, args: Values) -> Arrays:
+    inner = eqn.params[names.PARAM_JAXPR]
+    options = {key: eqn.params[key] for key in (names.PARAM_POLICY, names.PARAM_PREVENT_CSE)}
+    return jax.checkpoint(lambda *xs: _run_nested(inner, xs), **options)(*args)
+
+
+def _constraint(eqn: Any, args: Values) -> Arrays:
+    asked = eqn.params[names.PARAM_SHARDING]
+    if not isinstance(asked, NamedSharding):
+        return bind_as(eqn, args)
+    return [jax.lax.with_sharding_constraint(args[0], NamedSharding(_mesh(), asked.spec))]
+
+
+def _custom_jvp(eqn: Any, args: Values) -> Arrays:
+    types = [x.aval for x in eqn.invars]
+    run = jax.custom_jvp(lambda *xs: _inlined(eqn, xs))
+
+    @run.defjvp
+    def jvp(primals: Any, tangents: Any) -> Any:
+        like = [*types, *(t.to_tangent_aval() for t in types)]
+        made, _ = _traced_again(rule_of_custom_jvp(eqn), eqn, like, [*primals, *tangents])
+        half = len(made) // 2
+        return made[:half], made[half:]
+
+    return run(*args)
+
+
+def _custom_vjp(eqn: Any, args: Values) -> Arrays:
+    types, results = ([x.aval for x in xs] for xs in (eqn.invars, eqn.outvars))
+    forward, backward = rules_of_custom_vjp(eqn)
+    run = jax.custom_vjp(lambda *xs: _inlined(eqn, xs))
+    saved: list[Any] = []
+
+    def fwd(*xs: Any) -> Any:
+        made, avals = _traced_again(forward, eqn, types, xs)
+        saved[:] = avals[len(results) :]
+        return made[: len(results)], made[len(results) :]
+
+    def bwd(residuals: Any, cotangents: Any) -> Any:
+        like = [*saved, *(t.to_tangent_aval() for t in results)]
+        return tuple(_traced_again(backward, eqn, like, [*residuals, *cotangents])[0])
+
+    run.defvjp(fwd, bwd)
+    return run(*args)
+
+
+def _traced_again(
+    fun: Callable[..., Values], eqn: Any, types: Values, args: Values
+) -> tuple[Arrays, Values]:
+    """The results of a rule that is traced with the types that its author sees, as is the layer;
+    and their types. A result may be None.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    index = [i for i, x in enumerate(args) if x.dtype != jax.dtypes.float0]
+    is_given: list[bool] = []
+
+    def traced(*xs: Any) -> Arrays:
+        replaced = dict(zip(index, xs, strict=True))
+        made = fun(*[replaced.get(i, x) for i, x in enumerate(args)])
+        is_given[:] = [x is not None for x in made]
+        return [x for x in made if x is not None]
+
+    with eqn.ctx.manager:
+        program = jax.make_jaxpr(traced)(*[_struct(types[i]) for i in index])
+    with jax.sharding.use_abstract_mesh(mesh):
+        made = iter(_run_nested(program, [args[i] for i in index]))
+    return [next(made) if given else None for given in is_given], program.out_avals
+
+
+def _shard_map(eqn: Any, args: Values) -> Arrays:
+    params = eqn.params
+    run = jax.shard_map(
+        lambda *xs: _run_nested(params[names.PARAM_JAXPR], xs),
+        in_specs=tuple(params[names.PARAM_IN_SPECS]),
+        out_specs=list(params[names.PARAM_OUT_SPECS]),
+        axis_names=set(params[names.PARAM_MANUAL_AXES]),
+        check_vma=params[names.PARAM_CHECK_VMA],
+    )
+    return run(*args)
+
+
+_CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
+    names.CLOSED_CALL: _inlined,
+    names.CONSTRAINT: _constraint,
+    names.CUSTOM_JVP_CALL: _custom_jvp,
+    names.CUSTOM_VJP_CALL: _custom_vjp,
+    names.JIT: _jit,
+    names.REMAT: _checkpoint,
+    names.SHARD_MAP: _shard_map,
+}
