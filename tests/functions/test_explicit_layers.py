@@ -1,0 +1,337 @@
+"""Layers written for Explicit axes, and layers on meshes that mix both types of axes."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+from jaxtyping import Array, Float
+
+import mylib
+from mylib.rules import by_axes, fsdp, replicated
+
+EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
+
+
+def mesh_of(*types):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=types)
+
+
+MESHES = {
+    "Explicit": mesh_of(EXPLICIT, EXPLICIT),
+    "Explicit and Auto": mesh_of(EXPLICIT, AUTO),
+    "Auto and Explicit": mesh_of(AUTO, EXPLICIT),
+}
+GRID = MESHES["Explicit"]
+RNG = np.random.default_rng(0)
+WEIGHT = RNG.normal(size=(8, 8)).astype(np.float32) / 3
+X = RNG.normal(size=(8, 8)).astype(np.float32)
+KEPT = fsdp("data", min_size=0)
+
+
+class Layer(eqx.Module):
+    weight: Array
+
+    def __call__(self, x):
+        raise NotImplementedError
+
+
+class Plain(Layer):
+    def __call__(self, x):
+        return jnp.tanh(x @ self.weight)
+
+
+class OutSharding(Layer):
+    def __call__(self, x):
+        return jnp.dot(x, self.weight, out_sharding=P("data", None))
+
+
+class Types(Layer):
+    def __call__(self, x):
+        assert jax.typeof(x).sharding.spec == P("data", None)
+        assert jax.typeof(self.weight).sharding.spec == P(None, None)
+        return x @ self.weight
+
+
+class Reshards(Layer):
+    def __call__(self, x):
+        whole = jax.sharding.reshard(x, P())
+        assert jax.typeof(whole).sharding.spec == P(None, None)
+        return jax.sharding.reshard(whole[::-1] @ self.weight, P("data"))
+
+
+class Looks(Layer):
+    def __call__(self, x):
+        rows = jnp.arange(8)[::-1] + jnp.zeros_like(x, jnp.int32)[:, 0]
+        return x + self.weight.at[rows].get(out_sharding=P("data", None))
+
+
+class Checked(Layer):
+    def __call__(self, x):
+        x = eqx.error_if(x, jnp.any(x > 1e6), "too large")
+        return x @ self.weight
+
+
+class CheckedWithinAuto(Layer):
+    def __call__(self, x):
+        def inside(x):
+            return eqx.error_if(x, jnp.any(x > 1e6), "too large")
+
+        return jax.sharding.auto_axes(inside, out_sharding=P("data", None))(x) @ self.weight
+
+
+class Branches(Layer):
+    def __call__(self, x):
+        def product(x):
+            return jnp.dot(x, self.weight, out_sharding=P("data", None))
+
+        times = jax.lax.while_loop(lambda n: n < 2, lambda n: n + 1, 0)
+        return jax.lax.cond(times == 2, product, lambda x: 2 * x, x)
+
+
+class Loops(Layer):
+    def __call__(self, x):
+        def turn(x, _):
+            return jnp.tanh(jnp.dot(x, self.weight, out_sharding=P("data", None))), x.sum()
+
+        x, sums = jax.lax.scan(turn, x, None, length=3)
+        return x + sums[-1]
+
+
+class Nested(Layer):
+    def __call__(self, x):
+        @jax.jit
+        def product(x, w):
+            return jnp.dot(x, w, out_sharding=P("data", None))
+
+        return jax.checkpoint(lambda x: jnp.sin(product(x, self.weight)))(x)
+
+
+class CustomVJP(Layer):
+    def __call__(self, x):
+        @jax.custom_vjp
+        def product(x, w, n):
+            return jnp.dot(x, w, out_sharding=P("data", None)) * n
+
+        def forward(x, w, n):
+            assert jax.typeof(x).sharding.spec == P("data", None)
+            return product(x, w, n), (x, w)
+
+        def backward(residuals, ct):
+            x, w = residuals
+            assert jax.typeof(ct).sharding.spec == P("data", None)
+            of_w = jnp.dot(x.T, ct, out_sharding=P(None, None))
+            return 3 * jnp.dot(ct, w.T, out_sharding=P("data", None)), 3 * of_w, None
+
+        product.defvjp(forward, backward)
+        return product(x, self.weight, 3)
+
+
+class CustomJVP(Layer):
+    def __call__(self, x):
+        @jax.custom_jvp
+        def product(x, w):
+            return jnp.dot(x, w, out_sharding=P("data", None))
+
+        @product.defjvp
+        def _(primals, tangents):
+            (x, w), (dx, dw) = primals, tangents
+            moved = jnp.dot(dx, w, out_sharding=P("data", None)) + jnp.dot(
+                x, dw, out_sharding=P("data", None)
+            )
+            return product(x, w), moved
+
+        return jax.nn.silu(product(x, self.weight))
+
+
+class Mapped(Layer):
+    def __call__(self, x):
+        def inside(x, w):
+            return jax.lax.psum(x @ w, "data") + x @ w
+
+        specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}
+        return jax.shard_map(inside, axis_names={"data"}, **specs)(x, self.weight)
+
+
+class Solves(Layer):
+    def __call__(self, x):
+        matrix = self.weight @ self.weight.T + jnp.eye(8)
+        return x + jax.scipy.linalg.solve(matrix, jnp.ones(8), assume_a="pos")
+
+
+class ClosesOver(Layer):
+    def __call__(self, x):
+        return x @ self.weight + BIAS["array"]
+
+
+class Several(Layer):
+    """Results that depend on nothing, text and None."""
+
+    def __call__(self, x, scale=2):
+        noise = jax.random.normal(jax.random.key(0), (8,))
+        return x @ self.weight * scale + noise, jnp.arange(3), "text", None
+
+
+BIAS = {}
+KINDS = [*Layer.__subclasses__()]
+# Written without a word of the mesh's axes.
+UNTYPED = [Plain, Checked, Several, Solves]
+
+
+def loss_of(layers, x):
+    for layer in layers:
+        x = layer(x)
+        if isinstance(x, tuple):
+            assert x[2:] == ("text", None)
+            x = x[0] + x[1].sum()
+    return jnp.mean(jnp.sin(x) ** 2)
+
+
+def compare(cls, mesh, *, loss_of=loss_of, kept=KEPT, layers=2, **options):
+    """The value and gradients of layers that gather, and of the same layers with whole weights in
+    plain JAX, on the same mesh.
+    """
+    model = [cls(jnp.asarray(WEIGHT * (i + 1))) for i in range(layers)]
+
+    def gathering(model, x):
+        return loss_of(mylib.fully_shard(model, cls, kept, **options), x)
+
+    with jax.set_mesh(mesh):
+        BIAS["array"] = jax.device_put(np.linspace(0, 1, 8, dtype=np.float32), P())
+        there, whole, x = (
+            mylib.filter_shard(tree, placement)
+            for tree, placement in ((model, kept), (model, replicated()), (X, P("data")))
+        )
+        found, grads = mylib.filter_jit(eqx.filter_value_and_grad(gathering))(there, x)
+        wanted, plain = mylib.filter_jit(eqx.filter_value_and_grad(loss_of))(whole, x)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for old, new, right in zip(*map(jax.tree.leaves, (there, grads, plain)), strict=True):
+        np.testing.assert_allclose(new, right, rtol=1e-4, atol=1e-6)
+        assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
+
+
+ON_EXPLICIT = pytest.mark.parametrize("mesh", ["Explicit", "Explicit and Auto"])
+
+
+@ON_EXPLICIT
+@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+def test_as_in_plain_jax(cls, mesh):
+    compare(cls, MESHES[mesh])
+
+
+@pytest.mark.parametrize("cls", UNTYPED, ids=lambda cls: cls.__name__)
+def test_layers_that_name_no_axis(cls):
+    compare(cls, MESHES["Auto and Explicit"])
+
+
+OPTIONS = {
+    "checkpoint=False": {"checkpoint": False},
+    "policy": {"policy": jax.checkpoint_policies.everything_saveable},
+    "in_turn=False": {"in_turn": False},
+    "prefetch": {"prefetch": 1},
+    "reduce_dtype": {"reduce_dtype": jnp.float32},
+    "used=None": {"used": None},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("cls", [OutSharding, Types, CustomVJP], ids=lambda cls: cls.__name__)
+def test_options(cls, option):
+    if option != "used=None" or cls is OutSharding:  # the others need whole weights
+        compare(cls, GRID, **OPTIONS[option])
+
+
+@ON_EXPLICIT
+@pytest.mark.parametrize("cls", [Plain, CustomVJP], ids=lambda cls: cls.__name__)
+def test_under_vmap(cls, mesh):
+    def by_example(layers, x):
+        x = jnp.stack([x, x / 2], 1)
+        for layer in layers:
+            x = jax.vmap(layer, 1, 1)(x)
+        return jnp.mean(jnp.sin(x) ** 2)
+
+    compare(cls, MESHES[mesh], loss_of=by_example)
+
+
+@ON_EXPLICIT
+def test_stacked(mesh):
+    def scanned(stack, x):
+        return jnp.mean(jax.lax.scan(lambda x, layer: (layer(x), None), x, stack[0])[0] ** 2)
+
+    class Stack(OutSharding):
+        def __init__(self, weight):
+            self.weight = jnp.stack([weight, 2 * weight, 3 * weight])
+
+    kept = jax.tree.map(lambda x: P(None, "data"), [Stack(jnp.asarray(WEIGHT))])
+    compare(Stack, MESHES[mesh], loss_of=scanned, kept=kept, layers=1)
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_eager(checkpoint):
+    with jax.set_mesh(GRID):
+        layer, x = mylib.filter_shard((OutSharding(jnp.asarray(WEIGHT)), X), (KEPT, P("data")))
+
+        def loss(layer):
+            layer = mylib.fully_shard(layer, OutSharding, KEPT, checkpoint=checkpoint)
+            return jnp.mean(layer(x) ** 2)
+
+        grads = eqx.filter_grad(loss)(layer)
+    np.testing.assert_allclose(grads.weight, X.T @ (X @ WEIGHT) * 2 / 64, rtol=1e-4, atol=1e-6)
+    assert grads.weight.sharding.spec == P("data", None)
+
+
+class Megatron(eqx.Module):
+    up: Float[Array, "embed mlp"]
+    down: Float[Array, "mlp embed"]
+
+    def __call__(self, x):
+        hidden = jax.nn.gelu(x @ self.up)
+        assert jax.typeof(hidden).sharding.spec == P("data", "model")
+        return x + jnp.dot(hidden, self.down, out_sharding=P("data", None))
+
+
+def test_tensor_parallelism():
+    tensor = by_axes({"mlp": "model"}) | replicated()
+    kept = tensor & fsdp("data", min_size=0)
+    keys = jax.random.split(jax.random.key(0))
+    model = Megatron(jax.random.normal(keys[0], (8, 16)), jax.random.normal(keys[1], (16, 8)))
+
+    def gathering(model, x):
+        return jnp.mean(mylib.fully_shard(model, Megatron, kept, tensor)(x) ** 2)
+
+    with jax.set_mesh(GRID):
+        there, used, x = (
+            mylib.filter_shard(tree, placement)
+            for tree, placement in ((model, kept), (model, tensor), (X, P("data")))
+        )
+        gradient = mylib.filter_jit(eqx.filter_grad(gathering))
+        grads = gradient(there, x)
+        plain = mylib.filter_jit(eqx.filter_grad(lambda m, x: jnp.mean(m(x) ** 2)))(used, x)
+        report = mylib.audit(gradient, there, x)
+    assert grads.up.sharding.spec == P("data", "model")
+    assert grads.down.sharding.spec == P("model", "data")
+    for new, right in zip(*map(jax.tree.leaves, (grads, plain)), strict=True):
+        np.testing.assert_allclose(new, right, rtol=1e-4, atol=1e-5)
+    assert report.count("all-gather", "data") == 4  # each weight, twice
+
+
+def test_a_check_fails_by_its_words():
+    with jax.set_mesh(GRID):
+        model, x = mylib.filter_shard((Checked(jnp.asarray(WEIGHT)), X * 1e9), (KEPT, P("data")))
+
+        @mylib.filter_jit
+        def call(model, x):
+            return mylib.fully_shard(model, Checked, KEPT)(x)
+
+        with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
+            call(model, x)
+
+
+def test_a_fault_in_the_layer_is_that_of_plain_jax():
+    class Wrong(Layer):
+        def __call__(self, x):
+            return jnp.dot(x, self.weight.T, out_sharding=P("nothing"))
+
+    with pytest.raises(ValueError, match="nothing"):
+        compare(Wrong, GRID)
