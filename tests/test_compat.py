@@ -34,6 +34,7 @@ from mylib._compat import (
     argument_of_filter_jit,
     axes_of_cast_or_sum,
     break_connection,
+    closed_or_open,
     coordination_client,
     data_of_shards,
     donation_warning,
@@ -42,6 +43,8 @@ from mylib._compat import (
     opened,
     pass_of,
     readable_error,
+    rule_of_custom_jvp,
+    rules_of_custom_vjp,
     scan_sizes,
     sharding_under,
     start_transfer_server,
@@ -326,6 +329,26 @@ class TestPrivateNames:
         )
         with pytest.raises(UnknownParameter, match="JAX's sin has no parameter 'body_jaxpr'"):
             while_body(body.eqns[0])
+
+    def test_rules_of_custom_derivatives(self):
+        one = jax.custom_jvp(lambda x: x * 2)
+        one.defjvp(lambda primals, tangents: (one(*primals), tangents[0] * 3))
+        other = jax.custom_vjp(lambda x, n: x * n)
+        other.defvjp(lambda x, n: (x * n, (x, n)), lambda saved, ct: (ct * saved[1] * 5, None))
+        told = "the parameters of custom derivatives: see rules_of_custom_vjp"
+        (eqn,) = opened(jax.make_jaxpr(one)(2.0)).eqns
+        assert [float(x) for x in rule_of_custom_jvp(eqn)(2.0, 1.0)] == [4, 3], told
+        (eqn,) = opened(jax.make_jaxpr(other)(2.0, 7)).eqns
+        forward, backward = rules_of_custom_vjp(eqn)
+        assert [float(x) for x in forward(2.0, 7)] == [14, 2, 7], told
+        cotangents = backward(2.0, 7, jnp.ones(()))
+        assert float(cotangents[0]) == 35 and cotangents[1] is None, told
+
+    def test_open_and_closed_jaxprs(self):
+        inner = jaxprs_in(jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns[0])[0]
+        like = closed_or_open(jax.make_jaxpr(jnp.cos)(1.0), inner)
+        told = "the jaxpr of a checkpoint: see closed_or_open in mylib/_compat/private.py"
+        assert type(like) is type(inner) and opened(like).eqns[0].primitive.name == "cos", told
 
     def test_casts_and_sums(self):
         program = jax.shard_map(

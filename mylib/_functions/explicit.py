@@ -77,15 +77,14 @@ def _call(eqn: Any, args: Values) -> Arrays:
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
         return _CALLS[name](eqn, args)
-    if name in (names.RESHARD, names.MESH_CAST):
+    if name == names.RESHARD:
         return [_constrained(args[0], params[names.PARAM_DST_SHARDING])]
     if name in names.KERNELS:
         return bind_as(eqn, args)
     made = bind_as(eqn, args, **{key: _untyped(x) for key, x in params.items()})
     for key in (names.PARAM_SHARDING, names.PARAM_OUT_SHARDING):
-        if isinstance(params.get(key), NamedSharding):
-            made = [_constrained(x, params[key]) for x in made]
-    return made
+        made = _all_constrained(made, [params.get(key)] * len(made))
+    return _all_constrained(made, params[names.PARAM_DEVICES]) if name == names.DEVICE_PUT else made
 
 
 def _constrained(x: Any, asked: NamedSharding) -> Any:

@@ -23,11 +23,18 @@ class Layer(eqx.Module):
         return jax.nn.relu(x @ self.up) @ self.down
 
 
-def weights(mesh, stacked, dtype):
+class Typed(Layer):
+    """Written for Explicit axes."""
+
+    def __call__(self, x):
+        return jnp.dot(jax.nn.relu(x @ self.up), self.down, out_sharding=P("data", None))
+
+
+def weights(mesh, stacked, dtype, cls=Layer):
     front = (DEPTH,) if stacked else ()
     up = jax.ShapeDtypeStruct((*front, WIDTH, HIDDEN), dtype)
     down = jax.ShapeDtypeStruct((*front, HIDDEN, WIDTH), dtype)
-    layers = Layer(up, down) if stacked else [Layer(up, down)] * DEPTH
+    layers = cls(up, down) if stacked else [cls(up, down)] * DEPTH
     return mylib.filter_shard(layers, KEPT, mesh=mesh)
 
 
@@ -41,20 +48,23 @@ def through(layers, x):
 
 @pytest.mark.compilers
 @pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16], ids=["", "sent in bf16"])
+@pytest.mark.parametrize("case", ["", "sent in bf16", "Explicit"])
 @pytest.mark.parametrize("stacked", [True, False], ids=["scan", "list"])
-def test_one_layer_at_a_time(machine, stacked, dtype):
-    mesh = machine.mesh(data=-1)
-    model = weights(mesh, stacked, jnp.bfloat16 if dtype is None else jnp.float32)
+def test_one_layer_at_a_time(machine, stacked, case):
+    cls, explicit = (Typed, ("data",)) if case == "Explicit" else (Layer, ())
+    dtype = jnp.bfloat16 if case == "sent in bf16" else None
+    mesh = machine.mesh(data=-1, explicit=explicit)
+    model = weights(mesh, stacked, jnp.bfloat16 if dtype is None else jnp.float32, cls)
     kept = jax.tree.map(lambda x: x.sharding, model)
 
     def loss(model, x):
-        model = mylib.fully_shard(model, Layer, KEPT, mesh=mesh, dtype=dtype)
+        model = mylib.fully_shard(model, cls, KEPT, mesh=mesh, dtype=dtype)
         return jnp.mean(through(model, x).astype(jnp.float32) ** 2)
 
     rows = NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((ROWS * 16, WIDTH), jnp.bfloat16, sharding=rows)
-    program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss), out_shardings=kept).lower(model, x).compile()
     report = mylib.audit(program, mesh=mesh)
     # Two gathers and one sum of each weight, in bf16; no gradient is summed whole.
     once = DEPTH * LAYER * 15 / 16
