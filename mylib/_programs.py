@@ -80,8 +80,17 @@ def in_place_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-def evaluate(program: Any, constants: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    """The results of a program with other constants."""
+Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
+
+
+def evaluate(
+    program: Any, constants: Sequence[Any], args: Sequence[Any], rule: Rule = bind_as
+) -> list[Any]:
+    """The results of a program with other constants.
+
+    `rule` calls an equation. It gets what it has returned for earlier equations, so the values may
+    be of any type.
+    """
     jaxpr = opened(program)
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
 
@@ -90,7 +99,5 @@ def evaluate(program: Any, constants: Sequence[Any], args: Sequence[Any]) -> lis
 
     for eqn in jaxpr.eqns:
         with in_place_of(eqn):
-            values.update(
-                zip(eqn.outvars, bind_as(eqn, [read(x) for x in eqn.invars]), strict=True)
-            )
+            values.update(zip(eqn.outvars, rule(eqn, [read(x) for x in eqn.invars]), strict=True))
     return [read(x) for x in jaxpr.outvars]
