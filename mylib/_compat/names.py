@@ -140,7 +140,19 @@ PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general
 
 # Operations that only rearrange their first operand. The others, if any, are indices.
 VIEWS = frozenset(
-    {SLICE, "broadcast_in_dim", "dynamic_slice", "reshape", "split", "squeeze", "transpose"}
+    {
+        CONSTRAINT,
+        RESHARD,
+        SLICE,
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "reshape",
+        "rev",
+        "split",
+        "squeeze",
+        "transpose",
+    }
 )
 
 # Operations of one array that turn a gradient into a gradient (`_per_device/sums.py`).

@@ -43,8 +43,12 @@ class View(eqx.Module):
     sink: Any
 
 
+def _is_view(x: Any) -> bool:
+    return isinstance(x, View)
+
+
 def _view(value: Any, sink: Any) -> Any:
-    return value if sink is None or not _holds(sink.dtype, value.dtype) else View(value, sink)
+    return View(value, sink) if sink is not None and _holds(sink.dtype, value.dtype) else value
 
 
 def _holds(wide: Any, dtype: Any) -> bool:
@@ -52,13 +56,13 @@ def _holds(wide: Any, dtype: Any) -> bool:
 
 
 def _values(args: Sequence[Any]) -> Values:
-    return [x.value if isinstance(x, View) else x for x in args]
+    return [x.value if _is_view(x) else x for x in args]
 
 
 def _call(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
     """Calls an equation of the layer, some of whose arguments are views."""
     name = eqn.primitive.name
-    if not any(isinstance(x, View) for x in args):
+    if not any(map(_is_view, args)):
         return bind_as(eqn, args)
     if name in (names.JIT, names.CLOSED_CALL):
         return _inside(eqn)(args)
@@ -70,9 +74,9 @@ def _call(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
         return [_product(eqn, args)]
     values = _values(args)
     made = bind_as(eqn, values)
-    if name == names.CONVERT:
+    if name in (names.CONVERT, names.CHECKPOINT_NAME):
         return [_view(made[0], args[0].sink)]
-    if name in names.VIEWS and isinstance(args[0], View):
+    if name in names.VIEWS and _is_view(args[0]):
         return list(map(_view, made, bind_as(eqn, [args[0].sink, *values[1:]])))
     return made
 
@@ -84,8 +88,7 @@ def _inside(eqn: Any) -> Callable[[Sequence[Any]], list[Any]]:
 
 def _checkpoint(eqn: Any, args: Sequence[Any]) -> Values:
     options = {key: eqn.params[key] for key in (names.PARAM_POLICY, names.PARAM_PREVENT_CSE)}
-    run = _inside(eqn)
-    return jax.checkpoint(lambda args: _values(run(args)), **options)(args)
+    return jax.checkpoint(_inside(eqn), **options)(args)
 
 
 def _scan(eqn: Any, args: Sequence[Any]) -> Values:
@@ -104,7 +107,7 @@ def _scan(eqn: Any, args: Sequence[Any]) -> Values:
 
 
 def _product(eqn: Any, args: Sequence[Any]) -> Any:
-    """A product, of which a view's derivative is that of its sink."""
+    """A product that has the tangents of sinks, not of their weights."""
 
     # Not a primitive: the policy of a checkpoint must see the product.
     @jax.custom_jvp
@@ -114,27 +117,28 @@ def _product(eqn: Any, args: Sequence[Any]) -> Any:
     @partial(call.defjvp, symbolic_zeros=True)
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (args,), (moved,) = primals, tangents
-        values, parts = _values(args), []
-        for i, (x, tangent) in enumerate(zip(args, moved, strict=True)):
-            of_this = tangent.sink if isinstance(x, View) else tangent
-            if not isinstance(of_this, SymbolicZero):
-                product = partial(_at, eqn, i)
-                others = [*values[:i], *values[i + 1 :]]
-                multiply = partial(_widely, product, values[i]) if isinstance(x, View) else product
-                parts.append(multiply(of_this, *others))
+        values = _values(args)
         made = bind_as(eqn, values)[0]
-        return made, sum(parts[1:], parts[0]) if parts else jnp.zeros_like(made)
+        sums = [
+            _tangent(eqn, i, values, _is_view(args[i]), x)
+            for i, x in enumerate(x.sink if _is_view(x) else x for x in moved)
+            if not isinstance(x, SymbolicZero)
+        ]
+        return made, sum(sums[1:], sums[0]) if sums else jnp.zeros_like(made)
 
     return call(list(args))
 
 
-def _at(eqn: Any, i: int, x: Any, *others: Any) -> Any:
-    """The product with `x` as its operand number `i`."""
-    return bind_as(eqn, [*others[:i], x, *others[i:]])[0]
+def _tangent(eqn: Any, i: int, values: Values, wide: bool, moved: Any) -> Any:
+    """The product, with a tangent in place of its operand number `i`."""
 
+    def product(x: Any, *others: Any) -> Any:
+        return bind_as(eqn, [*others[:i], x, *others[i:]])[0]
 
-def _widely(product: Callable[..., Any], weight: Any, sink: Any, *others: Any) -> Any:
-    return product_p.bind(sink, *others, program=jax.make_jaxpr(product)(weight, *others))
+    others = [*values[:i], *values[i + 1 :]]
+    if not wide:
+        return product(moved, *others)
+    return product_p.bind(moved, *others, program=jax.make_jaxpr(product)(values[i], *others))
 
 
 # `program` with a first operand that is wider than the one that it takes. Its transpose multiplies
@@ -155,11 +159,8 @@ def _narrow(sink: Any, *others: Any, program: Any) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, program: Any) -> tuple[Any, Any]:
-    (sink, *others), (of_sink, *of_others) = primals, tangents
-    narrow = partial(_narrow, sink, program=program)
-    made, moved = jax.jvp(narrow, others, list(map(ad.instantiate_zeros, of_others)))
-    if isinstance(of_sink, ad.Zero):
-        return made, moved
+    (sink, *others), (of_sink, *of_others) = primals, map(ad.instantiate_zeros, tangents)
+    made, moved = jax.jvp(partial(_narrow, sink, program=program), others, of_others)
     return made, moved + product_p.bind(of_sink, *others, program=program)
 
 
@@ -183,7 +184,7 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, program: Any) -> tuple[A
     def product(weight: Any, *others: Any) -> Any:
         return jaxpr_as_fun(program)(weight, *others)[0]
 
-    weight = jax.ShapeDtypeStruct(args[0].shape, program.in_avals[0].dtype)
+    weight = jax.eval_shape(lambda sink: sink.astype(program.in_avals[0].dtype), args[0])
     batched = jax.make_jaxpr(jax.vmap(product, in_axes=tuple(dims)))(weight, *args[1:])
     return product_p.bind(*args, program=batched), 0
 
@@ -199,7 +200,7 @@ def _with_wide(wide: Any, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
     name = eqn.primitive.name
     if name == names.CONVERT and args[0].dtype == wide:
         return args
-    if name not in names.PRODUCTS or all(x.dtype == wide for x in args):
+    if name not in names.PRODUCTS:
         return bind_as(eqn, args)
 
     def narrow(*args: Any) -> Any:
@@ -208,15 +209,14 @@ def _with_wide(wide: Any, eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
     def widened(*args: Any) -> Any:
         return narrow(*[x.astype(wide) if _holds(wide, x.dtype) else x for x in args])
 
-    # Gradients of gradients are those of the widened product: JAX can't transpose all products
-    # whose result is wider than their operands.
+    # XLA has no products with a wider result for CPUs. And JAX can't differentiate all of them.
     @jax.custom_jvp
     def call(*args: Any) -> Any:
-        # XLA has no such products for CPUs.
         return jax.lax.platform_dependent(*args, cpu=widened, default=narrow)
 
     @call.defjvp
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         return call(*primals), jax.jvp(widened, primals, tangents)[1]
 
-    return [call(*args)]
+    dtypes = {x.dtype for x in args if _holds(wide, x.dtype)}
+    return [call(*args) if len(dtypes) == 1 and wide not in dtypes else widened(*args)]
