@@ -80,13 +80,17 @@ def in_place_of(eqn: Any) -> Iterator[None]:
         yield
 
 
+Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
+
+
 def evaluate(
-    program: Any,
-    constants: Sequence[Any],
-    args: Sequence[Any],
-    call: Callable[[Any, list[Any]], list[Any]] = bind_as,
+    program: Any, constants: Sequence[Any], args: Sequence[Any], rule: Rule = bind_as
 ) -> list[Any]:
-    """The results of a program with other constants. `call` runs each equation."""
+    """The results of a program with other constants.
+
+    `rule` calls an equation. It gets what it has returned for earlier equations, so the values may
+    be of any type.
+    """
     jaxpr = opened(program)
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
 
@@ -95,5 +99,5 @@ def evaluate(
 
     for eqn in jaxpr.eqns:
         with in_place_of(eqn):
-            values.update(zip(eqn.outvars, call(eqn, [read(x) for x in eqn.invars]), strict=True))
+            values.update(zip(eqn.outvars, rule(eqn, [read(x) for x in eqn.invars]), strict=True))
     return [read(x) for x in jaxpr.outvars]

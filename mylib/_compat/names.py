@@ -138,6 +138,23 @@ STOP_GRADIENT = "stop_gradient"
 # Sums of products, whose result may be of a wider dtype than their operands.
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 
+# Operations that only rearrange their first operand. The others, if any, are indices.
+VIEWS = frozenset(
+    {
+        CONSTRAINT,
+        RESHARD,
+        SLICE,
+        "broadcast_in_dim",
+        "copy",
+        "dynamic_slice",
+        "reshape",
+        "rev",
+        "split",
+        "squeeze",
+        "transpose",
+    }
+)
+
 # Operations of one array that turn a gradient into a gradient (`_per_device/sums.py`).
 LINEAR_IN_ONE = frozenset(
     {

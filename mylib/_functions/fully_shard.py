@@ -76,10 +76,11 @@ def fully_shard(
     - `mesh`: the mesh for placements that are not shardings; by default that of `jax.set_mesh`.
     - `dtype`: the dtype that floating-point weights are cast to before they are sent. Layers
         compute in it, and gradients are summed in it and returned in the dtype of the weights.
-    - `reduce_dtype`: a wider dtype in which the gradients of layers are computed and summed over
-        the devices, such as `jnp.float32` with `dtype=jnp.bfloat16`. Products still multiply
-        numbers of `dtype`. The gradients of leaves that are in no layer are summed in `dtype`.
-        XLA can't run some of these products on CPUs, `x @ w` among them: leave it out there.
+    - `reduce_dtype`: a wider dtype for the gradients of weights that layers multiply, such as
+        `jnp.float32` with `dtype=jnp.bfloat16`. They are computed in it from numbers of `dtype`,
+        and summed in it over the devices, if the weight is at most cast, transposed, reshaped or
+        sliced before the product. Gradients of all other uses, such as biases and norms, and of
+        leaves that are in no layer, are summed in `dtype`.
     - `checkpoint`: whether layers are rematerialised, so that gathered weights are never saved for
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only

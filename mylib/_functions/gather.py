@@ -118,7 +118,8 @@ def _is_explicit(x: Any) -> bool:
 
 
 def _sink(x: Any, dtype: Any) -> Any:
-    if dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+    floating = jnp.issubdtype(x.dtype, jnp.floating)
+    if dtype is None or not floating or x.dtype.itemsize > jnp.dtype(dtype).itemsize:
         return None
     return x.astype(dtype)
 

@@ -1,4 +1,6 @@
-"""`fully_shard(reduce_dtype=...)`: gradients are made, and summed, in a wider dtype."""
+"""`fully_shard(reduce_dtype=...)`: gradients of products are wide. All else is as without it."""
+
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -6,6 +8,7 @@ import jax.numpy as jnp
 import models
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType
 from jaxtyping import Array
 
@@ -21,7 +24,7 @@ X = np.ones((ROWS, WIDTH), np.float32)
 
 
 class Cell(eqx.Module):
-    """Weights used in many ways, each of whose gradients is a count that bf16 can't hold."""
+    """Weights used in many ways."""
 
     square: Array
     halves: Array
@@ -88,16 +91,31 @@ def test_gradients_are_not_rounded():
     zeros = Plain(jnp.zeros((WIDTH, WIDTH)), jnp.zeros(WIDTH))
     found = gradient(zeros, X)
     np.testing.assert_array_equal(found.weight, np.full((WIDTH, WIDTH), ROWS))
-    np.testing.assert_array_equal(found.bias, np.full(WIDTH, ROWS))
-    assert np.all(gradient(zeros, X, reduce_dtype=None).bias != ROWS)
+    assert np.all(gradient(zeros, X, reduce_dtype=None).weight != ROWS)
+
+
+class Views(eqx.Module):
+    """Products with parts of weights, on the way to which there are no sums."""
+
+    square: Array
+    halves: Array
+    turns: Array
+
+    def __call__(self, x):
+        up, down = jnp.split(self.halves, 2, -1)
+        y = x @ up + x @ down.T.reshape(4, 4, WIDTH).reshape(WIDTH, WIDTH)
+        y = y + jax.checkpoint(lambda x, w: jnp.einsum("...i,ij->...j", x, w))(x, self.square)
+        y = y + jax.jit(lambda x, w: x @ w.T)(x, checkpoint_name(self.square, "square"))
+        return jax.lax.scan(lambda y, w: (y + x @ w, None), y, self.turns)[0]
 
 
 @pytest.mark.thorough
-def test_gradients_of_all_uses_are_not_rounded():
-    found = gradient(jax.tree.map(jnp.zeros_like, cell()), X)
+def test_gradients_of_parts_are_not_rounded():
+    shapes = [(WIDTH, WIDTH), (WIDTH, 2 * WIDTH), (2, WIDTH, WIDTH)]
+    found = gradient(Views(*map(jnp.zeros, shapes)), X)
     np.testing.assert_array_equal(found.square, np.full((WIDTH, WIDTH), 2.0 * ROWS))
-    np.testing.assert_array_equal(found.table[0], np.full(WIDTH, ROWS))
-    np.testing.assert_array_equal(found.turns, np.full((2, WIDTH), ROWS))
+    np.testing.assert_array_equal(found.halves, np.full((WIDTH, 2 * WIDTH), ROWS))
+    np.testing.assert_array_equal(found.turns, np.full((2, WIDTH, WIDTH), ROWS))
 
 
 @pytest.mark.thorough
@@ -158,18 +176,233 @@ def test_layers_of_equinox():
     assert_close(eqx.filter_jit(eqx.filter_grad(ours))(model), expected, 2e-5)
 
 
-class Branching(eqx.Module):
-    weight: Array
+class Layer(eqx.Module):
+    """A layer that is a function of its weights."""
+
+    weights: dict[str, Array]
+    fun: Callable[..., Array] = eqx.field(static=True)
 
     def __call__(self, x):
-        return jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w.T, self.weight)
+        return self.fun(x, **self.weights)
 
 
-def test_what_can_not_be_looked_into():
-    model = Branching(jnp.ones((WIDTH, WIDTH)))
-    model = mylib.fully_shard(model, Branching, KEPT, mesh=AUTO, reduce_dtype=jnp.float32)
-    with pytest.raises(TypeError, match="pass weights and other values to a cond"):
-        model(X)
+def layer(fun, *names, shape=(8, 8)):
+    keys = jax.random.split(KEY, len(names))
+    return Layer(
+        {n: jax.random.normal(k, shape) / 3 for n, k in zip(names, keys, strict=True)}, fun
+    )
+
+
+def state_space(x, nu, theta, w):
+    decay = jnp.exp(-jnp.exp(nu[0]) + 1j * theta[0])
+
+    def step(h, u):
+        h = decay * h + u
+        return h, h.real
+
+    return jax.lax.scan(step, jnp.zeros(8, jnp.complex64), x @ w)[1]
+
+
+def quantised(x, w, s):
+    s = jnp.abs(s[0, 0]) + 0.1
+    return x @ ((w / s).astype(jnp.float8_e4m3fn).astype(jnp.float32) * s)
+
+
+def convolution(x, w):
+    kernel = w[:3, :3].reshape(1, 1, 3, 3)
+    image = x.reshape(1, 1, 8, 8)
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME")[0, 0]
+
+
+def attention(x, q, k, v):
+    return (
+        jax.nn.softmax((x @ q.T) @ (x @ k).T)
+        @ jnp.einsum("ni,ihd->nhd", x, v.reshape(8, 2, 4))[:, 0]
+        @ v[:4]
+    )
+
+
+def recurrent(x, w, u, b):
+    def step(h, y):
+        z = jax.nn.sigmoid(w @ h + u @ y)
+        return z * h + (1 - z) * jnp.tanh(u.T @ y + b[0]), h
+
+    return jax.lax.scan(step, b[1], x)[1]
+
+
+@jax.custom_vjp
+def reversed_gradient(x, w):
+    return x @ w
+
+
+reversed_gradient.defvjp(lambda x, w: (x @ w, (x, w)), lambda xw, g: (-g @ xw[1].T, -xw[0].T @ g))
+
+
+@jax.custom_jvp
+def doubled_gradient(x, w):
+    return x @ w
+
+
+doubled_gradient.defjvp(lambda xw, t: (xw[0] @ xw[1], t[0] @ xw[1] + 2 * xw[0] @ t[1]))
+
+
+def decaying(x, d, w):
+    decay = jnp.broadcast_to(jax.nn.sigmoid(d[0]), x.shape)
+
+    def combine(p, q):
+        return p[0] * q[0], q[0] * p[1] + q[1]
+
+    return jax.lax.associative_scan(combine, (decay, x @ w))[1]
+
+
+def nested(x, w):
+    policy = jax.checkpoint_policies.dots_saveable
+    inner = jax.checkpoint(lambda x, w: jnp.sin(jax.jit(jnp.matmul)(x, w.T)), policy=policy)
+    return jax.jit(inner)(x, w) @ w
+
+
+SIZES = np.array([3, 5], np.int32)
+LAYERS = {
+    "complex eigenvalues": layer(state_space, "nu", "theta", "w"),
+    "complex sums": layer(lambda x, w: x @ jnp.abs(w + 1j * w.T), "w"),
+    "fft": layer(lambda x, w: x * jnp.fft.fft(w).real + jnp.fft.fft(w).imag, "w"),
+    "quantised": layer(quantised, "w", "s"),
+    "scatter": layer(lambda x, w: x.at[jnp.array([1, 1, 2])].add(w[:3]) @ w, "w"),
+    "convolution": layer(convolution, "w"),
+    "attention": layer(attention, "q", "k", "v"),
+    "recurrent": layer(recurrent, "w", "u", "b"),
+    "experts": layer(lambda x, w: jnp.einsum("nd,df,nf->nf", x, w, x), "w"),
+    "ragged": layer(lambda x, a, b: jax.lax.ragged_dot(x, jnp.stack([a, b]), SIZES), "a", "b"),
+    "low rank": layer(lambda x, w, a, b: x @ (w + a @ b) + (x @ a) @ b, "w", "a", "b"),
+    "norm": layer(lambda x, g, b: x / jnp.linalg.norm(x) * g[0] + b[0], "g", "b"),
+    "weight norm": layer(lambda x, w, g: x @ (w / jnp.linalg.norm(w) * g), "w", "g"),
+    "lookup": layer(lambda x, w: w[jnp.array([3, 3, 1, 0, 7, 3, 2, 2])] * x @ w.T, "w"),
+    "custom_vjp": layer(reversed_gradient, "w"),
+    "custom_jvp": layer(doubled_gradient, "w"),
+    "associative scan": layer(decaying, "d", "w"),
+    "nested": layer(nested, "w"),
+    "cond": layer(
+        lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: x @ w.T, w), "w"
+    ),
+    "loop": layer(
+        lambda x, a, b: jax.lax.fori_loop(
+            0, 3, lambda i, x: jnp.tanh(x @ jnp.stack([a, b])[i % 2]), x
+        ),
+        "a",
+        "b",
+    ),
+    "concatenated": layer(
+        lambda x, a, b: jnp.concatenate([x, x], -1) @ jnp.concatenate([a, b]), "a", "b"
+    ),
+    "gradients inside": layer(lambda x, w: jax.grad(lambda x: jnp.sum(jnp.sin(x @ w)))(x), "w"),
+}
+WAYS = {
+    "plain": lambda model, x: model(x),
+    "vmap": lambda model, x: jax.vmap(model)(jnp.stack([x, x + 1])),
+    "scan": lambda model, x: jax.lax.scan(lambda x, m: (m(x), None), x, doubled(model))[0],
+}
+# `ragged_dot` can't be batched like this, with or without `fully_shard`.
+CASES = [(kind, way) for kind in LAYERS for way in WAYS if (kind, way) != ("ragged", "vmap")]
+EVERY_DAY = {("complex eigenvalues", "plain"), ("quantised", "scan"), ("fft", "vmap")}
+
+
+def doubled(model):
+    return jax.tree.map(lambda x: jnp.stack([x, x / 2]), model)
+
+
+def ours(model, **options):
+    options = {"mesh": AUTO, "reduce_dtype": jnp.float32, **options}
+    return mylib.fully_shard(model, Layer, fsdp("data", min_size=0), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [pytest.param(*c, marks=[] if c in EVERY_DAY else pytest.mark.thorough) for c in CASES],
+)
+def test_gradients_are_those_without_it(kind, way):
+    """Everything is in float32. They would differ if a use of a weight were left out."""
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+
+    def loss(model, shard):
+        return jnp.sum(jnp.sin(WAYS[way](shard(model), x)))
+
+    def found(shard):
+        return eqx.filter_jit(eqx.filter_grad(lambda model: loss(model, shard)))(LAYERS[kind])
+
+    assert_close(found(ours), found(lambda model: model), 1e-4)
+
+
+def test_callbacks_run_once():
+    seen = []
+
+    def fun(x, w):
+        jax.debug.callback(lambda w: seen.append(1), w)
+        return x @ w
+
+    eqx.filter_jit(ours(layer(fun, "w"), checkpoint=False))(jnp.ones((8, 8)))
+    jax.effects_barrier()
+    assert seen == [1]
+
+
+def test_nothing_leaks():
+    model = layer(lambda x, w: x @ w * w, "w")
+    with jax.checking_leaks():
+        eqx.filter_jit(eqx.filter_grad(lambda m: jnp.sum(ours(m)(jnp.ones((8, 8))))))(model)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_gradients(dtype):
+    """Of two layers, one after the other."""
+    several = [layer(lambda x, w: jnp.tanh(x @ w * w[0]), "w")] * 2
+    x = jax.random.normal(jax.random.key(1), (8, 8))
+
+    def found(shard):
+        def loss(models, x):
+            for model in shard(models):
+                x = model(x)
+            return jnp.sum(x.astype(jnp.float32))
+
+        def penalty(models):
+            grads = eqx.filter_grad(lambda models: loss(models, x))(models)
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+        return eqx.filter_jit(eqx.filter_grad(penalty))(several)
+
+    expected = found(lambda models: models)
+    tolerance = 1e-4 if dtype == jnp.float32 else 0.1
+    assert_close(found(lambda models: ours(models, dtype=dtype)), expected, tolerance)
+
+
+def test_weights_that_are_wider_keep_their_gradients():
+    with jax.enable_x64(True):
+        model = Layer({"w": jnp.eye(8, dtype=jnp.float64)}, lambda x, w: x @ w)
+        x = jnp.full((8, 8), 1 + 1e-12)
+        found = eqx.filter_grad(lambda model: jnp.sum(ours(model)(x)))(model)
+        np.testing.assert_allclose(found.weights["w"], jnp.full((8, 8), jnp.sum(x[0])), rtol=1e-14)
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
+def test_narrow_numbers_are_multiplied_and_wide_ones_are_summed(machine):
+    mesh = machine.mesh(data=-1)
+    kept = fsdp("data")
+    like = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    model = mylib.filter_shard(Plain(like, like), kept, mesh=mesh)
+
+    def loss(model, x):
+        options = {"dtype": jnp.bfloat16, "reduce_dtype": jnp.float32}
+        model = mylib.fully_shard(model, Plain, kept, mesh=mesh, **options)
+        return jnp.sum(model(x).astype(jnp.float32) ** 2)
+
+    x = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)
+    x = mylib.filter_shard(x, batch("data"), mesh=mesh)
+    lowered = jax.jit(jax.grad(loss)).lower(model, x)
+    products = [line for line in lowered.as_text().splitlines() if "dot_general" in line]
+    assert products
+    assert all(line.count("xbf16>") >= 2 for line in products)
+    report = mylib.audit(lowered.compile(), mesh=mesh)
+    large = [c for c in report.collectives if c.kind != "all-gather" and c.bytes >= 2**17]
+    assert {c.dtype for c in large} == {"f32"}
 
 
 def test_wrong_dtypes():
