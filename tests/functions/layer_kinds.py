@@ -456,8 +456,8 @@ class Jitted(Kind):
 
 
 class Checkpointed(Kind):
-    up: Array
-    down: Array
+    up: Float[Array, "embed mlp"]
+    down: Float[Array, "mlp embed"]
 
     def __init__(self, key):
         self.up, self.down = normal(key, WIDTH, HIDDEN), normal(key, HIDDEN, WIDTH)
@@ -545,17 +545,15 @@ class Algebra(Kind):
 class Structured(Kind):
     """Takes and returns trees."""
 
+    takes = "tree"
     weight: Array
 
     def __init__(self, key):
         self.weight = normal(key, WIDTH, WIDTH)
 
-    def tree(self, x, *, options):
-        return {"y": x["x"] @ self.weight * options["times"], "none": None, "text": "text", "n": 3}
-
-    def __call__(self, x):
-        found = self.tree({"x": x}, options={"times": 2.0, "unused": jnp.arange(3)})
-        return x + found["y"]
+    def __call__(self, tree, *, options):
+        y = tree["x"] + tree["x"] @ self.weight * options["times"]
+        return {"y": y, "none": None, "text": "text", "number": 3}
 
 
 class Table(Kind):

@@ -36,7 +36,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec as P
 from layer_kinds import KINDS, ORDINARY, TIME, WIDTH, Author, Kind, each
 
 import mylib
-from mylib.rules import by_path, fsdp, replicated
+from mylib.rules import by_axes, fsdp, replicated
 
 BATCH, VOCAB = 8, 16
 MESHES = {"1": (1,), "8": (8,), "4x2": (4, 2), "2x2x2": (2, 2, 2)}
@@ -165,7 +165,7 @@ def draw(seed: int) -> Program:
         way,
         jit,
         layers,
-        rng.choice(["data", "data", "data", "all", "large", "replicated", "last"]),
+        rng.choice(["data", "data", "data", "all", "large", "unaware", "replicated", "last"]),
         often("replicated", 0.6, tensor if "e" in types else "none", tensor),
         **options,
         optimiser=rng.choice(["none", "sgd", "adam"]),
@@ -216,6 +216,8 @@ class Group(eqx.Module):
 def call(layer: Any, x: Any, state: Any, key: Any) -> tuple[Any, Any]:
     if layer.takes == "state":
         return layer(x, state)
+    if layer.takes == "tree":
+        return layer({"x": x}, options={"times": 2.0, "unused": jnp.arange(3)})["y"], state
     y = layer(x, key=key) if layer.takes == "key" else layer(x)
     return (layer.decode(y) if "decode" in layer.methods else y), state
 
@@ -279,7 +281,7 @@ def build(program: Program, seed: int, axes: Sequence[str]) -> tuple[Any, Any]:
         top = Top(program.top, keys[0])
         layers = [make(n, k) for n, k in zip(program.kinds, keys[1:], strict=False)]
         if program.arrangement == "stack":
-            body = eqx.filter_vmap(functools.partial(make, program.kinds[0]))(jr.split(keys[1], 3))
+            body = eqx.filter_vmap(functools.partial(make, program.kinds[0]))(jr.split(keys[1], 4))
         elif program.arrangement == "nested":
             body = {"group": Group(layers)}
         elif program.arrangement == "dict":
@@ -327,23 +329,27 @@ def layers_of(program: Program) -> Any:
 
 def rules_of(program: Program, within: bool = False) -> tuple[Any, Any]:
     """The rules of what is kept and used. `within`: of one model of an ensemble."""
-    axes = AXES[: len(MESHES[program.mesh])]
     ensemble = program.way.startswith("ensemble") and not within
-    # The dimensions before those of a layer's weight.
-    lead = [None] * ((program.arrangement == "stack") + ensemble)
     stacked = (Net,) if ensemble else (Kind,) if program.arrangement == "stack" else ()
     rest = {
         "data": fsdp("data", min_size=0, stacked=stacked),
-        "all": fsdp(axes, min_size=0, stacked=stacked),
-        "large": fsdp("data", min_size=64),
+        "all": fsdp(explicit_first(program), min_size=0, stacked=stacked),
+        "large": fsdp("data", min_size=64, stacked=stacked),
+        "unaware": fsdp("data", min_size=0),  # of stacks without annotations
         "replicated": replicated(),
-        "last": fsdp(axes[-1], min_size=0, stacked=stacked),
+        "last": fsdp(AXES[len(MESHES[program.mesh]) - 1], min_size=0, stacked=stacked),
     }[program.kept]
     used = None if program.used == "none" else replicated()
     if program.used == "tensor":
-        split = {"**.up": P(*lead, None, "model"), "**.down": P(*lead, "model")}
-        return by_path(split) & rest, by_path(split) | used
+        split = by_axes({"mlp": "model"})
+        return split & rest, split | used
     return rest, used
+
+
+def explicit_first(program: Program) -> tuple[str, ...]:
+    """All axes, in the order in which one dimension can be split over them."""
+    axes = AXES[: len(MESHES[program.mesh])]
+    return tuple(sorted(axes, key=lambda axis: program.types[axes.index(axis)], reverse=True))
 
 
 def mesh_of(program: Program) -> Mesh:
@@ -436,8 +442,8 @@ def data_of(program: Program) -> tuple[Any, Any]:
 
 @dataclass
 class Outcome:
-    """`kind` is "passed", "refused" (`why` is a key of REFUSED), "not JAX's" (plain JAX refuses the
-    program, too) or "failed".
+    """`kind` is "passed", "refused" (`why` is a key of REFUSED), "failed", or "not mylib's": the
+    program fails without `fully_shard`, too.
     """
 
     kind: str
@@ -554,20 +560,25 @@ def run(program: Program) -> Outcome:
     with jax.enable_x64(True), warnings.catch_warnings():
         # Expected where a loop or a `vmap` is around the call of a layer.
         warnings.simplefilter("ignore", mylib.PrefetchWarning)
-        expected, error = attempt(lambda: reference(program))
-        if error is not None:
-            return Outcome("not JAX's", "on one device: " + first_line(error), error)
         found, error = attempt(lambda: on_mesh(program, mesh, shard, kept))
-        if error is not None:
-            return judged(error, lambda: on_mesh(program, mesh, plain, kept))
-        _, error = attempt(lambda: compare(program, mesh, kept, found, expected))
+        reason = error and refusal(error)
+        if reason is not None:
+            return Outcome("refused", reason, error)
+        expected, wrong = attempt(lambda: reference(program))
+        if wrong is not None:
+            return Outcome("not mylib's", "on one device: " + first_line(wrong), wrong)
+        if error is None:
+            _, error = attempt(lambda: compare(program, mesh, kept, found, expected))
         if error is None:
             return Outcome("passed")
 
-        def compared() -> None:
+        def in_plain_jax() -> None:
             compare(program, mesh, kept, on_mesh(program, mesh, plain, kept), expected)
 
-        return judged(error, compared)
+        wrong = attempt(in_plain_jax)[1]
+        if wrong is not None:
+            return Outcome("not mylib's", "in plain JAX: " + first_line(wrong), error)
+        return Outcome("failed", first_line(error), error)
 
 
 def attempt(fun: Callable[[], Any]) -> tuple[Any, Exception | None]:
@@ -577,15 +588,9 @@ def attempt(fun: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return None, error
 
 
-def judged(error: Exception, plain: Callable[[], Any]) -> Outcome:
+def refusal(error: Exception) -> str | None:
     text = str(error)
-    reason = next((why for why, told in REFUSED.items() if re.search(told, text)), None)
-    if reason is not None:
-        return Outcome("refused", reason, error)
-    other = attempt(plain)[1]
-    if other is not None:
-        return Outcome("not JAX's", first_line(other), error)
-    return Outcome("failed", first_line(error), error)
+    return next((why for why, told in REFUSED.items() if re.search(told, text)), None)
 
 
 def first_line(error: Exception) -> str:
@@ -671,7 +676,7 @@ def main() -> int:
     parser.add_argument("--times", action="store_true", help="print how long each takes")
     args = parser.parse_args()
     seeds = numbers_in(args.seeds) if args.only is None else [args.only]
-    tally: collections.Counter[tuple[str, str]] = collections.Counter()
+    tally: dict[str, list[int]] = collections.defaultdict(list)
     for seed in seeds:
         program = changed(draw(seed), args.changes)
         if args.mesh not in (None, program.mesh):
@@ -680,17 +685,20 @@ def main() -> int:
         start = time.perf_counter()
         outcome = run(program)
         took = time.perf_counter() - start
-        tally[outcome.kind, outcome.why if outcome.kind == "refused" else ""] += 1
+        told = outcome.why if outcome.kind == "refused" else re.sub(r"\d+", "#", outcome.why)
+        tally[f"{outcome.kind} {told[:100]}"].append(seed)
         if args.only is not None and outcome.error is not None:
             traceback.print_exception(outcome.error)
-        if outcome.kind in ("failed", "not JAX's") or args.only is not None or args.times:
+        if outcome.kind in ("failed", "not mylib's") or args.only is not None or args.times:
             print(f"{outcome.kind} {took:.1f} s, seed {program.seed}: {program}", flush=True)
             print("    " + outcome.why, flush=True)
         jax.clear_caches()
     faulthandler.cancel_dump_traceback_later()
-    for (kind, why), count in sorted(tally.items()):
-        print(f"{count} {kind}{': ' + why if why else ''}")
-    return 1 if any(kind == "failed" for kind, _ in tally) else 0
+    print("In all:")
+    for told, found in sorted(tally.items()):
+        listed = "" if told == "passed " else ", ".join(map(str, found))
+        print(f"{len(found):5} {told} {listed}")
+    return 1 if any(told.startswith("failed") for told in tally) else 0
 
 
 if __name__ == "__main__":
