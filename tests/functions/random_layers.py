@@ -130,8 +130,8 @@ def draw(seed: int) -> Program:
     if arrangement in ("branch", "loop", "jitted", "checkpointed", "stack"):
         kinds = tuple("Mlp" if KINDS[k].takes or len(KINDS[k].methods) > 1 else k for k in kinds)
     if count > 1:
-        # XLA (of jax 0.10.2 and 0.12.0.1): with a batch over one axis of several, the gradient of grouped
-        # convolutions is wrong, without mylib too.
+        # With a batch over one axis of several, XLA's gradient of grouped convolutions is wrong
+        # (jax 0.10.2 and 0.12.0.1), in plain JAX too.
         kinds = tuple("Convolution" if name == "Depthwise" else name for name in kinds)
     layers = rng.choice(["class", "tuple", "mapping", "predicate"])
     if "Linears" in kinds and rng.random() < 0.5:
