@@ -7,7 +7,6 @@ from typing import Any, TypeVar, get_origin
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, because
@@ -16,16 +15,17 @@ from .._placement import (
     Decision,
     Placement,
     Target,
-    axes_in,
     current_world,
     decide,
     sharding_of,
     show,
+    split_over,
     unusual_memory_kind,
 )
 from .._tree import KeyPath, Leaves, name_of, split
 from ..rules import replicated
 from .ahead import Turns
+from .arrivals import expect
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
 from .layer import Plan, as_layer, is_layer, is_method
@@ -144,6 +144,7 @@ def fully_shard(
     if faults:
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
+    expect(leaves.arrays, kept_at)
     route = Route(kept_at, used_at, dtype, reduce_dtype)
     count = sum(chosen is not None for _, _, chosen in nodes)
     turns = Turns(prefetch, count) if prefetch else None
@@ -350,9 +351,9 @@ def _refuse_exchanged(
     leaves: Leaves, kept: Sequence[Target | None], used: Sequence[Target | None]
 ) -> Iterator[Fault]:
     """Faults of weights that `used` splits over an axis over which `kept` splits no weight."""
-    known = {axis for target in kept for axis in _split_over(target)}
+    known = {axis for target in kept for axis in split_over(target)}
     for i, (before, target) in enumerate(zip(kept, used, strict=True)):
-        others = [axis for axis in _split_over(target) if axis not in known]
+        others = [axis for axis in split_over(target) if axis not in known]
         if before is not None and target is not None and others:
             yield leaves.at(
                 i,
@@ -364,11 +365,3 @@ def _refuse_exchanged(
                     f"used={show(sharding_of(target), None)}",
                 ),
             )
-
-
-def _split_over(target: Target | None) -> list[Any]:
-    """The axes that split an array at this target."""
-    sharding = None if target is None else sharding_of(target)
-    if not isinstance(sharding, NamedSharding):
-        return []
-    return sorted(axis for axis in axes_in(sharding.spec) if sharding.mesh.shape[axis] > 1)

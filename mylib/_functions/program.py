@@ -69,8 +69,10 @@ class Program:
         self._id = os.urandom(16)
 
         def run(kept: Arrays, donated: Arrays) -> tuple[Arrays, Outline]:
-            with tracing(), donation_warning(silenced=False):
-                result = outlined(call([*kept, *donated]))
+            arrays = [*kept, *donated]
+            about = advice.arrivals.tracing(arrays)
+            with tracing(), about, donation_warning(silenced=False):
+                result = outlined(call(arrays))
             if current_world().staged:  # not under `jax.disable_jit`
                 _thread.traced += 1
             return result
@@ -114,6 +116,7 @@ class Program:
             call = ahead or self._here()
             if call is self._nested:
                 returned, outline = self._run(call, sides)
+                self._advice.arrivals.hand_on(arrays)
             else:
                 returned, outline, failed, checks = self._run(call, sides)
                 if checks is not None:

@@ -42,6 +42,14 @@ def axes_in(spec: PartitionSpec) -> set[Any]:
     return {name for entry in entries_of(spec) for name in axis_names(entry)}
 
 
+def split_over(target: "Target | None") -> list[Any]:
+    """The axes of more than one device over which an array is split at a target."""
+    sharding = None if target is None else sharding_of(target)
+    if not isinstance(sharding, NamedSharding):
+        return []
+    return sorted(axis for axis in axes_in(sharding.spec) if sharding.mesh.shape[axis] > 1)
+
+
 def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
     # Keeps unreduced and reduced axes.
     return spec.update(partitions=tuple(entries))
