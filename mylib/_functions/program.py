@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 
 from .._compat import (
+    DELETED_ARRAYS_END_IT,
     current_trace,
     donation_warning,
     is_eager,
@@ -65,6 +67,8 @@ class Program:
         self._advice = advice
         self._donated_from = donated_from
         self._returns_host = False
+        # Whether several devices took part in a call.
+        self._is_parallel = False
         # Equinox looks for this id on the stack, to show only the frames inside the program.
         self._id = os.urandom(16)
 
@@ -114,6 +118,8 @@ class Program:
         compiled = _thread.compiled
         try:
             call = ahead or self._here()
+            if DELETED_ARRAYS_END_IT and self._is_parallel and _holds_deleted(arrays):
+                raise RuntimeError("Array has been deleted.")
             if call is self._nested:
                 returned, outline = self._run(call, sides)
                 self._advice.arrivals.hand_on(arrays)
@@ -134,6 +140,7 @@ class Program:
             self._advice.about_captured()
         if first or _thread.compiled != compiled:
             self._advice.about_compiled(arrays, sides[1], returned)
+            self._is_parallel |= any(map(_is_on_several_devices, (*arrays, *returned)))
         return outline.fill(returned)
 
     def lower(self, arrays: Arrays) -> jax.stages.Lowered:
@@ -175,3 +182,13 @@ class Program:
         kinds = {getattr(aval, "memory_space", None) for aval in closed.out_avals}
         self._returns_host |= jax.memory.Space.Host in kinds
         self._advice.look_at(closed)
+
+
+def _holds_deleted(arrays: Arrays) -> bool:
+    return any([x.is_deleted() for x in arrays if hasattr(type(x), "is_deleted")])
+
+
+def _is_on_several_devices(x: Any) -> bool:
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return False
+    return x.sharding.num_devices > 1
