@@ -32,6 +32,7 @@ from .shardings import (
     entries_of as entries_of,
     entries_over as entries_over,
     fill_free as fill_free,
+    grounded as grounded,
     has_partial_sums as has_partial_sums,
     is_described as is_described,
     is_here as is_here,

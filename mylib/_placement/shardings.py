@@ -118,6 +118,21 @@ def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
+def grounded(sharding: T, world: World) -> T:
+    """Replaces an abstract mesh by the mesh with devices, if known: the shardings of traced values
+    have abstract meshes.
+    """
+    if (
+        isinstance(sharding, NamedSharding)
+        and isinstance(sharding.mesh, AbstractMesh)
+        and world.devices is not None
+        and same_axes(sharding.mesh, world.devices)
+    ):
+        there: Any = NamedSharding(world.devices, sharding.spec, memory_kind=sharding.memory_kind)
+        return there
+    return sharding
+
+
 def memory_kind(sharding: Sharding) -> str:
     return sharding.memory_kind or default_memory_kind(sharding)
 
