@@ -3,9 +3,11 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
 from .._compat import value_under
@@ -27,7 +29,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-def expect(arrays: Sequence[object], targets: Sequence[Target | None]) -> None:
+def expect(arrays: Sequence[Any], targets: Sequence[Target | None]) -> None:
     """Notes where weights are kept that are arguments of the program that is being traced."""
     if not _thread.programs:
         return
@@ -35,7 +37,7 @@ def expect(arrays: Sequence[object], targets: Sequence[Target | None]) -> None:
     positions = {id(x): i for i, x in enumerate(arguments)}
     for x, target in zip(arrays, targets, strict=True):
         i = positions.get(id(value_under(x)))
-        if i is not None and target is not None and arguments[i].shape == jnp.shape(x):
+        if i is not None and target is not None and arguments[i].shape == x.shape:
             sharding = sharding_of(target)
             if isinstance(sharding, NamedSharding) and _can_arrive(sharding, arguments[i].dtype):
                 kept[i] = sharding
@@ -88,7 +90,7 @@ class Arrivals:
         for i, sharding in kept.items():
             x = value_under(arguments[i])
             # The compiler chooses where uncommitted arrays arrive, and takes `kept`.
-            if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer) or not x.committed:
+            if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
                 continue
             wanted = _for_comparing(sharding, x.sharding)
             if wanted is not None and not x.sharding.is_equivalent_to(wanted, x.ndim):

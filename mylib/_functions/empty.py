@@ -49,4 +49,5 @@ class WithEmpty:
 
     @classmethod
     def tree_unflatten(cls, targets: Mapping[int, Target], children: Any) -> "WithEmpty":
-        return cls(*children, targets)
+        (result,) = children
+        return cls(result, targets)

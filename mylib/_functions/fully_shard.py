@@ -98,14 +98,16 @@ def fully_shard(
 
     **Returns:**
 
-    A model of the same structure and classes.
+    A model with the same paths. Its layers are instances of subclasses of their classes.
 
     **Raises:**
 
-    [`mylib.PlacementError`][], naming every leaf that can't be placed as requested, and layers that
-    the model doesn't have. It is also raised when a layer is called, if the layer is stacked and
-    `kept` or `used` splits the dimension of the layers, because each step of the loop would gather
-    all of them; if an axis is Manual there; and if the layer's arrays have changed.
+    [`mylib.PlacementError`][], naming every leaf that can't be placed as requested, leaves that
+    `used` splits over an axis over which `kept` splits none, layers that the model doesn't have or
+    that lack a method, and layers of another call of `fully_shard`. It is also raised when a layer
+    is called, if the layer is stacked and `kept` or `used` splits the dimension of the layers,
+    because each step of the loop would gather all of them; if an axis is Manual there; and if the
+    layer's arrays have changed.
 
     !!! Example
 
