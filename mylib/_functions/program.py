@@ -118,8 +118,8 @@ class Program:
         compiled = _thread.compiled
         try:
             call = ahead or self._here()
-            if DELETED_ARRAYS_END_IT and self._is_parallel and _holds_deleted(arrays):
-                raise RuntimeError("Array has been deleted.")
+            if DELETED_ARRAYS_END_IT and self._is_parallel and is_eager(current_trace()):
+                _refuse_deleted(arrays)
             if call is self._nested:
                 returned, outline = self._run(call, sides)
                 self._advice.arrivals.hand_on(arrays)
@@ -184,8 +184,10 @@ class Program:
         self._advice.look_at(closed)
 
 
-def _holds_deleted(arrays: Arrays) -> bool:
-    return any([x.is_deleted() for x in arrays if hasattr(type(x), "is_deleted")])
+def _refuse_deleted(arrays: Arrays) -> None:
+    """Raises what newer versions of JAX raise."""
+    if any([x.is_deleted() for x in arrays if hasattr(type(x), "is_deleted")]):
+        raise RuntimeError("Array has been deleted.")
 
 
 def _is_on_several_devices(x: Any) -> bool:
