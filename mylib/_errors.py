@@ -198,6 +198,13 @@ class DonationWarning(MylibWarning):
     """
 
 
+class PlacementWarning(MylibWarning):
+    """A function compiled by [`mylib.filter_jit`][] is given weights that are placed otherwise than
+    `kept` of its [`mylib.fully_shard`][] says, such as replicated ones. They take memory on each
+    device that `fully_shard` is there to save.
+    """
+
+
 class PrefetchWarning(MylibWarning):
     """Layers of [`mylib.fully_shard`][] with `prefetch=` are called in transformations of their
     own, such as a `jax.vmap` of each layer's call, so they can't gather their weights in advance.

@@ -6,6 +6,7 @@ which says what to do when it moves.
 
 from . import names as names
 from .private import (
+    DELETED_ARRAYS_END_IT as DELETED_ARRAYS_END_IT,
     UNCOMMITTED as UNCOMMITTED,
     CoordinationClient as CoordinationClient,
     Pass as Pass,

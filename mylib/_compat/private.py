@@ -212,6 +212,11 @@ def data_of_shards(x: jax.Array) -> Sequence[jax.Array]:
     return whole._arrays
 
 
+# Until JAX 0.11 a program for several devices that is called with a deleted array ends the process
+# (as in https://github.com/openxla/xla/issues/22604).
+DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
+
+
 def weakly_typed(x: jax.Array) -> jax.Array:
     """The same shards as an array of a weak type. JAX makes arrays from shards of strong types
     only.

@@ -1,5 +1,5 @@
 """The warnings of `filter_jit` after a compilation: captured arrays, unused donations, a second
-compilation for the same shapes. Nothing here changes a result.
+compilation for the same shapes, and what `arrivals.py` finds. Nothing here changes a result.
 """
 
 import functools
@@ -21,6 +21,7 @@ from jax.sharding import Sharding
 from .._errors import CapturedArrayWarning, DonationWarning, RecompilationWarning, warn
 from .._programs import all_jaxprs
 from .._tree import Arrays
+from .arrivals import Arrivals
 
 Captured = Callable[[], Iterable[tuple[str, Any]]]
 # Captured arrays of this many bytes or more are reported.
@@ -68,6 +69,7 @@ class Advice:
         self._names = names
         self._captured = captured
         self._about_donations = about_donations
+        self.arrivals = Arrivals(name, names)
         # Large arrays captured by the last trace, until the warning is given.
         self.large: list[Any] = []
         self._inner: list[Captured] = []
@@ -100,6 +102,7 @@ class Advice:
 
     def about_compiled(self, arrays: Arrays, donated: Arrays, returned: Arrays) -> None:
         """Warns after a call that compiled the program. Donated arrays come last in `arrays`."""
+        self.arrivals.compare(arrays)
         if any(isinstance(x, Tracer) for x in (*arrays, *returned)):
             return
         before, self._locations = self._locations, [_location_of(x) for x in arrays]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,18 +12,23 @@ from jaxtyping import PyTree
 from .._errors import Fault, PlacementError, because
 from .._placement import (
     AnyMesh,
+    Decision,
     Placement,
     Target,
     current_world,
     decide,
+    sharding_of,
+    show,
+    split_over,
     unusual_memory_kind,
 )
-from .._tree import Leaves, name_of, split
+from .._tree import KeyPath, Leaves, name_of, split
 from ..rules import replicated
 from .ahead import Turns
+from .arrivals import expect
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
-from .layer import Plan, as_layer, is_layer
+from .layer import Plan, as_layer, is_layer, is_method
 
 T = TypeVar("T")
 Layers = (
@@ -94,14 +99,16 @@ def fully_shard(
 
     **Returns:**
 
-    A model of the same structure and classes.
+    A model with the same paths. Its layers are instances of subclasses of their classes.
 
     **Raises:**
 
-    [`mylib.PlacementError`][], naming every leaf that can't be placed as requested, and layers that
-    the model doesn't have. It is also raised when a layer is called, if the layer is stacked and
-    `kept` or `used` splits the dimension of the layers, because each step of the loop would gather
-    all of them; if an axis is Manual there; and if the layer's arrays have changed.
+    [`mylib.PlacementError`][], naming every leaf that can't be placed as requested, leaves that
+    `used` splits over an axis over which `kept` splits none, layers that the model doesn't have or
+    that lack a method, and layers of another call of `fully_shard`. It is also raised when a layer
+    is called, if the layer is stacked and `kept` or `used` splits the dimension of the layers,
+    because each step of the loop would gather all of them; if an axis is Manual there; and if the
+    layer's arrays have changed.
 
     !!! Example
 
@@ -133,11 +140,14 @@ def fully_shard(
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
     faults = [fault for decision in decisions for fault in decision.faults]
     faults += _refuse_memory(leaves, decisions[1].targets)
+    faults += _refuse_devices(leaves, decisions)
+    faults += _refuse_exchanged(leaves, *(decision.targets for decision in decisions))
     nodes, treedef = _flatten(model, methods)
     faults += _refuse_layers(layers, model, nodes)
     if faults:
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
+    expect(leaves.arrays, kept_at)
     route = Route(kept_at, used_at, dtype, reduce_dtype)
     count = sum(chosen is not None for _, _, chosen in nodes)
     turns = Turns(prefetch, count) if prefetch else None
@@ -147,8 +157,8 @@ def fully_shard(
     for _, node, chosen in nodes:
         inside = range(start, start := start + len(split(node).arrays))
         if chosen is not None:
-            ranks = tuple(leaves.arrays[i].ndim for i in inside)
-            plan = Plan(route.part(inside), ranks, checkpoint, policy, in_turn, turns)
+            shapes = tuple(tuple(leaves.arrays[i].shape) for i in inside)
+            plan = Plan(route.part(inside), shapes, checkpoint, policy, in_turn, turns)
             node = as_layer(node, chosen, plan)
         else:
             at_top |= dict.fromkeys(inside, len(made))
@@ -191,17 +201,22 @@ def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
         )
     if policy is not None and not checkpoint:
         raise TypeError("fully_shard: policy= has no effect with checkpoint=False: leave one out")
-    if isinstance(layers, tuple | Mapping) and not layers:
-        raise _selects_nothing(layers)
-    if isinstance(layers, Mapping):
-        table = {cls: (n,) if isinstance(n, str) else tuple(n) for cls, n in layers.items()}
+    classes = tuple(layers) if isinstance(layers, tuple | Mapping) else (layers,)
+    for cls in classes:
+        origin = get_origin(cls)
+        if isinstance(origin, type) and issubclass(origin, eqx.Module):
+            raise TypeError(
+                f"fully_shard: layers={layers!r}: Modules don't know the parameters of their "
+                f"class. Write {origin.__qualname__}, not {cls!r}"
+            )
+    if classes and all(isinstance(cls, type) for cls in classes):
+        table: dict[type, Sequence[str]] = dict.fromkeys(classes, _CALL)
+        if isinstance(layers, Mapping):
+            table = {cls: (n,) if isinstance(n, str) else tuple(n) for cls, n in layers.items()}
         for cls, names in table.items():
-            lacking = [name for name in names if not callable(getattr(cls, name, None))]
-            if lacking or not names:
-                raise TypeError(f"fully_shard: {cls.__qualname__} has no method {lacking or ''}")
+            if not names:
+                raise TypeError(f"fully_shard: {cls.__qualname__} has no method in layers={layers}")
         return lambda x, path: next((n for cls, n in table.items() if isinstance(x, cls)), None)
-    if all(isinstance(x, type) for x in (layers if isinstance(layers, tuple) else (layers,))):
-        return lambda x, path: _CALL if isinstance(x, layers) else None
     if callable(layers) and not isinstance(layers, eqx.Module):
         return lambda x, path: _CALL if layers(x, path) else None
     raise _selects_nothing(layers)
@@ -236,26 +251,35 @@ def _flatten(model: Any, methods: _Methods) -> tuple[list[_Node], Any]:
 
 def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[Fault]:
     """Faults of the layers in this model."""
-    found = [(path, node) for path, node, chosen in nodes if chosen is not None]
-    yield from _missing(layers, model, [node for _, node in found])
-    for path, node in found:
-        if is_layer(node):
+    modules = _modules(model)
+    gathering = [(path, x) for path, x in modules if is_layer(x)]
+    for path, _ in gathering:
+        yield Fault(
+            jtu.keystr(path),
+            None,
+            "fully_shard",
+            "it gathers its weights already",
+            "call fully_shard once, on the model that the loss takes; for layers of several "
+            "classes give a tuple of them",
+        )
+    if gathering:
+        return
+    found = [(path, node, chosen) for path, node, chosen in nodes if chosen is not None]
+    yield from _missing(layers, modules, [node for _, node, _ in found])
+    shared = [path for path, x in modules if isinstance(x, eqx.nn.Shared)]
+    for path, node, chosen in found:
+        cls = type(node)
+        lacking = [name for name in chosen if not is_method(cls, name)]
+        if lacking:
+            own = [x for x in vars(cls) if not x.startswith("_") and is_method(cls, x)]
             yield Fault(
-                name_of(path) if path else "",
+                jtu.keystr(path),
                 None,
-                "fully_shard",
-                "it gathers its weights already",
-                "call fully_shard once, on the model that the loss takes",
+                f"fully_shard of {cls.__qualname__}",
+                f"{cls.__qualname__} has no method {', '.join(lacking)}",
+                "name the methods that gather, as in "
+                f"layers={{{cls.__qualname__}: {own or ['encode', 'decode']}}}",
             )
-    shared: list[Any] = []
-
-    def note(path: Any, x: Any) -> bool:
-        if isinstance(x, eqx.nn.Shared):
-            shared.append(path)
-        return False
-
-    jtu.tree_flatten_with_path(model, is_leaf=note, is_leaf_takes_path=True)
-    for path, _ in found:
         if any(path[: len(tied)] == tied for tied in shared):
             yield Fault(
                 name_of(path),
@@ -267,15 +291,23 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
             )
 
 
-def _missing(layers: Any, model: Any, found: Sequence[Any]) -> Iterator[Fault]:
-    there: dict[str, None] = {}
+def _modules(model: Any) -> list[tuple[KeyPath, eqx.Module]]:
+    """All Modules of a model, with their paths."""
+    found: list[tuple[KeyPath, eqx.Module]] = []
 
-    def note(x: Any) -> bool:
+    def note(path: KeyPath, x: Any) -> bool:
         if isinstance(x, eqx.Module):
-            there[type(x).__qualname__] = None
+            found.append((path, x))
         return False
 
-    jtu.tree_flatten(model, is_leaf=note)
+    jtu.tree_flatten_with_path(model, is_leaf=note, is_leaf_takes_path=True)
+    return found
+
+
+def _missing(
+    layers: Any, modules: Sequence[tuple[KeyPath, eqx.Module]], found: Sequence[Any]
+) -> Iterator[Fault]:
+    there = dict.fromkeys(type(x).__qualname__ for _, x in modules)
     wanted = layers if isinstance(layers, tuple | Mapping) else (layers,)
     for cls in wanted:
         is_class = isinstance(cls, type)
@@ -294,3 +326,45 @@ def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator
             mend = "write it in `kept`: layers compute in the memory of the device"
             refused = because("nothing is computed there", mend, f"used in {kind} memory")
             yield leaves.at(i, refused)
+
+
+def _refuse_devices(leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Fault]:
+    """Faults of weights that are on other devices than the rest: no program has both."""
+    meshes = [decision.mesh for decision in decisions if decision.mesh is not None]
+    placed = [
+        (i, sharding_of(target))
+        for decision in decisions
+        for i, target in enumerate(decision.targets)
+        if target is not None
+    ]
+    most = max([mesh.size for mesh in meshes] + [x.num_devices for _, x in placed], default=0)
+    for i, sharding in placed:
+        if sharding.num_devices != most:
+            yield leaves.at(
+                i,
+                because(
+                    f"layers compute on {most} devices, and this is on {sharding.num_devices}",
+                    "write a PartitionSpec over the mesh of all, such as P()",
+                    show(sharding, None),
+                ),
+            )
+
+
+def _refuse_exchanged(
+    leaves: Leaves, kept: Sequence[Target | None], used: Sequence[Target | None]
+) -> Iterator[Fault]:
+    """Faults of weights that `used` splits over an axis over which `kept` splits no weight."""
+    known = {axis for target in kept for axis in split_over(target)}
+    for i, (before, target) in enumerate(zip(kept, used, strict=True)):
+        others = [axis for axis in split_over(target) if axis not in known]
+        if before is not None and target is not None and others:
+            yield leaves.at(
+                i,
+                because(
+                    f"`used` splits it over {others[0]!r}, over which `kept` splits no weight: "
+                    "each device would hold more between steps than a layer computes with",
+                    "`kept` comes first: fully_shard(model, layers, kept, used). What `used` "
+                    "splits, `kept` splits, too",
+                    f"used={show(sharding_of(target), None)}",
+                ),
+            )

@@ -35,11 +35,13 @@ class Route:
     reduce_dtype: Any
     lookups: bool = False
 
-    def without(self, dims: int) -> "Route":
-        """The route of the slices that a loop over the first dimensions takes of the weights."""
-        if not dims:
+    def without(self, removed: Sequence[Sequence[int]]) -> "Route":
+        """The route of slices of the weights, which lack these dimensions of each; of the weights
+        themselves if `removed` is empty.
+        """
+        if not removed:
             return self
-        kept, used = (tuple(_without(t, dims) for t in ts) for ts in (self.kept, self.used))
+        kept, used = (tuple(map(_without, ts, removed)) for ts in (self.kept, self.used))
         return replace(self, kept=kept, used=used)
 
     def part(self, index: Sequence[int]) -> "Route":
@@ -165,7 +167,8 @@ def _computable(target: Target) -> Target:
     return target
 
 
-def _without(target: Target | None, dims: int) -> Target | None:
+def _without(target: Target | None, dims: Sequence[int]) -> Target | None:
     if not isinstance(target, NamedSharding):
         return target
-    return target.update(spec=with_entries(target.spec, entries_of(target.spec)[dims:]))
+    entries = [x for dim, x in enumerate(entries_of(target.spec)) if dim not in dims]
+    return target.update(spec=with_entries(target.spec, entries))

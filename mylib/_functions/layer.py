@@ -3,7 +3,8 @@
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import equinox as eqx
@@ -29,7 +30,7 @@ class Plan:
     """How `fully_shard` has its layers gather and compute."""
 
     route: Route
-    ranks: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     checkpoint: bool
     policy: Policy | None
     in_turn: bool
@@ -54,6 +55,32 @@ def _make(cls: type, fields: dict[str, Any]) -> Any:
     return made
 
 
+def is_method(cls: type, name: str) -> bool:
+    """Whether instances of a class have this method."""
+    # `getattr` alone would find the `__call__` of the metaclass.
+    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    is_bound = isinstance(found, staticmethod | classmethod)
+    return found is not None and not is_bound and callable(getattr(cls, name))
+
+
+class _Unhooked:
+    """The first base of the classes made here. It keeps out `__init_subclass__` of the users'
+    classes, which may need keywords, or register each class that they see.
+    """
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        pass
+
+
+@dataclass
+class _Hidden:
+    """Its field is one that `dataclasses.fields` leaves out, and `dataclasses.replace` copies."""
+
+    _fully_shard_plan: InitVar[Any] = None
+
+
 @functools.cache
 def _layer_class(cls: type, methods: tuple[str, ...]) -> type:
     namespace: dict[str, Any] = {name: _gathering(cls, getattr(cls, name)) for name in methods}
@@ -62,19 +89,31 @@ def _layer_class(cls: type, methods: tuple[str, ...]) -> type:
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "__annotations__": {_PLAN: Any},
-        _PLAN: eqx.field(static=True, repr=False, default=None),
+        _PLAN: eqx.field(static=True, repr=False, default=None, kw_only=True),
         # This class can't be imported by name, and a plan refers to devices: pickle the original.
         "__reduce__": lambda layer: (_make, (cls, _split_fields(layer)[0])),
         "__copy__": lambda layer: _make(type(layer), layer.__dict__),
         "__deepcopy__": _deep_copy,
     }
-    return type(cls)(cls.__name__, (cls,), namespace)
+    made: Any = type(cls)(cls.__name__, (_Unhooked, cls), namespace)
+    # Equinox flattens by the fields that it has read now. All others read those of the original.
+    fields, hidden = (vars(x)["__dataclass_fields__"] for x in (cls, _Hidden))
+    # An `__init__` of the original doesn't take the plan.
+    made.__dataclass_fields__ = fields | hidden if "__init__" in vars(made) else fields
+    made.__annotations__ = {}
+    return made
 
 
 def _split_fields(layer: Any) -> tuple[dict[str, Any], Plan]:
     """The fields of the original, and the plan."""
     fields = dict(layer.__dict__)
-    plan = fields.pop(_PLAN)
+    plan = fields.pop(_PLAN, None)
+    if plan is None:
+        raise TypeError(
+            f"this {type(layer).__qualname__} was made by the class of a layer of fully_shard, so "
+            "it doesn't know where its weights are. Make it before fully_shard, or change a layer "
+            "by equinox.tree_at"
+        )
     return fields, plan
 
 
@@ -145,29 +184,56 @@ def _after(weights: Arrays, given: Arrays, route: Route) -> tuple[Arrays, Arrays
     return keep(weights, route.kept), given
 
 
-def _stacked(plan: Plan, leaves: Leaves) -> int:
-    """The number of dimensions that loops over stacked layers have removed from the weights."""
-    found = {rank - x.ndim for rank, x in zip(plan.ranks, leaves.arrays, strict=False)}
-    if len(plan.ranks) == len(leaves.arrays) and len(found) <= 1:
-        dims = found.pop() if found else 0
-        if dims >= 0:
-            return dims
+# For each array the dimensions that loops and `vmap`s have removed; empty if they removed none.
+Removed = tuple[tuple[int, ...], ...]
+
+
+def _stacked(plan: Plan, leaves: Leaves) -> Removed:
+    """Which dimensions of the weights that `fully_shard` was given have been removed."""
     name = type(leaves.tree).__qualname__
-    raise PlacementError(
-        [
-            because(
-                "its arrays are not those of the model that fully_shard was called with, nor "
-                f"slices of them: their ranks are {[x.ndim for x in leaves.arrays]}, and were "
-                f"{list(plan.ranks)}",
-                "change the model before fully_shard. If weights are tied (eqx.nn.Shared), name a "
-                "class that holds both of them, or leave theirs out of `layers`",
-                f"fully_shard, and a call of {name}",
-            )
-        ]
+    request = f"fully_shard, and a call of {name}"
+    mend = (
+        "change the model before fully_shard. If weights are tied (eqx.nn.Shared), name a class "
+        "that holds both of them, or leave theirs out of `layers`"
     )
+    ours = "those of the model that fully_shard was called with"
+    count, now = len(plan.shapes), [tuple(x.shape) for x in leaves.arrays]
+    if len(now) != count:
+        reason = f"its arrays are not {ours}: it has {len(now)}, and had {count}"
+        raise PlacementError([because(reason, mend, request)])
+    found = [_ways(shape, x) for shape, x in zip(plan.shapes, now, strict=True)]
+    leaves = replace(leaves, naming=lambda path: name + jtu.keystr(path))
+    faults: list[Fault] = []
+    for i, ways in enumerate(found):
+        if not ways:
+            reason = f"it is not a slice of {ours}, of shape {plan.shapes[i]}"
+            faults.append(leaves.at(i, because(reason, mend, request)))
+        elif len(ways) > 1:
+            reason = f"it may be a slice of the weights {plan.shapes[i]} along several dimensions"
+            stack = "stack layers along their first dimension (out_axes=0, in_axes=0)"
+            faults.append(leaves.at(i, because(reason, stack, request)))
+    if faults:
+        raise PlacementError(faults)
+    removed = tuple(ways[0] for ways in found)
+    return removed if any(removed) else ()
 
 
-def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
+def _ways(shape: tuple[int, ...], now: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The dimensions without which `shape` is `now`, in all ways that are possible. Loops remove
+    the first ones, so if these can be it, they are.
+    """
+    count = len(shape) - len(now)
+    first = tuple(range(count))
+    if not count or (count > 0 and shape[count:] == now):
+        return [first]
+    return [
+        dims
+        for dims in combinations(range(len(shape)), max(count, 0))
+        if tuple(n for i, n in enumerate(shape) if i not in dims) == now
+    ]
+
+
+def _refuse(plan: Plan, leaves: Leaves, stacked: Removed, world: World) -> None:
     faults: list[Fault] = []
     if stacked and plan.turns is not None:
         faults.append(
@@ -183,7 +249,9 @@ def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
         sharding = None if target is None else sharding_of(target)
         if not isinstance(sharding, NamedSharding):
             continue
-        taken = [a for entry in entries_of(sharding.spec)[:stacked] for a in axis_names(entry)]
+        spec = dict(enumerate(entries_of(sharding.spec)))
+        dims = stacked[i] if stacked else ()
+        taken = [a for dim in dims for a in axis_names(spec.get(dim))]
         manual = sorted(axes_in(sharding.spec) & world.manual_axes)
         if not (taken or manual):
             continue

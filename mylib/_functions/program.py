@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
+from jax.core import Tracer
 
 from .._compat import (
+    DELETED_ARRAYS_END_IT,
     current_trace,
     donation_warning,
     is_eager,
@@ -65,12 +67,16 @@ class Program:
         self._advice = advice
         self._donated_from = donated_from
         self._returns_host = False
+        # Whether several devices took part in a call.
+        self._is_parallel = False
         # Equinox looks for this id on the stack, to show only the frames inside the program.
         self._id = os.urandom(16)
 
         def run(kept: Arrays, donated: Arrays) -> tuple[Arrays, Outline]:
-            with tracing(), donation_warning(silenced=False):
-                result = outlined(call([*kept, *donated]))
+            arrays = [*kept, *donated]
+            about = advice.arrivals.tracing(arrays)
+            with tracing(), about, donation_warning(silenced=False):
+                result = outlined(call(arrays))
             if current_world().staged:  # not under `jax.disable_jit`
                 _thread.traced += 1
             return result
@@ -112,8 +118,11 @@ class Program:
         compiled = _thread.compiled
         try:
             call = ahead or self._here()
+            if DELETED_ARRAYS_END_IT and self._is_parallel and is_eager(current_trace()):
+                _refuse_deleted(arrays)
             if call is self._nested:
                 returned, outline = self._run(call, sides)
+                self._advice.arrivals.hand_on(arrays)
             else:
                 returned, outline, failed, checks = self._run(call, sides)
                 if checks is not None:
@@ -131,6 +140,7 @@ class Program:
             self._advice.about_captured()
         if first or _thread.compiled != compiled:
             self._advice.about_compiled(arrays, sides[1], returned)
+            self._is_parallel |= any(map(_is_on_several_devices, (*arrays, *returned)))
         return outline.fill(returned)
 
     def lower(self, arrays: Arrays) -> jax.stages.Lowered:
@@ -172,3 +182,15 @@ class Program:
         kinds = {getattr(aval, "memory_space", None) for aval in closed.out_avals}
         self._returns_host |= jax.memory.Space.Host in kinds
         self._advice.look_at(closed)
+
+
+def _refuse_deleted(arrays: Arrays) -> None:
+    """Raises what newer versions of JAX raise."""
+    if any([x.is_deleted() for x in arrays if hasattr(type(x), "is_deleted")]):
+        raise RuntimeError("Array has been deleted.")
+
+
+def _is_on_several_devices(x: Any) -> bool:
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return False
+    return x.sharding.num_devices > 1

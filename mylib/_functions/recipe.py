@@ -36,6 +36,7 @@ from .._tree import (
 from ..machines import Argument, NotHereError, arguments_of
 from .advice import Advice, captured_by, some
 from .cache import Known
+from .empty import WithEmpty
 from .inputs import Inputs
 from .key import Key
 from .notes import NUMBERED
@@ -200,10 +201,11 @@ class Prepared:
         if recipe.out_shardings is None:
             return result
         try:
-            return filter_device_put(result, recipe.out_shardings, mesh=recipe.mesh)
+            placed = filter_device_put(result, recipe.out_shardings, mesh=recipe.mesh)
         except PlacementError as error:
             error.add_note(f"(the tree is what {recipe.name} returns, placed by its out_shardings)")
             raise
+        return WithEmpty.of(placed, recipe.out_shardings, recipe.mesh)
 
     def named(self, own: str) -> str:
         """The caller's name of an array with this name in the program."""
@@ -266,7 +268,7 @@ class Call:
             raise
         if placed is not self.arrays:
             self.let_go(placed)
-        return result
+        return result.placed() if isinstance(result, WithEmpty) else result
 
     def lower(self, own: Arrays) -> tuple[jax.stages.Lowered, list[Argument]]:
         placed, own = self.placed(own, abstract=True)

@@ -136,6 +136,7 @@ def decide(
         reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
         raise PlacementError([because(reason, mend, f"mesh={mesh!r}")])
     if not leaves.positions:
+        _refuse_class(leaves.tree)
         _refuse_arrays(placement)
     entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
     return _Resolver(leaves, mesh, world, refuse, fit).run(entries, misfits)
@@ -146,6 +147,13 @@ def decide_each(
 ) -> Decision:
     """`decide` with a placement for each array."""
     return _Resolver(leaves, mesh, world, None, fit).run(entries, [])
+
+
+def _refuse_class(tree: Any) -> None:
+    if isinstance(tree, type) and issubclass(tree, eqx.Module):
+        raise TypeError(
+            f"{tree.__qualname__} is a class: pass an instance of the model, not its class"
+        )
 
 
 def _refuse_arrays(placement: Any) -> None:

@@ -42,6 +42,14 @@ def axes_in(spec: PartitionSpec) -> set[Any]:
     return {name for entry in entries_of(spec) for name in axis_names(entry)}
 
 
+def split_over(target: "Target | None") -> list[Any]:
+    """The axes of more than one device over which an array is split at a target."""
+    sharding = None if target is None else sharding_of(target)
+    if not isinstance(sharding, NamedSharding):
+        return []
+    return sorted(axis for axis in axes_in(sharding.spec) if sharding.mesh.shape[axis] > 1)
+
+
 def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
     # Keeps unreduced and reduced axes.
     return spec.update(partitions=tuple(entries))
@@ -108,6 +116,21 @@ def same_axes(one: AnyMesh, other: AnyMesh) -> bool:
 
 def axis_types(mesh: AnyMesh) -> dict[str, AxisType]:
     return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def grounded(sharding: T, world: World) -> T:
+    """Replaces an abstract mesh by the mesh with devices, if known: the shardings of traced values
+    have abstract meshes.
+    """
+    if (
+        isinstance(sharding, NamedSharding)
+        and isinstance(sharding.mesh, AbstractMesh)
+        and world.devices is not None
+        and same_axes(sharding.mesh, world.devices)
+    ):
+        there: Any = NamedSharding(world.devices, sharding.spec, memory_kind=sharding.memory_kind)
+        return there
+    return sharding
 
 
 def memory_kind(sharding: Sharding) -> str:

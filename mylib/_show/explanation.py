@@ -13,6 +13,7 @@ from .._placement import (
     Placement,
     current_world,
     decide,
+    grounded,
     is_rule,
     leaf_at,
     sharding_of,
@@ -23,7 +24,7 @@ from .fold import fold
 from .meshes import Meshes
 from .page import overview_page
 from .present import current_place, present_rows
-from .rows import Row, Rows, grounded, sizes, totals
+from .rows import Row, Rows, sizes, totals
 from .text import BOLD, RED, columns, count, paint_for_stdout, show_bytes
 
 # Leaves of this many bytes or more count as large.

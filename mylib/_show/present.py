@@ -6,7 +6,7 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding, Sharding
 
-from .._placement import World
+from .._placement import World, grounded
 from .._tree import Kind, Leaf, Leaves, name_of
 from .rows import (
     ABSTRACT,
@@ -16,7 +16,6 @@ from .rows import (
     TRACED,
     UNCOMMITTED,
     Row,
-    grounded,
 )
 
 

@@ -13,11 +13,9 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceShar
 
 from .._placement import (
     Target,
-    World,
     axis_names,
     default_memory_kind,
     entries_of,
-    same_axes,
     sharding_of,
 )
 from .._tree import KeyPath, Leaf
@@ -217,17 +215,3 @@ def is_offloaded(place: Sharding) -> bool:
 def _whereabouts(sharding: Sharding) -> AbstractMesh | frozenset[Any]:
     mesh = getattr(sharding, "mesh", None)
     return mesh if isinstance(mesh, AbstractMesh) else frozenset(sharding.device_set)
-
-
-def grounded(sharding: Sharding, world: World) -> Sharding:
-    """Replaces an abstract mesh by the mesh with devices, if known: the shardings of traced values
-    have abstract meshes.
-    """
-    if (
-        isinstance(sharding, NamedSharding)
-        and isinstance(sharding.mesh, AbstractMesh)
-        and world.devices is not None
-        and same_axes(sharding.mesh, world.devices)
-    ):
-        return NamedSharding(world.devices, sharding.spec, memory_kind=sharding.memory_kind)
-    return sharding

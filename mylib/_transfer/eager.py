@@ -71,6 +71,22 @@ class Move(NamedTuple):
 
 def move(moves: Sequence[Move]) -> list[jax.Array]:
     """Moves the arrays to their targets."""
+    wide = {i for i, one in enumerate(moves) if one.kind is Kind.DEVICE and _is_wide(one.x)}
+    if not wide:
+        return _move(moves)
+    # Without 64 bits, JAX moves the shards of such an array as 32 bits, but not its dtype.
+    with jax.enable_x64(True):
+        own = iter(_move([moves[i] for i in sorted(wide)]))
+    rest = iter(_move([one for i, one in enumerate(moves) if i not in wide]))
+    return [next(own if i in wide else rest) for i in range(len(moves))]
+
+
+def _is_wide(x: jax.Array) -> bool:
+    """Whether it has 64 bits, made under `jax.enable_x64`, while JAX makes only arrays of 32."""
+    return canonical_dtype(x) != x.dtype
+
+
+def _move(moves: Sequence[Move]) -> list[jax.Array]:
     moved: list[Any] = [None] * len(moves)
     keys: list[int] = []
     partial: list[tuple[int, NamedSharding]] = []
@@ -259,9 +275,9 @@ def _private(x: Any, here: Sharding | None, wanted: Sharding, donate: bool, alia
     if here is None or not here.is_fully_addressable:
         return on_host(x, donate or alias)
     one_to_many = here.num_devices == 1 and wanted.num_devices > 1
-    if x.weak_type or canonical_dtype(x) != x.dtype:
-        # NumPy has no weak types, and would warn about 64 bits. Copies the whole array to all
-        # devices first, since cutting it up on one device compiles for its shape.
+    if x.weak_type:
+        # NumPy has no weak types. Copies the whole array to all devices first, since cutting it up
+        # on one device compiles for its shape.
         if one_to_many and isinstance(wanted, NamedSharding):
             return _replicas(x, wanted.mesh)
     elif _on_cpu(here) or (one_to_many and x.nbytes < thresholds.WORTH_COMPILING):

@@ -75,7 +75,9 @@ def _as_numpy(path: KeyPath, x: Any) -> Any:
 
 
 def _natively(x: Any) -> Any:
-    # Arrays read from files may have a foreign byte order.
+    # Arrays read from files may have a foreign byte order. NumPy's StringDType has none.
+    if x.dtype.isnative:
+        return x
     native = x.dtype.newbyteorder("=")
     return x if kind_of(np.empty(0, native)) is Kind.STATIC else x.astype(native)
 

@@ -281,6 +281,16 @@ def test_bytes_in_another_order(mesh, dtype):
         assert isinstance(out["days"], np.ndarray)
 
 
+def test_arrays_of_strings_are_static(mesh):
+    names = np.array(["a", "bc"] * 4, np.dtypes.StringDType())
+    batch = {"x": np.ones((8, 2), np.float32), "names": names}
+    out = to_global(batch, P("data"), mesh=mesh)
+    assert out["names"] is names and out["x"].sharding.spec == P("data")
+    with prefetch([batch], P("data"), mesh=mesh) as batches:
+        (out,) = batches
+    assert list(out["names"]) == list(names)
+
+
 def test_numbers_that_become_arrays(mesh):
     batch = {"x": np.ones(8), "lr": 0.5, "opt": {"step": 3, "on": True, "z": 1j}, "step": 7}
     out = to_global(batch, P("data"), mesh=mesh, arrays=["lr", "opt.*"])

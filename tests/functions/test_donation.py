@@ -184,3 +184,21 @@ class TestSilence:
         f = mylib.filter_jit(lambda x: x.sum(), donate="all")
         for spec in (P("data"), P(), P("model")):
             f(mylib.filter_shard(jnp.ones(8), spec, mesh=MESH))
+
+
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=str)
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_donated_array_again_over_several_devices(spec, ahead):
+    """On old versions of JAX it would end the process."""
+    tree = {"x": jnp.ones(8), "key": jax.random.split(jax.random.key(0), 8)}
+    tree, count = mylib.filter_shard((tree, jnp.ones(8)), spec, mesh=MESH)
+    f = mylib.filter_jit(lambda tree, count: (tree, count + 1), donate="all")
+    if ahead:
+        f = f.lower(tree, count).compile()
+    again, count = f(tree, count)
+    for wrong in (tree, {**again, "x": tree["x"]}, {**again, "key": tree["key"]}):
+        with pytest.raises(RuntimeError, match="deleted") as caught:
+            f(wrong, count)
+        assert "was given deleted arrays: tree['" in str(caught.value.__notes__)
+    again, _ = f(again, count)
+    np.testing.assert_array_equal(again["x"], np.ones(8))

@@ -553,7 +553,7 @@ def test_wrong_arguments():
         ((LISTED, LISTED, KEPT), {}, "does not select Modules"),
         ((LISTED, (), KEPT), {}, "does not select Modules"),
         ((LISTED, {}, KEPT), {}, "does not select Modules"),
-        ((LISTED, {Layer: ["decode"]}, KEPT), {}, "Layer has no method"),
+        ((LISTED, {Layer: []}, KEPT), {}, "Layer has no method"),
         ((LISTED, Layer, KEPT), {"dtype": jnp.int32}, "not a floating dtype"),
         ((LISTED, Layer, KEPT), {"policy": mylib.recompute_resharded}, "returns a policy"),
         ((LISTED, Layer, KEPT), {"policy": print, "checkpoint": False}, "has no effect with"),

@@ -387,11 +387,12 @@ def test_narrow_numbers_are_multiplied_and_wide_ones_are_summed(machine):
     mesh = machine.mesh(data=-1)
     kept = fsdp("data")
     like = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-    model = mylib.filter_shard(Plain(like, like), kept, mesh=mesh)
+    model = Layer({"w": like, "v": like}, lambda x, w, v: jax.nn.relu(x @ w) @ v.T)
+    model = mylib.filter_shard(model, kept, mesh=mesh)
 
     def loss(model, x):
         options = {"dtype": jnp.bfloat16, "reduce_dtype": jnp.float32}
-        model = mylib.fully_shard(model, Plain, kept, mesh=mesh, **options)
+        model = mylib.fully_shard(model, Layer, kept, mesh=mesh, **options)
         return jnp.sum(model(x).astype(jnp.float32) ** 2)
 
     x = jax.ShapeDtypeStruct((8192, 1024), jnp.bfloat16)

@@ -43,9 +43,21 @@ def prefetch():
     jax.make_jaxpr(loss)([eqx.nn.Linear(2, 2, key=jax.random.key(0))] * 2)
 
 
+def place():
+    kept = mylib.rules.fsdp("data", min_size=1)
+
+    @mylib.filter_jit
+    def step(model, x):
+        return mylib.fully_shard(model, eqx.nn.Linear, kept, mesh=MESH)(x)
+
+    model = eqx.nn.Linear(8, 8, key=jax.random.key(0))
+    step(mylib.filter_shard(model, P(), mesh=MESH), jnp.ones(8))
+
+
 CASES = {
     mylib.CapturedArrayWarning: capture,
     mylib.DonationWarning: donate,
+    mylib.PlacementWarning: place,
     mylib.PrefetchWarning: prefetch,
     mylib.RecompilationWarning: recompile,
     mylib.StaticNumberWarning: count,

@@ -275,6 +275,19 @@ def test_sixty_four_bits_become_what_jax_holds():
     assert mylib.filter_shard(wide["f"], TARGETS["replicated"]).dtype == np.float64
 
 
+@pytest.mark.parametrize("dtype", ["float64", "int64", "complex128"])
+def test_arrays_of_sixty_four_bits_keep_their_shards(dtype, target):
+    with jax.enable_x64(True):
+        alone = jnp.arange(16).astype(dtype)
+        sources = [alone, *(jax.device_put(alone, there) for there in TARGETS.values())]
+    narrow = np.arange(8.0)
+    for source in sources:
+        wide, others = mylib.filter_shard((source, narrow), target)
+        assert {shard.data.dtype for shard in wide.addressable_shards} == {np.dtype(dtype)}
+        np.testing.assert_array_equal(np.asarray(wide), np.arange(16))
+        assert wide.dtype == dtype and others.dtype == np.float32
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (3, 0), (1, 1)])
 def test_empty_and_scalar_arrays(shape):
     for x in (np.zeros(shape, np.float32), jnp.zeros(shape), np.zeros(shape).astype("i8")):
