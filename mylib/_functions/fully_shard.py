@@ -24,6 +24,7 @@ from .ahead import Turns
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
 from .layer import Plan, as_layer, is_layer
+from .residuals import Residuals
 
 T = TypeVar("T")
 Layers = (
@@ -47,6 +48,7 @@ def fully_shard(
     policy: Policy | None = None,
     in_turn: bool = True,
     prefetch: int = 0,
+    saved: PyTree[Placement] = None,
 ) -> T:
     """Returns the model with layers that gather their weights when they are called. Call it inside
     the loss, and differentiate with respect to the model that it takes.
@@ -127,6 +129,11 @@ def fully_shard(
     """
     _check_dtypes(dtype, reduce_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
+    if saved is not None and not checkpoint:
+        raise TypeError(
+            "fully_shard: saved= has no effect with checkpoint=False, which saves everything: leave "
+            "one out"
+        )
     methods = _checked(layers, checkpoint, policy)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
@@ -140,6 +147,7 @@ def fully_shard(
     route = Route(kept_at, used_at, dtype, reduce_dtype)
     count = sum(chosen is not None for _, _, chosen in nodes)
     turns = Turns(prefetch, count) if prefetch else None
+    residuals = None if saved is None else Residuals.of(saved, mesh, used_at)
     made: list[Any] = []
     at_top: dict[int, int] = {}  # the positions in `made` of arrays that are in no layer
     start = 0
@@ -147,7 +155,7 @@ def fully_shard(
         inside = range(start, start := start + len(split(node).arrays))
         if chosen is not None:
             ranks = tuple(leaves.arrays[i].ndim for i in inside)
-            plan = Plan(route.part(inside), ranks, checkpoint, policy, in_turn, turns)
+            plan = Plan(route.part(inside), ranks, checkpoint, policy, in_turn, turns, residuals)
             node = as_layer(node, chosen, plan)
         else:
             at_top |= dict.fromkeys(inside, len(made))

@@ -17,6 +17,7 @@ from .._tree import Arrays, Leaves, outlined, split
 from .ahead import Turns, call_ahead
 from .checkpoint import Policy, filter_checkpoint, recompute_resharded
 from .gather import Route, gather, keep
+from .residuals import Residuals, Run
 from .wide import call_with_sinks
 
 # The field that the classes made here add to those of the original.
@@ -33,6 +34,7 @@ class Plan:
     policy: Policy | None
     in_turn: bool
     turns: Turns | None
+    residuals: Residuals | None
 
 
 def is_layer(x: Any) -> bool:
@@ -103,18 +105,29 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
                 return plain(gathered, args, kwargs)
             return _with_sinks(plain, gathered, sinks, args, kwargs)
 
+        residual = plan.residuals and plan.residuals.residual(args, cls.__qualname__)
+        if residual is not None:
+            run, args = residual.inside(run), residual.split(args)
         if AxisType.Explicit in world.mesh.axis_types:
             run = _in_auto_axes(run)
-        if plan.turns is not None:
-            return _ahead(run, arrays, route, plan.turns, args, kwargs)
-        if plan.in_turn and not stacked:
-            arrays, args, kwargs = _after(arrays, route, args, kwargs)
-        if plan.checkpoint:
-            policy = None if plan.policy is None else recompute_resharded(plan.policy)
-            run = filter_checkpoint(run, policy=policy)
-        return run(arrays, args, kwargs)
+        results = _scheduled(plan, run, arrays, route, stacked, args, kwargs)
+        return results if residual is None else residual.back(results)
 
     return called
+
+
+def _scheduled(
+    plan: Plan, run: Run, arrays: Arrays, route: Route, stacked: int, args: Any, kwargs: Any
+) -> Any:
+    """`run`, when its turn has come, and rematerialised."""
+    if plan.turns is not None:
+        return _ahead(run, arrays, route, plan.turns, args, kwargs)
+    if plan.in_turn and not stacked:
+        arrays, args, kwargs = _after(arrays, route, args, kwargs)
+    if plan.checkpoint:
+        policy = None if plan.policy is None else recompute_resharded(plan.policy)
+        run = filter_checkpoint(run, policy=policy)
+    return run(arrays, args, kwargs)
 
 
 def _with_sinks(
