@@ -1,18 +1,18 @@
-"""Split residuals: a Llama-like model with FSDP and tensor parallelism, with and without
-`fully_shard(..., saved=...)`, compiled: temporary memory, and bytes over the axis of tensor
+"""Split residuals: a Llama-like model with FSDP and tensor parallelism, with and without `saved=`
+of `mylib.fully_shard`, compiled: temporary memory, and what is sent over the axis of tensor
 parallelism beside Megatron's.
 
     python benchmarks/residuals.py h100
-    python benchmarks/residuals.py h100 --model 70b
+    python benchmarks/residuals.py h100-70b
     python benchmarks/residuals.py v5e
 
-Layers are in a scan, kept in f32 and sent in bf16. It computes the loss and the gradient. Nothing is run.
+Layers are in a scan, kept in f32 and sent in bf16; a sequence has 4096 tokens. Attention and the
+loss are computed in blocks. Nothing is run.
 """
 
 import argparse
-import math
 import os
-import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from fsdp_llama import in_blocks, normalised
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float
 from side_by_side import print_header, print_row
 
@@ -43,12 +43,21 @@ class Size(NamedTuple):
     kv_heads: int
 
 
-SIZES = {"small": Size(64, 4096, 11264, 32, 32), "70b": Size(80, 8192, 28672, 64, 8)}
-MACHINES = {
-    "h100": lambda hosts: machines.gpu("h100", hosts=hosts),
-    "v5e": lambda hosts: machines.tpu("v5e", (4, 2 * hosts)),
-    "v5p": lambda hosts: machines.tpu("v5p", (4, 4, hosts // 2)),
+class Case(NamedTuple):
+    machine: Callable[[], machines.Machine]
+    size: Size
+    tensor: int
+    rows: int  # sequences for each group of devices
+
+
+SMALL = Size(depth=64, width=4096, hidden=11264, heads=32, kv_heads=32)
+LARGE = Size(depth=80, width=8192, hidden=28672, heads=64, kv_heads=8)
+CASES = {
+    "h100": Case(partial(machines.gpu, "h100", hosts=4), SMALL, tensor=8, rows=4),
+    "h100-70b": Case(partial(machines.gpu, "h100", hosts=32), LARGE, tensor=8, rows=16),
+    "v5e": Case(partial(machines.tpu, "v5e", (4, 4)), SMALL._replace(depth=16), tensor=4, rows=2),
 }
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 class Block(eqx.Module):
@@ -63,7 +72,9 @@ class Block(eqx.Module):
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> jax.Array:
         y = normalised(x) * self.norms[0]
-        q, k, v = ((y @ w).reshape(*x.shape[:2], -1, HEAD) for w in (self.query, self.key, self.value))
+        q, k, v = (
+            (y @ w).reshape(*x.shape[:2], -1, HEAD) for w in (self.query, self.key, self.value)
+        )
         x = x + attention(turned(q), turned(k), v).reshape(*x.shape[:2], -1) @ self.out
         y = normalised(x) * self.norms[1]
         return x + (jax.nn.silu(y @ self.gate) * (y @ self.up)) @ self.down
@@ -86,6 +97,7 @@ def turned(x: jax.Array) -> jax.Array:
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     q = q.reshape(*k.shape[:3], -1, HEAD)  # the queries of each key
+
     def block(i: jax.Array, q: jax.Array) -> jax.Array:
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32) / HEAD**0.5
         after = jnp.arange(k.shape[1]) > i * QUERIES + jnp.arange(QUERIES)[:, None]
@@ -125,46 +137,43 @@ def abstract_model(size: Size) -> Llama:
     return Llama(array(VOCAB, width), blocks, array(width, VOCAB))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("machine", choices=MACHINES)
-    parser.add_argument("--size", choices=SIZES, default="small")
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--tensor", type=int, default=8)
-    parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--depth", type=int, default=None)
-    parser.add_argument("--which", default="both")
-    parser.add_argument("--report", action="store_true")
-    args = parser.parse_args()
-    size = SIZES[args.size]
-    if args.depth: size = size._replace(depth=args.depth)
-    machine = MACHINES[args.machine](args.hosts)
-    mesh = machine.mesh(data=-1, model=args.tensor)
+def compiled(size: Size, rows: int, mesh: Mesh, saved: P | None) -> Any:
+    """The loss and the gradient, with `rows` sequences for each group of devices."""
     tensor = by_axes({"heads": "model", "mlp": "model", "vocab": "model"}) | replicated()
     kept = tensor & fsdp("data", min_size=2**14)
+
+    def gradient(model: Llama, tokens: jax.Array) -> Any:
+        def loss(model: Llama) -> jax.Array:
+            options = {"mesh": mesh, "dtype": jnp.bfloat16, "saved": saved}
+            return loss_of(mylib.fully_shard(model, Block, kept, tensor, **options), tokens)
+
+        return jax.value_and_grad(loss)(model)
+
     model = mylib.filter_shard(abstract_model(size), kept, mesh=mesh)
-    rows = args.rows * mesh.shape["data"]
-    tokens = mylib.filter_shard(jax.ShapeDtypeStruct((rows, TIME), jnp.int32), P("data"), mesh=mesh)
-    whole = args.rows * TIME * size.width * 2
-    n = args.tensor
-    formula = size.depth * 12 * whole * (n - 1) / n
-    print("input of a layer", whole / GIB, "all layers", whole * size.depth / GIB, "formula", formula / GIB, flush=True)
-    for saved in {"both": (None, P("data", "model")), "with": (P("data", "model"),), "without": (None,)}[args.which]:
-        def gradient(model: Llama, tokens: jax.Array) -> Any:
-            def loss(model: Llama) -> jax.Array:
-                return loss_of(mylib.fully_shard(model, Block, kept, tensor, mesh=mesh, dtype=jnp.bfloat16, saved=saved), tokens)
-            return jax.value_and_grad(loss)(model)
-        out = None, jax.tree.map(lambda x: x.sharding, model)
-        start = time.time()
-        compiled = jax.jit(gradient, out_shardings=out).lower(model, tokens).compile()
-        seconds = time.time() - start
-        report = mylib.audit(compiled, mesh=mesh)
-        kinds = ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-        sent = {kind: report.wire_bytes(kind, "model") / GIB for kind in kinds}
-        print(saved, f"{seconds:.0f} s; temporaries {compiled.memory_analysis().temp_size_in_bytes / GIB:.2f}", {k: round(v, 2) for k, v in sent.items()}, "ratio", sum(sent.values()) * GIB / formula,
-              "all", report.wire_bytes() / GIB, "over data", report.wire_bytes(None, "data") / GIB, flush=True)
-        if args.report:
-            print(report)
+    tokens = jax.ShapeDtypeStruct((rows * mesh.shape["data"], TIME), jnp.int32)
+    tokens = mylib.filter_shard(tokens, P("data"), mesh=mesh)
+    out = None, jax.tree.map(lambda x: x.sharding, model)
+    return jax.jit(gradient, out_shardings=out).lower(model, tokens).compile()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("machine", choices=CASES)
+    case = CASES[parser.parse_args().machine]
+    mesh = case.machine().mesh(data=-1, model=case.tensor)
+    # An all-gather and a reduce-scatter for each of a layer's six all-reduces: two in the forward
+    # pass, two when it is computed again, two in the backward pass.
+    whole = case.rows * TIME * case.size.width * 2
+    formula = case.size.depth * 6 * 2 * whole * (case.tensor - 1) / case.tensor
+    columns = ["saved", "temporaries", *KINDS, "all over model", "Megatron", "ratio"]
+    print_header(f"{case.size} on {mesh.shape}, GiB a device, sent over the axis model", columns)
+    for saved in None, P("data", "model"):
+        program = compiled(case.size, case.rows, mesh, saved)
+        report = mylib.audit(program, mesh=mesh)
+        sent = [report.wire_bytes(kind, "model") for kind in (*KINDS, None)]
+        numbers = [program.memory_analysis().temp_size_in_bytes, *sent, formula]
+        ratio = f"{sent[-1] / formula:.2f}"
+        print_row([str(saved), *(f"{x / GIB:.2f}" for x in numbers), ratio])
 
 
 if __name__ == "__main__":

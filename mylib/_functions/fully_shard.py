@@ -92,6 +92,12 @@ def fully_shard(
     - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in
         the forward and the backward pass. That takes memory for the weights of more layers. Stacked
         layers are prefetched by `jax.lax.scan(..., unroll=2)`.
+    - `saved`: for tensor parallelism, where a layer's input is saved for the backward pass: a
+        placement, or a prefix of placements, for the first positional argument as the layer sees
+        it. `P("data", "model")` for `[batch, time, embed]` gives each device a part of the time;
+        under `jax.vmap(..., spmd_axis_name="data")` write `P("model")`. The layer gathers its
+        input over the axes by which `used` splits weights, and results of the shape and dtype of
+        an input are split as that is. By default inputs are whole over these axes, on each device.
 
     **Returns:**
 
@@ -102,7 +108,8 @@ def fully_shard(
     [`mylib.PlacementError`][], naming every leaf that can't be placed as requested, and layers that
     the model doesn't have. It is also raised when a layer is called, if the layer is stacked and
     `kept` or `used` splits the dimension of the layers, because each step of the loop would gather
-    all of them; if an axis is Manual there; and if the layer's arrays have changed.
+    all of them; if an axis is Manual there; if the layer's arrays have changed; and if its input
+    can't be placed as `saved`, or `saved` names no axis by which `used` splits weights.
 
     !!! Example
 
@@ -131,8 +138,8 @@ def fully_shard(
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
     if saved is not None and not checkpoint:
         raise TypeError(
-            "fully_shard: saved= has no effect with checkpoint=False, which saves everything: leave "
-            "one out"
+            "fully_shard: saved= has no effect with checkpoint=False, which saves everything: "
+            "leave one out"
         )
     methods = _checked(layers, checkpoint, policy)
     leaves, world = split(model), current_world()

@@ -105,12 +105,13 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
                 return plain(gathered, args, kwargs)
             return _with_sinks(plain, gathered, sinks, args, kwargs)
 
+        layer_run: Run = run
         residual = plan.residuals and plan.residuals.residual(args, cls.__qualname__)
         if residual is not None:
-            run, args = residual.inside(run), residual.split(args)
+            layer_run, args = residual.inside(run), residual.split(args)
         if AxisType.Explicit in world.mesh.axis_types:
-            run = _in_auto_axes(run)
-        results = _scheduled(plan, run, arrays, route, stacked, args, kwargs)
+            layer_run = _in_auto_axes(layer_run)
+        results = _scheduled(plan, layer_run, arrays, route, stacked, args, kwargs)
         return results if residual is None else residual.back(results)
 
     return called

@@ -30,7 +30,7 @@ from .._placement import (
     with_entries,
 )
 from .._transfer import place_leaves
-from .._tree import Leaves, split
+from .._tree import split
 
 Targets = Sequence[Target | None]
 Run = Callable[[Any, Any, Any], Any]

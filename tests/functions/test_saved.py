@@ -200,7 +200,7 @@ def test_a_prefix_for_an_input_of_several_arrays():
 class Scale(eqx.Module):
     """A layer whose types are the same with and without split weights."""
 
-    weight: Float[Array, "mlp"]
+    weight: Float[Array, " mlp"]
 
     def __call__(self, x):
         return jnp.sin(x * self.weight)
@@ -231,7 +231,11 @@ def test_explicit_axes(stacked, spec):
     [
         (P("data", "modle"), "has no axis 'modle'", "did you mean 'model'?"),
         (P("data"), "`used` splits weights over 'model', and `saved` splits nothing", "'model'"),
-        (P("data", None, None, "model"), "the spec has 4 entries, for an array of rank 3", "at most 3"),
+        (
+            P("data", None, None, "model"),
+            "the spec has 4 entries, for an array of rank 3",
+            "at most 3",
+        ),
         ((BATCH, BATCH), "a tuple of 2", "one placement"),
         (P("data", "model", "data"), "'data' is used 2 times", "once"),
         (jax.devices()[0], "it splits nothing", "PartitionSpec"),
