@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
@@ -104,7 +105,7 @@ def _untyped(param: Any) -> Any:
     if isinstance(param, NamedSharding):
         # What an operation's result is split over becomes a constraint behind it.
         return None if has_explicit_axes(param.mesh) else param
-    if isinstance(param, jax.core.ShapedArray):
+    if isinstance(param, ShapedArray):
         return param.update(sharding=jax.typeof(_untyped_struct(param)).sharding)
     if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
         return _untyped_program(param)
@@ -129,7 +130,7 @@ def _untyped_struct(aval: Any) -> jax.ShapeDtypeStruct:
 def _untyped_constant(x: Any) -> Any:
     """A captured array, as one over a mesh of Auto axes: the same data."""
     sharding = getattr(x, "sharding", None)
-    if isinstance(x, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+    if isinstance(x, Tracer) or not isinstance(sharding, NamedSharding):
         return x
     if not has_explicit_axes(sharding.mesh):
         return x

@@ -29,6 +29,7 @@ from .arrivals import expect
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
 from .layer import Plan, as_layer, is_layer, is_method
+from .residuals import Residuals
 
 T = TypeVar("T")
 Layers = (
@@ -52,6 +53,7 @@ def fully_shard(
     policy: Policy | None = None,
     in_turn: bool = True,
     prefetch: int = 0,
+    saved: PyTree[Placement] = None,
 ) -> T:
     """Returns the model with layers that gather their weights when they are called. Call it inside
     the loss, and differentiate with respect to the model that it takes.
@@ -96,6 +98,12 @@ def fully_shard(
     - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in
         the forward and the backward pass. That takes memory for the weights of more layers. Stacked
         layers are prefetched by `jax.lax.scan(..., unroll=2)`.
+    - `saved`: for tensor parallelism, where a layer's input is saved for the backward pass: a
+        placement, or a prefix of placements, for the first positional argument as the layer sees
+        it. `P("data", "model")` for `[batch, time, embed]` gives each device a part of the time;
+        under `jax.vmap(..., spmd_axis_name="data")` write `P("model")`. The layer gathers its
+        input over the axes by which `used` splits weights, and results of the shape and dtype of
+        an input are split as that is. By default inputs are whole over these axes, on each device.
 
     **Returns:**
 
@@ -107,8 +115,9 @@ def fully_shard(
     `used` splits over an axis over which `kept` splits none, layers that the model doesn't have or
     that lack a method, and layers of another call of `fully_shard`. It is also raised when a layer
     is called, if the layer is stacked and `kept` or `used` splits the dimension of the layers,
-    because each step of the loop would gather all of them; if an axis is Manual there; and if the
-    layer's arrays have changed.
+    because each step of the loop would gather all of them; if an axis is Manual there; if the
+    layer's arrays have changed; and if its input can't be placed as `saved`, or `saved` names no
+    axis by which `used` splits weights.
 
     !!! Example
 
@@ -135,6 +144,11 @@ def fully_shard(
     """
     _check_dtypes(dtype, reduce_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
+    if saved is not None and not checkpoint:
+        raise TypeError(
+            "fully_shard: saved= has no effect with checkpoint=False, which saves everything: "
+            "leave one out"
+        )
     methods = _checked(layers, checkpoint, policy)
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
@@ -151,6 +165,7 @@ def fully_shard(
     route = Route(kept_at, used_at, dtype, reduce_dtype)
     count = sum(chosen is not None for _, _, chosen in nodes)
     turns = Turns(prefetch, count) if prefetch else None
+    residuals = None if saved is None else Residuals.of(saved, mesh, used_at)
     made: list[Any] = []
     at_top: dict[int, int] = {}  # the positions in `made` of arrays that are in no layer
     start = 0
@@ -158,7 +173,7 @@ def fully_shard(
         inside = range(start, start := start + len(split(node).arrays))
         if chosen is not None:
             shapes = tuple(tuple(leaves.arrays[i].shape) for i in inside)
-            plan = Plan(route.part(inside), shapes, checkpoint, policy, in_turn, turns)
+            plan = Plan(route.part(inside), shapes, checkpoint, policy, in_turn, turns, residuals)
             node = as_layer(node, chosen, plan)
         else:
             at_top |= dict.fromkeys(inside, len(made))

@@ -17,12 +17,17 @@ from .._placement import World, axes_in, axis_names, current_world, entries_of, 
 from .._tree import Arrays, Leaves, Outline, outlined, split
 from .ahead import Turns, call_ahead
 from .checkpoint import Policy, recompute_resharded
-from .explicit import as_written, has_explicit_axes, on_auto_axes
+from .explicit import Run, as_written, has_explicit_axes, on_auto_axes
 from .gather import Route, gather, keep
+from .residuals import Residuals
 from .wide import call_with_sinks
 
 # The field that the classes made here add to those of the original.
 _PLAN = "_fully_shard_plan"
+
+
+# For each array the dimensions that loops and `vmap`s have removed; empty if they removed none.
+Removed = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,7 @@ class Plan:
     policy: Policy | None
     in_turn: bool
     turns: Turns | None
+    residuals: Residuals | None
 
 
 def is_layer(x: Any) -> bool:
@@ -131,32 +137,34 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
         leaves, world = split(_make(cls, fields)), current_world()
         stacked = _stacked(plan, leaves)
         _refuse(plan, leaves, stacked, world)
-        route, weights = plan.route.without(stacked), leaves.arrays
-        given, outline = outlined((args, kwargs))
-        call = _Call(method, leaves, outline)
-        compute = call
-        explicit = has_explicit_axes(world.mesh)
-        if explicit:
-            compute, given, types = as_written(call, weights, given, route)
-
-        def run(weights: Arrays, given: Arrays) -> Arrays:
-            gathered, sinks = gather(weights, route)
-            if route.reduce_dtype is None:
-                return compute(gathered, given)
-            return call_with_sinks(compute, gathered, sinks, given)
-
-        if explicit:
-            run = on_auto_axes(run, types)
-        if plan.turns is not None:
-            return call.filled(call_ahead(run, weights, given, route.kept, plan.turns))
-        if plan.in_turn and not stacked:
-            weights, given = _after(weights, given, route)
-        if plan.checkpoint:
-            policy = None if plan.policy is None else recompute_resharded(plan.policy)
-            run = jax.checkpoint(run, policy=policy)
-        return call.filled(run(weights, given))
+        residual = plan.residuals and plan.residuals.residual(args, cls.__qualname__)
+        if residual is None:
+            return _called(plan, leaves, stacked, world, method, args, kwargs)
+        inside, args = residual.inside(method), residual.split(args)
+        return residual.back(_called(plan, leaves, stacked, world, inside, args, kwargs))
 
     return called
+
+
+def _called(
+    plan: Plan, leaves: Leaves, stacked: Removed, world: World, method: Any, args: Any, kwargs: Any
+) -> Any:
+    route, weights = plan.route.without(stacked), leaves.arrays
+    given, outline = outlined((args, kwargs))
+    call = _Call(method, leaves, outline)
+    if has_explicit_axes(world.mesh):
+        compute, given, types = as_written(call, weights, given, route)
+        run = on_auto_axes(_after_gathering(compute, route), types)
+    else:
+        run = _after_gathering(call, route)
+    if plan.turns is not None:
+        return call.filled(call_ahead(run, weights, given, route.kept, plan.turns))
+    if plan.in_turn and not stacked:
+        weights, given = _after(weights, given, route)
+    if plan.checkpoint:
+        policy = None if plan.policy is None else recompute_resharded(plan.policy)
+        run = jax.checkpoint(run, policy=policy)
+    return call.filled(run(weights, given))
 
 
 class _Call:
@@ -177,15 +185,23 @@ class _Call:
         return self._returned.fill(arrays)
 
 
+def _after_gathering(compute: Run, route: Route) -> Run:
+    """`compute` as a function of weights where they are kept."""
+
+    def run(weights: Arrays, given: Arrays) -> Arrays:
+        gathered, sinks = gather(weights, route)
+        if route.reduce_dtype is None:
+            return compute(gathered, given)
+        return call_with_sinks(compute, gathered, sinks, given)
+
+    return run
+
+
 def _after(weights: Arrays, given: Arrays, route: Route) -> tuple[Arrays, Arrays]:
     """The weights, available only after the arguments."""
     weights, given = jax.lax.optimization_barrier((weights, given))
     # Constrain them again. Otherwise the compiler gathers them before the barrier and keeps them.
     return keep(weights, route.kept), given
-
-
-# For each array the dimensions that loops and `vmap`s have removed; empty if they removed none.
-Removed = tuple[tuple[int, ...], ...]
 
 
 def _stacked(plan: Plan, leaves: Leaves) -> Removed:
