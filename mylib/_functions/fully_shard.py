@@ -20,10 +20,10 @@ from .._placement import (
 )
 from .._tree import Leaves, name_of, split
 from ..rules import replicated
-from .ahead import Turns
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
 from .layer import Plan, as_layer, is_layer
+from .turns import Turns
 
 T = TypeVar("T")
 Layers = (
@@ -138,8 +138,7 @@ def fully_shard(
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
     route = Route(kept_at, used_at, dtype, reduce_dtype)
-    count = sum(chosen is not None for _, _, chosen in nodes)
-    turns = Turns(prefetch, count) if prefetch else None
+    turns = Turns(prefetch) if prefetch else None
     made: list[Any] = []
     at_top: dict[int, int] = {}  # the positions in `made` of arrays that are in no layer
     start = 0

@@ -14,9 +14,10 @@ from jax.sharding import AxisType, NamedSharding
 from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
 from .._tree import Arrays, Leaves, outlined, split
-from .ahead import Turns, call_ahead
+from .ahead import call_ahead
 from .checkpoint import Policy, filter_checkpoint, recompute_resharded
 from .gather import Route, gather, keep
+from .turns import Turns
 from .wide import call_with_sinks
 
 # The field that the classes made here add to those of the original.
