@@ -25,7 +25,6 @@ from .private import (
     error_with as error_with,
     function_of_equinox as function_of_equinox,
     hide_from_breakpoints as hide_from_breakpoints,
-    hold as hold,
     is_compile_only as is_compile_only,
     is_eager as is_eager,
     is_filter_jit as is_filter_jit,

@@ -115,16 +115,6 @@ def trace_of(x: Any) -> Any:
     return x._trace if isinstance(x, Tracer) else None
 
 
-def hold(x: Tracer) -> None:
-    """Keeps a traced value alive until its trace ends, and no longer."""
-    trace = trace_of(x)
-    if hasattr(trace, "__dict__"):
-        vars(trace).setdefault("_held_by_mylib", []).append(x)
-    else:
-        # A trace that records a program keeps the operands of its equations. XLA removes this one.
-        jax.lax.optimization_barrier(x)
-
-
 def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, list[bool]]:
     """A closed jaxpr under `vmap`, with batch axes in front, and which of its results are batched.
     `axis` is JAX's data about the axis.

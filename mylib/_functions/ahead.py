@@ -1,22 +1,24 @@
 """Layers that gather their weights in advance: `prefetch=` of `fully_shard`.
 
-A layer waits for a *token* before it gathers: a number without meaning, which an earlier layer
-returns as soon as it has its input. In the backward pass it waits for the token's cotangent, which
-a later layer returns as soon as it has the cotangent of its results.
+A layer waits for a *token* before it gathers, which an earlier layer returns as soon as it has its
+input. In the backward pass it waits for one that a later layer returns as soon as it has the
+cotangent of its results.
 
-JAX has nothing for this. `jax.checkpoint` gathers again only when the cotangent of the results is
-there, and `jax.custom_vjp` under `jax.vmap` computes the gradient of weights for each example. So
-the tangents of a layer are computed by a primitive with a transpose of its own. All else are
-ordinary equations.
+JAX has nothing for the latter. `jax.checkpoint` gathers again only when the cotangent of the
+results is there, and `jax.custom_vjp` under `jax.vmap` computes the gradient of weights for each
+example. So the tangents of a layer are computed by a primitive with a transpose of its own.
+Everything else are ordinary equations.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -38,14 +40,12 @@ def call_ahead(run: Run, weights: Arrays, given: Arrays, kept: Targets, turns: T
     def computed(weights: Arrays, others: Arrays) -> Arrays:
         return evaluate(traced, others[:start], [*weights, *others[start:]])
 
-    taken = turns.take()
-    token = jnp.zeros(()) if taken is None else taken
-    layer = _Layer(
-        # Without constants: rules must not refer to values of a trace.
-        jax.make_jaxpr(computed)(weights, others),
-        jax.make_jaxpr(lambda weights, token: _after(weights, token, kept))(weights, token),
-    )
-    *results, token = _call(layer, taken is None)(weights, others, token)
+    token, is_ahead = turns.take()
+    # Both without constants: rules must not refer to values of a trace.
+    program = jax.make_jaxpr(computed)(weights, others)
+    after = jax.make_jaxpr(lambda weights, token: _after(weights, token, kept))(weights, token)
+    layer = _Layer(program, after, turns)
+    *results, token = _call(layer, is_ahead)([*weights, *others], token)
     turns.add(token)
     return results
 
@@ -67,131 +67,134 @@ def _after(weights: Arrays, token: Any, kept: Targets) -> Arrays:
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """The program of a layer, a function of its weights and other arrays; and `_after`, a function
-    of the weights and a token.
-
-    Opaque for JAX, which would otherwise ask for more rules: these programs never run as such.
+    """A layer as a function of its weights and other arrays, and `_after` as one of the weights and
+    a token. JAX would ask for rules if these jaxprs were parameters of a primitive.
     """
 
     program: Any
     after: Any
+    turns: Turns
+    # Which arguments have tangents.
+    moving: Sequence[bool] = ()
 
     def __call__(self, given: Arrays) -> Arrays:
         return evaluate(self.program, self.program.consts, given)
 
-    def wait(self, weights: Arrays, token: Any) -> tuple[Arrays, Any]:
-        *weights, token = evaluate(self.after, self.after.consts, [*weights, token])
-        return weights, token
+    def wait(self, given: Arrays, token: Any) -> tuple[Arrays, Arrays, Any]:
+        """The weights, the other arrays, and the token, the weights available after it."""
+        count = len(self.after.in_avals) - 1
+        *weights, token = evaluate(self.after, self.after.consts, [*given[:count], token])
+        return weights, list(given[count:]), token
+
+    def linearised(self, given: Arrays) -> Any:
+        """`jax.vjp` for the arguments and results that have tangents."""
+
+        def computed(xs: Arrays) -> Arrays:
+            rest = iter(xs)
+            pairs = zip(given, self.moving, strict=True)
+            results = self([next(rest) if moves else x for x, moves in pairs])
+            return [x for x in results if _is_float(x)]
+
+        return jax.vjp(computed, list(compress(given, self.moving)))
 
 
-def _call(layer: _Layer, is_first: bool) -> Any:
-    """A function of weights, other arrays and a token. It returns a token behind its results."""
+def _call(layer: _Layer, is_ahead: bool) -> Any:
+    """A function of a layer's arguments and a token. It returns a token behind its results."""
 
     @jax.custom_jvp
-    def call(weights: Arrays, others: Arrays, token: Any) -> Arrays:
-        if is_first:
-            others, token = _barrier((others, token))
-        weights, token = layer.wait(weights, token)
+    def call(given: Arrays, token: Any) -> Arrays:
+        if not is_ahead:
+            given, token = _barrier((given, token))
+        weights, others, token = layer.wait(given, token)
         others, token = _barrier((others, token))
         return [*layer([*weights, *others]), token]
 
-    @call.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
-        results = call(*primals)
-        (weights, others, _), (of_weights, of_others, of_token) = primals, tangents
-        given = [*weights, *others]
-        moving = _floats(given, [*of_weights, *of_others])
-        moved = iter(tangent_p.bind(*given, *moving, of_token, layer=layer))
-        nothing = jax.dtypes.float0
-        return results, [next(moved) if _is_float(x) else np.zeros(x.shape, nothing) for x in results]
+    def rule(primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
+        (given, _), (tangents, _) = primals, tangents
+        moving = [not isinstance(x, SymbolicZero) for x in tangents]
+        results, differentiated = call(*primals), replace(layer, moving=moving)
+        moved = tangent_p.bind(*given, *compress(tangents, moving), layer=differentiated)
+        rest, nothing = iter(moved), jax.dtypes.float0
+        return results, [
+            next(rest) if _is_float(x) else np.zeros(x.shape, nothing) for x in results
+        ]
 
+    call.defjvp(rule, symbolic_zeros=True)
     return call
 
 
-# The tangents of a layer, and of a token: linear in its last arguments, the tangents of those of
-# the first arguments that have one. It is transposed, not run.
+# The tangents of a layer's results: a function of its arguments and, linearly, of their tangents.
 tangent_p = Primitive("prefetched_layer_tangent")
 tangent_p.multiple_results = True
 
 
 @tangent_p.def_abstract_eval
 def _abstract(*avals: Any, layer: _Layer) -> Sequence[Any]:
-    results = layer.program.out_avals
-    return [*(x.to_tangent_aval() for x in results if _is_float(x)), avals[-1]]
+    del avals
+    return [x.to_tangent_aval() for x in layer.program.out_avals if _is_float(x)]
 
 
-def _refuse(*args: Any, **params: Any) -> Any:
-    del args, params
-    raise TypeError(
-        "fully_shard: layers have no forward-mode derivatives (jax.jvp, jax.jacfwd), as their "
-        "gradients are summed over devices. Only reverse-mode differentiation is supported: use "
-        "jax.grad, jax.vjp or jax.jacrev"
-    )
+def _forward_mode(*args: Any, layer: _Layer) -> Arrays:
+    # Gradients are summed by a `jax.custom_vjp`, which has no forward mode in JAX 0.10. The
+    # transpose of a transpose has.
+    inputs = len(layer.program.in_avals)
+    results, pull = layer.linearised(list(args[:inputs]))
+    (moved,) = jax.linear_transpose(pull, results)((list(args[inputs:]),))
+    return moved
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, layer: _Layer) -> tuple[Any, Any]:
+    moving = [ad.instantiate_zeros(x) for x in tangents]
+    return jax.jvp(lambda *args: _forward_mode(*args, layer=layer), tuple(primals), tuple(moving))
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence[Any]:
-    inputs, count = len(layer.program.in_avals), len(layer.after.in_avals) - 1
-    given, tangents = args[:inputs], args[inputs:]
-    weights, others = list(given[:count]), list(given[count:])
-    *cotangents, token = cotangents
+    inputs = len(layer.program.in_avals)
+    given, tangents = list(args[:inputs]), args[inputs:]
     cotangents = [ad.instantiate_zeros(x) for x in cotangents]
-    if isinstance(token, ad.Zero):  # one of the last layers
-        others, cotangents, token = _barrier((others, cotangents, ad.instantiate_zeros(token)))
-    weights, token = layer.wait(weights, token)
+    token, is_ahead = layer.turns.take(backward=True)
+    if not is_ahead:
+        given, cotangents, token = _barrier((given, cotangents, token))
+    weights, others, token = layer.wait(given, token)
     others, cotangents, token = _barrier((others, cotangents, token))
+    layer.turns.add(token, backward=True)
     given = [*weights, *others]
-    floats = [i for i, x in enumerate(given) if _is_float(x)]
-
-    def computed(xs: Arrays) -> Arrays:
-        replaced = dict(zip(floats, xs, strict=True))
-        results = layer([replaced.get(i, x) for i, x in enumerate(given)])
-        return _floats(results, results)
-
-    (sums,) = jax.vjp(computed, _floats(given, given))[1](cotangents)
+    (sums,) = layer.linearised(given)[1](cotangents)
     # Otherwise the gradients of many layers could be whole at the same time.
     sums = _barrier(sums)
-    found = [
-        x if ad.is_undefined_primal(tangent) else None
-        for x, tangent in zip([*sums, token], tangents, strict=True)
-    ]
+    found = [x if ad.is_undefined_primal(t) else None for x, t in zip(sums, tangents, strict=True)]
     return [*[None] * inputs, *found]
 
 
 def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, layer: _Layer
 ) -> tuple[Any, Any]:
-    inputs, count = len(layer.program.in_avals), len(layer.after.in_avals) - 1
-    *of_tangents, of_token = dims[inputs:]
-    moving = iter(of_tangents)
-    # A tangent is batched if its primal is.
-    together = [
-        (dim, next(moving) if _is_float(x) else None)
-        for x, dim in zip(layer.program.in_avals, dims[:inputs], strict=True)
+    inputs, weights = len(layer.program.in_avals), len(layer.after.in_avals) - 1
+    of_tangents = iter(dims[inputs:])
+    # An argument is batched if its tangent is, and the other way round.
+    mapped = [
+        (dim, next(of_tangents) if moves else None) != (None, None)
+        for dim, moves in zip(dims[:inputs], layer.moving, strict=True)
     ]
-    mapped = [pair != (None, None) for pair in together]
-    program, made = batched(layer.program, axis, mapped)
-    after, _ = batched(layer.after, axis, [*mapped[:count], False])
-    kinds = [*mapped, *_floats(layer.program.in_avals, mapped)]
+    program, results = batched(layer.program, axis, mapped)
+    after, _ = batched(layer.after, axis, [*mapped[:weights], False])
     args = [
         batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) if is_mapped else x
-        for x, dim, is_mapped in zip(args[:-1], dims[:-1], kinds, strict=True)
-    ] + [args[-1]]
-    results = tangent_p.bind(*args, layer=_Layer(program, after))
-    out = [0 if is_mapped else None for is_mapped in _floats(layer.program.out_avals, made)]
-    return results, [*out, of_token]
-
-
-def _floats(like: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    """Those of `xs` for arrays that have tangents."""
-    return [x for array, x in zip(like, xs, strict=True) if _is_float(array)]
+        for x, dim, is_mapped in zip(
+            args, dims, [*mapped, *compress(mapped, layer.moving)], strict=True
+        )
+    ]
+    moved = tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
+    pairs = zip(layer.program.out_avals, results, strict=True)
+    return moved, [0 if is_batched else None for x, is_batched in pairs if _is_float(x)]
 
 
 def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-tangent_p.def_impl(_refuse)
-ad.primitive_jvps[tangent_p] = _refuse
+tangent_p.def_impl(_forward_mode)
+ad.primitive_jvps[tangent_p] = _jvp
 ad.primitive_transposes[tangent_p] = _transpose
 batching.fancy_primitive_batchers[tangent_p] = _batch
-mlir.register_lowering(tangent_p, _refuse)
+mlir.register_lowering(tangent_p, mlir.lower_fun(_forward_mode, multiple_results=True))
