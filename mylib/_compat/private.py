@@ -103,6 +103,26 @@ def vmapped_axes(trace: Any) -> Iterator[Any]:
         trace = getattr(trace, "parent_trace", None)
 
 
+def traces_here() -> list[Any]:
+    """The current trace and those under it, up to the one that records a program or computes."""
+    found = [core.trace_ctx.trace]
+    while isinstance(found[-1], ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        found.append(found[-1].parent_trace)
+    return found
+
+
+def trace_of(x: Any) -> Any:
+    """The trace of a traced value; None for other values."""
+    return x._trace if isinstance(x, Tracer) else None
+
+
+def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, list[bool]]:
+    """A closed jaxpr under `vmap`, with batch axes in front, and which of its results are batched.
+    `axis` is JAX's data about the axis.
+    """
+    return batching.batch_jaxpr(program, axis, list(are_mapped), False)
+
+
 def is_staged_trace(trace: Any) -> bool:
     """Whether a trace records a program that runs later."""
     # An eager `grad`, `jvp` or `vmap` computes at once, so the trace below it decides. Every other

@@ -24,12 +24,12 @@ from .._placement import (
 )
 from .._tree import KeyPath, Leaves, name_of, split
 from ..rules import replicated
-from .ahead import Turns
 from .arrivals import expect
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
 from .layer import Plan, as_layer, is_layer, is_method
 from .residuals import Residuals
+from .turns import Turns
 
 T = TypeVar("T")
 Layers = (
@@ -163,8 +163,7 @@ def fully_shard(
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
     expect(leaves.arrays, kept_at)
     route = Route(kept_at, used_at, dtype, reduce_dtype)
-    count = sum(chosen is not None for _, _, chosen in nodes)
-    turns = Turns(prefetch, count) if prefetch else None
+    turns = Turns(prefetch) if prefetch else None
     residuals = None if saved is None else Residuals.of(saved, mesh, used_at)
     made: list[Any] = []
     at_top: dict[int, int] = {}  # the positions in `made` of arrays that are in no layer
