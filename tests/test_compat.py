@@ -33,9 +33,11 @@ from mylib._compat import (
     UnknownParameter,
     argument_of_filter_jit,
     axes_of_cast_or_sum,
+    batched,
     break_connection,
     closed_or_open,
     coordination_client,
+    current_trace,
     data_of_shards,
     donation_warning,
     function_of_equinox,
@@ -48,6 +50,8 @@ from mylib._compat import (
     scan_sizes,
     sharding_under,
     start_transfer_server,
+    trace_of,
+    traces_here,
     weakly_typed,
     while_body,
     with_actual_memory_kind,
@@ -117,6 +121,9 @@ USES = {
     "jax._src.interpreters.batching.BatchTrace": "`jax.vmap`; eager if `.parent_trace` is",
     "jax._src.interpreters.batching.BatchTracer": (
         "a value under `jax.vmap`; `.val` has all of them stacked along `.batch_dim`"
+    ),
+    "jax._src.interpreters.batching.batch_jaxpr": (
+        "a jaxpr under `jax.vmap`, and which of its results are batched, exactly"
     ),
     "jax._src.interpreters.mlir.warnings": (
         "the module `warnings` in the file of JAX that warns about donated buffers. Find out which "
@@ -343,6 +350,21 @@ class TestPrivateNames:
         assert [float(x) for x in forward(2.0, 7)] == [14, 2, 7], told
         cotangents = backward(2.0, 7, jnp.ones(()))
         assert float(cotangents[0]) == 35 and cotangents[1] is None, told
+
+    def test_a_program_under_vmap(self):
+        name = "jax._src.interpreters.batching.batch_jaxpr"
+        program = jax.make_jaxpr(lambda x, y: (x + 1, jax.jit(jnp.sin)(y), x.sum() * y))(X, 2.0)
+
+        def look(x):
+            assert traces_here()[0] is current_trace() is trace_of(x), advice(name)
+            axis = current_trace().axis_data
+            under, are_batched = batched(program, axis, [True, False])
+            assert list(are_batched) == [True, False, True], advice(name)
+            assert under.in_avals[0].shape == (3, *X.shape), advice(name)
+            return x
+
+        jax.vmap(look)(jnp.stack([X] * 3))
+        assert trace_of(X) is None
 
     def test_open_and_closed_jaxprs(self):
         inner = jaxprs_in(jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns[0])[0]

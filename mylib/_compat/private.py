@@ -113,7 +113,7 @@ def traces_here() -> list[Any]:
 
 def trace_of(x: Any) -> Any:
     """The trace of a traced value; None for other values."""
-    return x._trace if isinstance(x, Tracer) else None
+    return getattr(x, "_trace", None) if isinstance(x, Tracer) else None
 
 
 def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, list[bool]]:

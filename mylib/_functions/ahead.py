@@ -82,20 +82,30 @@ class _Layer:
 
     def wait(self, given: Arrays, token: Any) -> tuple[Arrays, Arrays, Any]:
         """The weights, the other arrays, and the token, the weights available after it."""
-        count = len(self.after.in_avals) - 1
-        *weights, token = evaluate(self.after, self.after.consts, [*given[:count], token])
-        return weights, list(given[count:]), token
+        ready = evaluate(self.after, self.after.consts, [*given[: self.weights], token])
+        return ready[:-1], list(given[self.weights :]), ready[-1]
 
-    def linearised(self, given: Arrays) -> Any:
-        """`jax.vjp` for the arguments and results that have tangents."""
+    @property
+    def weights(self) -> int:
+        return len(self.after.in_avals) - 1
+
+    def differentiated(self) -> list[int]:
+        """The arguments of `linearised`: those that have tangents, and all weights, because an
+        outer `jvp` would meet the `jax.custom_vjp` that gathers them.
+        """
+        pairs = enumerate(zip(self.program.in_avals, self.moving, strict=True))
+        return [i for i, (x, moves) in pairs if _is_float(x) and (moves or i < self.weights)]
+
+    def linearised(self, given: Arrays) -> tuple[Arrays, Any]:
+        """`jax.vjp`, for the results that may have tangents."""
+        index = self.differentiated()
 
         def computed(xs: Arrays) -> Arrays:
-            rest = iter(xs)
-            pairs = zip(given, self.moving, strict=True)
-            results = self([next(rest) if moves else x for x, moves in pairs])
+            replaced = dict(zip(index, xs, strict=True))
+            results = self([replaced.get(i, x) for i, x in enumerate(given)])
             return [x for x in results if _is_float(x)]
 
-        return jax.vjp(computed, list(compress(given, self.moving)))
+        return jax.vjp(computed, [given[i] for i in index])
 
 
 def _call(layer: _Layer, is_ahead: bool) -> Any:
@@ -135,8 +145,13 @@ def _forward_mode(*args: Any, layer: _Layer) -> Arrays:
     # Gradients are summed by a `jax.custom_vjp`, which has no forward mode in JAX 0.10. The
     # transpose of a transpose has.
     inputs = len(layer.program.in_avals)
-    results, pull = layer.linearised(list(args[:inputs]))
-    (moved,) = jax.linear_transpose(pull, results)((list(args[inputs:]),))
+    given, tangents = list(args[:inputs]), iter(args[inputs:])
+    results, pull = layer.linearised(given)
+    filled = [
+        next(tangents) if layer.moving[i] else jnp.zeros_like(given[i])
+        for i in layer.differentiated()
+    ]
+    (moved,) = jax.linear_transpose(pull, results)((filled,))
     return moved
 
 
@@ -163,7 +178,8 @@ def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence
     given = [*weights, *others]
     (sums,) = layer.linearised(given)[1](cotangents)
     # Otherwise the gradients of many layers could be whole at the same time.
-    sums = _barrier(sums)
+    moving = [layer.moving[i] for i in layer.differentiated()]
+    sums = _barrier(list(compress(sums, moving)))
     found = [x if ad.is_undefined_primal(t) else None for x, t in zip(sums, tangents, strict=True)]
     return [*[None] * inputs, *found]
 
@@ -171,7 +187,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence
 def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, layer: _Layer
 ) -> tuple[Any, Any]:
-    inputs, weights = len(layer.program.in_avals), len(layer.after.in_avals) - 1
+    inputs = len(layer.program.in_avals)
     of_tangents = iter(dims[inputs:])
     # An argument is batched if its tangent is, and the other way round.
     mapped = [
@@ -179,7 +195,7 @@ def _batch(
         for dim, moves in zip(dims[:inputs], layer.moving, strict=True)
     ]
     program, results = batched(layer.program, axis, mapped)
-    after, _ = batched(layer.after, axis, [*mapped[:weights], False])
+    after, _ = batched(layer.after, axis, [*mapped[: layer.weights], False])
     are_mapped = [*mapped, *compress(mapped, layer.moving)]
     args = [
         batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) if is_mapped else x

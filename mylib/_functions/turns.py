@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._compat import is_eager, trace_of, traces_here
+from .._compat import is_eager, trace_of, traces_here, value_under
 from .._errors import PrefetchWarning, warn
 
 
@@ -39,6 +39,8 @@ class Turns:
         return jnp.zeros((), jnp.int32), False
 
     def add(self, token: Any, backward: bool = False) -> None:
+        # `vmap` and `grad` wrap it, and forget their wrappers.
+        token = value_under(token)
         if isinstance(token, Tracer):
             # A trace keeps the operands of its equations. XLA removes this one.
             jax.lax.optimization_barrier(token)
