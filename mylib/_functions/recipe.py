@@ -36,10 +36,10 @@ from .._tree import (
 from ..machines import Argument, NotHereError, arguments_of
 from .advice import Advice, captured_by, some
 from .cache import Known
-from .empty import WithEmpty
 from .inputs import Inputs
 from .key import Key
 from .notes import NUMBERED
+from .placed_after import PlacedAfter
 from .program import Program
 from .signature import Function
 
@@ -205,7 +205,7 @@ class Prepared:
         except PlacementError as error:
             error.add_note(f"(the tree is what {recipe.name} returns, placed by its out_shardings)")
             raise
-        return WithEmpty.of(placed, recipe.out_shardings, recipe.mesh)
+        return PlacedAfter.of(placed, recipe.out_shardings, recipe.mesh)
 
     def named(self, own: str) -> str:
         """The caller's name of an array with this name in the program."""
@@ -268,7 +268,7 @@ class Call:
             raise
         if placed is not self.arrays:
             self.let_go(placed)
-        return result.placed() if isinstance(result, WithEmpty) else result
+        return result.placed() if isinstance(result, PlacedAfter) else result
 
     def lower(self, own: Arrays) -> tuple[jax.stages.Lowered, list[Argument]]:
         placed, own = self.placed(own, abstract=True)

@@ -1,4 +1,4 @@
-"""Arrays without elements come back where `out_shardings` says."""
+"""What JAX and XLA don't return as constrained comes back where `out_shardings` says."""
 
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -91,3 +91,14 @@ def test_inside_of_transformations():
     value, grads = eqx.filter_value_and_grad(lambda x: run(x)[0] + run(x)[1].sum())(jnp.ones(8))
     np.testing.assert_array_equal(grads, np.ones(8))
     assert value == 8
+
+
+def test_a_dimension_over_axes_of_both_types():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
+    spec = P(("data", "model"))
+    with jax.set_mesh(mesh):
+        step = mylib.filter_jit(lambda x: {"sum": x + 1, "text": "t"}, out_shardings=spec)
+        x = mylib.filter_shard(jnp.arange(16.0).reshape(8, 2), spec)
+        made = step(step(x)["sum"])
+    assert made["sum"].sharding.spec[0] == ("data", "model") and made["text"] == "t"
+    np.testing.assert_array_equal(made["sum"], x + 2)
