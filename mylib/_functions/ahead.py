@@ -80,32 +80,25 @@ class _Layer:
     def __call__(self, given: Arrays) -> Arrays:
         return evaluate(self.program, self.program.consts, given)
 
-    def wait(self, given: Arrays, token: Any) -> tuple[Arrays, Arrays, Any]:
-        """The weights, the other arrays, and the token, the weights available after it."""
-        ready = evaluate(self.after, self.after.consts, [*given[: self.weights], token])
-        return ready[:-1], list(given[self.weights :]), ready[-1]
+    def split(self, given: Arrays) -> tuple[Arrays, Arrays]:
+        """The weights, and the other arrays."""
+        count = len(self.after.in_avals) - 1
+        return given[:count], given[count:]
 
-    @property
-    def weights(self) -> int:
-        return len(self.after.in_avals) - 1
+    def wait(self, weights: Arrays, token: Any) -> tuple[Arrays, Any]:
+        *weights, token = evaluate(self.after, self.after.consts, [*weights, token])
+        return weights, token
 
-    def differentiated(self) -> list[int]:
-        """The arguments of `linearised`: those that have tangents, and all weights, because an
-        outer `jvp` would meet the `jax.custom_vjp` that gathers them.
-        """
-        pairs = enumerate(zip(self.program.in_avals, self.moving, strict=True))
-        return [i for i, (x, moves) in pairs if _is_float(x) and (moves or i < self.weights)]
-
-    def linearised(self, given: Arrays) -> tuple[Arrays, Any]:
-        """`jax.vjp`, for the results that may have tangents."""
-        index = self.differentiated()
+    def linearised(self, given: Arrays) -> Any:
+        """`jax.vjp` for the arguments and results that have tangents."""
 
         def computed(xs: Arrays) -> Arrays:
-            replaced = dict(zip(index, xs, strict=True))
-            results = self([replaced.get(i, x) for i, x in enumerate(given)])
+            rest = iter(xs)
+            pairs = zip(given, self.moving, strict=True)
+            results = self([next(rest) if moves else x for x, moves in pairs])
             return [x for x in results if _is_float(x)]
 
-        return jax.vjp(computed, [given[i] for i in index])
+        return jax.vjp(computed, list(compress(given, self.moving)))
 
 
 def _call(layer: _Layer, is_ahead: bool) -> Any:
@@ -113,9 +106,10 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
 
     @jax.custom_jvp
     def call(given: Arrays, token: Any) -> Arrays:
+        weights, others = layer.split(given)
         if not is_ahead:
-            given, token = _barrier((given, token))
-        weights, others, token = layer.wait(given, token)
+            others, token = _barrier((others, token))
+        weights, token = layer.wait(weights, token)
         others, token = _barrier((others, token))
         return [*layer([*weights, *others]), token]
 
@@ -145,13 +139,8 @@ def _forward_mode(*args: Any, layer: _Layer) -> Arrays:
     # Gradients are summed by a `jax.custom_vjp`, which has no forward mode in JAX 0.10. The
     # transpose of a transpose has.
     inputs = len(layer.program.in_avals)
-    given, tangents = list(args[:inputs]), iter(args[inputs:])
-    results, pull = layer.linearised(given)
-    filled = [
-        next(tangents) if layer.moving[i] else jnp.zeros_like(given[i])
-        for i in layer.differentiated()
-    ]
-    (moved,) = jax.linear_transpose(pull, results)((filled,))
+    results, pull = layer.linearised(list(args[:inputs]))
+    (moved,) = jax.linear_transpose(pull, results)((list(args[inputs:]),))
     return moved
 
 
@@ -167,19 +156,18 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, layer: _Layer) -> t
 
 def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence[Any]:
     inputs = len(layer.program.in_avals)
-    given, tangents = list(args[:inputs]), args[inputs:]
+    (weights, others), tangents = layer.split(list(args[:inputs])), args[inputs:]
     cotangents = [ad.instantiate_zeros(x) for x in cotangents]
     token, is_ahead = layer.turns.take(backward=True)
     if not is_ahead:
-        given, cotangents, token = _barrier((given, cotangents, token))
-    weights, others, token = layer.wait(given, token)
+        others, cotangents, token = _barrier((others, cotangents, token))
+    weights, token = layer.wait(weights, token)
     others, cotangents, token = _barrier((others, cotangents, token))
     layer.turns.add(token, backward=True)
     given = [*weights, *others]
     (sums,) = layer.linearised(given)[1](cotangents)
     # Otherwise the gradients of many layers could be whole at the same time.
-    moving = [layer.moving[i] for i in layer.differentiated()]
-    sums = _barrier(list(compress(sums, moving)))
+    sums = _barrier(sums)
     found = [x if ad.is_undefined_primal(t) else None for x, t in zip(sums, tangents, strict=True)]
     return [*[None] * inputs, *found]
 
@@ -187,7 +175,7 @@ def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence
 def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, layer: _Layer
 ) -> tuple[Any, Any]:
-    inputs = len(layer.program.in_avals)
+    inputs, weights = len(layer.program.in_avals), len(layer.after.in_avals) - 1
     of_tangents = iter(dims[inputs:])
     # An argument is batched if its tangent is, and the other way round.
     mapped = [
@@ -195,7 +183,7 @@ def _batch(
         for dim, moves in zip(dims[:inputs], layer.moving, strict=True)
     ]
     program, results = batched(layer.program, axis, mapped)
-    after, _ = batched(layer.after, axis, [*mapped[: layer.weights], False])
+    after, _ = batched(layer.after, axis, [*mapped[:weights], False])
     are_mapped = [*mapped, *compress(mapped, layer.moving)]
     args = [
         batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) if is_mapped else x

@@ -65,13 +65,14 @@ def _run(program: Any, constants: Values, args: Values) -> Arrays:
     def call(eqn: Any, args: Values) -> Arrays:
         # Not the mesh that the equation was traced on.
         with jax.sharding.use_abstract_mesh(mesh):
-            return _call(eqn, args)
+            # Literals of a program may be arrays, too.
+            return _call(eqn, [_untyped_constant(x) for x in args])
 
     return evaluate(program, constants, args, call)
 
 
 def _run_nested(program: Any, args: Values) -> Arrays:
-    return _run(program, [_untyped_constant(x) for x in getattr(program, "consts", ())], args)
+    return _run(program, getattr(program, "consts", ()), args)
 
 
 def _call(eqn: Any, args: Values) -> Arrays:

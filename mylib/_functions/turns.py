@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._compat import is_eager, trace_of, traces_here, value_under
+from .._compat import is_eager, trace_of, traces_here
 from .._errors import PrefetchWarning, warn
 
 
@@ -39,10 +39,10 @@ class Turns:
         return jnp.zeros((), jnp.int32), False
 
     def add(self, token: Any, backward: bool = False) -> None:
-        # `vmap` and `grad` wrap it, and forget their wrappers.
-        token = value_under(token)
+        # An equation whose operands are not batched belongs to the program around a `vmap`.
+        token = jax.lax.optimization_barrier(token)
         if isinstance(token, Tracer):
-            # A trace keeps the operands of its equations. XLA removes this one.
+            # A program keeps the operands of its equations. XLA removes this one.
             jax.lax.optimization_barrier(token)
             (self._backward if backward else self._forward).append(weakref.ref(token))
 
@@ -58,7 +58,7 @@ class Turns:
             self._warned = True
             warn(
                 "fully_shard: prefetch= has no effect across transformations. Transform the loop "
-                "over the layers (jax.checkpoint, jax.jit), not each layer's call",
+                "over the layers (by jax.checkpoint, jax.jit), not each layer's call",
                 PrefetchWarning,
             )
         self._programs.append((weakref.ref(program), True))
