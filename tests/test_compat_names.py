@@ -207,6 +207,7 @@ PROGRAMS = {
     "broadcast_in_dim": lambda: traced(lambda x: jnp.broadcast_to(x, (2, 16))),
     "buffer_callback": lambda: traced(buffer_callback(lambda *args: None, LIKE)),
     "call_exported": lambda: traced(exported),
+    "call_hi_primitive": lambda: traced(lambda x: jnp.searchsorted(x, x[:2])),
     "clamp": lambda: traced(lambda x: lax.clamp(0.0, x, 1.0)),
     "closed_call": saved_loop,
     "composite": lambda: traced(lax.composite(lambda x: x * 2, "mylib.double")),
@@ -382,7 +383,13 @@ def selected():
 # Those that one of the supported versions has only.
 ONLY = {
     "0.10.2": {"closed_call", "core_map", "reduced_vary_cast_p"},
-    "0.12.0.1": {"eval_jaxpr", "program_order", "reduced_vary_cast", "relayout"},
+    "0.12.0.1": {
+        "call_hi_primitive",
+        "eval_jaxpr",
+        "program_order",
+        "reduced_vary_cast",
+        "relayout",
+    },
 }
 ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
 

@@ -18,6 +18,8 @@ CUSTOM_JVP_CALL = "custom_jvp_call"
 CUSTOM_VJP_CALL = "custom_vjp_call"
 CUSTOM_VMAP_CALL = "custom_vmap_call"
 EVAL_JAXPR = "eval_jaxpr"
+# An operation that has the types of its results among its parameters.
+HI_CALL = "call_hi_primitive"
 JIT = "jit"
 REMAT = "remat2"
 SHARD_MAP = "shard_map"

@@ -234,6 +234,19 @@ def _traced_again(
     return [next(made) if given else None for given in is_given], program.out_avals
 
 
+def _typed(eqn: Any, args: Values) -> Arrays:
+    """Calls an operation that knows the types of its results, on Explicit axes as it was traced."""
+    mesh, shardings = _mesh(), [x.aval.sharding for x in eqn.invars]
+    with eqn.ctx.manager:
+        there = [
+            x if s.mesh.empty else jax.sharding.reshard(x, s)
+            for x, s in zip(args, shardings, strict=True)
+        ]
+        made = bind_as(eqn, there)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return [jax.sharding.reshard(x, PartitionSpec()) for x in made]
+
+
 def _shard_map(eqn: Any, args: Values) -> Arrays:
     params = eqn.params
     run = jax.shard_map(
@@ -251,6 +264,7 @@ _CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
     names.CONSTRAINT: _constraint,
     names.CUSTOM_JVP_CALL: _custom_jvp,
     names.CUSTOM_VJP_CALL: _custom_vjp,
+    names.HI_CALL: _typed,
     names.JIT: _jit,
     names.REMAT: _checkpoint,
     names.SHARD_MAP: _shard_map,

@@ -165,6 +165,11 @@ class ClosesOver(Layer):
         return x @ self.weight + BIAS["array"]
 
 
+class Searches(Layer):
+    def __call__(self, x):
+        return x @ self.weight * jnp.searchsorted(jnp.arange(3.0), x.sum())
+
+
 class Several(Layer):
     """Results that depend on nothing, text and None."""
 
