@@ -616,9 +616,9 @@ def check(program: Program, mesh: Mesh, kept: Any, found: Any, expected: Any) ->
     asked = program.jit.startswith("mylib")
     _, grads, updated = found
     if not asked:  # XLA replicates gradients without elements
-        grads = jax.tree.leaves(grads)
-        pairs = zip(jax.tree.leaves(kept), grads, strict=True)
-        kept = [at if x.size else None for at, x in pairs]
+        there, found = dict(jax.tree.leaves_with_path(kept)), jax.tree.leaves_with_path(grads)
+        kept = [there[path] if x.size else None for path, x in found]
+        grads = [x for _, x in found]
     # Without `out_shardings=`, `vmap` decides how gradients of an ensemble come out of it.
     if asked or program.way != "ensemble inside":
         mylib.testing.assert_placed(grads, kept, mesh=mesh)
