@@ -10,8 +10,9 @@ from ..machines import Machine
 from .memory import ProgramMemory
 from .opcodes import KINDS
 from .page import Sent, report_page
-from .roofline import Estimate, Work, estimate
+from .roofline import Estimate, estimate
 from .text import readable, table
+from .work import Work
 
 _KINDS = tuple(dict.fromkeys(KINDS.values()))
 

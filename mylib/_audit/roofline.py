@@ -1,87 +1,10 @@
 """Estimates how long a program takes, from its operations and a machine's data sheet."""
 
-import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..machines import Machine
-from .flow import runs_of, target_of
-from .hlo import Instruction, Module
-
-# Operations that read their operands from memory and write their results there.
-_FREE = frozenset(
-    {
-        "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
-        "call", "after-all", "optimization-barrier", "partition-id", "replica-id",
-    }
-)  # fmt: skip
-_NAMES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "s8": "int8"}
-
-
-@dataclass(frozen=True)
-class Work:
-    """The operations and the memory traffic of one device in a call.
-
-    **Attributes:**
-
-    - `flops`: of matrix products and convolutions, by dtype. Everything else is bound by memory.
-    - `traffic`: bytes read and written, if each operation reads its operands and writes its result.
-    - `unknown`: how many operations could not be counted: custom kernels, and loops whose length
-        depends on data, which count as one step.
-    """
-
-    flops: Mapping[str, int]
-    traffic: int
-    unknown: int
-
-
-def work_of(module: Module) -> Work:
-    flops: Counter[str] = Counter()
-    traffic = unknown = 0
-    for name, runs in runs_of(module).items():
-        times = sum(1 if run.times is None else run.times for run in runs)
-        computation = module.computations[name]
-        fused = any(caller.opcode.startswith("fusion") for caller in computation.callers)
-        unknown += sum(run.times is None for run in runs)
-        for x in computation.instructions:
-            products = _products(x)
-            if products:
-                flops[_NAMES.get(x.arrays[0].dtype, "float32")] += times * 2 * products
-            elif x.opcode == "custom-call" and target_of(x) in (
-                "tpu_custom_call",
-                "__gpu$xla.gpu.triton",
-            ):
-                unknown += 1
-            if not fused and x.opcode not in _FREE and not x.opcode.endswith("-done"):
-                moved = sum(array.bytes for y in x.inputs() for array in y.arrays)
-                traffic += times * (moved + x.bytes)
-    return Work(dict(flops), traffic, unknown)
-
-
-def _products(x: Instruction) -> int:
-    """The number of pairs that are multiplied and added."""
-    if x.opcode == "dot":
-        dims = re.findall(r"\d+", x.attribute("lhs_contracting_dims") or "")
-        shape = x.operand(0).arrays[0].shape
-        size = x.arrays[0].size
-        for dim in dims:
-            size *= shape[int(dim)]
-        return size
-    if x.opcode == "convolution":
-        labels = x.attribute("dim_labels") or ""
-        kernel = labels.split("_")[1].split("->")[0] if "_" in labels else ""
-        size = x.arrays[0].size
-        for label, n in zip(kernel, x.operand(1).arrays[0].shape, strict=True):
-            size *= 1 if label == "o" else n
-        return size
-    if x.opcode == "custom-call" and "gemm" in target_of(x):
-        match = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', x.attributes)
-        size = x.arrays[0].size
-        for dim in re.findall(r"\d+", match[1] if match else ""):
-            size *= x.operand(0).arrays[0].shape[int(dim)]
-        return size
-    return 0
+from ..machines import Chip, Machine
+from .work import Work
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,14 +44,19 @@ def estimate(
     parts: dict[str, float] = {}
     assumed = ["peak rates", "each operation reads its operands from memory and writes its result"]
     compute = 0.0
+    unrated: list[str] = []
     for dtype, count in work.flops.items():
-        rate = chip.flops.get(dtype)
-        if rate is None and chip.platform == "tpu" and dtype == "float32":
-            rate = chip.flops.get("bfloat16")
-            assumed.append("float32 is multiplied as bfloat16, JAX's default on TPUs")
+        as_, rate = _rate(chip, dtype)
         if rate is None:
-            raise ValueError(f"the data sheet of {chip.name} has no rate for {dtype}")
+            unrated.append(dtype)
+            continue
+        if as_ != dtype:
+            assumed.append(f"{dtype} is multiplied as {as_}")
         compute += count / rate * chip.devices
+    if unrated and not compute:
+        raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(unrated)}")
+    if unrated:
+        assumed.append(f"products of {', '.join(unrated)}, without a rate, cost only their memory")
     parts["compute"] = compute
     if chip.memory_bandwidth is None:
         raise ValueError(f"the data sheet of {chip.name} has no memory bandwidth")
@@ -148,6 +76,28 @@ def estimate(
     seconds = max(body, hidden) + communication - hidden
     bound = max(parts, key=lambda name: parts[name])
     return Estimate(seconds, parts, bound, tuple(dict.fromkeys(assumed)))
+
+
+# The dtype that a chip multiplies instead, if it has no rate for one.
+_AS = {
+    "float8_e5m2": "float8_e4m3fn",
+    "float8_e4m3fn": "bfloat16",
+    "int4": "int8",
+    "uint8": "int8",
+    "int8": "bfloat16",
+    "float16": "bfloat16",
+}
+
+
+def _rate(chip: Chip, dtype: str) -> tuple[str, float | None]:
+    """The dtype that a chip multiplies instead of this one, and operations per second."""
+    while dtype not in chip.flops:
+        # JAX's default on TPUs is to multiply float32 as bfloat16.
+        instead = "bfloat16" if (chip.platform, dtype) == ("tpu", "float32") else _AS.get(dtype)
+        if instead is None:
+            return dtype, None
+        dtype = instead
+    return dtype, chip.flops[dtype]
 
 
 def _bandwidth(
