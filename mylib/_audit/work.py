@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .flow import done_of, target_of, trips
 from .hlo import Array, Computation, Instruction, Module, calls_of
-from .opcodes import opcode_of
+from .opcodes import KINDS, opcode_of
 from .products import dtype_of, products_of
 
 # Instructions that move nothing themselves.
@@ -49,8 +49,8 @@ class Work:
 
     - `flops`: of matrix products and convolutions, by the dtype of their operands. Everything else
         is bound by memory.
-    - `traffic`: bytes that the operations read from memory and write there. Of a slice that is the
-        slice, not the whole array.
+    - `traffic`: bytes that the operations read from memory and write there, without collectives. Of
+        a slice that is the slice, not the whole array.
     - `unknown`: how many operations could not be counted: custom kernels, and loops whose length
         depends on data, which count as one step.
     - `operations`: the operations one by one, equal ones together.
@@ -117,7 +117,9 @@ def _called(x: Instruction, known: dict[str, _Counted]) -> tuple[list[tuple[_Cou
             return [(max(parts, key=lambda part: part.weight), 1)], 0
         case "call" | "async":
             return [(_computation(y, known), 1) for _, y in called], 0
-        case opcode if opcode in _FREE or x.opcode.endswith(("-done", "-update")):
+        case opcode if (
+            opcode in _FREE or opcode in KINDS or x.opcode.endswith(("-done", "-update"))
+        ):
             return [], 0
     flops: Counter[str] = Counter()
     unknown = 0

@@ -1,6 +1,5 @@
 """What a program computes and moves, against theory, and XLA's own count where that is right."""
 
-import dataclasses
 import gzip
 from pathlib import Path
 
@@ -11,8 +10,6 @@ import pytest
 from programs import PROGRAMS, Program
 
 import mylib
-from mylib import machines
-from mylib._audit.work import Operation
 
 CPU = jax.devices()[:1]
 # XLA's CPU compiler multiplies each channel with each in the gradient of a depthwise convolution's
@@ -106,17 +103,3 @@ def test_on_machines(machine, cublas):
         except AssertionError as error:
             wrong.append((name, str(error), found))
     assert not wrong
-
-
-@pytest.mark.parametrize(
-    ("chip", "dtype", "rate"),
-    [("h100", "float8_e4m3fn", 1979e12), ("v5e", "float8_e4m3fn", 197e12),
-     ("v5e", "int8", 393e12), ("tpu7x", "int8", 2307e12), ("v5e", "float32", 197e12)],
-)  # fmt: skip
-def test_rates(chip, dtype, rate):
-    report = mylib.audit(PROGRAMS["product"].as_float32().compiled(known.mesh_of(CPU, (1,), "x")))
-    work = mylib.Work({dtype: int(1e15)}, 0, 0, (Operation(1, ((dtype, int(1e15)),), 0),))
-    chip = machines.CHIPS[chip]
-    shape = (1, 1) if chip.platform == "gpu" else (1,) * len(chip.largest)
-    estimate = dataclasses.replace(report, work=work).estimate(machines.Machine(chip, 1, shape))
-    assert estimate.parts["compute"] == pytest.approx(1e15 * chip.devices / rate)
