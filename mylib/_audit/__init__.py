@@ -10,6 +10,7 @@ from .report import (
     times_of as times_of,
     what_of as what_of,
 )
-from .roofline import Estimate as Estimate, Work as Work
+from .roofline import Estimate as Estimate
 from .snapshot import check_snapshot as check_snapshot
 from .text import readable as readable
+from .work import Operation as Operation, Work as Work

@@ -19,7 +19,7 @@ from .groups import Axes, axes_in
 from .hlo import Module
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
-from .roofline import work_of
+from .work import work_of
 
 AnyMesh = Mesh | AbstractMesh
 

@@ -152,6 +152,18 @@ class Axes(NamedTuple):
             return tuple(self.names[i] for i in axes)
         return self._parts(groups, axes) or tuple(f"~{self.names[i]}" for i in axes)
 
+    def groups(self, names: Sequence[str]) -> Groups:
+        """The groups that lie along these axes, as `named` names them; of a group that isn't a part
+        of the mesh, those along the whole axes.
+        """
+        chosen: list[tuple[int, int, int]] = []
+        for name in names:
+            axis, _, part = name.lstrip("~").partition(":(")
+            before, _, size = part.partition(")")
+            i = self.names.index(axis)
+            chosen.append((i, int(before or 1), int(size or self.sizes[i])))
+        return self._split(chosen)
+
     def along(self, pairs: Groups) -> tuple[str, ...]:
         """The axes along which data moves from the first device of each pair to the second."""
         places = np.stack(np.unravel_index(pairs, self.sizes), -1)

@@ -7,11 +7,13 @@ from typing import Any
 
 from .._errors import AuditError, folded
 from ..machines import Machine
+from .links import Message
 from .memory import ProgramMemory
 from .opcodes import KINDS
 from .page import Sent, report_page
-from .roofline import Estimate, Work, estimate
+from .roofline import Estimate, estimate
 from .text import readable, table
+from .work import Work
 
 _KINDS = tuple(dict.fromkeys(KINDS.values()))
 
@@ -159,25 +161,35 @@ class Report:
         return [c for c in found if c.axes is not None and set(c.axes) == set(names)]
 
     def estimate(self, machine: Machine) -> Estimate:
-        """How long a call takes on a machine, by its data sheet: a [`mylib.Estimate`][], for
-        comparing programs. It prints its assumptions.
+        """How long a call takes on a machine, by its data sheet: a [`mylib.Estimate`][] with an
+        interval. It prints its assumptions.
 
         **Arguments:**
 
         - `machine`: from `mylib.machines`. Its mesh is assumed to be laid out as
-            `machine.mesh(...)` does: neighbours on the last axis.
+            `machine.mesh(...)` does.
 
         **Returns:**
 
         A [`mylib.Estimate`][].
+
+        **Raises:**
+
+        `ValueError` if the program is for another number of devices than the machine has, or the
+        machine's data sheet lacks a figure.
         """
-        sent: dict[tuple[tuple[str, ...], bool], int] = {}
-        for c in self.collectives:
-            over = tuple(name.lstrip("~").split(":")[0] for name in c.axes or ())
-            if not over:
-                raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
-            key = over, c.overlapped
-            sent[key] = sent.get(key, 0) + c.wire_bytes * (1 if c.times is None else c.times)
+        if not all(c.axes for c in self.collectives):
+            raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
+        sent = [
+            Message(
+                c.kind,
+                c.axes or (),
+                c.wire_bytes,
+                1 if c.times is None else c.times,
+                c.overlapped,
+            )
+            for c in self.collectives
+        ]
         return estimate(self.work, sent, self.axes, machine)
 
     def expect(self, *contracts: "Contract") -> None:

@@ -13,6 +13,7 @@ from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
 from ._memory import Memory as Memory, arguments_of as arguments_of, memory_of as memory_of
 from ._mesh import make_mesh as make_mesh
 from ._sheets import CHIPS as CHIPS, Chip as Chip
+from ._torus import coordinates as coordinates, shape_of as shape_of
 
 # The public names; the others are for mylib's other rooms.
 __all__ = [

@@ -48,7 +48,9 @@ def tpus(version: str, shape: tuple[int, ...]) -> Devices:
     name = f"{version}:{'x'.join(map(str, shape))}"
     with _environment(variables):
         try:
-            found = topologies.get_topology_desc(topology_name=name, platform="tpu")
+            found = topologies.get_topology_desc(
+                topology_name=name, platform="tpu", **_CONFIGURED.get(version, {})
+            )
         except jax.errors.JaxRuntimeError as error:
             raise ValueError(
                 f"libtpu {_version('libtpu')}, XLA's compiler for TPUs, can't compile for "
@@ -56,6 +58,9 @@ def tpus(version: str, shape: tuple[int, ...]) -> Devices:
             ) from error
     return tuple(found.devices)
 
+
+# On a real v4, the two cores of a chip are one device. The compiler's own default is two.
+_CONFIGURED = {"v4": {"chip_config_name": "megacore"}}
 
 # Settings that the compiler would otherwise request from the cloud's servers, and wait for; and the
 # lock that keeps two programs from using one TPU turned off.

@@ -45,7 +45,7 @@ def make_mesh(
     if unknown:
         raise ValueError(f"explicit={unknown}: the axes of this mesh are {list(axes)}")
     types = tuple(AxisType.Explicit if name in named else AxisType.Auto for name in axes)
-    return Mesh(_ordered(devices, sizes), tuple(axes), axis_types=types)
+    return Mesh(ordered(devices, sizes), tuple(axes), axis_types=types)
 
 
 def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def _to_simulate(count: int) -> str:
     )
 
 
-def _ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
+def ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
     try:
         return mesh_utils.create_device_mesh(sizes, list(devices))
     except (NotImplementedError, AssertionError):

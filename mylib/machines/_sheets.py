@@ -26,6 +26,8 @@ class Chip:
     - `devices`: the number of JAX devices per chip: 2 for TPUs whose cores are separate.
     - `host`: the number of chips per host.
     - `largest`: for TPUs, the shape of the largest slice.
+    - `wraps`: for TPUs, in which directions a slice is a ring: those whose number of chips is a
+        multiple of this. In three directions, either all of them are rings or none.
     - `target`: for GPUs, the description that XLA's compiler needs: a `GpuTargetConfigProto` as
         text.
     - `kinds`: the values of `device.device_kind` for this chip.
@@ -45,6 +47,7 @@ class Chip:
     devices: int = 1
     host: int = 8
     largest: tuple[int, ...] | None = None
+    wraps: int | None = None
     target: str | None = field(default=None, repr=False)
     kinds: tuple[str, ...] = ()
     sources: Mapping[str, str] = field(default_factory=dict, hash=False, repr=False)
@@ -211,6 +214,8 @@ def _tpu(
         # The compiler's own unit, which it has programs for.
         host=4,
         largest=largest,
+        # A cube of 4 x 4 x 4, whose faces are optical; or the whole of the largest slice.
+        wraps=4 if len(largest) == 3 else largest[0],
         kinds=kinds,
         sources=MappingProxyType(
             dict.fromkeys(figures, _TPU + name)
@@ -263,8 +268,7 @@ _SHEETS = (
         6.25e9,
         (12, 16, 16),
         ("TPU v4",),
-        2,
-        ("link_bandwidth", "network_bandwidth"),
+        in_scaling_book=("link_bandwidth", "network_bandwidth"),
     ),
     _tpu(
         "v5e",

@@ -11,7 +11,7 @@ import steps
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib import contracts, machines
+from mylib import contracts
 
 pytestmark = pytest.mark.compilers
 MACHINES = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
@@ -76,27 +76,3 @@ def test_what_programs_of_one_device_call_is_known(machine):
         "tpu": {"GatherScatterIndicesBitpacked", "Cholesky", "QrDecompositionBlock", "EighTpu"},
     }
     assert targets >= ours[machine.chip.platform]
-
-
-def test_an_estimate_says_that_it_is_one():
-    """Figures that can be checked by hand."""
-    mesh = known.mesh_of(jax.devices(), (8,), ("data",))
-    strategy = steps.strategies(mesh, known.mesh_of(jax.devices(), (4, 2), ("data", "model")))
-    strategy = strategy["data_parallel"]
-    report = mylib.audit(strategy.step(True), *strategy.args(True))
-    rows, pairs = strategy.rows // 8, steps.LAYERS * steps.WIDTH * steps.HIDDEN * 2
-    # Forward, and twice as much backward; the first layer's input needs no gradient.
-    products = 2 * rows * pairs
-    assert 2.5 * products < sum(report.work.flops.values()) <= 3 * products
-    chip = machines.CHIPS["h100"]
-    machine = machines.Machine(chip, 1, (1, 8))
-    estimate = report.estimate(machine)
-    sent = report.wire_bytes() / (chip.links * chip.link_bandwidth)
-    assert estimate.parts["communication over data"] == pytest.approx(sent)
-    assert estimate.parts["compute"] == pytest.approx(
-        sum(report.work.flops.values()) / chip.flops["float32"]
-    )
-    told = repr(estimate)
-    assert told.startswith("an estimate: ") and "assuming peak rates" in told
-    assert f"bound by {estimate.bound_by}" in told
-    assert "data is within a host" in told

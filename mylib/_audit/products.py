@@ -1,0 +1,175 @@
+"""Counts the products of one instruction: the pairs of numbers that are multiplied and added."""
+
+import functools
+import json
+import math
+import re
+
+import numpy as np
+
+from .._compat import names
+from .flow import Value, computed, target_of
+from .hlo import Array, Instruction
+
+_NARROW = re.compile(r"f(\d)(e\w+)")
+_WORDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
+
+
+def dtype_of(x: Instruction) -> str:
+    """JAX's name of the dtype that is multiplied: that of the wider operand."""
+    # A kernel may take tables of indices first.
+    factors = [] if target_of(x) == "tpu_custom_call" else x.inputs()[:2]
+    both = [array for y in factors for array in y.arrays[:1]] or x.arrays[:1]
+    return _named(max(both, key=lambda array: array.bytes / max(1, array.size)).dtype)
+
+
+def _named(dtype: str) -> str:
+    narrow = _NARROW.fullmatch(dtype)
+    if narrow is not None:
+        return f"float{narrow[1]}_{narrow[2]}"
+    return "bfloat16" if dtype == "bf16" else _WORDS.get(dtype[0], dtype[0]) + dtype[1:]
+
+
+def products_of(x: Instruction) -> int | None:
+    """How many products an instruction computes itself, without the computations that it calls. 0
+    for one that is bound by memory; None for a kernel whose work is not in the program.
+    """
+    match x.opcode:
+        case "dot" | "scaled-dot":
+            return _dot(x, x.attribute("lhs_contracting_dims"))
+        case "convolution":
+            return _convolution(x, x.operand(0), x.operand(1), x)
+        case "cholesky":
+            return _cholesky(x)
+        case "triangular-solve":
+            return _triangular_solve(x)
+        case "reduce" if _is_product(x):
+            return x.operand(0).arrays[0].size
+        case "ragged-dot":
+            return None
+        case "custom-call":
+            return _called(x)
+    return 0
+
+
+def _is_product(x: Instruction) -> bool:
+    """Whether this sums what has been multiplied: a matrix times a vector, on GPUs and TPUs."""
+    if not any(name.endswith(f"/{names.DOT}") for name in x.op_names):
+        return False
+    return computed(Value(x.operand(0))).made_by.opcode == "multiply"
+
+
+def _called(x: Instruction) -> int | None:
+    target = target_of(x)
+    count = next((f for pattern, f in _KERNELS if re.fullmatch(pattern, target)), None)
+    if count is not None:
+        return count(x)
+    return 0 if _BOUND_BY_MEMORY.fullmatch(target) else None
+
+
+def _dot(x: Instruction, contracted: str | None) -> int:
+    size = x.arrays[0].size
+    for dim in re.findall(r"\d+", contracted or ""):
+        size *= x.operand(0).arrays[0].shape[int(dim)]
+    return size
+
+
+def _gemm(x: Instruction) -> int:
+    match = re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', x.attributes)
+    return _dot(x, match[1] if match else None)
+
+
+def _convolution(x: Instruction, input: Instruction, kernel: Instruction, result: Instruction):
+    labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels") or "")
+    assert labels is not None
+    lhs, rhs, out = (
+        dict(zip(text, y.arrays[0].shape, strict=True))
+        for text, y in zip(labels.groups(), (input, kernel, result), strict=True)
+    )
+    # A channel may be split into two dimensions, the second of which is called `?`.
+    size = out["b"] * math.prod(out[c] for c in out if c in "f?") * rhs["i"]
+    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", x.attribute("window") or ""))
+    for i in range(sum(c.isdigit() for c in out)):
+        stride, dilation, holes = (
+            int(window[name].split("x")[i]) if name in window else 1
+            for name in ("stride", "rhs_dilate", "lhs_dilate")
+        )
+        low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
+        place = str(i)
+        size *= _meetings(out[place], stride, rhs[place], dilation, lhs[place], holes, low)
+    return size
+
+
+@functools.lru_cache(maxsize=1000)
+def _meetings(
+    results: int, stride: int, window: int, dilation: int, inputs: int, holes: int, low: int
+) -> int:
+    """How many pairs of a result and a place in its window meet an input, in one direction, and
+    neither padding nor one of the zeros between dilated inputs. XLA writes batches as dilated
+    inputs, too, of whose window one place meets something.
+    """
+    few, step, many, other = results, stride, window, dilation
+    if few > many:
+        few, step, many, other = many, other, few, step
+    places = np.arange(many) * other - low
+    last = (inputs - 1) * holes
+    total = 0
+    for i in range(few):
+        at = places + i * step
+        total += np.count_nonzero((at >= 0) & (at <= last) & (at % holes == 0))
+    return int(total)
+
+
+def _cudnn_convolution(x: Instruction) -> int:
+    """A gradient has the window and the labels of the convolution that it belongs to."""
+    first, second, result = x.operand(0), x.operand(1), x
+    if "BackwardInput" in target_of(x):
+        return _convolution(x, result, second, first)
+    if "BackwardFilter" in target_of(x):
+        return _convolution(x, first, result, second)
+    return _convolution(x, first, second, result)
+
+
+def _attention(x: Instruction) -> int:
+    """Two products forward, and five backward: the scores are computed again."""
+    config = json.loads(x.attribute("backend_config") or "{}")["cudnn_fmha_backend_config"]
+    scores = math.prod(int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
+    size = scores * x.operand(0).arrays[0].shape[-1]
+    size *= 5 if "Backward" in target_of(x) else 2
+    return size // 2 if "CAUSAL" in config.get("mask_type", "") else size
+
+
+def _cholesky(x: Instruction) -> int:
+    array: Array = x.operand(0).arrays[0]
+    return array.size * array.shape[-1] // 6
+
+
+def _triangular_solve(x: Instruction) -> int:
+    a, b = (y.arrays[0] for y in x.inputs()[:2])
+    return b.size * a.shape[-1] // 2
+
+
+def _stated(x: Instruction) -> int | None:
+    """What the author of a Pallas kernel has stated as its cost."""
+    match = re.search(r'"cost_estimate": ?\{"flops": ?"(\d+)"', x.attributes)
+    return int(match[1]) // 2 if match else None
+
+
+_KERNELS = (
+    (r"__cublas\$(lt\$)?(gemm|matmul)(\$f8|\$mx)?", _gemm),
+    (r"__cudnn\$conv\w*(Forward|Backward)\w*", _cudnn_convolution),
+    (r"__cudnn\$fmha\w+", _attention),
+    (r"Cholesky|(lapack|cusolver)_\w*potrf\w*", _cholesky),
+    (r"(lapack|cublas)_\w*trsm\w*|__cublas\$triangularSolve", _triangular_solve),
+    (r"tpu_custom_call", _stated),
+)  # fmt: skip
+# Custom calls that compute nothing, or little for what they read and write.
+_BOUND_BY_MEMORY = re.compile(
+    r"""AllocateBuffer|CreateBuffer|AsyncCollective(Start|Done)|ConcatBitcast|X64\w+|Sharding
+    |SPMD\w+|LayoutConstraint|MoveTo(Host|Device)|annotate_device_placement|device_placement|Pin
+    |Unpin|SliceToDynamic|Pad(Real)?ToStatic|DynamicGather|AssumeGatherIndicesInBound
+    |GatherScatterIndicesBitpacked|GetHostDesc\w*|TopK|PartialReduce|ApproxTopK|RngBitGenerator
+    |InvertDiagBlocks\w+|ResizeNearest\w*|ResizeBilinear\w*|Erf\w*|__topk\$.*|__gpu\$TopK
+    |__cub\$.*|xla_(ffi_)?(partitioned_)?python_(cpu|gpu)_callback|InspectSharding""",
+    re.VERBOSE,
+)

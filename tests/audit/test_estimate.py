@@ -1,0 +1,109 @@
+"""How long a call takes: figures that can be checked by hand. None of this needs a compiler."""
+
+import math
+
+import jax
+import known
+import pytest
+import steps
+
+import mylib
+from mylib import machines
+from mylib._audit.links import Message
+from mylib._audit.roofline import estimate
+from mylib._audit.work import Operation
+
+ONE = machines.gpu("h100", devices_per_host=1)
+EIGHT = machines.gpu("h100")
+FLOPS, BYTES = 989.5e12, 3352.32e9
+
+
+def work(*operations, unknown=0):
+    flops = {}
+    for times, products, _ in operations:
+        for dtype, n in products:
+            flops[dtype] = flops.get(dtype, 0) + times * n
+    traffic = sum(times * size for times, _, size in operations)
+    return mylib.Work(flops, traffic, unknown, tuple(Operation(*one) for one in operations))
+
+
+def products(count):
+    return (("bfloat16", int(count)),)
+
+
+def test_each_operation_waits_for_the_slower_of_both():
+    """One second of products, then ten times 0.1 s of memory: together two, not one."""
+    seconds_of_both = work(
+        (1, products(0.55 * FLOPS), 0), (10, (), int(0.1 * 0.7 * BYTES)), (1, products(1e6), 10)
+    )
+    found = estimate(seconds_of_both, [], {}, ONE)
+    assert found.seconds == pytest.approx(2, rel=1e-3)
+    assert found.parts == pytest.approx({"compute": 1, "memory": 1}, rel=1e-3)
+    low, high = found.interval
+    assert low == pytest.approx(0.55 + 0.7, rel=1e-3) and high == pytest.approx(2, rel=1e-3)
+
+
+@pytest.mark.parametrize(("overlapped", "expected"), [(False, 1.5), (True, 1.0)])
+def test_overlapped_communication(overlapped, expected):
+    message = Message("all-gather", ("data",), int(0.5 * 0.77 * 450e9), 1, overlapped)
+    found = estimate(work((1, products(0.55 * FLOPS), 0)), [message], {"data": 8}, EIGHT)
+    assert found.seconds == pytest.approx(expected, rel=1e-3)
+    assert found.parts["communication over data"] == pytest.approx(0.5, rel=1e-3)
+    low, high = found.interval
+    assert low == pytest.approx(0.55, rel=1e-3) and high == pytest.approx(1.5, rel=1e-3)
+
+
+def test_what_is_longer_than_the_computation_is_not_hidden():
+    message = Message("all-gather", ("data",), int(0.77 * 450e9), 3, True)
+    found = estimate(work((1, products(0.55 * FLOPS), 0)), [message], {"data": 8}, EIGHT)
+    assert found.seconds == pytest.approx(3, rel=1e-3) and found.bound_by.endswith("over data")
+
+
+def test_what_is_unknown_has_no_upper_bound():
+    found = estimate(work((1, products(1e12), 0), unknown=2), [], {}, ONE)
+    assert found.unknown == 2 and math.isinf(found.interval[1])
+    assert "unknown: 2 kernels or loops" in repr(found) and "an unknown time" in repr(found)
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "rate"),
+    [("h100", "float8_e4m3fn", 1979e12), ("v5e", "float8_e4m3fn", 197e12),
+     ("v5e", "int8", 393e12), ("tpu7x", "int8", 2307e12), ("v5e", "float32", 197e12)],
+)  # fmt: skip
+def test_rates(chip, dtype, rate):
+    chip = machines.CHIPS[chip]
+    shape = (1, 1) if chip.platform == "gpu" else (1,) * len(chip.largest)
+    reached = 0.55 if chip.platform == "gpu" else 0.95
+    found = estimate(work((1, ((dtype, int(1e15)),), 0)), [], {}, machines.Machine(chip, 1, shape))
+    assert found.parts["compute"] == pytest.approx(1e15 * chip.devices / rate / reached)
+
+
+def test_products_without_a_rate():
+    some = work((1, (("complex64", 10**15),), 10), (1, products(0.55 * FLOPS), 0))
+    found = estimate(some, [], {}, ONE)
+    assert found.seconds == pytest.approx(1, rel=1e-3)
+    assert "complex64, without a rate" in repr(found)
+    with pytest.raises(ValueError, match="h100 has no rate for complex64"):
+        estimate(work((1, (("complex64", 1),), 0)), [], {}, ONE)
+
+
+def test_a_program_for_other_devices():
+    with pytest.raises(ValueError, match=r"runs on 64 devices \(data=64\), and h100 x 8 has 8"):
+        estimate(work(), [], {"data": 64}, EIGHT)
+
+
+def test_of_a_report():
+    mesh = known.mesh_of(jax.devices(), (8,), ("data",))
+    strategy = steps.strategies(mesh, known.mesh_of(jax.devices(), (4, 2), ("data", "model")))
+    strategy = strategy["data_parallel"]
+    report = mylib.audit(strategy.step(True), *strategy.args(True))
+    rows, pairs = strategy.rows // 8, steps.LAYERS * steps.WIDTH * steps.HIDDEN * 2
+    # Forward, and twice as much backward; the first layer's input needs no gradient.
+    count = sum(report.work.flops.values())
+    assert 2.5 * 2 * rows * pairs < count <= 3 * 2 * rows * pairs
+    found = report.estimate(EIGHT)
+    assert found.parts["compute"] == pytest.approx(count / EIGHT.chip.flops["float32"] / 0.55)
+    assert found.interval[0] <= found.seconds <= found.interval[1]
+    text = repr(found)
+    assert text.startswith("an estimate: ") and "reach 55% of the data sheet's rate" in text
+    assert f"bound by {found.bound_by}" in text and "data is within a host" in text
