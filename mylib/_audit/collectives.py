@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from .._errors import AuditError
-from .flow import Run, Value, computed, runs_of, target_of, trips, unchanged
+from .flow import Run, Value, computed, done_of, runs_of, target_of, trips, unchanged
 from .groups import Groups, groups_of, pairs_of, rings_of
 from .hlo import Array, Instruction, Module
 from .opcodes import moves, opcode_of
@@ -40,7 +40,7 @@ class Transfer:
     @property
     def done(self) -> Instruction:
         """The instruction whose result is that of the collective."""
-        return _done(self.first)
+        return done_of(self.first)
 
     @cached_property
     def bytes(self) -> int:
@@ -107,8 +107,8 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
     groups = _groups(kind, x, devices)
     if not groups.size or groups.shape[1] == 1:
         return  # each device alone
-    arrays = tuple(_done(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
-    if x.opcode.endswith("-start") and _done(x) is x:
+    arrays = tuple(done_of(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
+    if x.opcode.endswith("-start") and done_of(x) is x:
         raise AuditError(f"nothing waits for {x}")
     if kind == "reduce-scatter":
         arrays = tuple(array for operand in x.inputs() for array in operand.arrays)
@@ -116,7 +116,7 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
     late = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
     late = late or _is_started_by_fusion(x)
     each = groups.shape[1]
-    elements = _elements(_done(x), len(arrays))
+    elements = _elements(done_of(x), len(arrays))
     results = tuple(y for several in elements for y in several)
     sent = wire_bytes(kind, size, each)
     transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results)
@@ -255,18 +255,6 @@ def _groups(kind: str, x: Instruction, devices: int) -> Groups:
     if text is None:
         raise AuditError(f"{x} doesn't say which devices take part in it")
     return groups_of(text, devices)
-
-
-def _done(x: Instruction) -> Instruction:
-    """The instruction that waits for one that starts an operation; itself if it does both."""
-    if not x.opcode.endswith("-start"):
-        return x
-    for user in x.computation.users[x.name]:
-        if user.opcode == x.opcode.removesuffix("-start") + "-done":
-            return user
-        if user.opcode.endswith("-update"):
-            return _done(user)
-    return x
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
