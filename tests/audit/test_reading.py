@@ -224,6 +224,28 @@ def test_a_sparse_core_is_started_before_it_has_operands():
     assert only.overlapped and only.primitive == "mul"
 
 
+KERNEL = """%k = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128, \\"open\\": \\"{\\"}"
+}}, metadata={op_name="jit(f)/pallas_call"}, backend_config={}"""
+
+
+def test_metadata_of_a_kernel_spans_lines():
+    """JAX's splash attention has such."""
+    text = program(
+        PARAMETER,
+        KERNEL,
+        "ROOT %g = f32[64]{0} all-gather(%k), channel_id=1, replica_groups=[1,8]<=[8], "
+        "dimensions={0}",
+    )
+    (only,) = mylib.audit(text, mesh=MESH).collectives
+    assert (only.kind, only.bytes) == ("all-gather", 256)
+    (kernel,) = [x for x in Module(text).entry.instructions if x.opcode == "custom-call"]
+    assert kernel.op_names == ["jit(f)/pallas_call"] and kernel.attribute("backend_config") == "{}"
+    with pytest.raises(mylib.AuditError, match="a bracket is not closed: %k = "):
+        mylib.audit(text.replace("}}, metadata", ", metadata"), mesh=MESH)
+
+
 def test_send_and_receive():
     text = program(
         PARAMETER,
