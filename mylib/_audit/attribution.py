@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .._compat import names as known
-from .flow import MOVES, Value, computed, target_of, unchanged
+from .flow import MOVES, Value, computed, done_of, target_of, unchanged
 from .hlo import Instruction, calls_of, short
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
@@ -21,6 +21,8 @@ _STRUCTURE = {
     known.SCOPE_CONDITION,
     known.STACK_RECOMPUTED,
 }
+# Calls whose result is that of the computation.
+_RESULTS = ("fusion", "call", "call-start", "async-start")
 _FAR = 400  # the most instructions that are looked at
 
 # From an argument's name in the program to its path.
@@ -140,7 +142,7 @@ def _users(x: Instruction) -> Iterator[Instruction]:
         else:
             yield user
     if x.is_root:
-        yield from (caller for caller in computation.callers if caller.opcode == "fusion")
+        yield from (done_of(x) for x in computation.callers if x.opcode in _RESULTS)
 
 
 def _informed_inputs(x: Instruction) -> Iterator[Instruction]:

@@ -169,8 +169,8 @@ def before(value: Value) -> Value | None:
             return Value(x.operand(0), path)
         case "custom-call" if path == (0,) and target_of(x) == "AsyncCollectiveStart":
             return Value(x.operand(0).operand(0))
-        case _ if x.opcode.endswith("-done") and "calls=" in x.operand(0).attributes:
-            return _inside(x.operand(0), path)
+        case _ if x.opcode.endswith("-done") and _enters(start_of(x)):
+            return _inside(start_of(x), path)
         case _ if x.opcode in _WRAPPERS:
             return _inside(x, path)
     return None
@@ -193,10 +193,41 @@ def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
     if caller.opcode == "conditional":
         branches = [name for _, name in calls_of(caller)]
         return Value(caller.operand(1 + branches.index(x.computation.name)), path)
+    return Value(given_to(caller)[number], path) if _enters(caller) else None
+
+
+def _enters(x: Instruction) -> bool:
+    """Whether the computation that an instruction calls has its operands and its result."""
     # `to_apply` of an `all-reduce-start` is the sum of two numbers, not of its operands.
-    if caller.opcode in _WRAPPERS or "calls=" in caller.attributes:
-        return Value(caller.operand(number), path)
-    return None
+    return x.opcode in _WRAPPERS or "calls=" in x.attributes
+
+
+def given_to(x: Instruction) -> list[Instruction]:
+    """The operands of the computation that an instruction calls."""
+    # The SparseCores of a TPU are started before they have operands; an update brings those.
+    updates = () if x.operands else x.computation.users[x.name]
+    return next((y.inputs()[1:] for y in updates if y.opcode.endswith("-update")), x.inputs())
+
+
+def start_of(x: Instruction) -> Instruction:
+    """The instruction that starts what an instruction waits for; itself if it waits for nothing."""
+    while x.opcode.endswith(("-done", "-update")):
+        x = x.operand(0)
+    return x
+
+
+def done_of(x: Instruction) -> Instruction:
+    """The instruction that waits for one that starts an operation; itself if it does both."""
+    if not x.opcode.endswith("-start"):
+        return x
+    return next((user for user in _waiting(x) if user.opcode.endswith("-done")), x)
+
+
+def _waiting(x: Instruction) -> Iterator[Instruction]:
+    for user in x.computation.users[x.name]:
+        if user.opcode.endswith(("-done", "-update")) and user.operand(0) is x:
+            yield user
+            yield from _waiting(user)
 
 
 def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from .attribution import Names, argument_of
-from .flow import MOVES, Value
+from .flow import MOVES, Value, done_of, start_of
 from .hlo import Instruction, calls_of
 
 _ELEMENTWISE = MOVES | frozenset(
@@ -80,6 +80,8 @@ def _after(value: Value) -> Iterator[Value]:
         for number, name in enumerate(user.operands):
             if name != x.name:
                 continue
+            if number and user.opcode.endswith("-update"):  # the operands of what it has started
+                user, number = start_of(user), number - 1
             match user.opcode:
                 case "get-tuple-element":
                     if path[:1] == (user.integer("index"),):
@@ -101,5 +103,4 @@ def _after(value: Value) -> Iterator[Value]:
             if caller.opcode in _CALLS or caller.opcode == "conditional":
                 yield Value(caller, path)
             elif caller.opcode.endswith("-start"):
-                # The instruction that waits for it returns the result.
-                yield from (Value(y, path) for y in caller.computation.users[caller.name])
+                yield Value(done_of(caller), path)

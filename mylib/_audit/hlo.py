@@ -21,6 +21,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
 _NUMBERED = re.compile(r"(\d+) (.*)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]++|\\.)*)"')
+_STRING = re.compile(r'"(?:[^"\\]++|\\.)*"')
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Attributes that name computations, in the order of the text.
@@ -262,7 +263,7 @@ class Module:
     def _read(self, text: str) -> None:
         table: dict[int, str] | None = None
         current: Computation | None = None
-        for line in text.splitlines():
+        for line in _whole_lines(text):
             if current is not None:
                 match = _INSTRUCTION.match(line)
                 if match is not None:
@@ -372,6 +373,28 @@ _NOT_ONE_PROGRAM = (
 
 def _fields(text: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """The lines of a program, with each instruction in one: a kernel's metadata spans several."""
+    begun: list[str] = []
+    left = 0
+    for line in text.splitlines():
+        begun.append(line)
+        left += _left_open(line) if begun[0].startswith(" ") else 0  # instructions are indented
+        if left <= 0:
+            yield " ".join(begun)
+            begun, left = [], 0
+    if begun:
+        raise AuditError(f"a bracket is not closed: {begun[0].strip()[:120]}")
+
+
+def _left_open(line: str) -> int:
+    """How many more braces a line opens than it closes."""
+    if line.count("{") == line.count("}"):  # as in nearly all lines
+        return 0
+    line = _STRING.sub("", line)
+    return line.count("{") - line.count("}")
 
 
 def calls_of(x: Instruction) -> list[tuple[str, str]]:

@@ -190,23 +190,60 @@ def program(*body: str, computations: str = "") -> str:
 PARAMETER = '%x = f32[8]{0} parameter(0), metadata={op_name="x"}'
 
 
-@pytest.mark.parametrize(("opcode", "role"), [("async", "calls"), ("call", "to_apply")])
-def test_a_computation_that_is_started(opcode, role):
-    gather = """%async (p: f32[8]) -> f32[64] {
+GATHER = """%async (p: f32[8]) -> f32[64] {
   %p = f32[8]{0} parameter(0)
   ROOT %g = f32[64]{0} all-gather(%p), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
 }
 """
+
+
+@pytest.mark.parametrize(("opcode", "role"), [("async", "calls"), ("call", "to_apply")])
+def test_a_computation_that_is_started(opcode, role):
     text = program(
         PARAMETER,
         f"%s = ((f32[8]{{0}}), f32[64]{{0}}, u32[]) {opcode}-start(%x), {role}=%async",
         f"%u = ((f32[8]{{0}}), f32[64]{{0}}, u32[]) {opcode}-update(%s)",
         f"ROOT %d = f32[64]{{0}} {opcode}-done(%u)",
-        computations=gather,
+        computations=GATHER,
     )
     (only,) = mylib.audit(text, mesh=MESH).collectives
     assert (only.kind, only.bytes, only.times, only.arrays) == ("all-gather", 256, 1, ("x",))
     assert only.overlapped
+
+
+def test_a_sparse_core_is_started_before_it_has_operands():
+    text = program(
+        PARAMETER,
+        "%s = ((), (), (s32[1]{0:T(128)S(2)})) call-start(), to_apply=%async",
+        "%u = ((f32[8]{0}), f32[64]{0}) call-update(%s, %x)",
+        'ROOT %d = f32[64]{0} call-done(%u), metadata={op_name="jit(f)/transpose(jvp())/mul"}',
+        computations=GATHER,
+    )
+    (only,) = mylib.audit(text, mesh=MESH).collectives
+    assert (only.kind, only.bytes, only.arrays) == ("all-gather", 256, ("x",))
+    assert only.overlapped and only.primitive == "mul"
+
+
+KERNEL = """%k = f32[8]{0} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128, \\"open\\": \\"{\\"}"
+}}, metadata={op_name="jit(f)/pallas_call"}, backend_config={}"""
+
+
+def test_metadata_of_a_kernel_spans_lines():
+    """JAX's splash attention has such."""
+    text = program(
+        PARAMETER,
+        KERNEL,
+        "ROOT %g = f32[64]{0} all-gather(%k), channel_id=1, replica_groups=[1,8]<=[8], "
+        "dimensions={0}",
+    )
+    (only,) = mylib.audit(text, mesh=MESH).collectives
+    assert (only.kind, only.bytes) == ("all-gather", 256)
+    (kernel,) = [x for x in Module(text).entry.instructions if x.opcode == "custom-call"]
+    assert kernel.op_names == ["jit(f)/pallas_call"] and kernel.attribute("backend_config") == "{}"
+    with pytest.raises(mylib.AuditError, match="a bracket is not closed: %k = "):
+        mylib.audit(text.replace("}}, metadata", ", metadata"), mesh=MESH)
 
 
 def test_send_and_receive():

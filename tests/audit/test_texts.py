@@ -96,6 +96,17 @@ def test_tensor_parallel(name):
     assert report.count("all-gather") == 0
 
 
+def test_tpu7x_gives_its_sparse_cores_their_operands_later():
+    """The gradient of the sum of `(x @ w) ** 2` with respect to `w`, both split over the mesh."""
+    report = read("tpu7x-0.12.0.1-product")
+    assert answer_of(report) == [
+        ("all-reduce", ("data",), 64 * MIB, 1),
+        ("all-to-all", ("data",), MIB, 1),
+        ("reduce-scatter", ("data",), 16 * MIB, 1),
+    ]
+    assert [(c.phase, c.overlapped) for c in report.among("all-reduce")] == [("backward", True)]
+
+
 def test_tpu_repeats_a_gather_in_each_fusion():
     """Each is counted once."""
     report = read("tpu-0.10.2-mlp_fsdp_scan")
