@@ -246,18 +246,6 @@ def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
     return False
 
 
-def done_of(x: Instruction) -> Instruction:
-    """The instruction that waits for one that starts an operation; itself if it does both."""
-    if not x.opcode.endswith("-start"):
-        return x
-    for user in x.computation.users[x.name]:
-        if user.opcode == x.opcode.removesuffix("-start") + "-done":
-            return user
-        if user.opcode.endswith("-update"):
-            return done_of(user)
-    return x
-
-
 def target_of(x: Instruction) -> str:
     """The target of a custom call."""
     return (x.attribute("custom_call_target") or "").strip('"')
