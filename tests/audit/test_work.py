@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import known
 import pytest
-from programs import PROGRAMS, Program
+from counted import PROGRAMS, Program
 
 import mylib
 

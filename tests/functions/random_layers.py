@@ -44,7 +44,7 @@ AXES = ("data", "model", "more")
 
 # What `fully_shard` refuses, with the sentence. Another error is a failure.
 REFUSED = {
-    "prefetch= is for layers that aren't stacked": "the layers are stacked, and called in one place",
+    "prefetch= is for layers that aren't stacked": "the layers are stacked, and called",
     "options that contradict each other": r"prefetch=\d can't be combined with",
     "a policy for layers that aren't rematerialised": "policy= has no effect with checkpoint=False",
     "a stack of small arrays, split by layer": "splits them by layer: each step of the loop",

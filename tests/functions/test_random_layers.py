@@ -10,7 +10,7 @@ from layer_kinds import ORDINARY
 from random_layers import MESHES, REFUSED, Program, compare_all, draw, run
 
 # The quick ones among the first, each of which passes or is refused.
-EVERYDAY = (0, 2, *range(4, 11), *range(12, 21), 23, 24)
+EVERYDAY = (0, *range(4, 11), *range(12, 21), 23, 24, 25)
 THOROUGH = [seed for seed in range(60) if seed not in EVERYDAY]
 
 
