@@ -113,11 +113,8 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
         (given, _), (tangents, _) = primals, tangents
         moving = [not isinstance(x, SymbolicZero) for x in tangents]
         results, differentiated = call(*primals), replace(layer, moving=moving)
-        moved = tangent_p.bind(*given, *compress(tangents, moving), layer=differentiated)
-        rest, nothing = iter(moved), jax.dtypes.float0
-        return results, [
-            next(rest) if _is_float(x) else np.zeros(x.shape, nothing) for x in results
-        ]
+        moved = iter(tangent_p.bind(*given, *compress(tangents, moving), layer=differentiated))
+        return results, [next(moved) if _is_float(x) else _nothing(x) for x in results]
 
     call.defjvp(rule, symbolic_zeros=True)
     return call
@@ -144,8 +141,13 @@ def _forward_mode(*args: Any, layer: _Layer) -> Arrays:
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, layer: _Layer) -> tuple[Any, Any]:
-    moving = [ad.instantiate_zeros(x) for x in tangents]
-    return jax.jvp(lambda *args: _forward_mode(*args, layer=layer), tuple(primals), tuple(moving))
+    index = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+    def run(xs: Arrays) -> Arrays:
+        replaced = dict(zip(index, xs, strict=True))
+        return _forward_mode(*(replaced.get(i, x) for i, x in enumerate(primals)), layer=layer)
+
+    return jax.jvp(run, ([primals[i] for i in index],), ([tangents[i] for i in index],))
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence[Any]:
@@ -178,15 +180,19 @@ def _batch(
     ]
     program, results = batched(layer.program, axis, mapped)
     after, _ = batched(layer.after, axis, [*mapped[:weights], False])
+    are_mapped = [*mapped, *compress(mapped, layer.moving)]
     args = [
         batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) if is_mapped else x
-        for x, dim, is_mapped in zip(
-            args, dims, [*mapped, *compress(mapped, layer.moving)], strict=True
-        )
+        for x, dim, is_mapped in zip(args, dims, are_mapped, strict=True)
     ]
     moved = tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
     pairs = zip(layer.program.out_avals, results, strict=True)
     return moved, [0 if is_batched else None for x, is_batched in pairs if _is_float(x)]
+
+
+def _nothing(x: Any) -> Any:
+    """The tangent of an array that has none."""
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _is_float(x: Any) -> bool:

@@ -1,5 +1,9 @@
 """`fully_shard(prefetch=...)`: layers that gather their weights while earlier ones compute."""
 
+import gc
+import weakref
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -11,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array
 
 import mylib
+from mylib._compat import current_trace
 from mylib.rules import batch, by_axes, fsdp, replicated
 
 AUTO = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -175,16 +180,20 @@ def test_the_same_layers_twice():
 class Normed(eqx.Module):
     linear: eqx.nn.Linear
     norm: eqx.nn.BatchNorm
+    wrap: Callable = eqx.field(static=True)
 
     def __call__(self, x, state):
-        x, state = self.norm(self.linear(x), state)
-        return jnp.tanh(x), state
+        x, state = self.wrap(lambda norm, x, state: norm(x, state))(
+            self.norm, self.linear(x), state
+        )
+        return jnp.tanh(x) * (1 + jax.lax.axis_index("batch")), state
 
 
-def test_state_of_a_batch():
+@pytest.mark.parametrize("wrap", [lambda fun: fun, eqx.filter_jit, eqx.filter_checkpoint])
+def test_state_of_a_batch(wrap):
     def make():
         norm = lambda: eqx.nn.BatchNorm(WIDTH, "batch", mode="batch")  # noqa: E731
-        return [Normed(eqx.nn.Linear(WIDTH, WIDTH, key=key), norm()) for key in KEYS]
+        return [Normed(eqx.nn.Linear(WIDTH, WIDTH, key=key), norm(), wrap) for key in KEYS]
 
     layers, state = eqx.nn.make_with_state(make)()
 
@@ -218,17 +227,136 @@ def test_no_tracer_leaks():
         assert_close(*gradients(value_of, LAYERS, X, AUTO, prefetch=2))
 
 
-def test_each_layer_in_a_transformation_of_its_own():
+def waits(value, layers):
+    """How many gathers of the forward pass wait for an earlier layer."""
+
+    def run(layers, x):
+        return value(mylib.fully_shard(layers, Layer, KEPT, mesh=AUTO, prefetch=1), x)
+
+    # The first layer waits for its input by one more barrier.
+    barriers = str(jax.make_jaxpr(run)(layers, X)).count(" = optimization_barrier")
+    return len(layers) - (barriers - 3 * len(layers))
+
+
+def each_alone(transform, layers, x):
+    count = jnp.zeros((), jnp.int32)
+    for layer in layers:
+        x = transform(lambda x, layer=layer: layer(x, count)[0])(x)
+    return jnp.mean(x**2)
+
+
+def test_each_layer_in_a_vmap_of_its_own():
     def value(layers, x):
-        count = jnp.zeros((), jnp.int32)
-        for layer in layers:
-            x = jax.vmap(lambda x, layer=layer: layer(x, count)[0])(x)
-        return jnp.mean(x**2)
+        return each_alone(jax.vmap, layers, x)
+
+    assert waits(value, LAYERS) == waits(value_of, LAYERS) == DEPTH - 1
+    assert_close(*gradients(value, LAYERS, X, AUTO, prefetch=1))
+
+
+@pytest.mark.parametrize("transform", [jax.checkpoint, jax.jit])
+def test_each_layer_in_a_program_of_its_own(transform):
+    def value(layers, x):
+        return each_alone(transform, layers, x)
 
     with pytest.warns(mylib.PrefetchWarning, match="no effect across transformations") as seen:
         found, expected = gradients(value, LAYERS, X, AUTO, prefetch=1)
     assert_close(found, expected)
     assert len(seen) == 1
+
+
+def skipping(layers, x):
+    return through(layers[:3], x)
+
+
+def twice_and_backwards(layers, x):
+    return through([*layers, *layers[::-1][1:]], x)
+
+
+def in_parts(layers, x):
+    middle = jax.checkpoint(lambda x: through(layers[1:3], x))
+    return through(layers[3:], middle(through(layers[:1], x)))
+
+
+def traced_twice(layers, x):
+    half = lambda x: through(layers[:3], x)  # noqa: E731
+    return jax.jit(half)(x) + jax.vmap(half)(x[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("model", [skipping, twice_and_backwards, in_parts, traced_twice])
+@pytest.mark.filterwarnings("error::mylib.PrefetchWarning")
+def test_any_number_of_calls(model):
+    def value(layers, x):
+        return jnp.mean(model(layers, x) ** 2)
+
+    assert_close(*gradients(value, LAYERS, X, AUTO, prefetch=2), rtol=1e-5)
+
+
+def test_structures_keep_no_values_of_a_trace():
+    structures, seen = [], []
+
+    def value(layers, x):
+        model = mylib.fully_shard(layers, Layer, KEPT, mesh=AUTO, prefetch=2)
+        structures.append(jax.tree.structure(model))
+        seen.append(weakref.ref(current_trace()))
+
+        def inner(x):
+            seen.append(weakref.ref(current_trace()))
+            return through(model[:3], x)
+
+        return jnp.mean(jax.jit(inner)(inner(x)))
+
+    program = eqx.filter_jit(eqx.filter_grad(value))
+    program(LAYERS, X)
+    gc.collect()
+    assert len(seen) == 3
+    assert [trace() for trace in seen] == [None] * 3
+
+
+def test_error_checks():
+    class Checked(Layer):
+        def __call__(self, x, count):
+            check = eqx.filter_jit(lambda x: eqx.error_if(x, x > 1e3, "too large"))
+            return super().__call__(check(x), count)
+
+    layers = [Checked(key) for key in KEYS]
+    assert_close(*gradients(value_of, layers, X, AUTO, layer=Checked, prefetch=1))
+
+    @mylib.filter_jit
+    def run(layers, x):
+        model = mylib.fully_shard(layers, Checked, KEPT, mesh=AUTO, prefetch=1)
+        return through(model, x)
+
+    assert_close(run(layers, X), through(LAYERS, X))
+    for program in (run, eqx.filter_value_and_grad(lambda layers, x: jnp.sum(run(layers, x)))):
+        with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
+            program(layers, X * 1e6)
+
+
+def test_primitives_of_a_layer_with_rules_of_their_own():
+    class Rotation(Layer):
+        def __call__(self, x, count):
+            turned = jax.scipy.linalg.expm(self.weight - self.weight.T) @ x[..., None]
+            return super().__call__(turned[..., 0], count)
+
+    layers = [Rotation(key) for key in KEYS[:2]]
+    found = gradients(value_by_example, layers, X, AUTO, layer=Rotation, prefetch=1)
+    assert_close(*found, rtol=1e-4)
+
+
+def test_a_callback_of_an_input_without_gradient():
+    class Logged(Layer):
+        def __call__(self, x, count):
+            if count.ndim:
+                x = jax.pure_callback(np.asarray, jax.typeof(x), x, vmap_method="expand_dims")
+            return super().__call__(x, count)
+
+    layers = [Logged(key) for key in KEYS]
+
+    def value(layers, x):
+        x, count, _ = layers[0](x, jnp.ones((1,), jnp.int32))
+        return jnp.mean(through(layers[1:], x) ** 2)
+
+    assert_close(*gradients(value, layers, X, AUTO, layer=Logged, prefetch=1))
 
 
 def test_stacked_layers():
@@ -261,10 +389,51 @@ def test_options_that_can_not_be(options, words):
         mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, **options)
 
 
-def test_forward_mode():
+def squared(model, x):
+    return jnp.sum(jnp.sin(through(model, x)) ** 2)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
+        lambda f, x: jax.jacfwd(f)(x),
+        lambda f, x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
+        lambda f, x: jax.grad(lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1])(x),
+        lambda f, x: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), jnp.cos(x)))(x),
+    ],
+    ids=["jvp", "jacfwd", "forward over reverse", "reverse over forward", "reverse over reverse"],
+)
+def test_other_derivatives(derivative):
     model = mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, prefetch=1)
-    with pytest.raises(TypeError, match="fully_shard.*reverse-mode"):
-        jax.jit(lambda x: jax.jvp(lambda x: through(model, x), (x,), (x,)))(X)
+    found = jax.jit(lambda x: derivative(lambda x: squared(model, x), x))(X[0])
+    assert_close(found, derivative(lambda x: squared(LAYERS, x), X[0]), rtol=1e-4)
+
+
+def test_forward_mode_by_weights():
+    def directional(run):
+        _, tangent = eqx.filter_jvp(run, (LAYERS,), (eqx.filter(LAYERS, eqx.is_inexact_array),))
+        return tangent
+
+    def sharded(layers):
+        return squared(mylib.fully_shard(layers, Layer, KEPT, mesh=AUTO, prefetch=1), X[0])
+
+    expected = directional(lambda layers: squared(layers, X[0]))
+    assert_close(directional(sharded), expected, rtol=1e-4)
+
+
+def test_an_ensemble_of_models():
+    def loss(layers, x):
+        return value_of(mylib.fully_shard(layers, Layer, KEPT, mesh=AUTO, prefetch=1), x)
+
+    members = [eqx.filter_vmap(Layer)(jax.random.split(key, 3)) for key in KEYS]
+    found = eqx.filter_jit(
+        eqx.filter_grad(lambda ls: jnp.sum(eqx.filter_vmap(loss, in_axes=(0, None))(ls, X)))
+    )(members)
+    expected = eqx.filter_jit(
+        eqx.filter_grad(lambda ls: jnp.sum(eqx.filter_vmap(value_of, in_axes=(0, None))(ls, X)))
+    )(members)
+    assert_close(found, expected)
 
 
 class Dense(eqx.Module):
