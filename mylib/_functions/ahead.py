@@ -80,11 +80,14 @@ class _Layer:
     def __call__(self, given: Arrays) -> Arrays:
         return evaluate(self.program, self.program.consts, given)
 
-    def wait(self, given: Arrays, token: Any) -> tuple[Arrays, Arrays, Any]:
-        """The weights, the other arrays, and the token, the weights available after it."""
+    def split(self, given: Arrays) -> tuple[Arrays, Arrays]:
+        """The weights, and the other arrays."""
         count = len(self.after.in_avals) - 1
-        *weights, token = evaluate(self.after, self.after.consts, [*given[:count], token])
-        return weights, list(given[count:]), token
+        return given[:count], given[count:]
+
+    def wait(self, weights: Arrays, token: Any) -> tuple[Arrays, Any]:
+        *weights, token = evaluate(self.after, self.after.consts, [*weights, token])
+        return weights, token
 
     def linearised(self, given: Arrays) -> Any:
         """`jax.vjp` for the arguments and results that have tangents."""
@@ -103,9 +106,10 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
 
     @jax.custom_jvp
     def call(given: Arrays, token: Any) -> Arrays:
+        weights, others = layer.split(given)
         if not is_ahead:
-            given, token = _barrier((given, token))
-        weights, others, token = layer.wait(given, token)
+            others, token = _barrier((others, token))
+        weights, token = layer.wait(weights, token)
         others, token = _barrier((others, token))
         return [*layer([*weights, *others]), token]
 
@@ -152,12 +156,12 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, layer: _Layer) -> t
 
 def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence[Any]:
     inputs = len(layer.program.in_avals)
-    given, tangents = list(args[:inputs]), args[inputs:]
+    (weights, others), tangents = layer.split(list(args[:inputs])), args[inputs:]
     cotangents = [ad.instantiate_zeros(x) for x in cotangents]
     token, is_ahead = layer.turns.take(backward=True)
     if not is_ahead:
-        given, cotangents, token = _barrier((given, cotangents, token))
-    weights, others, token = layer.wait(given, token)
+        others, cotangents, token = _barrier((others, cotangents, token))
+    weights, token = layer.wait(weights, token)
     others, cotangents, token = _barrier((others, cotangents, token))
     layer.turns.add(token, backward=True)
     given = [*weights, *others]

@@ -39,8 +39,10 @@ class Turns:
         return jnp.zeros((), jnp.int32), False
 
     def add(self, token: Any, backward: bool = False) -> None:
+        # An equation whose operands are not batched belongs to the program around a `vmap`.
+        token = jax.lax.optimization_barrier(token)
         if isinstance(token, Tracer):
-            # A trace keeps the operands of its equations. XLA removes this one.
+            # A program keeps the operands of its equations. XLA removes this one.
             jax.lax.optimization_barrier(token)
             (self._backward if backward else self._forward).append(weakref.ref(token))
 
