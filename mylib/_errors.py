@@ -199,8 +199,8 @@ class DonationWarning(MylibWarning):
 
 
 class PrefetchWarning(MylibWarning):
-    """Layers of [`mylib.fully_shard`][] with `prefetch=` are called in transformations of their
-    own, such as a `jax.vmap` of each layer's call, so they can't gather their weights in advance.
+    """Layers of [`mylib.fully_shard`][] with `prefetch=` are called in programs of their own, such
+    as a `jax.checkpoint` of each layer's call, so they can't gather their weights in advance.
     """
 
 

@@ -33,18 +33,24 @@ from mylib._compat import (
     UnknownParameter,
     argument_of_filter_jit,
     axes_of_cast_or_sum,
+    batched,
     break_connection,
     coordination_client,
+    current_trace,
     data_of_shards,
     donation_warning,
     function_of_equinox,
     is_filter_jit,
+    is_staged_trace,
     opened,
     pass_of,
     readable_error,
     scan_sizes,
     sharding_under,
     start_transfer_server,
+    trace_of,
+    traces_here,
+    vmapped_axes,
     weakly_typed,
     while_body,
     with_actual_memory_kind,
@@ -104,6 +110,9 @@ USES = {
     ),
     "jax._src.hardware_utils.num_available_tpu_chips_and_device_id": (
         "how many TPU chips there are, and of which kind; looks at files only"
+    ),
+    "jax._src.interpreters.batching.batch_jaxpr": (
+        "a closed jaxpr under `vmap`, with batch axes in front, and which results are batched"
     ),
     "jax._src.interpreters.ad.JVPTrace": "`jax.jvp`; eager if `.parent_trace` is",
     "jax._src.interpreters.ad.JVPTracer": "a value under `jax.jvp`; `.primal` is the value itself",
@@ -309,6 +318,42 @@ class TestPrivateNames:
             parts = all_jaxprs(without_dead_code(program))
             checks = [e for part in parts for e in opened(part).eqns if e.primitive is check_p]
             assert len(checks) == count, advice(name)
+
+    def test_a_program_under_vmap(self):
+        name = "jax._src.interpreters.batching.batch_jaxpr"
+
+        def alone(x, y):
+            total = jax.jit(lambda x: jax.lax.psum(x, "rows"))(x)
+            return x + y, total, y, x * jax.lax.axis_index("rows")
+
+        seen = []
+
+        def trace(x, y):
+            (axis,) = vmapped_axes(current_trace())
+            seen.append((jax.make_jaxpr(alone)(x, y), axis))
+            return x
+
+        jax.vmap(trace, (0, None), axis_name="rows")(jnp.ones((3, 8)), X)
+        program, are_batched = batched(*seen[0], [True, False])
+        assert list(are_batched) == [True, False, False, True], advice(name)
+        assert [x.shape for x in program.out_avals] == [(3, 8), (8,), (8,), (3, 8)], advice(name)
+
+    def test_traces_of_a_value(self):
+        seen = {}
+
+        def note(name):
+            def f(x):
+                seen[name] = traces_here(), trace_of(x)
+                return x.sum()
+
+            return f
+
+        jax.jit(jax.vmap(jax.grad(note("inner"))))(stacked := jnp.ones((3, 8)))
+        traces, owner = seen["inner"]
+        assert len(traces) == 3, "parent_trace: see traces_here in mylib/_compat/private.py"
+        assert owner is traces[0], "_trace: see trace_of in mylib/_compat/private.py"
+        assert is_staged_trace(traces[-1])
+        assert trace_of(stacked) is None
 
     def test_loops(self):
         def loops(x, y):

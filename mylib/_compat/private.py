@@ -112,7 +112,8 @@ def traces_here() -> list[Any]:
 
 def trace_of(x: Any) -> Any:
     """The trace of a traced value; None for other values."""
-    return x._trace if isinstance(x, Tracer) else None
+    # Not `isinstance`, for which a type checker knows which names are private.
+    return x._trace if issubclass(type(x), Tracer) else None
 
 
 def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, list[bool]]:

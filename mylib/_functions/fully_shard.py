@@ -88,8 +88,8 @@ def fully_shard(
         weights, so that only one layer's weights are gathered at a time. If False, the compiler
         decides, and may use all memory.
     - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in
-        the forward and the backward pass. That takes memory for the weights of more layers. Stacked
-        layers are prefetched by `jax.lax.scan(..., unroll=2)`.
+        the forward and the backward pass. That takes memory for the weights of more layers, and
+        is 0 by default. Stacked layers are prefetched by `jax.lax.scan(..., unroll=2)`.
 
     **Returns:**
 

@@ -206,8 +206,10 @@ def _refuse(plan: Plan, leaves: Leaves, stacked: int, world: World) -> None:
     if stacked and plan.turns is not None:
         faults.append(
             because(
-                "the layers are stacked: the loop gathers the weights of one layer in each step",
-                "leave out prefetch=, and write jax.lax.scan(..., unroll=2)",
+                "the layers are stacked, and called in one place: no layer comes before another",
+                "leave out prefetch= for them. In a loop write jax.lax.scan(..., unroll=2): it "
+                "gathers the next layer's weights ahead. An ensemble under jax.vmap gathers the "
+                "weights of all members together",
                 "fully_shard(..., prefetch=...)",
             )
         )

@@ -58,7 +58,7 @@ class Turns:
             self._warned = True
             warn(
                 "fully_shard: prefetch= has no effect across transformations. Transform the loop "
-                "over the layers (jax.checkpoint, jax.jit), not each layer's call",
+                "over the layers (by jax.checkpoint, jax.jit), not each layer's call",
                 PrefetchWarning,
             )
         self._programs.append((weakref.ref(program), True))

@@ -381,6 +381,17 @@ def test_stacked_layers():
         jax.eval_shape(run, stacked, X)
 
 
+def test_a_stacked_ensemble():
+    stacked = eqx.filter_vmap(Layer)(KEYS)
+
+    def run(layers, x):
+        model = mylib.fully_shard(layers, Layer, replicated(), mesh=AUTO, prefetch=1)
+        return eqx.filter_vmap(lambda layer: layer(x, 0)[0])(model)
+
+    with pytest.raises(mylib.PlacementError, match="ensemble under jax.vmap"):
+        jax.eval_shape(run, stacked, X)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
