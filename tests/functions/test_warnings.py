@@ -37,10 +37,12 @@ def count():
 
 def prefetch():
     def loss(model):
-        first, second = mylib.fully_shard(model, eqx.nn.Linear, P(), mesh=MESH, prefetch=1)
-        return jax.vmap(second)(jax.vmap(first)(jnp.ones((8, 2)))).sum()
+        x = jnp.ones(2)
+        for layer in mylib.fully_shard(model, eqx.nn.Linear, P(), mesh=MESH, prefetch=1):
+            x = jax.checkpoint(lambda x, layer=layer: layer(x))(x)
+        return x.sum()
 
-    jax.make_jaxpr(loss)([eqx.nn.Linear(2, 2, key=jax.random.key(0))] * 2)
+    jax.make_jaxpr(loss)([eqx.nn.Linear(2, 2, key=jax.random.key(0))] * 3)
 
 
 def place():
