@@ -239,7 +239,10 @@ def _typed(eqn: Any, args: Values) -> Arrays:
     mesh, shardings = _mesh(), [x.aval.sharding for x in eqn.invars]
     with eqn.ctx.manager:
         there = [
-            x if s.mesh.empty else jax.sharding.reshard(x, s)
+            # A constant of the program may have come here as an argument of a nested one.
+            jax.sharding.reshard(x, PartitionSpec() if s.mesh.empty else s)
+            if not jax.typeof(x).sharding.mesh.empty
+            else x
             for x, s in zip(args, shardings, strict=True)
         ]
         made = bind_as(eqn, there)
