@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
 from .._placement import entries_of, with_entries
 from .._programs import bind_as, evaluate, jaxprs_in
+from .._transfer import constrain_auto_p
 from .._tree import Arrays
 from .gather import Route, gather
 
@@ -93,7 +94,15 @@ def _constrained(x: Any, asked: NamedSharding) -> Any:
     """`x` as its author asked for. A partial sum is a sum: the compiler decides where to add."""
     if asked.spec.unreduced or not has_explicit_axes(asked.mesh):
         return x
-    spec = with_entries(PartitionSpec(), entries_of(asked.spec))
+    return _at(x, asked)
+
+
+def _at(x: Any, asked: NamedSharding) -> Any:
+    entries: Sequence[Any] = entries_of(asked.spec)
+    if AxisType.Auto in asked.mesh.axis_types:
+        # What is asked for axes of one type leaves those of the other as they are.
+        entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
+    spec = with_entries(PartitionSpec(), entries)
     return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh(), spec))
 
 
@@ -173,9 +182,7 @@ def _checkpoint(eqn: Any, args: Values) -> Arrays:
 
 def _constraint(eqn: Any, args: Values) -> Arrays:
     asked = eqn.params[names.PARAM_SHARDING]
-    if not isinstance(asked, NamedSharding):
-        return bind_as(eqn, args)
-    return [jax.lax.with_sharding_constraint(args[0], NamedSharding(_mesh(), asked.spec))]
+    return [_at(args[0], asked)] if isinstance(asked, NamedSharding) else bind_as(eqn, args)
 
 
 def _custom_jvp(eqn: Any, args: Values) -> Arrays:
@@ -265,6 +272,7 @@ def _shard_map(eqn: Any, args: Values) -> Arrays:
 _CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
     names.CLOSED_CALL: _inlined,
     names.CONSTRAINT: _constraint,
+    constrain_auto_p.name: _constraint,
     names.CUSTOM_JVP_CALL: _custom_jvp,
     names.CUSTOM_VJP_CALL: _custom_vjp,
     names.HI_CALL: _typed,

@@ -74,6 +74,7 @@ class Program:
     policy: str | None = None
     in_turn: bool = True
     prefetch: int = 0
+    saved: bool = False
     optimiser: str = "none"
     donate: bool = False
     set_mesh: bool = True
@@ -167,6 +168,16 @@ def draw(seed: int) -> Program:
     plain = {"Mlp", "Checkpointed"} & {*kinds}
     splits = "Author" in kinds and not plain if "e" in types else plain
     tensor = "tensor" if splits and count > 1 else "replicated"
+    kept = rng.choice(["data", "data", "data", "all", "large", "unaware", "replicated", "last"])
+    used = often("replicated", 0.6, tensor if "e" in types else "none", tensor)
+    # From numbers of its own, so that seeds mean what they meant before there was this option.
+    options["saved"] = (
+        used == "tensor"
+        and options["checkpoint"]
+        and way in ("batch", "vmap")
+        and layers != "inner"
+        and random.Random(-1 - seed).random() < 0.6
+    )
     return Program(
         seed,
         mesh,
@@ -177,8 +188,8 @@ def draw(seed: int) -> Program:
         way,
         jit,
         layers,
-        rng.choice(["data", "data", "data", "all", "large", "unaware", "replicated", "last"]),
-        often("replicated", 0.6, tensor if "e" in types else "none", tensor),
+        kept,
+        used,
         **options,
         optimiser=rng.choice(["none", "sgd", "adam"]),
         donate=jit.startswith("mylib") and rng.random() < 0.3,
@@ -537,6 +548,12 @@ def call_step(program: Program, mesh: Mesh, kept: Any, run: Any) -> Any:
     return mylib.filter_jit(stepped, **options)
 
 
+def saved_of(program: Program) -> P | None:
+    if not program.saved:
+        return None
+    return P("data", "model") if program.way == "batch" else P("model")
+
+
 def shards_of(program: Program, mesh: Mesh) -> tuple[Shard, Shard]:
     """`fully_shard`, and the same in plain JAX: weights are placed at the top."""
     kept, used = rules_of(program, within=program.way == "ensemble inside")
@@ -550,6 +567,7 @@ def shards_of(program: Program, mesh: Mesh) -> tuple[Shard, Shard]:
         "policy": policy,
         "in_turn": program.in_turn,
         "prefetch": program.prefetch,
+        "saved": saved_of(program),
     }
 
     def shard(net: Any) -> Any:

@@ -165,6 +165,11 @@ class ClosesOver(Layer):
         return x @ self.weight + BIAS["array"]
 
 
+class Places(Layer):
+    def __call__(self, x):
+        return mylib.filter_shard(x @ self.weight, P("data", "model")) ** 2
+
+
 class Searches(Layer):
     def __call__(self, x):
         return x @ self.weight * jnp.searchsorted(jnp.arange(3.0), x.sum())
@@ -181,7 +186,7 @@ class Several(Layer):
 BIAS = {}
 KINDS = [*Layer.__subclasses__()]
 # Written without a word of the mesh's axes.
-UNTYPED = [Plain, Checked, Several, Solves]
+UNTYPED = [Plain, Checked, Places, Several, Solves]
 
 
 def loss_of(layers, x):
