@@ -69,7 +69,7 @@ class Advice:
         self._names = names
         self._captured = captured
         self._about_donations = about_donations
-        self.arrivals = Arrivals(name, names)
+        self.arrivals: Arrivals = Arrivals(name, names)
         # Large arrays captured by the last trace, until the warning is given.
         self.large: list[Any] = []
         self._inner: list[Captured] = []
