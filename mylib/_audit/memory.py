@@ -39,23 +39,14 @@ class ProgramMemory(Memory):
 
     **Attributes:**
 
-    - `arguments`, `results`, `temporaries`: as the compiler has it.
-    - `aliased`: how much of the results is in memory of donated arguments.
-    - `code`: the program itself.
-    - `constants`: the arrays that the function captures, and other large constants. The compiler's
-        own analysis leaves them out.
-    - `host`: arguments, results and temporaries in the host's memory.
-    - `largest`: the largest arguments, each with `path`, `shape` and `nbytes`.
-    - `peak`: an estimate of the most that is held at one time: what is above, with the temporaries
-        that are alive together by the order in which the program runs. The compiler may share more
-        memory than this knows of, or pad tiles; `temporaries` is its own number.
-    - `alive`: what is alive then besides arguments and constants, as a tuple of
-        [`mylib.Alive`][], the largest first. A TPU's on-chip memory is not counted. Empty if the
-        program's instructions are not in the order in which they run.
+    Those of [`mylib.machines.Memory`][], such as `peak`, and
+
+    - `alive`: what is held at the peak besides arguments and constants, as a tuple of
+        [`mylib.Alive`][], the largest first. None if that is unknown: it is found from the order in
+        which the program runs, and must account for `peak` within a tenth.
     """
 
-    peak: int = 0
-    alive: tuple[Alive, ...] = ()
+    alive: tuple[Alive, ...] | None = None
 
     @classmethod
     def of(
@@ -67,8 +58,9 @@ class ProgramMemory(Memory):
         if not module.is_scheduled:
             return cls(**parts)
         found = peak_of(module)
-        peak = known.arguments + known.constants + found.bytes
-        return cls(**parts, peak=peak, alive=_alive(found.alive))
+        counted = known.arguments + known.constants + found.bytes
+        agrees = abs(counted - known.peak) <= known.peak * _WITHIN
+        return cls(**parts, alive=_alive(found.alive) if agrees else None)
 
     def held(self) -> dict[str, int]:
         """The bytes that each device holds, by purpose."""
@@ -84,6 +76,7 @@ class ProgramMemory(Memory):
 
     def at_the_peak(self) -> tuple[str, list[tuple[str, ...]]]:
         """The largest arrays at the peak: a heading, and the rows of a table."""
+        counted = f"at the peak, XLA counts {readable(self.peak)}"
         rows = [
             (
                 readable(x.bytes),
@@ -91,19 +84,23 @@ class ProgramMemory(Memory):
                 x.primitive,
                 x.source,
             )
-            for x in self.alive[:_SHOWN]
+            for x in (self.alive or ())[:_SHOWN]
         ]
-        return f"largest when it holds most, about {readable(self.peak)} by the schedule", rows
+        if self.alive is None:
+            return f"{counted}; what is held then is unknown", rows
+        found = readable(sum(x.bytes for x in self.alive))
+        return f"{counted}; by the schedule, {found} of it besides arguments", rows
 
     def lines(self) -> list[str]:
         """The lines that it prints as."""
         held = ", ".join(f"{name} {readable(size)}" for name, size in self.held().items())
         shared = f" ({readable(self.aliased)} of them in donated arguments)" if self.aliased else ""
-        lines = [f"each device holds {held or 'nothing'}{shared}"]
         heading, rows = self.at_the_peak()
-        return [*lines, f"{heading}:", *table(rows)] if rows else lines
+        lines = [f"each device holds {held or 'nothing'}{shared}", heading + ":" * bool(rows)]
+        return [*lines, *(table(rows) if rows else [])]
 
 
+_WITHIN = 0.1
 _SHOWN = 6
 _SMALL = 1024
 

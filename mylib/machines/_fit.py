@@ -26,20 +26,22 @@ class Fit:
 
     **Attributes:**
 
-    - `needed`, `available`: bytes on each device.
+    - `needed`, `available`: bytes on each device. `needed` is XLA's own count.
     - `largest`: the largest arguments, each with `path`, `shape` and `nbytes` on each device.
     - `parts`: the uses of the memory, as text.
+    - `accepted`: whether the machine's own compiler has accepted the program, which decides.
     """
 
     needed: int
     available: int
     largest: tuple[Argument, ...] = ()
     parts: str = ""
+    accepted: bool = False
 
     @property
     def missing(self) -> int:
         """The bytes that each device lacks; 0 if the program fits."""
-        return max(0, self.needed - self.available)
+        return 0 if self.accepted else max(0, self.needed - self.available)
 
     def __bool__(self) -> bool:
         return not self.missing
@@ -47,7 +49,8 @@ class Fit:
     def __str__(self) -> str:
         needs = f"the program needs {in_bytes(self.needed)} on each device"
         if self:
-            return f"{needs}, of {in_bytes(self.available)}"
+            compiler = "; its compiler has accepted the program" if self.accepted else ""
+            return f"{needs}, of {in_bytes(self.available)}{compiler}"
         lines = [
             f"{needs}, which has {in_bytes(self.available)}: {in_bytes(self.missing)} are missing",
             *([f"  {self.parts}"] if self.parts else []),

@@ -212,6 +212,7 @@ def test_memory(machine):
     # The TPU's compiler rounds what it multiplies to bfloat16.
     assert memory.constants >= held.nbytes // 2
     assert memory.temporaries >= 0 and memory.host == 0
+    assert memory.arguments <= memory.peak <= memory.total
     assert memory.total == (
         memory.arguments
         + memory.results
@@ -222,6 +223,36 @@ def test_memory(machine):
     )
     assert [x.path for x in memory.largest] == ["x", "params['w']"]
     assert memory.largest[0] == ("x", (1024, 512), 1024 * 512 * 4 // 8)
+
+
+@pytest.mark.compiles_for("v5e 4x4")
+def test_what_the_compiler_accepts_fits(machine):
+    """The sum of its parts is more than the device has, and XLA's peak much less."""
+    mesh, kept = machine.mesh(data=-1), mylib.rules.fsdp("data")
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w[0].astype(x.dtype)) @ w[1].astype(x.dtype), None
+
+    def loss(weights, x):
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, weights)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(x, weights):
+        return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights, x))
+
+    weights = shaped(24, 4096, 16384), shaped(24, 16384, 4096)
+    placed = {"in_shardings": (P("data"), kept), "out_shardings": kept, "mesh": mesh}
+    jitted = mylib.filter_jit(step, **placed, donate="all-except-first")
+    compiled = jitted.lower(shaped(589824, 4096, dtype=jnp.bfloat16), weights).compile()
+    fit = compiled.fits(machine)
+    assert compiled.memory.total > machine.memory and compiled.memory.peak < 15 * GiB
+    assert fit and fit.accepted and fit.needed == compiled.memory.peak
+    assert fit.needed == compiled.compiled.memory_analysis().peak_memory_in_bytes
+    # A reserve is the user's.
+    chip = dataclasses.replace(machine.chip, memory=8 * GiB)
+    assert not compiled.fits(dataclasses.replace(machine, chip=chip))
+    largest = compiled.audit().memory.alive[0]
+    assert largest.shape == (24, 36864, 4096)
 
 
 @BOTH

@@ -255,3 +255,29 @@ class TestThePlugin:
         )
         done = session()
         done.stdout.fnmatch_lines(["*marked compiles_for, so it has to take the fixture*"])
+
+
+class TestFits:
+    """In bytes; what the compilers say of real programs is in test_compiling.py."""
+
+    def memory(self, accepted=""):
+        parts = {"results": 2, "temporaries": 14, "aliased": 2, "code": 0, "constants": 0}
+        return machines.Memory(arguments=4, **parts, host=0, peak=9, accepted=accepted, largest=())
+
+    def machine(self, memory, chip="v5e"):
+        return machines.tpu(dataclasses.replace(machines.CHIPS[chip], memory=memory), (4, 4))
+
+    def test_xlas_peak_decides(self):
+        memory = self.memory()
+        assert memory.total == 18
+        fit = memory.fits(self.machine(9))
+        assert fit and (fit.needed, fit.missing) == (9, 0)
+        assert memory.fits(self.machine(8)).missing == 1
+
+    def test_what_a_tpus_compiler_has_accepted_fits_there(self):
+        memory = dataclasses.replace(self.memory("TPU v5 lite"), peak=20 * 2**30)
+        fit = memory.fits(machines.tpu("v5e", (4, 4)))
+        assert fit and fit.missing == 0 and "its compiler has accepted the program" in str(fit)
+        # With less memory, and on another TPU, the number decides.
+        assert memory.fits(self.machine(10 * 2**30)).missing == 10 * 2**30
+        assert not memory.fits(machines.tpu("v5p", (2, 2, 1))).accepted
