@@ -1,7 +1,7 @@
 """Puts the arrays of any PyTree where they belong, and keeps them there."""
 
 from . import contracts, data, loops, machines, mpmd, rules, testing
-from ._audit import Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
+from ._audit import Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
 from ._errors import (
     AuditError,
     CapturedArrayWarning,
@@ -28,7 +28,7 @@ from ._processes import check_replicas
 from ._show import Changes, Explanation, Move, Overview, Row, explain, show
 from ._transfer import filter_device_put, filter_shard
 from ._tree import Leaf
-from .machines import make_mesh
+from .machines import Alive, make_mesh
 
 __version__ = "0.1.0"
 

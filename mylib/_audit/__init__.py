@@ -1,7 +1,7 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
 from .audit import audit as audit, report_of as report_of
-from .memory import Alive as Alive, ProgramMemory as ProgramMemory
+from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
     Contract as Contract,

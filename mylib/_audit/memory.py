@@ -1,35 +1,16 @@
 """The memory that a compiled program needs: the compiler's numbers, constants, and the peak."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import jax
 
-from ..machines import Argument, Memory, memory_of
+from .._errors import AuditError
+from ..machines import Alive, Argument, Fit, Machine, Memory, memory_of
 from .attribution import primitive_of, source_of
 from .hlo import Module
 from .peak import Buffer, peak_of
 from .text import readable, table
-
-
-@dataclass(frozen=True)
-class Alive:
-    """Arrays that a device holds when it holds most: those that the same line has made.
-
-    **Attributes:**
-
-    - `bytes`: their size together.
-    - `count`: how many there are.
-    - `shape`, `dtype`: of each.
-    - `primitive`, `source`: what has made them, and the line of Python.
-    """
-
-    bytes: int
-    count: int
-    dtype: str
-    shape: tuple[int, ...]
-    primitive: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -39,8 +20,8 @@ class ProgramMemory(Memory):
 
     **Attributes:**
 
-    Those of [`mylib.machines.Memory`][], such as `peak`, and
-
+    - `arguments`, `results`, `temporaries`, `aliased`, `code`, `constants`, `host`, `peak`,
+        `accepted`, `largest`: those of [`mylib.machines.Memory`][].
     - `alive`: what is held at the peak besides arguments and constants, as a tuple of
         [`mylib.Alive`][], the largest first. None if that is unknown: it is found from the order in
         which the program runs, and must account for `peak` within a tenth.
@@ -50,17 +31,23 @@ class ProgramMemory(Memory):
 
     @classmethod
     def of(
-        cls, compiled: jax.stages.Compiled, module: Module, arguments: Sequence[Argument]
+        cls, compiled: jax.stages.Compiled, program: Module | str, arguments: Sequence[Argument]
     ) -> "ProgramMemory":
-        """The memory of a `compiled` program, given its `module` and its `arguments`."""
-        known = memory_of(compiled, arguments, module.text)
+        """The memory of a `compiled` program, given its module or its text, and its arguments."""
+        text = program if isinstance(program, str) else program.text
+        known = memory_of(compiled, arguments, text)
         parts = {part.name: getattr(known, part.name) for part in fields(known)}
-        if not module.is_scheduled:
+        try:
+            found = peak_of(Module(program) if isinstance(program, str) else program)
+        except AuditError:  # what isn't understood is unknown
             return cls(**parts)
-        found = peak_of(module)
         counted = known.arguments + known.constants + found.bytes
         agrees = abs(counted - known.peak) <= known.peak * _WITHIN
         return cls(**parts, alive=_alive(found.alive) if agrees else None)
+
+    def fits(self, machine: Machine) -> Fit:
+        """Whether the program fits on each device of a machine; see [`mylib.machines.Memory`][]."""
+        return replace(super().fits(machine), temporaries=self.alive or ())
 
     def held(self) -> dict[str, int]:
         """The bytes that each device holds, by purpose."""
@@ -78,12 +65,7 @@ class ProgramMemory(Memory):
         """The largest arrays at the peak: a heading, and the rows of a table."""
         counted = f"at the peak, XLA counts {readable(self.peak)}"
         rows = [
-            (
-                readable(x.bytes),
-                f"{x.count} x " * (x.count > 1) + f"{x.dtype}{list(x.shape)}",
-                x.primitive,
-                x.source,
-            )
+            (readable(x.bytes), x.arrays, x.primitive, x.source)
             for x in (self.alive or ())[:_SHOWN]
         ]
         if self.alive is None:

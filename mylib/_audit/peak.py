@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from .._errors import AuditError
 from .flow import Value, unchanged
 from .hlo import Array, Computation, Instruction, Module, arrays_of, calls_of
 
@@ -32,7 +33,13 @@ class Peak:
 def peak_of(module: Module) -> Peak:
     """The peak memory of a program, without its arguments and constants. Results that are not in
     donated memory are allocated before it starts.
+
+    **Raises:**
+
+    `AuditError` if the program's instructions are not in the order in which they run.
     """
+    if not module.is_scheduled:
+        raise AuditError("the program's instructions are not in the order in which they run")
     entry = module.entry
     given = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
     return _Run(entry, given, results=set(module.donated)).peak()

@@ -11,7 +11,7 @@ import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._audit import Report, report_of
+from .._audit import ProgramMemory, Report, report_of
 from .._compat import lowered_for_a_missing_backend, ran_on_a_description
 from .._placement import AnyMesh, Placement
 from .._tree import Arrays, Outline, parted
@@ -19,10 +19,8 @@ from ..machines import (
     Argument,
     Fit,
     Machine,
-    Memory,
     NotHereError,
     about_kernels,
-    memory_of,
     out_of_memory,
 )
 from .advice import code_of
@@ -305,7 +303,7 @@ class Lowered:
         try:
             compiled = self.lowered.compile(compiler_options)
         except jax.errors.JaxRuntimeError as error:
-            readable = out_of_memory(error, self._origin.arguments)
+            readable = out_of_memory(error, self._origin.arguments, self.lowered)
             if readable is not None:
                 raise readable from error
             note = about_kernels(error)
@@ -324,9 +322,9 @@ class Compiled:
         self.compiled = compiled
 
     @functools.cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> ProgramMemory:
         """The bytes that it needs on each device."""
-        return memory_of(self.compiled, self._origin.arguments)
+        return ProgramMemory.of(self.compiled, self.as_text(), self._origin.arguments)
 
     def fits(self, machine: Machine) -> Fit:
         """Whether it fits into the memory of each device of a machine; see `Memory.fits`."""

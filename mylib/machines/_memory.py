@@ -76,7 +76,9 @@ class Memory:
                 "dataclasses.replace(machine.chip, memory=...)"
             )
         accepted = self._is_accepted_by(machine.chip.kinds, machine.memory)
-        return Fit(self.peak, machine.memory, self.largest, str(self), accepted)
+        return Fit(
+            self.peak, machine.memory, self.largest, str(self), accepted, arguments=self.arguments
+        )
 
     def _is_accepted_by(self, kinds: Sequence[str], memory: int) -> bool:
         """Whether a TPU's compiler has found room for it in as much memory."""
@@ -90,14 +92,12 @@ class Memory:
         return ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size)
 
 
-def memory_of(
-    compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str | None = None
-) -> Memory:
-    """`text` is the text of the program, if the caller has it."""
+def memory_of(compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str) -> Memory:
+    """The memory of a program, given its arguments and its text."""
     stats: Any = compiled.memory_analysis()
     if stats is None:
         raise NotImplementedError("this compiler does not report how much memory a program needs")
-    constants = sum(_constants(compiled.as_text() or "" if text is None else text))
+    constants = sum(_constants(text))
     code = stats.generated_code_size_in_bytes
     platform, kind = _compiled_for(compiled)
     memory = Memory(

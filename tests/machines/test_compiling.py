@@ -278,6 +278,31 @@ def test_what_does_not_fit(machine):
     )
 
 
+@BOTH
+def test_temporaries_that_do_not_fit(machine):
+    """A loss over a large vocabulary: the arguments are small."""
+
+    def loss(table, x):
+        return jnp.sum(jax.nn.log_softmax((x @ table).astype(jnp.float32)) ** 2)
+
+    mesh, data = machine.mesh(data=-1), P("data")
+    table, x = (shaped(*shape, dtype=jnp.bfloat16) for shape in [(512, 2**17), (2**20, 512)])
+    placed = {"in_shardings": (P(), data), "out_shardings": P(), "mesh": mesh}
+    lowered = mylib.filter_jit(jax.grad(loss), **placed).lower(table, x)
+    if machine.chip.platform == "tpu":
+        with pytest.raises(machines.OutOfMemoryError) as caught:
+            lowered.compile()
+        fit = caught.value.fit
+    else:
+        smaller = dataclasses.replace(machine.chip, memory=20 * GiB)
+        fit = lowered.compile().fits(dataclasses.replace(machine, chip=smaller))
+    largest = fit.temporaries[0]
+    assert not fit and largest.shape[1] == 2**17
+    assert largest.shape[0] == (2**20 if fit.whole else 2**17)
+    assert fit.whole == (machine.chip.platform == "tpu")
+    assert "in blocks, such as the loss over a large vocabulary" in str(fit)
+
+
 MODELS = {
     "mlp": lambda: (mlp(), shaped(64, 256)),
     "attention": lambda: (
