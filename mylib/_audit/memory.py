@@ -33,7 +33,9 @@ class ProgramMemory(Memory):
     def of(
         cls, compiled: jax.stages.Compiled, program: Module | str, arguments: Sequence[Argument]
     ) -> "ProgramMemory":
-        """The memory of a `compiled` program, given its module or its text, and its arguments."""
+        """The memory of a `compiled` program, given its module or its text as `program`, and its
+        `arguments`.
+        """
         text = program if isinstance(program, str) else program.text
         known = memory_of(compiled, arguments, text)
         parts = {part.name: getattr(known, part.name) for part in fields(known)}
@@ -46,7 +48,7 @@ class ProgramMemory(Memory):
         return cls(**parts, alive=_alive(found.alive) if agrees else None)
 
     def fits(self, machine: Machine) -> Fit:
-        """Whether the program fits on each device of a machine; see [`mylib.machines.Memory`][]."""
+        """Whether it fits on each device of a `machine`; see [`mylib.machines.Memory`][]."""
         return replace(super().fits(machine), temporaries=self.alive or ())
 
     def held(self) -> dict[str, int]:
