@@ -333,6 +333,17 @@ class Compiled:
     def as_text(self) -> str:
         return self.compiled.as_text() or ""
 
+    def cost_analysis(self) -> Any:
+        """The compiler's own analysis, as JAX returns it: it counts the body of a loop once and no
+        collectives, and the compiler for GPUs that are not here has none. `audit().work` counts
+        loops as often as they run.
+        """
+        return self.compiled.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """The compiler's own analysis, as JAX returns it; see `memory`."""
+        return self.compiled.memory_analysis()
+
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
         prepared = self._origin.prepared

@@ -347,6 +347,16 @@ class TestMemory:
         assert "constants 128 KiB" in str(report)
 
 
+def test_a_machine_without_a_data_sheet_is_described():
+    here = mylib.machines.here()
+    report = mylib.audit(jax.jit(jnp.dot), *[np.ones((64, 64), np.float32)] * 2)
+    told = "cpu x 8: .* memory bandwidth and rates of products are unknown. .*machine.chip, memory_"
+    with pytest.raises(ValueError, match=told):
+        report.estimate(here)
+    chip = dataclasses.replace(here.chip, memory_bandwidth=50e9, flops={"float32": 1e12})
+    assert report.estimate(dataclasses.replace(here, chip=chip)).seconds > 0
+
+
 class TestPrinting:
     def test_table(self):
         def loss(model, x):

@@ -1021,7 +1021,8 @@ class TestAheadOfTime:
         lowered = f.lower({"a": jnp.ones(3)}, 4, k=1)
         assert "main" in lowered.as_text()
         compiled = lowered.compile()
-        assert compiled.as_text() and compiled.compiled.memory_analysis()
+        assert compiled.as_text() and compiled.cost_analysis() == compiled.compiled.cost_analysis()
+        assert compiled.memory_analysis().argument_size_in_bytes == compiled.memory.arguments
         out, kwargs = compiled({"a": jnp.ones(3)}, 4, k=1)
         assert jnp.all(out == 6) and kwargs == {"k": 1}
         with pytest.raises(TypeError, match="compiled for other static arguments"):
