@@ -6,4 +6,4 @@ from .explanation import Explanation as Explanation, explain as explain
 from .moves import Move as Move
 from .overview import Changes as Changes, Overview as Overview, show as show
 from .pictures import bar as bar
-from .rows import Row as Row
+from .rows import Row as Row, show_place as show_place
