@@ -76,10 +76,9 @@ def test_the_memory_of_the_table_is_the_compilers(machine):
 
 @pytest.mark.compiles_for("v5e 4x4")
 def test_a_mesh_of_devices_for_which_jax_has_no_order(machine):
-    """They keep their own: three at a corner, and sixteen whose axes would have to be split."""
+    """Three at a corner keep their own."""
     corner = [machine.devices[i] for i in (0, 1, 4)]
     assert list(mylib.make_mesh(data=3, devices=corner).devices.flat) == corner
-    assert list(machine.mesh(data=2, model=8).devices.flat) == list(machine.devices)
 
 
 @pytest.mark.compiles_for("v5e 4x4")

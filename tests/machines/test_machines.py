@@ -5,12 +5,14 @@ None of this needs a compiler.
 
 import dataclasses
 import importlib.metadata
+import re
 import subprocess
 import sys
 
 import _pages
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
@@ -256,6 +258,33 @@ class TestThePlugin:
         )
         done = session()
         done.stdout.fnmatch_lines(["*marked compiles_for, so it has to take the fixture*"])
+
+
+def links(machine, sizes):
+    """Between devices that are next to each other along each axis: on average, and at most."""
+    places = machines.coordinates(machine, sizes)[:, :-1].reshape(*sizes, -1)
+    size = (*machine.shape, 1)[: places.shape[-1]]
+    for axis in range(len(sizes)):
+        steps = np.abs(np.diff(places, axis=axis))
+        rings = [n % machine.chip.wraps == 0 for n in size]
+        around = np.where(rings, np.minimum(steps, np.array(size) - steps), steps)
+        yield float(np.mean(around.sum(-1))), int(np.max(around.sum(-1)))
+
+
+def told(average, most):
+    return f"{average:.2g}" + (f", at most {most}" if most > average else "")
+
+
+def test_the_table_of_neighbours():
+    page = (_pages.ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    rows = [
+        row.strip("| ").split(" | ") for row in page.splitlines() if re.match(r"\| v5\w \d", row)
+    ]
+    assert len(rows) == 6
+    for name, axes, *cells in rows:
+        sizes = tuple(map(int, axes.split(", ")))
+        found = [told(*each) for each in links(machines.Machine.of(name), sizes)]
+        assert found == [cell.strip(" |") for cell in cells if cell.strip(" |")], name
 
 
 class TestFits:
