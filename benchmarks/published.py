@@ -105,7 +105,7 @@ def scaled(
 def llama3(name: str, shape: tuple[int, int], sequences: int, seconds: float, held: bool) -> Row:
     machine = machines.tpu("v6e", shape)
     size, offloaded = (LLAMA3_8B, QUERIES) if name == "8B" else (LLAMA3_70B, QUERIES[:3])
-    work = Work(sequences, 8192, offloaded=("decoder_layer_input", *offloaded))
+    work = Work(sequences, 8192, offloaded=("decoder_layer_input", *offloaded), loss_blocks=8)
     axes = {"fsdp": machine.count}
     return Row(f"{name}, {machine.count} v6e", machine, size, axes, work, seconds, held)
 

@@ -159,7 +159,8 @@ def loss_of(model: Llama, tokens: jax.Array, work: Work) -> jax.Array:
         return part((x, words)) / tokens.size
     cut = [jnp.moveaxis(y.reshape(y.shape[0], work.loss_blocks, -1, *y.shape[2:]), 1, 0)
            for y in (x, words)]  # fmt: skip
-    return jnp.sum(jax.lax.map(jax.checkpoint(part), tuple(cut))) / tokens.size
+    saved = jax.checkpoint_policies.dots_saveable
+    return jnp.sum(jax.lax.map(jax.checkpoint(part, policy=saved), tuple(cut))) / tokens.size
 
 
 def policy_of(work: Work) -> Any:
