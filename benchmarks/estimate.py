@@ -11,6 +11,7 @@ Nothing is run, and no GPU or TPU is needed (`pip install '.[gpu-compiler,tpu-co
 import argparse
 import gzip
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
@@ -30,7 +31,11 @@ LOCAL = "GatherScatterIndicesBitpacked", "TODO(b/522284627)"
 
 def program_of(row: Row, folder: Path | None) -> str:
     """The text of the compiled program."""
-    kept = None if folder is None else folder / f"{row.name.replace(', ', '_').replace(' ', '_')}.hlo.gz"
+    kept = (
+        None
+        if folder is None
+        else folder / f"{row.name.replace(', ', '_').replace(' ', '_')}.hlo.gz"
+    )
     if kept is not None and kept.exists():
         return gzip.decompress(kept.read_bytes()).decode()
     mesh = row.machine.mesh(**row.axes)
@@ -48,7 +53,8 @@ def estimate(row: Row, folder: Path | None) -> mylib.Estimate:
 
 
 COLUMNS = (
-    "step", "mesh", "published s", "estimated s", "ratio", "interval s", "bound by", "unknown", "rows",
+    "step", "mesh", "published s", "estimated s", "ratio", "interval s", "bound by", "unknown",
+    "rows",
 )  # fmt: skip
 
 
@@ -86,7 +92,9 @@ def table(rows: Iterable[Row], folder: Path | None) -> dict[Row, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these in their name")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], help="rows with one of these in their name"
+    )
     parser.add_argument("--keep", type=Path, help="a folder of compiled programs")
     given = parser.parse_args()
     rows = [row for row in ROWS if any(part in row.name for part in given.only)]

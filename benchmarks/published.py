@@ -3,8 +3,8 @@
 MaxText publishes TFLOP/s (README.md in src/maxtext/configs/gpu/a3/llama_2_7b and
 src/maxtext/configs/tpu/v4, v5e, v5p, with a script for each row), which count full attention; for
 v6e seconds (AI-Hypercomputer/tpu-recipes, training/trillium). TorchTitan publishes tokens a second
-(benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md), on H100s
-of 96 GB and 2.4 TB/s with a limit of 500 W.
+(benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md), of H100s
+with 96 GB, 2.4 TB/s and a limit of 500 W.
 """
 
 from collections.abc import Mapping
@@ -37,8 +37,8 @@ OF_500_WATTS = replace(CHIPS["h100"], memory=96 * 10**9, memory_bandwidth=2.4e12
 
 class Row(NamedTuple):
     """One step. `seconds` are the published ones. The constants of the estimate may be fitted to
-    rows that are not `held_out`. A row that isn't `judged` has a part that wasn't published, or that
-    this library can't do.
+    rows that are not `held_out`. A row that isn't `judged` has a part that wasn't published, or
+    that this library can't do.
     """
 
     name: str

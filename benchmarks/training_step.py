@@ -60,7 +60,9 @@ class Block(eqx.Module):
     up: Float[Array, "embed mlp"]
     down: Float[Array, "mlp embed"]
     attention: Callable[..., jax.Array] = eqx.field(static=True)
+    # With tensor parallelism, activations between its parts are split over time.
     split: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
+    whole: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> jax.Array:
         x = named(x, "decoder_layer_input")
@@ -71,7 +73,7 @@ class Block(eqx.Module):
         )
         y = self.attention(turned(q), turned(k), v).reshape(*x.shape[:2], -1)
         x = x + named(self.split(y @ self.out), "out_proj")
-        y = normalised(x) * self.norms[1]
+        y = self.whole(normalised(x) * self.norms[1])
         gate, up = named(y @ self.gate, "mlpwi_0"), named(y @ self.up, "mlpwi_1")
         return x + named(self.split((jax.nn.silu(gate) * up) @ self.down), "mlpwo")
 
@@ -185,8 +187,10 @@ def model_of(size: Size, work: Work, mesh: Mesh, platform: str) -> Llama:
     def array(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    def split(x: jax.Array) -> jax.Array:
-        return mylib.filter_shard(x, P(batch_of(mesh), "tensor"), mesh=mesh)
+    def placed(spec: P) -> Callable[[jax.Array], jax.Array]:
+        if "tensor" not in mesh.shape:
+            return lambda x: x
+        return lambda x: mylib.filter_shard(x, spec, mesh=mesh)
 
     width, hidden, keys = size.width, size.hidden, size.kv_heads * HEAD
     block = Block(
@@ -199,7 +203,8 @@ def model_of(size: Size, work: Work, mesh: Mesh, platform: str) -> Llama:
         up=array(*stack, width, hidden),
         down=array(*stack, hidden, width),
         attention=on_gpu if platform == "gpu" else partial(on_tpu, mesh),
-        split=split if "tensor" in mesh.shape else lambda x: x,
+        split=placed(P(batch_of(mesh), "tensor")),
+        whole=placed(P(batch_of(mesh))),
     )
     blocks = block if work.scan else [block] * size.depth
     return Llama(array(size.vocab, width), blocks, array(width), array(width, size.vocab))

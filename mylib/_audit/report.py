@@ -181,13 +181,7 @@ class Report:
         if not all(c.axes for c in self.collectives):
             raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
         sent = [
-            Message(
-                c.kind,
-                c.axes or (),
-                c.wire_bytes,
-                1 if c.times is None else c.times,
-                c.overlapped,
-            )
+            Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
         ]
         return estimate(self.work, sent, self.axes, machine)

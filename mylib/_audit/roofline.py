@@ -1,12 +1,13 @@
 """Estimates how long a program takes, from its operations and a machine's data sheet."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..machines import Chip, Machine
 from .links import Message, seconds
-from .work import Work
+from .moments import Begin, End
+from .work import Loop, Operation, Step, Work
 
 # The shares of the data sheet's rates that matrix products, and everything that is bound by memory,
 # reach in training steps whose times are published.
@@ -67,34 +68,56 @@ def estimate(
         raise ValueError(f"the data sheet of {chip.name} has no memory bandwidth")
     memory_rate = chip.memory_bandwidth / chip.devices
     reached = _PRODUCTS.get(chip.platform, 0.55)
-    compute = memory = body = low = 0.0
-    for times, flops, size in work.operations:
-        products = sum(n / rates[dtype] for dtype, n in flops)
-        moved = size / memory_rate
-        low += times * max(products, moved)
-        compute += times * products / reached
-        memory += times * moved / _MEMORY
-        body += times * max(products / reached, moved / _MEMORY)
+
+    def took(one: Operation, products: float, memory: float) -> tuple[float, float]:
+        """The seconds of the products of an operation, and of its memory traffic."""
+        flops = sum(n / rates[dtype] for dtype, n in one.flops)
+        return flops / products, one.bytes / memory_rate / memory
+
+    compute = memory = low = 0.0
+    for one in work.operations:
+        low += one.times * max(took(one, 1, 1))
+        products, moved = took(one, reached, _MEMORY)
+        compute += one.times * products
+        memory += one.times * moved
     parts = {"compute": compute, "memory": memory}
     assumed += [
         f"matrix products reach {reached:.0%} of the data sheet's rate, memory {_MEMORY:.0%}",
-        "overlapped communication costs only what is longer than the computation",
+        "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
-    hidden = exposed = 0.0
+    each: list[float] = []
     for one in sent:
-        each, text = seconds(one, axes, machine)
+        time, text = seconds(one, axes, machine)
+        each.append(time)
         part = f"communication over {', '.join(map(_axis, one.axes))}"
-        parts[part] = parts.get(part, 0.0) + each * one.times
-        if one.overlapped:
-            hidden += each * one.times
-        else:
-            exposed += each * one.times
+        parts[part] = parts.get(part, 0.0) + time * one.times
         assumed.append(text)
-    total = max(body, hidden) + exposed
-    most = math.inf if work.unknown else compute + memory + hidden + exposed
-    interval = min(total, max(low, hidden + exposed)), most
+    total = played(work.schedule, lambda one: max(took(one, reached, _MEMORY)), each)
+    most = math.inf if work.unknown else sum(parts.values())
+    interval = min(total, max(low, sum(parts.values()) - compute - memory)), most
     bound = max(parts, key=lambda name: parts[name])
     return Estimate(total, interval, parts, bound, work.unknown, tuple(dict.fromkeys(assumed)))
+
+
+def played(
+    steps: Sequence[Step], cost: Callable[[Operation], float], sent: Sequence[float]
+) -> float:
+    """The seconds of a schedule whose operations run one after the other, and whose collectives run
+    one after the other beside them. `sent` is how long each collective takes.
+    """
+    now = free = 0.0
+    ends: dict[int, float] = {}
+    for step in steps:
+        match step:
+            case Operation():
+                now += step.times * cost(step)
+            case Begin():
+                free = ends[step.collective] = max(now, free) + step.share * sent[step.collective]
+            case End():
+                now = max(now, ends.pop(step.collective, now))
+            case Loop():
+                now += step.times * played(step.steps, cost, sent)
+    return max(now, *ends.values(), 0.0)
 
 
 def _axis(name: str) -> str:
