@@ -31,11 +31,8 @@ LOCAL = "GatherScatterIndicesBitpacked", "TODO(b/522284627)"
 
 def program_of(row: Row, folder: Path | None) -> str:
     """The text of the compiled program."""
-    kept = (
-        None
-        if folder is None
-        else folder / f"{row.name.replace(', ', '_').replace(' ', '_')}.hlo.gz"
-    )
+    name = re.sub(r"\W+", "_", row.name)
+    kept = None if folder is None else folder / f"{name}.hlo.gz"
     if kept is not None and kept.exists():
         return gzip.decompress(kept.read_bytes()).decode()
     mesh = row.machine.mesh(**row.axes)
