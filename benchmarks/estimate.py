@@ -2,6 +2,7 @@
 
     python benchmarks/estimate.py                          every row: hours on two cores
     python benchmarks/estimate.py --only "8 H100" "v5e"    rows with one of these in their name
+    python benchmarks/estimate.py --order                  strategies for one model on one machine
     python benchmarks/estimate.py --keep DIR               compiles only programs that DIR lacks
 
 Constants of the estimate were fitted to half of the rows ("fit"), and are judged by the others.
@@ -19,7 +20,7 @@ from statistics import geometric_mean
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 from jax.sharding import AbstractMesh
-from published import ROWS, Row
+from published import ORDER, ROWS, Row
 from side_by_side import print_header, print_row
 from training_step import lowered
 
@@ -70,6 +71,20 @@ def cells(row: Row, found: mylib.Estimate) -> list[str]:
     ]
 
 
+def order(folder: Path | None) -> None:
+    """Strategies for one model on one machine, and the terms that decide between them."""
+    columns = "strategy", "machine", "estimated s", "compute", "memory", "communication", "exposed"
+    print_header("seconds of strategies", columns)
+    for row in ORDER:
+        found = estimate(row, folder)
+        sent = {k: v for k, v in found.parts.items() if k not in ("compute", "memory")}
+        links = ", ".join(f"{name.removeprefix('communication over ')} {time:.2f}"
+                          for name, time in sent.items() if time >= 0.005)  # fmt: skip
+        times = (found.seconds, found.parts["compute"], found.parts["memory"])
+        print_row([row.name, str(row.machine), *(f"{x:.2f}" for x in times), links,
+                   f"{found.exposed:.2f}"])  # fmt: skip
+
+
 def summary(name: str, ratios: Sequence[float]) -> None:
     if ratios:
         spread = max(ratios) / min(ratios)
@@ -93,7 +108,11 @@ def main() -> None:
         "--only", nargs="+", default=[""], help="rows with one of these in their name"
     )
     parser.add_argument("--keep", type=Path, help="a folder of compiled programs")
+    parser.add_argument("--order", action="store_true", help="strategies for one model instead")
     given = parser.parse_args()
+    if given.order:
+        order(given.keep)
+        return
     rows = [row for row in ROWS if any(part in row.name for part in given.only)]
     ratios = table(rows, given.keep)
     print()

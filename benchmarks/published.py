@@ -164,3 +164,24 @@ ROWS = (
     v4(48, 6144, 24, 13, (4, 4, 4), "22B", 156, False),
     v4(32, 12288, 32, 7, (4, 4, 12), "52B", 154, True),
 )  # fmt: skip
+
+# What ranks strategies: a 7B on 64 H100 as MaxText runs it, and its 32B on 64 v5p without tensor
+# parallelism. Data parallelism doesn't fit; it is there for its time.
+ORDER = (
+    *(
+        Row(f"7B, {name}", machines.gpu("h100", hosts=8), LLAMA2_7B, axes, ROWS[0].work, 0.0)
+        for name, axes in (
+            ("FSDP 64", {"fsdp": 64}),
+            ("HSDP 8 x 8", {"data": 8, "fsdp": 8}),
+            ("data parallel 64", {"data": 64}),
+            ("FSDP 8 x TP 8", {"fsdp": 8, "tensor": 8}),
+        )
+    ),
+    *(
+        Row(f"32B, {name}", machines.tpu("v5p", (4, 4, 4)), SCALED["32B"], axes, minimal(6), 0.0)
+        for name, axes in (
+            ("FSDP 64", {"fsdp": 64}),
+            ("FSDP 16 x TP 4", {"fsdp": 16, "tensor": 4}),
+        )
+    ),
+)

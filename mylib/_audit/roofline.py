@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..machines import Chip, Machine
 from .links import Message, seconds
@@ -28,6 +29,8 @@ class Estimate:
         is unknown.
     - `parts`: the seconds of each part: `"compute"`, `"memory"`, and `"communication over ..."` the
         mesh axes.
+    - `exposed`: the seconds in which a device waits for communication, which are a part of
+        `seconds`. The rest of the communication is hidden behind computation.
     - `bound_by`: the part that takes longest.
     - `unknown`: how many operations could not be counted, see [`mylib.Work`][].
     - `assumptions`: the assumptions of the estimate.
@@ -36,6 +39,7 @@ class Estimate:
     seconds: float
     interval: tuple[float, float]
     parts: Mapping[str, float]
+    exposed: float
     bound_by: str
     unknown: int
     assumptions: tuple[str, ...]
@@ -46,6 +50,8 @@ class Estimate:
         total = f"{_ms(self.seconds)} a call, between {_ms(low)} and {most}"
         lines = [f"an estimate: {total}, bound by {self.bound_by}"]
         lines += [f"  {name}: {_ms(part)}" for name, part in self.parts.items()]
+        if len(self.parts) > 2:
+            lines.append(f"  of the communication, not hidden: {_ms(self.exposed)}")
         if self.unknown:
             lines.append(
                 f"  unknown: {self.unknown} kernels or loops, which count once or not at all"
@@ -57,46 +63,54 @@ def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
+class _Speed(NamedTuple):
+    """What a device does in a second: products by dtype, and bytes of its memory."""
+
+    products: Mapping[str, float]
+    memory: float
+
+    def seconds(self, one: Operation) -> tuple[float, float]:
+        """The seconds of the products of an operation, and of its memory traffic."""
+        return sum(n / self.products[dtype] for dtype, n in one.flops), one.bytes / self.memory
+
+    def reaching(self, products: float, memory: float) -> "_Speed":
+        rates = {dtype: rate * products for dtype, rate in self.products.items()}
+        return _Speed(rates, self.memory * memory)
+
+
 def estimate(
     work: Work, sent: Sequence[Message], axes: Mapping[str, int], machine: Machine
 ) -> Estimate:
     """`sent` are all collectives of the program."""
     _check_size(axes, machine)
-    chip = machine.chip
-    rates, assumed = _rates(chip, work)
-    if chip.memory_bandwidth is None:
-        raise ValueError(f"the data sheet of {chip.name} has no memory bandwidth")
-    memory_rate = chip.memory_bandwidth / chip.devices
-    reached = _PRODUCTS.get(chip.platform, 0.55)
-
-    def took(one: Operation, products: float, memory: float) -> tuple[float, float]:
-        """The seconds of the products of an operation, and of its memory traffic."""
-        flops = sum(n / rates[dtype] for dtype, n in one.flops)
-        return flops / products, one.bytes / memory_rate / memory
-
-    compute = memory = low = 0.0
-    for one in work.operations:
-        low += one.times * max(took(one, 1, 1))
-        products, moved = took(one, reached, _MEMORY)
-        compute += one.times * products
-        memory += one.times * moved
-    parts = {"compute": compute, "memory": memory}
+    ideal, assumed = _ideal(machine.chip, work)
+    share = _PRODUCTS.get(machine.chip.platform, 0.55)
+    real = ideal.reaching(share, _MEMORY)
     assumed += [
-        f"matrix products reach {reached:.0%} of the data sheet's rate, memory {_MEMORY:.0%}",
+        f"matrix products reach {share:.0%} of the data sheet's rate, memory {_MEMORY:.0%}",
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
-    each: list[float] = []
-    for one in sent:
-        time, text = seconds(one, axes, machine)
-        each.append(time)
+    times = [(one.times, *real.seconds(one)) for one in work.operations]
+    parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
+    body = sum(n * max(x, y) for n, x, y in times)
+    low = sum(one.times * max(ideal.seconds(one)) for one in work.operations)
+    links = [seconds(one, axes, machine) for one in sent]
+    for one, (each, text) in zip(sent, links, strict=True):
         part = f"communication over {', '.join(map(_axis, one.axes))}"
-        parts[part] = parts.get(part, 0.0) + time * one.times
+        parts[part] = parts.get(part, 0.0) + each * one.times
         assumed.append(text)
-    total = played(work.schedule, lambda one: max(took(one, reached, _MEMORY)), each)
-    most = math.inf if work.unknown else sum(parts.values())
-    interval = min(total, max(low, sum(parts.values()) - compute - memory)), most
-    bound = max(parts, key=lambda name: parts[name])
-    return Estimate(total, interval, parts, bound, work.unknown, tuple(dict.fromkeys(assumed)))
+    most = sum(parts.values())
+    low = max(low, most - parts["compute"] - parts["memory"])
+    total = played(work.schedule, lambda one: max(real.seconds(one)), [each for each, _ in links])
+    return Estimate(
+        seconds=total,
+        interval=(min(total, low), math.inf if work.unknown else most),
+        parts=parts,
+        exposed=max(0.0, total - body),
+        bound_by=max(parts, key=lambda name: parts[name]),
+        unknown=work.unknown,
+        assumptions=tuple(dict.fromkeys(assumed)),
+    )
 
 
 def played(
@@ -134,9 +148,9 @@ def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
         )
 
 
-def _rates(chip: Chip, work: Work) -> tuple[dict[str, float], list[str]]:
-    """Operations per second of a device by dtype, and what is assumed about them. An operation
-    whose rate is unknown costs only what it reads and writes.
+def _ideal(chip: Chip, work: Work) -> tuple[_Speed, list[str]]:
+    """The speed of the data sheet, and what is assumed about it. An operation whose rate is unknown
+    costs only what it reads and writes.
     """
     rates: dict[str, float] = {}
     assumed: list[str] = []
@@ -149,7 +163,9 @@ def _rates(chip: Chip, work: Work) -> tuple[dict[str, float], list[str]]:
             assumed.append(f"{dtype} is multiplied as {instead}")
     if rates and all(map(math.isinf, rates.values())):
         raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(rates)}")
-    return rates, assumed
+    if chip.memory_bandwidth is None:
+        raise ValueError(f"the data sheet of {chip.name} has no memory bandwidth")
+    return _Speed(rates, chip.memory_bandwidth / chip.devices), assumed
 
 
 # The dtype that a chip multiplies instead, if it has no rate for one.

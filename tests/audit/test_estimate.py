@@ -67,6 +67,9 @@ def test_the_schedule_is_played(schedule, expected):
     found = estimate(mylib.Work({"bfloat16": 1}, 0, 0, schedule), [HALF, HALF], {"data": 8}, EIGHT)
     assert found.seconds == pytest.approx(expected, rel=1e-3)
     assert found.parts["communication over data"] == pytest.approx(1.0, rel=1e-3)
+    whole = mylib.Work({}, 0, 0, schedule).operations
+    products_of_all = sum(one.times for one in whole if one.flops)
+    assert found.exposed == pytest.approx(expected - products_of_all, abs=1e-3)
     low, high = found.interval
     assert low <= found.seconds * 1.001 and found.seconds <= high * 1.001
 
