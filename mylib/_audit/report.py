@@ -204,8 +204,12 @@ class Report:
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, for JSON."""
-        return json.loads(json.dumps(asdict(self)))
+        """The report as dicts, lists, strings and numbers, for JSON, without the schedule of
+        `work`.
+        """
+        told = asdict(self)
+        del told["work"]["schedule"]
+        return json.loads(json.dumps(told))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
