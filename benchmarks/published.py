@@ -177,7 +177,14 @@ ROWS = (
 # parallelism. Data parallelism doesn't fit; it is there for its time.
 ORDER = (
     *(
-        Row(f"7B, {name}", machines.gpu("h100", hosts=8), LLAMA2_7B, axes, ROWS[0].work._replace(scan=True), 0.0)
+        Row(
+            f"7B, {name}",
+            machines.gpu("h100", hosts=8),
+            LLAMA2_7B,
+            axes,
+            ROWS[0].work._replace(scan=True),
+            0.0,
+        )
         for name, axes in (
             ("FSDP 64", {"fsdp": 64}),
             ("HSDP 8 x 8", {"data": 8, "fsdp": 8}),

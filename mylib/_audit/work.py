@@ -1,6 +1,7 @@
 """Counts what a program computes, and what it reads from memory and writes there, in order."""
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,9 @@ _FREE = frozenset(
 # Those that read only a part of their first operand, and those that write only a part of it.
 _TAKES = frozenset({"dynamic-slice", "slice", "gather"})
 _PUTS = frozenset({"dynamic-update-slice", "scatter"})
+# Custom calls that reserve memory, and write nothing there.
+_RESERVES = frozenset({"AllocateBuffer", "CreateBuffer"})
+_KERNEL = re.compile(r"tpu_custom_call|__cudnn\$fmha\w+")
 # A library's workspace comes after its results.
 _WORKSPACE = ("s8", "u8")
 
@@ -35,11 +39,13 @@ class Operation(NamedTuple):
     - `times`: how many there are in a call, on each device.
     - `flops`: what one of them computes, as pairs of a dtype and a number.
     - `bytes`: what one of them reads from memory and writes there.
+    - `is_kernel`: whether it is a kernel of its own, such as attention, and no plain product.
     """
 
     times: int
     flops: tuple[tuple[str, int], ...]
     bytes: int
+    is_kernel: bool = False
 
 
 class Loop(NamedTuple):
@@ -77,10 +83,8 @@ class Work:
     @property
     def operations(self) -> tuple[Operation, ...]:
         """The operations without their order, equal ones together."""
-        return tuple(Operation(times, *one) for one, times in _counted(self.schedule).items())
-
-
-_Counts = Counter[tuple[tuple[tuple[str, int], ...], int]]
+        counts = _counted(self.schedule)
+        return tuple(one._replace(times=times) for one, times in counts.items())
 
 
 def work_of(module: Module, sent: Sequence[Transfer]) -> Work:
@@ -89,19 +93,19 @@ def work_of(module: Module, sent: Sequence[Transfer]) -> Work:
     steps, unknown = reader.read(module.entry)
     counts = _counted(steps)
     flops: Counter[str] = Counter()
-    for (each, _), times in counts.items():
-        for dtype, number in each:
+    for one, times in counts.items():
+        for dtype, number in one.flops:
             flops[dtype] += times * number
-    traffic = sum(size * times for (_, size), times in counts.items())
+    traffic = sum(times * one.bytes for one, times in counts.items())
     return Work(dict(flops), traffic, unknown, steps)
 
 
-def _counted(steps: Iterable[Step], times: int = 1) -> _Counts:
-    """How often each kind of operation runs."""
-    counts: _Counts = Counter()
+def _counted(steps: Iterable[Step], times: int = 1) -> Counter[Operation]:
+    """How often each kind of operation runs, as if its `times` were 1."""
+    counts: Counter[Operation] = Counter()
     for step in steps:
         if isinstance(step, Operation):
-            counts[step.flops, step.bytes] += times * step.times
+            counts[step._replace(times=1)] += times * step.times
         elif isinstance(step, Loop):
             counts.update(_counted(step.steps, times * step.times))
     return counts
@@ -110,8 +114,8 @@ def _counted(steps: Iterable[Step], times: int = 1) -> _Counts:
 def _weight(steps: tuple[Step, ...]) -> float:
     """For comparing branches: in bytes, at 300 operations a byte, as GPUs and TPUs have."""
     return sum(
-        times * max(size, sum(n for _, n in flops) / 300)
-        for (flops, size), times in _counted(steps).items()
+        times * max(one.bytes, sum(n for _, n in one.flops) / 300)
+        for one, times in _counted(steps).items()
     )
 
 
@@ -153,6 +157,8 @@ class _Reader:
                 opcode in _FREE or opcode in KINDS or x.opcode.endswith(("-done", "-update"))
             ):
                 return [], 0
+            case "custom-call" if target_of(x) in _RESERVES:
+                return [], 0
         return _operation(x)
 
     def _beside(self, x: Instruction, steps: list[Step]) -> list[Step]:
@@ -170,12 +176,15 @@ def _run_by(x: Instruction) -> list[tuple[str, str]]:
 def _operation(x: Instruction) -> tuple[list[Step], int]:
     flops: Counter[str] = Counter()
     unknown = 0
+    is_kernel = False
     for y in _fused(x):
         products = products_of(y)
         unknown += products is None
+        is_kernel = is_kernel or _KERNEL.fullmatch(target_of(y)) is not None
         if products:
             flops[dtype_of(y)] += 2 * products
-    return [Operation(1, tuple(sorted(flops.items())), _read(x) + _written(x))], unknown
+    moved = _read(x) + _written(x)
+    return [Operation(1, tuple(sorted(flops.items())), moved, is_kernel)], unknown
 
 
 def _fused(x: Instruction) -> Iterator[Instruction]:

@@ -93,6 +93,18 @@ def test_rates(chip, dtype, rate):
     assert found.parts["compute"] == pytest.approx(1e15 * chip.devices / rate / reached)
 
 
+def test_kernels_reach_less_than_products_on_tpus():
+    chip = machines.CHIPS["v5e"]
+    machine = machines.Machine(chip, 1, (1, 1))
+    half = int(0.5 * chip.flops["bfloat16"])
+    steps = tuple(Operation(1, products(half), 0, is_kernel) for is_kernel in (False, True))
+    one, kernel = (
+        estimate(mylib.Work({"bfloat16": half}, 0, 0, (step,)), [], {}, machine) for step in steps
+    )
+    assert one.seconds == pytest.approx(0.5 / 0.95) and kernel.seconds == pytest.approx(0.5 / 0.4)
+    assert one.interval[0] == kernel.interval[0] == pytest.approx(0.5)
+
+
 def test_products_without_a_rate():
     some = work((1, (("complex64", 10**15),), 10), (1, products(0.55 * FLOPS), 0))
     found = estimate(some, [], {}, ONE)
