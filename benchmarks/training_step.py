@@ -60,22 +60,25 @@ class Block(eqx.Module):
     up: Float[Array, "embed mlp"]
     down: Float[Array, "mlp embed"]
     attention: Callable[..., jax.Array] = eqx.field(static=True)
-    # With tensor parallelism, activations between its parts are split over time.
+    # With tensor parallelism, activations are split over time between its parts, and over what they
+    # are multiplied by inside of them.
     split: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
     whole: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
+    parts: Callable[[jax.Array], jax.Array] = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "batch time embed"]) -> jax.Array:
         x = named(x, "decoder_layer_input")
         y = normalised(x) * self.norms[0]
         q, k, v = (
-            named(y @ w, name).reshape(*x.shape[:2], -1, HEAD)
+            named(self.parts(y @ w), name).reshape(*x.shape[:2], -1, HEAD)
             for name, w in zip(QUERIES, (self.query, self.key, self.value), strict=False)
         )
-        y = self.attention(turned(q), turned(k), v).reshape(*x.shape[:2], -1)
+        y = self.parts(self.attention(turned(q), turned(k), v).reshape(*x.shape[:2], -1))
         x = x + named(self.split(y @ self.out), "out_proj")
         y = self.whole(normalised(x) * self.norms[1])
-        gate, up = named(y @ self.gate, "mlpwi_0"), named(y @ self.up, "mlpwi_1")
-        return x + named(self.split((jax.nn.silu(gate) * up) @ self.down), "mlpwo")
+        gate = named(self.parts(y @ self.gate), "mlpwi_0")
+        y = jax.nn.silu(gate) * named(self.parts(y @ self.up), "mlpwi_1")
+        return x + named(self.split(self.parts(y) @ self.down), "mlpwo")
 
 
 class Llama(eqx.Module):
@@ -205,6 +208,7 @@ def model_of(size: Size, work: Work, mesh: Mesh, platform: str) -> Llama:
         attention=on_gpu if platform == "gpu" else partial(on_tpu, mesh),
         split=placed(P(batch_of(mesh), "tensor")),
         whole=placed(P(batch_of(mesh))),
+        parts=placed(P(batch_of(mesh), None, "tensor")),
     )
     blocks = block if work.scan else [block] * size.depth
     return Llama(array(size.vocab, width), blocks, array(width), array(width, size.vocab))
