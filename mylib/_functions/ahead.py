@@ -89,7 +89,7 @@ class _Layer:
         def run(weights: Arrays, token: Any) -> Arrays:
             return evaluate(self.after, self.after.consts, [*weights, token])
 
-        # In an eager `vmap` with an axis name JAX can't reshard: it calls `jax.set_mesh`, which refuses.
+        # In an eager `vmap` with an axis name JAX can't reshard, as it calls `jax.set_mesh`.
         *weights, token = (run if is_staged() else jax.jit(run))(weights, token)
         return weights, token
 
