@@ -211,6 +211,25 @@ def test_a_computation_that_is_started(opcode, role):
     assert only.overlapped
 
 
+def test_slices_of_host_memory_are_fetched_beside_other_work():
+    """What a TPU offloads. The device writes what it fetches, and reads nothing of its own."""
+    host, device = "f32[4,8]{1,0:T(8,128)S(5)}", "f32[1,8]{1,0:T(8,128)}"
+    text = program(
+        PARAMETER,
+        f"%h = {host} parameter(1)",
+        "%i = s32[] constant(0)",
+        f"%s = (({host}, s32[], s32[]), {device}, u32[]) dynamic-slice-start(%h, %i, %i), "
+        "dynamic_slice_sizes={1,8}",
+        f"%d = {device} dynamic-slice-done(%s)",
+        f"%u = (({host}, {device}, s32[], s32[]), {host}, u32[]) "
+        "dynamic-update-slice-start(%h, %d, %i, %i)",
+        f"ROOT %e = {host} dynamic-update-slice-done(%u)",
+    )
+    report = mylib.audit(text, mesh=MESH)
+    # A tile of 8 x 128 numbers, written and then read; and four indices.
+    assert not report.collectives and report.work.traffic == 2 * 8 * 128 * 4 + 4 * 4
+
+
 def test_a_sparse_core_is_started_before_it_has_operands():
     text = program(
         PARAMETER,
