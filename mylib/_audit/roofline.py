@@ -10,12 +10,12 @@ from .links import Message, seconds
 from .moments import Begin, End
 from .work import Loop, Operation, Step, Work
 
-# The shares of the data sheet's rates that matrix products, kernels (of attention), and everything
-# that is bound by memory reach in training steps whose times are published, see
-# benchmarks/estimate.py. A head of 128 uses half of a TPU v6e's matrix unit, and the exponentials
-# take as long as the products.
+# The shares of the data sheet's rates that matrix products, kernels of attention, and everything
+# that is bound by memory reach: fitted to half of the published training steps of
+# benchmarks/estimate.py, and rounded. Kernels at 0.3 to 0.5, or memory at 0.6 to 0.8, fit nearly as
+# well. The exponentials of attention take about as long as its products.
 _PRODUCTS = {"gpu": 0.55, "tpu": 0.95}
-_KERNELS = {"gpu": 0.55, "tpu": 0.4}
+_KERNELS = 0.4
 _MEMORY = 0.7
 
 
@@ -90,10 +90,9 @@ def estimate(
     """`sent` are all collectives of the program."""
     _check_size(axes, machine)
     ideal, assumed = _ideal(machine.chip, work)
-    platform = machine.chip.platform
     real = ideal._replace(
-        of_products=_PRODUCTS.get(platform, 0.55),
-        of_kernels=_KERNELS.get(platform, 0.55),
+        of_products=_PRODUCTS.get(machine.chip.platform, 0.55),
+        of_kernels=_KERNELS,
         of_memory=_MEMORY,
     )
     assumed += [

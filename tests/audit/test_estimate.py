@@ -93,7 +93,7 @@ def test_rates(chip, dtype, rate):
     assert found.parts["compute"] == pytest.approx(1e15 * chip.devices / rate / reached)
 
 
-def test_kernels_reach_less_than_products_on_tpus():
+def test_kernels_reach_less_than_products():
     chip = machines.CHIPS["v5e"]
     machine = machines.Machine(chip, 1, (1, 1))
     half = int(0.5 * chip.flops["bfloat16"])
