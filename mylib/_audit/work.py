@@ -24,6 +24,8 @@ _FREE = frozenset(
 # Those that read only a part of their first operand, and those that write only a part of it.
 _TAKES = frozenset({"dynamic-slice", "slice", "gather"})
 _PUTS = frozenset({"dynamic-update-slice", "scatter"})
+# Of what these compute, a fusion computes only what is used.
+_LAZY = frozenset({"bitcast", "pad", "convert"})
 # Custom calls that reserve memory, and write nothing there.
 _RESERVES = frozenset({"AllocateBuffer", "CreateBuffer"})
 _KERNEL = re.compile(r"tpu_custom_call|__cudnn\$fmha\w+")
@@ -224,9 +226,9 @@ def _uses(x: Instruction) -> int:
         return sum(array.padded_bytes for array in x.arrays)
     total = 0
     for user in x.computation.users[x.name]:
-        if user.opcode == "bitcast":
+        if user.opcode in _LAZY:
             total += _uses(user)
-        else:
+        elif not _sends(user) and user.opcode != "tuple":
             places = [i for i, name in enumerate(user.operands) if name == x.name]
             total += max(_read_of_operand(user, i) for i in places)
     return total
@@ -235,6 +237,8 @@ def _uses(x: Instruction) -> int:
 def _written(x: Instruction) -> int:
     arrays = done_of(x).arrays
     last = _body(x).result if opcode_of(x) == "fusion" else x
+    if _sends(last):
+        return 0
     each = last.inputs() if last.opcode == "tuple" else [last]
     if len(each) == len(arrays):
         return sum(min(_bytes(array), _put(y)) for array, y in zip(arrays, each, strict=True))
@@ -247,12 +251,21 @@ def _put(x: Instruction) -> int:
     """The bytes that an instruction writes, if its result is in memory."""
     while x.opcode == "bitcast":
         x = x.operand(0)
+    if x.opcode == "parameter" or _sends(x):
+        return 0
     if x.opcode in _PUTS:
         update = x.operand(1 if x.opcode == "dynamic-update-slice" else len(x.operands) - 1)
         return sum(array.padded_bytes for array in update.arrays)
     if x.opcode == "fusion":
         return _put(_body(x).result)
     return sum(array.padded_bytes for array in done_of(x).arrays)
+
+
+def _sends(x: Instruction) -> bool:
+    """Whether a part of a fusion belongs to a collective. The TPU's compiler goes on with one in
+    each fusion that runs in the meantime, whose results are its buffers as well.
+    """
+    return opcode_of(x) in KINDS or target_of(x).startswith("AsyncCollective")
 
 
 @functools.lru_cache(maxsize=10_000)
