@@ -252,7 +252,8 @@ def _traced_again(
 
 
 def _instantiated(x: Any) -> Any:
-    return jnp.zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+    aval: Any = getattr(x, "aval", None)
+    return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
 def _typed(eqn: Any, args: Values) -> Arrays:
