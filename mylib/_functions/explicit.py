@@ -8,6 +8,7 @@ constraint, all else is left to the compiler.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from .._placement import entries_of, with_entries
 from .._programs import bind_as, evaluate, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
+from .ahead import tangent_p
 from .gather import Route, gather
 
 Values = Sequence[Any]
@@ -256,6 +258,13 @@ def _instantiated(x: Any) -> Any:
     return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
 
 
+def _prefetched(eqn: Any, args: Values) -> Arrays:
+    """A prefetched layer that is called by another layer."""
+    layer = eqn.params["layer"]
+    program, after = map(_untyped_program, (layer.program, layer.after))
+    return tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
+
+
 def _typed(eqn: Any, args: Values) -> Arrays:
     """Calls an operation that knows the types of its results, on Explicit axes as it was traced."""
     mesh, shardings = _mesh(), [x.aval.sharding for x in eqn.invars]
@@ -294,4 +303,5 @@ _CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
     names.JIT: _jit,
     names.REMAT: _checkpoint,
     names.SHARD_MAP: _shard_map,
+    tangent_p.name: _prefetched,
 }

@@ -318,6 +318,32 @@ def test_stacked(mesh):
     compare(Stack, MESHES[mesh], loss_of=scanned, kept=kept, layers=1)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_layer_that_calls_another(prefetch):
+    class Calls(Layer):
+        def __call__(self, x, other):
+            return other(jnp.tanh(x @ self.weight))
+
+    def loss(layers, x):
+        outer, inner = layers
+        return jnp.mean(jnp.sin(inner(outer(x, inner))) ** 2)
+
+    layers = Calls(jnp.asarray(WEIGHT)), Plain(jnp.asarray(2 * WEIGHT))
+    with jax.set_mesh(GRID):
+        there, x = mylib.filter_shard((layers, X), (KEPT, P("data")))
+
+        @mylib.filter_jit
+        @eqx.filter_grad
+        def gradient(layers, x):
+            layers = mylib.fully_shard(layers, (Calls, Plain), KEPT, prefetch=prefetch)
+            return loss(layers, x)
+
+        found = gradient(there, x)
+    expected = eqx.filter_grad(loss)(layers, X)
+    for new, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(new, right, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("checkpoint", [True, False])
 def test_eager(checkpoint):
     with jax.set_mesh(GRID):
