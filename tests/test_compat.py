@@ -347,7 +347,7 @@ class TestPrivateNames:
         assert [float(x) for x in rule_of_custom_jvp(eqn)(2.0, 1.0)] == [4, 3], told
         (eqn,) = opened(jax.make_jaxpr(other)(2.0, 7)).eqns
         forward, backward = rules_of_custom_vjp(eqn)
-        assert [float(x) for x in forward(2.0, 7)] == [14, 2, 7], told
+        assert [float(x) for x in forward([True, False], 2.0, 7)] == [14, 2, 7], told
         cotangents = backward(2.0, 7, jnp.ones(()))
         assert float(cotangents[0]) == 35 and cotangents[1] is None, told
 

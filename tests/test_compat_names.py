@@ -495,6 +495,7 @@ PARAMS = {
     "PARAM_REVERSE": ("scan",),
     "PARAM_SHARDING": ("broadcast_in_dim", "reshape", "sharding_constraint"),
     "PARAM_STARTS": ("slice",),
+    "PARAM_SYMBOLIC_ZEROS": ("custom_jvp_call", "custom_vjp_call"),
     "PARAM_UNROLL": ("scan",),
 }
 

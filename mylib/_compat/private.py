@@ -309,16 +309,17 @@ def rule_of_custom_jvp(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def rules_of_custom_vjp(eqn: Any) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """The rules of a `custom_vjp` in a program: a function of the equation's arguments that returns
-    results and residuals, and one of residuals and cotangents that returns the arguments'
-    cotangents, None if they are zero.
+    """The rules of a `custom_vjp` in a program: a function of which arguments of the equation are
+    differentiated, and of the arguments, that returns results and residuals; and one of residuals
+    and cotangents that returns the arguments' cotangents, None if they are zero.
     """
     _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     constants = _parameter(eqn, names.PARAM_NUM_CONSTS)
     results = len(eqn.outvars)
 
-    def fwd(*args: Any) -> list[Any]:
-        made = forward.call_wrapped(*[y for i, x in enumerate(args) for y in (x, i >= constants)])
+    def fwd(perturbed: Sequence[bool], *args: Any) -> list[Any]:
+        pairs = enumerate(zip(args, perturbed, strict=True))
+        made = forward.call_wrapped(*[y for i, (x, p) in pairs for y in (x, p and i >= constants)])
         _, _, forwarded = _parameter(eqn, names.PARAM_OUT_TREES)()
         residuals, primals = iter(made[: len(made) - results]), made[len(made) - results :]
         return [*primals, *(next(residuals) if i is None else args[i] for i in forwarded)]

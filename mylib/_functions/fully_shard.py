@@ -325,12 +325,14 @@ def _missing(
     wanted = layers if isinstance(layers, tuple | Mapping) else (layers,)
     for cls in wanted:
         is_class = isinstance(cls, type)
-        if not (any(isinstance(x, cls) for x in found) if is_class else found):
-            yield because(
-                "no Module of the model matches",
-                f"its Modules are {', '.join(there)}" if there else "it has no Module",
-                f"fully_shard of {cls.__qualname__ if is_class else repr(cls)}",
-            )
+        if any(isinstance(x, cls) for x in found) if is_class else found:
+            continue
+        reason = "no Module of the model matches"
+        mend = f"its Modules are {', '.join(there)}" if there else "it has no Module"
+        if is_class and any(isinstance(x, cls) for _, x in modules):
+            reason = "all of them are inside other layers, which gather their weights"
+            mend = "leave the class out"
+        yield because(reason, mend, f"fully_shard of {cls.__qualname__ if is_class else cls!r}")
 
 
 def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator[Fault]:
