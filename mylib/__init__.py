@@ -1,7 +1,6 @@
 """Puts the arrays of any PyTree where they belong, and keeps them there."""
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any as _Any
+from typing import TYPE_CHECKING
 
 from . import loops, rules
 from ._errors import (
@@ -91,28 +90,29 @@ __all__ = [
     "vary",
 ]
 
-_ROOMS = {
-    name: room
-    for room, names in {
-        "": "contracts data machines mpmd testing",
-        "_audit": "Alive Collective Estimate Parameter ProgramMemory Report Work audit",
-        "_show": "Changes Explanation Move Overview Row explain show",
-    }.items()
-    for name in names.split()
-}
+if not TYPE_CHECKING:  # type checkers would take any name for one of them
+    _ROOMS = {
+        name: room
+        for room, names in {
+            "": "contracts data machines mpmd testing",
+            "_audit": "Alive Collective Estimate Parameter ProgramMemory Report Work audit",
+            "_show": "Changes Explanation Move Overview Row explain show",
+        }.items()
+        for name in names.split()
+    }
 
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
 
-def __getattr__(name: str) -> _Any:
-    if name not in _ROOMS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    room = _ROOMS[name]
-    module = _import_module(f".{room or name}", __name__)
-    found = globals()[name] = getattr(module, name) if room else module
-    return found
+        if name not in _ROOMS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        room = _ROOMS[name]
+        module = import_module(f".{room or name}", __name__)
+        found = globals()[name] = getattr(module, name) if room else module
+        return found
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
 
 # Tracebacks and pickles then show the public names.
