@@ -45,8 +45,8 @@ from .._placement import (
 from .._tree import Kind, canonical_dtype, is_of_keys
 from . import thresholds
 from .host import (
-    as_keys,
     allow_transfers,
+    as_keys,
     host_copy,
     on_host,
     over_key_data,
