@@ -57,7 +57,7 @@ from mylib._compat import (
     with_actual_memory_kind,
     without_dead_code,
 )
-from mylib._functions.error_checks import check_p
+from mylib._functions.error_checks import calling, check_p
 from mylib._placement import current_world
 from mylib._programs import all_jaxprs, jaxprs_in
 
@@ -66,7 +66,15 @@ AXES = ("data", "model")
 MESH = jax.make_mesh((4, 2), AXES, axis_types=(AUTO, AUTO))
 TYPED = jax.make_mesh((4, 2), AXES, axis_types=(EXPLICIT, EXPLICIT))
 X = jnp.arange(8.0)
-CHECKED = jax.jit(lambda x: eqx.error_if(x, x < 0, "negative")).trace(X).jaxpr
+
+
+def traced(fun):
+    """Its program, as `filter_jit` sees it."""
+    with calling(returns_errors=True):
+        return jax.jit(fun).trace(X).jaxpr
+
+
+CHECKED = traced(lambda x: eqx.error_if(x, x < 0, "negative"))
 
 PACKAGE = Path(mylib.__file__).parent
 
@@ -314,7 +322,7 @@ class TestPrivateNames:
 
     def test_dead_code(self):
         name = "jax._src.interpreters.partial_eval.dce_jaxpr"
-        unused = jax.jit(lambda x: (eqx.error_if(x, x < 0, "below zero"), x + 1)[1]).trace(X).jaxpr
+        unused = traced(lambda x: (eqx.error_if(x, x < 0, "below zero"), x + 1)[1])
         for program, count in [(CHECKED, 1), (unused, 0)]:
             parts = all_jaxprs(without_dead_code(program))
             checks = [e for part in parts for e in opened(part).eqns if e.primitive is check_p]

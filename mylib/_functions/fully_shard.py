@@ -92,9 +92,8 @@ def fully_shard(
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
         its input. `jax.checkpoint_policies.everything_saveable` saves all but the gathered weights.
-    - `in_turn`: whether a layer that is not stacked waits for its input before it gathers its
-        weights, so that only one layer's weights are gathered at a time. If False, the compiler
-        decides, and may use all memory.
+    - `in_turn`: gather one layer at a time (default), for layers that are not stacked: each waits
+        for its input. False: the compiler may gather all at once.
     - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in
         the forward and the backward pass. That takes memory for the weights of more layers, and
         is 0 by default. Stacked layers are prefetched by `jax.lax.scan(..., unroll=2)`.
