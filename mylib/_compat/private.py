@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+import os
 import re
 import threading
 import warnings
@@ -59,6 +60,10 @@ api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
 core = _Private("jax._src.core")
+cudnn = _Private(
+    "jax._src.cudnn.fused_attention_stablehlo",
+    changing=("check_cudnn_version", "check_compute_capability"),
+)
 distributed = _Private("jax._src.distributed")
 equinox_errors = _Private("equinox._errors", changing=("_error",))
 equinox_primitives = _Private("equinox.internal._primitive")
@@ -278,6 +283,19 @@ def nvidia_gpu_is_here() -> bool:
     return hardware_utils.has_visible_nvidia_gpu()
 
 
+def describe_cudnn(version: int, capability: tuple[int, int]) -> None:
+    """Makes `jax.nn.dot_product_attention(implementation="cudnn")` trace as for a GPU of this
+    compute capability with this version of cuDNN, such as 91000. JAX asks the GPU and the cuDNN of
+    this process, and refuses to trace without them.
+    """
+
+    def reaches(wanted: str) -> bool:
+        return capability >= tuple(map(int, wanted.split(".")))
+
+    _replaced(cudnn, "check_cudnn_version", lambda: version)
+    _replaced(cudnn, "check_compute_capability", reaches)
+
+
 def tpu_is_here() -> bool:
     """Whether JAX finds a TPU among the PCI devices."""
     return hardware_utils.num_available_tpu_chips_and_device_id()[0] > 0
@@ -309,16 +327,17 @@ def rule_of_custom_jvp(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def rules_of_custom_vjp(eqn: Any) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """The rules of a `custom_vjp` in a program: a function of the equation's arguments that returns
-    results and residuals, and one of residuals and cotangents that returns the arguments'
-    cotangents, None if they are zero.
+    """The rules of a `custom_vjp` in a program: a function of which arguments of the equation are
+    differentiated, and of the arguments, that returns results and residuals; and one of residuals
+    and cotangents that returns the arguments' cotangents, None if they are zero.
     """
     _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     constants = _parameter(eqn, names.PARAM_NUM_CONSTS)
     results = len(eqn.outvars)
 
-    def fwd(*args: Any) -> list[Any]:
-        made = forward.call_wrapped(*[y for i, x in enumerate(args) for y in (x, i >= constants)])
+    def fwd(perturbed: Sequence[bool], *args: Any) -> list[Any]:
+        pairs = enumerate(zip(args, perturbed, strict=True))
+        made = forward.call_wrapped(*[y for i, (x, p) in pairs for y in (x, p and i >= constants)])
         _, _, forwarded = _parameter(eqn, names.PARAM_OUT_TREES)()
         residuals, primals = iter(made[: len(made) - results]), made[len(made) - results :]
         return [*primals, *(next(residuals) if i is None else args[i] for i in forwarded)]
@@ -460,14 +479,28 @@ def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError |
     return error_with(message, stack, jit_id)
 
 
-def _keep_quiet(record: logging.LogRecord) -> bool:
+_OURS = b"mylib"
+
+
+def new_id() -> bytes:
+    """A new `jit_id` for a program of ours."""
+    return _OURS + os.urandom(16)
+
+
+@functools.cache
+def quiet_callbacks() -> None:
+    """Stops JAX from logging the errors of Equinox's callbacks in programs of ours. JAX logs the
+    error of every callback, even of those that only raise an error which is then shown properly.
+    """
+    logging.getLogger(names.LOGGER_CALLBACK).addFilter(_is_not_ours)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    return type(error).__name__ != names.TEXT_EQUINOX_ERROR
-
-
-# JAX logs the error of every callback, even of those that only raise an error which is then shown
-# properly.
-logging.getLogger(names.LOGGER_CALLBACK).addFilter(_keep_quiet)
+    if type(error).__name__ != names.TEXT_EQUINOX_ERROR:
+        return True
+    _, stack = equinox_jit.last_error_info or ("", ())
+    return not any(isinstance(piece, bytes) and piece.startswith(_OURS) for piece in stack)
 
 
 class _Quiet(threading.local):

@@ -20,7 +20,6 @@ from jax.sharding import Sharding
 
 from .._errors import CapturedArrayWarning, DonationWarning, RecompilationWarning, folded, warn
 from .._programs import all_jaxprs
-from .._show import show_place
 from .._tree import Arrays
 from .arrivals import Arrivals
 
@@ -171,6 +170,8 @@ def _show_move(then: _Location, now: _Location) -> str:
 def _show_location(location: _Location) -> str:
     if location.sharding is None:
         return "a NumPy array"
+    from .._show import show_place  # which most programs don't need
+
     return show_place(location.sharding) + ("" if location.committed else " (not committed)")
 
 
