@@ -51,7 +51,9 @@ class Collective:
         bound.
     - `loops`: the lines of the loops around it, the outermost first.
     - `devices`: the number of devices in each group.
-    - `spelling`: how the compiler has written it, if not as an instruction of this kind.
+    - `spelling`: how the compiler has written it, if not as an instruction of this kind. It
+        contains `"gathered, then split otherwise"` if each device keeps only another part of what
+        is gathered: XLA's "involuntary full rematerialization".
     """
 
     kind: str

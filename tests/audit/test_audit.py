@@ -295,6 +295,35 @@ class TestGradients:
 _MEGATRON = P(None, "model"), P("model")
 
 
+class TestInvoluntaryRematerialization:
+    """XLA warns on the standard error; what it does is in the program."""
+
+    MESH = known.mesh_of(jax.devices(), (2, 2, 2), ("a", "b", "c"))
+
+    def moved(self, before, after):
+        there = jax.NamedSharding(self.MESH, after)
+
+        def fun(x):
+            return jax.lax.with_sharding_constraint(jnp.sin(x), there)
+
+        report = mylib.audit(jax.jit(fun), known.abstract(self.MESH, before, (16, 16)))
+        told = [c for c in report.collectives if "gathered, then split otherwise" in c.spelling]
+        return told, report, fun
+
+    def test_the_array_and_the_line_are_told(self):
+        (only,), report, fun = self.moved(P("a", "b"), P(("c", "b", "a")))
+        assert only.kind == "all-gather" and only.arrays == ("x",) and only.inserted
+        assert only.source == line_of(fun, "with_sharding_constraint")
+        assert "x (gathered, then split otherwise)" in str(report)
+
+    @pytest.mark.parametrize(
+        ("before", "after"), [(P("a"), P()), (P("a", "b"), P("b", "a")), (P("a"), P("a", "b"))]
+    )
+    def test_other_moves_are_not(self, before, after):
+        told, _, _ = self.moved(before, after)
+        assert told == []
+
+
 class TestMemory:
     def test_numbers(self):
         model, x = model_and_batch()
