@@ -949,3 +949,13 @@ def test_jax_forgets_the_memory_kind_of_results_on_mixed_axes():
     )
     for other in (told, x, np.zeros(3)):
         assert with_actual_memory_kind(other) is other
+
+
+def test_the_peak_of_the_cpus_compiler_lacks_the_temporaries():
+    """When it contains them, this fails: then `machines._memory` can use it on the CPU, too."""
+    x = jax.ShapeDtypeStruct((256, 256), np.float32)
+    program = jax.jit(lambda x: jax.numpy.sort(x @ x) @ x).lower(x).compile()
+    memory = program.memory_analysis()
+    others = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert memory.temp_size_in_bytes >= x.size * 4
+    assert 0 <= memory.peak_memory_in_bytes - others < x.size

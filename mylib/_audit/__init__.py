@@ -1,7 +1,7 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
 from .audit import audit as audit, report_of as report_of
-from .memory import Alive as Alive, ProgramMemory as ProgramMemory
+from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
     Contract as Contract,
@@ -16,5 +16,5 @@ from .text import readable as readable
 from .work import Operation as Operation, Work as Work
 
 # Tracebacks and pickles then show the public names.
-for _class in (Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work):
+for _class in (Collective, Estimate, Parameter, ProgramMemory, Report, Work):
     _class.__module__ = "mylib"

@@ -13,7 +13,7 @@ from .._errors import AuditError
 from .._tree import is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
-from .collectives import Transfer, is_overlapped, transfers
+from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .gradients import gradients_of
 from .groups import Axes, axes_in
 from .hlo import Module
@@ -248,6 +248,7 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
     x = transfer.first
     origin = origin_of(x, names)
     loops = transfer.runs[0].loops if transfer.runs else ()
+    again = "gathered, then split otherwise" if is_split_again(transfer) else ""
     return Collective(
         kind=transfer.kind,
         axes=_axes_of(transfer, known),
@@ -266,7 +267,7 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
         sometimes=any(run.sometimes for run in transfer.runs),
         loops=tuple(source_of(loop) for loop in loops),
         devices=transfer.groups.shape[1],
-        spelling=transfer.spelling,
+        spelling=", ".join(filter(None, (transfer.spelling, again))),
     )
 
 

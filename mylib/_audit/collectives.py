@@ -339,6 +339,22 @@ def _depends_on_device(x: Instruction) -> bool:
     return False
 
 
+def is_split_again(transfer: Transfer) -> bool:
+    """Whether an array is gathered only for each device to keep another part of it. XLA does so if
+    it can't go from one sharding to another, and then warns of an "involuntary full
+    rematerialization": https://github.com/jax-ml/jax/issues/18591
+    """
+    if transfer.kind != "all-gather":
+        return False
+    ends = [end for result in transfer.results for end in _ends(result)]
+    return bool(ends) and all(
+        x.opcode == "dynamic-slice"
+        and x.operands[0] == whole.name
+        and any(map(_depends_on_device, x.inputs()[1:]))
+        for whole, x in ends
+    )
+
+
 def is_overlapped(transfer: Transfer) -> bool:
     """Whether other work is scheduled between the start of a collective and its end."""
     if transfer.members:
