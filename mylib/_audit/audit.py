@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._compat import argument_of_filter_jit, is_filter_jit
 from .._errors import AuditError
-from .._tree import is_array, outlined, signature_of
+from .._tree import Outline, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
 from .collectives import Transfer, is_overlapped, transfers
@@ -19,6 +20,7 @@ from .groups import Axes, axes_in
 from .hlo import Module
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
+from .sums import Flow
 from .work import work_of
 
 AnyMesh = Mesh | AbstractMesh
@@ -121,9 +123,9 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
 
-    def called(arrays: list[Any]) -> list[Any]:
+    def called(arrays: list[Any]) -> tuple[list[Any], Outline]:
         own, bound.arguments = rest.fill(arrays)
-        return outlined(own(*bound.args, **bound.kwargs))[0]
+        return outlined(own(*bound.args, **bound.kwargs))
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
@@ -212,6 +214,8 @@ def report_of(
         name=module.name,
         parameters=parameters,
         work=work_of(module),
+        results=tuple(_results(module, compiled)),
+        flow=Flow(module, found),
     )
 
 
@@ -226,6 +230,37 @@ def _parameters(
         (array,) = x.arrays
         path = names((x.op_names or [x.name])[0])
         yield Parameter(path, array.dtype, array.shape, array.bytes, axes)
+
+
+def _results(module: Module, compiled: jax.stages.Compiled | None) -> Iterator[Parameter]:
+    root = module.entry.result
+    given = [] if compiled is None else jtu.tree_leaves(compiled.output_shardings)
+    if compiled is None or len(given) != len(root.arrays):
+        return
+    paths = _paths_of(compiled.out_tree)
+    for path, array, sharding in zip(paths, root.arrays, given, strict=True):
+        yield Parameter(path, array.dtype, array.shape, array.bytes, _dividing(sharding))
+
+
+def _paths_of(structure: Any) -> list[str]:
+    """The paths of a program's results in what the function returns."""
+    numbers = list(map(_Result, range(structure.num_leaves)))
+    tree = jtu.tree_unflatten(structure, numbers)
+    if isinstance(tree, tuple) and len(tree) > 1 and isinstance(tree[1], Outline):
+        tree = tree[1].fill(tree[0]), *tree[2:]
+    found = {
+        x.number: jtu.keystr(path)
+        for path, x in jtu.tree_flatten_with_path(tree)[0]
+        if isinstance(x, _Result)
+    }
+    return [found.get(i, f"result {i}") for i in range(len(numbers))]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Stands for a result of this number."""
+
+    number: int
 
 
 def _shardings_of(compiled: jax.stages.Compiled) -> list[jax.sharding.Sharding]:

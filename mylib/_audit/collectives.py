@@ -5,11 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from .._errors import AuditError
 from .flow import Run, Value, computed, done_of, runs_of, target_of, trips, unchanged
 from .groups import Groups, groups_of, pairs_of, rings_of
 from .hlo import Array, Instruction, Module
 from .opcodes import moves, opcode_of
+from .positions import positions
 from .windows import rings_in
 
 # Operations that pass a value on unchanged.
@@ -34,8 +37,11 @@ class Transfer:
     asynchronous: bool = False
     # The instructions whose results are the arrays of the result.
     results: tuple[Instruction, ...] = ()
-    # The instructions of a chain.
+    # Which of the instruction's results they are.
+    elements: tuple[int, ...] = (0,)
+    # The instructions of a chain, and those whose results are the sum if it adds on its way.
     members: "tuple[Transfer, ...]" = ()
+    ends: tuple[Instruction, ...] = ()
 
     @property
     def done(self) -> Instruction:
@@ -119,21 +125,23 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
     elements = _elements(done_of(x), len(arrays))
     results = tuple(y for several in elements for y in several)
     sent = wire_bytes(kind, size, each)
-    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results)
+    numbers = tuple(range(len(arrays)))
+    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results, numbers)
     if kind != "all-reduce":
         yield transfer
         return
     # A combined all-reduce is split up: gradients may be sharded, and the loss not.
-    by_use: dict[bool | None, list[tuple[Array, list[Instruction]]]] = {}
-    for array, users in zip(arrays, elements, strict=True):
-        by_use.setdefault(_is_scattered(x, users, each), []).append((array, users))
+    by_use: dict[bool | None, list[int]] = {}
+    for i, users in enumerate(elements):
+        by_use.setdefault(_is_scattered(x, users, groups), []).append(i)
     for fused, some in by_use.items():
-        size = sum(array.bytes for array, _ in some)
+        size = sum(arrays[i].bytes for i in some)
         part = replace(
             transfer,
-            arrays=tuple(array for array, _ in some),
+            arrays=tuple(arrays[i] for i in some),
             wire_bytes=wire_bytes(kind, size, each),
-            results=tuple(y for _, users in some for y in users),
+            results=tuple(y for i in some for y in elements[i]),
+            elements=tuple(some),
         )
         if fused is None:
             yield part
@@ -194,14 +202,15 @@ def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
         f"{sent} collective-permutes",
         True,
         tuple(y for member in members for y in member.results),
-        tuple(members),
+        members=tuple(members),
+        ends=(loop,) if match[1] == "rs" else (),
     )
 
 
 def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
     steps = [t for t in found if t.kind == "collective-permute"]
     seen: set[int] = set()
-    for ring in rings_in([(t.first, t.done) for t in steps]):
+    for ring, end in rings_in([(t.first, t.done) for t in steps]):
         members = [steps[i] for i in ring if i not in seen]
         rings = rings_of(steps[ring[-1]].groups)
         alike = {steps[i].bytes for i in ring} == {members[-1].bytes}
@@ -217,6 +226,7 @@ def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
             wire_bytes=len(members) * last.bytes,
             spelling=f"{len(ring)} collective-permutes",
             members=tuple(members),
+            ends=(end,),
         )
 
 
@@ -276,12 +286,12 @@ def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
     return elements
 
 
-def _is_scattered(x: Instruction, elements: list[Instruction], devices: int) -> bool | None:
+def _is_scattered(x: Instruction, elements: list[Instruction], groups: Groups) -> bool | None:
     """Whether each device takes only its own share of the result of an all-reduce, so that it is a
     reduce-scatter. None if not; True if the two are one fusion.
     """
     ends = [end for element in elements for end in _ends(element)]
-    if not ends or not all(_takes_share(end, whole, devices) for whole, end in ends):
+    if not ends or not all(_takes_share(end, whole, groups) for whole, end in ends):
         return None
     fused = all(end.computation is x.computation for _, end in ends)
     return fused and any(caller.opcode == "fusion" for caller in x.computation.callers)
@@ -311,30 +321,18 @@ def _calls(x: Instruction) -> str:
     return (x.attribute("calls") or "").lstrip("%")
 
 
-def _takes_share(x: Instruction, whole: Instruction, devices: int) -> bool:
-    """Whether an instruction takes the device's own part of an array, one part per device."""
+def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
+    """Whether each device of a group takes another part of an array, so that no part is left."""
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
     (part,), arrays = x.arrays, whole.arrays
-    if len(arrays) != 1 or part.size * devices != arrays[0].size:
+    if len(arrays) != 1 or part.size * groups.shape[1] != arrays[0].size:
         return False
-    return any(_depends_on_device(start) for start in x.inputs()[1:])
-
-
-def _depends_on_device(x: Instruction) -> bool:
-    seen: set[int] = set()
-    queue = [Value(x)]
-    for value in queue:
-        made_by = computed(value).made_by
-        if id(made_by) in seen:
-            continue
-        seen.add(id(made_by))
-        if made_by.opcode in ("partition-id", "replica-id"):
-            return True
-        if made_by.opcode in ("while", "conditional") or made_by.opcode == "parameter":
-            continue
-        queue += [Value(operand) for operand in made_by.inputs()]
-    return False
+    starts = [positions(start, groups.size) for start in x.inputs()[1:]]
+    if any(start is None for start in starts):
+        return False
+    where = np.concatenate([start for start in starts if start is not None], 1)[groups]
+    return all(len(np.unique(each, axis=0)) == len(each) for each in where)
 
 
 def is_overlapped(transfer: Transfer) -> bool:

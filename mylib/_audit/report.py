@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from .._errors import AuditError, folded
@@ -12,6 +12,7 @@ from .memory import ProgramMemory
 from .opcodes import KINDS
 from .page import Sent, report_page
 from .roofline import Estimate, estimate
+from .sums import Flow
 from .text import readable, table
 from .work import Work
 
@@ -76,7 +77,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument of a program.
+    """An argument or a result of a program.
 
     **Attributes:**
 
@@ -105,6 +106,7 @@ class Report:
     - `name`: the name of the program.
     - `work`: a [`mylib.Work`][]: how much is computed.
     - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the program uses.
+    - `results`: the same for its results; empty if only text was given.
     """
 
     collectives: tuple[Collective, ...]
@@ -113,6 +115,9 @@ class Report:
     name: str
     parameters: tuple[Parameter, ...]
     work: Work
+    results: tuple[Parameter, ...]
+    # What results and collectives depend on, for contracts.
+    flow: Flow = field(repr=False, compare=False)
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """How many collectives run in a call of the program.
@@ -211,7 +216,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings and numbers, for JSON."""
-        return json.loads(json.dumps(asdict(self)))
+        parts = [f.name for f in fields(self) if f.compare]
+        plain = {name: _plain(getattr(self, name)) for name in parts}
+        return json.loads(json.dumps(plain))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -226,6 +233,12 @@ class Report:
 
 
 Contract = Callable[[Report], Sequence[str]]
+
+
+def _plain(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return [asdict(one) for one in part]
+    return asdict(part) if is_dataclass(part) and not isinstance(part, type) else part
 
 
 def times_of(c: Collective) -> int:

@@ -1,0 +1,192 @@
+"""Which values are the same on all devices, and which collectives lie on the way to a result."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from .collectives import Transfer
+from .dataflow import Graph, Mark, Source, graph_of
+from .groups import Groups
+from .hlo import Module
+
+# For each device a number; devices of one number have the same value.
+Labels = np.ndarray
+
+
+class Flow:
+    """The way of values through a program. It is followed when it is first asked for."""
+
+    def __init__(self, module: Module, transfers: Sequence[Transfer]):
+        self._module = module
+        self._transfers = transfers
+        self.devices: int = max(module.partitions, module.replicas)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return graph_of(self._module, self._transfers, self.devices)
+
+    def transfer(self, bit: int) -> int | None:
+        """The number of the collective that a source is."""
+        source = self.graph.sources[bit]
+        return source.number if source.kind == "collective" else None
+
+    def sources_of(self, number: int) -> list[int]:
+        """The sources that a collective is, one for each array."""
+        return [bit for bit in self.graph.into if self.transfer(bit) == number]
+
+    def parameters(self, numbers: Iterable[int]) -> int:
+        """The sources that these parameters are, as a set."""
+        bits = (self.graph.bits.get(Source("parameter", i)) for i in numbers)
+        return sum(1 << bit for bit in bits if bit is not None)
+
+    def given(self, number: int) -> Mark:
+        """What is given to a collective."""
+        found = Mark()
+        for bit in self.sources_of(number):
+            found = Mark(*(a | b for a, b in zip(found, self.graph.into[bit], strict=True)))
+        return found
+
+    def is_sum(self, number: int) -> bool:
+        transfer = self._transfers[number]
+        if transfer.members:
+            return True
+        called = (transfer.first.attribute("to_apply") or "").lstrip("%")
+        return called != "" and self._module.computations[called].result.opcode == "add"
+
+    def reaching(self, mask: int) -> int:
+        """All sources that values depend on, also by way of collectives."""
+        found, new = 0, mask
+        while new:
+            found |= new
+            after = 0
+            for bit in self.graph.sources_in(new):
+                after |= self.graph.into.get(bit, Mark()).any
+            new = after & ~found
+        return found
+
+    @cached_property
+    def activations(self) -> int:
+        """The collectives that the model computes with: between them and a result lies a product.
+        The others sum gradients, or serve the optimiser.
+        """
+        sinks = [*self.graph.results, *self.graph.into.values()]
+        found = 0
+        for mark in sinks:
+            found |= mark.product
+        while True:
+            before = found
+            for bit, mark in self.graph.into.items():
+                if found >> bit & 1:
+                    found |= mark.any
+            if found == before:
+                return found
+
+    def labels(self, of_parameter: Callable[[int], Labels]) -> Callable[[int], Labels]:
+        """For a set of sources, which devices have the same value, if the parameters are so."""
+        known: dict[int, Labels] = {}
+        for bit, source in enumerate(self.graph.sources):
+            match source.kind:
+                case "parameter":
+                    known[bit] = of_parameter(source.number)
+                case "position":
+                    known[bit] = np.array(source.labels)
+                case "collective":
+                    known[bit] = np.zeros(self.devices, int)
+                case _:
+                    known[bit] = np.arange(self.devices)
+
+        def joined(mask: int) -> Labels:
+            rows = [known[bit] for bit in self.graph.sources_in(mask)]
+            return _alike(rows) if rows else np.zeros(self.devices, int)
+
+        # At first all devices have the same; what differs is found in turns, as a loop's results
+        # are given to its own collectives.
+        changed = True
+        while changed:
+            changed = False
+            for bit, mark in self.graph.into.items():
+                after = self._after(self.graph.sources[bit], joined(mark.any))
+                if not np.array_equal(after, known[bit]):
+                    known[bit], changed = after, True
+        return joined
+
+    def _after(self, source: Source, before: Labels) -> Labels:
+        """Which devices have the same result of a collective."""
+        transfer = self._transfers[source.number]
+        groups = transfer.groups
+        if transfer.kind == "collective-permute":
+            return _moved(groups, before)
+        if transfer.members and transfer.kind == "all-gather":
+            return np.arange(self.devices)
+        given = before[groups]
+        if transfer.kind in ("all-reduce", "reduce-scatter"):
+            given = np.sort(given, 1)
+        each = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
+        rows = np.repeat(each[:, None], groups.shape[1], 1)
+        if transfer.kind not in ("all-reduce", "all-gather", "broadcast"):
+            rows = rows * groups.shape[1] + np.arange(groups.shape[1])
+        labels = np.zeros(self.devices, int)
+        labels[groups] = rows
+        return _alike([labels])
+
+    def is_repeated(self, bit: int, given: Labels) -> bool:
+        """Whether a sum adds the same value several times."""
+        number = self.graph.sources[bit].number
+        groups = self._transfers[number].groups
+        return self.is_sum(number) and any(
+            len(np.unique(row)) < len(row) for row in given[groups]
+        )
+
+    def uncrossed(self, mask: int, data: int, groups: Groups) -> int | None:
+        """A source in `data` from which a way leads to a value without crossing the groups."""
+        alone = tuple(range(self.devices))
+        queue = [(bit, alone) for bit in self.graph.sources_in(mask)]
+        seen = set(queue)
+        for bit, joined in queue:
+            if data >> bit & 1 and not _connects(joined, groups):
+                return bit
+            if bit not in self.graph.into or _connects(joined, groups):
+                continue
+            after = self._crossed(bit, joined)
+            for before in self.graph.sources_in(self.graph.into[bit].any):
+                if (before, after) not in seen:
+                    seen.add((before, after))
+                    queue.append((before, after))
+        return None
+
+    def _crossed(self, bit: int, joined: tuple[int, ...]) -> tuple[int, ...]:
+        transfer = self._transfers[self.graph.sources[bit].number]
+        if transfer.kind == "collective-permute":
+            return joined
+        names = list(joined)
+        for row in transfer.groups:
+            met = {names[i] for i in row}
+            names = [min(met) if name in met else name for name in names]
+        return tuple(names)
+
+
+def _alike(rows: Sequence[Labels]) -> Labels:
+    """Numbers the devices: two have the same number if they have it in all rows."""
+    found: dict[tuple[int, ...], int] = {}
+    columns = zip(*(row.tolist() for row in rows), strict=True)
+    return np.array([found.setdefault(column, len(found)) for column in columns])
+
+
+def _moved(pairs: Groups, before: Labels) -> Labels:
+    after = np.full(before.shape, -1)
+    after[pairs[:, 1]] = before[pairs[:, 0]]
+    return _alike([after])
+
+
+def _connects(joined: Sequence[int], groups: Groups) -> bool:
+    """Whether all devices of each group are joined."""
+    return all(len({joined[i] for i in row}) == 1 for row in groups)
+
+
+def paths_to(flow: Flow, number: int) -> Iterator[int]:
+    """The results that are a combination, element by element, of what a collective returns."""
+    mask = sum(1 << bit for bit in flow.sources_of(number))
+    for i, mark in enumerate(flow.graph.results):
+        if mark.near & mask:
+            yield i
