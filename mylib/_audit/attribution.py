@@ -78,6 +78,12 @@ def own_primitive_of(x: Instruction) -> str:
     return _primitive(named[0]) if named else ""
 
 
+def line_and_primitive(x: Instruction) -> tuple[str, str]:
+    """The line and the primitive that compute a value."""
+    informed = x if _own_names(x) else next(_informed_inputs(x), x)
+    return source_of(informed), own_primitive_of(informed)
+
+
 def primitive_of(x: Instruction) -> str:
     """The JAX primitive of an instruction, or of the nearest one that has one."""
     for informed in (x, next(_informed_users(x), x)):

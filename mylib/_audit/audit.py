@@ -298,10 +298,11 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
         phase=origin.phase,
         inserted=origin.inserted,
         overlapped=is_overlapped(transfer),
-        sometimes=any(run.sometimes for run in transfer.runs),
+        sometimes=any(run.branches for run in transfer.runs),
         loops=tuple(source_of(loop) for loop in loops),
         devices=transfer.groups.shape[1],
         spelling=transfer.spelling,
+        branches=transfer.runs[0].branches if len(transfer.runs) == 1 else (),
     )
 
 

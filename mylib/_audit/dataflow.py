@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .._compat import names
-from .attribution import phase_of, own_primitive_of
+from .attribution import own_primitive_of, phase_of
 from .collectives import Transfer
-from .flow import Value, done_of, given_to, target_of, unchanged
+from .flow import done_of, given_to, target_of
 from .hlo import Computation, Instruction, Module, calls_of
 from .opcodes import KINDS, opcode_of
 from .positions import positions
@@ -49,11 +49,14 @@ class Source(NamedTuple):
 
 @dataclass
 class Graph:
-    """`into` has what is given to each collective, `results` what the program's results are."""
+    """`into` has what is given to each collective, `results` what the program's results are, and
+    `multiplied` the sources that are factors of a product.
+    """
 
     sources: list[Source] = field(default_factory=list)
     into: dict[int, Mark] = field(default_factory=dict)
     results: list[Mark] = field(default_factory=list)
+    multiplied: int = 0
     bits: dict[Source, int] = field(default_factory=dict)
 
     def bit(self, source: Source) -> int:
@@ -73,9 +76,7 @@ class Graph:
 def graph_of(module: Module, transfers: Sequence[Transfer], devices: int) -> Graph:
     """The graph of a program."""
     walk = _Walk(module, transfers, devices)
-    given = tuple(
-        walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters))
-    )
+    given = tuple(walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters)))
     result = walk.run(module.entry, given)
     walk.graph.results = list(_flat(result))
     return walk.graph
@@ -207,7 +208,9 @@ class _Walk:
             return inputs[0]
         every = _all(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
-        if opcode in _PRODUCTS or primitive in names.PRODUCTS:
+        # Small products are written as sums.
+        if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
+            self.graph.multiplied |= every.near
             of_model = phase or not self.phased
             return _shaped(x, Mark(every.any, 0, every.any if of_model else every.product))
         data = inputs[: _FIRST.get(opcode, len(inputs))]

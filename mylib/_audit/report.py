@@ -53,6 +53,8 @@ class Collective:
     - `loops`: the lines of the loops around it, the outermost first.
     - `devices`: the number of devices in each group.
     - `spelling`: how the compiler has written it, if not as an instruction of this kind.
+    - `branches`: the conditions around it, the outermost first: each as a name, and the number of
+        the branch.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class Collective:
     loops: tuple[str, ...]
     devices: int
     spelling: str
+    branches: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ class Report:
     flow: Flow = field(repr=False, compare=False)
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
-        """How many collectives run in a call of the program.
+        """How many collectives run in a call of the program. Of the branches of a condition only
+        the one with most of them counts.
 
         **Arguments:**
 
@@ -131,19 +135,20 @@ class Report:
 
         `AuditError` if the number is unknown, because the length of a loop depends on data.
         """
-        return sum(times_of(c) for c in self.among(kind, axes))
+        return _most((c.branches, times_of(c)) for c in self.among(kind, axes))
 
     def bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes of all executions of these collectives, as in `Collective.bytes`. `kind` and
         `axes` are as for `count`.
         """
-        return sum(times_of(c) * c.bytes for c in self.among(kind, axes))
+        return bytes_of(self.among(kind, axes))
 
     def wire_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes that a device sends in all executions of these collectives. `kind` and `axes`
         are as for `count`.
         """
-        return sum(times_of(c) * c.wire_bytes for c in self.among(kind, axes))
+        sent = ((c.branches, times_of(c) * c.wire_bytes) for c in self.among(kind, axes))
+        return _most(sent)
 
     def among(
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
@@ -233,6 +238,24 @@ class Report:
 
 
 Contract = Callable[[Report], Sequence[str]]
+
+
+def bytes_of(collectives: Iterable[Collective]) -> int:
+    """The bytes of all executions in a call."""
+    return _most((c.branches, times_of(c) * c.bytes) for c in collectives)
+
+
+def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
+    """The sum of amounts, each with its branches; of a condition's branches only the largest."""
+    total = 0
+    inside: dict[str, dict[int, list[tuple[Sequence[tuple[str, int]], int]]]] = {}
+    for branches, amount in amounts:
+        if branches:
+            condition, number = branches[0]
+            inside.setdefault(condition, {}).setdefault(number, []).append((branches[1:], amount))
+        else:
+            total += amount
+    return total + sum(max(map(_most, one.values())) for one in inside.values())
 
 
 def _plain(part: Any) -> Any:

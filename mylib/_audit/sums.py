@@ -1,14 +1,15 @@
 """Which values are the same on all devices, and which collectives lie on the way to a result."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
 
+from .attribution import line_and_primitive
 from .collectives import Transfer
 from .dataflow import Graph, Mark, Source, graph_of
 from .groups import Groups
-from .hlo import Module
+from .hlo import Array, Module
 
 # For each device a number; devices of one number have the same value.
 Labels = np.ndarray
@@ -47,8 +48,23 @@ class Flow:
             found = Mark(*(a | b for a, b in zip(found, self.graph.into[bit], strict=True)))
         return found
 
-    def is_sum(self, number: int) -> bool:
-        transfer = self._transfers[number]
+    def array(self, bit: int) -> Array:
+        """The array that a collective returns; of a reduce-scatter the one that it is given."""
+        source = self.graph.sources[bit]
+        transfer = self._transfers[source.number]
+        if transfer.members:
+            return transfer.arrays[0]
+        return transfer.arrays[transfer.elements.index(source.element)]
+
+    def made_by(self, bit: int) -> tuple[str, str]:
+        """The line and the primitive of what a collective is given."""
+        source = self.graph.sources[bit]
+        operands = self._transfers[source.number].first.inputs()
+        return line_and_primitive(operands[min(source.element, len(operands) - 1)])
+
+    def is_sum(self, bit: int) -> bool:
+        """Whether a collective adds."""
+        transfer = self._transfers[self.graph.sources[bit].number]
         if transfer.members:
             return True
         called = (transfer.first.attribute("to_apply") or "").lstrip("%")
@@ -62,6 +78,19 @@ class Flow:
             after = 0
             for bit in self.graph.sources_in(new):
                 after |= self.graph.into.get(bit, Mark()).any
+            new = after & ~found
+        return found
+
+    def reaching_by_copies(self, mask: int) -> int:
+        """All sources of which values are a combination, element by element, also by way of
+        collectives.
+        """
+        found, new = 0, mask
+        while new:
+            found |= new
+            after = 0
+            for bit in self.graph.sources_in(new):
+                after |= self.graph.into.get(bit, Mark()).near
             new = after & ~found
         return found
 
@@ -134,9 +163,7 @@ class Flow:
         """Whether a sum adds the same value several times."""
         number = self.graph.sources[bit].number
         groups = self._transfers[number].groups
-        return self.is_sum(number) and any(
-            len(np.unique(row)) < len(row) for row in given[groups]
-        )
+        return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in given[groups])
 
     def uncrossed(self, mask: int, data: int, groups: Groups) -> int | None:
         """A source in `data` from which a way leads to a value without crossing the groups."""
@@ -182,11 +209,3 @@ def _moved(pairs: Groups, before: Labels) -> Labels:
 def _connects(joined: Sequence[int], groups: Groups) -> bool:
     """Whether all devices of each group are joined."""
     return all(len({joined[i] for i in row}) == 1 for row in groups)
-
-
-def paths_to(flow: Flow, number: int) -> Iterator[int]:
-    """The results that are a combination, element by element, of what a collective returns."""
-    mask = sum(1 << bit for bit in flow.sources_of(number))
-    for i, mark in enumerate(flow.graph.results):
-        if mark.near & mask:
-            yield i
