@@ -9,7 +9,7 @@ import numpy as np
 
 from .._errors import AuditError
 from .flow import Run, Value, computed, done_of, runs_of, target_of, trips, unchanged
-from .groups import Groups, groups_of, pairs_of, rings_of
+from .groups import Groups, all_pairs_of, groups_of, pairs_of, rings_of
 from .hlo import Array, Instruction, Module
 from .opcodes import moves, opcode_of
 from .positions import positions
@@ -51,6 +51,10 @@ class Transfer:
     @cached_property
     def bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
+
+    def pairs(self, devices: int) -> Groups:
+        """Those of a permutation, with those of a device with itself."""
+        return all_pairs_of(_pairs(self.first), devices)
 
     @property
     def times(self) -> int | None:
@@ -254,17 +258,21 @@ def wire_bytes(kind: str, size: int, devices: int) -> int:
 
 def _groups(kind: str, x: Instruction, devices: int) -> Groups:
     if kind == "collective-permute":
-        pairs = x.attribute("source_target_pairs")
-        if pairs is None:
-            match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.attributes)
-            pairs = match[1] if match else None
-        if pairs is None:
-            raise AuditError(f"{x} doesn't say which devices it moves data between")
-        return pairs_of(pairs, devices)
+        return pairs_of(_pairs(x), devices)
     text = x.attribute("replica_groups")
     if text is None:
         raise AuditError(f"{x} doesn't say which devices take part in it")
     return groups_of(text, devices)
+
+
+def _pairs(x: Instruction) -> str:
+    pairs = x.attribute("source_target_pairs")
+    if pairs is None:
+        match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.attributes)
+        pairs = match[1] if match else None
+    if pairs is None:
+        raise AuditError(f"{x} doesn't say which devices it moves data between")
+    return pairs
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
@@ -322,17 +330,18 @@ def _calls(x: Instruction) -> str:
 
 
 def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
-    """Whether each device of a group takes another part of an array, so that no part is left."""
+    """Whether the devices of a group take parts of an array, all that there are. Each part may be
+    taken by several of them: by those of other axes.
+    """
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
     (part,), arrays = x.arrays, whole.arrays
-    if len(arrays) != 1 or part.size * groups.shape[1] != arrays[0].size:
-        return False
     starts = [positions(start, groups.size) for start in x.inputs()[1:]]
-    if any(start is None for start in starts):
+    if len(arrays) != 1 or any(start is None for start in starts):
         return False
     where = np.concatenate([start for start in starts if start is not None], 1)[groups]
-    return all(len(np.unique(each, axis=0)) == len(each) for each in where)
+    parts = {len(np.unique(each, axis=0)) for each in where}
+    return len(parts) == 1 and 1 < min(parts) == arrays[0].size / part.size
 
 
 def is_overlapped(transfer: Transfer) -> bool:

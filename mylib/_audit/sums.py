@@ -10,6 +10,7 @@ from .collectives import Transfer
 from .dataflow import Graph, Mark, Source, graph_of
 from .groups import Groups
 from .hlo import Array, Module
+from .opcodes import KINDS, opcode_of
 
 # For each device a number; devices of one number have the same value.
 Labels = np.ndarray
@@ -144,16 +145,18 @@ class Flow:
         """Which devices have the same result of a collective."""
         transfer = self._transfers[source.number]
         groups = transfer.groups
-        if transfer.kind == "collective-permute":
-            return _moved(groups, before)
-        if transfer.members and transfer.kind == "all-gather":
+        # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
+        kind = transfer.kind if transfer.members else KINDS[opcode_of(transfer.first)]
+        if kind == "collective-permute":
+            return _moved(transfer.pairs(self.devices), before)
+        if transfer.members and kind == "all-gather":
             return np.arange(self.devices)
         given = before[groups]
-        if transfer.kind in ("all-reduce", "reduce-scatter"):
+        if kind in ("all-reduce", "reduce-scatter"):
             given = np.sort(given, 1)
         each = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
         rows = np.repeat(each[:, None], groups.shape[1], 1)
-        if transfer.kind not in ("all-reduce", "all-gather", "broadcast"):
+        if kind not in ("all-reduce", "all-gather", "broadcast"):
             rows = rows * groups.shape[1] + np.arange(groups.shape[1])
         labels = np.zeros(self.devices, int)
         labels[groups] = rows

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._audit import Axes, Collective, Groups, Parameter, Report, readable, times_of
 from .._errors import AuditError
-from ._roles import Roles, axes_of, parts, size_of, whole_bytes
+from ._roles import Roles, axes_of, parts, size_of
 from ._text import Fault, axis_of, moved_by, text_of
 
 # What a collective moves: weights, what the model computes with, gradients and what an optimiser
@@ -151,21 +151,30 @@ class Judged:
     def _size(self, p: Parameter) -> int:
         return math.prod(p.shape) * parts(self.report, p, list(self.report.axes))
 
-    def unlike_others(self, among: Sequence[int]) -> Iterator[Fault]:
-        """The faults of weights that are whole, though smaller ones are sharded."""
-        arrays = [self.report.parameters[i] for i in self.roles.weights]
-        split = [whole_bytes(self.report, p) for p in arrays if self.axis in axes_of(p)]
+    def unsharded(self, among: Sequence[int]) -> Iterator[Fault]:
+        """The faults of weights that are whole though smaller ones are sharded, or all of them if
+        devices hold a tenth more than their share of the factors of products.
+        """
+        p_of = self.report.parameters
+        split = [self._size(p_of[i]) for i in self.roles.weights if self._is_split(i)]
+        factors = [i for i in among if i in self.multiplied]
         size = size_of(self.report, self.axis)
-        for number in among:
-            p = self.report.parameters[number]
-            fits = any(n % size == 0 for n in p.shape)
-            large = whole_bytes(self.report, p) >= min(split, default=math.inf)
-            if self.axis not in axes_of(p) and fits and large:
+        held = sum(p_of[i].bytes for i in factors)
+        own = sum(p_of[i].bytes / (1 if self._is_split(i) else size) for i in factors)
+        for i in sorted(among, key=lambda i: -p_of[i].bytes):
+            p = p_of[i]
+            # Of stacked layers the first dimension is that of the layers.
+            fits = any(n % size == 0 for n in p.shape[-2:])
+            large = self._size(p) >= min(split, default=0)
+            if not self._is_split(i) and ((fits and large) or (held > 1.1 * own and i in factors)):
                 yield Fault(
                     (f"{p.path} {list(p.shape)}",),
                     f"not sharded over {self.axis}: {size} devices hold the same "
                     f"{readable(p.bytes)}",
                 )
+
+    def _is_split(self, number: int) -> bool:
+        return self.axis in axes_of(self.report.parameters[number])
 
     @cached_property
     def moved(self) -> list[Moved]:
@@ -267,21 +276,11 @@ class Judged:
         found = self.flow.reaching_by_copies(self.flow.graph.multiplied)
         return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
 
+    def is_part(self, m: Moved) -> bool:
+        """Whether a gradient is moved that is no larger than the part that a device keeps."""
+        own = [math.prod(self.report.parameters[i].shape) for i in m.leaves]
+        return bool(own) and self.flow.array(m.bit).size <= max(own)
+
     def is_statistic(self, m: Moved) -> bool:
         """Whether a sum is of numbers computed from arrays, such as their norms."""
         return m.c.kind == "all-reduce" and not self.flow.graph.into[m.bit].near
-
-    def whole(self, among: Sequence[int], within: float) -> Iterator[Fault]:
-        """The faults of weights that are not sharded, if a device holds more than its share."""
-        arrays = [self.report.parameters[i] for i in among]
-        size = size_of(self.report, self.axis)
-        share = sum(p.bytes * parts(self.report, p, [self.axis]) / size for p in arrays)
-        if sum(p.bytes for p in arrays) <= share * (1 + within):
-            return
-        for p in sorted(arrays, key=lambda p: -p.bytes):
-            if self.axis not in axes_of(p):
-                yield Fault(
-                    (f"{p.path} {list(p.shape)}",),
-                    f"not sharded over {self.axis}: {size} devices hold the same "
-                    f"{readable(p.bytes)}",
-                )

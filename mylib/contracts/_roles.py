@@ -113,8 +113,3 @@ def size_of(report: Report, axis: str) -> int:
     if axis not in report.axes:
         raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
     return report.axes[axis]
-
-
-def whole_bytes(report: Report, p: Parameter) -> int:
-    """The bytes of an array if it were not sharded."""
-    return p.bytes * parts(report, p, list(report.axes))

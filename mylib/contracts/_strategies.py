@@ -227,8 +227,7 @@ def _of_fsdp(
     judged: Judged, weights: Sequence[int], pieces: int | None, most: int | None, limit: int
 ) -> Iterator[Fault]:
     """`weights` are those that must be sharded."""
-    whole = list(judged.whole(weights, 0.1))
-    yield from whole or judged.unlike_others(weights)
+    yield from judged.unsharded(weights)
     yield from judged.state()
     yield from judged.without_data()
     yield from judged.gradients()
@@ -253,16 +252,22 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
         return "" if judged.is_statistic(m) else "weights should be gathered"
     if m.role != "gradient" or kind in ("reduce-scatter", "all-to-all"):
         return ""
+    if m.c.dtype in _WHOLE_NUMBERS and not m.leaves:  # the rows of a table that a batch is about
+        return ""
+    if kind == "collective-permute" and judged.is_part(m):
+        return ""
     split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
     if not split and (kind == "all-reduce" or m.leaves):
         return ""
     return "gradients should be reduce-scattered"
 
 
+_WHOLE_NUMBERS = ("s32", "u32", "s64", "u64")
+
+
 def _of_tensor_parallel(judged: Judged, forward: int | None) -> Iterator[Fault]:
     axis = judged.axis
-    whole = list(judged.whole(judged.multiplied, 0.1))
-    yield from whole or judged.unlike_others(judged.multiplied)
+    yield from judged.unsharded(judged.multiplied)
     yield from judged.state()
     yield from judged.gradients()
     yield from judged.kept([*judged.roles.weights, *judged.roles.state])
@@ -296,7 +301,7 @@ def _wrong_in_tensor_parallel(judged: Judged, m: Moved, scattered: bool) -> str:
         return "" if judged.is_statistic(m) else "weights should stay where they are"
     if m.role == "gradient":
         split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
-        if m.c.kind in ("all-reduce", "reduce-scatter") and not split:
+        if not split and (m.c.kind in ("all-reduce", "reduce-scatter") or judged.is_part(m)):
             return ""
         return "gradients of sharded weights should stay where they are"
     # Megatron's sequence parallelism gathers what it has scattered.
