@@ -9,7 +9,7 @@ results, which `sums.py` asks.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,8 @@ class Mark(NamedTuple):
     product: int = 0
 
 
-Marks = "Mark | tuple[Marks, ...]"
+# A mark, or a tuple of these.
+Marks = Any
 NOTHING = Mark()
 
 
@@ -47,16 +48,24 @@ class Source(NamedTuple):
     labels: tuple[int, ...] = ()
 
 
+class Use(NamedTuple):
+    """A product: its phase, in how many loops it is, and the size of the factor."""
+
+    phase: str
+    loops: int
+    size: int
+
+
 @dataclass
 class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
-    `multiplied` the sources that are factors of a product.
+    `uses` the products that sources are factors of.
     """
 
     sources: list[Source] = field(default_factory=list)
     into: dict[int, Mark] = field(default_factory=dict)
     results: list[Mark] = field(default_factory=list)
-    multiplied: int = 0
+    uses: dict[int, set[Use]] = field(default_factory=dict)
     bits: dict[Source, int] = field(default_factory=dict)
 
     def bit(self, source: Source) -> int:
@@ -116,6 +125,7 @@ class _Walk:
         # Instructions that depend on the device alone, and the sources that do.
         self.own: dict[int, Mark | None] = {}
         self.numbers = 0
+        self.depth = 0
         for i, whole in enumerate(transfers):
             for t in whole.members or (whole,):
                 self.sent.setdefault(id(t.first), []).append((i, t))
@@ -134,17 +144,17 @@ class _Walk:
         bit = 1 << self.graph.bit(source)
         return Mark(bit, bit)
 
-    def run(self, computation: Computation, given: tuple) -> object:
+    def run(self, computation: Computation, given: tuple[Marks, ...]) -> Marks:
         key = computation.name, given
         if key not in self.known:
-            values: dict[str, object] = {}
+            values: dict[str, Marks] = {}
             for x in computation.instructions:
                 inputs = [values[name] for name in x.operands]
                 values[x.name] = self.value(x, inputs, given)
             self.known[key] = values[computation.result.name]
         return self.known[key]
 
-    def value(self, x: Instruction, inputs: list, given: tuple) -> object:
+    def value(self, x: Instruction, inputs: list[Marks], given: tuple[Marks, ...]) -> Marks:
         """What the result of an instruction depends on."""
         value = self._value(x, inputs, given)
         if id(x) in self.ends:
@@ -153,7 +163,7 @@ class _Walk:
             return self._of_device(x, value)
         return value
 
-    def _value(self, x: Instruction, inputs: list, given: tuple) -> object:
+    def _value(self, x: Instruction, inputs: list[Marks], given: tuple[Marks, ...]) -> Marks:
         match x.opcode:
             case "parameter":
                 return given[int(x.rest)]
@@ -187,7 +197,7 @@ class _Walk:
             )
         return self._computed(x, inputs)
 
-    def _computed(self, x: Instruction, inputs: list) -> object:
+    def _computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
         """The result of an operation of one device."""
         opcode = x.opcode.removesuffix("-start")
         if opcode in _FROM_OUTSIDE:
@@ -210,21 +220,33 @@ class _Walk:
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
         # Small products are written as sums.
         if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
-            self.graph.multiplied |= every.near
+            self._use(x, inputs, phase)
             of_model = phase or not self.phased
             return _shaped(x, Mark(every.any, 0, every.any if of_model else every.product))
         data = inputs[: _FIRST.get(opcode, len(inputs))]
         return _shaped(x, Mark(every.any, self._near(x, opcode, data), every.product))
 
-    def _near(self, x: Instruction, opcode: str, data: list) -> int:
+    def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
+        for operand, value in zip(x.inputs(), inputs, strict=True):
+            use = Use(phase, self.depth, sum(array.size for array in operand.arrays))
+            for bit in self.graph.sources_in(_all([value]).near):
+                self.graph.uses.setdefault(bit, set()).add(use)
+
+    def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
         if opcode in _ELEMENTWISE or opcode in _FIRST or opcode == "copy":
             return _all(data).near
         if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
             return data[0].near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
         return 0
 
-    def _loop(self, x: Instruction, carried: object) -> object:
+    def _loop(self, x: Instruction, carried: Marks) -> Marks:
         called = {role: self.module.computations[name] for role, name in calls_of(x)}
+        self.depth += 1
+        carried = self._fixed(called, carried)
+        self.depth -= 1
+        return carried
+
+    def _fixed(self, called: dict[str, Computation], carried: Marks) -> Marks:
         while True:
             after = _joined(carried, self.run(called["body"], (carried,)))
             until = _all([self.run(called["condition"], (after,))])
@@ -233,7 +255,7 @@ class _Walk:
                 return after
             carried = after
 
-    def _collective(self, x: Instruction, inputs: list) -> object:
+    def _collective(self, x: Instruction, inputs: list[Marks]) -> Marks:
         if x.opcode.endswith(("-done", "-update")):
             return inputs[0]
         first = x
@@ -262,7 +284,7 @@ class _Walk:
             bit = self.graph.bit(Source("collective", number, 0))
             yield self.graph.into.get(bit, NOTHING)
 
-    def _ended(self, value: object, number: int) -> object:
+    def _ended(self, value: Marks, number: int) -> Marks:
         """The result of a chain of permutations: what was added on the way was sent, too."""
         bit = self.graph.bit(Source("collective", number, 0))
         if not isinstance(value, Mark):
@@ -294,7 +316,7 @@ class _Walk:
         return Mark(bit)
 
 
-def _flat(value: object) -> Iterator[Mark]:
+def _flat(value: Marks) -> Iterator[Mark]:
     if isinstance(value, Mark):
         yield value
     else:
@@ -302,11 +324,11 @@ def _flat(value: object) -> Iterator[Mark]:
             yield from _flat(one)
 
 
-def _all(values: Sequence[object]) -> Mark:
+def _all(values: Sequence[Marks]) -> Mark:
     return reduce(_joined, (mark for value in values for mark in _flat(value)), NOTHING)
 
 
-def _joined(a: object, b: object) -> object:
+def _joined(a: Marks, b: Marks) -> Marks:
     if isinstance(a, Mark) and isinstance(b, Mark):
         return a if a == b else Mark(a.any | b.any, a.near | b.near, a.product | b.product)
     if isinstance(a, Mark) or isinstance(b, Mark):
@@ -314,7 +336,7 @@ def _joined(a: object, b: object) -> object:
     return tuple(map(_joined, a, b))
 
 
-def _with(value: object, mark: Mark) -> object:
+def _with(value: Marks, mark: Mark) -> Marks:
     if not mark.any:
         return value
     if isinstance(value, Mark):
@@ -322,5 +344,5 @@ def _with(value: object, mark: Mark) -> object:
     return tuple(_with(one, mark) for one in value)
 
 
-def _shaped(x: Instruction, mark: Mark) -> object:
+def _shaped(x: Instruction, mark: Mark) -> Marks:
     return (mark,) * len(x.arrays) if x.type.startswith("(") else mark

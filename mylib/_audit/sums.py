@@ -168,32 +168,45 @@ class Flow:
         groups = self._transfers[number].groups
         return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in given[groups])
 
-    def uncrossed(self, mask: int, data: int, groups: Groups) -> int | None:
-        """A source in `data` from which a way leads to a value without crossing the groups."""
-        alone = tuple(range(self.devices))
+    def uncrossed(self, mask: int, data: int, parts: Sequence[int]) -> int | None:
+        """A source in `data` from which a way leads to a value on some device that brings it only
+        some of the `parts` of the data, each a set of devices.
+        """
+        alone = tuple(1 << device for device in range(self.devices))
         queue = [(bit, alone) for bit in self.graph.sources_in(mask)]
         seen = set(queue)
-        for bit, joined in queue:
-            if data >> bit & 1 and not _connects(joined, groups):
-                return bit
-            if bit not in self.graph.into or _connects(joined, groups):
+        for bit, given in queue:
+            if all(own & part for own in set(given) for part in parts):
                 continue
-            after = self._crossed(bit, joined)
-            for before in self.graph.sources_in(self.graph.into[bit].any):
-                if (before, after) not in seen:
-                    seen.add((before, after))
-                    queue.append((before, after))
+            if data >> bit & 1:
+                return bit
+            if bit not in self.graph.into:
+                continue
+            after = self._before(bit, given)
+            for source in self.graph.sources_in(self.graph.into[bit].any):
+                if (source, after) not in seen:
+                    seen.add((source, after))
+                    queue.append((source, after))
         return None
 
-    def _crossed(self, bit: int, joined: tuple[int, ...]) -> tuple[int, ...]:
+    def _before(self, bit: int, given: tuple[int, ...]) -> tuple[int, ...]:
+        """For each device, those whose operands its value comes from. `given` are those whose
+        results it comes from.
+        """
         transfer = self._transfers[self.graph.sources[bit].number]
-        if transfer.kind == "collective-permute":
-            return joined
-        names = list(joined)
-        for row in transfer.groups:
-            met = {names[i] for i in row}
-            names = [min(met) if name in met else name for name in names]
-        return tuple(names)
+        sources = [1 << device for device in range(self.devices)]
+        for row in transfer.groups.tolist():
+            if transfer.kind == "collective-permute":
+                sources[row[1]] |= 1 << row[0]
+            else:
+                for device in row:
+                    sources[device] = sum(1 << i for i in row)
+        known: dict[int, int] = {}
+        for own in set(given):
+            known[own] = 0
+            for device in self.graph.sources_in(own):
+                known[own] |= sources[device]
+        return tuple(known[own] for own in given)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:
@@ -207,8 +220,3 @@ def _moved(pairs: Groups, before: Labels) -> Labels:
     after = np.full(before.shape, -1)
     after[pairs[:, 1]] = before[pairs[:, 0]]
     return _alike([after])
-
-
-def _connects(joined: Sequence[int], groups: Groups) -> bool:
-    """Whether all devices of each group are joined."""
-    return all(len({joined[i] for i in row}) == 1 for row in groups)

@@ -1,6 +1,7 @@
 """Judges each gradient of a program by the ways that it takes, for one mesh axis."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import Literal, NamedTuple
@@ -15,6 +16,9 @@ from ._text import Fault, axis_of, moved_by, text_of
 # What a collective moves: weights, what the model computes with, gradients and what an optimiser
 # makes of them, or what is only returned.
 Role = Literal["weight", "activation", "gradient", "result"]
+
+
+_ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
 
 
 class Moved(NamedTuple):
@@ -47,6 +51,11 @@ class Judged:
         names, sizes = zip(*report.axes.items(), strict=True)
         self.mesh = Axes(names, sizes)
         self.groups: Groups = self.mesh.groups([axis])
+
+    @cached_property
+    def places(self) -> list[int]:
+        """For each place along the axis, the devices there, as a set."""
+        return [sum(1 << int(i) for i in column) for column in self.groups.T]
 
     @cached_property
     def labels(self):
@@ -89,7 +98,7 @@ class Judged:
 
     def _unsummed(self, result: int) -> str:
         r, mask = self.report.results[result], self.flow.graph.results[result].any
-        way = self.flow.uncrossed(mask, self.data, self.groups)
+        way = self.flow.uncrossed(mask, self.data, self.places)
         varies = self.varies(mask)
         if way is not None or (varies and self.axis not in axes_of(r)):
             return f"its gradient is not summed over {self.axis}"
@@ -156,7 +165,7 @@ class Judged:
         devices hold a tenth more than their share of the factors of products.
         """
         p_of = self.report.parameters
-        split = [self._size(p_of[i]) for i in self.roles.weights if self._is_split(i)]
+        split = [self._size(p_of[i]) for i in among if self._is_split(i)]
         factors = [i for i in among if i in self.multiplied]
         size = size_of(self.report, self.axis)
         held = sum(p_of[i].bytes for i in factors)
@@ -273,8 +282,54 @@ class Judged:
         """The numbers of the weights that are factors of a product, which tables, biases and norms
         are not.
         """
-        found = self.flow.reaching_by_copies(self.flow.graph.multiplied)
+        found = self.flow.reaching_by_copies(sum(1 << bit for bit in self.flow.graph.uses))
         return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
+
+    def ungathered(self) -> Iterator[Fault]:
+        """The faults of weights of which devices multiply only their own parts."""
+        gathered = 0
+        for m in self.moved:
+            if m.role == "weight":
+                gathered |= self.flow.reaching_by_copies(1 << m.bit)
+        for number in self.roles.weights:
+            own = self.flow.parameters([number])
+            if (
+                self._is_split(number)
+                and own & ~gathered
+                and self.flow.graph.uses.keys() & set(self.flow.graph.sources_in(own))
+            ):
+                yield Fault(
+                    (self.report.parameters[number].path,),
+                    f"multiplied without being gathered over {self.axis}, so activations are moved "
+                    "instead: call mylib.fully_shard in the loss",
+                )
+
+    def held(self) -> Iterator[Fault]:
+        """The faults of weights that are gathered for all layers at a time: a whole stack before
+        its loop, or several layers of a list once for the forward and the backward pass.
+        """
+        kept: list[tuple[str, Collective]] = []
+        for m in self.moved:
+            if m.role != "weight" or m.c.kind != "all-gather":
+                continue
+            uses = self.flow.graph.uses.get(m.bit, set())
+            size = self.flow.array(m.bit).size
+            if any(len(m.c.loops) < use.loops and use.size < size for use in uses):
+                text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
+                yield Fault(m.names(self.report), text)
+            elif {use.phase for use in uses} >= {"forward", "backward"}:
+                kept += [(path, m.c) for path in m.names(self.report)]
+        # What is in no list, such as the head, is not one of many layers.
+        for path, c in kept:
+            if re.search(r"\[\d+\]", path):
+                text = (
+                    f"gathered once for the forward and the backward pass: {text_of(c)}, {_ADVICE}"
+                )
+                yield Fault((path,), text)
+
+    def is_of_rows(self, m: Moved) -> bool:
+        """Whether it tells which rows of a table a gradient is of."""
+        return not m.leaves and self.flow.array(m.bit).dtype in ("s32", "u32", "s64", "u64")
 
     def is_part(self, m: Moved) -> bool:
         """Whether a gradient is moved that is no larger than the part that a device keeps."""

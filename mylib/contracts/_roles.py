@@ -43,10 +43,18 @@ class Roles:
         those of arguments some of which are called as the weights are.
         """
         keys = {_key(self._path(i)): i for i in self.weights}
-        others = [i for i in range(len(self.report.parameters)) if i not in set(self.weights)]
-        of: dict[int, int | None] = {i: _longest(self._path(i), keys) for i in others}
-        roots = {_first(self._path(i)) for i, weight in of.items() if weight is not None}
+        own = set(self.weights)
+        others = [i for i in range(len(self.report.parameters)) if i not in own]
+        of = {i: _longest(self._path(i), keys) for i in others}
+        roots = {
+            _first(self._path(i)) for i, w in of.items() if w is not None and self._agree(i, w)
+        }
         return {i: weight for i, weight in of.items() if _first(self._path(i)) in roots}
+
+    def _agree(self, number: int, weight: int) -> bool:
+        """Whether an array is called as a weight is. The number in a list alone is no name."""
+        p, w = self.report.parameters[number], self.report.parameters[weight]
+        return re.fullmatch(r"(\[\d+\])*", _key(w.path)) is None or p.shape == w.shape
 
     @cached_property
     def data(self) -> list[int]:
@@ -59,11 +67,8 @@ class Roles:
         """For the results that are new values of arguments, or gradients: the argument's number."""
         keys = {_key(self._path(i)): i for i in [*self.state, *self.weights]}
         found = {i: _longest(r.path, keys) for i, r in enumerate(self.report.results)}
-        alone = (
-            self.weights[0]
-            if len(self.weights) == 1 and _key(self._path(self.weights[0])) == ""
-            else None
-        )
+        # A model that is one array.
+        alone = next((i for i in self.weights if _key(self._path(i)) == ""), None)
         for i, r in enumerate(self.report.results):
             if found[i] is None and alone is not None and r.shape:
                 found[i] = alone

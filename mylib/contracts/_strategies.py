@@ -104,7 +104,11 @@ def fsdp(
 
 
 def tensor_parallel(
-    axis: str, *, argument: str | None = None, forward: int | None = None
+    axis: str,
+    *,
+    argument: str | None = None,
+    forward: int | None = None,
+    activations: Size = 0,
 ) -> Contract:
     """Tensor parallelism as in Megatron: pairs of layers are sharded over `axis`. Activations are
     summed over it after each pair, and no weight is communicated.
@@ -138,8 +142,10 @@ def tensor_parallel(
         ```
     """
 
+    limit = bytes_in(activations)
+
     def faults(report: Report) -> list[str]:
-        return told(_of_tensor_parallel(Judged(report, axis, argument), forward))
+        return told(_of_tensor_parallel(Judged(report, axis, argument), forward, limit))
 
     return faults
 
@@ -195,7 +201,7 @@ def two_d(
     def faults(report: Report) -> list[str]:
         judged = Judged(report, data, argument)
         found = list(_of_fsdp(judged, judged.multiplied, pieces, None, limit))
-        return told([*found, *_of_tensor_parallel(Judged(report, model, argument), None)])
+        return told([*found, *_of_tensor_parallel(Judged(report, model, argument), None, limit)])
 
     return faults
 
@@ -234,6 +240,8 @@ def _of_fsdp(
     yield from judged.kept([*judged.roles.weights, *judged.roles.state])
     yield from judged.repeated(pieces)
     yield from judged.others()
+    yield from judged.ungathered()
+    yield from judged.held()
     for m in judged.moved:
         reason = _wrong_in_fsdp(judged, m, most)
         if reason:
@@ -252,9 +260,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
         return "" if judged.is_statistic(m) else "weights should be gathered"
     if m.role != "gradient" or kind in ("reduce-scatter", "all-to-all"):
         return ""
-    if m.c.dtype in _WHOLE_NUMBERS and not m.leaves:  # the rows of a table that a batch is about
-        return ""
-    if kind == "collective-permute" and judged.is_part(m):
+    if judged.is_of_rows(m) or (kind == "collective-permute" and judged.is_part(m)):
         return ""
     split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
     if not split and (kind == "all-reduce" or m.leaves):
@@ -262,10 +268,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     return "gradients should be reduce-scattered"
 
 
-_WHOLE_NUMBERS = ("s32", "u32", "s64", "u64")
-
-
-def _of_tensor_parallel(judged: Judged, forward: int | None) -> Iterator[Fault]:
+def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iterator[Fault]:
     axis = judged.axis
     yield from judged.unsharded(judged.multiplied)
     yield from judged.state()
@@ -273,11 +276,15 @@ def _of_tensor_parallel(judged: Judged, forward: int | None) -> Iterator[Fault]:
     yield from judged.kept([*judged.roles.weights, *judged.roles.state])
     yield from judged.repeated(None)
     yield from judged.others()
-    scattered = any(m.c.kind == "reduce-scatter" for m in judged.moved if m.role == "activation")
     for m in judged.moved:
-        reason = _wrong_in_tensor_parallel(judged, m, scattered)
+        reason = _wrong_in_tensor_parallel(judged, m)
         if reason:
             yield Fault(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
+    # Megatron's sequence parallelism gathers what it has scattered.
+    summed = [m for m in judged.moved if m.c.kind in ("all-reduce", "reduce-scatter")]
+    gathers = ("all-gather",) if any(m.c.kind == "reduce-scatter" for m in summed) else ()
+    some = [m for m in judged.moved if m not in summed and m.c.kind not in gathers]
+    yield from judged.bounded([m for m in some if m.role in ("activation", "result")], limit)
     found = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
     if forward is not None and found != forward:
         yield Fault(
@@ -295,16 +302,15 @@ def _sums_forward(m: Moved) -> bool:
     )
 
 
-def _wrong_in_tensor_parallel(judged: Judged, m: Moved, scattered: bool) -> str:
-    """Why a collective over the axis of the layers is wrong, or nothing."""
+def _wrong_in_tensor_parallel(judged: Judged, m: Moved) -> str:
+    """Why a collective that moves weights or gradients over the axis of the layers is wrong, or
+    nothing.
+    """
     if m.role == "weight":
         return "" if judged.is_statistic(m) else "weights should stay where they are"
-    if m.role == "gradient":
-        split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
-        if not split and (m.c.kind in ("all-reduce", "reduce-scatter") or judged.is_part(m)):
-            return ""
-        return "gradients of sharded weights should stay where they are"
-    # Megatron's sequence parallelism gathers what it has scattered.
-    if m.c.kind in ("all-reduce", "reduce-scatter") or (m.c.kind == "all-gather" and scattered):
+    if m.role != "gradient" or m.c.kind == "reduce-scatter" or judged.is_part(m):
         return ""
-    return "activations should be summed"
+    split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
+    if (m.c.kind == "all-reduce" and not split) or judged.is_of_rows(m):
+        return ""
+    return "gradients of sharded weights should stay where they are"

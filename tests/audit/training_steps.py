@@ -21,17 +21,10 @@ from models import Block, Transformer
 import mylib
 from mylib import contracts
 from mylib.contracts import Contract
-from mylib.rules import Rule, by_axes, by_path, fsdp as divided, replicated
+from mylib.rules import Rule, by_axes, by_path, fsdp as divided, like, replicated
 
 WIDTH, HIDDEN, HEADS, VOCAB, LENGTH, ROWS = 32, 64, 4, 64, 8, 32
 KEPT = divided("data", min_size=128)
-# Megatron's: of a pair of products the first is divided by columns, the second by rows.
-_NAMES = {Block: {"up.weight": "mlp embed", "up.bias": "mlp", "down.weight": "embed mlp"}}
-# Of a table that is looked up in, XLA moves the gradient about if it is divided.
-MODEL = by_path({"embed.weight": P(), "unembed.weight": P("model")}) | by_axes(
-    {"heads": "model", "mlp": "model"}, names=_NAMES
-)
-MODEL = MODEL | replicated()
 
 
 class Gpt(Transformer):
@@ -46,7 +39,9 @@ class Gpt(Transformer):
             return super().__call__(tokens)
         head = eqx.nn.Linear(WIDTH, VOCAB, use_bias=False, key=jax.random.key(0))
         head = eqx.tree_at(lambda h: h.weight, head, self.embed.weight)
-        return Transformer.__call__(eqx.tree_at(lambda m: m.unembed, self, head, is_leaf=_none), tokens)
+        return Transformer.__call__(
+            eqx.tree_at(lambda m: m.unembed, self, head, is_leaf=_none), tokens
+        )
 
 
 def _none(x: Any) -> bool:
@@ -54,19 +49,21 @@ def _none(x: Any) -> bool:
 
 
 class Adapted(eqx.Module):
-    """A frozen product, and a narrow trained one beside it."""
+    """A pair of frozen products, and narrow trained ones beside the first."""
 
-    weight: Array
-    down: Array
     up: Array
+    down: Array
+    first: Array
+    second: Array
 
     def __init__(self, n: int, *, key: Any):
-        keys = jax.random.split(key, 2)
-        self.weight = jax.random.normal(keys[0], (n, n)) / n**0.5
-        self.down, self.up = jax.random.normal(keys[1], (n, 8)), jnp.zeros((8, n))
+        keys = jax.random.split(key, 3)
+        self.up = jax.random.normal(keys[0], (n, 2 * n)) / n**0.5
+        self.down = jax.random.normal(keys[1], (2 * n, n)) / n**0.5
+        self.first, self.second = jax.random.normal(keys[2], (n, 8)), jnp.zeros((8, 2 * n))
 
     def __call__(self, x: Array) -> Array:
-        return x + jnp.tanh(x @ self.weight + x @ self.down @ self.up)
+        return x + jnp.tanh(x @ self.up + x @ self.first @ self.second) @ self.down
 
 
 class Experts(eqx.Module):
@@ -135,12 +132,29 @@ class Convolutions(eqx.Module):
         return self.head(jnp.mean(image, axis=(1, 2))), state
 
 
+# Megatron's: of a pair of products the first is divided by columns, the second by rows.
+_NAMES = {Block: {"up.weight": "mlp embed", "up.bias": "mlp", "down.weight": "embed mlp"}}
+_BLOCKS = by_axes({"heads": "model", "mlp": "model"}, names=_NAMES)
+_GPT = by_path({"unembed.weight": P("model")}) | _BLOCKS
+_TIED = by_path({"embed.weight": P("model")}) | _BLOCKS
+
+
+def _pair(stacked: bool, **specs: P) -> Rule:
+    """Layers, and the head behind them."""
+    layers = {
+        f"inner{'' if stacked else '.*'}.{k}": P(None, *p) if stacked else p
+        for k, p in specs.items()
+    }
+    return by_path({**layers, "head.weight": P("model"), "head.bias": P("model")})
+
+
 @dataclass(frozen=True)
 class Kind:
     """A model: how it is made, its layers, and the weight that sabotage is about."""
 
     make: Callable[[bool, Any], Any]
     layer: Any
+    tensor: Callable[[bool], Rule]
     guilty: Callable[[Any], Any]
     shape: tuple[int, ...] = (WIDTH,)
     trained: Callable[[str], bool] = lambda path: True
@@ -152,18 +166,31 @@ def _layer(model: Any) -> Any:
 
 
 MODELS = {
-    "gpt": Kind(lambda s, k: Gpt(s, False, key=k), Block, lambda m: _layer(m).up.weight),
-    "tied": Kind(lambda s, k: Gpt(s, True, key=k), Block, lambda m: _layer(m).up.weight),
-    "experts": Kind(lambda s, k: Deep(Experts, s, key=k), Experts, lambda m: _layer(m).up),
+    "gpt": Kind(
+        lambda s, k: Gpt(s, False, key=k), Block, lambda s: _GPT, lambda m: _layer(m).up.weight
+    ),
+    "tied": Kind(
+        lambda s, k: Gpt(s, True, key=k), Block, lambda s: _TIED, lambda m: _layer(m).up.weight
+    ),
+    "experts": Kind(
+        lambda s, k: Deep(Experts, s, key=k),
+        Experts,
+        lambda s: _pair(s, up=P("model"), down=P("model")),
+        lambda m: _layer(m).up,
+    ),
     "adapters": Kind(
         lambda s, k: Deep(Adapted, s, key=k),
         Adapted,
-        lambda m: _layer(m).down,
-        trained=lambda path: path.endswith((".down", ".up")),
+        lambda s: _pair(s, up=P(None, "model"), second=P(None, "model"), down=P("model")),
+        lambda m: _layer(m).second,
+        trained=lambda path: path.endswith((".first", ".second")),
     ),
     "convolutions": Kind(
         lambda s, k: eqx.nn.make_with_state(Convolutions)(key=k),
         eqx.nn.Conv2d,
+        lambda s: by_path(
+            {"convs.0.*": P("model"), "convs.1.weight": P(None, "model"), "head.*": P("model")}
+        ),
         lambda m: m.convs[1].weight,
         shape=(8, 8, 8),
     ),
@@ -214,7 +241,8 @@ class Step:
 
     @property
     def used(self) -> Rule:
-        return MODEL if self.strategy == "fsdp_tp" else replicated()
+        tensor = self.kind.tensor(self.stacked) | replicated()
+        return tensor if self.strategy == "fsdp_tp" else replicated()
 
     @property
     def kept(self) -> Rule:
@@ -222,7 +250,8 @@ class Step:
 
     @property
     def contract(self) -> list[Contract]:
-        some = {"activations": "64 KiB"} if self.model == "convolutions" else {}
+        # Statistics of a batch, and the weights of experts.
+        some: Any = {"activations": "8 KiB"} if self.model in ("convolutions", "experts") else {}
         if self.strategy == "data_parallel":
             return [contracts.data_parallel("data", pieces=self.pieces, **some)]
         if self.strategy == "fsdp_tp":
@@ -262,10 +291,10 @@ class _Made:
     def lowered(self) -> tuple[Any, ...]:
         step, path = self.step, self.step.guilty().removeprefix("model").lstrip(".")
         model, state = _model(step)
-        kept, of_state = step.kept, step.kept
-        if step.wrong == "weight":
-            kept = by_path({f"{path}": P()}) | kept
-            of_state = by_path({f"*.{path}": P()}) | of_state
+        kept = by_path({path: P()}) | step.kept if step.wrong == "weight" else step.kept
+        of_state = like(mylib.filter_shard(model, kept, mesh=self.mesh)) | (
+            replicated() if step.strategy == "data_parallel" else KEPT
+        )
         if step.wrong == "state":
             of_state = by_path({f"*.{path}": P()}) | of_state
         moments = eqx.filter_eval_shape(lambda m: self.optimizer.init(self._trained(m)[0]), model)
@@ -326,7 +355,11 @@ class _Made:
             )
         if shards and step.wrong != "no fully_shard":
             dtype = jnp.bfloat16 if step.dtype == "bfloat16" else None
-            kept = by_path({step.guilty().removeprefix("model").lstrip("."): P()}) | step.kept if step.wrong == "weight" else step.kept
+            kept = (
+                by_path({step.guilty().removeprefix("model").lstrip("."): P()}) | step.kept
+                if step.wrong == "weight"
+                else step.kept
+            )
             model = mylib.fully_shard(
                 model, step.kind.layer, kept, step.used, mesh=mesh, dtype=dtype
             )
