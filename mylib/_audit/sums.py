@@ -37,9 +37,12 @@ class Flow:
         """The sources that a collective is, one for each array."""
         return [bit for bit in self.graph.into if self.transfer(bit) == number]
 
+    def parameter(self, number: int) -> Source:
+        return Source("parameter", number)
+
     def parameters(self, numbers: Iterable[int]) -> int:
         """The sources that these parameters are, as a set."""
-        bits = (self.graph.bits.get(Source("parameter", i)) for i in numbers)
+        bits = (self.graph.bits.get(self.parameter(i)) for i in numbers)
         return sum(1 << bit for bit in bits if bit is not None)
 
     def given(self, number: int) -> Mark:

@@ -27,7 +27,7 @@ class Moved(NamedTuple):
     c: Collective
     bit: int
     role: Role
-    # The weights whose gradient it is, by their numbers.
+    # The weights that it is of, or whose gradient it is, by their numbers.
     leaves: tuple[int, ...]
     bytes: int
 
@@ -102,7 +102,8 @@ class Judged:
         varies = self.varies(mask)
         if way is not None or (varies and self.axis not in axes_of(r)):
             return f"its gradient is not summed over {self.axis}"
-        if not varies and self.axis in axes_of(r):
+        made = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
+        if self.axis in axes_of(r) and not self.varies(made):
             return f"all devices along {self.axis} keep the same part of it"
         return ""
 
@@ -212,7 +213,13 @@ class Judged:
                     role = "activation"
                 elif not trained >> bit & 1:
                     role = "result"
-                yield Moved(c, bit, role, tuple(leaves.get(bit, ())), array.bytes)
+                of = self._copied(bit) if role == "weight" else leaves.get(bit, ())
+                yield Moved(c, bit, role, tuple(of), array.bytes)
+
+    def _copied(self, bit: int) -> list[int]:
+        """The weights that a collective moves."""
+        found = self.flow.reaching_by_copies(1 << bit)
+        return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
 
     def _leaves(self) -> dict[int, dict[int, None]]:
         """For each collective, the weights of whose new value it is a part, by their numbers."""
@@ -287,17 +294,11 @@ class Judged:
 
     def ungathered(self) -> Iterator[Fault]:
         """The faults of weights of which devices multiply only their own parts."""
-        gathered = 0
-        for m in self.moved:
-            if m.role == "weight":
-                gathered |= self.flow.reaching_by_copies(1 << m.bit)
+        gathered = {i for m in self.moved if m.role == "weight" for i in m.leaves}
         for number in self.roles.weights:
-            own = self.flow.parameters([number])
-            if (
-                self._is_split(number)
-                and own & ~gathered
-                and self.flow.graph.uses.keys() & set(self.flow.graph.sources_in(own))
-            ):
+            own = self.flow.graph.bits.get(self.flow.parameter(number))
+            multiplied = own in self.flow.graph.uses
+            if self._is_split(number) and number not in gathered and multiplied:
                 yield Fault(
                     (self.report.parameters[number].path,),
                     f"multiplied without being gathered over {self.axis}, so activations are moved "
