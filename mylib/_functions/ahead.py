@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._compat import batched
+from .._compat import batched, is_staged
 from .._programs import evaluate
 from .._tree import Arrays
 from .gather import Targets, keep, on_device
@@ -86,7 +86,11 @@ class _Layer:
         return given[:count], given[count:]
 
     def wait(self, weights: Arrays, token: Any) -> tuple[Arrays, Any]:
-        *weights, token = evaluate(self.after, self.after.consts, [*weights, token])
+        def run(weights: Arrays, token: Any) -> Arrays:
+            return evaluate(self.after, self.after.consts, [*weights, token])
+
+        # In an eager `vmap` with an axis name JAX can't reshard, as it calls `jax.set_mesh`.
+        *weights, token = (run if is_staged() else jax.jit(run))(weights, token)
         return weights, token
 
     def linearised(self, given: Arrays) -> Any:

@@ -85,6 +85,20 @@ def test_numbers_are_those_of_one_device(mesh, value, prefetch):
     assert_close(*gradients(value, LAYERS, X, mesh, prefetch=prefetch))
 
 
+def test_eager_gradient_of_examples_on_explicit_axes():
+    """In an eager `vmap` with an axis name JAX can't reshard."""
+
+    def value(layers, x):
+        layers = mylib.fully_shard(layers, Layer, KEPT, mesh=EXPLICIT, prefetch=1)
+        return jnp.mean(jax.vmap(lambda x: through(layers, x), axis_name="batch")(x) ** 2)
+
+    with jax.set_mesh(EXPLICIT):
+        layers = mylib.filter_shard(LAYERS, KEPT)
+        found = eqx.filter_grad(value)(layers, mylib.filter_shard(X, P("data")))
+    expected = eqx.filter_grad(lambda layers: value_by_example(layers, X))(LAYERS)
+    assert_close(found, expected)
+
+
 def test_with_tensor_parallelism():
     tensor = by_axes({"out": "model"}, names={Layer: {"weight": "in out"}}) | replicated()
     found = gradients(value_of, LAYERS, X, GRID, tensor & KEPT, tensor, prefetch=1)
