@@ -294,16 +294,23 @@ class Judged:
 
     def ungathered(self) -> Iterator[Fault]:
         """The faults of weights of which devices multiply only their own parts."""
-        gathered = {i for m in self.moved if m.role == "weight" for i in m.leaves}
+        gathered: dict[int, set[str]] = {}
+        for m in self.moved:
+            for number in m.leaves if m.role == "weight" else ():
+                gathered.setdefault(number, set()).update(self._phases(m.bit))
         for number in self.roles.weights:
             own = self.flow.graph.bits.get(self.flow.parameter(number))
-            multiplied = own in self.flow.graph.uses
-            if self._is_split(number) and number not in gathered and multiplied:
+            alone = own is not None and self._phases(own) - gathered.get(number, set())
+            if self._is_split(number) and alone:
                 yield Fault(
                     (self.report.parameters[number].path,),
                     f"multiplied without being gathered over {self.axis}, so activations are moved "
                     "instead: call mylib.fully_shard in the loss",
                 )
+
+    def _phases(self, bit: int) -> set[str]:
+        """The phases in which a source is a factor of products."""
+        return {use.phase for use in self.flow.graph.uses.get(bit, ())}
 
     def held(self) -> Iterator[Fault]:
         """The faults of weights that are gathered for all layers at a time: a whole stack before
@@ -318,7 +325,7 @@ class Judged:
             if any(len(m.c.loops) < use.loops and use.size < size for use in uses):
                 text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
                 yield Fault(m.names(self.report), text)
-            elif {use.phase for use in uses} >= {"forward", "backward"}:
+            elif self._phases(m.bit) >= {"forward", "backward"}:
                 kept += [(path, m.c) for path in m.names(self.report)]
         # What is in no list, such as the head, is not one of many layers.
         for path, c in kept:
