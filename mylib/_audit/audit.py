@@ -247,7 +247,8 @@ def _paths_of(structure: Any) -> list[str]:
     numbers = list(map(_Result, range(structure.num_leaves)))
     tree = jtu.tree_unflatten(structure, numbers)
     if isinstance(tree, tuple) and len(tree) > 1 and isinstance(tree[1], Outline):
-        tree = tree[1].fill(tree[0]), *tree[2:]
+        filled, checks = tree[1].fill(tree[0]), jtu.tree_leaves(tree[2:])
+        tree = (filled, checks) if checks else filled
     found = {
         x.number: jtu.keystr(path)
         for path, x in jtu.tree_flatten_with_path(tree)[0]

@@ -6,6 +6,7 @@ collective on what is given to it. So the program becomes a small graph of argum
 results, which `sums.py` asks.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -37,14 +38,25 @@ Marks = Any
 NOTHING = Mark()
 
 
+class Row(NamedTuple):
+    """Arrays that are concatenated into one of one dimension, and where each ends. The GPU's
+    compiler sums several gradients in this way.
+    """
+
+    ends: tuple[int, ...]
+    marks: tuple[Mark, ...]
+
+
 class Source(NamedTuple):
     """Where values come from: `"parameter"`, `"collective"`, `"position"` (a number that depends on
-    the device), or `"unknown"`. `number` is that of the parameter or of the transfer.
+    the device), or `"unknown"`. `number` is that of the parameter or of the transfer, `element`
+    that of its result, of which it may be a `part`. `labels` are a position's numbers.
     """
 
     kind: str
     number: int = 0
     element: int = 0
+    part: tuple[int, int] | None = None
     labels: tuple[int, ...] = ()
 
 
@@ -87,7 +99,8 @@ def graph_of(module: Module, transfers: Sequence[Transfer], devices: int) -> Gra
     walk = _Walk(module, transfers, devices)
     given = tuple(walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters)))
     result = walk.run(module.entry, given)
-    walk.graph.results = list(_flat(result))
+    many = isinstance(result, tuple) and not isinstance(result, Mark | Row)
+    walk.graph.results = [_all([one]) for one in (result if many else [result])]
     return walk.graph
 
 
@@ -168,10 +181,10 @@ class _Walk:
             case "parameter":
                 return given[int(x.rest)]
             case "partition-id" | "replica-id":
-                return self._position(np.arange(self.devices))
+                return self._of_device(x, NOTHING)
             case "get-tuple-element":
                 value = inputs[0]
-                return value if isinstance(value, Mark) else value[x.integer("index") or 0]
+                return value if isinstance(value, Mark | Row) else value[x.integer("index") or 0]
             case "tuple":
                 return tuple(inputs)
             case "while":
@@ -202,6 +215,14 @@ class _Walk:
         opcode = x.opcode.removesuffix("-start")
         if opcode in _FROM_OUTSIDE:
             return _shaped(x, self._unknown())
+        if opcode == "concatenate" and len(x.arrays[0].shape) == 1:
+            ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
+            return Row(tuple(ends), tuple(_all([value]) for value in inputs))
+        if isinstance(inputs[0] if inputs else None, Row):
+            if opcode == "slice":
+                return _sliced(inputs[0], x)
+            if opcode in _SAME and x.arrays[0].shape == x.operand(0).arrays[0].shape:
+                return inputs[0]
         if opcode == "custom-call":
             target = target_of(x)
             if target == "AsyncCollectiveStart":
@@ -214,7 +235,7 @@ class _Walk:
                 return _shaped(x, NOTHING)
             if target in _MOVES:
                 return _shaped(x, _all(inputs))
-        if len(inputs) == 1 and not isinstance(inputs[0], Mark) and opcode in _SAME:
+        if len(inputs) == 1 and not isinstance(inputs[0], Mark | Row) and opcode in _SAME:
             return inputs[0]
         every = _all(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
@@ -265,6 +286,8 @@ class _Walk:
         if id(first) not in self.sent:  # each device alone
             return inputs[0] if len(inputs) == 1 else tuple(inputs)
         sent = self.sent[id(first)]
+        if len(inputs) == 1 and isinstance(inputs[0], Row) and opcode_of(x) == "all-reduce":
+            return self._row(inputs[0], sent[0][0])
         count = max(1, len(done_of(first).arrays))
         together = count != len(inputs) or opcode_of(x).endswith("all-to-all")
         results: list[Mark] = []
@@ -278,6 +301,15 @@ class _Walk:
             results.append(Mark(1 << bit, 1 << bit))
         return results[0] if count == 1 else tuple(results)
 
+    def _row(self, row: Row, number: int) -> Row:
+        """A sum of concatenated arrays: one source for each."""
+        marks: list[Mark] = []
+        for start, end, mark in zip((0, *row.ends), row.ends, row.marks, strict=False):
+            bit = self.graph.bit(Source("collective", number, 0, (start, end)))
+            self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), mark)
+            marks.append(Mark(1 << bit, 1 << bit))
+        return Row(row.ends, tuple(marks))
+
     def _given(self, x: Instruction) -> Iterator[Mark]:
         """What has been given to a collective so far."""
         for number, _ in self.sent.get(id(x), ()):
@@ -287,6 +319,8 @@ class _Walk:
     def _ended(self, value: Marks, number: int) -> Marks:
         """The result of a chain of permutations: what was added on the way was sent, too."""
         bit = self.graph.bit(Source("collective", number, 0))
+        if isinstance(value, Row):
+            value = _all([value])
         if not isinstance(value, Mark):
             return tuple(self._ended(one, number) for one in value)
         if not value.any >> bit & 1:
@@ -316,9 +350,21 @@ class _Walk:
         return Mark(bit)
 
 
+def _sliced(row: Row, x: Instruction) -> Mark:
+    """The arrays that a slice takes out of a row."""
+    bounds = re.fullmatch(r"\{\[(\d+):(\d+)(:\d+)?\]\}", x.attribute("slice") or "")
+    if bounds is None:
+        return _all(row.marks)
+    first, last = int(bounds[1]), int(bounds[2])
+    parts = zip((0, *row.ends), row.ends, row.marks, strict=False)
+    return _all([mark for start, end, mark in parts if start < last and first < end])
+
+
 def _flat(value: Marks) -> Iterator[Mark]:
     if isinstance(value, Mark):
         yield value
+    elif isinstance(value, Row):
+        yield from value.marks
     else:
         for one in value:
             yield from _flat(one)
@@ -331,7 +377,9 @@ def _all(values: Sequence[Marks]) -> Mark:
 def _joined(a: Marks, b: Marks) -> Marks:
     if isinstance(a, Mark) and isinstance(b, Mark):
         return a if a == b else Mark(a.any | b.any, a.near | b.near, a.product | b.product)
-    if isinstance(a, Mark) or isinstance(b, Mark):
+    if isinstance(a, Row) and isinstance(b, Row) and a.ends == b.ends:
+        return Row(a.ends, tuple(map(_joined, a.marks, b.marks)))
+    if isinstance(a, Mark | Row) or isinstance(b, Mark | Row):
         return _joined(_all([a]), _all([b]))
     return tuple(map(_joined, a, b))
 
@@ -339,8 +387,8 @@ def _joined(a: Marks, b: Marks) -> Marks:
 def _with(value: Marks, mark: Mark) -> Marks:
     if not mark.any:
         return value
-    if isinstance(value, Mark):
-        return _joined(value, mark)
+    if isinstance(value, Mark | Row):
+        return _joined(_all([value]), mark)
     return tuple(_with(one, mark) for one in value)
 
 

@@ -57,7 +57,9 @@ class _Numbers:
         if value.path or not deep or len(x.arrays) != 1 or x.arrays[0].size > 8 * self.devices:
             return None
         if x.opcode in ("partition-id", "replica-id"):
-            return np.arange(self.devices)[:, None]
+            module = x.computation.module
+            several = module.partitions if x.opcode == "partition-id" else module.replicas
+            return np.arange(self.devices)[:, None] * (several > 1)
         if x.opcode == "constant":
             return self._constant(x)
         if x.opcode not in (*_BINARY, *_OTHERS):

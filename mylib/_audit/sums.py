@@ -58,6 +58,9 @@ class Flow:
         transfer = self._transfers[source.number]
         if transfer.members:
             return transfer.arrays[0]
+        if source.part is not None:
+            start, end = source.part
+            return transfer.arrays[0]._replace(shape=(end - start,))
         return transfer.arrays[transfer.elements.index(source.element)]
 
     def made_by(self, bit: int) -> tuple[str, str]:

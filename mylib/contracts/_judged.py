@@ -256,7 +256,7 @@ class Judged:
                 for leaf in m.leaves:
                     made = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit))
                     before, _ = times.get(made, (0.0, m.c))
-                    times[made] = before + self._share(m, leaf) * times_of(m.c), m.c
+                    times[made] = before + self._share(m) * times_of(m.c), m.c
         for (leaf, _), (found, c) in times.items():
             if pieces is not None and found > pieces * 1.001:
                 yield Fault(
@@ -265,11 +265,11 @@ class Judged:
                     f"{text_of(c)}",
                 )
 
-    def _share(self, m: Moved, leaf: int) -> float:
-        """How much of a weight's gradient an array is."""
-        p = self.report.parameters[leaf]
+    def _share(self, m: Moved) -> float:
+        """How much of its weights' gradients an array is."""
         axes = [a for a in self.report.axes if a in map(axis_of, m.c.axes or ())]
-        whole = math.prod(p.shape) * parts(self.report, p, axes)
+        of = [self.report.parameters[i] for i in m.leaves]
+        whole = sum(math.prod(p.shape) * parts(self.report, p, axes) for p in of)
         return min(1.0, self.flow.array(m.bit).size / whole)
 
     def bounded(self, some: Sequence[Moved], limit: int) -> Iterator[Fault]:

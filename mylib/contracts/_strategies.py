@@ -253,10 +253,10 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     """Why a collective that moves weights or gradients is wrong, or nothing."""
     kind = m.c.kind
     if m.role == "weight":
-        if kind == "all-gather" and (most is None or m.bytes <= most):
-            return ""
-        if kind == "all-gather":
-            return f"at most {readable(most or 0)} at once expected"
+        # The TPU's compiler gathers small arrays by a sum of what is zero elsewhere.
+        if kind == "all-gather" or (kind == "all-reduce" and m.c.inserted):
+            large = most is not None and m.bytes > most
+            return f"at most {readable(most or 0)} at once expected" if large else ""
         return "" if judged.is_statistic(m) else "weights should be gathered"
     if m.role != "gradient" or kind in ("reduce-scatter", "all-to-all"):
         return ""

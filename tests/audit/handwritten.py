@@ -18,7 +18,9 @@ ROWS = {"up": P("data"), "down": P("data")}
 
 def meshes(devices: list[Any]) -> tuple[Mesh, Mesh]:
     """One with the axis data, one with data and model."""
-    return known.mesh_of(devices, (8,), ("data",)), known.mesh_of(devices, (4, 2), ("data", "model"))
+    return known.mesh_of(devices, (8,), ("data",)), known.mesh_of(
+        devices, (4, 2), ("data", "model")
+    )
 
 
 def loss(model: Any, x: Any) -> Any:
