@@ -123,9 +123,12 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
 
-    def called(arrays: list[Any]) -> tuple[list[Any], Outline]:
+    def called(arrays: list[Any]) -> tuple[Outline, list[Any]]:
         own, bound.arguments = rest.fill(arrays)
-        return outlined(own(*bound.args, **bound.kwargs))
+        made, outline = outlined(own(*bound.args, **bound.kwargs))
+        # In another order than that of filter_jit: JAX's cache of compiled programs doesn't tell
+        # programs apart that differ in their arguments' names alone.
+        return outline, made
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
@@ -246,9 +249,12 @@ def _paths_of(structure: Any) -> list[str]:
     """The paths of a program's results in what the function returns."""
     numbers = list(map(_Result, range(structure.num_leaves)))
     tree = jtu.tree_unflatten(structure, numbers)
-    if isinstance(tree, tuple) and len(tree) > 1 and isinstance(tree[1], Outline):
-        filled, checks = tree[1].fill(tree[0]), jtu.tree_leaves(tree[2:])
-        tree = (filled, checks) if checks else filled
+    match tree:
+        case (Outline() as outline, list(arrays)):
+            tree = outline.fill(arrays)
+        case (list(arrays), Outline() as outline, *checks):
+            checks = jtu.tree_leaves(checks)
+            tree = (outline.fill(arrays), checks) if checks else outline.fill(arrays)
     found = {
         x.number: jtu.keystr(path)
         for path, x in jtu.tree_flatten_with_path(tree)[0]

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from .._compat import (
     DELETED_ARRAYS_END_IT,
+    INLINING_LOSES_LINES,
     current_trace,
     donation_warning,
     is_eager,
@@ -22,6 +23,7 @@ from .._compat import (
     with_actual_memory_kind,
 )
 from .._placement import current_world
+from .._programs import evaluate
 from .._tree import Arrays, Outline, outlined
 from .advice import Advice, tracing
 from .error_checks import Checks, lowering, with_checks_as_values
@@ -89,9 +91,12 @@ class Program:
             traced = whole.trace(kept, donated)
             leaves = jtu.tree_leaves((kept, donated))
             made = with_checks_as_values(traced.jaxpr, leaves, transformed)
-            if made is None:
+            if made is None and not INLINING_LOSES_LINES:
                 return *whole(kept, donated), None, None
-            returned, outline = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), made.values)
+            values = evaluate(traced.jaxpr, traced.jaxpr.consts, leaves) if made is None else made.values
+            returned, outline = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
+            if made is None:
+                return returned, outline, None, None
             return returned, outline, made.failed, made.checks
 
         def transformed(
