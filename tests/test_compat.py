@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -28,6 +29,7 @@ from jax.sharding import (
 import mylib
 import mylib.testing
 from mylib._compat import (
+    INLINING_LOSES_LINES,
     UNCOMMITTED,
     Pass,
     UnknownParameter,
@@ -934,3 +936,17 @@ def test_jax_forgets_the_memory_kind_of_results_on_mixed_axes():
     )
     for other in (told, x, np.zeros(3)):
         assert with_actual_memory_kind(other) is other
+
+
+def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
+    """If this fails, set `INLINING_LOSES_LINES` to what is true; where nothing supported loses
+    lines, remove it, and the call of `evaluate` in `Program`.
+    """
+
+    def sine(x):
+        return jnp.sin(x)
+
+    line = inspect.getsourcelines(sine)[1] + 1
+    inlined = jax.jit(sine, inline=True)
+    text = jax.jit(lambda x: inlined(x)).lower(1.0).as_text(debug_info=True)
+    assert (f'test_compat.py":{line}:' not in text) == INLINING_LOSES_LINES

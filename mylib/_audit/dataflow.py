@@ -1,9 +1,9 @@
 """What each value of a program depends on: arguments, collectives, and the device's own number.
 
-The program is evaluated once, with sets in place of numbers. A set is an integer with a bit for each
-source. A collective ends what comes before it: its result depends on the collective, and the
-collective on what is given to it. So the program becomes a small graph of arguments, collectives and
-results, which `sums.py` asks.
+The program is evaluated once, with sets in place of numbers. A set is an integer with a bit for
+each source. A collective ends what comes before it: its result depends on the collective, and the
+collective on what is given to it. So the program becomes a small graph of arguments, collectives
+and results, which `sums.py` reads.
 """
 
 import re

@@ -73,7 +73,7 @@ class _Numbers:
         if not re.fullmatch(r"[su]\d+|pred", x.arrays[0].dtype):
             return None
         written = re.findall(r"-?\d+|true|false", x.rest)
-        numbers = [int(_WORDS.get(text, text)) for text in written]
+        numbers = [_WORDS[text] if text in _WORDS else int(text) for text in written]
         if len(numbers) != x.arrays[0].size:
             return None
         return np.tile(np.array(numbers), (self.devices, 1))

@@ -26,7 +26,7 @@ from .._placement import current_world
 from .._programs import evaluate
 from .._tree import Arrays, Outline, outlined
 from .advice import Advice, tracing
-from .error_checks import Checks, lowering, with_checks_as_values
+from .error_checks import Checks, Returned, lowering, with_checks_as_values
 
 
 class _Thread(threading.local):
@@ -93,10 +93,8 @@ class Program:
             made = with_checks_as_values(traced.jaxpr, leaves, transformed)
             if made is None and not INLINING_LOSES_LINES:
                 return *whole(kept, donated), None, None
-            values = evaluate(traced.jaxpr, traced.jaxpr.consts, leaves) if made is None else made.values
-            returned, outline = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
-            if made is None:
-                return returned, outline, None, None
+            made = made or Returned(evaluate(traced.jaxpr, traced.jaxpr.consts, leaves), None, None)
+            returned, outline = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), made.values)
             return returned, outline, made.failed, made.checks
 
         def transformed(

@@ -43,7 +43,8 @@ class Judged:
         size_of(report, axis)
         if not report.results:
             raise AuditError(
-                f"it is unknown what {report.name} returns: audit the compiled program, not its text"
+                f"it is unknown what {report.name} returns: audit the compiled program, not its "
+                "text"
             )
         self.report, self.axis = report, axis
         self.roles = Roles(report, argument)

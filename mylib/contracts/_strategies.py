@@ -13,13 +13,17 @@ from ._text import Fault, Size, bytes_in, text_of, told
 def data_parallel(
     axis: str, *, argument: str | None = None, pieces: int = 1, activations: Size = 0
 ) -> Contract:
-    """Each device has the whole model and a part of the batch. Only gradients are communicated over
-    `axis`, and they are summed once.
+    """Each device has the whole model and a part of the batch. The gradient of each trained weight
+    is summed once over `axis`, and nothing else is communicated but single numbers.
 
     **Arguments:**
 
     - `axis`: the mesh axis of the batch.
     - `argument`: the name of the argument that is the model; by default the first.
+    - `pieces`: how often each gradient may be summed in a call, if it is accumulated over pieces of
+        the batch and summed for each of them.
+    - `activations`: how much else may be moved in a call, such as `"64 KiB"` for the statistics of
+        a batch.
 
     **Returns:**
 
@@ -57,16 +61,19 @@ def fsdp(
     pieces: int | None = None,
     activations: Size = 0,
 ) -> Contract:
-    """The model is sharded over `axis`. Its weights are gathered where they are used, and gradients
-    are reduce-scattered; for the gradient of an embedding, devices may exchange the rows of the
-    batch (an all-to-all in the backward pass).
+    """The model and its optimiser's state are sharded over `axis`. Each layer's weights are
+    gathered where they are used, and gradients are reduce-scattered; for the gradient of an
+    embedding, devices may exchange the rows of the batch.
 
     **Arguments:**
 
     - `axis`: the mesh axis.
     - `argument`: the name of the argument that is the model; by default the first.
-    - `largest`: the largest result of an all-gather, such as `"64 MiB"`. Without it, gathering the
-        whole model at once passes.
+    - `largest`: the largest result of an all-gather, such as `"64 MiB"`.
+    - `pieces`: how often each gradient may be summed in a call, if it is accumulated over pieces of
+        the batch; by default any number of times.
+    - `activations`: how much else may be moved in a call, such as `"64 KiB"` for the statistics of
+        a batch.
 
     **Returns:**
 
@@ -111,7 +118,8 @@ def tensor_parallel(
     activations: Size = 0,
 ) -> Contract:
     """Tensor parallelism as in Megatron: pairs of layers are sharded over `axis`. Activations are
-    summed over it after each pair, and no weight is communicated.
+    summed over it after each pair, or reduce-scattered and gathered before the next (sequence
+    parallelism), and no weight is communicated.
 
     **Arguments:**
 
@@ -119,6 +127,7 @@ def tensor_parallel(
     - `argument`: the name of the argument that is the model; by default the first.
     - `forward`: how often activations are summed in the forward pass: in a transformer twice per
         block.
+    - `activations`: how much of them may be moved in a call in other ways, such as `"64 KiB"`.
 
     **Returns:**
 
@@ -159,12 +168,13 @@ def two_d(
     activations: Size = 0,
 ) -> Contract:
     """FSDP and tensor parallelism: the model is sharded over two axes. Its weights are gathered
-    over `data`, and activations are summed over `model`.
+    over `data`, and activations are summed over `model`. Tables that are looked up in may be whole.
 
     **Arguments:**
 
     - `data`, `model`: the two mesh axes.
     - `argument`: the name of the argument that is the model; by default the first.
+    - `pieces`, `activations`: as in [`mylib.contracts.fsdp`][].
 
     **Returns:**
 

@@ -1,4 +1,4 @@
-"""Training steps written by hand in `shard_map`, right and wrong: each device's part is explicit."""
+"""Training steps written by hand in `shard_map`, right and wrong, each device's part explicit."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,7 +6,7 @@ name, too.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import known
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array
 from models import Block, Transformer
 
