@@ -51,9 +51,8 @@ EVERYDAY = {
 
 
 def some(steps):
-    for step in steps:
-        marks = [] if str(step) in EVERYDAY else pytest.mark.thorough
-        yield pytest.param(step, marks=marks, id=str(step))
+    marks = {True: [], False: pytest.mark.thorough}
+    return [pytest.param(s, marks=marks[str(s) in EVERYDAY], id=str(s)) for s in steps]
 
 
 def found_in(step, devices):
