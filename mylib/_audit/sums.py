@@ -8,6 +8,7 @@ import numpy as np
 from .attribution import line_and_primitive
 from .collectives import Transfer
 from .dataflow import Graph, Mark, Source, graph_of
+from .flow import Value, computed
 from .groups import Groups
 from .hlo import Array, Module
 from .opcodes import KINDS, opcode_of
@@ -67,7 +68,12 @@ class Flow:
         """The line and the primitive of what a collective is given."""
         source = self.graph.sources[bit]
         operands = self._transfers[source.number].first.inputs()
-        return line_and_primitive(operands[min(source.element, len(operands) - 1)])
+        operand = operands[min(source.element, len(operands) - 1)]
+        if source.part is not None:  # one of several arrays in a row
+            row = computed(Value(operand)).made_by.inputs()
+            starts = np.cumsum([0, *(x.arrays[0].size for x in row)]).tolist()
+            operand = row[starts.index(source.part[0])]
+        return line_and_primitive(operand)
 
     def is_sum(self, bit: int) -> bool:
         """Whether a collective adds."""

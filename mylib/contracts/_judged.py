@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from .._audit import Axes, Collective, Groups, Parameter, Report, readable, times_of
+from .._compat import names
 from .._errors import AuditError
 from ._roles import Roles, axes_of, parts, size_of
 from ._text import Fault, axis_of, moved_by, text_of
@@ -49,8 +50,8 @@ class Judged:
         self.report, self.axis = report, axis
         self.roles = Roles(report, argument)
         self.flow = report.flow
-        names, sizes = zip(*report.axes.items(), strict=True)
-        self.mesh = Axes(names, sizes)
+        axes, sizes = zip(*report.axes.items(), strict=True)
+        self.mesh = Axes(axes, sizes)
         self.groups: Groups = self.mesh.groups([axis])
 
     @cached_property
@@ -122,9 +123,9 @@ class Judged:
 
     def without_data(self) -> Iterator[Fault]:
         if not self.data and any(True for _ in self._trained_by_data()):
-            names = [self.report.parameters[i].path for i in self.roles.data]
+            paths = [self.report.parameters[i].path for i in self.roles.data]
             yield Fault(
-                tuple(names[:3]),
+                tuple(paths[:3]),
                 f"no argument but the model is split over {self.axis}: each device computes the "
                 "gradient of the whole batch, and not all of them are summed",
             )
@@ -282,8 +283,8 @@ class Judged:
             f"at most {readable(limit)} in a call expected" if limit else "no activation expected"
         )
         for c in dict.fromkeys(m.c for m in some):
-            names = [n for m in some if m.c is c for n in m.names(self.report)]
-            yield Fault(tuple(names), f"moved by {text_of(c)}, and {most}")
+            paths = [n for m in some if m.c is c for n in m.names(self.report)]
+            yield Fault(tuple(paths), f"moved by {text_of(c)}, and {most}")
 
     @property
     def multiplied(self) -> list[int]:
@@ -335,6 +336,10 @@ class Judged:
                     f"gathered once for the forward and the backward pass: {text_of(c)}, {_ADVICE}"
                 )
                 yield Fault((path,), text)
+
+    def is_of_product(self, m: Moved) -> bool:
+        """Whether a product computes what is moved."""
+        return self.flow.made_by(m.bit)[1] in names.PRODUCTS
 
     def is_of_rows(self, m: Moved) -> bool:
         """Whether it tells which rows of a table a gradient is of."""

@@ -275,6 +275,9 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
     if not split and (kind == "all-reduce" or m.leaves):
         return ""
+    # XLA sums gradients that are no products whole: those of tables, biases and norms.
+    if kind == "all-reduce" and not judged.is_of_product(m):
+        return ""
     return "gradients should be reduce-scattered"
 
 
