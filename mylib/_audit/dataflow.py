@@ -242,7 +242,8 @@ class _Walk:
         # Small products are written as sums.
         if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
             self._use(x, inputs, phase)
-            of_model = phase or not self.phased
+            # A product without a name is taken for one of the model.
+            of_model = phase or not self.phased or not x.op_names
             return _shaped(x, Mark(every.any, 0, every.any if of_model else every.product))
         data = inputs[: _FIRST.get(opcode, len(inputs))]
         return _shaped(x, Mark(every.any, self._near(x, opcode, data), every.product))
