@@ -258,6 +258,26 @@ def each_alone(transform, layers, x):
     return jnp.mean(x**2)
 
 
+def test_where_another_axis_is_manual():
+    def value(layers, x):
+        def inside(x):
+            return through(layers, x)
+
+        specs = {"in_specs": P("model"), "out_specs": P("model")}
+        return jnp.mean(jax.shard_map(inside, axis_names={"model"}, **specs)(x) ** 2)
+
+    with jax.set_mesh(GRID):
+        gathering, x = mylib.filter_shard((LAYERS, X), (KEPT, P()))
+
+        @mylib.filter_jit
+        @eqx.filter_grad
+        def gradient(layers, x):
+            return value(mylib.fully_shard(layers, Layer, KEPT, prefetch=1), x)
+
+        found = gradient(gathering, x)
+    assert_close(found, eqx.filter_grad(value_of)(LAYERS, X))
+
+
 def test_each_layer_in_a_vmap_of_its_own():
     def value(layers, x):
         return each_alone(jax.vmap, layers, x)
