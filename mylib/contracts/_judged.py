@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Axes, Collective, Groups, Parameter, Report, readable, times_of
+from .._audit import Axes, Collective, Groups, Report, readable, times_of
 from .._compat import names
 from .._errors import AuditError
 from ._roles import Roles, axes_of, parts, size_of
@@ -152,23 +152,19 @@ class Judged:
             if weight is None:
                 continue
             p, w = self.report.parameters[number], self.report.parameters[weight]
-            alike = len(p.shape) == len(w.shape) and self._size(p) == self._size(w)
-            if alike and self.axis in axes_of(w) and self.axis not in axes_of(p):
+            if self.roles.alike(p, w) and self.axis in axes_of(w) and self.axis not in axes_of(p):
                 yield Fault(
                     (p.path,),
                     f"not sharded over {self.axis}, as its weight is: "
                     f"{size_of(self.report, self.axis)} devices hold the same {readable(p.bytes)}",
                 )
 
-    def _size(self, p: Parameter) -> int:
-        return math.prod(p.shape) * parts(self.report, p, list(self.report.axes))
-
     def unsharded(self, among: Sequence[int]) -> Iterator[Fault]:
         """The faults of weights that are whole though smaller ones are sharded, or all of them if
         devices hold a tenth more than their share of the factors of products.
         """
         p_of = self.report.parameters
-        split = [self._size(p_of[i]) for i in among if self._is_split(i)]
+        split = [self.roles.size(p_of[i]) for i in among if self._is_split(i)]
         factors = [i for i in among if i in self.multiplied]
         size = size_of(self.report, self.axis)
         held = sum(p_of[i].bytes for i in factors)
@@ -177,7 +173,7 @@ class Judged:
             p = p_of[i]
             # Of stacked layers the first dimension is that of the layers.
             fits = any(n % size == 0 for n in p.shape[-2:])
-            large = self._size(p) >= min(split, default=0)
+            large = self.roles.size(p) >= min(split, default=0)
             if not self._is_split(i) and ((fits and large) or (held > 1.1 * own and i in factors)):
                 yield Fault(
                     (f"{p.path} {list(p.shape)}",),

@@ -72,7 +72,19 @@ class Roles:
         for i, r in enumerate(self.report.results):
             if found[i] is None and alone is not None and r.shape:
                 found[i] = alone
-        return {i: number for i, number in found.items() if number is not None}
+        return {
+            i: number
+            for i, number in found.items()
+            if number is not None
+            and self.alike(self.report.results[i], self.report.parameters[number])
+        }
+
+    def alike(self, a: Parameter, b: Parameter) -> bool:
+        """Whether two arrays are of the same size, over all devices."""
+        return len(a.shape) == len(b.shape) and self.size(a) == self.size(b)
+
+    def size(self, p: Parameter) -> int:
+        return math.prod(p.shape) * parts(self.report, p, list(self.report.axes))
 
     def trained(self) -> Iterator[tuple[int, int]]:
         """The results that are new values of weights, or gradients, with the weights' numbers."""
