@@ -71,13 +71,14 @@ class Use(NamedTuple):
 @dataclass
 class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
-    `uses` the products that sources are factors of.
+    `uses` the products that sources are factors of. `differentiates`: whether it has gradients.
     """
 
     sources: list[Source] = field(default_factory=list)
     into: dict[int, Mark] = field(default_factory=dict)
     results: list[Mark] = field(default_factory=list)
     uses: dict[int, set[Use]] = field(default_factory=dict)
+    differentiates: bool = False
     bits: dict[Source, int] = field(default_factory=dict)
 
     def bit(self, source: Source) -> int:
@@ -149,9 +150,10 @@ class _Walk:
                     self.channels.setdefault((opcode_of(t.first), channel), t.first)
             self.ends.update((id(x), i) for x in whole.ends)
         # If the program is differentiated, products without a phase are those of an optimiser.
-        self.phased = any(
-            phase_of(x.op_names) for c in module.computations.values() for x in c.instructions
-        )
+        every = (x for c in module.computations.values() for x in c.instructions)
+        phases = {phase_of(x.op_names) for x in every}
+        self.phased = phases != {""}
+        self.graph.differentiates = "backward" in phases
 
     def source(self, source: Source) -> Mark:
         bit = 1 << self.graph.bit(source)

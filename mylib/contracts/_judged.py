@@ -51,6 +51,12 @@ class Judged:
         self.roles = Roles(report, argument)
         self.flow = report.flow
         axes, sizes = zip(*report.axes.items(), strict=True)
+        if self.flow.graph.differentiates and not any(True for _ in self.roles.trained()):
+            raise AuditError(
+                f"it is unknown which weights {report.name} trains: none of its results is named as "
+                f"an array of {self.roles.root!r} is. Return the new model, or its gradients, as a "
+                "tree like the model"
+            )
         self.mesh = Axes(axes, sizes)
         self.groups: Groups = self.mesh.groups([axis])
 

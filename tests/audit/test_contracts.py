@@ -331,3 +331,17 @@ def test_one_sum_in_each_branch_counts_once():
 def test_memory_that_does_not_exist():
     with pytest.raises(ValueError, match="no 'temporary': write one of arguments, results, temp"):
         contracts.memory(temporary="1 MiB")
+
+
+def test_results_that_have_other_names_than_the_weights():
+    """Whether their gradients are summed is not known, so it is not told that they are."""
+
+    def step(model, x):
+        right = handwritten.summing(up=PSUM, down=PSUM)(model, x)
+        return {"one": right["up"].sum(0), "two": right["down"].sum(0)}
+
+    mesh, _ = handwritten.meshes(jax.devices())
+    out = {"one": P(), "two": P()}
+    report = handwritten.audited(mesh, step, handwritten.WHOLE, out=out)
+    with pytest.raises(mylib.AuditError, match="which weights step trains: none of its results"):
+        report.expect(contracts.data_parallel("data"))
