@@ -53,9 +53,9 @@ class Judged:
         axes, sizes = zip(*report.axes.items(), strict=True)
         if self.flow.graph.differentiates and not any(True for _ in self.roles.trained()):
             raise AuditError(
-                f"it is unknown which weights {report.name} trains: none of its results is named as "
-                f"an array of {self.roles.root!r} is. Return the new model, or its gradients, as a "
-                "tree like the model"
+                f"it is unknown which weights {report.name} trains: none of its results is named "
+                f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
+                "as a tree like the model"
             )
         self.mesh = Axes(axes, sizes)
         self.groups: Groups = self.mesh.groups([axis])
@@ -351,6 +351,11 @@ class Judged:
         """Whether a gradient is moved that is no larger than the part that a device keeps."""
         own = [math.prod(self.report.parameters[i].shape) for i in m.leaves]
         return bool(own) and self.flow.array(m.bit).size <= max(own)
+
+    def is_summed(self, m: Moved) -> bool:
+        """Whether it is computed from gradients that are summed already, as an optimiser does."""
+        given = self.flow.graph.into[m.bit].any
+        return self.flow.uncrossed(given, self.data, self.places) is None
 
     def is_statistic(self, m: Moved) -> bool:
         """Whether a sum is of numbers computed from arrays, such as their norms."""

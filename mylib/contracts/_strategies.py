@@ -273,7 +273,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     if judged.is_of_rows(m) or (kind == "collective-permute" and judged.is_part(m)):
         return ""
     split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
-    if not split and (kind == "all-reduce" or m.leaves):
+    if not split and (kind == "all-reduce" or m.leaves or judged.is_summed(m)):
         return ""
     # XLA sums gradients that are no products whole: those of tables, biases and norms.
     if kind == "all-reduce" and not judged.is_of_product(m):
@@ -321,9 +321,13 @@ def _wrong_in_tensor_parallel(judged: Judged, m: Moved) -> str:
     """
     if m.role == "weight":
         return "" if judged.is_statistic(m) else "weights should stay where they are"
-    if m.role != "gradient" or m.c.kind == "reduce-scatter" or judged.is_part(m):
+    if m.role != "gradient" or not m.leaves:  # an optimiser's statistics
         return ""
     split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
-    if (m.c.kind == "all-reduce" and not split) or judged.is_of_rows(m):
+    if (
+        m.c.kind == "reduce-scatter"
+        or judged.is_part(m)
+        or (m.c.kind == "all-reduce" and not split)
+    ):
         return ""
     return "gradients of sharded weights should stay where they are"

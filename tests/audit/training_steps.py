@@ -246,7 +246,11 @@ class Step:
 
     @property
     def kept(self) -> Rule:
-        return replicated() if self.strategy == "data_parallel" else self.used & KEPT
+        if self.strategy == "data_parallel":
+            return replicated()
+        # Over two axes, XLA moves the rows of a batch for the gradient of a table that is sharded.
+        table = self.strategy == "fsdp_tp" and self.model == "gpt"
+        return by_path({"embed.weight": P()}) | (self.used & KEPT) if table else self.used & KEPT
 
     @property
     def contract(self) -> list[Contract]:
