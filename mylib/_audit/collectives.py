@@ -310,7 +310,10 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
     queue = [x]
     for value in queue:
         if value.is_root:
-            yield value, value
+            fused = [y for y in value.computation.callers if y.opcode == "fusion"]
+            queue += fused
+            if not fused:
+                yield value, value
         for user in value.computation.users[value.name]:
             if user.opcode in _PASSES and not (
                 user.opcode == "get-tuple-element" and value is not x
