@@ -208,17 +208,18 @@ def report_of(
         )
     known = known or [axes for axes in axes_in(module.text) if axes.size == devices]
     found = transfers(module, frozenset(local))
+    flow = Flow(module, found)
     parameters = tuple(_parameters(module, names, compiled))
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
-        collectives=tuple(_collective(transfer, known, names) for transfer in found),
+        collectives=tuple(_collective(i, t, flow, known, names) for i, t in enumerate(found)),
         memory=None if compiled is None else ProgramMemory.of(compiled, module, arguments),
         axes=dict(zip(known[0].names, known[0].sizes, strict=True)) if known else {},
         name=module.name,
         parameters=parameters,
         work=work_of(module),
         results=tuple(_results(module, compiled)),
-        flow=Flow(module, found),
+        flow=flow,
     )
 
 
@@ -286,8 +287,11 @@ def _dividing(sharding: jax.sharding.Sharding) -> tuple[str, ...] | None:
     )
 
 
-def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Collective:
+def _collective(
+    number: int, transfer: Transfer, flow: Flow, known: Sequence[Axes], names: Names
+) -> Collective:
     x = transfer.first
+    module = x.computation.module
     origin = origin_of(x, names)
     loops = transfer.runs[0].loops if transfer.runs else ()
     return Collective(
@@ -298,7 +302,7 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
         wire_bytes=transfer.wire_bytes,
         dtype="/".join(sorted({array.dtype for array in transfer.arrays})),
         arrays=origin.arrays,
-        gradients=gradients_of(transfer.results, names) if origin.is_gradient else (),
+        gradients=gradients_of(number, flow, module, names) if origin.is_gradient else (),
         primitive=origin.primitive,
         scope=origin.scope,
         source=origin.source,

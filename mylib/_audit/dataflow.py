@@ -134,7 +134,10 @@ class _Walk:
         self.sent: dict[int, list[tuple[int, Transfer]]] = {}
         self.channels: dict[tuple[str, str], Instruction] = {}
         self.chained: set[int] = set()
+        # The steps of sums that are chains, where these end, and what marks them.
+        self.steps: set[int] = set()
         self.ends: dict[int, int] = {}
+        self.rings = 0
         self.known: dict[tuple[str, object], object] = {}
         # Instructions that depend on the device alone, and the sources that do.
         self.own: dict[int, Mark | None] = {}
@@ -145,6 +148,8 @@ class _Walk:
                 self.sent.setdefault(id(t.first), []).append((i, t))
                 if whole.members:
                     self.chained.add(id(t.first))
+                if whole.ends:
+                    self.steps.add(id(t.first))
                 channel = t.first.attribute("channel_id")
                 if channel is not None:
                     self.channels.setdefault((opcode_of(t.first), channel), t.first)
@@ -289,6 +294,8 @@ class _Walk:
         if id(first) not in self.sent:  # each device alone
             return inputs[0] if len(inputs) == 1 else tuple(inputs)
         sent = self.sent[id(first)]
+        if id(first) in self.steps:
+            return self._step(_all(inputs), [number for number, _ in sent])
         if len(inputs) == 1 and isinstance(inputs[0], Row) and opcode_of(x) == "all-reduce":
             return self._row(inputs[0], sent[0][0])
         count = max(1, len(done_of(first).arrays))
@@ -303,6 +310,14 @@ class _Walk:
                 self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), mark)
             results.append(Mark(1 << bit, 1 << bit))
         return results[0] if count == 1 else tuple(results)
+
+    def _step(self, given: Mark, chains: Sequence[int]) -> Mark:
+        """A step of sums of several permutations: their result is known where they end. Until then
+        it is marked as one of each.
+        """
+        bits = sum(1 << self.graph.bit(Source("collective", number, 0)) for number in chains)
+        self.rings |= bits
+        return Mark(given.any | bits, given.near, given.product)
 
     def _row(self, row: Row, number: int) -> Row:
         """A sum of concatenated arrays: one source for each."""
@@ -329,7 +344,7 @@ class _Walk:
         if not value.any >> bit & 1:
             return value
         own = 1 << bit
-        given = Mark(value.any & ~own, value.near & ~own, value.product & ~own)
+        given = Mark(*(mask & ~self.rings for mask in value))
         self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), given)
         return Mark(own, own)
 

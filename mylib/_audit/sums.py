@@ -108,6 +108,23 @@ class Flow:
         return found
 
     @cached_property
+    def _combined(self) -> list[tuple[int, int]]:
+        """For each result, the sources of which it is a combination element by element: directly,
+        and also by way of collectives.
+        """
+        near = [mark.near for mark in self.graph.results]
+        return [(mask, self.reaching_by_copies(mask)) for mask in near]
+
+    def updated(self, number: int) -> list[int]:
+        """The parameters that are combined with what a collective returns into a result."""
+        own = sum(1 << bit for bit in self.sources_of(number))
+        found = 0
+        for near, all_ in self._combined:
+            found |= near if all_ & own else 0
+        sources = (self.graph.sources[bit] for bit in self.graph.sources_in(found))
+        return sorted(source.number for source in sources if source.kind == "parameter")
+
+    @cached_property
     def activations(self) -> int:
         """The collectives that the model computes with: between them and a result lies a product.
         The others sum gradients, or serve the optimiser.
