@@ -116,6 +116,13 @@ USES = {
         "the service through which processes find each other: a store of keys and values, and "
         "barriers. tests/test_processes.py uses it in several processes"
     ),
+    "jax._src.cudnn.fused_attention_stablehlo.check_compute_capability": (
+        "called with a string such as '9.0' while cuDNN's attention is traced; replaced for GPUs "
+        "that are not here"
+    ),
+    "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version": (
+        "called without arguments while cuDNN's attention is traced; returns such as 91000"
+    ),
     "jax._src.hardware_utils.has_visible_nvidia_gpu": (
         "whether there is an NVIDIA GPU; looks at files only, and starts nothing"
     ),

@@ -217,7 +217,7 @@ def report_of(
         axes=dict(zip(known[0].names, known[0].sizes, strict=True)) if known else {},
         name=module.name,
         parameters=parameters,
-        work=work_of(module),
+        work=work_of(module, found),
         results=tuple(_results(module, compiled)),
         flow=flow,
     )

@@ -164,28 +164,29 @@ _MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
 def chained(found: list[Transfer]) -> list[Transfer]:
     """The transfers, those that are steps of a larger collective as that one."""
     by_body: dict[str, list[Transfer]] = {}
-    for transfer in found:
+    steps = [t for t in found if t.kind == "collective-permute"]
+    for transfer in steps:
         computation = transfer.first.computation
         if _WINDOWED.search(computation.name.replace(".", " ")) and len(computation.callers) == 1:
             by_body.setdefault(computation.name, []).append(transfer)
     chains: dict[int, Transfer] = {}
-    for steps in by_body.values():
-        chain = _chain(steps, found)
+    for several in by_body.values():
+        chain = _chain(several, steps)
         if chain is not None:
             chains.update(dict.fromkeys(map(id, chain.members), chain))
-    for chain in _unrolled([t for t in found if id(t) not in chains]):
+    for chain in _unrolled([t for t in steps if id(t) not in chains]):
         chains.update(dict.fromkeys(map(id, chain.members), chain))
     return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in found))
 
 
-def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
+def _chain(steps: list[Transfer], all_steps: list[Transfer]) -> Transfer | None:
     body = steps[0].first.computation
     loop = body.callers[0]
     match = _WINDOWED.search(body.name.replace(".", " "))
-    near = [t for t in found if t.first.computation is loop.computation and _touches(t, loop)]
+    near = [t for t in all_steps if t.first.computation is loop.computation and _touches(t, loop)]
     members = [*near, *steps]
     rings = rings_of(members[0].groups)
-    alike = {(t.kind, t.bytes) for t in members} == {("collective-permute", members[0].bytes)}
+    alike = {t.bytes for t in members} == {members[0].bytes}
     if match is None or rings is None or not alike or any(t.times is None for t in members):
         return None
     turns = trips(loop)
@@ -211,11 +212,12 @@ def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
     )
 
 
-def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
-    steps = [t for t in found if t.kind == "collective-permute"]
+def _unrolled(steps: list[Transfer]) -> Iterator[Transfer]:
     seen: set[int] = set()
     for ring, end in rings_in([(t.first, t.done) for t in steps]):
         members = [steps[i] for i in ring if i not in seen]
+        if not members:
+            continue
         rings = rings_of(steps[ring[-1]].groups)
         alike = {steps[i].bytes for i in ring} == {members[-1].bytes}
         if rings is None or not alike or abs(len(ring) - rings.shape[1]) > 1:

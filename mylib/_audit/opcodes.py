@@ -33,8 +33,8 @@ _LOCAL = frozenset(
     round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select select-and-scatter
     set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine sinh slice
     sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
-    infeed outfeed async copy-start copy-done slice-start slice-done async-start async-update
-    async-done
+    infeed outfeed async copy-start copy-done slice-start slice-done dynamic-slice-start
+    dynamic-update-slice-start async-start async-update async-done
     """.split()
 )
 

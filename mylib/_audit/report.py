@@ -191,13 +191,7 @@ class Report:
         if not all(c.axes for c in self.collectives):
             raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
         sent = [
-            Message(
-                c.kind,
-                c.axes or (),
-                c.wire_bytes,
-                1 if c.times is None else c.times,
-                c.overlapped,
-            )
+            Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
         ]
         return estimate(self.work, sent, self.axes, machine)
@@ -220,10 +214,13 @@ class Report:
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, for JSON."""
+        """The report as dicts, lists, strings and numbers, for JSON, without the schedule of
+        `work`.
+        """
         parts = [f.name for f in fields(self) if f.compare]
-        plain = {name: _plain(getattr(self, name)) for name in parts}
-        return json.loads(json.dumps(plain))
+        told = {name: _plain(getattr(self, name)) for name in parts}
+        del told["work"]["schedule"]
+        return json.loads(json.dumps(told))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

@@ -211,6 +211,54 @@ def test_a_computation_that_is_started(opcode, role):
     assert only.overlapped
 
 
+def test_slices_of_host_memory_are_fetched_beside_other_work():
+    """What a TPU offloads. The device writes what it fetches, and reads nothing of its own."""
+    host, device = "f32[4,8]{1,0:T(8,128)S(5)}", "f32[1,8]{1,0:T(8,128)}"
+    text = program(
+        PARAMETER,
+        f"%h = {host} parameter(1)",
+        "%i = s32[] constant(0)",
+        f"%s = (({host}, s32[], s32[]), {device}, u32[]) dynamic-slice-start(%h, %i, %i), "
+        "dynamic_slice_sizes={1,8}",
+        f"%d = {device} dynamic-slice-done(%s)",
+        f"%u = (({host}, {device}, s32[], s32[]), {host}, u32[]) "
+        "dynamic-update-slice-start(%h, %d, %i, %i)",
+        f"ROOT %e = {host} dynamic-update-slice-done(%u)",
+    )
+    report = mylib.audit(text, mesh=MESH)
+    # A tile of 8 x 128 numbers, written and then read; and four indices.
+    assert not report.collectives and report.work.traffic == 2 * 8 * 128 * 4 + 4 * 4
+
+
+FUSED = """%part (p: f32[4096], i: s32[], q: f32[8]) -> (f32[8], f32[4096], f32[64]) {
+  %p = f32[4096]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %q = f32[8]{0} parameter(2)
+  %zero = f32[] constant(0)
+  %more = f32[4104]{0} pad(%p, %zero), padding=0_8
+  %some = f32[8]{0} dynamic-slice(%more, %i), dynamic_slice_sizes={8}
+  %g = f32[64]{0} all-gather(%q), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %t = (f32[8]{0}, f32[4096]{0}, f32[64]{0}) tuple(%some, %p, %g)
+}
+"""
+
+
+def test_a_fusion_that_goes_on_with_a_collective():
+    """As on TPUs: it passes the collective's buffers on, and reads a slice of a padded array."""
+    text = program(
+        PARAMETER,
+        "%y = f32[4096]{0} parameter(1)",
+        "%i = s32[] constant(3)",
+        "%f = (f32[8]{0}, f32[4096]{0}, f32[64]{0}) fusion(%y, %i, %x), kind=kLoop, calls=%part",
+        "ROOT %e = f32[64]{0} get-tuple-element(%f), index=2",
+        computations=FUSED,
+    )
+    report = mylib.audit(text, mesh=MESH)
+    assert report.count("all-gather") == 1
+    # The slice is read and written; the index is read.
+    assert report.work.traffic == 2 * 8 * 4 + 4
+
+
 def test_a_sparse_core_is_started_before_it_has_operands():
     text = program(
         PARAMETER,

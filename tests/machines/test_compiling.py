@@ -169,6 +169,27 @@ def test_callbacks_are_named_on_gpus(machine):
         mylib.filter_jit(talks).lower(x)
 
 
+@pytest.mark.compiles_for("a100-80gb x 8", "h100 x 8")
+def test_attention_of_cudnn(machine):
+    """JAX asks for cuDNN while it traces. Heads of 256 are for Hopper alone."""
+
+    def attend(q):
+        return jax.nn.dot_product_attention(q, q, q, is_causal=True, implementation="cudnn")
+
+    def lowered(head):
+        q = shaped(8, 256, 4, head, dtype=jnp.bfloat16)
+        return jax.jit(attend).lower(mylib.filter_shard(q, P("data"), mesh=machine.mesh(data=-1)))
+
+    report = mylib.audit(lowered(64).compile())
+    assert dict(report.work.flops) == {"bfloat16": 2 * 2 * 4 * 256**2 * 64 // 2}
+    assert report.work.unknown == 0 and not report.collectives
+    if machine.chip.name == "h100":
+        lowered(256)
+        return
+    with pytest.raises(NotImplementedError, match="head dim must be <= 128"):
+        lowered(256)
+
+
 @pytest.mark.compiles_for("h100 x 8")
 def test_a_kernel_that_cannot_be_made(machine):
     shapes = shaped(17, 64, 12, 33), shaped(5, 12, 33, 70)
