@@ -294,10 +294,10 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
         if reason:
             yield Fault(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     # Megatron's sequence parallelism gathers what it has scattered.
-    summed = [m for m in judged.moved if m.c.kind in ("all-reduce", "reduce-scatter")]
-    gathers = ("all-gather",) if any(m.c.kind == "reduce-scatter" for m in summed) else ()
-    some = [m for m in judged.moved if m not in summed and m.c.kind not in gathers]
-    yield from judged.bounded([m for m in some if m.role in ("activation", "result")], limit)
+    some = [m for m in judged.moved if m.role in ("activation", "result")]
+    sums = {"all-reduce", "reduce-scatter"}
+    gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in some) else set[str]()
+    yield from judged.bounded([m for m in some if m.c.kind not in sums | gathers], limit)
     found = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
     if forward is not None and found != forward:
         yield Fault(
