@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -28,6 +29,7 @@ from jax.sharding import (
 import mylib
 import mylib.testing
 from mylib._compat import (
+    INLINING_LOSES_LINES,
     UNCOMMITTED,
     Pass,
     UnknownParameter,
@@ -959,3 +961,17 @@ def test_the_peak_of_the_cpus_compiler_lacks_the_temporaries():
     others = memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert memory.temp_size_in_bytes >= x.size * 4
     assert 0 <= memory.peak_memory_in_bytes - others < x.size
+
+
+def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
+    """If this fails, set `INLINING_LOSES_LINES` to what is true; where nothing supported loses
+    lines, remove it, and the call of `evaluate` in `Program`.
+    """
+
+    def sine(x):
+        return jnp.sin(x)
+
+    line = inspect.getsourcelines(sine)[1] + 1
+    inlined = jax.jit(sine, inline=True)
+    text = jax.jit(lambda x: inlined(x)).lower(1.0).as_text(debug_info=True)
+    assert (f'test_compat.py":{line}:' not in text) == INLINING_LOSES_LINES

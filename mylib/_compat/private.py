@@ -242,6 +242,10 @@ def data_of_shards(x: jax.Array) -> Sequence[jax.Array]:
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
 
 
+# Until JAX 0.11 the operations of an inlined jit get the line that calls it.
+INLINING_LOSES_LINES = jax.__version_info__ < (0, 12)
+
+
 def weakly_typed(x: jax.Array) -> jax.Array:
     """The same shards as an array of a weak type. JAX makes arrays from shards of strong types
     only.
