@@ -4,6 +4,7 @@ from .agreement import (
     agree as agree,
     checksum as checksum,
     described as described,
+    one_call as one_call,
     owners as owners,
     raised_in_all as raised_in_all,
     shared_indices as shared_indices,

@@ -7,8 +7,11 @@ named after a timeout; the others don't wait forever.
 import hashlib
 import json
 import os
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -26,20 +29,39 @@ _DEFAULT_TIMEOUT = 300.0
 # In seconds. At this interval a waiting process checks whether the deciding one has died.
 _STEP = 10.0
 
-# The conclusions of meetings that not all processes attended. ABSENT: one came for this call. VOID:
-# each came only to report an error.
+# The conclusions of meetings that not all processes attended. ABSENT: some did not come in time.
+# BROKEN: one was interrupted. VOID: each came only to report an error of a call in which others may
+# have had nothing to compare.
 _ABSENT = "absent"
+_BROKEN = "broken"
 _VOID = "void"
 
 _series: dict[tuple[str, Processes], Series] = {}
+# Ctrl-C can't end a wait for JAX's service, so threads wait, which are kept for later meetings.
+_waiting = ThreadPoolExecutor(64, thread_name_prefix="mylib-meetings")
 
 
 class AbsentError(TimeoutError):
-    """Some processes did not come to a meeting."""
+    """Some processes did not come to a meeting, or were interrupted in it."""
 
     def __init__(self, message: str, missing: Processes):
         super().__init__(message)
         self.missing = missing
+
+
+class _Visit:
+    """A process's part in one meeting. The lock keeps apart the thread that waits, and the caller
+    that is interrupted.
+    """
+
+    def __init__(self, series: Series, purpose: str, alone: bool):
+        self.series, self.purpose, self.alone = series, purpose, alone
+        self.thread = threading.get_ident()
+        self.lock = threading.Lock()
+        # The meeting that it is about; None for the next one, whichever that is.
+        self.turn: int | None = None
+        # Whether the thread is at the meeting, and whether this call has been counted.
+        self.is_there = self.is_over = False
 
 
 def exchange(
@@ -55,46 +77,149 @@ def exchange(
     Processes meet others with the same purpose. If this one may have come `alone`, it doesn't make
     later calls of the others fail.
 
+    Whatever is raised, each call counts: the next one of all processes meets the next one here.
+
     `judge` may be called in any process. It must not raise, because the others wait for it.
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
-    me, key = jax.process_index(), (purpose, processes)
-    series = _series.get(key)
+    visit = _Visit(_series_of(purpose, processes), purpose, alone)
+    timeout = patience() if timeout is None else timeout
+    try:
+        return _waiting.submit(_attend, visit, mine, judge, timeout).result()
+    except BaseException as error:
+        _waiting.submit(_break_off, visit, _BROKEN, error).result()
+        raise
+
+
+@contextmanager
+def on_the_way(purpose: str, processes: Processes, *, alone: bool = False) -> Iterator[None]:
+    """What is raised before a meeting ends it for the others. If this process may have come
+    `alone`, it counts its call, and only Ctrl-C and the like end the meeting, for this call only.
+    """
+    series = _series_of(purpose, processes)
+    visit = _Visit(series, purpose, alone)
+    if series.thread == visit.thread:
+        with series.lock:  # A meeting that was interrupted may take a moment to end.
+            pass
+    visit.turn = series.turn
+    series.calls += alone
+    try:
+        yield
+    except BaseException as error:
+        if not (alone and isinstance(error, Exception)):
+            _waiting.submit(_break_off, visit, _VOID if alone else _BROKEN, error).result()
+        raise
+
+
+def _series_of(purpose: str, processes: Processes) -> Series:
+    series = _series.get((purpose, processes))
     if series is None:
         place = f"mylib/{purpose}/{digest(processes)}"
+        series = Series(place, processes, jax.process_index())
         # Another thread may have been quicker.
-        series = _series.setdefault(key, Series(place, processes, me))
-    timeout = patience() if timeout is None else timeout
-    deadline = time.monotonic() + timeout
-    with series.lock:
-        if series.turn == 0 and not series.begin():
-            raise RuntimeError(_taken_over(purpose))
+        series = _series.setdefault((purpose, processes), series)
+    return series
+
+
+def _attend(visit: _Visit, mine: str, judge: Judge, timeout: float) -> str:
+    series, deadline = visit.series, time.monotonic() + timeout
+    # A meeting that was interrupted may take a moment to end.
+    if not series.lock.acquire(blocking=series.thread == visit.thread):
+        visit.is_over = True
+        raise RuntimeError(
+            f"two threads meet other processes at the same time ({visit.purpose}), so their order "
+            "may differ between processes. Let one thread do so, and pass check=False in the others"
+        )
+    try:
+        series.thread = visit.thread
+        if not series.begin():
+            raise RuntimeError(_taken_over(visit.purpose))
         while True:
-            conclusion = _concluded(series, f"{int(alone)}{mine}", judge, deadline, timeout)
-            series.go_on(judged=conclusion.kind == JUDGED)
+            with visit.lock:
+                if visit.is_over:
+                    return ""  # The caller has been interrupted.
+                visit.is_there = True
+            conclusion = _conclusion(visit, mine, judge, deadline, timeout)
             if conclusion.kind == JUDGED:
                 return conclusion.text
-            missing, waited = json.loads(conclusion.text)
-            if me not in missing:
-                raise AbsentError(_nobody_came(purpose, missing, waited), tuple(missing))
-            # The others have given up before this process came, so their calls have failed. This
-            # one fails, too, unless one of them has tried again since, or none of them had come for
-            # this call.
-            goes_on = conclusion.kind == _VOID or series.messages()
-            if not goes_on or time.monotonic() >= deadline:
-                raise AbsentError(_too_late(purpose, processes), tuple(missing))
+            if not _is_of_earlier_call(series, conclusion):
+                raise _failure(visit, conclusion)
+    finally:
+        series.lock.release()
+
+
+def _conclusion(
+    visit: _Visit, mine: str, judge: Judge, deadline: float, timeout: float
+) -> Conclusion:
+    """That of the current meeting. The series goes on, whatever is raised."""
+    conclusion = Conclusion(_BROKEN, "")
+    try:
+        conclusion = _concluded(visit, mine, judge, deadline, timeout)
+    except BaseException as error:
+        _conclude(visit.series, _BROKEN, error)
+        raise
+    finally:
+        with visit.lock:
+            visit.series.go_on(judged=conclusion.kind == JUDGED)
+            goes_on = _is_of_earlier_call(visit.series, conclusion)
+            visit.is_there, visit.is_over = False, visit.is_over or not goes_on
+    return conclusion
+
+
+def _is_of_earlier_call(series: Series, conclusion: Conclusion) -> bool:
+    """Whether a meeting was about a call that is over, in which this process had nothing to
+    compare.
+    """
+    return conclusion.kind == _VOID and series.calls > json.loads(conclusion.text)[-1]
+
+
+def _failure(visit: _Visit, conclusion: Conclusion) -> AbsentError:
+    who, about, _ = json.loads(conclusion.text)
+    if isinstance(about, str):
+        text = _interrupted(visit.purpose, who, about)
+    elif jax.process_index() not in who:
+        text = _nobody_came(visit.purpose, who, about)
+    else:  # The others gave up before this process came: their calls failed, so this one does, too.
+        text = _too_late(visit.purpose, visit.series.processes)
+    return AbsentError(text, tuple(who))
+
+
+def _break_off(visit: _Visit, kind: str, error: BaseException) -> None:
+    """Ends the meeting of a caller that does not wait any more."""
+    series = visit.series
+    with visit.lock:
+        if visit.is_over:
+            return
+        visit.is_over = True
+        if visit.is_there:
+            _conclude(series, kind, error)
+            return
+    if series.lock.acquire(blocking=series.thread == visit.thread):
+        try:
+            if visit.turn in (None, series.turn):
+                _conclude(series, kind, error)
+                series.go_on(judged=False)
+        finally:
+            series.lock.release()
+
+
+def _conclude(series: Series, kind: str, error: BaseException) -> None:
+    about = [jax.process_index()], type(error).__name__, series.calls
+    with suppress(jax.errors.JaxRuntimeError):  # The service may be gone.
+        series.conclude(kind, json.dumps(about))
 
 
 def _concluded(
-    series: Series, mine: str, judge: Judge, deadline: float, timeout: float
+    visit: _Visit, mine: str, judge: Judge, deadline: float, timeout: float
 ) -> Conclusion:
     """Sends a message, and waits for the others until the deadline."""
+    series = visit.series
 
     def judge_all(messages: dict[int, str]) -> str:
         return judge({index: text[1:] for index, text in messages.items()})
 
-    series.say(mine, judge_all)
+    series.say(f"{int(visit.alone)}{mine}", judge_all)
     while True:
         left = deadline - time.monotonic()
         conclusion = series.hear(judge_all, max(0.1, min(_STEP, left)))
@@ -106,7 +231,7 @@ def _concluded(
             came_for_it = any(not int(text[0]) for text in messages.values())
             if missing:
                 kind = _ABSENT if came_for_it else _VOID
-                series.conclude(kind, json.dumps([missing, timeout]))
+                series.conclude(kind, json.dumps([missing, timeout, series.calls]))
             else:  # one has died after its message, before it was counted
                 series.conclude(JUDGED, judge_all(messages))
 
@@ -139,6 +264,13 @@ def _nobody_came(purpose: str, missing: Sequence[int], timeout: float) -> str:
     return f"{named(missing)} did not come within {timeout:g} s to compare ({purpose}). {_ADVICE}"
 
 
+def _interrupted(purpose: str, who: Sequence[int], why: str) -> str:
+    return (
+        f"{named(who)} was interrupted ({why}) when the processes compared ({purpose}), so this "
+        "call has failed in all of them. They can go on with the next one"
+    )
+
+
 def _too_late(purpose: str, processes: Processes) -> str:
     others = [index for index in processes if index != jax.process_index()]
     return (
@@ -150,7 +282,7 @@ def _too_late(purpose: str, processes: Processes) -> str:
 _ADVICE = (
     "Every process with devices of the mesh must make the same calls in the same order. If one "
     "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place with "
-    "check=False"
+    "check=False. This call has failed in all of them: all must try it again, or none"
 )
 
 

@@ -26,7 +26,7 @@ from .._placement import (
     sharding_of,
     unusual_memory_kind,
 )
-from .._processes import agree, check_replicas, named, owners, raised_in_all
+from .._processes import agree, check_replicas, named, one_call, owners, raised_in_all
 from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import Move, move
 from .host import to_default_device
@@ -92,13 +92,16 @@ def filter_shard(
         ```
     """
     world = current_world()
-    leaves = split(tree)
     refuse = _refuse_memory_kinds if world.staged else None
-    with raised_in_all(mesh_of_all(mesh, world), check):
-        targets = resolve_leaves(leaves, placement, mesh, world, refuse)
-    if world.staged:
-        _refuse_check(check)
-    return _checked(leaves.join(place_leaves(leaves, targets, world, check=check)), check)
+    of_all = mesh_of_all(mesh, world)
+    with one_call(of_all, check):
+        leaves = split(tree)
+        with raised_in_all(of_all, check):
+            targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+        if world.staged:
+            _refuse_check(check)
+        placed = place_leaves(leaves, targets, world, check=check)
+    return _checked(leaves.join(placed), check)
 
 
 def place_leaves(
@@ -190,12 +193,15 @@ def filter_device_put(
     if placement is ...:
         return leaves.join(to_default_device(leaves.arrays, alias))
     refuse = _refuse_unpinned if world.staged else None
-    with raised_in_all(mesh_of_all(mesh, world), check):
-        targets = resolve_leaves(leaves, placement, mesh, world, refuse)
-    if world.staged:
-        _refuse_check(check)
-        return leaves.join(transfer_leaves(leaves, targets, world))
-    return _checked(leaves.join(_move_all(leaves, targets, sources, gone, alias, check)), check)
+    of_all = mesh_of_all(mesh, world)
+    with one_call(of_all, check):
+        with raised_in_all(of_all, check):
+            targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+        if world.staged:
+            _refuse_check(check)
+            return leaves.join(transfer_leaves(leaves, targets, world))
+        placed = _move_all(leaves, targets, sources, gone, alias, check)
+    return _checked(leaves.join(placed), check)
 
 
 def mesh_of_all(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
