@@ -14,8 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._processes import AbsentError, gather, named, patience, processes_of
-from .connections import TransferError
+from .._processes import AbsentError, TransferError, gather, named, patience, processes_of
 from .leaf import Leaf, assembled, shards_of
 from .plan import Bounds, regions_of
 

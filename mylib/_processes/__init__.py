@@ -18,7 +18,7 @@ from .differences import (
     faults_in_full as faults_in_full,
     in_brief as in_brief,
 )
-from .groups import in_short as in_short
+from .groups import in_short as in_short, named as named
 from .meeting import (
     AbsentError as AbsentError,
     Meet as Meet,
@@ -27,10 +27,10 @@ from .meeting import (
     exchange as exchange,
     gather as gather,
     meeting as meeting,
-    named as named,
     patience as patience,
     processes_of as processes_of,
 )
+from .order import TransferError as TransferError
 from .replicas import check_replicas as check_replicas
 from .series import (
     JUDGED as JUDGED,
@@ -40,3 +40,4 @@ from .series import (
     Series as Series,
     connected as connected,
 )
+from .watch import Watch as Watch, watch as watch

@@ -43,3 +43,7 @@ def in_short(numbers: Sequence[int]) -> str:
     text = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges[:_LONG])
     left = sum(b - a + 1 for a, b in ranges[_LONG:])
     return f"{text} and {left} more" if left else text
+
+
+def named(indices: Sequence[int]) -> str:
+    return f"process{'es' * (len(indices) > 1)} {in_short(indices)}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from .groups import in_short
+from .groups import named
 from .series import JUDGED, Conclusion, Judge, Processes, Series
 
 # Sends a message to the other processes, and returns the decision of one of them about all
@@ -300,7 +300,3 @@ def patience() -> float:
 
 def digest(x: Any) -> str:
     return hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest()
-
-
-def named(indices: Sequence[int]) -> str:
-    return f"process{'es' * (len(indices) > 1)} {in_short(indices)}"

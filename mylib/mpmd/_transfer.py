@@ -1,6 +1,7 @@
 """Arrays that are on other processes: sending them, fetching them, and knowing them."""
 
 import functools
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._links import explained_errors, is_handle, open_links, transport as transport_for
 from .._placement import AnyMesh, Placement
-from .._processes import owners
+from .._processes import everybody, owners
 from .._transfer import transfer as move_between
 from .._tree import Kind, is_of_keys, split
 
@@ -96,7 +97,7 @@ def fetch(tree: T, /) -> T:
     everywhere = move_between([arrays[i] for i in sent], _one_device_each()) if sent else []
     for i, x in zip(sent, everywhere, strict=True):
         arrays[i] = x
-    with explained_errors():
+    with explained_errors(everybody()) if sent else nullcontext():
         return leaves.join(
             _value(x) if kind is Kind.DEVICE else x
             for x, kind in zip(arrays, leaves.kinds, strict=True)
