@@ -42,12 +42,12 @@ class Links:
 
     def offer(self, call: Call, pieces: Sequence[jax.Array], ready: tuple[jax.Array, ...]) -> None:
         """Gives pieces to a process, when it asks for them. They are ready when `ready` is."""
-        self._server.await_pull(_number(call, self._me), list(pieces))
+        self._server.await_pull(_number(call, self._me, call.peer), list(pieces))
         self._transfers.gives(call, ready)
 
     def ask(self, call: Call, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Pieces of another process. Returns at once: they come when it sends them."""
-        arrays = self._connection(call.peer).pull(_number(call, call.peer), list(pieces))
+        arrays = self._connection(call.peer).pull(_number(call, call.peer, self._me), list(pieces))
         self._transfers.takes(call, tuple(arrays))
         return arrays
 
@@ -156,7 +156,7 @@ def transport(platform: str) -> str:
     return "program" if links_for(platform) is None else "links"
 
 
-def _number(call: Call, giver: int) -> int:
+def _number(call: Call, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
-    said = f"{call.platform} {giver} {call.number} {call.digest}".encode()
+    said = f"{call.platform} {giver} {taker} {call.number} {call.digest}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1

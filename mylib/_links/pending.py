@@ -39,8 +39,15 @@ class Pending:
     order: int = field(default_factory=lambda: next(_order))
     since: float = field(default_factory=time.monotonic)
 
+    # When the other process was known to have it ready.
+    sent: float | None = None
+
     def age(self) -> float:
         return time.monotonic() - self.since
+
+    def is_late(self, count: int) -> bool:
+        """Whether the other process, which has made so many calls, should have made this one."""
+        return self.call.number > count and self.age() > patience()
 
 
 @dataclass
@@ -168,17 +175,23 @@ class Transfers:
                 self._refuse_circle()
 
     def _refuse_late(self, pair: _Pair, peer: int) -> None:
-        limit, me = patience(), self._watch.me
-        sides = (pair.takes, "waits for", "sent it"), (pair.gives, "sends", "asked for it")
-        for side, does, lacks in sides:
-            with self._lock:
-                late = [x for n, x in side.items() if n > pair.count and x.age() > limit]
-            if late:
+        limit, now = patience(), time.monotonic()
+        with self._lock:
+            for one in (one for n, one in pair.takes.items() if n <= pair.ready):
+                one.sent = one.sent or now
+            gives, takes = list(pair.gives.values()), list(pair.takes.values())
+        lost = [x for x in takes if x.sent is not None and now - x.sent > limit]
+        for late, does, lacks in (
+            ([x for x in takes if x.is_late(pair.count)], "waits for", "has not sent it within"),
+            ([x for x in gives if x.is_late(pair.count)], "sends", "has not asked for it within"),
+            (lost, "waits for", "sent it, but it has not arrived within"),
+        ):
+            for one in late[:1]:
                 self._watch.fail(
                     pair.processes,
-                    f"process {me} {does} {late[0].call.text}, but process {peer} has not {lacks} "
-                    f"within {limit:g} s. All processes must make the same transfers. If one is "
-                    "slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds",
+                    f"process {self._watch.me} {does} {one.call.text}, but process {peer} {lacks} "
+                    f"{limit:g} s. All processes must make the same transfers. If one is slow, set "
+                    "MYLIB_EXCHANGE_TIMEOUT to more seconds",
                 )
 
     def _refuse_circle(self) -> None:
