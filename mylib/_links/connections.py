@@ -10,7 +10,8 @@ import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from typing import Any
 
 import jax
@@ -72,7 +73,7 @@ class Links:
                 "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
             ) from error
         address, host = found.split(" ", 1)
-        if address.startswith(_LOOPBACK) and host != socket.gethostname():
+        if address.startswith((_LOOPBACK, "[::1]")) and host != socket.gethostname():
             raise TransferError(
                 f"process {peer} is on another host ({host}), and accepts connections of its own "
                 "host only. Call mylib.mpmd.initialize(address=...) at the start of each process, "
@@ -91,7 +92,27 @@ def open_links(address: str) -> None:
     """Sets the address at which other processes reach this one, before its first transfer."""
     if _links:
         raise RuntimeError("the address must be set before the first transfer between processes")
-    _host[:] = [address]
+    _host[:] = [_own_address(address)]
+
+
+def _own_address(name: str) -> str:
+    """An address of this host: that, or what a name stands for. Given a name, JAX's server would
+    accept connections at all addresses.
+    """
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, *_, place in found:
+        with socket.socket(family, socket.SOCK_STREAM) as one, suppress(OSError):
+            one.bind(place)
+            if not ip_address(place[0].partition("%")[0]).is_unspecified:
+                return f"[{place[0]}]" if family == socket.AF_INET6 else place[0]
+    raise ValueError(
+        f"{name!r} is not an address of this host: give one at which the others reach it, such as "
+        "'10.0.0.7', and '127.0.0.1' if all of them are on this host. '0.0.0.0' would accept "
+        "connections at all of its addresses"
+    )
 
 
 def links_for(platform: str) -> Links | None:

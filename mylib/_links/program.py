@@ -133,8 +133,10 @@ def _move(
 ) -> list[jax.Array]:
     moved: list[jax.Array] = []
     for part, given in zip(parts, stacked, strict=True):
-        bits = [_move_bits(part, rows, x) for x in _bits_of(given)]
-        moved.append(_of_bits(bits, given.dtype))
+        # Or the compiler moves the floats after all.
+        given_bits = lax.optimization_barrier(_bits_of(given))
+        bits = [_move_bits(part, rows, x) for x in given_bits]
+        moved.append(_of_bits(lax.optimization_barrier(bits), given.dtype))
     return moved
 
 

@@ -1,6 +1,7 @@
 """Arrays between processes that share no devices."""
 
 import functools
+import socket
 import time
 
 import equinox as eqx
@@ -13,7 +14,7 @@ from transfers import Transfers, X, assert_is, check_grad, mesh_of, two_meshes
 
 import mylib
 from mylib import mpmd
-from mylib._compat import names
+from mylib._compat import coordination_client, names
 from mylib._links import origin_of
 from mylib._processes import watch
 from mylib.testing import all_equal, assert_placed, assert_same_everywhere
@@ -77,6 +78,16 @@ class TestArrays:
         x = mylib.filter_device_put(jnp.ones(4, jnp.bfloat16), P(), mesh=second)
         assert not x.weak_type and double(there, x).dtype == jnp.bfloat16
         np.testing.assert_array_equal(mpmd.fetch(double(there, x)), 2)
+
+    @pytest.mark.parametrize("spec", [P(), P("data"), P(None)], ids=str)
+    def test_keys_on_one_device_of_another_process(self, spec):
+        keys = jax.random.split(jax.random.key(7), 4)
+        for one in (mesh_of(1), mesh_of(5)):
+            x = mylib.filter_device_put(keys, spec, mesh=one)
+            assert x.sharding == NamedSharding(one, spec)
+            there = mpmd.transfer(x, P(), mesh=mesh_of(2))
+            value = jax.random.key_data(mpmd.fetch(there))
+            np.testing.assert_array_equal(value, jax.random.key_data(keys))
 
     def test_modules_and_rules(self):
         first, second = two_meshes()
@@ -338,6 +349,40 @@ def test_origins_stay_short():
 
 def test_how_they_travel():
     assert mpmd.transport() == "links"
+
+
+def _has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as one:
+        try:
+            one.bind(("::1", 0))
+        except OSError:
+            return False
+        return True
+
+
+NEEDS_IPV6 = pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6")
+THOROUGH_ADDRESSES = [
+    pytest.param("127.0.0.1", marks=pytest.mark.thorough),
+    pytest.param("::1", marks=[pytest.mark.thorough, NEEDS_IPV6]),
+]
+
+
+@pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)
+@pytest.mark.parametrize(
+    "address", ["localhost", pytest.param("[::1]", marks=NEEDS_IPV6), *THOROUGH_ADDRESSES]
+)
+def test_addresses_are_of_this_host(address, monkeypatch):
+    """The address that others find is never that of all networks, whatever stands for it."""
+    for wrong in ("0.0.0.0", "::", "", "192.0.2.7", "no-such-host.invalid"):
+        with pytest.raises(ValueError, match="is not an address of this host"):
+            mpmd.initialize(address=wrong)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: None)
+    mpmd.initialize(address=address)
+    x = mylib.filter_device_put(X, P("data"), mesh=mesh_of(0, 1))
+    np.testing.assert_array_equal(mpmd.fetch(x), X)
+    found = coordination_client().key_value_dir_get("mylib/links/addresses/")
+    expected = "[::1]:" if ":" in address else "127.0.0.1:"
+    assert len(found) == 2 and all(told.startswith(expected) for _, told in found)
 
 
 def test_nothing_is_kept():

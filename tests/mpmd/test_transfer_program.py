@@ -59,14 +59,20 @@ def test_from_process_to_process():
 def test_bits(dtype):
     """The compiler adds zeros to what it moves, but not to floats."""
     first, second = two_meshes()
-    numbers = [-0.0, np.nan, np.inf, 1e-45]
-    if dtype == "complex64":
+    is_complex = dtype == "complex64"
+    smallest = float(jnp.finfo("float32" if is_complex else dtype).smallest_subnormal)
+    numbers = [-0.0, np.nan, np.inf, smallest]
+    if is_complex:
         numbers = [complex(x, -0.0) for x in numbers]
     value = np.array(numbers, jnp.dtype(dtype))
     x = mylib.filter_device_put(value, P("data"), mesh=first)
+    one = mylib.filter_device_put(value[3:], P(), mesh=mesh_of(0, 4))
     for spec in (P("model"), P()):
         y = mpmd.fetch(mpmd.transfer(x, spec, mesh=second))
         np.testing.assert_array_equal(y.view(np.uint8), value.view(np.uint8))
+    y = mpmd.transfer(one, P(), mesh=mesh_of(1, 5)).addressable_data(0)
+    y = np.asarray(y)
+    np.testing.assert_array_equal(y.view(np.uint8), value[3:].view(np.uint8))
 
 
 def test_weak_types():
