@@ -106,8 +106,9 @@ def _own_address(name: str) -> str:
     for family, *_, place in found:
         with socket.socket(family, socket.SOCK_STREAM) as one, suppress(OSError):
             one.bind(place)
-            if not ip_address(place[0].partition("%")[0]).is_unspecified:
-                return f"[{place[0]}]" if family == socket.AF_INET6 else place[0]
+            host = str(place[0])
+            if not ip_address(host.partition("%")[0]).is_unspecified:
+                return f"[{host}]" if family == socket.AF_INET6 else host
     raise ValueError(
         f"{name!r} is not an address of this host: give one at which the others reach it, such as "
         "'10.0.0.7', and '127.0.0.1' if all of them are on this host. '0.0.0.0' would accept "

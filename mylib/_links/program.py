@@ -54,7 +54,7 @@ def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
 def _agree(processes: tuple[int, ...], leaves: Sequence[Leaf]) -> None:
     mine = [leaf.text for leaf in leaves]
     try:
-        everyone = gather("transfer", mine, processes)
+        everyone = gather("transfer", mine, processes, in_order=True)
     except AbsentError as error:
         raise TransferError(_alone(error.missing, mine[0])) from error
     for process, theirs in zip(processes, everyone, strict=True):

@@ -14,8 +14,8 @@ from .._errors import Fault, PlacementError, because, in_words
 from .._placement import Target, fill_free, sharding_of
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
 from .differences import Facts, compare, everybodys_faults, faults_in_full
-from .groups import in_short
-from .meeting import digest, meeting, on_the_way, processes_of
+from .groups import digest, in_short
+from .meeting import meeting, on_the_way, processes_of
 from .series import Processes
 
 # For nodes with data besides their children and fields.

@@ -4,7 +4,7 @@ Each process sends a message, one decides, all read the decision. A process that
 named after a timeout; the others don't wait forever.
 """
 
-import hashlib
+import functools
 import json
 import os
 import threading
@@ -16,8 +16,11 @@ from typing import Any
 
 import jax
 
-from .groups import named
+from .._errors import line_of_caller
+from .groups import digest, named
+from .order import IN_ORDER
 from .series import JUDGED, Conclusion, Judge, Processes, Series
+from .watch import check_order, counted, read_in_order
 
 # Sends a message to the other processes, and returns the decision of one of them about all
 # messages.
@@ -35,6 +38,9 @@ _STEP = 10.0
 _ABSENT = "absent"
 _BROKEN = "broken"
 _VOID = "void"
+
+# The meetings of a program's own calls.
+_CALLS = "calls"
 
 _series: dict[tuple[str, Processes], Series] = {}
 # Ctrl-C can't end a wait for JAX's service, so threads wait, which are kept for later meetings.
@@ -56,6 +62,7 @@ class _Visit:
 
     def __init__(self, series: Series, purpose: str, alone: bool):
         self.series, self.purpose, self.alone = series, purpose, alone
+        self.in_order = series.place.startswith(f"mylib/{_CALLS}/")
         self.thread = threading.get_ident()
         self.lock = threading.Lock()
         # The meeting that it is about; None for the next one, whichever that is.
@@ -72,10 +79,13 @@ def exchange(
     *,
     timeout: float | None = None,
     alone: bool = False,
+    in_order: bool = False,
 ) -> str:
-    """Every one of `processes` sends a message; one of them decides, and all get its decision.
-    Processes meet others with the same purpose. If this one may have come `alone`, it doesn't make
-    later calls of the others fail.
+    """Every one of `processes` sends a message; one of them decides, and all get its decision. If
+    this one may have come `alone`, it doesn't make later calls of the others fail.
+
+    Processes meet others with the same purpose. If it is `in_order`, that of another meeting is an
+    error in all of them, as are differences in their transfers.
 
     Whatever is raised, each call counts: the next one of all processes meets the next one here.
 
@@ -83,13 +93,32 @@ def exchange(
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
-    visit = _Visit(_series_of(purpose, processes), purpose, alone)
+    visit = _Visit(_series_of(_CALLS if in_order else purpose, processes), purpose, alone)
     timeout = patience() if timeout is None else timeout
+    if in_order:
+        line = line_of_caller()
+        mine = json.dumps([purpose, line, *counted("programs", processes)]) + f"\n{mine}"
+        judge = functools.partial(_judge_in_order, judge)
     try:
-        return _waiting.submit(_attend, visit, mine, judge, timeout).result()
+        text = _waiting.submit(_attend, visit, mine, judge, timeout).result()
+        return read_in_order(processes, text) if in_order else text
     except BaseException as error:
         _waiting.submit(_break_off, visit, _BROKEN, error).result()
         raise
+
+
+def _judge_in_order(judge: Judge, messages: dict[int, str]) -> str:
+    """The decision, or what differs between the calls of these processes, after another mark."""
+    parts = {index: messages[index].partition("\n") for index in sorted(messages)}
+    calls = {index: json.loads(call) for index, (call, _, _) in parts.items()}
+    (first, (purpose, line, *before)), *others = calls.items()
+    for index, (other, there, *before_it) in others:
+        who = f"processes {first} and {index} make other calls"
+        if other != purpose:
+            return f"!{who}: {purpose} in {line} and {other} in {there}. {IN_ORDER}"
+        if before_it != before:
+            return f"?{who}, before {purpose} in {line}. {IN_ORDER}"
+    return "=" + judge({index: text for index, (_, _, text) in parts.items()})
 
 
 @contextmanager
@@ -97,7 +126,7 @@ def on_the_way(purpose: str, processes: Processes, *, alone: bool = False) -> It
     """What is raised before a meeting ends it for the others. If this process may have come
     `alone`, it counts its call, and only Ctrl-C and the like end the meeting, for this call only.
     """
-    series = _series_of(purpose, processes)
+    series = _series_of(_CALLS, processes)
     visit = _Visit(series, purpose, alone)
     if series.thread == visit.thread:
         with series.lock:  # A meeting that was interrupted may take a moment to end.
@@ -221,6 +250,8 @@ def _concluded(
 
     series.say(f"{int(visit.alone)}{mine}", judge_all)
     while True:
+        if visit.in_order:
+            check_order(series.processes)
         left = deadline - time.monotonic()
         conclusion = series.hear(judge_all, max(0.1, min(_STEP, left)))
         if conclusion is not None:
@@ -237,19 +268,25 @@ def _concluded(
 
 
 def gather(
-    purpose: str, mine: Any, processes: Processes, *, timeout: float | None = None
+    purpose: str,
+    mine: Any,
+    processes: Processes,
+    *,
+    timeout: float | None = None,
+    in_order: bool = False,
 ) -> list[Any]:
     """The messages of all processes, in their order, as JSON; the same for all of them."""
 
     def judge(messages: dict[int, str]) -> str:
         return f"[{', '.join(messages[index] for index in processes)}]"
 
-    return json.loads(exchange(purpose, json.dumps(mine), processes, judge, timeout=timeout))
+    said = json.dumps(mine)
+    return json.loads(exchange(purpose, said, processes, judge, timeout=timeout, in_order=in_order))
 
 
 def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
-    """`exchange` with a fixed purpose and group."""
-    return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone)
+    """`exchange` with a fixed purpose and group, in the order of the program's calls."""
+    return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone, in_order=True)
 
 
 def _taken_over(purpose: str) -> str:
@@ -296,7 +333,3 @@ def processes_of(devices: Iterable[Any]) -> Processes:
 
 def patience() -> float:
     return float(os.environ.get("MYLIB_EXCHANGE_TIMEOUT", _DEFAULT_TIMEOUT))
-
-
-def digest(x: Any) -> str:
-    return hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest()

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from .groups import named
-from .meeting import digest
+from .groups import digest, named
 from .series import Processes
+
+IN_ORDER = "All processes must make the same calls in the same order"
 
 # As many calls are remembered until the other processes are known to have made the same.
 _KEPT = 1000
@@ -74,7 +75,7 @@ class Lane:
         (one, text), (other, instead) = sorted(made.items())
         return (
             f"call {differs} of {named(self.processes)} is {text} in process {one}, but {instead} "
-            f"in process {other}. All processes must make the same calls in the same order"
+            f"in process {other}. {IN_ORDER}"
         )
 
     def _forget(self, last: int) -> None:

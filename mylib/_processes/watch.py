@@ -27,6 +27,9 @@ _EXCHANGE = 1.0
 # The same if nothing is under way here: another process may have failed.
 _IDLE = 5.0
 
+# As long as it takes two processes to tell each other which of their calls differ.
+_EXPLAINS = 5.0
+
 _PLACE = "mylib/accounts"
 
 
@@ -171,3 +174,26 @@ def watch() -> Watch:
         if not _watches or _watches[0].client is not client:
             _watches[:] = [Watch(client)]
         return _watches[0]
+
+
+def counted(stream: str, processes: Processes) -> tuple[int, str]:
+    """`Watch.counted`, which is nothing before the first call."""
+    return _watches[0].counted(stream, processes) if _watches else (0, "")
+
+
+def check_order(processes: Processes) -> None:
+    for one in _watches:
+        one.check(processes)
+
+
+def read_in_order(processes: Processes, text: str) -> str:
+    """The decision of a meeting, or the error that the processes are out of step."""
+    if text.startswith("="):
+        return text[1:]
+    # If transfers differ, the watch knows soon which.
+    until = time.monotonic() + (_EXPLAINS if text.startswith("?") else 0)
+    while time.monotonic() < until:
+        check_order(processes)
+        time.sleep(_LOOK)
+    watch().fail(processes, text[1:])
+    raise TransferError(text[1:])

@@ -104,6 +104,34 @@ def test_two_threads(mesh):
     assert _whole(_place(mesh, 3)) == [3] * 4
 
 
+@pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)
+def test_other_calls(mesh):
+    placed = mylib.filter_shard(np.zeros(4, np.float32), P(), mesh=mesh)
+    with pytest.raises(mylib.mpmd.TransferError) as caught:
+        if jax.process_index() == 0:
+            mylib.check_replicas(placed)
+        else:
+            _place(mesh, 1)
+    text = str(caught.value)
+    all_equal(text)
+    assert "check_replicas in test_order.py" in text and "placement in test_order.py" in text
+    with pytest.raises(mylib.mpmd.TransferError, match="make other calls"):
+        _place(mesh, 1)
+
+
+@pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)
+def test_other_programs_before_a_meeting(mesh):
+    """Each has mixed the shards of two arrays. The next call says so, and which they are."""
+    a, b = _place(mesh, 0), _place(mesh, 1)
+    for x in (a, b) if jax.process_index() == 0 else (b, a):
+        mylib.filter_shard(x, P(), mesh=mesh)
+    with pytest.raises(mylib.mpmd.TransferError) as caught:
+        _place(mesh, 2)
+    text = str(caught.value)
+    all_equal(text)
+    assert "placed on processes 0, 1" in text and "#1[0]" in text and "#2[0]" in text
+
+
 @pytest.mark.slow
 @pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)
 def test_interrupts_at_random_moments(mesh):
