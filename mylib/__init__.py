@@ -1,7 +1,8 @@
 """Puts the arrays of any PyTree where they belong, and keeps them there."""
 
-from . import contracts, data, loops, machines, mpmd, rules, testing
-from ._audit import Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
+from typing import TYPE_CHECKING
+
+from . import loops, rules
 from ._errors import (
     AuditError,
     CapturedArrayWarning,
@@ -22,13 +23,18 @@ from ._functions import (
     fully_shard,
     recompute_resharded,
 )
+from ._meshes import make_mesh
 from ._per_device import filter_shard_map, opaque, vary
 from ._placement import Placement, Target, resolve
 from ._processes import check_replicas
-from ._show import Changes, Explanation, Move, Overview, Row, explain, show
 from ._transfer import filter_device_put, filter_shard
 from ._tree import Leaf
-from .machines import make_mesh
+
+# Most programs use only a part of these, so they are imported when they are asked for.
+if TYPE_CHECKING:
+    from . import contracts, data, machines, mpmd, testing
+    from ._audit import Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
+    from ._show import Changes, Explanation, Move, Overview, Row, explain, show
 
 __version__ = "0.1.0"
 
@@ -84,7 +90,32 @@ __all__ = [
     "vary",
 ]
 
+if not TYPE_CHECKING:  # type checkers would take any name for one of them
+    _ROOMS = {
+        name: room
+        for room, names in {
+            "": "contracts data machines mpmd testing",
+            "_audit": "Alive Collective Estimate Parameter ProgramMemory Report Work audit",
+            "_show": "Changes Explanation Move Overview Row explain show",
+        }.items()
+        for name in names.split()
+    }
+
+    def __getattr__(name: str) -> object:
+        from importlib import import_module
+
+        if name not in _ROOMS:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        room = _ROOMS[name]
+        module = import_module(f".{room or name}", __name__)
+        found = globals()[name] = getattr(module, name) if room else module
+        return found
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
 # Tracebacks and pickles then show the public names.
 for _name in __all__:
-    if isinstance(globals()[_name], type):
+    if isinstance(globals().get(_name), type):
         globals()[_name].__module__ = __name__

@@ -78,6 +78,10 @@ class AuditError(ValueError):
     """
 
 
+class NotHereError(RuntimeError):
+    """Raised instead of running something on a machine that is not here: it can only compile."""
+
+
 def in_words(error: BaseException) -> str:
     """The error in one line, with its notes; only its type if formatting it fails."""
     try:

@@ -35,6 +35,7 @@ ORDER = (
     "_tree",
     "_programs",
     "machines",
+    "_meshes",
     "_compat",
     "_errors",
     "_sizes",

@@ -59,7 +59,7 @@ from mylib._compat import (
     with_actual_memory_kind,
     without_dead_code,
 )
-from mylib._functions.error_checks import check_p
+from mylib._functions.error_checks import calling, check_p
 from mylib._placement import current_world
 from mylib._programs import all_jaxprs, jaxprs_in
 
@@ -68,7 +68,15 @@ AXES = ("data", "model")
 MESH = jax.make_mesh((4, 2), AXES, axis_types=(AUTO, AUTO))
 TYPED = jax.make_mesh((4, 2), AXES, axis_types=(EXPLICIT, EXPLICIT))
 X = jnp.arange(8.0)
-CHECKED = jax.jit(lambda x: eqx.error_if(x, x < 0, "negative")).trace(X).jaxpr
+
+
+def traced(fun):
+    """Its program, as `filter_jit` sees it."""
+    with calling(returns_errors=True):
+        return jax.jit(fun).trace(X).jaxpr
+
+
+CHECKED = traced(lambda x: eqx.error_if(x, x < 0, "negative"))
 
 PACKAGE = Path(mylib.__file__).parent
 
@@ -316,7 +324,7 @@ class TestPrivateNames:
 
     def test_dead_code(self):
         name = "jax._src.interpreters.partial_eval.dce_jaxpr"
-        unused = jax.jit(lambda x: (eqx.error_if(x, x < 0, "below zero"), x + 1)[1]).trace(X).jaxpr
+        unused = traced(lambda x: (eqx.error_if(x, x < 0, "below zero"), x + 1)[1])
         for program, count in [(CHECKED, 1), (unused, 0)]:
             parts = all_jaxprs(without_dead_code(program))
             checks = [e for part in parts for e in opened(part).eqns if e.primitive is check_p]
@@ -349,7 +357,7 @@ class TestPrivateNames:
         assert [float(x) for x in rule_of_custom_jvp(eqn)(2.0, 1.0)] == [4, 3], told
         (eqn,) = opened(jax.make_jaxpr(other)(2.0, 7)).eqns
         forward, backward = rules_of_custom_vjp(eqn)
-        assert [float(x) for x in forward(2.0, 7)] == [14, 2, 7], told
+        assert [float(x) for x in forward([True, False], 2.0, 7)] == [14, 2, 7], told
         cotangents = backward(2.0, 7, jnp.ones(()))
         assert float(cotangents[0]) == 35 and cotangents[1] is None, told
 

@@ -495,6 +495,7 @@ PARAMS = {
     "PARAM_REVERSE": ("scan",),
     "PARAM_SHARDING": ("broadcast_in_dim", "reshape", "sharding_constraint"),
     "PARAM_STARTS": ("slice",),
+    "PARAM_SYMBOLIC_ZEROS": ("custom_jvp_call", "custom_vjp_call"),
     "PARAM_UNROLL": ("scan",),
 }
 
@@ -748,7 +749,8 @@ class TestMoved:
             (
                 "jax._src.traceback_util",
                 "register_exclusion",
-                "jax.jit(lambda x: eqx.error_if(x, x < 0, 'no', on_error='breakpoint'))(1.0)",
+                "f = lambda x: eqx.error_if(x, x < 0, 'no', on_error='breakpoint')\n"
+                "                mylib.filter_jit(f)(jnp.ones(3))",
             ),
             ("equinox._errors", "_error", "mylib.filter_jit(lambda x: x + 1)(jnp.ones(3))"),
             ("jax._src.xla_bridge", "register_backend_factory", "mylib.testing.second_backend()"),

@@ -12,5 +12,7 @@ import griffe
 class PublicNames(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         for name, member in list(pkg.members.items()):
-            if member.is_alias and member.is_module and name in member.members:
+            if not member.is_alias or not member.target_path.startswith(f"{pkg.name}."):
+                continue  # other packages' names can't be resolved
+            if member.is_module and name in member.members:
                 pkg.set_member(name, griffe.Alias(name, f"{member.canonical_path}.{name}"))

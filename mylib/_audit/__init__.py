@@ -14,3 +14,7 @@ from .roofline import Estimate as Estimate
 from .snapshot import check_snapshot as check_snapshot
 from .text import readable as readable
 from .work import Operation as Operation, Work as Work
+
+# Tracebacks and pickles then show the public names.
+for _class in (Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work):
+    _class.__module__ = "mylib"

@@ -279,8 +279,9 @@ PARAM_IN_SPECS = "in_specs"
 PARAM_MANUAL_AXES = "newly_manual_axes"
 PARAM_MESH = "mesh"
 PARAM_OUT_SPECS = "out_specs"
-# What a custom_vjp returns.
+# What the rules of custom derivatives take and return.
 PARAM_OUT_TREES = "out_trees"
+PARAM_SYMBOLIC_ZEROS = "symbolic_zeros"
 # Parameters of a checkpoint inside a program.
 PARAM_DIFFERENTIATED = "differentiated"
 PARAM_POLICY = "policy"

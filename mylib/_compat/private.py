@@ -3,6 +3,7 @@
 import functools
 import importlib
 import logging
+import os
 import re
 import threading
 import warnings
@@ -319,16 +320,17 @@ def rule_of_custom_jvp(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def rules_of_custom_vjp(eqn: Any) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """The rules of a `custom_vjp` in a program: a function of the equation's arguments that returns
-    results and residuals, and one of residuals and cotangents that returns the arguments'
-    cotangents, None if they are zero.
+    """The rules of a `custom_vjp` in a program: a function of which arguments of the equation are
+    differentiated, and of the arguments, that returns results and residuals; and one of residuals
+    and cotangents that returns the arguments' cotangents, None if they are zero.
     """
     _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     constants = _parameter(eqn, names.PARAM_NUM_CONSTS)
     results = len(eqn.outvars)
 
-    def fwd(*args: Any) -> list[Any]:
-        made = forward.call_wrapped(*[y for i, x in enumerate(args) for y in (x, i >= constants)])
+    def fwd(perturbed: Sequence[bool], *args: Any) -> list[Any]:
+        pairs = enumerate(zip(args, perturbed, strict=True))
+        made = forward.call_wrapped(*[y for i, (x, p) in pairs for y in (x, p and i >= constants)])
         _, _, forwarded = _parameter(eqn, names.PARAM_OUT_TREES)()
         residuals, primals = iter(made[: len(made) - results]), made[len(made) - results :]
         return [*primals, *(next(residuals) if i is None else args[i] for i in forwarded)]
@@ -470,14 +472,28 @@ def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError |
     return error_with(message, stack, jit_id)
 
 
-def _keep_quiet(record: logging.LogRecord) -> bool:
+_OURS = b"mylib"
+
+
+def new_id() -> bytes:
+    """A new `jit_id` for a program of ours."""
+    return _OURS + os.urandom(16)
+
+
+@functools.cache
+def quiet_callbacks() -> None:
+    """Stops JAX from logging the errors of Equinox's callbacks in programs of ours. JAX logs the
+    error of every callback, even of those that only raise an error which is then shown properly.
+    """
+    logging.getLogger(names.LOGGER_CALLBACK).addFilter(_is_not_ours)
+
+
+def _is_not_ours(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
-    return type(error).__name__ != names.TEXT_EQUINOX_ERROR
-
-
-# JAX logs the error of every callback, even of those that only raise an error which is then shown
-# properly.
-logging.getLogger(names.LOGGER_CALLBACK).addFilter(_keep_quiet)
+    if type(error).__name__ != names.TEXT_EQUINOX_ERROR:
+        return True
+    _, stack = equinox_jit.last_error_info or ("", ())
+    return not any(isinstance(piece, bytes) and piece.startswith(_OURS) for piece in stack)
 
 
 class _Quiet(threading.local):

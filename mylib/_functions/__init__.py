@@ -1,5 +1,7 @@
 """`filter_jit`, `filter_checkpoint` and `fully_shard`: functions and layers, with placements."""
 
+from typing import TYPE_CHECKING
+
 from .advice import captured_by as captured_by, code_of as code_of
 from .checkpoint import (
     filter_checkpoint as filter_checkpoint,
@@ -7,10 +9,9 @@ from .checkpoint import (
 )
 from .fully_shard import fully_shard as fully_shard
 from .inputs import Inputs as Inputs, Moves as Moves, Targets as Targets
-from .jit import (
-    Jitted as Jitted,
-    Lowered as Lowered,
-    filter_jit as filter_jit,
-)
+from .jit import Jitted as Jitted, filter_jit as filter_jit
 from .key import Key as Key
 from .signature import Function as Function, about as about
+
+if TYPE_CHECKING:
+    from .lowered import Lowered as Lowered

@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._compat import batched
+from .._compat import batched, is_staged
+from .._placement import cast, varying
 from .._programs import evaluate
 from .._tree import Arrays
 from .gather import Targets, keep, on_device
@@ -33,6 +33,11 @@ Run = Callable[[Arrays, Arrays], Arrays]
 
 def call_ahead(run: Run, weights: Arrays, given: Arrays, kept: Targets, turns: Turns) -> Arrays:
     """`run(weights, given)`, which gathers the weights."""
+    token, is_ahead = turns.take()
+    # Inside `shard_map` JAX 0.10 lets all operands of a barrier vary over the same axes.
+    arrays = [*weights, *given, token]
+    *arrays, token = map(cast, arrays, map(varying, jax.eval_shape(_barrier, arrays)))
+    weights, given = arrays[: len(weights)], arrays[len(weights) :]
     traced = jax.make_jaxpr(run)(weights, given)
     # The others include what the layer's method closes over, which may have a gradient.
     others, start = [*traced.consts, *given], len(traced.consts)
@@ -40,7 +45,6 @@ def call_ahead(run: Run, weights: Arrays, given: Arrays, kept: Targets, turns: T
     def computed(weights: Arrays, others: Arrays) -> Arrays:
         return evaluate(traced, others[:start], [*weights, *others[start:]])
 
-    token, is_ahead = turns.take()
     # Both without constants: rules must not refer to values of a trace.
     program = jax.make_jaxpr(computed)(weights, others)
     after = jax.make_jaxpr(lambda weights, token: _after(weights, token, kept))(weights, token)
@@ -86,7 +90,11 @@ class _Layer:
         return given[:count], given[count:]
 
     def wait(self, weights: Arrays, token: Any) -> tuple[Arrays, Any]:
-        *weights, token = evaluate(self.after, self.after.consts, [*weights, token])
+        def run(weights: Arrays, token: Any) -> Arrays:
+            return evaluate(self.after, self.after.consts, [*weights, token])
+
+        # In an eager `vmap` with an axis name JAX can't reshard, as it calls `jax.set_mesh`.
+        *weights, token = (run if is_staged() else jax.jit(run))(weights, token)
         return weights, token
 
     def linearised(self, given: Arrays) -> Any:
@@ -196,7 +204,7 @@ def _batch(
 
 def _nothing(x: Any) -> Any:
     """The tangent of an array that has none."""
-    return np.zeros(x.shape, jax.dtypes.float0)
+    return SymbolicZero(jax.typeof(x).to_tangent_aval())
 
 
 def _is_float(x: Any) -> bool:

@@ -5,8 +5,9 @@ Equinox raises in a callback inside a branch. With several devices only one make
 others wait for it in a collective until JAX aborts the process.
 """
 
-import threading
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from .._compat import (
     jit,
     names,
     opened,
+    quiet_callbacks,
     replace_error_check,
     scan_sizes,
     value_under,
@@ -36,6 +38,22 @@ from .._compat import (
 from .._links import is_handle
 from .._placement import axes_of_type, cast, manual_axes, union, varying
 from .._programs import bind_as, in_place_of, jaxprs_in
+
+# Whether a call of a program made by `filter_jit` is being traced, lowered or run here: None, or
+# whether that call returns errors. JAX doesn't use one trace for several values, so that a function
+# compiled by itself and also called in such a program is traced for each.
+_calling: Any = jax.make_user_context(None)
+
+
+@contextmanager
+def calling(returns_errors: bool) -> Iterator[None]:
+    """Surrounds a call of a program. Its error checks become values, or are raised by a callback of
+    Equinox if it can't return errors.
+    """
+    _replace()
+    with _calling(returns_errors):
+        yield
+
 
 # The parameter of our primitive.
 _CHECK = "check"
@@ -63,6 +81,8 @@ def check_of(eqn: Any) -> Check:
 
 def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: Any) -> Any:
     """Replaces Equinox's function of the same name."""
+    if _calling.value is None:
+        return _replace()(x, pred, index, msgs=msgs, on_error=on_error, stack=stack)
     leaves, treedef = jtu.tree_flatten(x)
     if on_error != "raise":
         differs = union(map(varying, (pred, *leaves)))
@@ -74,18 +94,17 @@ def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: An
             if differs:
                 raise ValueError(_STOPS_ONE)
             pred = alone_p.bind(jnp.asarray(pred))
-        return _equinox_error(x, pred, index, msgs=msgs, on_error=on_error, stack=stack)
+        return _replace()(x, pred, index, msgs=msgs, on_error=on_error, stack=stack)
     check = Check(msgs, stack)
     out = check_p.bind(jnp.asarray(pred), jnp.asarray(index), *leaves, check=check)
     return jtu.tree_unflatten(treedef, out)
 
 
-_equinox_error: Any
-_moved: ImportError | None = None
-try:
-    _equinox_error = replace_error_check(_error)
-except ImportError as error:
-    _moved = error  # the verbs that need it raise it
+@functools.cache
+def _replace() -> Callable[..., Any]:
+    """Makes Equinox call `_error`, from a first program on. Returns Equinox's own function."""
+    quiet_callbacks()
+    return replace_error_check(_error)
 
 
 @eqx.filter_custom_jvp
@@ -109,7 +128,7 @@ def _nan_jvp(primals: Any, tangents: Any) -> Any:
 @check_p.def_impl
 def _raise_as_equinox(pred: Any, index: Any, *arrays: Any, check: Check) -> list[Any]:
     options: Any = {"msgs": check.messages, "on_error": "raise", "stack": check.stack}
-    return _equinox_error(list(arrays), pred, index, **options)
+    return _replace()(list(arrays), pred, index, **options)
 
 
 @check_p.def_abstract_eval
@@ -127,17 +146,6 @@ def _batch(args: Sequence[Any], dims: Sequence[Any], *, check: Check) -> tuple[A
     return check_p.bind(*args, check=check), list(dims[2:])
 
 
-class _Lowering(threading.local):
-    """Whether this thread is lowering a program of `filter_jit`. A check that is still in it was
-    hidden in a primitive: all others are values by then.
-    """
-
-    ours = False
-
-
-lowering = _Lowering()
-
-
 def _lower(ctx: Any, *args: Any, check: Check) -> Any:
     """Lowers a check in programs without `filter_jit` to Equinox's callback."""
     if union(map(axes_of_type, ctx.avals_in)):
@@ -147,7 +155,8 @@ def _lower(ctx: Any, *args: Any, check: Check) -> Any:
             f"equinox.filter_jit\n{check.line}"
         )
     stuck_in = check.stuck_in
-    if stuck_in is None and lowering.ours:
+    if stuck_in is None and _calling.value:
+        # A check that is still there was hidden in a primitive: all others are values by now.
         stuck_in = "a call that mylib can't analyse"
     if stuck_in is not None and devices_of_lowering(ctx) > 1:
         raise ValueError(
@@ -228,8 +237,6 @@ def with_checks_as_values(
     Primitives of Equinox (such as `lineax.linear_solve`) are inlined, unless the program is
     `transformed` from outside, for which the primitive has rules of its own.
     """
-    if _moved is not None:
-        raise _moved
     rewriting = _Rewriting(opens_primitives=not transformed)
     if not rewriting.has_check(program):
         return None
@@ -494,8 +501,9 @@ class _Rewriting:
 
         def backward(back: Any, cotangents: list[Any]) -> Any:
             where = "the backward rule of a jax.custom_vjp, of a gradient from outside the program"
-            self._leave(jit(back).trace(cotangents[:-1]).jaxpr, where)
-            return back(cotangents[:-1])
+            with calling(returns_errors=False):
+                self._leave(jit(back).trace(cotangents[:-1]).jaxpr, where)
+                return back(cotangents[:-1])
 
         fun.defvjp(forward, backward)
         return fun(*args)

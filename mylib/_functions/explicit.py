@@ -8,10 +8,14 @@ constraint, all else is left to the compiler.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray, Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
@@ -19,6 +23,7 @@ from .._placement import entries_of, with_entries
 from .._programs import bind_as, evaluate, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
+from .ahead import tangent_p
 from .gather import Route, gather
 
 Values = Sequence[Any]
@@ -189,24 +194,27 @@ def _custom_jvp(eqn: Any, args: Values) -> Arrays:
     types = [x.aval for x in eqn.invars]
     run = jax.custom_jvp(lambda *xs: _inlined(eqn, xs))
 
-    @run.defjvp
     def jvp(primals: Any, tangents: Any) -> Any:
         like = [*types, *(t.to_tangent_aval() for t in types)]
         made, _ = _traced_again(rule_of_custom_jvp(eqn), eqn, like, [*primals, *tangents])
         half = len(made) // 2
         return made[:half], made[half:]
 
+    run.defjvp(jvp, symbolic_zeros=eqn.params[names.PARAM_SYMBOLIC_ZEROS])
     return run(*args)
 
 
 def _custom_vjp(eqn: Any, args: Values) -> Arrays:
     types, results = ([x.aval for x in xs] for xs in (eqn.invars, eqn.outvars))
     forward, backward = rules_of_custom_vjp(eqn)
+    symbolic = eqn.params[names.PARAM_SYMBOLIC_ZEROS]
     run = jax.custom_vjp(lambda *xs: _inlined(eqn, xs))
     saved: list[Any] = []
 
     def fwd(*xs: Any) -> Any:
-        made, avals = _traced_again(forward, eqn, types, xs)
+        perturbed = [x.perturbed if symbolic else True for x in xs]
+        values = [x.value for x in xs] if symbolic else xs
+        made, avals = _traced_again(partial(forward, perturbed), eqn, types, values)
         saved[:] = avals[len(results) :]
         return made[: len(results)], made[len(results) :]
 
@@ -214,7 +222,7 @@ def _custom_vjp(eqn: Any, args: Values) -> Arrays:
         like = [*saved, *(t.to_tangent_aval() for t in results)]
         return tuple(_traced_again(backward, eqn, like, [*residuals, *cotangents])[0])
 
-    run.defvjp(fwd, bwd)
+    run.defvjp(fwd, bwd, symbolic_zeros=symbolic)
     return run(*args)
 
 
@@ -222,23 +230,39 @@ def _traced_again(
     fun: Callable[..., Values], eqn: Any, types: Values, args: Values
 ) -> tuple[Arrays, Values]:
     """The results of a rule that is traced with the types that its author sees, as is the layer;
-    and their types. A result may be None.
+    and their types. A result may be None. Tangents and cotangents may be symbolic zeros.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    index = [i for i, x in enumerate(args) if x.dtype != jax.dtypes.float0]
+    zeros = {i: SymbolicZero(types[i]) for i, x in enumerate(args) if isinstance(x, SymbolicZero)}
+    # Residuals may be Python numbers.
+    index = [
+        i for i, x in enumerate(args) if i not in zeros and jax.typeof(x).dtype != jax.dtypes.float0
+    ]
     is_given: list[bool] = []
 
     def traced(*xs: Any) -> Arrays:
-        replaced = dict(zip(index, xs, strict=True))
+        replaced = zeros | dict(zip(index, xs, strict=True))
         made = fun(*[replaced.get(i, x) for i, x in enumerate(args)])
         is_given[:] = [x is not None for x in made]
-        return [x for x in made if x is not None]
+        return [_instantiated(x) for x in made if x is not None]
 
     with eqn.ctx.manager:
         program = jax.make_jaxpr(traced)(*[_struct(types[i]) for i in index])
     with jax.sharding.use_abstract_mesh(mesh):
         made = iter(_run_nested(program, [args[i] for i in index]))
     return [next(made) if given else None for given in is_given], program.out_avals
+
+
+def _instantiated(x: Any) -> Any:
+    aval: Any = getattr(x, "aval", None)
+    return jnp.zeros(aval.shape, aval.dtype) if isinstance(x, SymbolicZero) else x
+
+
+def _prefetched(eqn: Any, args: Values) -> Arrays:
+    """A prefetched layer that is called by another layer."""
+    layer = eqn.params["layer"]
+    program, after = map(_untyped_program, (layer.program, layer.after))
+    return tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
 
 
 def _typed(eqn: Any, args: Values) -> Arrays:
@@ -279,4 +303,5 @@ _CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
     names.JIT: _jit,
     names.REMAT: _checkpoint,
     names.SHARD_MAP: _shard_map,
+    tangent_p.name: _prefetched,
 }

@@ -92,9 +92,8 @@ def fully_shard(
         the backward pass. If False, everything may be saved.
     - `policy`: what else is saved of a layer, as for [`mylib.filter_checkpoint`][]; by default only
         its input. `jax.checkpoint_policies.everything_saveable` saves all but the gathered weights.
-    - `in_turn`: whether a layer that is not stacked waits for its input before it gathers its
-        weights, so that only one layer's weights are gathered at a time. If False, the compiler
-        decides, and may use all memory.
+    - `in_turn`: gather one layer at a time (default), for layers that are not stacked: each waits
+        for its input. False: the compiler may gather all at once.
     - `prefetch`: for layers that are not stacked, how many layers ahead weights are gathered, in
         the forward and the backward pass. That takes memory for the weights of more layers, and
         is 0 by default. Stacked layers are prefetched by `jax.lax.scan(..., unroll=2)`.
@@ -325,12 +324,14 @@ def _missing(
     wanted = layers if isinstance(layers, tuple | Mapping) else (layers,)
     for cls in wanted:
         is_class = isinstance(cls, type)
-        if not (any(isinstance(x, cls) for x in found) if is_class else found):
-            yield because(
-                "no Module of the model matches",
-                f"its Modules are {', '.join(there)}" if there else "it has no Module",
-                f"fully_shard of {cls.__qualname__ if is_class else repr(cls)}",
-            )
+        if any(isinstance(x, cls) for x in found) if is_class else found:
+            continue
+        reason = "no Module of the model matches"
+        mend = f"its Modules are {', '.join(there)}" if there else "it has no Module"
+        if is_class and any(isinstance(x, cls) for _, x in modules):
+            reason = "all of them are inside other layers, which gather their weights"
+            mend = "leave the class out"
+        yield because(reason, mend, f"fully_shard of {cls.__qualname__ if is_class else cls!r}")
 
 
 def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator[Fault]:

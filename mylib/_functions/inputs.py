@@ -26,7 +26,7 @@ class Moves:
     - `needed`: returns the targets of the arrays that must be moved, and None for the others: for
         the arguments, and for the arrays of the function itself. It takes the arguments' leaves and
         targets, the function's arrays, and the world.
-    - `decisive`: arrays for which it returns the same need the same moves.
+    - `decisive`: the part of an array that decides whether it must move.
     """
 
     also_staged: bool
@@ -91,7 +91,7 @@ class Inputs:
         return decision.targets
 
     def hand_over(self, targets: Targets | None) -> None:
-        """Keeps the targets of a call, or that it hasn't resolved any, for its function."""
+        """Stores the resolved targets (or None) for the function about to be traced."""
         _thread.resolved = None if targets is None else (self, targets)
 
     def handed_over(self) -> Targets | None:

@@ -2,35 +2,27 @@
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
-import jax
 import jax.tree_util as jtu
 from jaxtyping import PyTree
 
-from .._audit import Report, report_of
 from .._compat import lowered_for_a_missing_backend, ran_on_a_description
+from .._errors import NotHereError
 from .._placement import AnyMesh, Placement
 from .._tree import Arrays, Outline, parted
-from ..machines import (
-    Argument,
-    Fit,
-    Machine,
-    Memory,
-    NotHereError,
-    about_kernels,
-    memory_of,
-    out_of_memory,
-)
 from .advice import code_of
 from .inputs import Inputs
 from .key import Key
 from .notes import add_note
-from .recipe import Donate, Prepared, Recipe, not_here
+from .recipe import Donate, Recipe, not_here
 from .signature import Function, about
+
+if TYPE_CHECKING:
+    from .lowered import Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -229,9 +221,12 @@ class Jitted(Generic[P, T]):
         """Lowers the function for these arguments, some or all of which may be
         `jax.ShapeDtypeStruct`s.
         """
+        # With it come `audit` and the machines, which most programs don't need.
+        from .lowered import lowered_for
+
         call = self.recipe.prepare(args, kwargs, abstract=True)
         try:
-            lowered, arguments = call.lower(self.arrays)
+            return lowered_for(call, self.arrays)
         except (AttributeError, RuntimeError) as error:
             if ran_on_a_description(error):
                 raise NotHereError(
@@ -249,7 +244,6 @@ class Jitted(Generic[P, T]):
         except Exception as error:
             add_note(error, (args, kwargs), call.prepared.named)
             raise
-        return Lowered(_Origin(self, call.prepared, arguments), lowered)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -277,91 +271,3 @@ class Jitted(Generic[P, T]):
     def tree_unflatten(cls, recipe: Recipe, children: Any) -> "Jitted[..., Any]":
         (arrays,) = children
         return cls(arrays, recipe)
-
-
-class _Origin(NamedTuple):
-    """A function and the arguments that it was lowered for."""
-
-    jitted: Jitted[..., Any]
-    prepared: Prepared
-    arguments: Sequence[Argument]
-
-
-class Lowered:
-    """A function lowered for some arguments; `lowered` is JAX's own object."""
-
-    def __init__(self, origin: _Origin, lowered: jax.stages.Lowered):
-        self._origin = origin
-        self.lowered = lowered
-
-    def as_text(self) -> str:
-        return self.lowered.as_text() or ""
-
-    def compile(self, compiler_options: dict[str, Any] | None = None) -> "Compiled":
-        """Compiles it. Raises [`mylib.machines.OutOfMemoryError`][] if the compiler finds that it
-        does not fit into the devices' memory, which only the TPU's compiler checks. If the
-        GPU's compiler can't make a Triton kernel, a note on its error says how to avoid it.
-        """
-        try:
-            compiled = self.lowered.compile(compiler_options)
-        except jax.errors.JaxRuntimeError as error:
-            readable = out_of_memory(error, self._origin.arguments)
-            if readable is not None:
-                raise readable from error
-            note = about_kernels(error)
-            if note is not None:
-                error.add_note(note)
-            raise
-        return Compiled(self._origin, compiled)
-
-
-class Compiled:
-    """A function compiled ahead of time; `compiled` is JAX's own object."""
-
-    def __init__(self, origin: _Origin, compiled: jax.stages.Compiled):
-        self._origin = origin
-        self._called = False
-        self.compiled = compiled
-
-    @functools.cached_property
-    def memory(self) -> Memory:
-        """The bytes that it needs on each device."""
-        return memory_of(self.compiled, self._origin.arguments)
-
-    def fits(self, machine: Machine) -> Fit:
-        """Whether it fits into the memory of each device of a machine; see `Memory.fits`."""
-        return self.memory.fits(machine)
-
-    def as_text(self) -> str:
-        return self.compiled.as_text() or ""
-
-    def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
-        """What the program communicates and holds, as reported by [`mylib.audit`][]."""
-        prepared = self._origin.prepared
-        mesh = prepared.recipe.mesh if mesh is None else mesh
-        return report_of(self.compiled, prepared.named, mesh=mesh, local=local)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        jitted, prepared, _ = self._origin
-        call = jitted.recipe.read(args, kwargs)
-        if call.key != prepared.key:
-            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
-                raise TypeError(
-                    f"{prepared.recipe.name} is called with a jax.ShapeDtypeStruct, which "
-                    "has no numbers: it is for compiling only"
-                )
-            raise TypeError(
-                f"{prepared.recipe.name} was compiled for other static arguments, or for "
-                "another tree structure: compile it for these, too"
-            )
-        call.prepared = prepared
-        first, self._called = not self._called, True
-        try:
-            return call(jitted.arrays, self.compiled, first)
-        except (AttributeError, RuntimeError) as error:
-            if not ran_on_a_description(error):
-                raise
-            raise not_here(prepared.recipe) from error
-        except Exception as error:
-            add_note(error, (args, kwargs), prepared.named)
-            raise

@@ -1,6 +1,6 @@
 """A function with fixed static leaves: traced, checked, compiled and called."""
 
-import os
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +17,7 @@ from .._compat import (
     is_staged,
     jit,
     names,
+    new_id,
     readable_error,
     value_under,
     with_actual_memory_kind,
@@ -24,7 +25,7 @@ from .._compat import (
 from .._placement import current_world
 from .._tree import Arrays, Outline, outlined
 from .advice import Advice, tracing
-from .error_checks import Checks, lowering, with_checks_as_values
+from .error_checks import Checks, calling, with_checks_as_values
 
 
 class _Thread(threading.local):
@@ -45,7 +46,9 @@ def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
         _thread.compiled += 1
 
 
-jax.monitoring.register_event_duration_secs_listener(_count)
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 class Program:
@@ -70,7 +73,8 @@ class Program:
         # Whether several devices took part in a call.
         self._is_parallel = False
         # Equinox looks for this id on the stack, to show only the frames inside the program.
-        self._id = os.urandom(16)
+        self._id = new_id()
+        _listen()
 
         def run(kept: Arrays, donated: Arrays) -> tuple[Arrays, Outline]:
             arrays = [*kept, *donated]
@@ -164,19 +168,17 @@ class Program:
 
     def _run(self, call: Callable[..., Any], sides: tuple[Arrays, Arrays]) -> Any:
         traced = _thread.traced
-        returns_checks = call is not self._nested and call is not self._transformed
-        before, lowering.ours = lowering.ours, returns_checks
-        try:
-            if not sides[1]:
-                return call(*sides)
-            with donation_warning(silenced=True):
-                return call(*sides)
-        finally:
-            lowering.ours = before
-            if _thread.traced != traced:
-                # JAX still caches the trace.
-                self._look_at(self._here().trace(*sides).jaxpr)
-                _thread.traced = traced
+        with calling(call is not self._nested and call is not self._transformed):
+            try:
+                if not sides[1]:
+                    return call(*sides)
+                with donation_warning(silenced=True):
+                    return call(*sides)
+            finally:
+                if _thread.traced != traced:
+                    # JAX still caches the trace.
+                    self._look_at(self._here().trace(*sides).jaxpr)
+                    _thread.traced = traced
 
     def _look_at(self, closed: Any) -> None:
         kinds = {getattr(aval, "memory_space", None) for aval in closed.out_avals}

@@ -15,7 +15,7 @@ from jax.core import Tracer
 from jax.experimental.layout import Format
 
 from .._compat import is_staged, names
-from .._errors import PlacementError, StaticNumberWarning, warn
+from .._errors import NotHereError, PlacementError, StaticNumberWarning, warn
 from .._placement import AnyMesh, Target, World, current_world, is_described
 from .._processes import one_call, raised_in_all
 from .._transfer import filter_device_put, mesh_of_all, place_leaves
@@ -33,7 +33,6 @@ from .._tree import (
     parted,
     split,
 )
-from ..machines import Argument, NotHereError, arguments_of
 from .advice import Advice, captured_by, some
 from .cache import Known
 from .inputs import Inputs
@@ -270,11 +269,11 @@ class Call:
             self.let_go(placed)
         return result.placed() if isinstance(result, PlacedAfter) else result
 
-    def lower(self, own: Arrays) -> tuple[jax.stages.Lowered, list[Argument]]:
+    def lower(self, own: Arrays) -> tuple[jax.stages.Lowered, Arrays]:
+        """The lowered program, and the arrays that it was lowered for."""
         placed, own = self.placed(own, abstract=True)
         arrays = placed + own
-        lowered = self.prepared.program.lower(arrays)
-        return lowered, arguments_of(self.prepared.names, arrays)
+        return self.prepared.program.lower(arrays), arrays
 
     def used_once(self, arrays: Arrays, start: int) -> Arrays:
         """The arrays, with a copy of each donated one that occurs twice or is also passed without

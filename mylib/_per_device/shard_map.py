@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .._compat import jit, names
 from .._errors import Fault, PlacementError, because
-from .._functions import Function, Jitted, Lowered, about, captured_by, code_of
+from .._functions import Function, Jitted, about, captured_by, code_of
 from .._placement import (
     AnyMesh,
     Placement,
@@ -35,6 +35,9 @@ from .axes import unknown_named
 from .hazards import wrong_in
 from .specs import Region, Specs, refuse_map, spec_in
 from .sums import warn_of_sums
+
+if TYPE_CHECKING:
+    from .._functions import Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -284,7 +287,7 @@ class JittedMap(Jitted[P, T]):
         with self._mesh_in_force():
             return super().__call__(*args, **kwargs)
 
-    def lower(self, /, *args: Any, **kwargs: Any) -> Lowered:
+    def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
         with self._mesh_in_force():
             return super().lower(*args, **kwargs)
 

@@ -7,3 +7,7 @@ from .moves import Move as Move
 from .overview import Changes as Changes, Overview as Overview, show as show
 from .pictures import bar as bar
 from .rows import Row as Row
+
+# Tracebacks and pickles then show the public names.
+for _class in (Changes, Explanation, Move, Overview, Row):
+    _class.__module__ = "mylib"

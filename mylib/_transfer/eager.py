@@ -46,8 +46,8 @@ from .._placement import (
 from .._tree import Kind, canonical_dtype, is_of_keys
 from . import thresholds
 from .host import (
+    allow_transfers,
     as_keys,
-    explicitly,
     host_copy,
     on_host,
     over_key_data,
@@ -208,7 +208,7 @@ class _Work:
             first = self.put_where[0]
             where = first if all(w is first for w in self.put_where) else self.put_where
             done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
-        with explicitly():
+        with allow_transfers():
             for i, own, wanted, weak in self.pieces:
                 y = put_pieces(own.__getitem__, own.shape, wanted, own.dtype)
                 done.append((i, weakly_typed(y) if weak else y))

@@ -91,7 +91,7 @@ class LocalData(NamedTuple):
 
 def assemble(all_data: Sequence[LocalData], may_alias: bool) -> list[jax.Array]:
     """Makes arrays that may reach beyond this process, each from this process's data."""
-    with explicitly():
+    with allow_transfers():
         return [_assemble_one(*data, may_alias) for data in all_data]
 
 
@@ -112,13 +112,13 @@ def _assemble_one(
     return as_keys(y, own) if is_of_keys(own) else y
 
 
-def explicitly() -> AbstractContextManager[None]:
+def allow_transfers() -> AbstractContextManager[None]:
     """Marks transfers as explicit, like those of `jax.device_put`: `jax.transfer_guard` may forbid
     only implicit ones.
     """
     guard = jax.config.jax_transfer_guard_host_to_device  # pyright: ignore[reportAttributeAccessIssue]
-    by_the_way_only = guard in ("disallow", "log")
-    return jax.transfer_guard_host_to_device("allow") if by_the_way_only else nullcontext()
+    blocks_implicit = guard in ("disallow", "log")
+    return jax.transfer_guard_host_to_device("allow") if blocks_implicit else nullcontext()
 
 
 def put_pieces(

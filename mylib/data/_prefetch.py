@@ -22,7 +22,7 @@ from ._timing import Clock, Timing
 
 class Prefetch(Iterator[Any]):
     """Batches made ahead of time, returned by [`mylib.data.prefetch`][]: an iterator, and a context
-    manager that closes it. It has the length of its source.
+    manager that closes it. `len()` is the source's.
     """
 
     def __init__(self, source: Iterable[Any], request: BatchRequest, buffer: int):

@@ -1,17 +1,16 @@
 """Machines that programs can be compiled for: GPUs and TPUs that need not be here."""
 
+from .._errors import NotHereError as NotHereError
 from ._compilers import CompilerError as CompilerError, require as require
 from ._fit import (
     Argument as Argument,
     Fit as Fit,
-    NotHereError as NotHereError,
     OutOfMemoryError as OutOfMemoryError,
     out_of_memory as out_of_memory,
 )
 from ._kernels import about_kernels as about_kernels
 from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
 from ._memory import Memory as Memory, arguments_of as arguments_of, memory_of as memory_of
-from ._mesh import make_mesh as make_mesh
 from ._sheets import CHIPS as CHIPS, Chip as Chip
 from ._torus import coordinates as coordinates, shape_of as shape_of
 

@@ -77,10 +77,6 @@ class OutOfMemoryError(RuntimeError):
         return type(self), (self.fit,)
 
 
-class NotHereError(RuntimeError):
-    """Raised instead of running something on a machine that is not here: it can only compile."""
-
-
 def largest(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     return tuple(sorted(arguments, key=lambda x: -x.nbytes)[:_SHOWN])
 

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from .._meshes import make_mesh
 from ._compilers import Devices, gpus, tpus
 from ._fit import in_bytes
-from ._mesh import make_mesh
 from ._sheets import CHIPS, Chip
 
 

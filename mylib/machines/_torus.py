@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ._mesh import ordered
+from .._meshes import ordered
 
 if TYPE_CHECKING:
     from ._machine import Machine

@@ -20,7 +20,7 @@ Var = Any
 @dataclass(frozen=True, eq=False)
 class Piece:
     """Some equations of a program: a function of the values of `takes` that returns those of
-    `gives`. A piece gives its own results first, and then what later pieces take from it.
+    `gives`. A piece returns its results, then the residuals for later pieces.
     """
 
     eqns: tuple[Any, ...]

@@ -145,6 +145,47 @@ class CustomJVP(Layer):
         return jax.nn.silu(product(x, self.weight))
 
 
+class SymbolicVJP(Layer):
+    """Its rules are told which arguments are constants. One residual is a Python number."""
+
+    def __call__(self, x):
+        @eqx.filter_custom_vjp
+        def product(xw, scale):
+            return jnp.dot(*xw, out_sharding=P("data", None)) * scale, jnp.sum(scale)
+
+        @product.def_fwd
+        def _(perturbed, xw, scale):
+            assert perturbed[1]
+            return product(xw, scale), True
+
+        @product.def_bwd
+        def _(residual, cts, perturbed, xw, scale):
+            (x, w), (ct, of_sum) = xw, cts
+            assert of_sum is None
+            of_x = jnp.dot(ct * scale, w.T, out_sharding=P("data", None))
+            return of_x, jnp.dot(x.T, ct * scale, out_sharding=P(None, None)) * residual
+
+        scaled, _ = product((x, self.weight), jax.lax.stop_gradient(self.weight[0]))
+        return scaled
+
+
+class SymbolicJVP(Layer):
+    def __call__(self, x):
+        @eqx.filter_custom_jvp
+        def product(x, w, *, scale):
+            return jnp.dot(x, w, out_sharding=P("data", None)) * scale
+
+        @product.def_jvp
+        def _(primals, tangents, *, scale):
+            (x, w), (dx, dw) = primals, tangents
+            assert dx is None
+            moved = jnp.dot(x, dw, out_sharding=P("data", None))
+            return product(x, w, scale=scale), moved * scale
+
+        fixed = jax.lax.stop_gradient(self.weight[0])
+        return product(jax.lax.stop_gradient(x), self.weight, scale=fixed) + x
+
+
 class Mapped(Layer):
     def __call__(self, x):
         def inside(x, w):
@@ -275,6 +316,32 @@ def test_stacked(mesh):
 
     kept = jax.tree.map(lambda x: P(None, "data"), [Stack(jnp.asarray(WEIGHT))])
     compare(Stack, MESHES[mesh], loss_of=scanned, kept=kept, layers=1)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_layer_that_calls_another(prefetch):
+    class Calls(Layer):
+        def __call__(self, x, other):
+            return other(jnp.tanh(x @ self.weight))
+
+    def loss(layers, x):
+        outer, inner = layers
+        return jnp.mean(jnp.sin(inner(outer(x, inner))) ** 2)
+
+    layers = Calls(jnp.asarray(WEIGHT)), Plain(jnp.asarray(2 * WEIGHT))
+    with jax.set_mesh(GRID):
+        there, x = mylib.filter_shard((layers, X), (KEPT, P("data")))
+
+        @mylib.filter_jit
+        @eqx.filter_grad
+        def gradient(layers, x):
+            layers = mylib.fully_shard(layers, (Calls, Plain), KEPT, prefetch=prefetch)
+            return loss(layers, x)
+
+        found = gradient(there, x)
+    expected = eqx.filter_grad(loss)(layers, X)
+    for new, right in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(new, right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])

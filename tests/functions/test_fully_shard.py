@@ -493,6 +493,10 @@ def test_layers_that_are_not_there():
     assert "Conv2d" in fault.request and "Net, Layer, Linear" in fault.mend
     with pytest.raises(mylib.PlacementError, match="no Module of the model matches"):
         sharded(layers=lambda module, path: False)
+    with pytest.raises(mylib.PlacementError) as caught:
+        sharded(layers=(Net, Layer))
+    (fault,) = caught.value.faults
+    assert "Layer" in fault.request and "inside other layers" in fault.reason
 
 
 def test_all_faults_at_once():

@@ -85,6 +85,20 @@ def test_numbers_are_those_of_one_device(mesh, value, prefetch):
     assert_close(*gradients(value, LAYERS, X, mesh, prefetch=prefetch))
 
 
+def test_eager_gradient_of_examples_on_explicit_axes():
+    """In an eager `vmap` with an axis name JAX can't reshard."""
+
+    def value(layers, x):
+        layers = mylib.fully_shard(layers, Layer, KEPT, mesh=EXPLICIT, prefetch=1)
+        return jnp.mean(jax.vmap(lambda x: through(layers, x), axis_name="batch")(x) ** 2)
+
+    with jax.set_mesh(EXPLICIT):
+        layers = mylib.filter_shard(LAYERS, KEPT)
+        found = eqx.filter_grad(value)(layers, mylib.filter_shard(X, P("data")))
+    expected = eqx.filter_grad(lambda layers: value_by_example(layers, X))(LAYERS)
+    assert_close(found, expected)
+
+
 def test_with_tensor_parallelism():
     tensor = by_axes({"out": "model"}, names={Layer: {"weight": "in out"}}) | replicated()
     found = gradients(value_of, LAYERS, X, GRID, tensor & KEPT, tensor, prefetch=1)
@@ -242,6 +256,26 @@ def each_alone(transform, layers, x):
     for layer in layers:
         x = transform(lambda x, layer=layer: layer(x, count)[0])(x)
     return jnp.mean(x**2)
+
+
+def test_where_another_axis_is_manual():
+    def value(layers, x):
+        def inside(x):
+            return through(layers, x)
+
+        specs = {"in_specs": P("model"), "out_specs": P("model")}
+        return jnp.mean(jax.shard_map(inside, axis_names={"model"}, **specs)(x) ** 2)
+
+    with jax.set_mesh(GRID):
+        gathering, x = mylib.filter_shard((LAYERS, X), (KEPT, P()))
+
+        @mylib.filter_jit
+        @eqx.filter_grad
+        def gradient(layers, x):
+            return value(mylib.fully_shard(layers, Layer, KEPT, prefetch=1), x)
+
+        found = gradient(gathering, x)
+    assert_close(found, eqx.filter_grad(value_of)(LAYERS, X))
 
 
 def test_each_layer_in_a_vmap_of_its_own():

@@ -1,0 +1,133 @@
+"""Importing mylib changes nothing in JAX and Equinox, and loads what most programs use."""
+
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripts import printed_by
+
+import mylib
+
+X = jnp.ones(3)
+# What JAX raises for a failed callback: one at the call, the other later.
+FAILED = (ValueError, jax.errors.JaxRuntimeError)
+
+STATE = """
+import atexit, logging
+import equinox as eqx, jax, jax.monitoring
+import equinox._errors, jax._src.interpreters.mlir, jax._src.monitoring
+registered = []
+atexit.register = lambda f, *args, **kwargs: registered.append(f)
+
+def state():
+    names = list(logging.root.manager.loggerDict)
+    loggers = {name: list(logging.getLogger(name).filters) for name in names}
+    return {
+        "Equinox's check": equinox._errors._error,
+        "JAX's warnings": jax._src.interpreters.mlir.warnings,
+        "listeners": list(jax._src.monitoring.get_event_duration_listeners()),
+        "filters": {name: filters for name, filters in loggers.items() if filters},
+        "handlers": list(registered),
+    }
+
+before = state()
+import mylib
+after = state()
+print({name: after[name] for name in after if after[name] != before[name]})
+"""
+
+
+def test_it_changes_nothing(checkout_env):
+    assert printed_by("-c", STATE, env=checkout_env).strip() == "{}"
+
+
+def test_rooms_that_most_programs_don_t_use_are_not_loaded(checkout_env):
+    script = (
+        "import sys, mylib\n"
+        "lazy = {'_audit', '_show', 'contracts', 'data', 'machines', 'mpmd', 'testing'}\n"
+        "print(sorted(name for name in lazy if f'mylib.{name}' in sys.modules))\n"
+        "mylib.filter_jit(lambda x: x + 1)(1.0), mylib.make_mesh(data=-1)\n"
+        "print(sorted(name for name in lazy if f'mylib.{name}' in sys.modules))\n"
+        "print(mylib.audit.__name__, mylib.data.prefetch.__name__, mylib.Report.__module__)\n"
+        "from mylib import contracts, show\n"
+        "print(set(mylib.__all__) <= set(dir(mylib)))\n"
+    )
+    told = printed_by("-c", script, env=checkout_env).splitlines()
+    assert told == ["[]", "[]", "audit prefetch mylib", "True"]
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="module 'mylib' has no attribute 'filter_pjit'"):
+        mylib.filter_pjit  # noqa: B018
+
+
+def checked(x):
+    return eqx.error_if(x * 2, jnp.any(x < 0), "negative")
+
+
+def has_callback(lowered):
+    return "callback" in lowered.as_text()
+
+
+class TestFunctionsOfBoth:
+    """A function of the user's that is called in a program of ours, and in one of JAX's."""
+
+    def test_ours_first(self):
+        inner = jax.jit(lambda x: checked(x))
+        ours, plain = mylib.filter_jit(lambda x: inner(x) + 1), jax.jit(lambda x: inner(x) + 1)
+        assert not has_callback(ours.lower(X))
+        assert has_callback(plain.lower(X))
+        np.testing.assert_array_equal(ours(X), plain(X))
+        with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+            ours(-X)
+        with pytest.raises(FAILED, match="negative"):
+            jax.block_until_ready(plain(-X))
+
+    def test_the_other_first(self):
+        inner = jax.jit(lambda x: checked(x))
+        plain, ours = jax.jit(lambda x: inner(x) + 1), mylib.filter_jit(lambda x: inner(x) + 1)
+        assert has_callback(plain.lower(X))
+        assert not has_callback(ours.lower(X))
+        np.testing.assert_array_equal(ours(X), plain(X))
+        with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+            ours(-X)
+
+    def test_equinox_is_as_it_was(self):
+        ours, theirs = mylib.filter_jit(checked), eqx.filter_jit(checked)
+        np.testing.assert_array_equal(ours(X), theirs(X))
+        assert not has_callback(ours.lower(X)) and has_callback(theirs.lower(X).lowered)
+        with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+            theirs(-X)
+        with pytest.raises(eqx.EquinoxRuntimeError, match="negative"):
+            eqx.error_if(X, jnp.any(X > 0), "negative")
+
+    def test_in_threads(self):
+        """Ten of them at once: each gets its own check."""
+        inner = jax.jit(lambda x, n: checked(x + n))
+        found = [None] * 10
+        start = threading.Barrier(10)
+
+        def run(i):
+            x = jnp.full(3 + i // 2, 1.0)
+            start.wait(60)
+            jit = mylib.filter_jit if i % 2 else jax.jit
+            lowered = jit(lambda x: inner(x, jnp.float32(i)) + 1).lower(x)
+            found[i] = has_callback(lowered)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(10)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        assert found == [True, False] * 5
+
+
+def test_equinox_s_errors_in_others_programs_are_logged_as_before(caplog):
+    """After a call of ours, too. JAX logs what a callback raises."""
+    mylib.filter_jit(checked)(X)
+    with pytest.raises(FAILED):
+        jax.block_until_ready(jax.jit(checked)(-X))
+    assert any(record.exc_info for record in caplog.records)
