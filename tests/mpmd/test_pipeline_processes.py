@@ -107,6 +107,22 @@ def test_meshes_over_two_processes_each():
 
 
 @TWO
+def test_ties_between_stages_of_one_mesh():
+    """The process that has them holds one array in two places, and the other one a handle."""
+    pairs = [(lambda stages: stages[0].bias, lambda stages: stages[2].bias)]
+    schedule = mpmd.interleaved(2, MICROBATCHES, 2)
+    pipe, given, (_, grads) = run_dense(4, schedule, tied=pairs)
+    bias = grads[0].bias + grads[2].bias
+    for _ in range(2):
+        _, found = pipe(*given)
+        found = mpmd.fetch(found)
+        for i in (0, 2):
+            np.testing.assert_allclose(found[i].bias, bias, rtol=1e-5)
+        again = mpmd.transfer(given[0][2].bias, P(), mesh=meshes_of(2)[1])
+        np.testing.assert_array_equal(mpmd.fetch(again), mpmd.fetch(given[0][2].bias))
+
+
+@TWO
 def test_errors_are_the_same_everywhere():
     pipe, (stages, x, y), _ = run_dense(2, mpmd.gpipe(2, MICROBATCHES))
     with pytest.raises(mylib.PlacementError, match="it is on P"):
