@@ -94,7 +94,7 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
             groups.setdefault(group, []).append(leaf_of(*move))
     for group, leaves in groups.items():
-        watch().count("programs", group, described_all(leaves, line_of_caller()))
+        watch().count("programs", group, f"{described_all(leaves)} in {line_of_caller()}")
 
 
 def _takes_part(leaf: Leaf) -> bool:
@@ -132,7 +132,7 @@ def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
     calls: dict[_Place, Call] = {}
     for place in sorted({*gives, *takes}):
         both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
-        text = described_all((leaves[i] for i in both), line)
+        text = f"{described_all(leaves[i] for i in both)} in {line}"
         calls[place] = _links(place[0]).count(place[1], text)
     for place, keys in gives.items():
         ready = {_piece(leaves, key).source: flags[_piece(leaves, key).source] for key in keys}

@@ -34,12 +34,12 @@ def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
     return Leaf(x, target, plan(x.shape, here, target), text)
 
 
-def described_all(leaves: Iterable[Leaf], line: str) -> str:
+def described_all(leaves: Iterable[Leaf]) -> str:
     texts = [leaf.text for leaf in leaves]
     text = "; ".join(texts[:_FEW])
     if len(texts) > _FEW:
         text += f"; and {len(texts) - _FEW} more (checksum {digest(texts)})"
-    return f"{text} in {line}"
+    return text
 
 
 def assembled(leaf: Leaf, shards: Mapping[Any, jax.Array]) -> jax.Array:

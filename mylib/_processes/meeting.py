@@ -268,20 +268,14 @@ def _concluded(
 
 
 def gather(
-    purpose: str,
-    mine: Any,
-    processes: Processes,
-    *,
-    timeout: float | None = None,
-    in_order: bool = False,
+    purpose: str, mine: Any, processes: Processes, *, timeout: float | None = None
 ) -> list[Any]:
     """The messages of all processes, in their order, as JSON; the same for all of them."""
 
     def judge(messages: dict[int, str]) -> str:
         return f"[{', '.join(messages[index] for index in processes)}]"
 
-    said = json.dumps(mine)
-    return json.loads(exchange(purpose, said, processes, judge, timeout=timeout, in_order=in_order))
+    return json.loads(exchange(purpose, json.dumps(mine), processes, judge, timeout=timeout))
 
 
 def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
@@ -298,7 +292,8 @@ def _taken_over(purpose: str) -> str:
 
 
 def _nobody_came(purpose: str, missing: Sequence[int], timeout: float) -> str:
-    return f"{named(missing)} did not come within {timeout:g} s to compare ({purpose}). {_ADVICE}"
+    reason = f"{named(missing)} did not come within {timeout:g} s to compare ({purpose})"
+    return f"{reason}. {_advice(purpose)}"
 
 
 def _interrupted(purpose: str, who: Sequence[int], why: str) -> str:
@@ -312,15 +307,17 @@ def _too_late(purpose: str, processes: Processes) -> str:
     others = [index for index in processes if index != jax.process_index()]
     return (
         f"this process came too late to compare ({purpose}): {named(others)} had waited for it, "
-        f"and given up. {_ADVICE}"
+        f"and given up. {_advice(purpose)}"
     )
 
 
-_ADVICE = (
-    "Every process with devices of the mesh must make the same calls in the same order. If one "
-    "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds; if it makes no such call, place with "
-    "check=False. This call has failed in all of them: all must try it again, or none"
-)
+def _advice(purpose: str) -> str:
+    unless = "; if it makes no such call, place with check=False" if purpose == "placement" else ""
+    return (
+        "Every process with devices of the mesh must make the same calls in the same order. If one "
+        f"is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds{unless}. This call has failed in all "
+        "of them: all must try it again, or none"
+    )
 
 
 def everybody() -> Processes:

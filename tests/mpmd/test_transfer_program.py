@@ -104,6 +104,10 @@ def test_grad(devices):
     check_grad(mesh_of(0, 1, 2, 3), mesh_of(*devices), P("data"))
 
 
+broken = pytest.mark.multihost(processes=2, devices_per_process=4, env=ENV, fresh=True)
+
+
+@broken
 def test_another_order():
     first, second = two_meshes()
     a = mylib.filter_device_put({"a": X}, P("data"), mesh=first)["a"]
@@ -114,6 +118,7 @@ def test_another_order():
     assert "['a']" in str(caught.value) and "['b']" in str(caught.value)
 
 
+@broken
 def test_another_dtype():
     first, second = two_meshes()
     own = X if jax.process_index() == 0 else X.astype(np.int32)
@@ -124,7 +129,7 @@ def test_another_dtype():
     assert "float32[12, 4]" in str(caught.value) and "int32[12, 4]" in str(caught.value)
 
 
-@pytest.mark.multihost(processes=2, devices_per_process=4, env=ENV, fresh=True)
+@broken
 @pytest.mark.parametrize("alone", [0, 1], ids=["sender", "receiver"])
 def test_one_side_is_alone(alone, monkeypatch):
     first, second = two_meshes()
@@ -136,7 +141,7 @@ def test_one_side_is_alone(alone, monkeypatch):
         text = str(caught.value)
         assert (
             "float32[12, 4]" in text
-            and f"process {1 - alone} did not come to do so within 2 s" in text
+            and f"process {1 - alone} did not come within 2 s to compare (transfer of" in text
         )
         assert "MYLIB_EXCHANGE_TIMEOUT" in text and "check=False" not in text
     barrier()
