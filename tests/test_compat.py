@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -28,6 +29,7 @@ from jax.sharding import (
 import mylib
 import mylib.testing
 from mylib._compat import (
+    INLINING_LOSES_LINES,
     UNCOMMITTED,
     Pass,
     UnknownParameter,
@@ -42,12 +44,14 @@ from mylib._compat import (
     donation_warning,
     function_of_equinox,
     is_filter_jit,
+    label_of,
     opened,
     pass_of,
     readable_error,
     rule_of_custom_jvp,
     rules_of_custom_vjp,
     scan_sizes,
+    set_label,
     sharding_under,
     start_transfer_server,
     trace_of,
@@ -487,6 +491,15 @@ class TestPrivateNames:
             for y in (x, jax.jit(lambda x: x + 1)(x)):
                 held = [shard.data.unsafe_buffer_pointer() for shard in y.addressable_shards]
                 assert [data.unsafe_buffer_pointer() for data in data_of_shards(y)] == held
+
+    def test_labels(self):
+        """Arrays take attributes, and each result of a program is an object of its own."""
+        x, key = jnp.arange(3), jax.random.key(0)
+        for one in (x, key, weakly_typed(jax.device_put(x, NamedSharding(MESH, P())))):
+            set_label(one, "one")
+            assert label_of(one) == "one", advice("jax._src.array.ArrayImpl")
+        first, second = jax.jit(lambda x: (x, x))(x)
+        assert label_of(first) == label_of(second) == "" and first is not second
 
     def test_weak_types(self):
         name = "jax._src.array.ArrayImpl"
@@ -959,3 +972,17 @@ def test_the_peak_of_the_cpus_compiler_lacks_the_temporaries():
     others = memory.argument_size_in_bytes + memory.output_size_in_bytes
     assert memory.temp_size_in_bytes >= x.size * 4
     assert 0 <= memory.peak_memory_in_bytes - others < x.size
+
+
+def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
+    """If this fails, set `INLINING_LOSES_LINES` to what is true; where nothing supported loses
+    lines, remove it, and the call of `evaluate` in `Program`.
+    """
+
+    def sine(x):
+        return jnp.sin(x)
+
+    line = inspect.getsourcelines(sine)[1] + 1
+    inlined = jax.jit(sine, inline=True)
+    text = jax.jit(lambda x: inlined(x)).lower(1.0).as_text(debug_info=True)
+    assert (f'test_compat.py":{line}:' not in text) == INLINING_LOSES_LINES

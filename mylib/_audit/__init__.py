@@ -1,12 +1,14 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
 from .audit import audit as audit, report_of as report_of
+from .groups import Axes as Axes, Groups as Groups
 from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
     Contract as Contract,
     Parameter as Parameter,
     Report as Report,
+    bytes_of as bytes_of,
     times_of as times_of,
     what_of as what_of,
 )

@@ -7,6 +7,7 @@ which says what to do when it moves.
 from . import names as names
 from .private import (
     DELETED_ARRAYS_END_IT as DELETED_ARRAYS_END_IT,
+    INLINING_LOSES_LINES as INLINING_LOSES_LINES,
     UNCOMMITTED as UNCOMMITTED,
     CoordinationClient as CoordinationClient,
     Pass as Pass,
@@ -35,6 +36,7 @@ from .private import (
     is_staged as is_staged,
     is_staged_trace as is_staged_trace,
     jit as jit,
+    label_of as label_of,
     lowered_for_a_missing_backend as lowered_for_a_missing_backend,
     mesh_with_devices as mesh_with_devices,
     new_id as new_id,
@@ -48,6 +50,7 @@ from .private import (
     rule_of_custom_jvp as rule_of_custom_jvp,
     rules_of_custom_vjp as rules_of_custom_vjp,
     scan_sizes as scan_sizes,
+    set_label as set_label,
     sharding_under as sharding_under,
     start_transfer_server as start_transfer_server,
     tpu_is_here as tpu_is_here,

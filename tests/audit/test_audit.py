@@ -105,6 +105,16 @@ class TestInputs:
 
 
 class TestOrigins:
+    @pytest.mark.parametrize("jit", [jax.jit, mylib.filter_jit, eqx.filter_jit])
+    def test_the_line_of_an_operation_not_of_the_call(self, jit):
+        def fun(x):
+            y = jnp.sin(x)
+            return jnp.exp(y.sum(0))
+
+        x = jax.device_put(np.ones((8, 8), np.float32), NamedSharding(ONE, P("data")))
+        (only,) = mylib.audit(jit(fun), x).collectives
+        assert only.source == line_of(fun, "y.sum")
+
     def test_written_by_the_user(self):
         def fun(x):
             x = lax.psum(x, "data")

@@ -120,7 +120,12 @@ def read(hlo: str, strategy: transformer.Strategy, stacked: bool) -> mylib.Repor
     axes = [tuple(x for x in s.spec if x is not None) for s in placed] + [("data",)]
     assert [p.path for p in report.parameters] == paths
     parameters = map(lambda p, a: dataclasses.replace(p, axes=a), report.parameters, axes)
-    return dataclasses.replace(report, parameters=tuple(parameters))
+    parameters = tuple(parameters)
+    loss = mylib.Parameter("[1]", "f32", (), 4, ())
+    results = [
+        dataclasses.replace(p, path=p.path.replace("model", "[0]", 1)) for p in parameters[:-1]
+    ]
+    return dataclasses.replace(report, parameters=parameters, results=(*results, loss))
 
 
 def broken() -> dict[str, tuple[transformer.Strategy, str]]:
