@@ -324,10 +324,8 @@ def _wrong_in_tensor_parallel(judged: Judged, m: Moved) -> str:
     if m.role != "gradient" or not m.leaves:  # an optimiser's statistics
         return ""
     split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
-    if (
-        m.c.kind == "reduce-scatter"
-        or judged.is_part(m)
-        or (m.c.kind == "all-reduce" and not split)
-    ):
+    # As in FSDP, gradients that are no products may be summed whole.
+    summed = m.c.kind == "all-reduce" and not (split and judged.is_of_product(m))
+    if summed or m.c.kind == "reduce-scatter" or judged.is_part(m):
         return ""
     return "gradients of sharded weights should stay where they are"
