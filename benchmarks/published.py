@@ -4,8 +4,8 @@ MaxText publishes TFLOP/s (README.md in src/maxtext/configs/gpu/a3/llama_2_7b an
 src/maxtext/configs/tpu/v4, v5e, v5p, with a script for each row), which count full attention; for
 v6e seconds (AI-Hypercomputer/tpu-recipes, training/trillium). TorchTitan publishes tokens a second
 of H100s with 96 GB, 2.4 TB/s and a limit of 500 W (benchmarks/llama3_h100_202412_torchtitan.md and
-asyncTP_llama3_h100_2025-06_torchtitan.md). Of the compilers' options only those of MaxText on GPUs are
-set. 70B on 32 v6e is left out: it keeps its weights in bfloat16.
+asyncTP_llama3_h100_2025-06_torchtitan.md). Of the compilers' options only those of MaxText on GPUs
+are set. 70B on 32 v6e is left out: it keeps its weights in bfloat16.
 """
 
 from collections.abc import Mapping

@@ -44,12 +44,14 @@ from mylib._compat import (
     donation_warning,
     function_of_equinox,
     is_filter_jit,
+    label_of,
     opened,
     pass_of,
     readable_error,
     rule_of_custom_jvp,
     rules_of_custom_vjp,
     scan_sizes,
+    set_label,
     sharding_under,
     start_transfer_server,
     trace_of,
@@ -489,6 +491,15 @@ class TestPrivateNames:
             for y in (x, jax.jit(lambda x: x + 1)(x)):
                 held = [shard.data.unsafe_buffer_pointer() for shard in y.addressable_shards]
                 assert [data.unsafe_buffer_pointer() for data in data_of_shards(y)] == held
+
+    def test_labels(self):
+        """Arrays take attributes, and each result of a program is an object of its own."""
+        x, key = jnp.arange(3), jax.random.key(0)
+        for one in (x, key, weakly_typed(jax.device_put(x, NamedSharding(MESH, P())))):
+            set_label(one, "one")
+            assert label_of(one) == "one", advice("jax._src.array.ArrayImpl")
+        first, second = jax.jit(lambda x: (x, x))(x)
+        assert label_of(first) == label_of(second) == "" and first is not second
 
     def test_weak_types(self):
         name = "jax._src.array.ArrayImpl"
@@ -951,6 +962,16 @@ def test_jax_forgets_the_memory_kind_of_results_on_mixed_axes():
     )
     for other in (told, x, np.zeros(3)):
         assert with_actual_memory_kind(other) is other
+
+
+def test_the_peak_of_the_cpus_compiler_lacks_the_temporaries():
+    """When it contains them, this fails: then `machines._memory` can use it on the CPU, too."""
+    x = jax.ShapeDtypeStruct((256, 256), np.float32)
+    program = jax.jit(lambda x: jax.numpy.sort(x @ x) @ x).lower(x).compile()
+    memory = program.memory_analysis()
+    others = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert memory.temp_size_in_bytes >= x.size * 4
+    assert 0 <= memory.peak_memory_in_bytes - others < x.size
 
 
 def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():

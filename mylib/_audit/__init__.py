@@ -2,7 +2,7 @@
 
 from .audit import audit as audit, report_of as report_of
 from .groups import Axes as Axes, Groups as Groups
-from .memory import Alive as Alive, ProgramMemory as ProgramMemory
+from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
     Contract as Contract,
@@ -18,5 +18,5 @@ from .text import readable as readable
 from .work import Operation as Operation, Work as Work
 
 # Tracebacks and pickles then show the public names.
-for _class in (Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work):
+for _class in (Collective, Estimate, Parameter, ProgramMemory, Report, Work):
     _class.__module__ = "mylib"

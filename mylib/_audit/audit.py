@@ -14,7 +14,7 @@ from .._errors import AuditError
 from .._tree import Outline, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
-from .collectives import Transfer, is_overlapped, transfers
+from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .gradients import gradients_of
 from .groups import Axes, axes_in
 from .hlo import Module
@@ -294,6 +294,7 @@ def _collective(
     module = x.computation.module
     origin = origin_of(x, names)
     loops = transfer.runs[0].loops if transfer.runs else ()
+    again = "gathered, then split otherwise" if is_split_again(transfer) else ""
     return Collective(
         kind=transfer.kind,
         axes=_axes_of(transfer, known),
@@ -312,7 +313,7 @@ def _collective(
         sometimes=any(run.branches for run in transfer.runs),
         loops=tuple(source_of(loop) for loop in loops),
         devices=transfer.groups.shape[1],
-        spelling=transfer.spelling,
+        spelling=", ".join(filter(None, (transfer.spelling, again))),
         branches=transfer.runs[0].branches if len(transfer.runs) == 1 else (),
     )
 

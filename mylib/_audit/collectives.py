@@ -349,6 +349,27 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     return len(parts) == 1 and 1 < min(parts) == arrays[0].size / part.size
 
 
+def is_split_again(transfer: Transfer) -> bool:
+    """Whether an array is gathered only for each device to keep another part of it. XLA does so if
+    it can't go from one sharding to another, and then warns of an "involuntary full
+    rematerialization": https://github.com/jax-ml/jax/issues/18591
+    """
+    if transfer.kind != "all-gather":
+        return False
+    ends = [end for result in transfer.results for end in _ends(result)]
+    return bool(ends) and all(
+        x.opcode == "dynamic-slice"
+        and x.operands[0] == whole.name
+        and any(_differs(start, transfer.groups.size) for start in x.inputs()[1:])
+        for whole, x in ends
+    )
+
+
+def _differs(position: Instruction, devices: int) -> bool:
+    found = positions(position, devices)
+    return found is not None and len(np.unique(found)) > 1
+
+
 def is_overlapped(transfer: Transfer) -> bool:
     """Whether other work is scheduled between the start of a collective and its end."""
     if transfer.members:

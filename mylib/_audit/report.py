@@ -52,7 +52,9 @@ class Collective:
         bound.
     - `loops`: the lines of the loops around it, the outermost first.
     - `devices`: the number of devices in each group.
-    - `spelling`: how the compiler has written it, if not as an instruction of this kind.
+    - `spelling`: how the compiler has written it, if not as an instruction of this kind. It
+        contains `"gathered, then split otherwise"` if each device keeps only another part of what
+        is gathered: XLA's "involuntary full rematerialization".
     - `branches`: the conditions around it, the outermost first: each as a name, and the number of
         the branch.
     """
@@ -188,6 +190,7 @@ class Report:
         `ValueError` if the program is for another number of devices than the machine has, or the
         machine's data sheet lacks a figure.
         """
+        _check_sheet(machine)
         if not all(c.axes for c in self.collectives):
             raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
         sent = [
@@ -232,6 +235,19 @@ class Report:
         groups = _by_layer(self.collectives)
         rows = [Sent(_row(group), _sent(group)) for group in groups]
         return report_page(_title(self), [_sum(self)], _COLUMNS, rows, self.memory)
+
+
+def _check_sheet(machine: Machine) -> None:
+    chip = machine.chip
+    rates = {"memory bandwidth": chip.memory_bandwidth, "rates of products": chip.flops}
+    unknown = [name for name, rate in rates.items() if not rate]
+    if unknown:
+        raise ValueError(
+            f"no time can be estimated for {machine}: mylib has no data sheet of it, and its "
+            f"{' and '.join(unknown)} are unknown. Pass a machine of mylib.machines.gpu or tpu, or "
+            "describe this one: dataclasses.replace(machine, chip=dataclasses.replace("
+            "machine.chip, memory_bandwidth=50e9, flops={'float32': 1e12}))"
+        )
 
 
 Contract = Callable[[Report], Sequence[str]]

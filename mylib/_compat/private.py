@@ -237,6 +237,16 @@ def data_of_shards(x: jax.Array) -> Sequence[jax.Array]:
     return whole._arrays
 
 
+def set_label(x: jax.Array, text: str) -> None:
+    """Labels an array, this object alone."""
+    whole: Any = x
+    whole._mylib_label = text
+
+
+def label_of(x: Any) -> str:
+    return getattr(x, "_mylib_label", "")
+
+
 # Until JAX 0.11 a program for several devices that is called with a deleted array ends the process
 # (as in https://github.com/openxla/xla/issues/22604).
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)

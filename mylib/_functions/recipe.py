@@ -17,7 +17,7 @@ from jax.experimental.layout import Format
 from .._compat import is_staged, names
 from .._errors import NotHereError, PlacementError, StaticNumberWarning, warn
 from .._placement import AnyMesh, Target, World, current_world, is_described
-from .._processes import raised_in_all
+from .._processes import one_call, raised_in_all
 from .._transfer import filter_device_put, mesh_of_all, place_leaves
 from .._tree import (
     Arrays,
@@ -338,7 +338,8 @@ class Call:
             return self.arrays, own
         function = prepared.recipe.function
         leaves = function.split((self.args, self.kwargs), prepared.outline.positions)
-        with raised_in_all(None if abstract else mesh_of_all(inputs.mesh, world), check=None):
+        of_all = None if abstract else mesh_of_all(inputs.mesh, world)
+        with one_call(of_all, None), raised_in_all(of_all, None):
             wanted = prepared.targets(inputs, leaves, self.args, self.kwargs, world)
         inputs.hand_over(wanted)
         targets, own_targets = inputs.moves.needed(leaves, wanted, own, world)

@@ -2,6 +2,7 @@
 
 from .across import (
     Crossing as Crossing,
+    count_moves as count_moves,
     crosses as crosses,
     handle as handle,
     handles as handles,
@@ -10,10 +11,9 @@ from .across import (
     move_across as move_across,
 )
 from .connections import (
-    TransferError as TransferError,
     explained_errors as explained_errors,
     get_ready as get_ready,
     open_links as open_links,
     transport as transport,
 )
-from .identity import give_names as give_names, name_of as name_of, next_name as next_name
+from .origin import next_call as next_call, origin_of as origin_of, set_origin as set_origin

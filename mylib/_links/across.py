@@ -9,18 +9,20 @@ from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._compat import value_under
-from .._processes import owners
+from .._errors import line_of_caller
+from .._processes import owners, watch
 from .connections import Links, links_for
 from .cutting import Cut, Join, cut, join
-from .identity import give_names, next_transfer
-from .leaf import Leaf, Message, array_like, assembled, shards_of
-from .plan import Bounds, Piece, Region, placed_as, plan
+from .leaf import Leaf, array_like, assembled, described_all, leaf_of, shards_of
+from .origin import origin_of, set_origin
+from .pending import Call
+from .plan import Bounds, Piece, Region
 from .program import move_by_program
 
 
 class Crossing(NamedTuple):
-    """An array on its way. `known_as` is the array whose name it has: itself, unless it is the data
-    of keys.
+    """An array on its way. `known_as` is the array whose origin it has: itself, unless it is the
+    data of keys.
     """
 
     x: jax.Array
@@ -72,23 +74,27 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
     """Every process of source and target calls this, with arrays or handles; others may. Returns at
     once. Processes without a device of the target get handles.
     """
-    leaves = [_leaf(*crossing) for crossing in crossings]
+    leaves = [leaf_of(*crossing) for crossing in crossings]
     if any(_takes_part(leaf) and links_for(_platform(leaf)) is None for leaf in leaves):
         moved = move_by_program(leaves)
     else:
         moved = _assemble(leaves, _travel(leaves))
-    for leaf, y in zip(leaves, moved, strict=True):
-        give_names([y], leaf.text)
+    for leaf, y, (_, _, known_as) in zip(leaves, moved, crossings, strict=True):
+        if origin_of(known_as):
+            set_origin([y], leaf.text)
     return moved
 
 
-def _leaf(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
-    here = x.sharding
-    facts = f"{x.dtype}{list(x.shape)} {placed_as(x.shape, here)}"
-    text = f"{facts}, to {placed_as(x.shape, target)}"
-    name, number = next_transfer(known_as, text)
-    text = f"{text} ({name}, transfer {number})"
-    return Leaf(x, target, plan(x.shape, here, target), name, facts, text)
+def count_moves(moves: Iterable[Crossing]) -> None:
+    """Counts arrays that a program of several processes moves between devices of their own. Nothing
+    on their way tells these apart.
+    """
+    groups: dict[tuple[int, ...], list[Leaf]] = {}
+    for move in moves:
+        if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
+            groups.setdefault(group, []).append(leaf_of(*move))
+    for group, leaves in groups.items():
+        watch().count("programs", group, f"{described_all(leaves)} in {line_of_caller()}")
 
 
 def _takes_part(leaf: Leaf) -> bool:
@@ -101,33 +107,39 @@ def _platform(leaf: Leaf) -> str:
 
 # A piece of the tree, by the position of its leaf and its own in the leaf's plan.
 _Key = tuple[int, int]
+# The platform of the target, and the other process.
+_Place = tuple[str, int]
 
 
 def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
     offered, then asked for: so no process waits for one that waits for it.
     """
-    me = jax.process_index()
+    me, line = jax.process_index(), line_of_caller()
     arrived: dict[_Key, jax.Array] = {}
-    offers: dict[Any, dict[_Key, jax.Array]] = {}
-    asks: dict[Any, list[_Key]] = {}
-    for key, piece in _cut_all(leaves, me).items():
-        to = _piece(leaves, key).target
-        if to.process_index == me:
-            arrived[key] = jax.device_put(piece, to)
-        else:
-            offers.setdefault((to.platform, to.process_index), {})[key] = piece
+    gives: dict[_Place, list[_Key]] = {}
+    takes: dict[_Place, list[_Key]] = {}
+    pieces, flags = _cut_all(leaves, me)
     for i, leaf in enumerate(leaves):
-        for j, piece in enumerate(leaf.plan.pieces):
-            if piece.target.process_index == me and piece.source.process_index != me:
-                place = piece.target.platform, piece.source.process_index
-                asks.setdefault(place, []).append((i, j))
-    for (platform, peer), pieces in offers.items():
-        links = _links(platform)
-        links.offer(peer, _message(leaves, pieces), list(pieces.values()))
-    for (platform, peer), keys in asks.items():
-        wanted = [_abstract(leaves, key) for key in keys]
-        pulled = _links(platform).ask(peer, _message(leaves, keys), wanted)
+        for j, (_, _, source, target) in enumerate(leaf.plan.pieces):
+            giver, taker = source.process_index, target.process_index
+            if giver == taker == me:
+                arrived[i, j] = jax.device_put(pieces[i, j], target)
+            elif giver == me:
+                gives.setdefault((target.platform, taker), []).append((i, j))
+            elif taker == me:
+                takes.setdefault((target.platform, giver), []).append((i, j))
+    calls: dict[_Place, Call] = {}
+    for place in sorted({*gives, *takes}):
+        both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
+        text = f"{described_all(leaves[i] for i in both)} in {line}"
+        calls[place] = _links(place[0]).count(place[1], text)
+    for place, keys in gives.items():
+        ready = {_piece(leaves, key).source: flags[_piece(leaves, key).source] for key in keys}
+        given = [pieces[key] for key in keys]
+        _links(place[0]).offer(calls[place], given, tuple(ready.values()))
+    for place, keys in takes.items():
+        pulled = _links(place[0]).ask(calls[place], [_abstract(leaves, key) for key in keys])
         arrived.update(zip(keys, pulled, strict=True))
     return arrived
 
@@ -143,18 +155,16 @@ def _abstract(leaves: Sequence[Leaf], key: _Key) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(piece.shape, leaves[key[0]].x.dtype, sharding=place)
 
 
-def _message(leaves: Sequence[Leaf], keys: Iterable[_Key]) -> Message:
-    return Message.of(leaves[i] for i in sorted({i for i, _ in keys}))
-
-
 def _links(platform: str) -> Links:
     links = links_for(platform)
     assert links is not None  # else `move_by_program` was chosen
     return links
 
 
-def _cut_all(leaves: Sequence[Leaf], me: int) -> dict[_Key, jax.Array]:
-    """The pieces that this process gives, in their order."""
+def _cut_all(leaves: Sequence[Leaf], me: int) -> tuple[dict[_Key, jax.Array], dict[Any, jax.Array]]:
+    """The pieces that this process gives, and for each of its devices an array that is ready when
+    the pieces are.
+    """
     by_device: dict[Any, tuple[list[jax.Array], list[Cut], list[_Key]]] = {}
     for i, leaf in enumerate(leaves):
         mine = [(j, p) for j, p in enumerate(leaf.plan.pieces) if p.source.process_index == me]
@@ -167,9 +177,11 @@ def _cut_all(leaves: Sequence[Leaf], me: int) -> dict[_Key, jax.Array]:
             arrays.append(shards[piece.source])
             keys.append((i, j))
     pieces: dict[_Key, jax.Array] = {}
-    for arrays, cuts, keys in by_device.values():
-        pieces.update(zip(keys, cut(arrays, cuts), strict=True))
-    return dict(sorted(pieces.items()))
+    flags: dict[Any, jax.Array] = {}
+    for device, (arrays, cuts, keys) in by_device.items():
+        *made, flags[device] = cut(arrays, cuts)
+        pieces.update(zip(keys, made, strict=True))
+    return pieces, flags
 
 
 def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:

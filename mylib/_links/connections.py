@@ -1,70 +1,60 @@
 """This process's connections to others, by which their arrays come here.
 
 JAX's transfer server gives arrays to whoever asks for them by a number. Unlike transfers of
-`jax.device_put`, those can't be mixed up by their order.
+`jax.device_put`, those can't be mixed up: the numbers are of all that was sent before, too.
 """
 
 import hashlib
-import logging
 import os
 import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from ipaddress import ip_address
 from typing import Any
 
 import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
-from .._processes import connected, patience
-from .leaf import Message
-from .watch import Watch
+from .._processes import Processes, TransferError, connected, patience, watch
+from .pending import Call, Transfers
 
-_log = logging.getLogger("mylib")
 _LOOPBACK = "127.0.0.1"
 _PLACE = "mylib/links/addresses"
-
-
-class TransferError(RuntimeError):
-    """A transfer between processes can't be made, or one of them has not taken part in it."""
 
 
 class Links:
     """The connections for arrays of one platform (cpu, cuda, ...)."""
 
-    def __init__(self, server: TransferServer, platform: str):
+    def __init__(self, server: TransferServer, platform: str, transfers: Transfers):
         self._server = server
         self._platform = platform
         self._me = jax.process_index()
+        self._transfers = transfers
         self._connections: dict[int, Any] = {}
         self.client = connected()
-        self._watch = Watch(self.client, self._me, self._break)
         self.client.key_value_set(
             f"{_PLACE}/{platform}/{self._me}", f"{server.address()} {socket.gethostname()}"
         )
 
-    def offer(self, peer: int, message: Message, pieces: Sequence[jax.Array]) -> None:
-        """Gives pieces to a process, when it asks for them."""
-        self.check(peer)
-        key = _number(message, self._me, peer)
-        self._server.await_pull(key, list(pieces))
-        self._watch.offered(peer, key, message)
+    def count(self, peer: int, text: str) -> Call:
+        return self._transfers.count(self._platform, peer, text)
 
-    def ask(
-        self, peer: int, message: Message, pieces: Sequence[jax.ShapeDtypeStruct]
-    ) -> list[jax.Array]:
+    def offer(self, call: Call, pieces: Sequence[jax.Array], ready: tuple[jax.Array, ...]) -> None:
+        """Gives pieces to a process, when it asks for them. They are ready when `ready` is."""
+        self._server.await_pull(_number(call, self._me, call.peer), list(pieces))
+        self._transfers.gives(call, ready)
+
+    def ask(self, call: Call, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Pieces of another process. Returns at once: they come when it sends them."""
-        self.check(peer)
-        key = _number(message, peer, self._me)
-        arrays = self._connection(peer).pull(key, list(pieces))
-        self._watch.wanted(peer, key, message, tuple(arrays))
+        arrays = self._connection(call.peer).pull(_number(call, call.peer, self._me), list(pieces))
+        self._transfers.takes(call, tuple(arrays))
         return arrays
 
-    def check(self, peer: int) -> None:
-        failure = self._watch.failure(peer)
-        if failure is not None:
-            raise TransferError(failure)
+    def break_off(self, peers: Processes) -> None:
+        for peer in {*peers}.intersection(self._connections):
+            break_connection(self._connections[peer])
 
     def _connection(self, peer: int) -> Any:
         if peer not in self._connections:
@@ -83,7 +73,7 @@ class Links:
                 "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
             ) from error
         address, host = found.split(" ", 1)
-        if address.startswith(_LOOPBACK) and host != socket.gethostname():
+        if address.startswith((_LOOPBACK, "[::1]")) and host != socket.gethostname():
             raise TransferError(
                 f"process {peer} is on another host ({host}), and accepts connections of its own "
                 "host only. Call mylib.mpmd.initialize(address=...) at the start of each process, "
@@ -91,15 +81,7 @@ class Links:
             )
         return address
 
-    def _break(self, peer: int, text: str) -> None:
-        failures.append(text)
-        _log.error("%s", text)
-        if peer in self._connections:
-            break_connection(self._connections[peer])
 
-
-# Why transfers of this process have failed.
-failures: list[str] = []
 # The address at which this process accepts connections.
 _host = [_LOOPBACK]
 _links: dict[str, Links] = {}
@@ -110,7 +92,28 @@ def open_links(address: str) -> None:
     """Sets the address at which other processes reach this one, before its first transfer."""
     if _links:
         raise RuntimeError("the address must be set before the first transfer between processes")
-    _host[:] = [address]
+    _host[:] = [_own_address(address)]
+
+
+def _own_address(name: str) -> str:
+    """An address of this host: that, or what a name stands for. Given a name, JAX's server would
+    accept connections at all addresses.
+    """
+    try:
+        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+    except OSError:
+        found = []
+    for family, *_, place in found:
+        with socket.socket(family, socket.SOCK_STREAM) as one, suppress(OSError):
+            one.bind(place)
+            host = str(place[0])
+            if not ip_address(host.partition("%")[0]).is_unspecified:
+                return f"[{host}]" if family == socket.AF_INET6 else host
+    raise ValueError(
+        f"{name!r} is not an address of this host: give one at which the others reach it, such as "
+        "'10.0.0.7', and '127.0.0.1' if all of them are on this host. '0.0.0.0' would accept "
+        "connections at all of its addresses"
+    )
 
 
 def links_for(platform: str) -> Links | None:
@@ -126,8 +129,21 @@ def links_for(platform: str) -> Links | None:
             server = start_transfer_server(jax.local_devices(backend=platform)[0].client, _host[0])
             if server is None:
                 return None
-            links = _links[platform] = Links(server, platform)
+            links = _links[platform] = Links(server, platform, _transfers())
         return links
+
+
+def _transfers() -> Transfers:
+    """One account of the arrays of all platforms, for the processes that are connected now."""
+    found = watch()
+    if not isinstance(found.transfers, Transfers):
+        found.transfers = Transfers(found, _break_off)
+    return found.transfers
+
+
+def _break_off(processes: Processes) -> None:
+    for links in _links.values():
+        links.break_off(processes)
 
 
 def get_ready(devices: Iterable[Any]) -> None:
@@ -140,20 +156,21 @@ def get_ready(devices: Iterable[Any]) -> None:
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
+def explained_errors(processes: Processes) -> Iterator[None]:
     """Waiting for an array that doesn't come raises JAX's error of a closed connection. This one
-    says why it was closed.
+    says why it was closed. And nothing is returned if the processes are known to be out of step.
     """
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # The thread that closed it, or looks at what it has closed, may be a moment behind.
-        until = time.monotonic() + 2.0
-        while not failures and time.monotonic() < until:
+        # The thread that closed it, or waits for who did, may be a moment behind.
+        until = time.monotonic() + 4.0
+        while not watch().failures and time.monotonic() < until:
             time.sleep(0.05)
-        if failures:
-            raise TransferError(failures[0]) from error
+        for text in watch().failures.values():
+            raise TransferError(text) from error
         raise
+    watch().check(processes)
 
 
 def transport(platform: str) -> str:
@@ -161,7 +178,7 @@ def transport(platform: str) -> str:
     return "program" if links_for(platform) is None else "links"
 
 
-def _number(message: Message, giver: int, taker: int) -> int:
+def _number(call: Call, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
-    said = f"{giver} {taker} {message.text}".encode()
+    said = f"{call.platform} {giver} {taker} {call.number} {call.digest}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1

@@ -9,9 +9,10 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from .._compat import data_of_shards, weakly_typed
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
-from .plan import Plan
+from .origin import origin_of
+from .plan import Plan, placed_as, plan
 
-# Of more arrays than these, a message has only a checksum.
+# Of more arrays than these, a description has only a checksum.
 _FEW = 8
 
 
@@ -19,31 +20,26 @@ class Leaf(NamedTuple):
     x: jax.Array
     target: Sharding
     plan: Plan
-    # The same in all processes: the name of the array, and what is known of it; and a description
-    # of this transfer, which no other one has.
-    name: str
-    facts: str
+    # The same in all processes.
     text: str
 
 
-class Message(NamedTuple):
-    """What one process sends another one at once: parts of some arrays."""
+def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
+    """`known_as` is the array whose origin it has: itself, unless it is the data of keys."""
+    here = x.sharding
+    places = f"{placed_as(x.shape, here)}, to {placed_as(x.shape, target)}"
+    origin = origin_of(known_as)
+    made = f" ({origin})" if origin else ""
+    text = f"{x.dtype}{list(x.shape)} {places}{made}"
+    return Leaf(x, target, plan(x.shape, here, target), text)
 
-    text: str
-    # What is known of the first arrays, by their names.
-    facts: dict[str, str]
 
-    @classmethod
-    def of(cls, leaves: Iterable[Leaf]) -> "Message":
-        texts, facts = [], {}
-        for leaf in leaves:
-            texts.append(leaf.text)
-            if len(facts) < _FEW:
-                facts[leaf.name] = leaf.facts
-        text = "; ".join(texts[:_FEW])
-        if len(texts) > _FEW:
-            text += f"; and {len(texts) - _FEW} more (checksum {digest(texts)})"
-        return cls(text, facts)
+def described_all(leaves: Iterable[Leaf]) -> str:
+    texts = [leaf.text for leaf in leaves]
+    text = "; ".join(texts[:_FEW])
+    if len(texts) > _FEW:
+        text += f"; and {len(texts) - _FEW} more (checksum {digest(texts)})"
+    return text
 
 
 def assembled(leaf: Leaf, shards: Mapping[Any, jax.Array]) -> jax.Array:

@@ -14,9 +14,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._processes import AbsentError, gather, named, patience, processes_of
-from .connections import TransferError
-from .leaf import Leaf, assembled, shards_of
+from .._processes import AbsentError, TransferError, exchange, processes_of
+from .leaf import Leaf, assembled, described_all, shards_of
 from .plan import Bounds, regions_of
 
 _AXIS = "all"
@@ -53,34 +52,11 @@ def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
 
 
 def _agree(processes: tuple[int, ...], leaves: Sequence[Leaf]) -> None:
-    mine = [leaf.text for leaf in leaves]
+    purpose = f"transfer of {described_all(leaves)}"
     try:
-        everyone = gather("transfer", mine, processes)
+        exchange(purpose, "", processes, lambda said: "", in_order=True)
     except AbsentError as error:
-        raise TransferError(_alone(error.missing, mine[0])) from error
-    for process, theirs in zip(processes, everyone, strict=True):
-        if theirs != everyone[0]:
-            pairs = zip(everyone[0], theirs, strict=False)
-            one, other = next((p for p in pairs if p[0] != p[1]), (everyone[0], theirs))
-            raise TransferError(
-                f"{named(processes[:1])} transfers {one}, but {named([process])} transfers {other}."
-                " All processes must make the same transfers, here in the same order"
-            )
-
-
-def _alone(missing: tuple[int, ...], text: str) -> str:
-    me = jax.process_index()
-    if me in missing:
-        reason = f"process {me} came too late to transfer {text}: the others had given up"
-    else:
-        reason = (
-            f"process {me} transfers {text}, but {named(missing)} did not come to do so within "
-            f"{patience():g} s"
-        )
-    return (
-        f"{reason}. All processes must make the same transfers, here in the same order. If one is "
-        "slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
-    )
+        raise TransferError(str(error)) from error
 
 
 def _run(devices: tuple[Any, ...], leaves: Sequence[Leaf]) -> list[dict[Any, jax.Array]]:
@@ -134,8 +110,10 @@ def _move(
 ) -> list[jax.Array]:
     moved: list[jax.Array] = []
     for part, given in zip(parts, stacked, strict=True):
-        bits = [_move_bits(part, rows, x) for x in _bits_of(given)]
-        moved.append(_of_bits(bits, given.dtype))
+        # Or the compiler moves the floats after all.
+        given_bits = lax.optimization_barrier(_bits_of(given))
+        bits = [_move_bits(part, rows, x) for x in given_bits]
+        moved.append(_of_bits(lax.optimization_barrier(bits), given.dtype))
     return moved
 
 

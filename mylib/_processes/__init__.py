@@ -4,6 +4,7 @@ from .agreement import (
     agree as agree,
     checksum as checksum,
     described as described,
+    one_call as one_call,
     owners as owners,
     raised_in_all as raised_in_all,
     shared_indices as shared_indices,
@@ -17,19 +18,18 @@ from .differences import (
     faults_in_full as faults_in_full,
     in_brief as in_brief,
 )
-from .groups import in_short as in_short
+from .groups import digest as digest, in_short as in_short, named as named
 from .meeting import (
     AbsentError as AbsentError,
     Meet as Meet,
-    digest as digest,
     everybody as everybody,
     exchange as exchange,
     gather as gather,
     meeting as meeting,
-    named as named,
     patience as patience,
     processes_of as processes_of,
 )
+from .order import TransferError as TransferError
 from .replicas import check_replicas as check_replicas
 from .series import (
     JUDGED as JUDGED,
@@ -39,3 +39,4 @@ from .series import (
     Series as Series,
     connected as connected,
 )
+from .watch import Watch as Watch, watch as watch

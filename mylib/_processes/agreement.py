@@ -3,7 +3,7 @@
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ from .._errors import Fault, PlacementError, because, in_words
 from .._placement import Target, fill_free, sharding_of
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
 from .differences import Facts, compare, everybodys_faults, faults_in_full
-from .groups import in_short
-from .meeting import digest, meeting, processes_of
+from .groups import digest, in_short
+from .meeting import meeting, on_the_way, processes_of
 from .series import Processes
 
 # For nodes with data besides their children and fields.
@@ -49,9 +49,11 @@ def agree(
     ]
     everybody = tuple(sorted({i for group in (*groups.values(), *reached) for i in group}))
     if len(everybody) > 1 and jax.process_index() in everybody:
-        facts, meet = _facts(leaves, wanted, groups), meeting("placement", everybody)
-        outline = {"the outline": digest(texts_of(leaves))}
-        brief = {**facts, everybody: {**facts.get(everybody, {}), **outline}}
+        meet = meeting("placement", everybody)
+        with on_the_way("placement", everybody):
+            facts = _facts(leaves, wanted, groups)
+            outline = {"the outline": digest(texts_of(leaves))}
+            brief = {**facts, everybody: {**facts.get(everybody, {}), **outline}}
         difference = compare(meet, faults, brief)
         if difference is None:
             return
@@ -62,6 +64,14 @@ def agree(
         raise PlacementError(faults)
 
 
+def one_call(mesh: Any, check: bool | None) -> AbstractContextManager[None]:
+    """A call that may place arrays on a mesh. If it is interrupted before it has met the others,
+    theirs fails, too.
+    """
+    others = _others(mesh, check)
+    return on_the_way("placement", others, alone=True) if others else nullcontext()
+
+
 @contextmanager
 def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
     """Raises an error of one process in all processes with devices of the mesh, before any targets
@@ -70,8 +80,8 @@ def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        others = processes_of(mesh.devices.flat) if isinstance(mesh, Mesh) else ()
-        if check is False or len(others) < 2 or jax.process_index() not in others:
+        others = _others(mesh, check)
+        if not others:
             raise
         is_ours = isinstance(error, PlacementError)
         mine = error.faults if is_ours else [_raised(error)]
@@ -84,6 +94,14 @@ def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
         if is_ours:
             raise PlacementError(faults) from error
         raise
+
+
+def _others(mesh: Any, check: bool | None) -> Processes:
+    """The processes of a mesh, if they are several, and this one is among them."""
+    if check is False or not isinstance(mesh, Mesh) or jax.process_count() == 1:
+        return ()
+    others = _processes_of(mesh)
+    return others if len(others) > 1 and jax.process_index() in others else ()
 
 
 def _raised(error: Exception) -> Fault:
@@ -119,6 +137,11 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
                 shared = facts.setdefault(sharers, {})
                 shared[name] = f"{shared.get(name, dtype)} (checksum {numbers})"
     return {group: values for group, values in facts.items() if len(group) > 1}
+
+
+@functools.lru_cache(maxsize=64)
+def _processes_of(mesh: Mesh) -> Processes:
+    return processes_of(mesh.devices.flat)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,8 +8,7 @@ import jax
 
 from .._errors import Fault
 from .differences import Facts, Versions, unexamined
-from .groups import in_short, members, text_of
-from .meeting import named
+from .groups import in_short, members, named, text_of
 from .series import Processes
 
 _MEND = "make it from the same numbers in every process, or place the values of one of them again"

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import Fault
-from .groups import members, text_of
-from .meeting import Meet, digest, named
+from .groups import digest, members, named, text_of
+from .meeting import Meet
 from .series import Processes
 
 # Values that must be equal in all processes of a group, by name.

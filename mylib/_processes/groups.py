@@ -1,6 +1,9 @@
 """Writes groups of processes as text, and reads them; and shortens lists of numbers for readers."""
 
+import hashlib
+import json
 from collections.abc import Sequence
+from typing import Any
 
 from .series import Processes
 
@@ -43,3 +46,11 @@ def in_short(numbers: Sequence[int]) -> str:
     text = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges[:_LONG])
     left = sum(b - a + 1 for a, b in ranges[_LONG:])
     return f"{text} and {left} more" if left else text
+
+
+def named(indices: Sequence[int]) -> str:
+    return f"process{'es' * (len(indices) > 1)} {in_short(indices)}"
+
+
+def digest(x: Any) -> str:
+    return hashlib.blake2b(json.dumps(x).encode(), digest_size=16).hexdigest()

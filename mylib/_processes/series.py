@@ -36,21 +36,21 @@ class Series:
         self.place = place
         self.processes = processes
         self.turn = 0
-        # For callers with several threads.
+        # Held during a meeting, for this thread.
         self.lock = threading.Lock()
+        self.thread = 0
+        # Calls of this process that would meet the others if they had something to compare.
+        self.calls = 0
         self._me = me
+        self._begun = False
         # The first meeting whose keys the service may still hold.
         self._kept = 0
 
     def begin(self) -> bool:
         """False if this process has begun these meetings before: it has died, and been replaced."""
-        try:
-            connected().key_value_set(f"{self.place}-begun/{self._me}", "")
-        except jax.errors.JaxRuntimeError as error:
-            if names.TEXT_ALREADY_EXISTS not in str(error):
-                raise
-            return False
-        return True
+        if not self._begun:
+            self._begun = _set_once(f"{self.place}-begun/{self._me}", "")
+        return self._begun
 
     def say(self, mine: str, judge: Judge) -> None:
         client, here = connected(), self._here()
@@ -81,13 +81,7 @@ class Series:
 
     def conclude(self, kind: str, text: str) -> bool:
         """Ends the meeting. Returns False if another process was faster."""
-        try:
-            connected().key_value_set(f"{self._here()}/conclusion", f"{kind} {text}")
-        except jax.errors.JaxRuntimeError as error:
-            if names.TEXT_ALREADY_EXISTS not in str(error):
-                raise
-            return False
-        return True
+        return _set_once(f"{self._here()}/conclusion", f"{kind} {text}")
 
     def messages(self) -> dict[int, str]:
         """The messages so far, by process."""
@@ -96,13 +90,12 @@ class Series:
 
     def go_on(self, *, judged: bool = True) -> None:
         """Moves on to the next meeting. `judged` is whether all processes attended this one."""
+        turn, self.turn = self.turn, self.turn + 1
         if judged:
-            if self._me == self.processes[0]:
-                # All processes have read the conclusions of the meetings before this one.
-                for turn in range(self._kept, self.turn):
-                    connected().key_value_delete(f"{self.place}/{turn}/")
-            self._kept = self.turn
-        self.turn += 1
+            kept, self._kept = self._kept, turn
+            # All processes have read the conclusions of the meetings before this one.
+            for one in range(kept, turn) if self._me == self.processes[0] else ():
+                connected().key_value_delete(f"{self.place}/{one}/")
 
     def count(self, what: str) -> int:
         """Counts this process, and returns the count."""
@@ -123,6 +116,17 @@ class Series:
 
     def _here(self) -> str:
         return f"{self.place}/{self.turn}"
+
+
+def _set_once(key: str, value: str) -> bool:
+    """False if the service has this key already."""
+    try:
+        connected().key_value_set(key, value)
+    except jax.errors.JaxRuntimeError as error:
+        if names.TEXT_ALREADY_EXISTS not in str(error):
+            raise
+        return False
+    return True
 
 
 def connected() -> CoordinationClient:

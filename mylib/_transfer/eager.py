@@ -27,12 +27,13 @@ from jax.sharding import (
 from .._compat import weakly_typed
 from .._links import (
     Crossing,
+    count_moves,
     crosses,
-    give_names,
     handle,
     is_nowhere_here,
     move_across,
-    name_of,
+    origin_of,
+    set_origin,
 )
 from .._placement import (
     Target,
@@ -67,6 +68,8 @@ class Move(NamedTuple):
     may_alias: bool | None = None
     across: bool = False
     """Whether processes send and receive it, even if each could place a value of its own."""
+    counted: bool = True
+    """Whether processes compare that they all move it, if one program of several does so."""
 
 
 def move(moves: Sequence[Move]) -> list[jax.Array]:
@@ -92,7 +95,7 @@ def _move(moves: Sequence[Move]) -> list[jax.Array]:
     partial: list[tuple[int, NamedSharding]] = []
     work = _Work()
     several_processes = jax.process_count() > 1
-    for i, (x, kind, target, donate, may_alias, across) in enumerate(moves):
+    for i, (x, kind, target, donate, may_alias, across, counted) in enumerate(moves):
         wanted = sharding_of(target)
         whole = x
         if kind is Kind.DEVICE and is_of_keys(x):
@@ -110,14 +113,18 @@ def _move(moves: Sequence[Move]) -> list[jax.Array]:
         elif is_nowhere_here(x.sharding, sharding_of(target)):
             work.add_elsewhere(i, x, target)
         else:
+            if counted and x.sharding.device_set == sharding_of(target).device_set:
+                work.counted.append(
+                    Crossing(x, fill_free(sharding_of(target), None, x.ndim), whole)
+                )
             work.add(i, x, kind, target, donate, bool(may_alias))
     for i, y in work.carry_out():
         moved[i] = y
     for i in keys:
-        name = name_of(moved[i])
+        origin = origin_of(moved[i])
         moved[i] = as_keys(moved[i], moves[i].x)
-        if name is not None:
-            give_names([moved[i]], name)
+        if origin:
+            set_origin([moved[i]], origin)
     for i, wanted in partial:
         # Only programs make partial sums, or sum them up. `reshard` runs one for each leaf.
         moved[i] = jax.block_until_ready(jax.sharding.reshard(moved[i], wanted))
@@ -138,6 +145,7 @@ class _Work:
         self.reshards: _Groups = {}
         self.crossings: list[tuple[int, Crossing]] = []
         self.elsewhere: list[tuple[int, jax.Array]] = []
+        self.counted: list[Crossing] = []
 
     def add_crossing(self, i: int, x: jax.Array, target: Target, known_as: Any) -> None:
         target = fill_free(target, x.sharding, x.ndim)
@@ -193,6 +201,7 @@ class _Work:
         self.put_where.append(wanted)
 
     def carry_out(self) -> list[tuple[int, jax.Array]]:
+        count_moves(self.counted)
         done = list(self.elsewhere)
         if self.put_own:
             # One sharding for all arrays costs less than a list of equal ones.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, Sharding
 
 from .._placement import Target, entries_of, sharding_of, with_entries
@@ -135,20 +134,14 @@ def put_pieces(
 
 
 def as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
-    keys = jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-    here = keys.sharding
-    if isinstance(here, NamedSharding) and len(here.spec) > keys.ndim:
-        # On a mesh of one device, JAX 0.10 gives the keys the spec of their data.
-        spec = with_entries(here.spec, entries_of(here.spec)[: keys.ndim])
-        keys = jax.device_put(keys, here.update(spec=spec))
-    return keys
+    return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
 
 
 def over_key_data(target: Target, ndim: int) -> Target:
     """A target for keys, as one for their key data, whose extra dimension is not split."""
-    if isinstance(target, Format):
-        return over_key_data(sharding_of(target), ndim)
-    if not isinstance(target, NamedSharding):
-        return target
-    entries = [*entries_of(target.spec), *[None] * (ndim + 1 - len(target.spec))]
-    return target.update(spec=with_entries(target.spec, entries))
+    # A spec may be shorter than its array. With an entry for the extra dimension, JAX 0.10 would
+    # keep that in the spec of keys on a mesh of one device.
+    if not isinstance(sharding := sharding_of(target), NamedSharding):
+        return sharding
+    entries = entries_of(sharding.spec)[:ndim]
+    return sharding.update(spec=with_entries(sharding.spec, entries))

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because, line_of_caller
-from .._links import crosses, give_names, is_nowhere_here, name_of, next_name
+from .._links import crosses, is_nowhere_here, next_call, origin_of, set_origin
 from .._placement import (
     AnyMesh,
     Placement,
@@ -26,7 +26,7 @@ from .._placement import (
     sharding_of,
     unusual_memory_kind,
 )
-from .._processes import agree, check_replicas, named, owners, raised_in_all
+from .._processes import agree, check_replicas, named, one_call, owners, raised_in_all
 from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import Move, move
 from .host import to_default_device
@@ -92,13 +92,16 @@ def filter_shard(
         ```
     """
     world = current_world()
-    leaves = split(tree)
     refuse = _refuse_memory_kinds if world.staged else None
-    with raised_in_all(mesh_of_all(mesh, world), check):
-        targets = resolve_leaves(leaves, placement, mesh, world, refuse)
-    if world.staged:
-        _refuse_check(check)
-    return _checked(leaves.join(place_leaves(leaves, targets, world, check=check)), check)
+    of_all = mesh_of_all(mesh, world)
+    with one_call(of_all, check):
+        leaves = split(tree)
+        with raised_in_all(of_all, check):
+            targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+        if world.staged:
+            _refuse_check(check)
+        placed = place_leaves(leaves, targets, world, check=check)
+    return _checked(leaves.join(placed), check)
 
 
 def place_leaves(
@@ -190,12 +193,15 @@ def filter_device_put(
     if placement is ...:
         return leaves.join(to_default_device(leaves.arrays, alias))
     refuse = _refuse_unpinned if world.staged else None
-    with raised_in_all(mesh_of_all(mesh, world), check):
-        targets = resolve_leaves(leaves, placement, mesh, world, refuse)
-    if world.staged:
-        _refuse_check(check)
-        return leaves.join(transfer_leaves(leaves, targets, world))
-    return _checked(leaves.join(_move_all(leaves, targets, sources, gone, alias, check)), check)
+    of_all = mesh_of_all(mesh, world)
+    with one_call(of_all, check):
+        with raised_in_all(of_all, check):
+            targets = resolve_leaves(leaves, placement, mesh, world, refuse)
+        if world.staged:
+            _refuse_check(check)
+            return leaves.join(transfer_leaves(leaves, targets, world))
+        placed = _move_all(leaves, targets, sources, gone, alias, check)
+    return _checked(leaves.join(placed), check)
 
 
 def mesh_of_all(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
@@ -290,9 +296,10 @@ def _move_all(
             use_up = donate[i] and times[id(leaves.arrays[i])] == 1
             target: Any = targets[i]
             kind, alias = leaves.kinds[i], may_alias[i]
-            moves.append(Move(placed[i], kind, target, use_up, alias, i in travelling))
+            counted = check is not False
+            moves.append(Move(placed[i], kind, target, use_up, alias, i in travelling, counted))
         _put_back(placed, moving, move(moves))
-        _name_placed(leaves, targets, moving, placed)
+        _label_placed(leaves, targets, moving, placed)
         _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
     return placed
 
@@ -320,20 +327,20 @@ def _travelling(
     }
 
 
-def _name_placed(
+def _label_placed(
     leaves: Leaves, targets: Sequence[Target | None], moved: Sequence[int], placed: Sequence[Any]
 ) -> None:
-    """Names arrays that some processes don't hold, so that those can ask for them."""
+    """Says in the arrays what has placed them, which processes without shards can't see."""
     if jax.process_count() == 1:
         return
-    line = ""
+    calls: dict[Any, str] = {}
     for i in moved:
         target = targets[i]
-        holders = () if target is None else owners(sharding_of(target))
-        if 0 < len(holders) < jax.process_count() and name_of(placed[i]) is None:
-            line = line or line_of_caller()
-            maker = f"{leaves.name(i)}, placed on {named(holders)} in {line}"
-            give_names([placed[i]], next_name(maker))
+        if target is not None and not origin_of(placed[i]):
+            holders = owners(sharding_of(target))
+            if holders not in calls:
+                calls[holders] = next_call(f"placed on {named(holders)} in {line_of_caller()}")
+            set_origin([placed[i]], f"{leaves.name(i)}, {calls[holders]}")
 
 
 def _near(target: Target | None) -> Sharding | None:

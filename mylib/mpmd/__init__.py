@@ -1,6 +1,6 @@
 """Arrays, functions and pipelines over meshes that share no devices."""
 
-from .._links import TransferError as TransferError
+from .._processes import TransferError as TransferError
 from ._actions import Action as Action, Pass as Pass
 from ._jit import jit as jit
 from ._meshes import split as split

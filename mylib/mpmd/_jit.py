@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 from .._compat import Uncommitted, sharding_under, value_under
 from .._errors import Fault, PlacementError, because, line_of_caller
 from .._functions import Jitted, about, code_of, filter_jit
-from .._links import get_ready, give_names, handle, next_name
+from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of
 from .._transfer import filter_device_put
@@ -108,7 +108,7 @@ class OnMesh(Generic[P, T]):
         if jax.process_count() > 1:
             maker = f"{self._name}{self._line}, called in {line_of_caller()}"
             # Transfers under `grad` find the values, not the tracers.
-            give_names(map(value_under, jtu.tree_leaves(out)), next_name(maker))
+            set_origin(map(value_under, jtu.tree_leaves(out)), next_call(maker))
         return out
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

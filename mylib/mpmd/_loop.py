@@ -1,14 +1,12 @@
 """Runs a pipeline: one loop over the actions of its schedule."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._links import give_names, handles, next_name
-from .._processes import described, in_short
+from .._links import handles, next_call, set_origin
+from .._processes import in_short
 from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Var
@@ -108,7 +106,7 @@ class Run:
         (value,) = handles([last.value]) if own is None else own.loss
         if jax.process_count() > 1:
             made = [value, *(x for own in grads for x in own.values())]
-            give_names(made, next_name(_results(self.plan)))
+            set_origin(made, next_call(_results(self.plan)))
         return value, [
             stage.module.outline.treedef.unflatten(_in_places(stage, own))
             for stage, own in zip(self.plan.stages, grads, strict=True)
@@ -147,9 +145,6 @@ class Run:
         if source not in self.states and target not in self.states:
             return None
         given = handles(here) if arrays is None else arrays
-        if jax.process_count() > 1:
-            one, other = self.plan.stages[source], self.plan.stages[target]
-            give_names(given, next_name(_link(source, one.mesh, target, other.mesh)))
         arrived = transfer(given, [x.sharding for x in there])
         return arrived if target in self.states else None
 
@@ -172,15 +167,9 @@ class Run:
             arrived = self._transfer(s, t, [grads[s][i]], [first], [struct])
             if arrived is not None:
                 grads[t][j] = arrived[0]
-
-
-@functools.cache
-def _link(source: int, here: Mesh, target: int, there: Mesh) -> str:
-    """Names the transfers between two stages. Processes count those of a name, so it must tell
-    apart pipelines whose transfers other processes take part in.
-    """
-    one, other = (described(NamedSharding(mesh, P())) for mesh in (here, there))
-    return f"what stage {source} of a pipeline, {one}, sends to stage {target}, {other}"
+            elif struct.sharding == first.sharding:
+                # One array in two places, as in the processes that have it.
+                grads[t][j] = grads[s][i]
 
 
 def _results(plan: Plan) -> str:

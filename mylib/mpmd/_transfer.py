@@ -1,6 +1,7 @@
 """Arrays that are on other processes: sending them, fetching them, and knowing them."""
 
 import functools
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._links import explained_errors, is_handle, open_links, transport as transport_for
 from .._placement import AnyMesh, Placement
-from .._processes import owners
+from .._processes import everybody, owners
 from .._transfer import transfer as move_between
 from .._tree import Kind, is_of_keys, split
 
@@ -27,8 +28,8 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
     [`mylib.filter_device_put`][] and of this function, where the process has no device of the
     target.
 
-    It returns at once: what follows can be started while arrays are on their way. Calls may come
-    in another order in each process. A process receives each part of its shards once, even if
+    It returns at once: what follows can be started while arrays are on their way. All processes
+    make the same calls in the same order. A process receives each part of its shards once, even if
     several of its devices hold it. Can be differentiated outside of `jax.jit`: the cotangent goes
     back.
 
@@ -50,8 +51,8 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
 
     [`mylib.PlacementError`][] before anything is sent, as [`mylib.filter_device_put`][].
     [`mylib.mpmd.TransferError`][] if another process has not taken part in an earlier transfer
-    within `MYLIB_EXCHANGE_TIMEOUT` seconds (300 by default), or has asked for another shape, dtype
-    or placement. Arrays that were to come then raise when their values are needed.
+    within `MYLIB_EXCHANGE_TIMEOUT` seconds (300 by default), or has made another one in its place.
+    Arrays that were to come then raise when their values are needed.
 
     !!! Example
 
@@ -96,7 +97,7 @@ def fetch(tree: T, /) -> T:
     everywhere = move_between([arrays[i] for i in sent], _one_device_each()) if sent else []
     for i, x in zip(sent, everywhere, strict=True):
         arrays[i] = x
-    with explained_errors():
+    with explained_errors(everybody()) if sent else nullcontext():
         return leaves.join(
             _value(x) if kind is Kind.DEVICE else x
             for x, kind in zip(arrays, leaves.kinds, strict=True)
@@ -153,8 +154,8 @@ def initialize(*args: Any, address: str = "127.0.0.1", **kwargs: Any) -> None:
     **Arguments:**
 
     - `address`: the address of this host at which the other processes reach this one, such as
-        `"10.0.0.7"`; `"127.0.0.1"` accepts connections of the same host only. Anyone who can reach
-        it can ask for arrays, so give one of a private network.
+        `"10.0.0.7"`, or a name that stands for one; `"127.0.0.1"` accepts connections of the same
+        host only. Anyone who can reach it can ask for arrays, so give one of a private network.
     - `args`, `kwargs`: those of `jax.distributed.initialize`.
 
     **Returns:**
@@ -163,7 +164,8 @@ def initialize(*args: Any, address: str = "127.0.0.1", **kwargs: Any) -> None:
 
     **Raises:**
 
-    As `jax.distributed.initialize`. `RuntimeError` after the first transfer between processes.
+    As `jax.distributed.initialize`. `ValueError` if the address is not one of this host.
+    `RuntimeError` after the first transfer between processes.
 
     !!! Example
 
@@ -184,7 +186,7 @@ def transport() -> str:
     `"none"` with a single process, where `jax.device_put` moves them. `"links"` for connections of
     JAX's transfer server. `"program"` if this JAX has no such server, or if the environment
     variable `MYLIB_TRANSPORT` is `program`: then the processes of source and target run one program
-    together, and must make their transfers in the same order.
+    together.
 
     !!! Example
 

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxlib import lapack
 
 import mylib
 from mylib._audit.flow import Value, before
 from mylib._audit.groups import Axes, groups_of, pairs_of
 from mylib._audit.hlo import Module, arrays_of
+from mylib._audit.targets import LOCAL
 
 
 @pytest.mark.parametrize(
@@ -292,6 +294,38 @@ def test_metadata_of_a_kernel_spans_lines():
     assert kernel.op_names == ["jit(f)/pallas_call"] and kernel.attribute("backend_config") == "{}"
     with pytest.raises(mylib.AuditError, match="a bracket is not closed: %k = "):
         mylib.audit(text.replace("}}, metadata", ", metadata"), mesh=MESH)
+
+
+def calling(target: str) -> str:
+    call = f'ROOT %c = f32[8]{{0}} custom-call(%x), custom_call_target="{target}"'
+    return program(PARAMETER, call)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cublasMpGemm", "cusolverMpPotrf", "xla.gpu.ext.all_reduce", "RaggedDotAllToAll"]
+    + ["lapack_spotrf_ffi_mp", "__cublas$lt$matmulAllReduce", "Sharding2", "mosaic_gpu_v2", ""],
+)
+def test_calls_whose_names_only_begin_like_known_ones_are_errors(target):
+    with pytest.raises(mylib.AuditError, match=re.escape(f"calls {target!r}, which is not in the")):
+        mylib.audit(calling(target), mesh=MESH)
+    if target:
+        assert mylib.audit(calling(target), mesh=MESH, local=[target]).collectives == ()
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cusolver_potrf_ffi", "hipsolver_getrf_ffi", "__cublas$lt$matmul", "xla.gpu.ext.cub_sort_keys"]
+    + ["cu_threefry2x32_ffi", "__cudnn$norm", "xla_ffi_python_gpu_callback"],
+)
+def test_calls_that_are_known_by_their_names(target):
+    assert mylib.audit(calling(target), mesh=MESH).collectives == ()
+
+
+def test_all_that_jax_registers_for_cpus_is_known():
+    """If one is missing that stays on its device, add it to `_audit/targets.py`."""
+    registered = {name for name, *_ in lapack.registrations()["cpu"]}
+    assert len(registered) > 50 and registered <= LOCAL
 
 
 def test_send_and_receive():

@@ -173,7 +173,6 @@ def assert_gradients(report: mylib.Report, stacked: bool) -> None:
 
 
 def assert_peak(memory: mylib.ProgramMemory) -> None:
-    held = memory.peak - memory.arguments - memory.constants
-    given = memory.temporaries + memory.results - memory.aliased
-    # The older compiler for CPUs finds less room to share in a scan.
-    assert abs(held / given - 1) < (0.06 if jax.__version_info__ >= (0, 12) else 0.2)
+    assert memory.peak == memory.total
+    # The older compiler for CPUs finds less room to share in a scan, and the list is unknown.
+    assert memory.alive or jax.__version_info__ < (0, 12)

@@ -1,5 +1,8 @@
 """The pipelines of `test_pipeline.py`, whose meshes belong to several processes."""
 
+import resource
+from pathlib import Path
+
 import equinox as eqx
 import jax
 import numpy as np
@@ -104,6 +107,44 @@ def test_meshes_over_two_processes_each():
     schedule = mpmd.interleaved(2, MICROBATCHES, 2)
     pipe, given, reference = run_dense(4, schedule)
     check(pipe(*given), reference, given[0])
+
+
+@TWO
+def test_ties_between_stages_of_one_mesh():
+    """The process that has them holds one array in two places, and the other one a handle."""
+    pairs = [(lambda stages: stages[0].bias, lambda stages: stages[2].bias)]
+    schedule = mpmd.interleaved(2, MICROBATCHES, 2)
+    pipe, given, (_, grads) = run_dense(4, schedule, tied=pairs)
+    bias = grads[0].bias + grads[2].bias
+    for _ in range(2):
+        _, found = pipe(*given)
+        found = mpmd.fetch(found)
+        for i in (0, 2):
+            np.testing.assert_allclose(found[i].bias, bias, rtol=1e-5)
+        again = mpmd.transfer(given[0][2].bias, P(), mesh=meshes_of(2)[1])
+        np.testing.assert_array_equal(mpmd.fetch(again), mpmd.fetch(given[0][2].bias))
+
+
+def _held() -> tuple[float, int, int]:
+    """MB of memory, threads and open files of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    threads, files = (len(list(Path("/proc/self", name).iterdir())) for name in ("task", "fd"))
+    return pages * resource.getpagesize() / 1e6, threads, files
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads what Linux tells")
+@pytest.mark.multihost(processes=2, devices_per_process=4, fresh=True)
+def test_many_steps_hold_no_more_than_some():
+    pipe, given, (expected, _) = run_dense(2, mpmd.one_f_one_b(2, MICROBATCHES))
+    held = []
+    for step in range(500):
+        value, _ = pipe(*given)
+        if step % 100 == 99:
+            np.testing.assert_allclose(mpmd.fetch(value), expected, rtol=1e-6)
+            held.append(_held())
+    (memory, threads, files), (more, more_threads, more_files) = held[1], held[-1]
+    assert more - memory < 15 and more_threads <= threads + 1 and more_files <= files, held
 
 
 @TWO

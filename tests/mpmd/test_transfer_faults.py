@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib import mpmd
-from mylib._links import connections
+from mylib._processes import watch
 from mylib.testing import all_equal, barrier
 
 # Every test breaks the connections of its processes, so each has processes of its own.
@@ -47,7 +47,7 @@ def _next_error() -> str:
     mine, other = (first, second) if jax.process_index() == 0 else (second, first)
     until = time.monotonic() + 60
     # Not by trying: that would be another transfer without its other side.
-    while not connections.failures and time.monotonic() < until:
+    while not watch().failures and time.monotonic() < until:
         time.sleep(0.1)
     x = mylib.filter_device_put(X, P(), mesh=mine)
     with pytest.raises(mpmd.TransferError) as caught:
@@ -68,8 +68,116 @@ def test_another_dtype_than_was_asked_for():
     text = _next_error()
     assert time.monotonic() - start < 60
     all_equal(text)
-    assert "process 0 sends float32[8]" in text and "process 1 asks for int32[8]" in text
+    assert "is float32[8] in " in text and "in process 0, but int32[8] in " in text
     assert "['weight'], placed on process 0 in test_transfer_faults.py" in text
+
+
+def _pair() -> tuple[list[jax.Array], Mesh]:
+    """Two arrays, in another order in the second process, and another mesh."""
+    x, first, second = _connected()
+    double = mpmd.jit(lambda x: 2 * x, mesh=first)
+    pair = [double(x), double(x)]
+    return pair[:: 1 if jax.process_index() == 0 else -1], second
+
+
+def _everywhere() -> Mesh:
+    return mylib.make_mesh(data=-1)
+
+
+def test_calls_in_another_order():
+    """No number of another array arrives, though both are as large, and sent by one line."""
+    pair, second = _pair()
+    moved = [mpmd.transfer(x, P(), mesh=second) for x in pair]
+    if jax.process_index() == 1:
+        with pytest.raises((jax.errors.JaxRuntimeError, mpmd.TransferError)):
+            np.asarray(moved[0])
+    text = _next_error()
+    all_equal(text)
+    assert text.count("<lambda> on process 0") == 2 and "#1[0]" in text and "#2[0]" in text
+    assert text.count("in test_transfer_faults.py:") == 4
+
+
+def test_arrays_of_all_processes_in_another_order():
+    """Fetched: their values come from all of them."""
+    a, b = (mylib.filter_shard(X + i, P("data"), mesh=_everywhere()) for i in (0, 100))
+    mpmd.fetch(a)
+    pair = [a, b][:: 1 if jax.process_index() == 0 else -1]
+    with pytest.raises(mpmd.TransferError) as caught:
+        mpmd.fetch(pair[0])
+    all_equal(str(caught.value))
+    assert "placed on processes 0, 1 in test_transfer_faults.py" in str(caught.value)
+
+
+def test_programs_in_another_order():
+    """Over one set of devices a program mixes the shards. What is read next is an error."""
+    everywhere = _everywhere()
+    a, b = (mylib.filter_shard(X + i, P("data"), mesh=everywhere) for i in (0, 100))
+    pair = [a, b][:: 1 if jax.process_index() == 0 else -1]
+    start = time.monotonic()
+    for x in pair:
+        mpmd.transfer(x, P(), mesh=everywhere)
+    while not watch().failures and time.monotonic() < start + 60:
+        time.sleep(0.1)
+    for call in (
+        lambda: mpmd.fetch(a),
+        lambda: mpmd.transfer(a, P(), mesh=everywhere),
+    ):
+        with pytest.raises(mpmd.TransferError) as caught:
+            call()
+        all_equal(str(caught.value))
+    assert time.monotonic() - start < 60
+    assert "placed on processes 0, 1" in str(caught.value)
+
+
+def test_to_and_fro_in_another_order():
+    """Each process waits for the other one's array before it can send its own."""
+    x, first, second = _connected()
+    y = mylib.filter_device_put(X, P("data"), mesh=second)
+    calls = [(x, second), (y, first)][:: 1 if jax.process_index() == 1 else -1]
+    for array, mesh in calls:
+        mpmd.transfer(array, P("data"), mesh=mesh)
+    all_equal(_next_error())
+
+
+@pytest.mark.multihost(processes=3, devices_per_process=2, fresh=True)
+def test_a_circle():
+    """Every two processes agree on their order, and yet each waits for another one."""
+    me, devices = jax.process_index(), np.array(jax.devices()).reshape(3, 2)
+    meshes = [Mesh(d, ("data",), axis_types=(AxisType.Auto,)) for d in devices]
+    places = [NamedSharding(mesh, P("data")) for mesh in meshes]
+    x = [mylib.filter_device_put(X, place) for place in places]
+    for i in range(3):
+        mpmd.fetch(mpmd.transfer(x[i], places[(i + 1) % 3]))
+
+    def send(x: jax.Array, to: int) -> jax.Array:
+        return mpmd.transfer(x, places[to])
+
+    # What each gives is computed from what it takes.
+    add = [jax.jit(lambda x: x + 1, out_shardings=place) for place in places]
+    got = send(add[me - 1](x[me - 1]), me)
+    send(add[me](got), (me + 1) % 3)
+    start = time.monotonic()
+    while not watch().failures and time.monotonic() < start + 60:
+        time.sleep(0.1)
+    (text,) = watch().failures.values()
+    assert text.startswith("processes wait for each other: process 0 for float32[8] in 2 parts")
+    all_equal(text)
+    with pytest.raises((jax.errors.JaxRuntimeError, mpmd.TransferError)):
+        np.asarray(got)
+    with pytest.raises(mpmd.TransferError, match="wait for each other"):
+        send(x[me], (me + 1) % 3)
+
+
+def test_what_is_donated_has_not_arrived(seconds):
+    x, first, second = _connected()
+    seconds(3)
+    if jax.process_index() == 1:
+        y = mpmd.transfer(x, P("data"), mesh=second)
+        z = mpmd.jit(lambda y: y + 1, mesh=second, donate="all")(y)
+        assert y.is_deleted()
+        with pytest.raises((jax.errors.JaxRuntimeError, mpmd.TransferError)):
+            np.asarray(z)
+    assert "process 0 has not sent it within 3 s" in _next_error()
 
 
 def test_the_receiver_is_alone(seconds):

@@ -59,14 +59,20 @@ def test_from_process_to_process():
 def test_bits(dtype):
     """The compiler adds zeros to what it moves, but not to floats."""
     first, second = two_meshes()
-    numbers = [-0.0, np.nan, np.inf, 1e-45]
-    if dtype == "complex64":
+    is_complex = dtype == "complex64"
+    smallest = float(jnp.finfo("float32" if is_complex else dtype).smallest_subnormal)
+    numbers = [-0.0, np.nan, np.inf, smallest]
+    if is_complex:
         numbers = [complex(x, -0.0) for x in numbers]
     value = np.array(numbers, jnp.dtype(dtype))
     x = mylib.filter_device_put(value, P("data"), mesh=first)
+    one = mylib.filter_device_put(value[3:], P(), mesh=mesh_of(0, 4))
     for spec in (P("model"), P()):
         y = mpmd.fetch(mpmd.transfer(x, spec, mesh=second))
         np.testing.assert_array_equal(y.view(np.uint8), value.view(np.uint8))
+    y = mpmd.transfer(one, P(), mesh=mesh_of(1, 5)).addressable_data(0)
+    y = np.asarray(y)
+    np.testing.assert_array_equal(y.view(np.uint8), value[3:].view(np.uint8))
 
 
 def test_weak_types():
@@ -98,6 +104,10 @@ def test_grad(devices):
     check_grad(mesh_of(0, 1, 2, 3), mesh_of(*devices), P("data"))
 
 
+broken = pytest.mark.multihost(processes=2, devices_per_process=4, env=ENV, fresh=True)
+
+
+@broken
 def test_another_order():
     first, second = two_meshes()
     a = mylib.filter_device_put({"a": X}, P("data"), mesh=first)["a"]
@@ -108,6 +118,7 @@ def test_another_order():
     assert "['a']" in str(caught.value) and "['b']" in str(caught.value)
 
 
+@broken
 def test_another_dtype():
     first, second = two_meshes()
     own = X if jax.process_index() == 0 else X.astype(np.int32)
@@ -118,7 +129,7 @@ def test_another_dtype():
     assert "float32[12, 4]" in str(caught.value) and "int32[12, 4]" in str(caught.value)
 
 
-@pytest.mark.multihost(processes=2, devices_per_process=4, env=ENV, fresh=True)
+@broken
 @pytest.mark.parametrize("alone", [0, 1], ids=["sender", "receiver"])
 def test_one_side_is_alone(alone, monkeypatch):
     first, second = two_meshes()
@@ -130,7 +141,7 @@ def test_one_side_is_alone(alone, monkeypatch):
         text = str(caught.value)
         assert (
             "float32[12, 4]" in text
-            and f"process {1 - alone} did not come to do so within 2 s" in text
+            and f"process {1 - alone} did not come within 2 s to compare (transfer of" in text
         )
         assert "MYLIB_EXCHANGE_TIMEOUT" in text and "check=False" not in text
     barrier()

@@ -1,0 +1,199 @@
+"""Sees to it that processes make the same calls, and that what is sent arrives, or fails.
+
+JAX's transfers wait for ever if their other side never comes, and its programs mix up numbers if
+their order differs. A thread tells the other processes once a second what has been called here, and
+reads what they have. Nothing is told twice, or of what has ended everywhere.
+"""
+
+import atexit
+import json
+import logging
+import threading
+import time
+from typing import Any, Protocol
+
+import jax
+
+from .._compat import CoordinationClient, coordination_client
+from .groups import members, text_of
+from .order import Lane, TransferError
+from .series import Processes, connected
+
+_log = logging.getLogger("mylib")
+
+# Seconds between two looks at arrays on their way, and between two exchanges of accounts.
+_LOOK = 0.05
+_EXCHANGE = 1.0
+# The same if nothing is under way here: another process may have failed.
+_IDLE = 5.0
+
+# As long as it takes two processes to tell each other which of their calls differ.
+_EXPLAINS = 5.0
+
+_PLACE = "mylib/accounts"
+
+
+class OnTheirWay(Protocol):
+    """Arrays on their way between this process and others."""
+
+    def look(self) -> None: ...
+    def is_idle(self) -> bool: ...
+    def account(self, peer: int) -> Any: ...
+    def compare(self, peer: int, theirs: Any) -> None: ...
+    def fail(self, processes: Processes) -> None: ...
+
+
+class Watch:
+    """The calls of this process, and the thread that compares them."""
+
+    def __init__(self, client: CoordinationClient):
+        self.client = client
+        self.me = jax.process_index()
+        self.transfers: OnTheirWay | None = None
+        # What is wrong, by the processes that it concerns.
+        self.failures: dict[Processes, str] = {}
+        self._lanes: dict[str, Lane] = {}
+        self._lock = threading.Lock()
+        self._told: dict[int, Any] = {}
+        self._busy = threading.Event()
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="mylib-watch", daemon=True)
+        self._thread.start()
+        # Before JAX leaves the other processes: they must know what has arrived here.
+        atexit.register(self._end_thread)
+
+    def count(self, stream: str, processes: Processes, text: str) -> tuple[int, str]:
+        """Counts a call. Returns its number, and a digest of all so far, equal in all processes."""
+        self.check(processes)
+        with self._lock:
+            name = f"{stream} {text_of(processes)}"
+            if name not in self._lanes:
+                self._lanes[name] = Lane(processes, self.me)
+            lane = self._lanes[name]
+            lane.add(text)
+            self._busy.set()
+            return lane.count, lane.digest
+
+    def counted(self, stream: str, processes: Processes) -> tuple[int, str]:
+        """The number of the last call, and the digest."""
+        lane = self._lanes.get(f"{stream} {text_of(processes)}")
+        return (0, "") if lane is None else (lane.count, lane.digest)
+
+    def check(self, processes: Processes) -> None:
+        """Raises an error if two of these processes are known to be out of step."""
+        for some, text in list(self.failures.items()):
+            if len({*some}.intersection(processes)) > 1:
+                raise TransferError(text)
+
+    def fail(self, processes: Processes, text: str) -> None:
+        with self._lock:
+            if any({*processes}.issubset(known) for known in self.failures):
+                return
+            self.failures[processes] = text
+        _log.error("%s", text)
+        self._busy.set()
+        if self.transfers is not None:
+            self.transfers.fail(processes)
+
+    def is_idle(self) -> bool:
+        """Whether all that has been called and sent here is known to have ended well."""
+        idle = self.transfers is None or self.transfers.is_idle()
+        return idle and all(lane.is_settled() for lane in self._lanes.values())
+
+    def _run(self) -> None:
+        exchanged = 0.0
+        while not self._ended:
+            if self._busy.wait(_IDLE):
+                time.sleep(_LOOK)
+                if self.transfers is not None:
+                    self.transfers.look()
+                if time.monotonic() - exchanged < _EXCHANGE and not self._ended:
+                    continue
+            exchanged = time.monotonic()
+            try:
+                self._exchange()
+            except jax.errors.JaxRuntimeError:
+                # The service does not answer. JAX itself ends processes that have lost it.
+                pass
+            if coordination_client() is not self.client:
+                return  # the processes have parted
+            with self._lock:
+                if self.is_idle():
+                    self._busy.clear()
+
+    def _end_thread(self) -> None:
+        """Lets it make a last exchange."""
+        self._ended = True
+        self._busy.set()
+        self._thread.join(_IDLE)
+
+    def _exchange(self) -> None:
+        found = self.client.key_value_dir_get(f"{_PLACE}/{self.me}/")
+        accounts = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+        with self._lock:
+            peers = {peer for lane in self._lanes.values() for peer in lane.neighbours}
+        for peer in peers:
+            self._compare(peer, accounts.get(peer, {"failures": {}, "lanes": {}, "arrays": {}}))
+        for peer in peers:
+            text = json.dumps(self._account(peer))
+            if text != self._told.get(peer):
+                key = f"{_PLACE}/{peer}/{self.me}"
+                self.client.key_value_set(key, text, allow_overwrite=True)
+                self._told[peer] = text
+
+    def _account(self, peer: int) -> dict[str, Any]:
+        with self._lock:
+            lanes = {n: lane for n, lane in self._lanes.items() if peer in lane.neighbours}
+            return {
+                "failures": {text_of(who): t for who, t in self.failures.items() if peer in who},
+                "lanes": {name: lane.account(peer) for name, lane in lanes.items()},
+                "arrays": {} if self.transfers is None else self.transfers.account(peer),
+            }
+
+    def _compare(self, peer: int, theirs: dict[str, Any]) -> None:
+        wrong = {tuple(members(who)): text for who, text in theirs["failures"].items()}
+        with self._lock:
+            for name, told in theirs["lanes"].items():
+                lane = self._lanes.get(name)
+                if lane is not None and (text := lane.compare(peer, told)):
+                    wrong[lane.processes] = text
+        for processes, text in wrong.items():
+            self.fail(processes, text)
+        if self.transfers is not None:
+            self.transfers.compare(peer, theirs["arrays"])
+
+
+_watches: list[Watch] = []
+_starting = threading.Lock()
+
+
+def watch() -> Watch:
+    """The watch of the processes that are connected now."""
+    client = connected()
+    with _starting:
+        if not _watches or _watches[0].client is not client:
+            _watches[:] = [Watch(client)]
+        return _watches[0]
+
+
+def counted(stream: str, processes: Processes) -> tuple[int, str]:
+    """`Watch.counted`, which is nothing before the first call."""
+    return _watches[0].counted(stream, processes) if _watches else (0, "")
+
+
+def check_order(processes: Processes) -> None:
+    for one in _watches:
+        one.check(processes)
+
+
+def read_in_order(processes: Processes, text: str) -> str:
+    """The decision of a meeting, or the error that the processes are out of step."""
+    if text.startswith("="):
+        return text[1:]
+    # If transfers differ, the watch knows soon which.
+    until = time.monotonic() + (_EXPLAINS if text.startswith("?") else 0)
+    while time.monotonic() < until:
+        check_order(processes)
+        time.sleep(_LOOK)
+    watch().fail(processes, text[1:])
+    raise TransferError(text[1:])
