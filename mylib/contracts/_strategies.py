@@ -323,11 +323,9 @@ def _wrong_in_tensor_parallel(judged: Judged, m: Moved) -> str:
         return "" if judged.is_statistic(m) else "weights should stay where they are"
     if m.role != "gradient" or not m.leaves:  # an optimiser's statistics
         return ""
-    split = [i for i in m.leaves if judged.axis in axes_of(judged.report.parameters[i])]
-    if (
-        m.c.kind == "reduce-scatter"
-        or judged.is_part(m)
-        or (m.c.kind == "all-reduce" and not split)
-    ):
+    # What is summed may also be an activation of which rows are added to a table.
+    if m.c.kind in ("all-reduce", "reduce-scatter") or judged.is_part(m):
         return ""
+    if not any(judged.axis in axes_of(judged.report.parameters[i]) for i in m.leaves):
+        return "gradients of whole weights should be summed"
     return "gradients of sharded weights should stay where they are"
