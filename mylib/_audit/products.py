@@ -130,9 +130,11 @@ def _cudnn_convolution(x: Instruction) -> int:
     return _convolution(x, first, second, result)
 
 
-def _attention(x: Instruction) -> int:
+def _attention(x: Instruction) -> int | None:
     """Two products forward, and five backward: the scores are computed again."""
-    config = json.loads(x.attribute("backend_config") or "{}")["cudnn_fmha_backend_config"]
+    config = json.loads(x.attribute("backend_config") or "{}").get("cudnn_fmha_backend_config")
+    if config is None:
+        return None
     scores = math.prod(int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
     size = scores * x.operand(0).arrays[0].shape[-1]
     size *= 5 if "Backward" in target_of(x) else 2

@@ -112,6 +112,7 @@ class Report:
     - `work`: a [`mylib.Work`][]: how much is computed.
     - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the program uses.
     - `results`: the same for its results; empty if only text was given.
+    - `flow`: what its results and collectives depend on, which contracts judge by.
     """
 
     collectives: tuple[Collective, ...]
@@ -121,7 +122,6 @@ class Report:
     parameters: tuple[Parameter, ...]
     work: Work
     results: tuple[Parameter, ...]
-    # What results and collectives depend on, for contracts.
     flow: Flow = field(repr=False, compare=False)
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:

@@ -149,6 +149,10 @@ def memory(**limits: Size) -> Contract:
 
     A contract.
 
+    **Raises:**
+
+    `ValueError` for a name that is none of them.
+
     !!! Example
 
         ```python
