@@ -33,8 +33,9 @@ from ._tree import Leaf
 # Most programs use only a part of these, so they are imported when they are asked for.
 if TYPE_CHECKING:
     from . import contracts, data, machines, mpmd, testing
-    from ._audit import Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
+    from ._audit import Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
     from ._show import Changes, Explanation, Move, Overview, Row, explain, show
+    from .machines import Alive
 
 __version__ = "0.1.0"
 
@@ -95,8 +96,9 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         name: room
         for room, names in {
             "": "contracts data machines mpmd testing",
-            "_audit": "Alive Collective Estimate Parameter ProgramMemory Report Work audit",
+            "_audit": "Collective Estimate Parameter ProgramMemory Report Work audit",
             "_show": "Changes Explanation Move Overview Row explain show",
+            "machines": "Alive",
         }.items()
         for name in names.split()
     }

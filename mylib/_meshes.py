@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -24,8 +25,9 @@ def make_mesh(
 
     **Returns:**
 
-    A `jax.sharding.Mesh`. Its devices are in the order that JAX chooses for them, with neighbours
-    along the last axis.
+    A `jax.sharding.Mesh`. Its devices are in the order that JAX chooses for their topology. On
+    TPUs, all devices next to each other along an axis are neighbours only if the axis is one
+    direction of the slice: of 8 x 8 with axes of 8 and 8, but not of 4 and 16.
 
     **Raises:**
 
@@ -77,12 +79,15 @@ def _to_simulate(count: int) -> str:
 
 
 def ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
-    try:
-        return mesh_utils.create_device_mesh(sizes, list(devices))
-    except (NotImplementedError, AssertionError):
-        # JAX has no order for this shape on a TPU's topology, whose axes it doesn't split, and
-        # asserts that there is one device per chip and that devices fill a box without holes.
-        # In the compiler's own order neighbours are next to each other, too.
-        flat = np.empty(len(devices), object)
-        flat[:] = devices
-        return flat.reshape(sizes)
+    # Directions of a slice of TPUs are only split where it can't be helped.
+    for split in (False, True):
+        # JAX has no order for some shapes, and asserts that there is one device per chip and that
+        # devices fill a box without holes.
+        with suppress(NotImplementedError, AssertionError):
+            return mesh_utils.create_device_mesh(
+                sizes, list(devices), allow_split_physical_axes=split
+            )
+    # The compiler's own order.
+    flat = np.empty(len(devices), object)
+    flat[:] = devices
+    return flat.reshape(sizes)

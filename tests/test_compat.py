@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import importlib
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -28,6 +29,7 @@ from jax.sharding import (
 import mylib
 import mylib.testing
 from mylib._compat import (
+    INLINING_LOSES_LINES,
     UNCOMMITTED,
     Pass,
     UnknownParameter,
@@ -115,6 +117,13 @@ USES = {
     "jax._src.distributed.global_state.client": (
         "the service through which processes find each other: a store of keys and values, and "
         "barriers. tests/test_processes.py uses it in several processes"
+    ),
+    "jax._src.cudnn.fused_attention_stablehlo.check_compute_capability": (
+        "called with a string such as '9.0' while cuDNN's attention is traced; replaced for GPUs "
+        "that are not here"
+    ),
+    "jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version": (
+        "called without arguments while cuDNN's attention is traced; returns such as 91000"
     ),
     "jax._src.hardware_utils.has_visible_nvidia_gpu": (
         "whether there is an NVIDIA GPU; looks at files only, and starts nothing"
@@ -953,3 +962,27 @@ def test_jax_forgets_the_memory_kind_of_results_on_mixed_axes():
     )
     for other in (told, x, np.zeros(3)):
         assert with_actual_memory_kind(other) is other
+
+
+def test_the_peak_of_the_cpus_compiler_lacks_the_temporaries():
+    """When it contains them, this fails: then `machines._memory` can use it on the CPU, too."""
+    x = jax.ShapeDtypeStruct((256, 256), np.float32)
+    program = jax.jit(lambda x: jax.numpy.sort(x @ x) @ x).lower(x).compile()
+    memory = program.memory_analysis()
+    others = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert memory.temp_size_in_bytes >= x.size * 4
+    assert 0 <= memory.peak_memory_in_bytes - others < x.size
+
+
+def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
+    """If this fails, set `INLINING_LOSES_LINES` to what is true; where nothing supported loses
+    lines, remove it, and the call of `evaluate` in `Program`.
+    """
+
+    def sine(x):
+        return jnp.sin(x)
+
+    line = inspect.getsourcelines(sine)[1] + 1
+    inlined = jax.jit(sine, inline=True)
+    text = jax.jit(lambda x: inlined(x)).lower(1.0).as_text(debug_info=True)
+    assert (f'test_compat.py":{line}:' not in text) == INLINING_LOSES_LINES

@@ -398,7 +398,7 @@ def listed(prefix=""):
     """What `names` has: of primitives, or the constants that begin so."""
     found = {}
     for constant, value in vars(names).items():
-        kinds = ("ARGUMENT_", "PARAM_", "STACK_", "SCOPE_", "TEXT_", "EVENT_", "LOGGER_")
+        kinds = ("ARGUMENT_", "MLIR_", "PARAM_", "STACK_", "SCOPE_", "TEXT_", "EVENT_", "LOGGER_")
         if constant.isupper() and (
             constant.startswith(prefix) if prefix else not constant.startswith(kinds)
         ):
@@ -775,3 +775,13 @@ class TestMoved:
         """
         told = run(program, checkout_env)
         assert f"{module}.{name}" in told and jax.__version__ in told and eqx.__version__ in told
+
+
+def test_operations_that_fill_arrays():
+    """If one is missing, look for its new name in `lowered.as_text()`."""
+
+    def fun(x):
+        return jnp.zeros(8) + jnp.arange(8.0) + x[0] + np.arange(8.0, dtype=np.float32) ** 2
+
+    text = jax.jit(fun).lower(jax.ShapeDtypeStruct((8,), np.float32)).as_text()
+    assert all(name in text for name in names.MLIR_FILLED)

@@ -1,12 +1,14 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
 from .audit import audit as audit, report_of as report_of
-from .memory import Alive as Alive, ProgramMemory as ProgramMemory
+from .groups import Axes as Axes, Groups as Groups
+from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
     Contract as Contract,
     Parameter as Parameter,
     Report as Report,
+    bytes_of as bytes_of,
     times_of as times_of,
     what_of as what_of,
 )
@@ -16,5 +18,5 @@ from .text import readable as readable
 from .work import Operation as Operation, Work as Work
 
 # Tracebacks and pickles then show the public names.
-for _class in (Alive, Collective, Estimate, Parameter, ProgramMemory, Report, Work):
+for _class in (Collective, Estimate, Parameter, ProgramMemory, Report, Work):
     _class.__module__ = "mylib"

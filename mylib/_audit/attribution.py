@@ -54,11 +54,11 @@ def origin_of(x: Instruction, names: Names) -> Origin:
     at = (named if written else around or [""])[0]
     return Origin(
         arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
-        is_gradient="backward" in (_phase(named), _phase(_own_names(made_by))),
+        is_gradient="backward" in (phase_of(named), phase_of(_own_names(made_by))),
         primitive=_primitive(at),
         scope=_scope(at),
         source=source_of(x if written else informed) or source_of(x),
-        phase=_phase([*named, *around]),
+        phase=phase_of([*named, *around]),
         inserted=not written,
     )
 
@@ -70,6 +70,18 @@ def _own_names(x: Instruction) -> list[str]:
 
 def _is_written(primitive: str) -> bool:
     return re.sub(r"_(start|done)$", "", primitive) in known.COLLECTIVES
+
+
+def own_primitive_of(x: Instruction) -> str:
+    """The JAX primitive of an instruction, if it has one itself."""
+    named = _own_names(x)
+    return _primitive(named[0]) if named else ""
+
+
+def line_and_primitive(x: Instruction) -> tuple[str, str]:
+    """The line and the primitive that compute a value."""
+    informed = x if _own_names(x) else next(_informed_inputs(x), x)
+    return source_of(informed), own_primitive_of(informed)
 
 
 def primitive_of(x: Instruction) -> str:
@@ -97,7 +109,8 @@ def _is_structure(part: str) -> bool:
     return part in _STRUCTURE or part.startswith(known.SCOPE_BRANCH) or bool(set(part) & set("(:"))
 
 
-def _phase(names: Sequence[str]) -> str:
+def phase_of(names: Sequence[str]) -> str:
+    """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated."""
     if any(known.STACK_RECOMPUTED in name for name in names):
         return "recomputed"
     if any(f"{known.STACK_TRANSPOSE}(" in name for name in names[:1]):

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,15 +11,16 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._compat import argument_of_filter_jit, is_filter_jit
 from .._errors import AuditError
-from .._tree import is_array, outlined, signature_of
+from .._tree import Outline, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
-from .collectives import Transfer, is_overlapped, transfers
+from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .gradients import gradients_of
 from .groups import Axes, axes_in
 from .hlo import Module
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
+from .sums import Flow
 from .work import work_of
 
 AnyMesh = Mesh | AbstractMesh
@@ -121,9 +123,12 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
 
-    def called(arrays: list[Any]) -> list[Any]:
+    def called(arrays: list[Any]) -> tuple[Outline, list[Any]]:
         own, bound.arguments = rest.fill(arrays)
-        return outlined(own(*bound.args, **bound.kwargs))[0]
+        made, outline = outlined(own(*bound.args, **bound.kwargs))
+        # In another order than that of filter_jit: JAX's cache of compiled programs doesn't tell
+        # programs apart that differ in their arguments' names alone.
+        return outline, made
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
@@ -203,15 +208,18 @@ def report_of(
         )
     known = known or [axes for axes in axes_in(module.text) if axes.size == devices]
     found = transfers(module, frozenset(local))
+    flow = Flow(module, found)
     parameters = tuple(_parameters(module, names, compiled))
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
-        collectives=tuple(_collective(transfer, known, names) for transfer in found),
+        collectives=tuple(_collective(i, t, flow, known, names) for i, t in enumerate(found)),
         memory=None if compiled is None else ProgramMemory.of(compiled, module, arguments),
         axes=dict(zip(known[0].names, known[0].sizes, strict=True)) if known else {},
         name=module.name,
         parameters=parameters,
-        work=work_of(module),
+        work=work_of(module, found),
+        results=tuple(_results(module, compiled)),
+        flow=flow,
     )
 
 
@@ -226,6 +234,41 @@ def _parameters(
         (array,) = x.arrays
         path = names((x.op_names or [x.name])[0])
         yield Parameter(path, array.dtype, array.shape, array.bytes, axes)
+
+
+def _results(module: Module, compiled: jax.stages.Compiled | None) -> Iterator[Parameter]:
+    root = module.entry.result
+    given = [] if compiled is None else jtu.tree_leaves(compiled.output_shardings)
+    if compiled is None or len(given) != len(root.arrays):
+        return
+    paths = _paths_of(compiled.out_tree)
+    for path, array, sharding in zip(paths, root.arrays, given, strict=True):
+        yield Parameter(path, array.dtype, array.shape, array.bytes, _dividing(sharding))
+
+
+def _paths_of(structure: Any) -> list[str]:
+    """The paths of a program's results in what the function returns."""
+    numbers = list(map(_Result, range(structure.num_leaves)))
+    tree = jtu.tree_unflatten(structure, numbers)
+    match tree:
+        case (Outline() as outline, list(arrays)):
+            tree = outline.fill(arrays)
+        case (list(arrays), Outline() as outline, *checks):
+            checks = jtu.tree_leaves(checks)
+            tree = (outline.fill(arrays), checks) if checks else outline.fill(arrays)
+    found = {
+        x.number: jtu.keystr(path)
+        for path, x in jtu.tree_flatten_with_path(tree)[0]
+        if isinstance(x, _Result)
+    }
+    return [found.get(i, f"result {i}") for i in range(len(numbers))]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Stands for a result of this number."""
+
+    number: int
 
 
 def _shardings_of(compiled: jax.stages.Compiled) -> list[jax.sharding.Sharding]:
@@ -244,10 +287,14 @@ def _dividing(sharding: jax.sharding.Sharding) -> tuple[str, ...] | None:
     )
 
 
-def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Collective:
+def _collective(
+    number: int, transfer: Transfer, flow: Flow, known: Sequence[Axes], names: Names
+) -> Collective:
     x = transfer.first
+    module = x.computation.module
     origin = origin_of(x, names)
     loops = transfer.runs[0].loops if transfer.runs else ()
+    again = "gathered, then split otherwise" if is_split_again(transfer) else ""
     return Collective(
         kind=transfer.kind,
         axes=_axes_of(transfer, known),
@@ -256,17 +303,18 @@ def _collective(transfer: Transfer, known: Sequence[Axes], names: Names) -> Coll
         wire_bytes=transfer.wire_bytes,
         dtype="/".join(sorted({array.dtype for array in transfer.arrays})),
         arrays=origin.arrays,
-        gradients=gradients_of(transfer.results, names) if origin.is_gradient else (),
+        gradients=gradients_of(number, flow, module, names) if origin.is_gradient else (),
         primitive=origin.primitive,
         scope=origin.scope,
         source=origin.source,
         phase=origin.phase,
         inserted=origin.inserted,
         overlapped=is_overlapped(transfer),
-        sometimes=any(run.sometimes for run in transfer.runs),
+        sometimes=any(run.branches for run in transfer.runs),
         loops=tuple(source_of(loop) for loop in loops),
         devices=transfer.groups.shape[1],
-        spelling=transfer.spelling,
+        spelling=", ".join(filter(None, (transfer.spelling, again))),
+        branches=transfer.runs[0].branches if len(transfer.runs) == 1 else (),
     )
 
 

@@ -5,11 +5,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from .._errors import AuditError
 from .flow import Run, Value, computed, done_of, runs_of, target_of, trips, unchanged
-from .groups import Groups, groups_of, pairs_of, rings_of
+from .groups import Groups, all_pairs_of, groups_of, pairs_of, rings_of
 from .hlo import Array, Instruction, Module
 from .opcodes import moves, opcode_of
+from .positions import positions
 from .windows import rings_in
 
 # Operations that pass a value on unchanged.
@@ -34,8 +37,11 @@ class Transfer:
     asynchronous: bool = False
     # The instructions whose results are the arrays of the result.
     results: tuple[Instruction, ...] = ()
-    # The instructions of a chain.
+    # Which of the instruction's results they are.
+    elements: tuple[int, ...] = (0,)
+    # The instructions of a chain, and those whose results are the sum if it adds on its way.
     members: "tuple[Transfer, ...]" = ()
+    ends: tuple[Instruction, ...] = ()
 
     @property
     def done(self) -> Instruction:
@@ -45,6 +51,10 @@ class Transfer:
     @cached_property
     def bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
+
+    def pairs(self, devices: int) -> Groups:
+        """Those of a permutation, with those of a device with itself."""
+        return all_pairs_of(_pairs(self.first), devices)
 
     @property
     def times(self) -> int | None:
@@ -119,21 +129,23 @@ def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iter
     elements = _elements(done_of(x), len(arrays))
     results = tuple(y for several in elements for y in several)
     sent = wire_bytes(kind, size, each)
-    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results)
+    numbers = tuple(range(len(arrays)))
+    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results, numbers)
     if kind != "all-reduce":
         yield transfer
         return
     # A combined all-reduce is split up: gradients may be sharded, and the loss not.
-    by_use: dict[bool | None, list[tuple[Array, list[Instruction]]]] = {}
-    for array, users in zip(arrays, elements, strict=True):
-        by_use.setdefault(_is_scattered(x, users, each), []).append((array, users))
+    by_use: dict[bool | None, list[int]] = {}
+    for i, users in enumerate(elements):
+        by_use.setdefault(_is_scattered(x, users, groups), []).append(i)
     for fused, some in by_use.items():
-        size = sum(array.bytes for array, _ in some)
+        size = sum(arrays[i].bytes for i in some)
         part = replace(
             transfer,
-            arrays=tuple(array for array, _ in some),
+            arrays=tuple(arrays[i] for i in some),
             wire_bytes=wire_bytes(kind, size, each),
-            results=tuple(y for _, users in some for y in users),
+            results=tuple(y for i in some for y in elements[i]),
+            elements=tuple(some),
         )
         if fused is None:
             yield part
@@ -152,28 +164,29 @@ _MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
 def chained(found: list[Transfer]) -> list[Transfer]:
     """The transfers, those that are steps of a larger collective as that one."""
     by_body: dict[str, list[Transfer]] = {}
-    for transfer in found:
+    steps = [t for t in found if t.kind == "collective-permute"]
+    for transfer in steps:
         computation = transfer.first.computation
         if _WINDOWED.search(computation.name.replace(".", " ")) and len(computation.callers) == 1:
             by_body.setdefault(computation.name, []).append(transfer)
     chains: dict[int, Transfer] = {}
-    for steps in by_body.values():
-        chain = _chain(steps, found)
+    for several in by_body.values():
+        chain = _chain(several, steps)
         if chain is not None:
             chains.update(dict.fromkeys(map(id, chain.members), chain))
-    for chain in _unrolled([t for t in found if id(t) not in chains]):
+    for chain in _unrolled([t for t in steps if id(t) not in chains]):
         chains.update(dict.fromkeys(map(id, chain.members), chain))
     return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in found))
 
 
-def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
+def _chain(steps: list[Transfer], all_steps: list[Transfer]) -> Transfer | None:
     body = steps[0].first.computation
     loop = body.callers[0]
     match = _WINDOWED.search(body.name.replace(".", " "))
-    near = [t for t in found if t.first.computation is loop.computation and _touches(t, loop)]
+    near = [t for t in all_steps if t.first.computation is loop.computation and _touches(t, loop)]
     members = [*near, *steps]
     rings = rings_of(members[0].groups)
-    alike = {(t.kind, t.bytes) for t in members} == {("collective-permute", members[0].bytes)}
+    alike = {t.bytes for t in members} == {members[0].bytes}
     if match is None or rings is None or not alike or any(t.times is None for t in members):
         return None
     turns = trips(loop)
@@ -194,15 +207,17 @@ def _chain(steps: list[Transfer], found: list[Transfer]) -> Transfer | None:
         f"{sent} collective-permutes",
         True,
         tuple(y for member in members for y in member.results),
-        tuple(members),
+        members=tuple(members),
+        ends=(loop,) if match[1] == "rs" else (),
     )
 
 
-def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
-    steps = [t for t in found if t.kind == "collective-permute"]
+def _unrolled(steps: list[Transfer]) -> Iterator[Transfer]:
     seen: set[int] = set()
-    for ring in rings_in([(t.first, t.done) for t in steps]):
+    for ring, end in rings_in([(t.first, t.done) for t in steps]):
         members = [steps[i] for i in ring if i not in seen]
+        if not members:
+            continue
         rings = rings_of(steps[ring[-1]].groups)
         alike = {steps[i].bytes for i in ring} == {members[-1].bytes}
         if rings is None or not alike or abs(len(ring) - rings.shape[1]) > 1:
@@ -217,6 +232,7 @@ def _unrolled(found: list[Transfer]) -> Iterator[Transfer]:
             wire_bytes=len(members) * last.bytes,
             spelling=f"{len(ring)} collective-permutes",
             members=tuple(members),
+            ends=(end,),
         )
 
 
@@ -244,17 +260,21 @@ def wire_bytes(kind: str, size: int, devices: int) -> int:
 
 def _groups(kind: str, x: Instruction, devices: int) -> Groups:
     if kind == "collective-permute":
-        pairs = x.attribute("source_target_pairs")
-        if pairs is None:
-            match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.attributes)
-            pairs = match[1] if match else None
-        if pairs is None:
-            raise AuditError(f"{x} doesn't say which devices it moves data between")
-        return pairs_of(pairs, devices)
+        return pairs_of(_pairs(x), devices)
     text = x.attribute("replica_groups")
     if text is None:
         raise AuditError(f"{x} doesn't say which devices take part in it")
     return groups_of(text, devices)
+
+
+def _pairs(x: Instruction) -> str:
+    pairs = x.attribute("source_target_pairs")
+    if pairs is None:
+        match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.attributes)
+        pairs = match[1] if match else None
+    if pairs is None:
+        raise AuditError(f"{x} doesn't say which devices it moves data between")
+    return pairs
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
@@ -276,12 +296,12 @@ def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
     return elements
 
 
-def _is_scattered(x: Instruction, elements: list[Instruction], devices: int) -> bool | None:
+def _is_scattered(x: Instruction, elements: list[Instruction], groups: Groups) -> bool | None:
     """Whether each device takes only its own share of the result of an all-reduce, so that it is a
     reduce-scatter. None if not; True if the two are one fusion.
     """
     ends = [end for element in elements for end in _ends(element)]
-    if not ends or not all(_takes_share(end, whole, devices) for whole, end in ends):
+    if not ends or not all(_takes_share(end, whole, groups) for whole, end in ends):
         return None
     fused = all(end.computation is x.computation for _, end in ends)
     return fused and any(caller.opcode == "fusion" for caller in x.computation.callers)
@@ -292,7 +312,10 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
     queue = [x]
     for value in queue:
         if value.is_root:
-            yield value, value
+            fused = [y for y in value.computation.callers if y.opcode == "fusion"]
+            queue += fused
+            if not fused:
+                yield value, value
         for user in value.computation.users[value.name]:
             if user.opcode in _PASSES and not (
                 user.opcode == "get-tuple-element" and value is not x
@@ -311,30 +334,40 @@ def _calls(x: Instruction) -> str:
     return (x.attribute("calls") or "").lstrip("%")
 
 
-def _takes_share(x: Instruction, whole: Instruction, devices: int) -> bool:
-    """Whether an instruction takes the device's own part of an array, one part per device."""
+def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
+    """Whether the devices of a group take parts of an array, all that there are. Each part may be
+    taken by several of them: by those of other axes.
+    """
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
     (part,), arrays = x.arrays, whole.arrays
-    if len(arrays) != 1 or part.size * devices != arrays[0].size:
+    starts = [positions(start, groups.size) for start in x.inputs()[1:]]
+    if len(arrays) != 1 or any(start is None for start in starts):
         return False
-    return any(_depends_on_device(start) for start in x.inputs()[1:])
+    where = np.concatenate([start for start in starts if start is not None], 1)[groups]
+    parts = {len(np.unique(each, axis=0)) for each in where}
+    return len(parts) == 1 and 1 < min(parts) == arrays[0].size / part.size
 
 
-def _depends_on_device(x: Instruction) -> bool:
-    seen: set[int] = set()
-    queue = [Value(x)]
-    for value in queue:
-        made_by = computed(value).made_by
-        if id(made_by) in seen:
-            continue
-        seen.add(id(made_by))
-        if made_by.opcode in ("partition-id", "replica-id"):
-            return True
-        if made_by.opcode in ("while", "conditional") or made_by.opcode == "parameter":
-            continue
-        queue += [Value(operand) for operand in made_by.inputs()]
-    return False
+def is_split_again(transfer: Transfer) -> bool:
+    """Whether an array is gathered only for each device to keep another part of it. XLA does so if
+    it can't go from one sharding to another, and then warns of an "involuntary full
+    rematerialization": https://github.com/jax-ml/jax/issues/18591
+    """
+    if transfer.kind != "all-gather":
+        return False
+    ends = [end for result in transfer.results for end in _ends(result)]
+    return bool(ends) and all(
+        x.opcode == "dynamic-slice"
+        and x.operands[0] == whole.name
+        and any(_differs(start, transfer.groups.size) for start in x.inputs()[1:])
+        for whole, x in ends
+    )
+
+
+def _differs(position: Instruction, devices: int) -> bool:
+    found = positions(position, devices)
+    return found is not None and len(np.unique(found)) > 1
 
 
 def is_overlapped(transfer: Transfer) -> bool:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .._errors import AuditError
@@ -35,11 +35,11 @@ class Value(NamedTuple):
 @dataclass(frozen=True)
 class Run:
     """A way in which a computation runs: how often in a call of the program (None if unknown),
-    whether only if a condition takes this branch, and in which loops.
+    only in which branches of conditions, and in which loops.
     """
 
     times: int | None
-    sometimes: bool = False
+    branches: tuple[tuple[str, int], ...] = ()
     loops: tuple[Instruction, ...] = ()
     asynchronous: bool = False
 
@@ -51,7 +51,7 @@ def runs_of(module: Module) -> dict[str, list[Run]]:
     def enter(computation: Computation, run: Run) -> None:
         runs.setdefault(computation.name, []).append(run)
         for x in computation.instructions:
-            for role, name in calls_of(x):
+            for number, (role, name) in enumerate(calls_of(x)):
                 called = module.computations[name]
                 if role == "to_apply" and x.opcode not in ("call", "call-start"):
                     continue  # the sum of two numbers
@@ -60,12 +60,13 @@ def runs_of(module: Module) -> dict[str, list[Run]]:
                     if times is not None and role == "condition":
                         times += 1
                     product = None if run.times is None or times is None else run.times * times
-                    enter(called, Run(product, run.sometimes, (*run.loops, x), run.asynchronous))
+                    enter(called, replace(run, times=product, loops=(*run.loops, x)))
                 elif x.opcode == "conditional":
-                    enter(called, Run(run.times, True, run.loops, run.asynchronous))
+                    branch = (*run.branches, (x.name, number))
+                    enter(called, replace(run, branches=branch))
                 else:
                     late = run.asynchronous or x.opcode.endswith("-start")
-                    enter(called, Run(run.times, run.sometimes, run.loops, late))
+                    enter(called, replace(run, asynchronous=late))
 
     enter(module.entry, Run(1))
     return runs

@@ -43,12 +43,18 @@ def groups_of(text: str, devices: int) -> Groups:
 
 def pairs_of(text: str, devices: int) -> Groups:
     """The pairs of a `source_target_pairs` attribute, without those of a device with itself."""
+    pairs = all_pairs_of(text, devices)
+    return pairs[pairs[:, 0] != pairs[:, 1]]
+
+
+def all_pairs_of(text: str, devices: int) -> Groups:
+    """The pairs of a `source_target_pairs` attribute."""
     pairs = np.array([_integers(pair) for pair in re.findall(r"\{([\d, ]+)\}", text[1:-1])])
     if not pairs.size:
         return np.zeros((0, 2), int)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or pairs.max() >= devices:
         raise AuditError(f"source_target_pairs={text} is not understood")
-    return pairs[pairs[:, 0] != pairs[:, 1]]
+    return pairs
 
 
 def rings_of(pairs: Groups) -> Groups | None:

@@ -329,6 +329,16 @@ class Module:
         match = re.search(rf"\b{name}=(\d+)", self.header)
         return int(match[1]) if match else 1
 
+    @cached_property
+    def donated(self) -> list[int]:
+        """The results, by their number, that are written into the memory of arguments."""
+        start = self.header.find("input_output_alias={")
+        if start < 0:
+            return []
+        begin = start + len("input_output_alias=")
+        aliases = self.header[begin : _end_of_value(self.header, begin)]
+        return [int(index or 0) for index in re.findall(r"\{(\d*)\}: \(\d+, ", aliases)]
+
     @property
     def name(self) -> str:
         """The name of the function that was compiled."""

@@ -42,7 +42,6 @@ class Message(NamedTuple):
     axes: tuple[str, ...]
     wire_bytes: int
     times: int
-    overlapped: bool
 
 
 def seconds(message: Message, axes: Mapping[str, int], machine: Machine) -> tuple[float, str]:

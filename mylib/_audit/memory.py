@@ -1,35 +1,16 @@
 """The memory that a compiled program needs: the compiler's numbers, constants, and the peak."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import jax
 
-from ..machines import Argument, Memory, memory_of
+from .._errors import AuditError
+from ..machines import Alive, Argument, Fit, Machine, Memory, memory_of
 from .attribution import primitive_of, source_of
 from .hlo import Module
 from .peak import Buffer, peak_of
 from .text import readable, table
-
-
-@dataclass(frozen=True)
-class Alive:
-    """Arrays that a device holds when it holds most: those that the same line has made.
-
-    **Attributes:**
-
-    - `bytes`: their size together.
-    - `count`: how many there are.
-    - `shape`, `dtype`: of each.
-    - `primitive`, `source`: what has made them, and the line of Python.
-    """
-
-    bytes: int
-    count: int
-    dtype: str
-    shape: tuple[int, ...]
-    primitive: str
-    source: str
 
 
 @dataclass(frozen=True)
@@ -39,36 +20,36 @@ class ProgramMemory(Memory):
 
     **Attributes:**
 
-    - `arguments`, `results`, `temporaries`: as the compiler has it.
-    - `aliased`: how much of the results is in memory of donated arguments.
-    - `code`: the program itself.
-    - `constants`: the arrays that the function captures, and other large constants. The compiler's
-        own analysis leaves them out.
-    - `host`: arguments, results and temporaries in the host's memory.
-    - `largest`: the largest arguments, each with `path`, `shape` and `nbytes`.
-    - `peak`: an estimate of the most that is held at one time: what is above, with the temporaries
-        that are alive together by the order in which the program runs. The compiler may share more
-        memory than this knows of, or pad tiles; `temporaries` is its own number.
-    - `alive`: what is alive then besides arguments and constants, as a tuple of
-        [`mylib.Alive`][], the largest first. A TPU's on-chip memory is not counted. Empty if the
-        program's instructions are not in the order in which they run.
+    - `arguments`, `results`, `temporaries`, `aliased`, `code`, `constants`, `host`, `peak`,
+        `accepted`, `largest`: those of [`mylib.machines.Memory`][].
+    - `alive`: what is held at the peak besides arguments and constants, as a tuple of
+        [`mylib.Alive`][], the largest first. None if that is unknown: it is found from the order in
+        which the program runs, and must account for `peak` within a tenth.
     """
 
-    peak: int = 0
-    alive: tuple[Alive, ...] = ()
+    alive: tuple[Alive, ...] | None = None
 
     @classmethod
     def of(
-        cls, compiled: jax.stages.Compiled, module: Module, arguments: Sequence[Argument]
+        cls, compiled: jax.stages.Compiled, program: Module | str, arguments: Sequence[Argument]
     ) -> "ProgramMemory":
-        """The memory of a `compiled` program, given its `module` and its `arguments`."""
-        known = memory_of(compiled, arguments, module.text)
+        """The memory of a `compiled` program, given its module or its text as `program`, and its
+        `arguments`.
+        """
+        text = program if isinstance(program, str) else program.text
+        known = memory_of(compiled, arguments, text)
         parts = {part.name: getattr(known, part.name) for part in fields(known)}
-        if not module.is_scheduled:
+        try:
+            found = peak_of(Module(program) if isinstance(program, str) else program)
+        except AuditError:  # what isn't understood is unknown
             return cls(**parts)
-        found = peak_of(module)
-        peak = known.arguments + known.constants + found.bytes
-        return cls(**parts, peak=peak, alive=_alive(found.alive))
+        counted = known.arguments + known.constants + found.bytes
+        agrees = abs(counted - known.peak) <= known.peak * _WITHIN
+        return cls(**parts, alive=_alive(found.alive) if agrees else None)
+
+    def fits(self, machine: Machine) -> Fit:
+        """Whether it fits on each device of a `machine`; see [`mylib.machines.Memory`][]."""
+        return replace(super().fits(machine), temporaries=self.alive or ())
 
     def held(self) -> dict[str, int]:
         """The bytes that each device holds, by purpose."""
@@ -84,26 +65,26 @@ class ProgramMemory(Memory):
 
     def at_the_peak(self) -> tuple[str, list[tuple[str, ...]]]:
         """The largest arrays at the peak: a heading, and the rows of a table."""
+        counted = f"at the peak, XLA counts {readable(self.peak)}"
         rows = [
-            (
-                readable(x.bytes),
-                f"{x.count} x " * (x.count > 1) + f"{x.dtype}{list(x.shape)}",
-                x.primitive,
-                x.source,
-            )
-            for x in self.alive[:_SHOWN]
+            (readable(x.bytes), x.arrays, x.primitive, x.source)
+            for x in (self.alive or ())[:_SHOWN]
         ]
-        return f"largest when it holds most, about {readable(self.peak)} by the schedule", rows
+        if self.alive is None:
+            return f"{counted}; what is held then is unknown", rows
+        found = readable(sum(x.bytes for x in self.alive))
+        return f"{counted}; by the schedule, {found} of it besides arguments", rows
 
     def lines(self) -> list[str]:
         """The lines that it prints as."""
         held = ", ".join(f"{name} {readable(size)}" for name, size in self.held().items())
         shared = f" ({readable(self.aliased)} of them in donated arguments)" if self.aliased else ""
-        lines = [f"each device holds {held or 'nothing'}{shared}"]
         heading, rows = self.at_the_peak()
-        return [*lines, f"{heading}:", *table(rows)] if rows else lines
+        lines = [f"each device holds {held or 'nothing'}{shared}", heading + ":" * bool(rows)]
+        return [*lines, *(table(rows) if rows else [])]
 
 
+_WITHIN = 0.1
 _SHOWN = 6
 _SMALL = 1024
 

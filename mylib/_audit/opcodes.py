@@ -1,11 +1,11 @@
 """The instructions that move data between devices, and those known not to."""
 
 import json
-import re
 
 from .._errors import AuditError
 from .flow import target_of
 from .hlo import Instruction
+from .targets import LOCAL
 
 # Opcodes, with their names in a report.
 KINDS = {
@@ -33,27 +33,9 @@ _LOCAL = frozenset(
     round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select select-and-scatter
     set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine sinh slice
     sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
-    infeed outfeed async copy-start copy-done slice-start slice-done async-start async-update
-    async-done
+    infeed outfeed async copy-start copy-done slice-start slice-done dynamic-slice-start
+    dynamic-update-slice-start async-start async-update async-done
     """.split()
-)
-
-# Custom calls that are known to stay on their device, or to call its host. JAX and the compilers
-# write them into programs for a single device, too.
-_LOCAL_TARGETS = re.compile(
-    r"""AllocateBuffer|AsyncCollective(Start|Done)|ConcatBitcast|X64\w+|Sharding|TopK|PartialReduce
-    |ApproxTopK|MoveTo(Host|Device)|annotate_device_placement|Pin|Unpin|CreateBuffer|SliceToDynamic
-    |Pad(Real)?ToStatic|DynamicGather|ResizeNearest\w*|ResizeBilinear\w*|AssumeGatherIndicesInBound
-    |GatherScatterIndicesBitpacked|InspectSharding|LayoutConstraint|GetHostDesc\w*|Cholesky|Eigh\w*
-    |Qr(DecompositionBlock)?|CompactWyHelper|InvertDiagBlocks(Lower|Upper)Triangular|Lu\w*
-    |Householder\w*|Svd\w*|Erf\w*|RngBitGenerator|xla_(ffi_)?(partitioned_)?python_(cpu|gpu)_callback
-    |(lapack|blas|cu|hip|rocsolver)_\w+|(hipsolver|hipblas|hipsparse|cusolver|cusparse|cublas|cudnn)\w+
-    |(dynamic_)?ducc_fft
-    |__(cublas|cudnn|cub|onednn|topk|triton)\$.*|__gpu\$xla\.gpu\.triton|__gpu\$TopK
-    |triton_kernel_call|xla\.gpu\.(triton|ext\.\w+)|tpu_custom_call|__xla_internal_\w+
-    |HostExecute|device_placement|DecomposeConvolution\w*|SPMDFullToShardShape
-    |SPMDShardToFullShape|RaggedDot\w*|StreamExecutor\w*|KernelCall""",
-    re.VERBOSE,
 )
 
 
@@ -103,7 +85,7 @@ def _check_target(x: Instruction, local: frozenset[str]) -> None:
     target = target_of(x)
     if target in local:
         return
-    if not target or not _LOCAL_TARGETS.fullmatch(target):
+    if target not in LOCAL:
         raise AuditError(
             f"{x} calls {target!r}, which is not in the program: it may move data between devices. "
             f"If it doesn't, pass local=({target!r},)"

@@ -56,8 +56,8 @@ def _memory(memory: ProgramMemory) -> list[html.Html]:
     body = [(name, readable(size), bar(size / most, readable(size))) for name, size in held.items()]
     parts = [html.table(("each device holds", "bytes", ""), body, numbers=[1])]
     heading, found = memory.at_the_peak()
+    parts.append(html.tag("p", heading, class_="faint"))
     rows = [(arrays, nbytes, *made_by) for nbytes, arrays, *made_by in found]
     if rows:
-        parts.append(html.tag("p", heading, class_="faint"))
         parts.append(html.table(("arrays", "bytes", "primitive", "line"), rows, numbers=[1]))
     return parts

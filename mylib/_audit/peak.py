@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+from .._errors import AuditError
 from .flow import Value, unchanged
 from .hlo import Array, Computation, Instruction, Module, arrays_of, calls_of
 
@@ -30,18 +31,31 @@ class Peak:
 
 
 def peak_of(module: Module) -> Peak:
-    """The peak memory of a program, without its arguments and constants."""
+    """The peak memory of a program, without its arguments and constants. Results that are not in
+    donated memory are allocated before it starts.
+
+    **Raises:**
+
+    `AuditError` if the program's instructions are not in the order in which they run.
+    """
+    if not module.is_scheduled:
+        raise AuditError("the program's instructions are not in the order in which they run")
     entry = module.entry
     given = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
-    return _Run(entry, given, owned=False).peak()
+    return _Run(entry, given, results=set(module.donated)).peak()
 
 
 class _Run:
-    """One run of a computation whose parameters are `given`. If `owned`, its results are in memory
-    of its caller.
+    """One run of a computation whose parameters are `given`. The results are in memory of its
+    caller, or only those with the numbers `results`: the others are then allocated before it runs.
     """
 
-    def __init__(self, computation: Computation, given: dict[str, list[Buffer]], owned: bool):
+    def __init__(
+        self,
+        computation: Computation,
+        given: dict[str, list[Buffer]],
+        results: set[int] | None = None,
+    ):
         self.computation = computation
         self.held: dict[str, list[Buffer]] = dict(given)
         self.inner: dict[str, Peak] = {}
@@ -50,8 +64,9 @@ class _Run:
         for x in computation.instructions:
             if x.name not in self.held:
                 self.held[x.name] = self._hold(x)
-        results = self.held[computation.result.name]
-        self.owned = {id(b) for b in results} if owned else set[int]()
+        own = self.held[computation.result.name]
+        self.outside |= {id(b) for i, b in enumerate(own) if results is None or i in results}
+        self.results = {id(b): b for b in own if id(b) not in self.outside}
 
     def _hold(self, x: Instruction) -> list[Buffer]:
         """The memory of each array of the result."""
@@ -103,7 +118,7 @@ class _Run:
         }
         if any(len(held[p.name]) != len(p.arrays) for p in called.parameters.values()):
             held = {p.name: [Buffer(0, p) for _ in p.arrays] for p in called.parameters.values()}
-        peak = _Run(called, held, owned=True).peak()
+        peak = _Run(called, held).peak()
         if x.name not in self.inner or peak.bytes > self.inner[x.name].bytes:
             self.inner[x.name] = peak
 
@@ -146,38 +161,79 @@ class _Run:
 
     def peak(self) -> Peak:
         order = self.computation.instructions
+        last = self._last_uses()
+        first = {id(b): i for i, x in reversed([*enumerate(order)]) for b in self.held[x.name]}
+        heap = _Heap(self.results, first)
+        dying: dict[int, list[Buffer]] = {}
+        best = Peak(0, [])
+        for i, x in enumerate(order):
+            new = [b for b in self.held[x.name] if first[id(b)] == i and b not in heap]
+            new = [b for b in new if id(b) not in self.outside]
+            if _may_share(x):
+                sizes = {b.bytes for b in new}
+                for b in [b for b in dying.get(i, ()) if b.bytes in sizes][:1]:
+                    heap.free(b)
+            for b in new:
+                heap.allocate(b, last[id(b)])
+                dying.setdefault(last[id(b)], []).append(b)
+            inner = self.inner.get(x.name, Peak(0, []))
+            if heap.bytes + inner.bytes > best.bytes:
+                best = Peak(heap.bytes + inner.bytes, [*heap.alive.values(), *inner.alive])
+            for b in dying.get(i, ()):
+                heap.free(b)
+        return best
+
+    def _last_uses(self) -> dict[int, int]:
+        """The position of the last instruction that needs each buffer."""
+        order = self.computation.instructions
         last: dict[int, int] = {}
         for i, x in enumerate(order):
-            # Taking an element out of a tuple uses no other element.
+            # An element of a tuple uses no other element.
             operands = x.operands if x.opcode != "get-tuple-element" else []
             for name in (x.name, *operands):
                 last.update((id(b), i) for b in self.held[name])
         # Results are needed until the end.
         last.update((id(b), len(order)) for b in self.held[self.computation.result.name])
-        skip = self.outside | self.owned
-        alive: dict[int, Buffer] = {}
-        dying: dict[int, list[Buffer]] = {}
-        now = 0
-        best = Peak(0, [])
-        for i, x in enumerate(order):
-            new = [b for b in self.held[x.name] if id(b) not in skip and id(b) not in alive]
-            if _may_share(x):
-                sizes = {b.bytes for b in new}
-                for b in [b for b in dying.get(i, ()) if b.bytes in sizes][:1]:
-                    now -= b.bytes
-                    del alive[id(b)]
-            for b in new:
-                alive[id(b)] = b
-                dying.setdefault(last[id(b)], []).append(b)
-                now += b.bytes
-            inner = self.inner.get(x.name)
-            total = now + (inner.bytes if inner else 0)
-            if total > best.bytes:
-                best = Peak(total, [*alive.values(), *(inner.alive if inner else [])])
-            for b in dying.get(i, ()):
-                if alive.pop(id(b), None) is not None:
-                    now -= b.bytes
-        return best
+        return last
+
+
+class _Heap:
+    """The buffers that are alive. The memory of a result, which is there from the start, is lent to
+    buffers of its size that are dead before it is written, as XLA does.
+    """
+
+    def __init__(self, results: dict[int, Buffer], written: dict[int, int]):
+        self.alive = dict(results)
+        self.bytes = sum(b.bytes for b in results.values())
+        self._results = results
+        self._written = written
+        self._places = {key: key for key in results}
+        self._lendable: dict[int, list[int]] = {}
+        for key, b in results.items():
+            self._lendable.setdefault(b.bytes, []).append(key)
+
+    def __contains__(self, buffer: Buffer) -> bool:
+        return id(buffer) in self._places
+
+    def allocate(self, buffer: Buffer, until: int) -> None:
+        lendable = self._lendable.get(buffer.bytes, [])
+        place = next((key for key in lendable if until < self._written[key]), None)
+        if place is None:
+            place = id(buffer)
+            self.bytes += buffer.bytes
+        else:
+            lendable.remove(place)
+        self.alive[place] = buffer
+        self._places[id(buffer)] = place
+
+    def free(self, buffer: Buffer) -> None:
+        place = self._places.pop(id(buffer), None)
+        if place in self._results:
+            self.alive[place] = self._results[place]
+            self._lendable[buffer.bytes].append(place)
+        elif place is not None:
+            del self.alive[place]
+            self.bytes -= buffer.bytes
 
 
 def _within(value: Value, computation: Computation) -> Iterator[Value]:

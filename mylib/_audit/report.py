@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from .._errors import AuditError, folded
@@ -12,6 +12,7 @@ from .memory import ProgramMemory
 from .opcodes import KINDS
 from .page import Sent, report_page
 from .roofline import Estimate, estimate
+from .sums import Flow
 from .text import readable, table
 from .work import Work
 
@@ -51,7 +52,11 @@ class Collective:
         bound.
     - `loops`: the lines of the loops around it, the outermost first.
     - `devices`: the number of devices in each group.
-    - `spelling`: how the compiler has written it, if not as an instruction of this kind.
+    - `spelling`: how the compiler has written it, if not as an instruction of this kind. It
+        contains `"gathered, then split otherwise"` if each device keeps only another part of what
+        is gathered: XLA's "involuntary full rematerialization".
+    - `branches`: the conditions around it, the outermost first: each as a name, and the number of
+        the branch.
     """
 
     kind: str
@@ -72,11 +77,12 @@ class Collective:
     loops: tuple[str, ...]
     devices: int
     spelling: str
+    branches: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """An argument of a program.
+    """An argument or a result of a program.
 
     **Attributes:**
 
@@ -105,6 +111,7 @@ class Report:
     - `name`: the name of the program.
     - `work`: a [`mylib.Work`][]: how much is computed.
     - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the program uses.
+    - `results`: the same for its results; empty if only text was given.
     """
 
     collectives: tuple[Collective, ...]
@@ -113,9 +120,13 @@ class Report:
     name: str
     parameters: tuple[Parameter, ...]
     work: Work
+    results: tuple[Parameter, ...]
+    # What results and collectives depend on, for contracts.
+    flow: Flow = field(repr=False, compare=False)
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
-        """How many collectives run in a call of the program.
+        """How many collectives run in a call of the program. Of the branches of a condition only
+        the one with most of them counts.
 
         **Arguments:**
 
@@ -126,19 +137,20 @@ class Report:
 
         `AuditError` if the number is unknown, because the length of a loop depends on data.
         """
-        return sum(times_of(c) for c in self.among(kind, axes))
+        return _most((c.branches, times_of(c)) for c in self.among(kind, axes))
 
     def bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes of all executions of these collectives, as in `Collective.bytes`. `kind` and
         `axes` are as for `count`.
         """
-        return sum(times_of(c) * c.bytes for c in self.among(kind, axes))
+        return bytes_of(self.among(kind, axes))
 
     def wire_bytes(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """The bytes that a device sends in all executions of these collectives. `kind` and `axes`
         are as for `count`.
         """
-        return sum(times_of(c) * c.wire_bytes for c in self.among(kind, axes))
+        sent = ((c.branches, times_of(c) * c.wire_bytes) for c in self.among(kind, axes))
+        return _most(sent)
 
     def among(
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
@@ -178,16 +190,11 @@ class Report:
         `ValueError` if the program is for another number of devices than the machine has, or the
         machine's data sheet lacks a figure.
         """
+        _check_sheet(machine)
         if not all(c.axes for c in self.collectives):
             raise AuditError(f"the mesh of {self.name} is not known: pass mesh= to mylib.audit")
         sent = [
-            Message(
-                c.kind,
-                c.axes or (),
-                c.wire_bytes,
-                1 if c.times is None else c.times,
-                c.overlapped,
-            )
+            Message(c.kind, c.axes or (), c.wire_bytes, 1 if c.times is None else c.times)
             for c in self.collectives
         ]
         return estimate(self.work, sent, self.axes, machine)
@@ -210,8 +217,13 @@ class Report:
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, for JSON."""
-        return json.loads(json.dumps(asdict(self)))
+        """The report as dicts, lists, strings and numbers, for JSON, without the schedule of
+        `work`.
+        """
+        parts = [f.name for f in fields(self) if f.compare]
+        told = {name: _plain(getattr(self, name)) for name in parts}
+        del told["work"]["schedule"]
+        return json.loads(json.dumps(told))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -225,7 +237,44 @@ class Report:
         return report_page(_title(self), [_sum(self)], _COLUMNS, rows, self.memory)
 
 
+def _check_sheet(machine: Machine) -> None:
+    chip = machine.chip
+    rates = {"memory bandwidth": chip.memory_bandwidth, "rates of products": chip.flops}
+    unknown = [name for name, rate in rates.items() if not rate]
+    if unknown:
+        raise ValueError(
+            f"no time can be estimated for {machine}: mylib has no data sheet of it, and its "
+            f"{' and '.join(unknown)} are unknown. Pass a machine of mylib.machines.gpu or tpu, or "
+            "describe this one: dataclasses.replace(machine, chip=dataclasses.replace("
+            "machine.chip, memory_bandwidth=50e9, flops={'float32': 1e12}))"
+        )
+
+
 Contract = Callable[[Report], Sequence[str]]
+
+
+def bytes_of(collectives: Iterable[Collective]) -> int:
+    """The bytes of all executions in a call."""
+    return _most((c.branches, times_of(c) * c.bytes) for c in collectives)
+
+
+def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
+    """The sum of amounts, each with its branches; of a condition's branches only the largest."""
+    total = 0
+    inside: dict[str, dict[int, list[tuple[Sequence[tuple[str, int]], int]]]] = {}
+    for branches, amount in amounts:
+        if branches:
+            condition, number = branches[0]
+            inside.setdefault(condition, {}).setdefault(number, []).append((branches[1:], amount))
+        else:
+            total += amount
+    return total + sum(max(map(_most, one.values())) for one in inside.values())
+
+
+def _plain(part: Any) -> Any:
+    if isinstance(part, tuple):
+        return [asdict(one) for one in part]
+    return asdict(part) if is_dataclass(part) and not isinstance(part, type) else part
 
 
 def times_of(c: Collective) -> int:

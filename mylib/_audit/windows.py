@@ -14,23 +14,26 @@ from .hlo import Instruction
 _MOVED = MOVES | {"get-tuple-element", "tuple"}
 
 
-def rings_in(steps: Sequence[tuple[Instruction, Instruction]]) -> Iterator[list[int]]:
-    """Groups the permutations that are steps of one reduce-scatter. Each is given by two
-    instructions: the one that starts it, and the one that returns its result.
+def rings_in(
+    steps: Sequence[tuple[Instruction, Instruction]],
+) -> Iterator[tuple[list[int], Instruction]]:
+    """Groups the permutations that are steps of one reduce-scatter, with the instruction that
+    returns its result. Each step is given by two instructions: the one that starts it, and the one
+    that returns its result.
     """
     number = {id(done): i for i, (_, done) in enumerate(steps) if _is_of_product(done)}
     before = {i: _sources(steps[i][0], number) for i in number.values()}
     inner = {j for sources in before.values() for j in sources}
-    ends: dict[int, list[int]] = {}
+    ends: dict[Instruction, list[int]] = {}
     for i in before.keys() - inner:
         done = steps[i][1]
         for user in done.computation.users[done.name]:
-            ends.setdefault(id(user), []).append(i)
-    for last in ends.values():
+            ends.setdefault(user, []).append(i)
+    for end, last in ends.items():
         members = list(dict.fromkeys(sorted(last)))
         for i in members:
             members += [j for j in before[i] if j not in members]
-        yield sorted(members)
+        yield sorted(members), end
 
 
 def _is_of_product(x: Instruction) -> bool:

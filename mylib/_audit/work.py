@@ -1,13 +1,16 @@
-"""Counts what a program computes, and what it reads from memory and writes there."""
+"""Counts what a program computes, and what it reads from memory and writes there, in order."""
 
 import functools
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .collectives import Transfer
 from .flow import done_of, target_of, trips
 from .hlo import Array, Computation, Instruction, Module, calls_of
+from .moments import Begin, End, Moments, moments_of
 from .opcodes import KINDS, opcode_of
 from .products import dtype_of, products_of
 
@@ -21,6 +24,11 @@ _FREE = frozenset(
 # Those that read only a part of their first operand, and those that write only a part of it.
 _TAKES = frozenset({"dynamic-slice", "slice", "gather"})
 _PUTS = frozenset({"dynamic-update-slice", "scatter"})
+# Of what these compute, a fusion computes only what is used.
+_LAZY = frozenset({"bitcast", "pad", "convert"})
+# Custom calls that reserve memory, and write nothing there.
+_RESERVES = frozenset({"AllocateBuffer", "CreateBuffer"})
+_KERNEL = re.compile(r"tpu_custom_call|__cudnn\$fmha\w+")
 # A library's workspace comes after its results.
 _WORKSPACE = ("s8", "u8")
 
@@ -33,11 +41,23 @@ class Operation(NamedTuple):
     - `times`: how many there are in a call, on each device.
     - `flops`: what one of them computes, as pairs of a dtype and a number.
     - `bytes`: what one of them reads from memory and writes there.
+    - `is_kernel`: whether it is a kernel of its own, such as attention, and no plain product.
     """
 
     times: int
     flops: tuple[tuple[str, int], ...]
     bytes: int
+    is_kernel: bool = False
+
+
+class Loop(NamedTuple):
+    """Steps that run several times."""
+
+    times: int
+    steps: "tuple[Step, ...]"
+
+
+Step = Operation | Begin | End | Loop
 
 
 @dataclass(frozen=True)
@@ -53,83 +73,120 @@ class Work:
         a slice that is the slice, not the whole array.
     - `unknown`: how many operations could not be counted: custom kernels, and loops whose length
         depends on data, which count as one step.
-    - `operations`: the operations one by one, equal ones together.
+    - `schedule`: the operations and loops in the order in which they run, and where in between
+        collectives begin and must have ended.
     """
 
     flops: Mapping[str, int]
     traffic: int
     unknown: int
-    operations: tuple[Operation, ...] = field(default=(), repr=False)
-
-
-def work_of(module: Module) -> Work:
-    counted = _computation(module.entry, {})
-    flops: Counter[str] = Counter()
-    for operation, times in counted.operations.items():
-        for dtype, number in operation[0]:
-            flops[dtype] += times * number
-    traffic = sum(size * times for (_, size), times in counted.operations.items())
-    several = (Operation(times, *one) for one, times in counted.operations.items())
-    return Work(dict(flops), traffic, counted.unknown, tuple(several))
-
-
-class _Counted(NamedTuple):
-    """What a computation costs: how often each kind of operation runs."""
-
-    operations: Counter[tuple[tuple[tuple[str, int], ...], int]]
-    unknown: int
+    schedule: tuple[Step, ...] = field(default=(), repr=False)
 
     @property
-    def weight(self) -> float:
-        """For comparing branches: in bytes, at 300 operations a byte, as GPUs and TPUs have."""
-        return sum(
-            times * max(size, sum(n for _, n in flops) / 300)
-            for (flops, size), times in self.operations.items()
-        )
+    def operations(self) -> tuple[Operation, ...]:
+        """The operations without their order, equal ones together."""
+        counts = _counted(self.schedule)
+        return tuple(one._replace(times=times) for one, times in counts.items())
 
 
-def _computation(computation: Computation, known: dict[str, _Counted]) -> _Counted:
-    if computation.name in known:
-        return known[computation.name]
-    operations: Counter[tuple[tuple[tuple[str, int], ...], int]] = Counter()
-    unknown = 0
-    for x in computation.instructions:
-        parts, uncounted = _called(x, known)
-        unknown += uncounted
-        for part, times in parts:
-            unknown += part.unknown
-            for one, count in part.operations.items():
-                operations[one] += count * times
-    return known.setdefault(computation.name, _Counted(operations, unknown))
+def work_of(module: Module, sent: Sequence[Transfer]) -> Work:
+    """`sent` are all collectives of the program, to which the schedule refers by their number."""
+    reader = _Reader(*moments_of(module, sent))
+    steps, unknown = reader.read(module.entry)
+    counts = _counted(steps)
+    flops: Counter[str] = Counter()
+    for one, times in counts.items():
+        for dtype, number in one.flops:
+            flops[dtype] += times * number
+    traffic = sum(times * one.bytes for one, times in counts.items())
+    return Work(dict(flops), traffic, unknown, steps)
 
 
-def _called(x: Instruction, known: dict[str, _Counted]) -> tuple[list[tuple[_Counted, int]], int]:
-    """What one instruction costs, as parts that run several times; and how much isn't known."""
-    called = [(role, x.computation.module.computations[name]) for role, name in calls_of(x)]
-    match opcode_of(x):
-        case "while":
-            turns = trips(x)
-            each = 1 if turns is None else turns
-            more = {"condition": each + 1, "body": each}
-            return [(_computation(y, known), more[role]) for role, y in called], turns is None
-        case "conditional":
-            parts = [_computation(y, known) for _, y in called]
-            return [(max(parts, key=lambda part: part.weight), 1)], 0
-        case "call" | "async":
-            return [(_computation(y, known), 1) for _, y in called], 0
-        case opcode if (
-            opcode in _FREE or opcode in KINDS or x.opcode.endswith(("-done", "-update"))
-        ):
-            return [], 0
+def _counted(steps: Iterable[Step], times: int = 1) -> Counter[Operation]:
+    """How often each kind of operation runs, as if its `times` were 1."""
+    counts: Counter[Operation] = Counter()
+    for step in steps:
+        if isinstance(step, Operation):
+            counts[step._replace(times=1)] += times * step.times
+        elif isinstance(step, Loop):
+            counts.update(_counted(step.steps, times * step.times))
+    return counts
+
+
+def _weight(steps: tuple[Step, ...]) -> float:
+    """For comparing branches: in bytes, at 300 operations a byte, as GPUs and TPUs have."""
+    return sum(
+        times * max(one.bytes, sum(n for _, n in one.flops) / 300)
+        for one, times in _counted(steps).items()
+    )
+
+
+class _Reader:
+    def __init__(self, begins: Moments[Begin], ends: Moments[End]) -> None:
+        self._begins = begins
+        self._ends = ends
+        self._known: dict[str, tuple[tuple[Step, ...], int]] = {}
+
+    def read(self, computation: Computation) -> tuple[tuple[Step, ...], int]:
+        """What a computation does; and how much of it isn't known."""
+        if computation.name not in self._known:
+            steps: list[Step] = []
+            unknown = 0
+            for x in computation.instructions:
+                own, uncounted = self._own(x)
+                steps += [*self._begins.get(id(x), ()), *own, *self._ends.get(id(x), ())]
+                unknown += uncounted
+            self._known[computation.name] = tuple(steps), unknown
+        return self._known[computation.name]
+
+    def _own(self, x: Instruction) -> tuple[Sequence[Step], int]:
+        module = x.computation.module
+        called = {role: self.read(module.computations[name]) for role, name in _run_by(x)}
+        unknown = sum(each for _, each in called.values())
+        match opcode_of(x):
+            case "while":
+                turns = trips(x)
+                turn = *called["condition"][0], *called["body"][0]
+                return [Loop(1 if turns is None else turns, turn)], unknown + (turns is None)
+            case "conditional":
+                branches = [self.read(module.computations[name])[0] for _, name in calls_of(x)]
+                return max(branches, key=_weight), unknown
+            case "call" | "async":
+                return self._beside(
+                    x, [step for steps, _ in called.values() for step in steps]
+                ), unknown
+            case opcode if (
+                opcode in _FREE or opcode in KINDS or x.opcode.endswith(("-done", "-update"))
+            ):
+                return [], 0
+            case "custom-call" if target_of(x) in _RESERVES:
+                return [], 0
+        return _operation(x)
+
+    def _beside(self, x: Instruction, steps: list[Step]) -> list[Step]:
+        """The steps of a computation; if it runs beside others, its collectives end later."""
+        if done_of(x) is x:
+            return steps
+        self._ends[id(done_of(x))] = [step for step in steps if isinstance(step, End)]
+        return [step for step in steps if not isinstance(step, End)]
+
+
+def _run_by(x: Instruction) -> list[tuple[str, str]]:
+    return calls_of(x) if opcode_of(x) in ("while", "conditional", "call", "async") else []
+
+
+def _operation(x: Instruction) -> tuple[list[Step], int]:
     flops: Counter[str] = Counter()
     unknown = 0
+    is_kernel = False
     for y in _fused(x):
         products = products_of(y)
         unknown += products is None
+        is_kernel = is_kernel or _KERNEL.fullmatch(target_of(y)) is not None
         if products:
             flops[dtype_of(y)] += 2 * products
-    one = tuple(sorted(flops.items())), _read(x) + _written(x)
-    return [(_Counted(Counter({one: 1}), 0), 1)], unknown
+    moved = _read(x) + _written(x)
+    return [Operation(1, tuple(sorted(flops.items())), moved, is_kernel)], unknown
 
 
 def _fused(x: Instruction) -> Iterator[Instruction]:
@@ -169,9 +226,9 @@ def _uses(x: Instruction) -> int:
         return sum(array.padded_bytes for array in x.arrays)
     total = 0
     for user in x.computation.users[x.name]:
-        if user.opcode == "bitcast":
+        if user.opcode in _LAZY:
             total += _uses(user)
-        else:
+        elif not _sends(user) and user.opcode != "tuple":
             places = [i for i, name in enumerate(user.operands) if name == x.name]
             total += max(_read_of_operand(user, i) for i in places)
     return total
@@ -180,6 +237,8 @@ def _uses(x: Instruction) -> int:
 def _written(x: Instruction) -> int:
     arrays = done_of(x).arrays
     last = _body(x).result if opcode_of(x) == "fusion" else x
+    if _sends(last):
+        return 0
     each = last.inputs() if last.opcode == "tuple" else [last]
     if len(each) == len(arrays):
         return sum(min(_bytes(array), _put(y)) for array, y in zip(arrays, each, strict=True))
@@ -192,12 +251,21 @@ def _put(x: Instruction) -> int:
     """The bytes that an instruction writes, if its result is in memory."""
     while x.opcode == "bitcast":
         x = x.operand(0)
+    if x.opcode == "parameter" or _sends(x):
+        return 0
     if x.opcode in _PUTS:
         update = x.operand(1 if x.opcode == "dynamic-update-slice" else len(x.operands) - 1)
         return sum(array.padded_bytes for array in update.arrays)
     if x.opcode == "fusion":
         return _put(_body(x).result)
     return sum(array.padded_bytes for array in done_of(x).arrays)
+
+
+def _sends(x: Instruction) -> bool:
+    """Whether a part of a fusion belongs to a collective. The TPU's compiler goes on with one in
+    each fusion that runs in the meantime, whose results are its buffers as well.
+    """
+    return opcode_of(x) in KINDS or target_of(x).startswith("AsyncCollective")
 
 
 @functools.lru_cache(maxsize=10_000)

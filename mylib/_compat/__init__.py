@@ -7,6 +7,7 @@ which says what to do when it moves.
 from . import names as names
 from .private import (
     DELETED_ARRAYS_END_IT as DELETED_ARRAYS_END_IT,
+    INLINING_LOSES_LINES as INLINING_LOSES_LINES,
     UNCOMMITTED as UNCOMMITTED,
     CoordinationClient as CoordinationClient,
     Pass as Pass,
@@ -22,6 +23,7 @@ from .private import (
     coordination_client as coordination_client,
     current_trace as current_trace,
     data_of_shards as data_of_shards,
+    describe_cudnn as describe_cudnn,
     devices_of_lowering as devices_of_lowering,
     donation_warning as donation_warning,
     error_with as error_with,

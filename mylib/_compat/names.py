@@ -340,3 +340,8 @@ TEXT_NOT_FOUND = "NOT_FOUND"
 EVENT_COMPILED = "/jax/core/compile/backend_compile_duration"
 # Logs every error of a callback.
 LOGGER_CALLBACK = "jax._src.callback"
+
+# --- lowered programs: the names of MLIR's operations ---------------------------------------------
+
+# Operations that fill an array with what needs no memory itself.
+MLIR_FILLED = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.constant", "stablehlo.iota"})

@@ -60,6 +60,10 @@ api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
 core = _Private("jax._src.core")
+cudnn = _Private(
+    "jax._src.cudnn.fused_attention_stablehlo",
+    changing=("check_cudnn_version", "check_compute_capability"),
+)
 distributed = _Private("jax._src.distributed")
 equinox_errors = _Private("equinox._errors", changing=("_error",))
 equinox_primitives = _Private("equinox.internal._primitive")
@@ -248,6 +252,10 @@ def label_of(x: Any) -> str:
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
 
 
+# Until JAX 0.11 the operations of an inlined jit get the line that calls it.
+INLINING_LOSES_LINES = jax.__version_info__ < (0, 12)
+
+
 def weakly_typed(x: jax.Array) -> jax.Array:
     """The same shards as an array of a weak type. JAX makes arrays from shards of strong types
     only.
@@ -287,6 +295,19 @@ def lowered_for_a_missing_backend(error: Exception) -> bool:
 def nvidia_gpu_is_here() -> bool:
     """Whether JAX finds the driver of an NVIDIA GPU."""
     return hardware_utils.has_visible_nvidia_gpu()
+
+
+def describe_cudnn(version: int, capability: tuple[int, int]) -> None:
+    """Makes `jax.nn.dot_product_attention(implementation="cudnn")` trace as for a GPU of this
+    compute capability with this version of cuDNN, such as 91000. JAX asks the GPU and the cuDNN of
+    this process, and refuses to trace without them.
+    """
+
+    def reaches(wanted: str) -> bool:
+        return capability >= tuple(map(int, wanted.split(".")))
+
+    _replaced(cudnn, "check_cudnn_version", lambda: version)
+    _replaced(cudnn, "check_compute_capability", reaches)
 
 
 def tpu_is_here() -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from .._errors import CapturedArrayWarning, DonationWarning, RecompilationWarning, warn
+from .._errors import CapturedArrayWarning, DonationWarning, RecompilationWarning, folded, warn
 from .._programs import all_jaxprs
 from .._tree import Arrays
 from .arrivals import Arrivals
@@ -134,18 +134,16 @@ class Advice:
             location.shape for location in self._locations
         ]:
             return
-        moved = [
-            f"{name}: {_show_location(then)}, then {_show_location(now)}"
-            for name, x, then, now in zip(
-                self._names(), arrays, before, self._locations, strict=True
-            )
-            if id(x) in own and then != now
-        ]
+        moved: dict[str, list[str]] = {}
+        for name, x, then, now in zip(self._names(), arrays, before, self._locations, strict=True):
+            if id(x) in own and then != now:
+                moved.setdefault(_show_move(then, now), []).append(name)
         if moved:
+            texts = [f"{some(list(folded(names)))}: {how}" for how, names in moved.items()]
             warn(
-                f"{self._name} was compiled twice for the same shapes: its results came back as "
-                f"arguments, with other shardings. {some(moved)}. Place these arguments before "
-                "the first call, or give in_shardings and out_shardings.",
+                f"{self._name} was compiled twice for the same shapes. Give it in_shardings and "
+                "out_shardings, or place these arguments before the first call, as its results "
+                f"came back with other shardings: {some(texts, '; ')}.",
                 RecompilationWarning,
             )
 
@@ -164,13 +162,22 @@ def _location_of(x: Any) -> _Location:
     return _Location(x.shape, x.dtype, x.sharding if on_device else None, on_device and x.committed)
 
 
+def _show_move(then: _Location, now: _Location) -> str:
+    first, second = _show_location(then), _show_location(now)
+    return f"{first}, then {second}" + (" on another mesh" if first == second else "")
+
+
 def _show_location(location: _Location) -> str:
-    return f"{location.sharding}" + ("" if location.committed else ", not committed")
+    if location.sharding is None:
+        return "a NumPy array"
+    from .._show import show_place  # which most programs don't need
+
+    return show_place(location.sharding) + ("" if location.committed else " (not committed)")
 
 
-def some(texts: list[str]) -> str:
-    more = f", and {len(texts) - 8} more" if len(texts) > 8 else ""
-    return ", ".join(texts[:8]) + more
+def some(texts: list[str], separator: str = ", ") -> str:
+    more = f"{separator}and {len(texts) - 8} more" if len(texts) > 8 else ""
+    return separator.join(texts[:8]) + more
 
 
 def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:

@@ -226,7 +226,7 @@ class Returned(NamedTuple):
 
     values: list[Any]
     failed: Any  # the number of a message, or -1
-    checks: Checks
+    checks: Checks | None
 
 
 def with_checks_as_values(

@@ -260,7 +260,7 @@ def _instantiated(x: Any) -> Any:
 
 def _prefetched(eqn: Any, args: Values) -> Arrays:
     """A prefetched layer that is called by another layer."""
-    layer = eqn.params["layer"]
+    (layer,) = eqn.params.values()
     program, after = map(_untyped_program, (layer.program, layer.after))
     return tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
 

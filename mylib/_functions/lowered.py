@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._audit import Report, report_of
+from .._audit import ProgramMemory, Report, report_of
 from .._compat import ran_on_a_description
 from .._placement import AnyMesh
 from .._tree import Arrays
@@ -15,10 +15,8 @@ from ..machines import (
     Argument,
     Fit,
     Machine,
-    Memory,
     about_kernels,
     arguments_of,
-    memory_of,
     out_of_memory,
 )
 from .notes import add_note
@@ -58,7 +56,7 @@ class Lowered:
         try:
             compiled = self.lowered.compile(compiler_options)
         except jax.errors.JaxRuntimeError as error:
-            readable = out_of_memory(error, self._origin.arguments)
+            readable = out_of_memory(error, self._origin.arguments, self.lowered)
             if readable is not None:
                 raise readable from error
             note = about_kernels(error)
@@ -77,9 +75,9 @@ class Compiled:
         self.compiled = compiled
 
     @functools.cached_property
-    def memory(self) -> Memory:
+    def memory(self) -> ProgramMemory:
         """The bytes that it needs on each device."""
-        return memory_of(self.compiled, self._origin.arguments)
+        return ProgramMemory.of(self.compiled, self.as_text(), self._origin.arguments)
 
     def fits(self, machine: Machine) -> Fit:
         """Whether it fits into the memory of each device of a machine; see `Memory.fits`."""
@@ -87,6 +85,17 @@ class Compiled:
 
     def as_text(self) -> str:
         return self.compiled.as_text() or ""
+
+    def cost_analysis(self) -> Any:
+        """The compiler's own analysis, as JAX returns it: it counts the body of a loop once and no
+        collectives, and the compiler for GPUs that are not here has none. `audit().work` counts
+        loops as often as they run.
+        """
+        return self.compiled.cost_analysis()
+
+    def memory_analysis(self) -> Any:
+        """The compiler's own analysis, as JAX returns it; see `memory`."""
+        return self.compiled.memory_analysis()
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""

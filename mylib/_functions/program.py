@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from .._compat import (
     DELETED_ARRAYS_END_IT,
+    INLINING_LOSES_LINES,
     current_trace,
     donation_warning,
     is_eager,
@@ -23,9 +24,10 @@ from .._compat import (
     with_actual_memory_kind,
 )
 from .._placement import current_world
+from .._programs import evaluate
 from .._tree import Arrays, Outline, outlined
 from .advice import Advice, tracing
-from .error_checks import Checks, calling, with_checks_as_values
+from .error_checks import Checks, Returned, calling, with_checks_as_values
 
 
 class _Thread(threading.local):
@@ -93,8 +95,9 @@ class Program:
             traced = whole.trace(kept, donated)
             leaves = jtu.tree_leaves((kept, donated))
             made = with_checks_as_values(traced.jaxpr, leaves, transformed)
-            if made is None:
+            if made is None and not INLINING_LOSES_LINES:
                 return *whole(kept, donated), None, None
+            made = made or Returned(evaluate(traced.jaxpr, traced.jaxpr.consts, leaves), None, None)
             returned, outline = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), made.values)
             return returned, outline, made.failed, made.checks
 

@@ -6,7 +6,7 @@ from .explanation import Explanation as Explanation, explain as explain
 from .moves import Move as Move
 from .overview import Changes as Changes, Overview as Overview, show as show
 from .pictures import bar as bar
-from .rows import Row as Row
+from .rows import Row as Row, show_place as show_place
 
 # Tracebacks and pickles then show the public names.
 for _class in (Changes, Explanation, Move, Overview, Row):

@@ -20,7 +20,7 @@ from .._placement import (
 )
 from .._tree import Kind, Leaf, name_of, split
 from ..rules import as_rule
-from .fold import fold
+from .fold import LINES, body_of, fold
 from .meshes import Meshes
 from .page import overview_page
 from .present import current_place, present_rows
@@ -29,6 +29,8 @@ from .text import BOLD, RED, columns, count, paint_for_stdout, show_bytes
 
 # Leaves of this many bytes or more count as large.
 _LARGE = 2**20
+# How many of them are listed.
+_WASTES = 20
 
 
 def explain(
@@ -126,8 +128,15 @@ class Explanation(Rows):
         )
 
     def __repr__(self) -> str:
+        return self._text(LINES)
+
+    def whole(self) -> str:
+        """The text with all lines, however many; see [`mylib.Overview`][]."""
+        return self._text(None)
+
+    def _text(self, most: int | None) -> str:
         paint = paint_for_stdout()
-        table = [_HEADER, *(_cells(label, rows) for label, rows in fold(self.rows))]
+        table = [_HEADER, *body_of(fold(self.rows, most), _cells, most)]
         lines = columns(table, paint, lambda row, column: "" if row else BOLD)
         lines += ["", *totals(self), *self._waste()]
         if self.faults:
@@ -135,13 +144,16 @@ class Explanation(Rows):
         return "\n".join(lines)
 
     def _waste(self) -> list[str]:
-        return [_show_waste(label, rows) for label, rows in fold(self.replicated)]
+        groups = fold(self.replicated, _WASTES)
+        left = sum(len(rows) for _, rows in groups[_WASTES:])
+        lines = [_show_waste(label, rows) for label, rows in groups[:_WASTES]]
+        return lines + [f"and {left} more arrays are large and replicated"] * (left > 0)
 
     def _repr_html_(self) -> str:
         loads, meshes = self.bytes_by_device, Meshes(self.rows)
         notes = [*totals(self), *meshes.lines(), *self._waste()]
         notes += [str(PlacementError(self.faults))] if self.faults else []
-        body = [_cells(label, rows) for label, rows in fold(self.rows)]
+        body = body_of(fold(self.rows), _cells)
         return overview_page(notes, self.rows, _HEADER, body, loads, meshes)
 
 

@@ -1,7 +1,7 @@
 """Rows that differ only by indices, such as those of a model's layers, under one name."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import jax.tree_util as jtu
@@ -22,17 +22,53 @@ class HasPath(Protocol):
 Path = TypeVar("Path", bound=HasPath)
 
 
-def fold(rows: Iterable[Path]) -> list[tuple[str, list[Path]]]:
-    """Groups rows that differ only in indices of their paths, under one name."""
+# The most lines of a table: of groups by name, and then of others by what is alike.
+LINES = 200
+_OTHERS = 20
+
+
+def fold(rows: Iterable[Path], most: int | None = LINES) -> list[tuple[str, list[Path]]]:
+    """Groups rows that differ only in indices of their paths, under one name. After the first
+    `most` groups, all rows that are alike are one, whatever their names: a model may have 100,000
+    leaves. None for no end.
+    """
     alike: dict[Any, list[Path]] = {}
     for row in rows:
         alike.setdefault((_starred(row.path), row.likeness), []).append(row)
-    labels = [_common_name(group) for group in alike.values()]
+    named = [*alike.values()][:most]
+    labels = [_common_name(group) for group in named]
     times = Counter(labels)
-    return [
+    groups = [
         (label if times[label] == 1 else _ends(group), group)
-        for label, group in zip(labels, alike.values(), strict=True)
+        for label, group in zip(labels, named, strict=True)
     ]
+    return groups + [(_more(group), group) for group in _unnamed([*alike.values()][len(named) :])]
+
+
+def _unnamed(groups: Iterable[list[Path]]) -> list[list[Path]]:
+    """Those of a kind together, the most frequent first."""
+    alike: dict[Hashable, list[Path]] = {}
+    for group in groups:
+        alike.setdefault(group[0].likeness, []).extend(group)
+    return sorted(alike.values(), key=len, reverse=True)
+
+
+def _more(rows: Sequence[HasPath]) -> str:
+    return f"and {len(rows)} more" if len(rows) > 1 else name_of(rows[0].path)
+
+
+def body_of(
+    groups: Sequence[tuple[str, list[Path]]],
+    cells: Callable[[str, list[Path]], tuple[str, ...]],
+    most: int | None = LINES,
+) -> list[tuple[str, ...]]:
+    """The lines of a table, for groups of `fold(rows, most)`. The last line counts the rest."""
+    shown = groups if most is None else groups[: most + _OTHERS]
+    body = [cells(label, group) for label, group in shown]
+    left = sum(len(group) for _, group in groups[len(shown) :])
+    if left:
+        body.append((f"and {left} more of other kinds", *[""] * (len(body[0]) - 1)))
+    return body
 
 
 def _starred(path: KeyPath) -> str:

@@ -12,7 +12,7 @@ from .._errors import folded
 from .._placement import current_world
 from .._tree import split
 from .drawing import draw
-from .fold import fold
+from .fold import LINES, body_of, fold
 from .loads import load_lines
 from .meshes import Meshes
 from .moves import Move, moves_between
@@ -98,11 +98,17 @@ class Overview(Rows):
     static: dict[str, str]
 
     def __repr__(self) -> str:
-        return for_stdout(self._lines(paint_for_stdout()))
+        return for_stdout(self._lines(paint_for_stdout(), LINES))
 
-    def _lines(self, paint: Paint) -> list[str]:
-        groups = fold(self.rows)
-        table = [_HEADER, *(self._cells(label, rows) for label, rows in groups)]
+    def whole(self) -> str:
+        """The text with all lines, however many. By default, leaves after the first 200 lines share
+        a line if they are alike.
+        """
+        return for_stdout(self._lines(paint_for_stdout(), None))
+
+    def _lines(self, paint: Paint, most: int | None) -> list[str]:
+        groups = fold(self.rows, most)
+        table = [_HEADER, *body_of(groups, self._cells, most)]
 
         def code_of(row: int, column: int) -> str:
             if row == 0:
@@ -133,7 +139,7 @@ class Overview(Rows):
         return [] if place is None else ["", *draw(place, self.rows[0].leaf.shape, paint)]
 
     def _repr_html_(self) -> str:
-        body = [self._cells(label, rows) for label, rows in fold(self.rows)]
+        body = body_of(fold(self.rows), self._cells)
         return overview_page(
             self._notes(), self.rows, _HEADER, body, self.bytes_by_device, self._meshes
         )
@@ -180,8 +186,15 @@ class Changes:
         return received
 
     def __repr__(self) -> str:
+        return self._text(LINES)
+
+    def whole(self) -> str:
+        """The text with all lines, however many; see `Overview.whole`."""
+        return self._text(None)
+
+    def _text(self, most: int | None) -> str:
         paint = paint_for_stdout()
-        groups = fold(self.moves)
+        groups = fold(self.moves, most)
         changed = [bool(moves[0].what) for _, moves in groups]
 
         def code_of(row: int, column: int) -> str:
@@ -189,7 +202,7 @@ class Changes:
                 return BOLD
             return YELLOW if changed[row - 1] and column == _WHAT else ""
 
-        table = [_CHANGES, *(self._cells(label, moves) for label, moves in groups)]
+        table = [_CHANGES, *body_of(groups, self._cells, most)]
         lines = columns(table, paint, code_of) if groups else []
         return "\n".join([*lines, *[""] * bool(lines), *self._notes()])
 
@@ -218,7 +231,7 @@ class Changes:
         return [line, *self._meshes.lines()]
 
     def _repr_html_(self) -> str:
-        body = [self._cells(label, moves) for label, moves in fold(self.moves)]
+        body = body_of(fold(self.moves), self._cells)
         rows = tuple(move.after for move in self.moves if move.after is not None)
         return overview_page(
             self._notes(), rows, _CHANGES, body, self.bytes_by_device, self._meshes

@@ -69,10 +69,11 @@ def _mesh_figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
 def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
     # Of the largest array: others may have a dimension of size 0.
     shape = max(rows, key=lambda row: row.nbytes).leaf.shape
-    lines = [f"{label}: {sizes(group)[1]}" for label, group in fold(rows)]
     shown = _PATHS if place.num_devices <= _LARGE else 3
-    left = len(lines) - shown
-    held = "\n".join([*lines[:shown], *[f"and {left} more"] * (left > 0)])
+    groups = fold(rows)
+    lines = [f"{label}: {sizes(group)[1]}" for label, group in groups[:shown]]
+    left = sum(len(group) for _, group in groups[shown:])
+    held = "\n".join([*lines, *[f"and {count(left, 'more array')}"] * (left > 0)])
     each = show_bytes(sum(row.bytes_per_device for row in rows))
     title = tag("div", show_place(place) + meshes.suffix(place), class_="strong")
     where = " on each device" if place.num_devices > 1 else ""

@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import zip_longest
 from typing import Any
 
@@ -187,6 +187,8 @@ def sizes(rows: Sequence[Row]) -> tuple[str, str]:
     return times + nbytes, per_device and times + per_device
 
 
+# Many arrays have the same sharding.
+@lru_cache(maxsize=128)
 def show_place(place: Sharding) -> str:
     """A sharding as text, without its mesh."""
     memory = f" in {place.memory_kind}" if is_offloaded(place) else ""
@@ -208,6 +210,7 @@ def meaning(place: Sharding | None) -> Hashable:
     return place.mesh, tuple(entries), place.spec.unreduced, place.memory_kind
 
 
+@lru_cache(maxsize=128)
 def is_offloaded(place: Sharding) -> bool:
     return place.memory_kind not in (None, default_memory_kind(place))
 

@@ -1,7 +1,9 @@
 """Sizes, counts, devices and tables as text, in colour where the terminal has it."""
 
 import os
+import shutil
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -102,17 +104,64 @@ def pastel(number: int) -> str:
     return _PASTELS[number % len(_PASTELS)]
 
 
+def width_of(text: str) -> int:
+    """How many columns of a terminal it takes: East Asian characters take two."""
+    if text.isascii():
+        return len(text)
+    return sum(
+        0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF")
+        for c in text
+    )
+
+
+def width_of_stdout() -> int | None:
+    """The columns of the terminal; None if the standard output is none."""
+    if sys.stdout is None or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns
+
+
 def columns(
     table: Sequence[Sequence[str]],
     paint: Paint = plain,
     code_of: Callable[[int, int], str] = lambda row, column: "",
 ) -> list[str]:
-    """A table's lines, with columns of equal width. `code_of(row, column)` is a cell's colour."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    """A table's lines, with columns of equal width. `code_of(row, column)` is a cell's colour. On a
+    terminal that is too narrow for it, each row is a paragraph.
+    """
+    widths = [max(map(width_of, column)) for column in zip(*table, strict=True)]
+    terminal = width_of_stdout()
+    if terminal is not None and sum(widths) + 2 * (len(widths) - 1) > terminal:
+        return _paragraphs(table, paint, code_of, terminal)
     lines: list[str] = []
     for i, cells in enumerate(table):
         last = max((j for j, cell in enumerate(cells) if cell), default=0)
-        padded = [cell.ljust(widths[j]) for j, cell in enumerate(cells[:last])]
+        padded = [x + " " * (widths[j] - width_of(x)) for j, x in enumerate(cells[:last])]
         texts = enumerate([*padded, cells[last]])
         lines.append("  ".join(paint(text, code_of(i, j)) for j, text in texts))
+    return lines
+
+
+# Columns that can't be told apart without their names.
+_NAMED = ("bytes", "per device", "before", "after", "received")
+
+
+def _paragraphs(
+    table: Sequence[Sequence[str]], paint: Paint, code_of: Callable[[int, int], str], width: int
+) -> list[str]:
+    header, *body = table
+    lines: list[str] = []
+    for i, (first, *others) in enumerate(body, 1):
+        lines.append(paint(first, BOLD))
+        line, used = " ", 1
+        for j, text in enumerate(others, 1):
+            if not text:
+                continue
+            text = f"{header[j]} {text}" if header[j] in _NAMED else text
+            if used + 2 + width_of(text) > width and used > 1:
+                lines.append(line)
+                line, used = " ", 1
+            line += " " + " " * (used > 1) + paint(text, code_of(i, j))
+            used += 1 + (used > 1) + width_of(text)
+        lines.append(line)
     return lines

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from .._compat import nvidia_gpu_is_here, tpu_is_here
+from .._compat import describe_cudnn, nvidia_gpu_is_here, tpu_is_here
 
 Devices = tuple[Any, ...]
 
@@ -26,8 +26,11 @@ def gpus(target: str, hosts: int, devices_per_host: int) -> Devices:
     plugin = _gpu_compiler()
     from jax.experimental import topologies
 
-    # The plugin refuses to start without the CUDA libraries, but compiling doesn't need them.
-    variables = {} if nvidia_gpu_is_here() else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    variables: dict[str, str] = {}
+    if not nvidia_gpu_is_here():
+        # The plugin refuses to start without the CUDA libraries, but compiling doesn't need them.
+        variables["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+        _describe_cudnn(target)
     options = {"target_config": target, "topology": f"1x{hosts}x{devices_per_host}"}
     with _environment(variables):
         try:
@@ -37,6 +40,18 @@ def gpus(target: str, hosts: int, devices_per_host: int) -> Devices:
             importlib.import_module(plugin).initialize()
             found = topologies.get_topology_desc(platform="cuda", **options)
     return tuple(found.devices)
+
+
+def _describe_cudnn(target: str) -> None:
+    """So that programs with cuDNN's attention can be traced, if the target says what JAX asks."""
+    found = (
+        re.search(rf"{name}\s*\{{\s*major:\s*(\d+)(?:\s*minor:\s*(\d+))?", target)
+        for name in ("dnn_version_info", "cuda_compute_capability")
+    )
+    numbers = [(int(one[1]), int(one[2] or 0)) for one in found if one is not None]
+    if len(numbers) == 2:
+        (major, minor), capability = numbers
+        describe_cudnn(10_000 * major + 100 * minor, capability)
 
 
 def tpus(version: str, shape: tuple[int, ...]) -> Devices:

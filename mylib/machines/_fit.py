@@ -1,12 +1,10 @@
 """Whether a compiled program fits into the memory of a machine's devices."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._sizes import scaled
-from ._sheets import GiB
 
 _SHOWN = 5
 
@@ -20,26 +18,62 @@ class Argument(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fit:
-    """Whether a program fits on a machine: true if it does. As text, it shows how much memory is
-    missing, and the program's largest arguments.
+class Alive:
+    """Arrays that a program holds when it holds most: those that the same line has made.
 
     **Attributes:**
 
-    - `needed`, `available`: bytes on each device.
+    - `bytes`: their size together.
+    - `count`: how many there are.
+    - `shape`, `dtype`: of each.
+    - `primitive`, `source`: what has made them, and the line of Python.
+    """
+
+    bytes: int
+    count: int
+    dtype: str
+    shape: tuple[int, ...]
+    primitive: str
+    source: str
+
+    @property
+    def arrays(self) -> str:
+        """As text: `2 x f32[8, 4]`."""
+        return f"{self.count} x " * (self.count > 1) + f"{self.dtype}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Whether a program fits on a machine: true if it does. As text, it shows how much memory is
+    missing, the program's largest arguments, or its largest other arrays if they need more, and
+    what helps.
+
+    **Attributes:**
+
+    - `needed`, `available`: bytes on each device. `needed` is XLA's own count.
     - `largest`: the largest arguments, each with `path`, `shape` and `nbytes` on each device.
     - `parts`: the uses of the memory, as text.
+    - `accepted`: whether the machine's own compiler has accepted the program, which decides.
+    - `arguments`: the bytes of all arguments on each device.
+    - `temporaries`: the largest other arrays that are held at the same time, as a tuple of
+        [`mylib.Alive`][]; empty if they are unknown.
+    - `whole`: whether the sizes of `temporaries` are those on all devices together. It is so when
+        the compiler has refused a program without naming arrays.
     """
 
     needed: int
     available: int
     largest: tuple[Argument, ...] = ()
     parts: str = ""
+    accepted: bool = False
+    arguments: int = 0
+    temporaries: tuple[Alive, ...] = ()
+    whole: bool = False
 
     @property
     def missing(self) -> int:
         """The bytes that each device lacks; 0 if the program fits."""
-        return max(0, self.needed - self.available)
+        return 0 if self.accepted else max(0, self.needed - self.available)
 
     def __bool__(self) -> bool:
         return not self.missing
@@ -47,15 +81,41 @@ class Fit:
     def __str__(self) -> str:
         needs = f"the program needs {in_bytes(self.needed)} on each device"
         if self:
-            return f"{needs}, of {in_bytes(self.available)}"
+            compiler = "; its compiler has accepted the program" if self.accepted else ""
+            return f"{needs}, of {in_bytes(self.available)}{compiler}"
         lines = [
             f"{needs}, which has {in_bytes(self.available)}: {in_bytes(self.missing)} are missing",
             *([f"  {self.parts}"] if self.parts else []),
         ]
-        if self.largest:
-            lines.append("  its largest arguments, by their bytes on each device:")
-            lines += [f"    {in_bytes(x.nbytes):>10}  {x.path} {x.shape}" for x in self.largest]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._arguments(), *self._others()])
+
+    def _arguments(self) -> list[str]:
+        """If they are a part of the cause: the largest arguments, and what helps."""
+        if not self.largest or self.arguments < self.needed * _PART:
+            return []
+        lines = ["  its largest arguments, by their bytes on each device:"]
+        lines += [f"    {in_bytes(x.nbytes):>10}  {x.path} {x.shape}" for x in self.largest]
+        helps = "shard the large ones over more devices, and donate what a step replaces"
+        return [*lines, f"  {helps}"]
+
+    def _others(self) -> list[str]:
+        """If they are a part of the cause: the largest other arrays, and what helps."""
+        if self.needed - self.arguments < self.needed * _PART:
+            return []
+        held = "whole; a device holds a part" if self.whole else "by their bytes on each device"
+        lines = [f"  the largest arrays that it computes, {held}:"] if self.temporaries else []
+        lines += [
+            f"    {in_bytes(x.bytes):>10}  {x.arrays}  {x.primitive}  {x.source}".rstrip()
+            for x in self.temporaries[:_SHOWN]
+        ]
+        return [*lines, f"  {_HELPS}"]
+
+
+_PART = 0.25
+_HELPS = (
+    "take a smaller batch, recompute more (mylib.filter_checkpoint, or another policy), or compute "
+    "the largest in blocks, such as the loss over a large vocabulary"
+)
 
 
 class OutOfMemoryError(RuntimeError):
@@ -68,10 +128,7 @@ class OutOfMemoryError(RuntimeError):
 
     def __init__(self, fit: Fit):
         self.fit = fit
-        super().__init__(
-            f"{fit}\nShard the large arrays over more devices, recompute more "
-            "(mylib.filter_checkpoint), or take a smaller batch"
-        )
+        super().__init__(str(fit))
 
     def __reduce__(self) -> tuple[type["OutOfMemoryError"], tuple[Fit]]:
         return type(self), (self.fit,)
@@ -79,20 +136,6 @@ class OutOfMemoryError(RuntimeError):
 
 def largest(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     return tuple(sorted(arguments, key=lambda x: -x.nbytes)[:_SHOWN])
-
-
-def out_of_memory(error: Exception, arguments: Sequence[Argument]) -> OutOfMemoryError | None:
-    """A readable form of the TPU compiler's error, or None if it is another error."""
-    text = str(error)
-    found = _EXCEEDED.search(text)
-    if "RESOURCE_EXHAUSTED" not in text or found is None:
-        return None
-    needed, available = (int(float(x[:-1]) * _UNITS[x[-1]]) for x in found.groups())
-    return OutOfMemoryError(Fit(needed, available, largest(arguments)))
-
-
-_EXCEEDED = re.compile(r"\(([\d.]+[KMGT])\) exceeds available HBM \(([\d.]+[KMGT])\)")
-_UNITS = {"K": 2**10, "M": 2**20, "G": GiB, "T": 2**40}
 
 
 def in_bytes(count: float) -> str:

@@ -1,5 +1,6 @@
 """The memory that a compiled program needs on each device."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -7,9 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh
 
 from ._fit import Argument, Fit, in_bytes, largest
 from ._machine import Machine
+from ._sheets import CHIPS
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,11 @@ class Memory:
     - `code`, `constants`: the program itself, and the arrays that it has captured. The compiler for
         GPUs doesn't report the size of the code.
     - `host`: arguments, results and temporaries in the host's memory, not part of `total`.
+    - `peak`: the most that is held at one time, by XLA's own count (`peak_memory_in_bytes`), which
+        is exact on GPUs. On TPUs that count may contain on-chip memory; if it is larger than
+        `total`, `peak` is `total`. On the CPU it lacks the temporaries, so `peak` is `total`.
+    - `accepted`: the `device_kind` of the TPU for which its compiler has accepted the program,
+        which it does only if the program fits; empty for other compilers, which don't check.
     - `largest`: the largest arguments, each with `path`, `shape` and `nbytes` on each device.
     """
 
@@ -34,11 +43,13 @@ class Memory:
     code: int
     constants: int
     host: int
+    peak: int
+    accepted: str = ""
     largest: tuple[Argument, ...] = field(default=(), repr=False)
 
     @property
     def total(self) -> int:
-        """The memory that a device needs for all of it."""
+        """The sum of its parts, as if temporaries were never in each other's place."""
         return (
             self.arguments
             + self.results
@@ -64,24 +75,32 @@ class Memory:
                 f"the memory of {machine} is unknown. Describe it: "
                 "dataclasses.replace(machine.chip, memory=...)"
             )
-        return Fit(self.total, machine.memory, self.largest, str(self))
+        accepted = self._is_accepted_by(machine.chip.kinds, machine.memory)
+        return Fit(
+            self.peak, machine.memory, self.largest, str(self), accepted, arguments=self.arguments
+        )
+
+    def _is_accepted_by(self, kinds: Sequence[str], memory: int) -> bool:
+        """Whether a TPU's compiler has found room for it in as much memory."""
+        sheets = (chip for chip in CHIPS.values() if self.accepted in chip.kinds)
+        known = [chip.memory // chip.devices for chip in sheets if chip.memory is not None]
+        return self.accepted in kinds and known != [] and memory >= known[0]
 
     def __str__(self) -> str:
         names = "arguments", "results", "temporaries", "aliased", "code", "constants", "host"
-        parts = {name: getattr(self, name) for name in names}
+        parts = {name: getattr(self, name) for name in names} | {"peak": self.peak}
         return ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size)
 
 
-def memory_of(
-    compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str | None = None
-) -> Memory:
-    """`text` is the text of the program, if the caller has it."""
+def memory_of(compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str) -> Memory:
+    """The memory of a program, given its arguments and its text."""
     stats: Any = compiled.memory_analysis()
     if stats is None:
         raise NotImplementedError("this compiler does not report how much memory a program needs")
-    constants = sum(_constants(compiled.as_text() or "" if text is None else text))
+    constants = sum(_constants(text))
     code = stats.generated_code_size_in_bytes
-    return Memory(
+    platform, kind = _compiled_for(compiled)
+    memory = Memory(
         arguments=stats.argument_size_in_bytes,
         results=stats.output_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
@@ -92,8 +111,23 @@ def memory_of(
         host=stats.host_argument_size_in_bytes
         + stats.host_output_size_in_bytes
         + stats.host_temp_size_in_bytes,
+        peak=0,
+        accepted=kind if platform == "tpu" else "",
         largest=largest(arguments),
     )
+    counted = stats.peak_memory_in_bytes if platform in ("gpu", "tpu") else memory.total
+    return dataclasses.replace(memory, peak=min(counted, memory.total))
+
+
+def _compiled_for(compiled: jax.stages.Compiled) -> tuple[str, str]:
+    """The platform and the `device_kind` of its devices. They are unknown, so empty, if it has no
+    arguments and no results.
+    """
+    for sharding in jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings)):
+        if not isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+            device = next(iter(sharding.device_set))
+            return device.platform, device.device_kind
+    return "", ""
 
 
 def _constants(text: str) -> Iterator[int]:

@@ -14,6 +14,7 @@ import mylib
 from mylib import contracts
 
 pytestmark = pytest.mark.compilers
+KEY = jax.random.key(0)
 MACHINES = pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
 
 
@@ -65,7 +66,13 @@ def test_what_programs_of_one_device_call_is_known(machine):
 
     def fun(a, table, i, j):
         cut = jnp.take_along_axis(table, j, -1), table[i, i], table.at[i, i].add(1.0)
-        return cut, jnp.linalg.cholesky(a), jnp.linalg.qr(a), jnp.linalg.eigh(a), jnp.sort(table)
+        solved = jnp.linalg.solve(a, table), jnp.linalg.svd(a), jnp.linalg.qr(a), jnp.linalg.eigh(a)
+        random = jax.random.normal(jax.random.key(i[0]), (64,)), jax.random.permutation(KEY, i)
+        chosen = jax.lax.top_k(table, 4), jax.lax.approx_max_k(table, 4), jnp.sort(table)
+        resized = jax.image.resize(table, (32, 32), "linear"), jnp.fft.fft(table)
+        kernel = a[:3, :3].reshape(1, 1, 3, 3)
+        image = jax.lax.conv(table.reshape(1, 1, 64, 64), kernel, (1, 1), "SAME")
+        return cut, jnp.linalg.cholesky(a), solved, random, chosen, resized, image
 
     args = abstract(64, 64), abstract(64, 64), abstract(16, dtype="int32")
     compiled = jax.jit(fun).lower(*args, abstract(64, 1, dtype="int32")).compile()

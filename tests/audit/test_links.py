@@ -16,7 +16,7 @@ def whole(kind, size, axes, names, machine):
     """Bytes of the whole array over the time, as nccl-tests prints it ("algbw"), in GB/s."""
     count = math.prod(axes[name] for name in names)
     sent = size * (count - 1) // count * (2 if kind == "all-reduce" else 1)
-    time, _ = seconds(Message(kind, names, int(sent), 1, False), axes, machine)
+    time, _ = seconds(Message(kind, names, int(sent), 1), axes, machine)
     return size / time / GB
 
 
@@ -55,7 +55,7 @@ def test_over_hosts(ranks, hosts, published):
 @pytest.mark.parametrize(("size", "share"), [(8e3, 0.36), (1e6, 0.68), (64e6, 0.87)])
 def test_small_arrays(size, share):
     axes, hosts = {"data": 64}, gpus(8)
-    message = Message("all-gather", ("data",), int(size * 63), 1, False)
+    message = Message("all-gather", ("data",), int(size * 63), 1)
     time = seconds(message, axes, hosts)[0] - 8 * 36e-6
     assert 64 * size / time / GB == pytest.approx(390 * share, rel=0.1)
 
@@ -64,7 +64,7 @@ def test_hosts_of_four():
     axes, two = {"data": 8}, gpus(2, 4)
     in_one = whole("all-gather", 1e9, axes, ("data",), gpus(1))
     assert whole("all-gather", 1e9, axes, ("data",), two) < 4 * 50 < in_one
-    message = Message("all-gather", ("data",), 1, 1, False)
+    message = Message("all-gather", ("data",), 1, 1)
     assert "4 of each host's" in seconds(message, axes, two)[1]
 
 
@@ -80,18 +80,18 @@ def test_hosts_of_four():
     ],
 )
 def test_which_hosts(axes, names, text):
-    message = Message("all-gather", names, 10**9, 1, False)
+    message = Message("all-gather", names, 10**9, 1)
     assert text in seconds(message, axes, gpus(2))[1]
 
 
 def test_an_axis_that_straddles_hosts_is_as_slow_as_its_slowest_group():
     axes = {"data": 4, "model": 6}  # the second group has 2 GPUs on the first host, 4 on the next
-    assert "2 of each" in seconds(Message("all-gather", ("model",), 1, 1, False), axes, gpus(3))[1]
+    assert "2 of each" in seconds(Message("all-gather", ("model",), 1, 1), axes, gpus(3))[1]
 
 
 def rate(name, shape, axes, names, kind="all-gather", size=10**10):
     """GB/s that a device sends, without the time of the hops."""
-    message = Message(kind, names, size, 1, False)
+    message = Message(kind, names, size, 1)
     return size / seconds(message, axes, machines.tpu(name, shape))[0] / GB
 
 

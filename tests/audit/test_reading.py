@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given, strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from jaxlib import lapack
 
 import mylib
 from mylib._audit.flow import Value, before
 from mylib._audit.groups import Axes, groups_of, pairs_of
 from mylib._audit.hlo import Module, arrays_of
+from mylib._audit.targets import LOCAL
 
 
 @pytest.mark.parametrize(
@@ -211,6 +213,54 @@ def test_a_computation_that_is_started(opcode, role):
     assert only.overlapped
 
 
+def test_slices_of_host_memory_are_fetched_beside_other_work():
+    """What a TPU offloads. The device writes what it fetches, and reads nothing of its own."""
+    host, device = "f32[4,8]{1,0:T(8,128)S(5)}", "f32[1,8]{1,0:T(8,128)}"
+    text = program(
+        PARAMETER,
+        f"%h = {host} parameter(1)",
+        "%i = s32[] constant(0)",
+        f"%s = (({host}, s32[], s32[]), {device}, u32[]) dynamic-slice-start(%h, %i, %i), "
+        "dynamic_slice_sizes={1,8}",
+        f"%d = {device} dynamic-slice-done(%s)",
+        f"%u = (({host}, {device}, s32[], s32[]), {host}, u32[]) "
+        "dynamic-update-slice-start(%h, %d, %i, %i)",
+        f"ROOT %e = {host} dynamic-update-slice-done(%u)",
+    )
+    report = mylib.audit(text, mesh=MESH)
+    # A tile of 8 x 128 numbers, written and then read; and four indices.
+    assert not report.collectives and report.work.traffic == 2 * 8 * 128 * 4 + 4 * 4
+
+
+FUSED = """%part (p: f32[4096], i: s32[], q: f32[8]) -> (f32[8], f32[4096], f32[64]) {
+  %p = f32[4096]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %q = f32[8]{0} parameter(2)
+  %zero = f32[] constant(0)
+  %more = f32[4104]{0} pad(%p, %zero), padding=0_8
+  %some = f32[8]{0} dynamic-slice(%more, %i), dynamic_slice_sizes={8}
+  %g = f32[64]{0} all-gather(%q), channel_id=1, replica_groups=[1,8]<=[8], dimensions={0}
+  ROOT %t = (f32[8]{0}, f32[4096]{0}, f32[64]{0}) tuple(%some, %p, %g)
+}
+"""
+
+
+def test_a_fusion_that_goes_on_with_a_collective():
+    """As on TPUs: it passes the collective's buffers on, and reads a slice of a padded array."""
+    text = program(
+        PARAMETER,
+        "%y = f32[4096]{0} parameter(1)",
+        "%i = s32[] constant(3)",
+        "%f = (f32[8]{0}, f32[4096]{0}, f32[64]{0}) fusion(%y, %i, %x), kind=kLoop, calls=%part",
+        "ROOT %e = f32[64]{0} get-tuple-element(%f), index=2",
+        computations=FUSED,
+    )
+    report = mylib.audit(text, mesh=MESH)
+    assert report.count("all-gather") == 1
+    # The slice is read and written; the index is read.
+    assert report.work.traffic == 2 * 8 * 4 + 4
+
+
 def test_a_sparse_core_is_started_before_it_has_operands():
     text = program(
         PARAMETER,
@@ -244,6 +294,38 @@ def test_metadata_of_a_kernel_spans_lines():
     assert kernel.op_names == ["jit(f)/pallas_call"] and kernel.attribute("backend_config") == "{}"
     with pytest.raises(mylib.AuditError, match="a bracket is not closed: %k = "):
         mylib.audit(text.replace("}}, metadata", ", metadata"), mesh=MESH)
+
+
+def calling(target: str) -> str:
+    call = f'ROOT %c = f32[8]{{0}} custom-call(%x), custom_call_target="{target}"'
+    return program(PARAMETER, call)
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cublasMpGemm", "cusolverMpPotrf", "xla.gpu.ext.all_reduce", "RaggedDotAllToAll"]
+    + ["lapack_spotrf_ffi_mp", "__cublas$lt$matmulAllReduce", "Sharding2", "mosaic_gpu_v2", ""],
+)
+def test_calls_whose_names_only_begin_like_known_ones_are_errors(target):
+    with pytest.raises(mylib.AuditError, match=re.escape(f"calls {target!r}, which is not in the")):
+        mylib.audit(calling(target), mesh=MESH)
+    if target:
+        assert mylib.audit(calling(target), mesh=MESH, local=[target]).collectives == ()
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["cusolver_potrf_ffi", "hipsolver_getrf_ffi", "__cublas$lt$matmul", "xla.gpu.ext.cub_sort_keys"]
+    + ["cu_threefry2x32_ffi", "__cudnn$norm", "xla_ffi_python_gpu_callback"],
+)
+def test_calls_that_are_known_by_their_names(target):
+    assert mylib.audit(calling(target), mesh=MESH).collectives == ()
+
+
+def test_all_that_jax_registers_for_cpus_is_known():
+    """If one is missing that stays on its device, add it to `_audit/targets.py`."""
+    registered = {name for name, *_ in lapack.registrations()["cpu"]}
+    assert len(registered) > 50 and registered <= LOCAL
 
 
 def test_send_and_receive():

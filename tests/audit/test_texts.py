@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh
 
 import mylib
 from mylib import contracts
+from mylib._audit.hlo import Module
+from mylib._audit.peak import peak_of
 
 TEXTS = Path(__file__).parent / "texts"
 MIB = 2**20
@@ -166,3 +168,32 @@ def test_windowed_einsum():
     assert {c.arrays for c in report.among("all-gather")} == {("params[0]",), ("params[1]",)}
     assert all(c.overlapped for c in chains)
     assert "17 collective-permutes" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "peak"),
+    # Donated state on a v5e, 16 devices; kept state on H100s, 8 devices.
+    [("tpu-0.12.0.1-adam_scan", 2312.2, 3831.8), ("gpu-0.12.0.1-adam_list", 73, 245)],
+)
+def test_what_is_alive_accounts_for_the_peak(name, arguments, peak):
+    """The compilers' own counts of the arguments and of the peak, in MiB."""
+    text = gzip.decompress((TEXTS / f"{name}.hlo.gz").read_bytes()).decode()
+    found = arguments + peak_of(Module(text)).bytes / MIB
+    assert abs(found / peak - 1) < 0.05
+
+
+def test_windows_that_sum_over_another_axis():
+    """A step of 64 layers with FSDP 16 x TP 4 on 64 v5p. The loops that multiply and sum the
+    gradients of weights around the ring of 16 sum over the four, too.
+    """
+    mesh = AbstractMesh((16, 4), ("fsdp", "tensor"))
+    path = TEXTS / "tpu-0.12.0.1-llama_fsdp_tensor_scan.hlo.gz"
+    report = mylib.audit(
+        gzip.decompress(path.read_bytes()).decode(),
+        mesh=mesh,
+        local=("GatherScatterIndicesBitpacked",),
+    )
+    chains = [c for c in report.among("reduce-scatter", "fsdp") if c.spelling.startswith("17 ")]
+    assert len(chains) >= 3 and {c.times for c in chains} == {64}
+    # Of the MLP's weights: 8192 x 28672 in bfloat16, a quarter on each of the four.
+    assert max(c.bytes for c in chains) == 2 * 8192 * 28672 // 4

@@ -120,7 +120,12 @@ def read(hlo: str, strategy: transformer.Strategy, stacked: bool) -> mylib.Repor
     axes = [tuple(x for x in s.spec if x is not None) for s in placed] + [("data",)]
     assert [p.path for p in report.parameters] == paths
     parameters = map(lambda p, a: dataclasses.replace(p, axes=a), report.parameters, axes)
-    return dataclasses.replace(report, parameters=tuple(parameters))
+    parameters = tuple(parameters)
+    loss = mylib.Parameter("[1]", "f32", (), 4, ())
+    results = [
+        dataclasses.replace(p, path=p.path.replace("model", "[0]", 1)) for p in parameters[:-1]
+    ]
+    return dataclasses.replace(report, parameters=parameters, results=(*results, loss))
 
 
 def broken() -> dict[str, tuple[transformer.Strategy, str]]:
@@ -168,7 +173,6 @@ def assert_gradients(report: mylib.Report, stacked: bool) -> None:
 
 
 def assert_peak(memory: mylib.ProgramMemory) -> None:
-    held = memory.peak - memory.arguments - memory.constants
-    given = memory.temporaries + memory.results - memory.aliased
-    # The older compiler for CPUs finds less room to share in a scan.
-    assert abs(held / given - 1) < (0.06 if jax.__version_info__ >= (0, 12) else 0.2)
+    assert memory.peak == memory.total
+    # The older compiler for CPUs finds less room to share in a scan, and the list is unknown.
+    assert memory.alive or jax.__version_info__ < (0, 12)

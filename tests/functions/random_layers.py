@@ -116,10 +116,16 @@ def draw(seed: int) -> Program:
     # the batch has taken.
     if arrangement == "branch" and way.startswith("vmap") and (way != "vmap" or "e" in types):
         arrangement = "loop"
+    if arrangement == "stack" and way.startswith("ensemble") and "e" in types:
+        # The rule of ensembles knows of one stacked dimension: JAX refuses to scan over the other.
+        arrangement = "list"
     # The second model takes what the first returns, which are no tokens.
     tops = ["linear", "linear", "embedding", "tied", "nothing"]
     top = rng.choice(tops[:2] if way == "two models" else tops)
     jit = often("mylib", 0.55, "mylib placed", "equinox", "jax", "eager")
+    if jit == "eager" and arrangement == "branch" and way.startswith("vmap"):
+        # The gradient is the result of an eager `cond`, which JAX places as it likes.
+        arrangement = "loop"
     kinds = tuple(rng.choice(ORDINARY) for _ in range(rng.choice([1, 2, 2, 3])))
     if "e" in types and rng.random() < 0.3:
         kinds = (*kinds[1:], "Author")
@@ -172,6 +178,9 @@ def draw(seed: int) -> Program:
     splits = "Author" in kinds and not plain if "e" in types else plain
     tensor = "tensor" if splits and count > 1 else "replicated"
     kept = rng.choice(["data", "data", "data", "all", "large", "unaware", "replicated", "last"])
+    if kept == "all" and len(set(types)) > 1 and not jit.startswith("mylib"):
+        # JAX places results by their types, which don't have a dimension's Auto axes as well.
+        kept = "data"
     used = often("replicated", 0.6, tensor if "e" in types else "none", tensor)
     # From numbers of its own, so that seeds mean what they meant before there was this option.
     options["saved"] = (

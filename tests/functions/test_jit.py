@@ -934,11 +934,26 @@ class TestBeingTold:
         with pytest.warns(UserWarning, match="step was compiled twice") as caught:
             model, state = step(model, state)
         text = str(caught[0].message)
-        assert "state[0].count: " in text and "not committed" in text
-        assert "mu" not in text and "in_shardings and out_shardings" in text
+        assert "state[0].count: cpu 0 (not committed), then P()" in text
+        assert "mu" not in text and text.index("in_shardings and out_sh") < text.index("state[0]")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             step(model, state)
+
+    def test_equal_layers_are_told_of_together(self):
+        model = [{"weight": jnp.ones((8, 8)), "bias": jnp.ones(8)} for _ in range(50)]
+        rows = mylib.filter_shard(jnp.ones((8, 8)), P("data"), mesh=MESH)
+
+        @mylib.filter_jit
+        def step(model, rows):
+            return jax.tree.map(lambda w: w + jnp.sum(rows), model)
+
+        with pytest.warns(mylib.RecompilationWarning) as caught:
+            step(step(model, rows), rows)
+        text = str(caught[0].message)
+        assert len(text) < 350 and "NamedSharding" not in text
+        assert "model[0..49]['weight']" in text and "model[0..49]['bias']" in text
+        assert text.count("cpu 0 (not committed), then P()") == 1
 
     @pytest.mark.parametrize("how", ["in and out", "placed"])
     def test_a_state_that_is_placed_is_compiled_once(self, how):
@@ -1021,7 +1036,8 @@ class TestAheadOfTime:
         lowered = f.lower({"a": jnp.ones(3)}, 4, k=1)
         assert "main" in lowered.as_text()
         compiled = lowered.compile()
-        assert compiled.as_text() and compiled.compiled.memory_analysis()
+        assert compiled.as_text() and compiled.cost_analysis() == compiled.compiled.cost_analysis()
+        assert compiled.memory_analysis().argument_size_in_bytes == compiled.memory.arguments
         out, kwargs = compiled({"a": jnp.ones(3)}, 4, k=1)
         assert jnp.all(out == 6) and kwargs == {"k": 1}
         with pytest.raises(TypeError, match="compiled for other static arguments"):

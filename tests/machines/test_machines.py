@@ -5,6 +5,7 @@ None of this needs a compiler.
 
 import dataclasses
 import importlib.metadata
+import re
 import subprocess
 import sys
 import tomllib
@@ -13,11 +14,13 @@ from pathlib import Path
 import _pages
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 
 import mylib
 from mylib import machines
+from mylib.machines import out_of_memory
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 GPUS = ("a100-40gb", "a100-80gb", "h100", "h200", "b200")
@@ -257,3 +260,153 @@ class TestThePlugin:
         )
         done = session()
         done.stdout.fnmatch_lines(["*marked compiles_for, so it has to take the fixture*"])
+
+
+def links(machine, sizes):
+    """Between devices that are next to each other along each axis: on average, and at most."""
+    places = machines.coordinates(machine, sizes)[:, :-1].reshape(*sizes, -1)
+    size = (*machine.shape, 1)[: places.shape[-1]]
+    for axis in range(len(sizes)):
+        steps = np.abs(np.diff(places, axis=axis))
+        rings = [n % machine.chip.wraps == 0 for n in size]
+        around = np.where(rings, np.minimum(steps, np.array(size) - steps), steps)
+        yield float(np.mean(around.sum(-1))), int(np.max(around.sum(-1)))
+
+
+def told(average, most):
+    return f"{average:.2g}" + (f", at most {most}" if most > average else "")
+
+
+def test_the_table_of_neighbours():
+    page = (_pages.ROOT / "docs" / "machines.md").read_text(encoding="utf-8")
+    rows = [
+        row.strip("| ").split(" | ") for row in page.splitlines() if re.match(r"\| v5\w \d", row)
+    ]
+    assert len(rows) == 6
+    for name, axes, *cells in rows:
+        sizes = tuple(map(int, axes.split(", ")))
+        found = [told(*each) for each in links(machines.Machine.of(name), sizes)]
+        assert found == [cell.strip(" |") for cell in cells if cell.strip(" |")], name
+
+
+class TestFits:
+    """In bytes; what the compilers say of real programs is in test_compiling.py."""
+
+    def memory(self, accepted=""):
+        parts = {"results": 2, "temporaries": 14, "aliased": 2, "code": 0, "constants": 0}
+        return machines.Memory(arguments=4, **parts, host=0, peak=9, accepted=accepted, largest=())
+
+    def test_arguments_that_are_the_cause_are_listed(self):
+        arguments = (machines.Argument("model.up", (32, 64), 4),)
+        memory = dataclasses.replace(self.memory(), peak=5, largest=arguments)
+        lines = str(memory.fits(self.machine(3))).splitlines()
+        assert lines[2:] == [
+            "  its largest arguments, by their bytes on each device:",
+            "           4 B  model.up (32, 64)",
+            "  shard the large ones over more devices, and donate what a step replaces",
+        ]
+
+    def test_temporaries_that_are_the_cause_are_listed(self):
+        memory = dataclasses.replace(self.memory(), arguments=1)
+        scores = mylib.Alive(4, 2, "bf16", (8, 4), "dot_general", "step.py:3")
+        fit = dataclasses.replace(memory.fits(self.machine(7)), temporaries=(scores,))
+        lines = str(fit).splitlines()
+        assert lines[2:4] == [
+            "  the largest arrays that it computes, by their bytes on each device:",
+            "           4 B  2 x bf16[8, 4]  dot_general  step.py:3",
+        ]
+        assert lines[4].startswith("  take a smaller batch, recompute more")
+        assert "in blocks, such as the loss over a large vocabulary" in lines[4]
+        assert len(lines) == 5
+
+    def machine(self, memory, chip="v5e"):
+        return machines.tpu(dataclasses.replace(machines.CHIPS[chip], memory=memory), (4, 4))
+
+    def test_xlas_peak_decides(self):
+        memory = self.memory()
+        assert memory.total == 18
+        fit = memory.fits(self.machine(9))
+        assert fit and (fit.needed, fit.missing) == (9, 0)
+        assert memory.fits(self.machine(8)).missing == 1
+
+    def test_what_a_tpus_compiler_has_accepted_fits_there(self):
+        memory = dataclasses.replace(self.memory("TPU v5 lite"), peak=20 * 2**30)
+        fit = memory.fits(machines.tpu("v5e", (4, 4)))
+        assert fit and fit.missing == 0 and "its compiler has accepted the program" in str(fit)
+        # With less memory, and on another TPU, the number decides.
+        assert memory.fits(self.machine(10 * 2**30)).missing == 10 * 2**30
+        assert not memory.fits(machines.tpu("v5p", (2, 2, 1))).accepted
+
+
+class TestWhatTheTpusCompilerRefuses:
+    """The texts of its errors, which https://openxla.org/xla/errors/error_1000 explains."""
+
+    EARLY = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
+        "required for HLO temporaries (64.75G) exceeds available HBM (15.75G). HLO module: jit_f."
+    )
+    LATE = """RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory \
+space hbm. Used 41.74G of 16.00G hbm. Exceeded hbm capacity by 25.74G.
+
+Total hbm usage >= 41.74G:
+    reserved        528.00M
+    program          41.22G
+    arguments            0B
+
+  Largest program allocations in hbm:
+
+  1. Size: 7.00G
+     Shape: f32[7,16384,16384]{2,1,0:T(8,128)}
+     Unpadded size: 7.00G
+     Allocation type: HLO temp
+     ==========================
+
+  2. Size: 32.00G
+     Operator: op_type="sub" op_name="jit(f)/jvp()/sub" source_file="/home/me/step.py" source_line=7
+     Shape: s32[8388608,8,4]{2,1,0:T(8,128)}
+     Unpadded size: 1.00G
+     Allocation type: HLO temp
+     ==========================
+
+  3. Size: 1.00G
+     Shape: f32[16384,16384]{1,0:T(8,128)}
+     Unpadded size: 1.00G
+     Allocation type: argument
+     =========================="""
+    PARTS = (
+        "RESOURCE_EXHAUSTED: TPU TensorCore Hbm usage: 34.00G, SparseCore Hbm usage 174.00G, "
+        "exceeding available bytes: 95.74G"
+    )
+
+    def read(self, text):
+        def scores(x, table):
+            return jnp.sum(jnp.exp(x @ table))
+
+        shapes = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(512, 8), (8, 4096)])
+        lowered = jax.jit(jax.grad(scores)).lower(*shapes)
+        arguments = [machines.Argument("x", (512, 8), 512 * 8 * 2)]
+        found = out_of_memory(RuntimeError(text), arguments, lowered)
+        return found and found.fit
+
+    def test_what_it_counts_is_the_total(self):
+        """Of a program with arguments and results alone, too; test_compiling.py compiles one."""
+        fit = self.read(self.EARLY)
+        assert (fit.needed, fit.available) == (64.75 * 2**30, 15.75 * 2**30)
+        assert self.read(self.PARTS).needed == 208 * 2**30
+        assert self.read("RESOURCE_EXHAUSTED: of something else") is None
+
+    def test_the_largest_arrays_that_it_lists(self):
+        fit = self.read(self.LATE)
+        assert (fit.needed, fit.available) == (int(41.74 * 2**30), 16 * 2**30)
+        assert fit.temporaries == (
+            mylib.Alive(32 * 2**30, 1, "s32", (8388608, 8, 4), "sub", "step.py:7"),
+            mylib.Alive(7 * 2**30, 1, "f32", (7, 16384, 16384), "", ""),
+        )
+        assert "by their bytes on each device:\n     32.00 GiB  s32[8388608, 8, 4]  sub" in str(fit)
+
+    def test_without_a_list_those_of_the_program(self):
+        fit = self.read(self.EARLY)
+        assert fit.whole and "that it computes, whole; a device holds a part:" in str(fit)
+        product = next(x for x in fit.temporaries if x.primitive == "dot_general")
+        assert (product.dtype, product.shape) == ("bf16", (512, 4096))
+        assert product.bytes == 512 * 4096 * 2 and product.source.startswith("test_machines.py:")

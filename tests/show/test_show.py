@@ -3,6 +3,7 @@
 import io
 import re
 import sys
+import time
 from textwrap import dedent
 
 import equinox as eqx
@@ -353,3 +354,66 @@ class TestColour:
         monkeypatch.setenv("NO_COLOR", "1")
         trimmed = ["\n".join(map(str.rstrip, str(x).splitlines())) for x in shown]
         assert ["\n".join(map(str.rstrip, x.splitlines())) for x in coloured] == trimmed
+
+
+class TestManyLeaves:
+    """Whose names differ by more than indices."""
+
+    def tree(self, count, kinds=1):
+        places = [NamedSharding(MESH, P("data")), NamedSharding(MESH, P())]
+        arrays = [
+            jax.device_put(np.ones((8, 4 + i), np.float32), places[i % 2]) for i in range(kinds)
+        ]
+        return {f"name {chr(97 + i % 26)}{i:06}": arrays[i % kinds] for i in range(count)}
+
+    def test_the_first_have_lines_and_the_others_share_them(self):
+        shown = mylib.show(self.tree(1000, 2))
+        lines = str(shown).splitlines()
+        assert lines[200].startswith("['name") and lines[203] == ""
+        more = [re.match(r"and (\d+) more +\(8, [45]\) .* \1 x ", line) for line in lines[201:203]]
+        assert sum(int(match[1]) for match in more if match is not None) == 800
+        assert "1000 arrays" in str(shown)
+        assert len(shown.whole().splitlines()) > 1000
+        assert len(mylib.explain(self.tree(1000, 2)).whole().splitlines()) > 1000
+        changes = mylib.show(self.tree(1000, 2), self.tree(1000, 2))
+        assert len(str(changes).splitlines()) < 210 < 1000 < len(changes.whole().splitlines())
+
+    def test_of_many_kinds_the_rest_is_counted(self):
+        lines = str(mylib.show(self.tree(400, 400))).splitlines()
+        assert lines[221].split("  ")[0] == "and 180 more of other kinds"
+        assert lines[222] == ""
+
+    @pytest.mark.slow
+    def test_a_hundred_thousand(self):
+        shown = mylib.show(self.tree(100_000))
+        start = time.perf_counter()
+        text, page = str(shown), shown._repr_html_()
+        assert len(text.splitlines()) < 210 and len(page) < 500_000
+        assert "and 99800 more" in text and "and 99800 more" in page
+        assert time.perf_counter() - start < 30
+
+
+class TestTerminals:
+    def stdout(self, monkeypatch, width):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+        monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.setenv("COLUMNS", str(width))
+
+    def test_wide_characters_are_aligned(self):
+        """They take two columns, and combining ones none."""
+        x = put((8, 4), P("data"))
+        lines = str(mylib.show({"weight": x, "e\u0301": x, "\u91cd\u307f": x})).splitlines()[1:4]
+        before = [line[: line.index("(8,")] for line in lines]
+        wide = [sum(c > "\u3000" for c in text) - text.count("\u0301") for text in before]
+        assert sorted(wide) == [-1, 0, 2]
+        assert len({len(text) + extra for text, extra in zip(before, wide, strict=True)}) == 1
+
+    def test_a_narrow_one_has_paragraphs(self, monkeypatch):
+        self.stdout(monkeypatch, 40)
+        lines = str(mylib.show({"a": put((8, 4), P("data"))})).splitlines()
+        assert lines[0] == "['a']" and all(len(line) <= 40 for line in lines[: lines.index("")])
+        assert any("per device " in line for line in lines)
+
+    def test_a_wide_one_has_the_table(self, monkeypatch):
+        self.stdout(monkeypatch, 200)
+        assert str(mylib.show({"a": put((8, 4), P("data"))})).startswith("array")

@@ -1,0 +1,414 @@
+"""What each value of a program depends on: arguments, collectives, and the device's own number.
+
+The program is evaluated once, with sets in place of numbers. A set is an integer with a bit for
+each source. A collective ends what comes before it: its result depends on the collective, and the
+collective on what is given to it. So the program becomes a small graph of arguments, collectives
+and results, which `sums.py` reads.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .._compat import names
+from .attribution import own_primitive_of, phase_of
+from .collectives import Transfer
+from .flow import done_of, given_to, target_of
+from .hlo import Computation, Instruction, Module, calls_of
+from .opcodes import KINDS, opcode_of
+from .positions import positions
+
+
+class Mark(NamedTuple):
+    """The sources that a value depends on: all of them, those of which it is a combination element
+    by element, and those that a product of the model (or a kernel) lies between.
+    """
+
+    any: int = 0
+    near: int = 0
+    product: int = 0
+
+
+# A mark, or a tuple of these.
+Marks = Any
+NOTHING = Mark()
+
+
+class Row(NamedTuple):
+    """Arrays that are concatenated into one of one dimension, and where each ends. The GPU's
+    compiler sums several gradients in this way.
+    """
+
+    ends: tuple[int, ...]
+    marks: tuple[Mark, ...]
+
+
+class Source(NamedTuple):
+    """Where values come from: `"parameter"`, `"collective"`, `"position"` (a number that depends on
+    the device), or `"unknown"`. `number` is that of the parameter or of the transfer, `element`
+    that of its result, of which it may be a `part`. `labels` are a position's numbers.
+    """
+
+    kind: str
+    number: int = 0
+    element: int = 0
+    part: tuple[int, int] | None = None
+    labels: tuple[int, ...] = ()
+
+
+class Use(NamedTuple):
+    """A product: its phase, in how many loops it is, and the size of the factor."""
+
+    phase: str
+    loops: int
+    size: int
+
+
+@dataclass
+class Graph:
+    """`into` has what is given to each collective, `results` what the program's results are, and
+    `uses` the products that sources are factors of. `differentiates`: whether it has gradients.
+    """
+
+    sources: list[Source] = field(default_factory=list)
+    into: dict[int, Mark] = field(default_factory=dict)
+    results: list[Mark] = field(default_factory=list)
+    uses: dict[int, set[Use]] = field(default_factory=dict)
+    differentiates: bool = False
+    bits: dict[Source, int] = field(default_factory=dict)
+
+    def bit(self, source: Source) -> int:
+        """The number of a source, a new one for one that is new."""
+        if source not in self.bits:
+            self.bits[source] = len(self.sources)
+            self.sources.append(source)
+        return self.bits[source]
+
+    def sources_in(self, mask: int) -> Iterator[int]:
+        while mask:
+            low = mask & -mask
+            yield low.bit_length() - 1
+            mask ^= low
+
+
+def graph_of(module: Module, transfers: Sequence[Transfer], devices: int) -> Graph:
+    """The graph of a program."""
+    walk = _Walk(module, transfers, devices)
+    given = tuple(walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters)))
+    result = walk.run(module.entry, given)
+    many = isinstance(result, tuple) and not isinstance(result, Mark | Row)
+    walk.graph.results = [_all([one]) for one in (result if many else [result])]
+    return walk.graph
+
+
+_PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot", "custom-call"}
+_SAME = {
+    "add-dependency", "all-gather", "bitcast", "bitcast-convert", "convert", "copy", "domain",
+    "opt-barrier", "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
+    "transpose",
+}  # fmt: skip
+_FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "scatter": 1, "pad": 2}
+_ELEMENTWISE = _SAME | set(
+    """
+    abs add and atan2 cbrt ceil clamp compare complex concatenate cosine divide
+    erf exponential exponential-minus-one floor imag is-finite log log-plus-one logistic maximum
+    minimum multiply negate not or power real remainder round-nearest-afz round-nearest-even rsqrt
+    select sign sine sqrt subtract tan tanh xor
+    """.split()
+)
+# Custom calls that pass on what they are given, or make room for a result.
+_MOVES = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
+_ROOM = ("AllocateBuffer", "CreateBuffer")
+_FROM_OUTSIDE = ("infeed", "recv", "rng")
+
+
+class _Walk:
+    def __init__(self, module: Module, transfers: Sequence[Transfer], devices: int):
+        self.module, self.devices = module, devices
+        self.graph = Graph()
+        # The transfer of each array that a collective returns, and of each that goes on with one.
+        self.sent: dict[int, list[tuple[int, Transfer]]] = {}
+        self.channels: dict[tuple[str, str], Instruction] = {}
+        self.chained: set[int] = set()
+        # The steps of sums that are chains, where these end, and what marks them.
+        self.steps: set[int] = set()
+        self.ends: dict[int, int] = {}
+        self.rings = 0
+        self.known: dict[tuple[str, object], object] = {}
+        # Instructions that depend on the device alone, and the sources that do.
+        self.own: dict[int, Mark | None] = {}
+        self.numbers = 0
+        self.depth = 0
+        for i, whole in enumerate(transfers):
+            for t in whole.members or (whole,):
+                self.sent.setdefault(id(t.first), []).append((i, t))
+                if whole.members:
+                    self.chained.add(id(t.first))
+                if whole.ends:
+                    self.steps.add(id(t.first))
+                channel = t.first.attribute("channel_id")
+                if channel is not None:
+                    self.channels.setdefault((opcode_of(t.first), channel), t.first)
+            self.ends.update((id(x), i) for x in whole.ends)
+        # If the program is differentiated, products without a phase are those of an optimiser.
+        every = (x for c in module.computations.values() for x in c.instructions)
+        phases = {phase_of(x.op_names) for x in every}
+        self.phased = phases != {""}
+        self.graph.differentiates = "backward" in phases
+
+    def source(self, source: Source) -> Mark:
+        bit = 1 << self.graph.bit(source)
+        return Mark(bit, bit)
+
+    def run(self, computation: Computation, given: tuple[Marks, ...]) -> Marks:
+        key = computation.name, given
+        if key not in self.known:
+            values: dict[str, Marks] = {}
+            for x in computation.instructions:
+                inputs = [values[name] for name in x.operands]
+                values[x.name] = self.value(x, inputs, given)
+            self.known[key] = values[computation.result.name]
+        return self.known[key]
+
+    def value(self, x: Instruction, inputs: list[Marks], given: tuple[Marks, ...]) -> Marks:
+        """What the result of an instruction depends on."""
+        value = self._value(x, inputs, given)
+        if id(x) in self.ends:
+            return self._ended(value, self.ends[id(x)])
+        if isinstance(value, Mark) and value.any and not value.any & ~self.numbers:
+            return self._of_device(x, value)
+        return value
+
+    def _value(self, x: Instruction, inputs: list[Marks], given: tuple[Marks, ...]) -> Marks:
+        match x.opcode:
+            case "parameter":
+                return given[int(x.rest)]
+            case "partition-id" | "replica-id":
+                return self._of_device(x, NOTHING)
+            case "get-tuple-element":
+                value = inputs[0]
+                return value if isinstance(value, Mark | Row) else value[x.integer("index") or 0]
+            case "tuple":
+                return tuple(inputs)
+            case "while":
+                return self._loop(x, inputs[0])
+            case "conditional":
+                branches = [
+                    self.run(self.module.computations[name], (inputs[1 + i],))
+                    for i, (_, name) in enumerate(calls_of(x))
+                ]
+                return _with(reduce(_joined, branches), Mark(_all(inputs[:1]).any))
+        if opcode_of(x) in KINDS:
+            return self._collective(x, inputs)
+        if x.opcode.endswith(("-done", "-update")):
+            return inputs[0]
+        called = [name for role, name in calls_of(x) if role in ("calls", "to_apply")]
+        if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
+            operands = given_to(x)
+            known = dict(zip(x.operands, inputs, strict=True))
+            if any(y.name not in known for y in operands):
+                return self._unknown()
+            return self.run(
+                self.module.computations[called[0]], tuple(known[y.name] for y in operands)
+            )
+        return self._computed(x, inputs)
+
+    def _computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
+        """The result of an operation of one device."""
+        opcode = x.opcode.removesuffix("-start")
+        if opcode in _FROM_OUTSIDE:
+            return _shaped(x, self._unknown())
+        if opcode == "concatenate" and len(x.arrays[0].shape) == 1:
+            ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
+            return Row(tuple(ends), tuple(_all([value]) for value in inputs))
+        if isinstance(inputs[0] if inputs else None, Row):
+            if opcode == "slice":
+                return _sliced(inputs[0], x)
+            if opcode in _SAME and x.arrays[0].shape == x.operand(0).arrays[0].shape:
+                return inputs[0]
+        if opcode == "custom-call":
+            target = target_of(x)
+            if target == "AsyncCollectiveStart":
+                before = next(iter(self._given(x.operand(0))), NOTHING)
+                return (before, *[inputs[0]] * (len(x.arrays) - 1))
+            if target == "AsyncCollectiveDone":
+                sent = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
+                return sent[0] if sent else self._unknown()
+            if target in _ROOM:
+                return _shaped(x, NOTHING)
+            if target in _MOVES:
+                return _shaped(x, _all(inputs))
+        if len(inputs) == 1 and not isinstance(inputs[0], Mark | Row) and opcode in _SAME:
+            return inputs[0]
+        every = _all(inputs)
+        primitive, phase = own_primitive_of(x), phase_of(x.op_names)
+        # Small products are written as sums.
+        if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
+            self._use(x, inputs, phase)
+            # A product without a name is taken for one of the model.
+            of_model = phase or not self.phased or not x.op_names
+            return _shaped(x, Mark(every.any, 0, every.any if of_model else every.product))
+        data = inputs[: _FIRST.get(opcode, len(inputs))]
+        return _shaped(x, Mark(every.any, self._near(x, opcode, data), every.product))
+
+    def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
+        for operand, value in zip(x.inputs(), inputs, strict=True):
+            use = Use(phase, self.depth, sum(array.size for array in operand.arrays))
+            for bit in self.graph.sources_in(_all([value]).near):
+                self.graph.uses.setdefault(bit, set()).add(use)
+
+    def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
+        if opcode in _ELEMENTWISE or opcode in _FIRST or opcode == "copy":
+            return _all(data).near
+        if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
+            return data[0].near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
+        return 0
+
+    def _loop(self, x: Instruction, carried: Marks) -> Marks:
+        called = {role: self.module.computations[name] for role, name in calls_of(x)}
+        self.depth += 1
+        carried = self._fixed(called, carried)
+        self.depth -= 1
+        return carried
+
+    def _fixed(self, called: dict[str, Computation], carried: Marks) -> Marks:
+        while True:
+            after = _joined(carried, self.run(called["body"], (carried,)))
+            until = _all([self.run(called["condition"], (after,))])
+            after = _with(after, Mark(until.any))
+            if after == carried:
+                return after
+            carried = after
+
+    def _collective(self, x: Instruction, inputs: list[Marks]) -> Marks:
+        if x.opcode.endswith(("-done", "-update")):
+            return inputs[0]
+        first = x
+        if id(x) not in self.sent:
+            channel = x.attribute("channel_id")
+            first = self.channels.get((opcode_of(x), channel or ""), x)
+        if id(first) not in self.sent:  # each device alone
+            return inputs[0] if len(inputs) == 1 else tuple(inputs)
+        sent = self.sent[id(first)]
+        if id(first) in self.steps:
+            return self._step(_all(inputs), [number for number, _ in sent])
+        if len(inputs) == 1 and isinstance(inputs[0], Row) and opcode_of(x) == "all-reduce":
+            return self._row(inputs[0], sent[0][0])
+        count = max(1, len(done_of(first).arrays))
+        together = count != len(inputs) or opcode_of(x).endswith("all-to-all")
+        results: list[Mark] = []
+        for element in range(count):
+            number = next((i for i, t in sent if element in t.elements), sent[0][0])
+            whole = id(first) in self.chained
+            bit = self.graph.bit(Source("collective", number, 0 if whole else element))
+            mark = _all(inputs) if together else _all(inputs[element : element + 1])
+            if first is x:
+                self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), mark)
+            results.append(Mark(1 << bit, 1 << bit))
+        return results[0] if count == 1 else tuple(results)
+
+    def _step(self, given: Mark, chains: Sequence[int]) -> Mark:
+        """A step of sums of several permutations: their result is known where they end. Until then
+        it is marked as one of each.
+        """
+        bits = sum(1 << self.graph.bit(Source("collective", number, 0)) for number in chains)
+        self.rings |= bits
+        return Mark(given.any | bits, given.near, given.product)
+
+    def _row(self, row: Row, number: int) -> Row:
+        """A sum of concatenated arrays: one source for each."""
+        marks: list[Mark] = []
+        for start, end, mark in zip((0, *row.ends), row.ends, row.marks, strict=False):
+            bit = self.graph.bit(Source("collective", number, 0, (start, end)))
+            self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), mark)
+            marks.append(Mark(1 << bit, 1 << bit))
+        return Row(row.ends, tuple(marks))
+
+    def _given(self, x: Instruction) -> Iterator[Mark]:
+        """What has been given to a collective so far."""
+        for number, _ in self.sent.get(id(x), ()):
+            bit = self.graph.bit(Source("collective", number, 0))
+            yield self.graph.into.get(bit, NOTHING)
+
+    def _ended(self, value: Marks, number: int) -> Marks:
+        """The result of a chain of permutations: what was added on the way was sent, too."""
+        bit = self.graph.bit(Source("collective", number, 0))
+        if isinstance(value, Row):
+            value = _all([value])
+        if not isinstance(value, Mark):
+            return tuple(self._ended(one, number) for one in value)
+        if not value.any >> bit & 1:
+            return value
+        own = 1 << bit
+        given = Mark(*(mask & ~self.rings for mask in value))
+        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), given)
+        return Mark(own, own)
+
+    def _unknown(self) -> Mark:
+        return self.source(Source("unknown"))
+
+    def _of_device(self, x: Instruction, value: Mark) -> Mark:
+        """A value that depends on the device alone, known by its numbers if they are few."""
+        if id(x) not in self.own:
+            found = positions(x, self.devices) if x.arrays[0].size == 1 else None
+            self.own[id(x)] = None if found is None else self._position(found[:, 0])
+        found = self.own[id(x)]
+        return value if found is None else found
+
+    def _position(self, numbers: np.ndarray) -> Mark:
+        labels = np.unique(numbers, return_inverse=True)[1].reshape(-1)
+        if not labels.any():
+            return NOTHING
+        bit = 1 << self.graph.bit(Source("position", labels=tuple(labels.tolist())))
+        self.numbers |= bit
+        return Mark(bit)
+
+
+def _sliced(row: Row, x: Instruction) -> Mark:
+    """The arrays that a slice takes out of a row."""
+    bounds = re.fullmatch(r"\{\[(\d+):(\d+)(:\d+)?\]\}", x.attribute("slice") or "")
+    if bounds is None:
+        return _all(row.marks)
+    first, last = int(bounds[1]), int(bounds[2])
+    parts = zip((0, *row.ends), row.ends, row.marks, strict=False)
+    return _all([mark for start, end, mark in parts if start < last and first < end])
+
+
+def _flat(value: Marks) -> Iterator[Mark]:
+    if isinstance(value, Mark):
+        yield value
+    elif isinstance(value, Row):
+        yield from value.marks
+    else:
+        for one in value:
+            yield from _flat(one)
+
+
+def _all(values: Sequence[Marks]) -> Mark:
+    return reduce(_joined, (mark for value in values for mark in _flat(value)), NOTHING)
+
+
+def _joined(a: Marks, b: Marks) -> Marks:
+    if isinstance(a, Mark) and isinstance(b, Mark):
+        return a if a == b else Mark(a.any | b.any, a.near | b.near, a.product | b.product)
+    if isinstance(a, Row) and isinstance(b, Row) and a.ends == b.ends:
+        return Row(a.ends, tuple(map(_joined, a.marks, b.marks)))
+    if isinstance(a, Mark | Row) or isinstance(b, Mark | Row):
+        return _joined(_all([a]), _all([b]))
+    return tuple(map(_joined, a, b))
+
+
+def _with(value: Marks, mark: Mark) -> Marks:
+    if not mark.any:
+        return value
+    if isinstance(value, Mark | Row):
+        return _joined(_all([value]), mark)
+    return tuple(_with(one, mark) for one in value)
+
+
+def _shaped(x: Instruction, mark: Mark) -> Marks:
+    return (mark,) * len(x.arrays) if x.type.startswith("(") else mark

@@ -1,0 +1,78 @@
+"""When the collectives of a program begin, and when they must have ended."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from .collectives import Transfer
+from .flow import target_of
+from .hlo import Instruction, Module
+
+
+class Begin(NamedTuple):
+    """A collective begins, and other work goes on.
+
+    **Attributes:**
+
+    - `collective`: its number in `Report.collectives`.
+    - `share`: how much of it is sent, if it is split into a chain.
+    """
+
+    collective: int
+    share: float
+
+
+class End(NamedTuple):
+    """Here a collective must have ended.
+
+    **Attributes:**
+
+    - `collective`: its number in `Report.collectives`.
+    """
+
+    collective: int
+
+
+T = TypeVar("T")
+# By the `id` of an instruction.
+Moments = dict[int, list[T]]
+
+
+def moments_of(module: Module, sent: Sequence[Transfer]) -> tuple[Moments[Begin], Moments[End]]:
+    """The instructions at which collectives begin and end, by their `id`."""
+    begins: Moments[Begin] = {}
+    ends: Moments[End] = {}
+    later = dict(_ends_in_fusions(module))
+    for number, whole in enumerate(sent):
+        members = whole.members or (whole,)
+        runs = sum(member.times or 1 for member in members)
+        share = (whole.times or 1) / runs
+        for member in members:
+            for x in _outermost(member.first):
+                begins.setdefault(id(x), []).append(Begin(number, share))
+                done = later.get(_key(member.first), x) if x is not member.first else member.done
+                end = done if member.asynchronous else x
+                ends.setdefault(id(end), []).append(End(number))
+    return begins, ends
+
+
+def _outermost(x: Instruction) -> Iterator[Instruction]:
+    """The instruction, or the fusions that contain it."""
+    fusions = [caller for caller in x.computation.callers if caller.opcode.startswith("fusion")]
+    if not fusions:
+        yield x
+    for caller in fusions:
+        yield from _outermost(caller)
+
+
+def _key(x: Instruction) -> tuple[str, str | None]:
+    return x.opcode, x.attribute("channel_id")
+
+
+def _ends_in_fusions(module: Module) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
+    """The TPU's compiler starts a collective in one fusion, and waits for it in a later one."""
+    for computation in module.computations.values():
+        for x in computation.instructions:
+            if x.opcode == "custom-call" and target_of(x) == "AsyncCollectiveDone":
+                for y in x.inputs():
+                    if y.attribute("channel_id") is not None:
+                        yield from ((_key(y), caller) for caller in _outermost(x))

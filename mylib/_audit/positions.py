@@ -1,0 +1,109 @@
+"""Whole numbers that depend on the device: computed for each, so that it is known which part of an
+array a device takes.
+"""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from .flow import Value, computed
+from .hlo import Instruction
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "divide": lambda a, b: np.where(b == 0, 0, a // np.where(b == 0, 1, b)),
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "multiply": np.multiply,
+    "or": np.bitwise_or,
+    "remainder": lambda a, b: np.where(b == 0, 0, a % np.where(b == 0, 1, b)),
+    "shift-left": np.left_shift,
+    "shift-right-arithmetic": np.right_shift,
+    "shift-right-logical": np.right_shift,
+    "subtract": np.subtract,
+    "xor": np.bitwise_xor,
+}
+_COMPARED = {
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
+}
+_WORDS = {"true": 1, "false": 0}
+_DEEP = 60  # the longest chain of operations
+
+
+def positions(x: Instruction, devices: int) -> np.ndarray | None:
+    """The elements of a small array of whole numbers, a row for each device; None if they depend on
+    anything but the device.
+    """
+    return _Numbers(devices).of(x, _DEEP)
+
+
+class _Numbers:
+    def __init__(self, devices: int):
+        self.devices = devices
+        self.of = cache(self._of)
+
+    def _of(self, x: Instruction, deep: int) -> np.ndarray | None:
+        value = computed(Value(x))
+        x = value.made_by
+        if value.path or not deep or len(x.arrays) != 1 or x.arrays[0].size > 8 * self.devices:
+            return None
+        if x.opcode in ("partition-id", "replica-id"):
+            module = x.computation.module
+            several = module.partitions if x.opcode == "partition-id" else module.replicas
+            return np.arange(self.devices)[:, None] * (several > 1)
+        if x.opcode == "constant":
+            return self._constant(x)
+        if x.opcode not in (*_BINARY, *_OTHERS):
+            return None
+        found = [self.of(y, deep - 1) for y in x.inputs()]
+        if any(numbers is None for numbers in found):
+            return None
+        return self._result(x, [numbers for numbers in found if numbers is not None])
+
+    def _constant(self, x: Instruction) -> np.ndarray | None:
+        if not re.fullmatch(r"[su]\d+|pred", x.arrays[0].dtype):
+            return None
+        written = re.findall(r"-?\d+|true|false", x.rest)
+        numbers = [_WORDS[text] if text in _WORDS else int(text) for text in written]
+        if len(numbers) != x.arrays[0].size:
+            return None
+        return np.tile(np.array(numbers), (self.devices, 1))
+
+    def _result(self, x: Instruction, given: list[np.ndarray]) -> np.ndarray | None:
+        match x.opcode:
+            case "compare":
+                return _COMPARED[x.attribute("direction") or "EQ"](*given).astype(int)
+            case "select":
+                return np.where(given[0] != 0, given[1], given[2])
+            case "clamp":
+                return np.clip(given[1], given[0], given[2])
+            case "negate":
+                return -given[0]
+            case "broadcast":
+                size = x.arrays[0].size
+                return np.repeat(given[0], size, 1) if given[0].shape[1] == 1 else None
+            case "slice" | "dynamic-slice":
+                return self._slice(x, given)
+        return _BINARY[x.opcode](*given)
+
+    def _slice(self, x: Instruction, given: list[np.ndarray]) -> np.ndarray | None:
+        size = x.arrays[0].size
+        if len(x.operand(0).arrays[0].shape) != 1:
+            return None
+        if x.opcode == "slice":
+            bounds = re.fullmatch(r"\{\[(\d+):(\d+)(?::1)?\]\}", x.attribute("slice") or "")
+            return given[0][:, int(bounds[1]) : int(bounds[2])] if bounds else None
+        starts = np.clip(given[1], 0, given[0].shape[1] - size)
+        return np.take_along_axis(given[0], starts + np.arange(size), 1)
+
+
+_OTHERS = ("broadcast", "clamp", "compare", "dynamic-slice", "negate", "select", "slice")

@@ -1,0 +1,251 @@
+"""Which values are the same on all devices, and which collectives lie on the way to a result."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from .attribution import line_and_primitive
+from .collectives import Transfer
+from .dataflow import Graph, Mark, Source, graph_of
+from .flow import Value, computed
+from .groups import Groups
+from .hlo import Array, Module
+from .opcodes import KINDS, opcode_of
+
+# For each device a number; devices of one number have the same value.
+Labels = np.ndarray
+
+
+class Flow:
+    """The way of values through a program. It is followed when it is first asked for."""
+
+    def __init__(self, module: Module, transfers: Sequence[Transfer]):
+        self._module = module
+        self._transfers = transfers
+        self.devices: int = max(module.partitions, module.replicas)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return graph_of(self._module, self._transfers, self.devices)
+
+    def transfer(self, bit: int) -> int | None:
+        """The number of the collective that a source is."""
+        source = self.graph.sources[bit]
+        return source.number if source.kind == "collective" else None
+
+    def sources_of(self, number: int) -> list[int]:
+        """The sources that a collective is, one for each array."""
+        return [bit for bit in self.graph.into if self.transfer(bit) == number]
+
+    def parameter(self, number: int) -> Source:
+        return Source("parameter", number)
+
+    def parameters(self, numbers: Iterable[int]) -> int:
+        """The sources that these parameters are, as a set."""
+        bits = (self.graph.bits.get(self.parameter(i)) for i in numbers)
+        return sum(1 << bit for bit in bits if bit is not None)
+
+    def given(self, number: int) -> Mark:
+        """What is given to a collective."""
+        found = Mark()
+        for bit in self.sources_of(number):
+            found = Mark(*(a | b for a, b in zip(found, self.graph.into[bit], strict=True)))
+        return found
+
+    def array(self, bit: int) -> Array:
+        """The array that a collective returns; of a reduce-scatter the one that it is given."""
+        source = self.graph.sources[bit]
+        transfer = self._transfers[source.number]
+        if transfer.members:
+            return transfer.arrays[0]
+        if source.part is not None:
+            start, end = source.part
+            return transfer.arrays[0]._replace(shape=(end - start,))
+        return transfer.arrays[transfer.elements.index(source.element)]
+
+    def made_by(self, bit: int) -> tuple[str, str]:
+        """The line and the primitive of what a collective is given."""
+        source = self.graph.sources[bit]
+        operands = self._transfers[source.number].first.inputs()
+        operand = operands[min(source.element, len(operands) - 1)]
+        if source.part is not None:  # one of several arrays in a row
+            row = computed(Value(operand)).made_by.inputs()
+            starts = np.cumsum([0, *(x.arrays[0].size for x in row)]).tolist()
+            operand = row[starts.index(source.part[0])]
+        return line_and_primitive(operand)
+
+    def is_sum(self, bit: int) -> bool:
+        """Whether a collective adds."""
+        transfer = self._transfers[self.graph.sources[bit].number]
+        if transfer.members:
+            return True
+        called = (transfer.first.attribute("to_apply") or "").lstrip("%")
+        return called != "" and self._module.computations[called].result.opcode == "add"
+
+    def reaching(self, mask: int) -> int:
+        """All sources that values depend on, also by way of collectives."""
+        found, new = 0, mask
+        while new:
+            found |= new
+            after = 0
+            for bit in self.graph.sources_in(new):
+                after |= self.graph.into.get(bit, Mark()).any
+            new = after & ~found
+        return found
+
+    def reaching_by_copies(self, mask: int) -> int:
+        """All sources of which values are a combination, element by element, also by way of
+        collectives.
+        """
+        found, new = 0, mask
+        while new:
+            found |= new
+            after = 0
+            for bit in self.graph.sources_in(new):
+                after |= self.graph.into.get(bit, Mark()).near
+            new = after & ~found
+        return found
+
+    @cached_property
+    def _combined(self) -> list[tuple[int, int]]:
+        """For each result, the sources of which it is a combination element by element: directly,
+        and also by way of collectives.
+        """
+        near = [mark.near for mark in self.graph.results]
+        return [(mask, self.reaching_by_copies(mask)) for mask in near]
+
+    def updated(self, number: int) -> list[int]:
+        """The parameters that are combined with what a collective returns into a result."""
+        own = sum(1 << bit for bit in self.sources_of(number))
+        found = 0
+        for near, all_ in self._combined:
+            found |= near if all_ & own else 0
+        sources = (self.graph.sources[bit] for bit in self.graph.sources_in(found))
+        return sorted(source.number for source in sources if source.kind == "parameter")
+
+    @cached_property
+    def activations(self) -> int:
+        """The collectives that the model computes with: between them and a result lies a product.
+        The others sum gradients, or serve the optimiser.
+        """
+        sinks = [*self.graph.results, *self.graph.into.values()]
+        found = 0
+        for mark in sinks:
+            found |= mark.product
+        while True:
+            before = found
+            for bit, mark in self.graph.into.items():
+                if found >> bit & 1:
+                    found |= mark.any
+            if found == before:
+                return found
+
+    def labels(self, of_parameter: Callable[[int], Labels]) -> Callable[[int], Labels]:
+        """For a set of sources, which devices have the same value, if the parameters are so."""
+        known: dict[int, Labels] = {}
+        for bit, source in enumerate(self.graph.sources):
+            match source.kind:
+                case "parameter":
+                    known[bit] = of_parameter(source.number)
+                case "position":
+                    known[bit] = np.array(source.labels)
+                case "collective":
+                    known[bit] = np.zeros(self.devices, int)
+                case _:
+                    known[bit] = np.arange(self.devices)
+
+        def joined(mask: int) -> Labels:
+            rows = [known[bit] for bit in self.graph.sources_in(mask)]
+            return _alike(rows) if rows else np.zeros(self.devices, int)
+
+        # At first all devices have the same; what differs is found in turns, as a loop's results
+        # are given to its own collectives.
+        changed = True
+        while changed:
+            changed = False
+            for bit, mark in self.graph.into.items():
+                after = self._after(self.graph.sources[bit], joined(mark.any))
+                if not np.array_equal(after, known[bit]):
+                    known[bit], changed = after, True
+        return joined
+
+    def _after(self, source: Source, before: Labels) -> Labels:
+        """Which devices have the same result of a collective."""
+        transfer = self._transfers[source.number]
+        groups = transfer.groups
+        # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
+        kind = transfer.kind if transfer.members else KINDS[opcode_of(transfer.first)]
+        if kind == "collective-permute":
+            return _moved(transfer.pairs(self.devices), before)
+        if transfer.members and kind == "all-gather":
+            return np.arange(self.devices)
+        given = before[groups]
+        if kind in ("all-reduce", "reduce-scatter"):
+            given = np.sort(given, 1)
+        each = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
+        rows = np.repeat(each[:, None], groups.shape[1], 1)
+        if kind not in ("all-reduce", "all-gather", "broadcast"):
+            rows = rows * groups.shape[1] + np.arange(groups.shape[1])
+        labels = np.zeros(self.devices, int)
+        labels[groups] = rows
+        return _alike([labels])
+
+    def is_repeated(self, bit: int, given: Labels) -> bool:
+        """Whether a sum adds the same value several times."""
+        number = self.graph.sources[bit].number
+        groups = self._transfers[number].groups
+        return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in given[groups])
+
+    def uncrossed(self, mask: int, data: int, parts: Sequence[int]) -> int | None:
+        """A source in `data` from which a way leads to a value on some device that brings it only
+        some of the `parts` of the data, each a set of devices.
+        """
+        alone = tuple(1 << device for device in range(self.devices))
+        queue = [(bit, alone) for bit in self.graph.sources_in(mask)]
+        seen = set(queue)
+        for bit, given in queue:
+            if all(own & part for own in set(given) for part in parts):
+                continue
+            if data >> bit & 1:
+                return bit
+            if bit not in self.graph.into:
+                continue
+            after = self._before(bit, given)
+            for source in self.graph.sources_in(self.graph.into[bit].any):
+                if (source, after) not in seen:
+                    seen.add((source, after))
+                    queue.append((source, after))
+        return None
+
+    def _before(self, bit: int, given: tuple[int, ...]) -> tuple[int, ...]:
+        """For each device, those whose operands its value comes from. `given` are those whose
+        results it comes from.
+        """
+        transfer = self._transfers[self.graph.sources[bit].number]
+        sources = [1 << device for device in range(self.devices)]
+        for row in transfer.groups.tolist():
+            if transfer.kind == "collective-permute":
+                sources[row[1]] |= 1 << row[0]
+            else:
+                for device in row:
+                    sources[device] = sum(1 << i for i in row)
+        known: dict[int, int] = {}
+        for own in set(given):
+            known[own] = 0
+            for device in self.graph.sources_in(own):
+                known[own] |= sources[device]
+        return tuple(known[own] for own in given)
+
+
+def _alike(rows: Sequence[Labels]) -> Labels:
+    """Numbers the devices: two have the same number if they have it in all rows."""
+    found: dict[tuple[int, ...], int] = {}
+    columns = zip(*(row.tolist() for row in rows), strict=True)
+    return np.array([found.setdefault(column, len(found)) for column in columns])
+
+
+def _moved(pairs: Groups, before: Labels) -> Labels:
+    after = np.full(before.shape, -1)
+    after[pairs[:, 1]] = before[pairs[:, 0]]
+    return _alike([after])

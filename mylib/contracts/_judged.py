@@ -1,0 +1,362 @@
+"""Judges each gradient of a program by the ways that it takes, for one mesh axis."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from .._audit import Axes, Collective, Groups, Report, readable, times_of
+from .._compat import names
+from .._errors import AuditError
+from ._roles import Roles, axes_of, parts, size_of
+from ._text import Fault, axis_of, moved_by, text_of
+
+# What a collective moves: weights, what the model computes with, gradients and what an optimiser
+# makes of them, or what is only returned.
+Role = Literal["weight", "activation", "gradient", "result"]
+
+
+_ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
+
+
+class Moved(NamedTuple):
+    """An array that a collective over the axis moves, and its role."""
+
+    c: Collective
+    bit: int
+    role: Role
+    # The weights that it is of, or whose gradient it is, by their numbers.
+    leaves: tuple[int, ...]
+    bytes: int
+
+    def names(self, report: Report) -> tuple[str, ...]:
+        paths = [report.parameters[i].path for i in self.leaves]
+        return moved_by(self.c, paths)
+
+
+class Judged:
+    """A program's gradients, for one axis."""
+
+    def __init__(self, report: Report, axis: str, argument: str | None):
+        size_of(report, axis)
+        if not report.results:
+            raise AuditError(
+                f"it is unknown what {report.name} returns: audit the compiled program, not its "
+                "text"
+            )
+        self.report, self.axis = report, axis
+        self.roles = Roles(report, argument)
+        self.flow = report.flow
+        axes, sizes = zip(*report.axes.items(), strict=True)
+        if self.flow.graph.differentiates and not any(True for _ in self.roles.trained()):
+            raise AuditError(
+                f"it is unknown which weights {report.name} trains: none of its results is named "
+                f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
+                "as a tree like the model"
+            )
+        self.mesh = Axes(axes, sizes)
+        self.groups: Groups = self.mesh.groups([axis])
+
+    @cached_property
+    def places(self) -> list[int]:
+        """For each place along the axis, the devices there, as a set."""
+        return [sum(1 << int(i) for i in column) for column in self.groups.T]
+
+    @cached_property
+    def labels(self):
+        """For a set of sources, which devices have the same value."""
+        return self.flow.labels(self._labels_of)
+
+    def _labels_of(self, number: int) -> np.ndarray:
+        split = axes_of(self.report.parameters[number])
+        places = np.unravel_index(np.arange(self.mesh.size), self.mesh.sizes)
+        labels = np.zeros(self.mesh.size, int)
+        for name, size, place in zip(self.mesh.names, self.mesh.sizes, places, strict=True):
+            labels = labels * size + (place if name in split else 0)
+        return labels
+
+    def varies(self, mask: int) -> bool:
+        """Whether devices along the axis have different values."""
+        rows = self.labels(mask)[self.groups]
+        return bool((rows != rows[:, :1]).any())
+
+    @cached_property
+    def data(self) -> int:
+        """The arguments that are data, and split over the axis."""
+        given = self.roles.data
+        split = [i for i in given if self.axis in axes_of(self.report.parameters[i])]
+        return self.flow.parameters(split)
+
+    def gradients(self) -> Iterator[Fault]:
+        """The faults of weights whose gradient isn't summed once over the axis."""
+        for result, number in self.roles.trained():
+            mark = self.flow.graph.results[result]
+            if not self.flow.reaching(mark.any) & self._all_data:
+                continue
+            reason = self._unsummed(result)
+            if reason:
+                yield Fault((self.report.parameters[number].path,), reason)
+
+    @cached_property
+    def _all_data(self) -> int:
+        return self.flow.parameters(self.roles.data)
+
+    def _unsummed(self, result: int) -> str:
+        r, mask = self.report.results[result], self.flow.graph.results[result].any
+        way = self.flow.uncrossed(mask, self.data, self.places)
+        varies = self.varies(mask)
+        if way is not None or (varies and self.axis not in axes_of(r)):
+            return f"its gradient is not summed over {self.axis}"
+        made = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
+        if self.axis in axes_of(r) and not self.varies(made):
+            return f"all devices along {self.axis} keep the same part of it"
+        return ""
+
+    def others(self) -> Iterator[Fault]:
+        """The faults of results that should be the same along the axis, and are not."""
+        trained = dict(self.roles.trained())
+        for i, r in enumerate(self.report.results):
+            if i in trained or self.axis in axes_of(r):
+                continue
+            if self.varies(self.flow.graph.results[i].any):
+                yield Fault(
+                    (f"result {r.path}".rstrip(),),
+                    f"it differs between devices along {self.axis}, which should return the same",
+                )
+
+    def without_data(self) -> Iterator[Fault]:
+        if not self.data and any(True for _ in self._trained_by_data()):
+            paths = [self.report.parameters[i].path for i in self.roles.data]
+            yield Fault(
+                tuple(paths[:3]),
+                f"no argument but the model is split over {self.axis}: each device computes the "
+                "gradient of the whole batch, and not all of them are summed",
+            )
+
+    def _trained_by_data(self) -> Iterator[int]:
+        for result, number in self.roles.trained():
+            if self.flow.reaching(self.flow.graph.results[result].any) & self._all_data:
+                yield number
+
+    def kept(self, must_equal: Sequence[int]) -> Iterator[Fault]:
+        """The faults of results that are not sharded over the axis as their arguments are."""
+        for i, number in self.roles.returned.items():
+            given, r = self.report.parameters[number], self.report.results[i]
+            if number in must_equal and (self.axis in axes_of(r)) != (self.axis in axes_of(given)):
+                how = "sharded" if self.axis in axes_of(given) else "whole"
+                other = "whole" if how == "sharded" else "sharded"
+                yield Fault(
+                    (given.path,), f"given {how} over {self.axis}, and returned {other} ({r.path})"
+                )
+
+    def state(self) -> Iterator[Fault]:
+        """The faults of an optimiser's state that is not sharded as its weights are."""
+        for number, weight in self.roles.state.items():
+            if weight is None:
+                continue
+            p, w = self.report.parameters[number], self.report.parameters[weight]
+            if self.roles.alike(p, w) and self.axis in axes_of(w) and self.axis not in axes_of(p):
+                yield Fault(
+                    (p.path,),
+                    f"not sharded over {self.axis}, as its weight is: "
+                    f"{size_of(self.report, self.axis)} devices hold the same {readable(p.bytes)}",
+                )
+
+    def unsharded(self, among: Sequence[int]) -> Iterator[Fault]:
+        """The faults of weights that are whole though smaller ones are sharded, or all of them if
+        devices hold a tenth more than their share of the factors of products.
+        """
+        p_of = self.report.parameters
+        split = [self.roles.size(p_of[i]) for i in among if self._is_split(i)]
+        factors = [i for i in among if i in self.multiplied]
+        size = size_of(self.report, self.axis)
+        held = sum(p_of[i].bytes for i in factors)
+        own = sum(p_of[i].bytes / (1 if self._is_split(i) else size) for i in factors)
+        for i in sorted(among, key=lambda i: -p_of[i].bytes):
+            p = p_of[i]
+            # Of stacked layers the first dimension is that of the layers.
+            fits = any(n % size == 0 for n in p.shape[-2:])
+            large = self.roles.size(p) >= min(split, default=0)
+            if not self._is_split(i) and ((fits and large) or (held > 1.1 * own and i in factors)):
+                yield Fault(
+                    (f"{p.path} {list(p.shape)}",),
+                    f"not sharded over {self.axis}: {size} devices hold the same "
+                    f"{readable(p.bytes)}",
+                )
+
+    def _is_split(self, number: int) -> bool:
+        return self.axis in axes_of(self.report.parameters[number])
+
+    @cached_property
+    def moved(self) -> list[Moved]:
+        """What is moved over the axis, without single numbers."""
+        return list(self._moved())
+
+    def _moved(self) -> Iterator[Moved]:
+        graph = self.flow.graph
+        leaves = self._leaves()
+        trained = 0
+        for result, _ in self.roles.trained():
+            trained |= self.flow.reaching(graph.results[result].any)
+        for number, c in enumerate(self.report.collectives):
+            if c.axes is None:
+                raise AuditError(f"the mesh of {self.report.name} is not known: pass mesh=")
+            if self.axis not in map(axis_of, c.axes):
+                continue
+            for bit in self.flow.sources_of(number):
+                array = self.flow.array(bit)
+                if array.size == 1:
+                    continue
+                role: Role = "gradient"
+                if not self.flow.reaching(graph.into[bit].any) & self._all_data:
+                    role = "weight"
+                elif self.flow.activations >> bit & 1:
+                    role = "activation"
+                elif not trained >> bit & 1:
+                    role = "result"
+                of = self._copied(bit) if role == "weight" else leaves.get(bit, ())
+                yield Moved(c, bit, role, tuple(of), array.bytes)
+
+    def _copied(self, bit: int) -> list[int]:
+        """The weights that a collective moves."""
+        found = self.flow.reaching_by_copies(1 << bit)
+        return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
+
+    def _leaves(self) -> dict[int, dict[int, None]]:
+        """For each collective, the weights of whose new value it is a part, by their numbers."""
+        graph = self.flow.graph
+        found: dict[int, dict[int, None]] = {}
+        for result, number in self.roles.trained():
+            queue = list(graph.sources_in(graph.results[result].near))
+            seen = set(queue)
+            for bit in queue:
+                if bit not in graph.into:
+                    continue
+                found.setdefault(bit, {})[number] = None
+                if self.flow.activations >> bit & 1:
+                    continue
+                new = [b for b in graph.sources_in(graph.into[bit].near) if b not in seen]
+                seen.update(new)
+                queue += new
+        return found
+
+    def repeated(self, pieces: int | None) -> Iterator[Fault]:
+        """The faults of gradients that are summed more than once, or more often than there are
+        `pieces` of a batch.
+        """
+        times: dict[tuple[int, tuple[object, ...]], tuple[float, Collective]] = {}
+        for m in self.moved:
+            given = self.labels(self.flow.graph.into[m.bit].any)
+            if self.flow.is_repeated(m.bit, given):
+                yield Fault(
+                    m.names(self.report),
+                    f"summed twice: the {text_of(m.c)} sums what is the same on several devices "
+                    "already",
+                )
+            elif m.role == "gradient" and pieces is not None and self.flow.is_sum(m.bit):
+                for leaf in m.leaves:
+                    made = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit))
+                    before, _ = times.get(made, (0.0, m.c))
+                    times[made] = before + self._share(m) * times_of(m.c), m.c
+        for (leaf, _), (found, c) in times.items():
+            if pieces is not None and found > pieces * 1.001:
+                yield Fault(
+                    (self.report.parameters[leaf].path,),
+                    f"its gradient is summed {found:.3g} times in a call, and {pieces} expected: "
+                    f"{text_of(c)}",
+                )
+
+    def _share(self, m: Moved) -> float:
+        """How much of its weights' gradients an array is."""
+        axes = [a for a in self.report.axes if a in map(axis_of, m.c.axes or ())]
+        of = [self.report.parameters[i] for i in m.leaves]
+        whole = sum(math.prod(p.shape) * parts(self.report, p, axes) for p in of)
+        return min(1.0, self.flow.array(m.bit).size / whole)
+
+    def bounded(self, some: Sequence[Moved], limit: int) -> Iterator[Fault]:
+        """The faults of what is moved, if it is more than a limit in a call."""
+        total = sum(m.bytes * times_of(m.c) for m in some)
+        if total <= limit:
+            return
+        most = (
+            f"at most {readable(limit)} in a call expected" if limit else "no activation expected"
+        )
+        for c in dict.fromkeys(m.c for m in some):
+            paths = [n for m in some if m.c is c for n in m.names(self.report)]
+            yield Fault(tuple(paths), f"moved by {text_of(c)}, and {most}")
+
+    @property
+    def multiplied(self) -> list[int]:
+        """The numbers of the weights that are factors of a product, which tables, biases and norms
+        are not.
+        """
+        found = self.flow.reaching_by_copies(sum(1 << bit for bit in self.flow.graph.uses))
+        return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
+
+    def ungathered(self) -> Iterator[Fault]:
+        """The faults of weights of which devices multiply only their own parts."""
+        gathered: dict[int, set[str]] = {}
+        for m in self.moved:
+            for number in m.leaves if m.role == "weight" else ():
+                gathered.setdefault(number, set()).update(self._phases(m.bit))
+        for number in self.roles.weights:
+            own = self.flow.graph.bits.get(self.flow.parameter(number))
+            alone = own is not None and self._phases(own) - gathered.get(number, set())
+            if self._is_split(number) and alone:
+                yield Fault(
+                    (self.report.parameters[number].path,),
+                    f"multiplied without being gathered over {self.axis}, so activations are moved "
+                    "instead: call mylib.fully_shard in the loss",
+                )
+
+    def _phases(self, bit: int) -> set[str]:
+        """The phases in which a source is a factor of products."""
+        return {use.phase for use in self.flow.graph.uses.get(bit, ())}
+
+    def held(self) -> Iterator[Fault]:
+        """The faults of weights that are gathered for all layers at a time: a whole stack before
+        its loop, or several layers of a list once for the forward and the backward pass.
+        """
+        kept: list[tuple[str, Collective]] = []
+        for m in self.moved:
+            if m.role != "weight" or m.c.kind != "all-gather":
+                continue
+            uses = self.flow.graph.uses.get(m.bit, set())
+            size = self.flow.array(m.bit).size
+            if any(len(m.c.loops) < use.loops and use.size < size for use in uses):
+                text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
+                yield Fault(m.names(self.report), text)
+            elif self._phases(m.bit) >= {"forward", "backward"}:
+                kept += [(path, m.c) for path in m.names(self.report)]
+        # What is in no list, such as the head, is not one of many layers.
+        for path, c in kept:
+            if re.search(r"\[\d+\]", path):
+                text = (
+                    f"gathered once for the forward and the backward pass: {text_of(c)}, {_ADVICE}"
+                )
+                yield Fault((path,), text)
+
+    def is_of_product(self, m: Moved) -> bool:
+        """Whether a product computes what is moved."""
+        return self.flow.made_by(m.bit)[1] in names.PRODUCTS
+
+    def is_of_rows(self, m: Moved) -> bool:
+        """Whether it tells which rows of a table a gradient is of."""
+        return not m.leaves and self.flow.array(m.bit).dtype in ("s32", "u32", "s64", "u64")
+
+    def is_part(self, m: Moved) -> bool:
+        """Whether a gradient is moved that is no larger than the part that a device keeps."""
+        own = [math.prod(self.report.parameters[i].shape) for i in m.leaves]
+        return bool(own) and self.flow.array(m.bit).size <= max(own)
+
+    def is_summed(self, m: Moved) -> bool:
+        """Whether it is computed from gradients that are summed already, as an optimiser does."""
+        given = self.flow.graph.into[m.bit].any
+        return self.flow.uncrossed(given, self.data, self.places) is None
+
+    def is_statistic(self, m: Moved) -> bool:
+        """Whether a sum is of numbers computed from arrays, such as their norms."""
+        return m.c.kind == "all-reduce" and not self.flow.graph.into[m.bit].near

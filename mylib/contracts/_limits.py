@@ -1,0 +1,229 @@
+"""Contracts about kinds, numbers and sizes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from .._audit import Contract, ProgramMemory, Report, bytes_of, readable
+from ._roles import Roles, parts, size_of
+from ._text import (
+    Axes,
+    Fault,
+    Size,
+    bytes_in,
+    counted,
+    including,
+    moved_by,
+    names_of,
+    over,
+    show,
+    text_of,
+    told,
+)
+
+
+def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
+    """Exactly these collectives run in a call.
+
+    **Arguments:**
+
+    - `expected`: the number for each kind and axes: `{("all-reduce", "data"): 2}`.
+
+    **Returns:**
+
+    A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=8)
+        sharding = jax.NamedSharding(mesh, P("data"))
+        x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=sharding)
+        report = mylib.audit(jnp.sum, x)
+        report.expect(mylib.contracts.communicates({("all-reduce", "data"): 1}))
+        ```
+    """
+    wanted = {(kind, names_of(axes)): n for (kind, axes), n in expected.items()}
+
+    def faults(report: Report) -> list[str]:
+        for kind, axes in wanted:
+            report.among(kind, axes)  # names that don't exist are an error
+        found = {(c.kind, over(c)) for c in report.collectives}
+        wrong: list[str] = []
+        for kind, axes in sorted(wanted.keys() | found):
+            n, m = wanted.get((kind, axes), 0), report.count(kind, axes)
+            if n != m:
+                wrong.append(f"{counted(m, kind)} over {show(axes)}, and {n} expected")
+        return wrong
+
+    return faults
+
+
+def at_most(size: Size, kind: str | None = None, axes: Axes | None = None) -> Contract:
+    """All executions of these collectives in a call have at most `size` bytes together.
+
+    **Arguments:**
+
+    - `size`: the number of bytes, or a text such as `"64 MiB"`.
+    - `kind`: only those of this kind; None for all.
+    - `axes`: only those over these mesh axes, or parts of them, alone or with others; None for all.
+
+    **Returns:**
+
+    A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.at_most("4 B", "all-reduce", "data"))
+        ```
+    """
+    limit = bytes_in(size)
+
+    def faults(report: Report) -> list[str]:
+        found = bytes_of(including(report, kind, axes))
+        if found <= limit:
+            return []
+        what = (kind or "all collectives") + (f" over {show(names_of(axes))}" if axes else "")
+        return [f"{what}: {readable(found)} in a call, and at most {readable(limit)} expected"]
+
+    return faults
+
+
+def never(
+    kind: str | None = None,
+    axes: Axes | None = None,
+    *,
+    above: Size = 0,
+    in_loops: bool = False,
+    inserted: bool = False,
+) -> Contract:
+    """No collective of this kind over these axes.
+
+    **Arguments:**
+
+    - `kind`, `axes`: as in [`mylib.contracts.at_most`][].
+    - `above`: only collectives with more bytes, such as `"1 MiB"`.
+    - `in_loops`: only collectives in the body of a loop.
+    - `inserted`: only collectives that the partitioner has inserted.
+
+    **Returns:**
+
+    A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.never("all-gather", "data", above="1 MiB"))
+        ```
+    """
+    limit = bytes_in(above)
+    above_it = f" above {readable(limit)}" if limit else ""
+
+    def faults(report: Report) -> list[str]:
+        found = [
+            Fault(moved_by(c), f"{text_of(c)}, and none expected{above_it}")
+            for c in including(report, kind, axes)
+            if c.bytes > limit and (c.loops or not in_loops) and (c.inserted or not inserted)
+        ]
+        return told(found)
+
+    return faults
+
+
+def memory(**limits: Size) -> Contract:
+    """The program needs at most this much memory on each device.
+
+    **Arguments:**
+
+    - `limits`: sizes, by the attributes of [`mylib.ProgramMemory`][]:
+        `memory(temporaries="400 MiB")`.
+
+    **Returns:**
+
+    A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.memory(arguments="32 B"))
+        ```
+    """
+    known = [f.name for f in fields(ProgramMemory) if f.type in (int, "int")]
+    for name in limits:
+        if name not in (*known, "total"):
+            raise ValueError(
+                f"memory: there is no {name!r}: write one of {', '.join([*known, 'total'])}"
+            )
+    allowed = {name: bytes_in(size) for name, size in limits.items()}
+
+    def faults(report: Report) -> list[str]:
+        if report.memory is None:
+            return ["the memory is unknown: audit the compiled program, not its text"]
+        wrong: list[str] = []
+        for name, limit in allowed.items():
+            found = getattr(report.memory, name)
+            if found > limit:
+                wrong.append(f"{name}: {readable(found)}, and at most {readable(limit)} expected")
+        return wrong
+
+    return faults
+
+
+def sharded(
+    argument: str | None = None, *, axis: str | None = None, within: float = 0.1
+) -> Contract:
+    """The arrays of an argument are sharded.
+
+    **Arguments:**
+
+    - `argument`: the name of the argument; by default the first.
+    - `axis`: the mesh axis that they must at least be sharded over; by default all axes.
+    - `within`: by how much a device may hold more than its share of all of them, for arrays such as
+        biases that no axis divides.
+
+    **Returns:**
+
+    A contract.
+
+    !!! Example
+
+        ```python
+        mesh = mylib.make_mesh(data=-1)
+        x = mylib.filter_shard(np.ones((8, 8), np.float32), P("data"), mesh=mesh)
+        report = mylib.audit(jax.jit(jnp.sum), x)
+        report.expect(mylib.contracts.sharded(within=0.1))
+        ```
+    """
+
+    def faults(report: Report) -> list[str]:
+        roles = Roles(report, argument)
+        return not_sharded(roles, [axis] if axis is not None else list(report.axes), within)
+
+    return faults
+
+
+def not_sharded(roles: Roles, axes: Sequence[str], within: float) -> list[str]:
+    """The faults of arrays that are not sharded, if a device holds more than its share."""
+    report = roles.report
+    arrays = [report.parameters[i] for i in roles.weights]
+    split = {p.path: parts(report, p, axes) for p in arrays}
+    devices = math.prod(size_of(report, axis) for axis in axes)
+    share = sum(p.bytes * split[p.path] / devices for p in arrays)
+    if sum(p.bytes for p in arrays) <= share * (1 + within):
+        return []
+    whole = [p for p in arrays if split[p.path] < devices]
+    return [
+        f"{p.path} {list(p.shape)} is not sharded over {show(axes)}: "
+        f"{devices // split[p.path]} devices hold the same {readable(p.bytes)}"
+        for p in sorted(whole, key=lambda p: -p.bytes)[:10]
+    ]

@@ -1,0 +1,132 @@
+"""The roles of a program's arguments and results: weights, the optimiser's state, and data."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from .._audit import Parameter, Report
+from .._errors import AuditError
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Which argument is the model, by its name; by default the first."""
+
+    report: Report
+    argument: str | None
+
+    @cached_property
+    def root(self) -> str:
+        if self.argument is not None:
+            return self.argument
+        if not self.report.parameters:
+            raise ValueError(f"{self.report.name} has no arguments")
+        return _first(self.report.parameters[0].path)
+
+    @cached_property
+    def weights(self) -> list[int]:
+        """The numbers of the arguments that are arrays of the model."""
+        found = [
+            i
+            for i, p in enumerate(self.report.parameters)
+            if re.match(rf"{re.escape(self.root)}(?![\w])", p.path)
+        ]
+        if not found:
+            raise ValueError(f"{self.report.name} uses no array of an argument {self.root!r}")
+        return found
+
+    @cached_property
+    def state(self) -> dict[int, int | None]:
+        """The numbers of the arguments of an optimiser, and the weight that each is the state of:
+        those of arguments some of which are called as the weights are.
+        """
+        keys = {_key(self._path(i)): i for i in self.weights}
+        own = set(self.weights)
+        others = [i for i in range(len(self.report.parameters)) if i not in own]
+        of = {i: _longest(self._path(i), keys) for i in others}
+        roots = {
+            _first(self._path(i)) for i, w in of.items() if w is not None and self._agree(i, w)
+        }
+        return {i: weight for i, weight in of.items() if _first(self._path(i)) in roots}
+
+    def _agree(self, number: int, weight: int) -> bool:
+        """Whether an array is called as a weight is. The number in a list alone is no name."""
+        p, w = self.report.parameters[number], self.report.parameters[weight]
+        return re.fullmatch(r"(\[\d+\])*", _key(w.path)) is None or p.shape == w.shape
+
+    @cached_property
+    def data(self) -> list[int]:
+        """The numbers of all other arguments, without single numbers."""
+        own = {*self.weights, *self.state}
+        return [i for i, p in enumerate(self.report.parameters) if i not in own and p.shape]
+
+    @cached_property
+    def returned(self) -> dict[int, int]:
+        """For the results that are new values of arguments, or gradients: the argument's number."""
+        keys = {_key(self._path(i)): i for i in [*self.state, *self.weights]}
+        found = {i: _longest(r.path, keys) for i, r in enumerate(self.report.results)}
+        # A model that is one array.
+        alone = next((i for i in self.weights if _key(self._path(i)) == ""), None)
+        for i, r in enumerate(self.report.results):
+            if found[i] is None and alone is not None and r.shape:
+                found[i] = alone
+        return {
+            i: number
+            for i, number in found.items()
+            if number is not None
+            and self.alike(self.report.results[i], self.report.parameters[number])
+        }
+
+    def alike(self, a: Parameter, b: Parameter) -> bool:
+        """Whether two arrays are of the same size, over all devices."""
+        return len(a.shape) == len(b.shape) and self.size(a) == self.size(b)
+
+    def size(self, p: Parameter) -> int:
+        return math.prod(p.shape) * parts(self.report, p, list(self.report.axes))
+
+    def trained(self) -> Iterator[tuple[int, int]]:
+        """The results that are new values of weights, or gradients, with the weights' numbers."""
+        weights = set(self.weights)
+        return ((i, number) for i, number in self.returned.items() if number in weights)
+
+    def _path(self, number: int) -> str:
+        return self.report.parameters[number].path
+
+
+def _first(path: str) -> str:
+    return re.split(r"[.\[]", path)[0]
+
+
+def _key(path: str) -> str:
+    """A path without the argument's name."""
+    return path[len(_first(path)) :]
+
+
+def _longest(path: str, keys: dict[str, int]) -> int | None:
+    """What the longest end of a path stands for."""
+    for start in re.finditer(r"[.\[]", path):
+        if path[start.start() :] in keys:
+            return keys[path[start.start() :]]
+    return None
+
+
+def axes_of(p: Parameter) -> tuple[str, ...]:
+    """The axes that an array is split over."""
+    if p.axes is None:
+        raise AuditError(f"the sharding of {p.path} is unknown: audit the compiled program")
+    return p.axes
+
+
+def parts(report: Report, p: Parameter, over: Sequence[str]) -> int:
+    """The number of parts that these axes split it into."""
+    split = axes_of(p)
+    return math.prod(size_of(report, axis) for axis in over if axis in split)
+
+
+def size_of(report: Report, axis: str) -> int:
+    """The number of devices along an axis."""
+    if axis not in report.axes:
+        raise ValueError(f"the mesh has no axis {axis!r}: it has {', '.join(report.axes)}")
+    return report.axes[axis]

@@ -1,0 +1,90 @@
+"""Sizes that are given, and texts of faults."""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .._audit import Collective, Report, readable, what_of
+from .._errors import folded
+
+Axes = str | Sequence[str]
+Size = int | str
+
+
+def names_of(axes: Axes) -> tuple[str, ...]:
+    return tuple(sorted((axes,) if isinstance(axes, str) else axes))
+
+
+def over(c: Collective) -> tuple[str, ...]:
+    return tuple(sorted(c.axes or ("?",)))
+
+
+def show(axes: Sequence[str]) -> str:
+    return ", ".join(axes)
+
+
+def counted(n: int, kind: str) -> str:
+    return f"{n} {kind}" + ("s" if n != 1 and not kind.endswith("s") else "")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with some leaves; `leaves` may be other names of what is at fault."""
+
+    leaves: tuple[str, ...]
+    text: str
+
+
+def told(faults: Iterable[Fault]) -> list[str]:
+    """Sentences that name the leaves first. Faults that differ only in these are one."""
+    alike: dict[str, list[str]] = {}
+    for fault in faults:
+        alike.setdefault(fault.text, []).extend(fault.leaves)
+    return [f"{_listed(leaves)}{text}" for text, leaves in alike.items()]
+
+
+def _listed(leaves: Sequence[str]) -> str:
+    names = list(folded(leaves))
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}: " if names else ""
+
+
+_SHOWN = 3
+
+
+def moved_by(c: Collective, leaves: Sequence[str] = ()) -> tuple[str, ...]:
+    """The names of what a collective moves."""
+    if leaves or c.arrays:
+        return tuple(leaves or c.arrays)
+    return tuple(f"gradient of {path}" for path in c.gradients) or (what_of([c]),)
+
+
+def text_of(c: Collective) -> str:
+    """A collective, without what it moves."""
+    at = f" at {c.source}" if c.source else ""
+    loop = " in a loop" if c.loops else ""
+    return f"{c.kind} over {show(over(c))}{at}{loop}: {readable(c.bytes)}"
+
+
+def including(report: Report, kind: str | None, axes: Axes | None) -> list[Collective]:
+    """The collectives of a kind that go over all of these axes, or parts of them."""
+    report.among(kind, axes)  # names that don't exist are an error
+    wanted = set(() if axes is None else names_of(axes))
+    return [c for c in report.among(kind) if wanted <= set(map(axis_of, c.axes or wanted))]
+
+
+def axis_of(name: str) -> str:
+    """The axis of which `"data:(2)4"` or `"~data"` is a part."""
+    return name.lstrip("~").split(":")[0]
+
+
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def bytes_in(size: Size) -> int:
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"([\d.]+) ?([kKMG]?i?B)", size)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{size!r} is not a size: write '64 MiB', or a number of bytes")
+    return round(float(match[1]) * _UNITS[match[2]])
