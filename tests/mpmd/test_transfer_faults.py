@@ -4,12 +4,14 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib import mpmd
+from mylib._links.pending import Transfers
 from mylib._processes import watch
 from mylib.testing import all_equal, barrier
 
@@ -166,6 +168,23 @@ def test_a_circle():
         np.asarray(got)
     with pytest.raises(mpmd.TransferError, match="wait for each other"):
         send(x[me], (me + 1) % 3)
+
+
+def test_arrays_of_two_platforms_are_accounted_for_together(seconds):
+    """Those of the second one as that would: there is one platform here."""
+    x, first, second = _connected()
+    seconds(2)
+    me, transfers = jax.process_index(), watch().transfers
+    assert isinstance(transfers, Transfers)
+    for _ in range(4):
+        call = transfers.count("another", 1 - me, "an array")
+        (transfers.gives if me == 0 else transfers.takes)(call, (jnp.zeros(()),))
+        np.testing.assert_array_equal(mpmd.fetch(mpmd.transfer(x, P(), mesh=second)), X)
+        time.sleep(1)
+    until = time.monotonic() + 60
+    while not watch().is_idle() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert watch().is_idle() and not watch().failures
 
 
 def test_what_is_donated_has_not_arrived(seconds):
