@@ -137,12 +137,12 @@ def broken() -> dict[str, tuple[transformer.Strategy, str]]:
         "the batch is whole": (change(data, batch=P()), "not all of them are summed"),
         "a weight is whole": (
             change(sharded, kept=by_path({"*.up.weight": P()}) | transformer.KEPT),
-            "up.weight .* is not sharded over data: 8 devices hold the same",
+            "up.weight .* not sharded over data: 8 devices hold the same",
         ),
         "half of a pair is whole": (change(tensor, kept=turned), "expected"),
         "it is whole over model": (
             change(both, kept=transformer.KEPT, used=replicated()),
-            "is not sharded over model",
+            "not sharded over model",
         ),
     }
 
