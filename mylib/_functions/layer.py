@@ -136,7 +136,7 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
     def called(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         fields, plan = _split_fields(layer)
         leaves, world = split(_make(cls, fields)), current_world()
-        stacked = _stacked(plan, leaves)
+        stacked = _stacked(plan, leaves, world)
         _refuse(plan, leaves, stacked, world)
         residual = plan.residuals and plan.residuals.residual(args, cls.__qualname__)
         if residual is None:
@@ -205,7 +205,7 @@ def _after(weights: Arrays, given: Arrays, route: Route) -> tuple[Arrays, Arrays
     return keep(weights, route.kept), given
 
 
-def _stacked(plan: Plan, leaves: Leaves) -> Removed:
+def _stacked(plan: Plan, leaves: Leaves, world: World) -> Removed:
     """Which dimensions of the weights that `fully_shard` was given have been removed."""
     name = type(leaves.tree).__qualname__
     request = f"fully_shard, and a call of {name}"
@@ -218,7 +218,9 @@ def _stacked(plan: Plan, leaves: Leaves) -> Removed:
     if len(now) != count:
         reason = f"its arrays are not {ours}: it has {len(now)}, and had {count}"
         raise PlacementError([because(reason, mend, request)])
-    found = [_ways(shape, x) for shape, x in zip(plan.shapes, now, strict=True)]
+    # `shard_map` cuts weights.
+    shapes = now if world.manual_axes and _same_ranks(plan.shapes, now) else plan.shapes
+    found = [_ways(shape, x) for shape, x in zip(shapes, now, strict=True)]
     leaves = replace(leaves, naming=lambda path: name + jtu.keystr(path))
     faults: list[Fault] = []
     for i, ways in enumerate(found):
@@ -235,13 +237,17 @@ def _stacked(plan: Plan, leaves: Leaves) -> Removed:
     return removed if any(removed) else ()
 
 
+def _same_ranks(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
+    return list(map(len, xs)) == list(map(len, ys))
+
+
 def _ways(shape: tuple[int, ...], now: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The dimensions without which `shape` is `now`, in all ways that are possible. Loops remove
     the first ones, so if these can be it, they are.
     """
     count = len(shape) - len(now)
     first = tuple(range(count))
-    if not count or (count > 0 and shape[count:] == now):
+    if count >= 0 and shape[count:] == now:
         return [first]
     return [
         dims

@@ -159,3 +159,18 @@ def test_a_step_with_layers_is_compiled_once():
     for model in MODELS[:1] * 3:
         run(layer_of(model), X)
     assert count == 1
+
+
+def test_a_weight_of_another_shape():
+    """Rules have been asked about the shapes that `fully_shard` was given."""
+    mesh = mylib.make_mesh(data=8)
+
+    @mylib.filter_jit
+    def run(layer, other):
+        layer = mylib.fully_shard(layer, eqx.nn.Linear, fsdp("data"), mesh=mesh)
+        return eqx.tree_at(lambda layer: layer.weight, layer, other)(jnp.ones(8))
+
+    layer = eqx.nn.Linear(8, 8, use_bias=False, key=jax.random.key(0))
+    assert run(layer, jnp.ones((8, 8))).shape == (8,)
+    with pytest.raises(mylib.PlacementError, match=r"Linear.weight \(9, 8\)[\s\S]*not a slice"):
+        run(layer, jnp.ones((9, 8)))
