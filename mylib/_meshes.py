@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import jax
@@ -79,15 +78,13 @@ def _to_simulate(count: int) -> str:
 
 
 def ordered(devices: Sequence[Any], sizes: tuple[int, ...]) -> np.ndarray:
-    # Directions of a slice of TPUs are only split where it can't be helped.
-    for split in (False, True):
-        # JAX has no order for some shapes, and asserts that there is one device per chip and that
-        # devices fill a box without holes.
-        with suppress(NotImplementedError, AssertionError):
-            return mesh_utils.create_device_mesh(
-                sizes, list(devices), allow_split_physical_axes=split
-            )
-    # The compiler's own order.
-    flat = np.empty(len(devices), object)
-    flat[:] = devices
-    return flat.reshape(sizes)
+    try:
+        return mesh_utils.create_device_mesh(sizes, list(devices))
+    except (NotImplementedError, AssertionError):
+        # JAX has no order for this shape on a TPU's topology, whose axes it doesn't split, and
+        # asserts that there is one device per chip and that devices fill a box without holes.
+        # Letting it split them gives orders for which XLA all-reduces gradients that it otherwise
+        # reduce-scatters: 1.3 times the bytes on a v5e 4x4 as 2 x 8. So take the compiler's order.
+        flat = np.empty(len(devices), object)
+        flat[:] = devices
+        return flat.reshape(sizes)
