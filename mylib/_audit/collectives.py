@@ -334,6 +334,11 @@ def _calls(x: Instruction) -> str:
     return (x.attribute("calls") or "").lstrip("%")
 
 
+# A fusion that the TPU's compiler makes of a sum and each device's share of it. Its table of places
+# is a constant, of which long ones are not in a program's text.
+_SCATTERS = re.compile(r"%?all-reduce-scatter\b")
+
+
 def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     """Whether the devices of a group take parts of an array, all that there are. Each part may be
     taken by several of them: by those of other axes.
@@ -341,6 +346,8 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
     (part,), arrays = x.arrays, whole.arrays
+    if len(arrays) == 1 and _SCATTERS.match(x.computation.name):
+        return arrays[0].size == part.size * groups.shape[1]
     starts = [positions(start, groups.size) for start in x.inputs()[1:]]
     if len(arrays) != 1 or any(start is None for start in starts):
         return False
