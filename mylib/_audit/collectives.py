@@ -334,11 +334,6 @@ def _calls(x: Instruction) -> str:
     return (x.attribute("calls") or "").lstrip("%")
 
 
-# A fusion that the TPU's compiler makes of a sum and each device's share of it. Its table of places
-# is a constant, of which long ones are not in a program's text.
-_SCATTERS = re.compile(r"%?all-reduce-scatter\b")
-
-
 def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     """Whether the devices of a group take parts of an array, all that there are. Each part may be
     taken by several of them: by those of other axes.
@@ -346,14 +341,31 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
     (part,), arrays = x.arrays, whole.arrays
-    if len(arrays) == 1 and _SCATTERS.match(x.computation.name):
-        return arrays[0].size == part.size * groups.shape[1]
-    starts = [positions(start, groups.size) for start in x.inputs()[1:]]
-    if len(arrays) != 1 or any(start is None for start in starts):
+    if len(arrays) != 1:
         return False
+    starts = [positions(start, groups.size) for start in x.inputs()[1:]]
+    if any(start is None for start in starts):
+        # The place may be in a table, and those of more than ten devices are not in the text.
+        evenly = arrays[0].size == part.size * groups.shape[1]
+        return evenly and any(map(_depends_on_device, x.inputs()[1:]))
     where = np.concatenate([start for start in starts if start is not None], 1)[groups]
     parts = {len(np.unique(each, axis=0)) for each in where}
     return len(parts) == 1 and 1 < min(parts) == arrays[0].size / part.size
+
+
+def _depends_on_device(x: Instruction) -> bool:
+    seen: set[int] = set()
+    queue = [Value(x)]
+    for value in queue:
+        made_by = computed(value).made_by
+        if id(made_by) in seen:
+            continue
+        seen.add(id(made_by))
+        if made_by.opcode in ("partition-id", "replica-id"):
+            return True
+        if made_by.opcode not in ("while", "conditional", "parameter"):
+            queue += [Value(operand) for operand in made_by.inputs()]
+    return False
 
 
 def is_split_again(transfer: Transfer) -> bool:
@@ -367,14 +379,9 @@ def is_split_again(transfer: Transfer) -> bool:
     return bool(ends) and all(
         x.opcode == "dynamic-slice"
         and x.operands[0] == whole.name
-        and any(_differs(start, transfer.groups.size) for start in x.inputs()[1:])
+        and any(map(_depends_on_device, x.inputs()[1:]))
         for whole, x in ends
     )
-
-
-def _differs(position: Instruction, devices: int) -> bool:
-    found = positions(position, devices)
-    return found is not None and len(np.unique(found)) > 1
 
 
 def is_overlapped(transfer: Transfer) -> bool:
