@@ -24,8 +24,8 @@ from .positions import positions
 
 
 class Mark(NamedTuple):
-    """The sources that a value depends on: all of them, those of which it is a combination element
-    by element, and those that a product of the model (or a kernel) lies between.
+    """Sets of sources that a value depends on: `any` has all of them, `near` those that it combines
+    element by element, and `product` those behind a product of the model or a kernel.
     """
 
     any: int = 0
@@ -49,8 +49,9 @@ class Row(NamedTuple):
 
 class Source(NamedTuple):
     """Where values come from: `"parameter"`, `"collective"`, `"position"` (a number that depends on
-    the device), or `"unknown"`. `number` is that of the parameter or of the transfer, `element`
-    that of its result, of which it may be a `part`. `labels` are a position's numbers.
+    the device), or `"unknown"`. `number` is the number of the parameter or of the collective, and
+    `element` the number of the collective's result, or of the one that this is a `part` of.
+    `labels` are a position's numbers.
     """
 
     kind: str

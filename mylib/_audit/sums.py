@@ -1,6 +1,6 @@
 """Which values are the same on all devices, and which collectives lie on the way to a result."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -29,14 +29,13 @@ class Flow:
     def graph(self) -> Graph:
         return graph_of(self._module, self._transfers, self.devices)
 
-    def transfer(self, bit: int) -> int | None:
-        """The number of the collective that a source is."""
-        source = self.graph.sources[bit]
-        return source.number if source.kind == "collective" else None
-
-    def sources_of(self, number: int) -> list[int]:
-        """The sources that a collective is, one for each array."""
-        return [bit for bit in self.graph.into if self.transfer(bit) == number]
+    @cached_property
+    def sources_of(self) -> Mapping[int, Sequence[int]]:
+        """By the number of a collective: its sources, one for each array."""
+        found: dict[int, list[int]] = {i: [] for i in range(len(self._transfers))}
+        for bit in self.graph.into:
+            found[self.graph.sources[bit].number].append(bit)
+        return found
 
     def parameter(self, number: int) -> Source:
         return Source("parameter", number)
@@ -45,13 +44,6 @@ class Flow:
         """The sources that these parameters are, as a set."""
         bits = (self.graph.bits.get(self.parameter(i)) for i in numbers)
         return sum(1 << bit for bit in bits if bit is not None)
-
-    def given(self, number: int) -> Mark:
-        """What is given to a collective."""
-        found = Mark()
-        for bit in self.sources_of(number):
-            found = Mark(*(a | b for a, b in zip(found, self.graph.into[bit], strict=True)))
-        return found
 
     def array(self, bit: int) -> Array:
         """The array that a collective returns; of a reduce-scatter the one that it is given."""
@@ -84,40 +76,35 @@ class Flow:
         return called != "" and self._module.computations[called].result.opcode == "add"
 
     def reaching(self, mask: int) -> int:
-        """All sources that values depend on, also by way of collectives."""
-        found, new = 0, mask
-        while new:
-            found |= new
-            after = 0
-            for bit in self.graph.sources_in(new):
-                after |= self.graph.into.get(bit, Mark()).any
-            new = after & ~found
-        return found
+        """All sources that values depend on, directly or through collectives."""
+        return self._closure(mask, lambda mark: mark.any)
 
     def reaching_by_copies(self, mask: int) -> int:
-        """All sources of which values are a combination, element by element, also by way of
-        collectives.
-        """
+        """All sources that values combine element by element, directly or through collectives."""
+        return self._closure(mask, lambda mark: mark.near)
+
+    def _closure(self, mask: int, of_collective: Callable[[Mark], int]) -> int:
+        """These sources, and those that the collectives among them are given."""
         found, new = 0, mask
         while new:
             found |= new
             after = 0
             for bit in self.graph.sources_in(new):
-                after |= self.graph.into.get(bit, Mark()).near
+                after |= of_collective(self.graph.into.get(bit, Mark()))
             new = after & ~found
         return found
 
     @cached_property
     def _combined(self) -> list[tuple[int, int]]:
-        """For each result, the sources of which it is a combination element by element: directly,
-        and also by way of collectives.
+        """For each result, the sources that it combines element by element: directly, and directly
+        or through collectives.
         """
         near = [mark.near for mark in self.graph.results]
         return [(mask, self.reaching_by_copies(mask)) for mask in near]
 
     def updated(self, number: int) -> list[int]:
         """The parameters that are combined with what a collective returns into a result."""
-        own = sum(1 << bit for bit in self.sources_of(number))
+        own = sum(1 << bit for bit in self.sources_of[number])
         found = 0
         for near, all_ in self._combined:
             found |= near if all_ & own else 0

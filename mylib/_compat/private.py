@@ -341,9 +341,10 @@ def rule_of_custom_jvp(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def rules_of_custom_vjp(eqn: Any) -> tuple[Callable[..., list[Any]], Callable[..., list[Any]]]:
-    """The rules of a `custom_vjp` in a program: a function of which arguments of the equation are
-    differentiated, and of the arguments, that returns results and residuals; and one of residuals
-    and cotangents that returns the arguments' cotangents, None if they are zero.
+    """The rules of a `custom_vjp` in a program. The first takes a flag for each argument of the
+    equation (whether it is differentiated) and the arguments, and returns results and residuals.
+    The second takes residuals and cotangents, and returns the arguments' cotangents, None if they
+    are zero.
     """
     _, forward, backward = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
     constants = _parameter(eqn, names.PARAM_NUM_CONSTS)

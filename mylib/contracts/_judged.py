@@ -92,10 +92,7 @@ class Judged:
 
     def gradients(self) -> Iterator[Fault]:
         """The faults of weights whose gradient isn't summed once over the axis."""
-        for result, number in self.roles.trained():
-            mark = self.flow.graph.results[result]
-            if not self.flow.reaching(mark.any) & self._all_data:
-                continue
+        for result, number in self._trained_by_data:
             reason = self._unsummed(result)
             if reason:
                 yield Fault((self.report.parameters[number].path,), reason)
@@ -128,7 +125,7 @@ class Judged:
                 )
 
     def without_data(self) -> Iterator[Fault]:
-        if not self.data and any(True for _ in self._trained_by_data()):
+        if not self.data and self._trained_by_data:
             paths = [self.report.parameters[i].path for i in self.roles.data]
             yield Fault(
                 tuple(paths[:3]),
@@ -136,10 +133,15 @@ class Judged:
                 "gradient of the whole batch, and not all of them are summed",
             )
 
-    def _trained_by_data(self) -> Iterator[int]:
-        for result, number in self.roles.trained():
-            if self.flow.reaching(self.flow.graph.results[result].any) & self._all_data:
-                yield number
+    @cached_property
+    def _trained_by_data(self) -> list[tuple[int, int]]:
+        """As `Roles.trained`, those that depend on data."""
+        results = self.flow.graph.results
+        return [
+            (result, number)
+            for result, number in self.roles.trained()
+            if self.flow.reaching(results[result].any) & self._all_data
+        ]
 
     def kept(self, must_equal: Sequence[int]) -> Iterator[Fault]:
         """The faults of results that are not sharded over the axis as their arguments are."""
@@ -206,7 +208,7 @@ class Judged:
                 raise AuditError(f"the mesh of {self.report.name} is not known: pass mesh=")
             if self.axis not in map(axis_of, c.axes):
                 continue
-            for bit in self.flow.sources_of(number):
+            for bit in self.flow.sources_of[number]:
                 array = self.flow.array(bit)
                 if array.size == 1:
                     continue
@@ -288,7 +290,7 @@ class Judged:
             paths = [n for m in some if m.c is c for n in m.names(self.report)]
             yield Fault(tuple(paths), f"moved by {text_of(c)}, and {most}")
 
-    @property
+    @cached_property
     def multiplied(self) -> list[int]:
         """The numbers of the weights that are factors of a product, which tables, biases and norms
         are not.
