@@ -141,20 +141,21 @@ class _Reader:
 
     def _own(self, x: Instruction) -> tuple[Sequence[Step], int]:
         module = x.computation.module
-        called = {role: self.read(module.computations[name]) for role, name in _run_by(x)}
-        unknown = sum(each for _, each in called.values())
+        roles = [role for role, _ in _run_by(x)]
+        called = [self.read(module.computations[name]) for _, name in _run_by(x)]
+        parts = [steps for steps, _ in called]
+        # Of all branches: one that can't be counted seems to cost nothing.
+        unknown = sum(each for _, each in called)
         match opcode_of(x):
             case "while":
                 turns = trips(x)
-                turn = *called["condition"][0], *called["body"][0]
+                by_role = dict(zip(roles, parts, strict=True))
+                turn = *by_role["condition"], *by_role["body"]
                 return [Loop(1 if turns is None else turns, turn)], unknown + (turns is None)
             case "conditional":
-                branches = [self.read(module.computations[name])[0] for _, name in calls_of(x)]
-                return max(branches, key=_weight), unknown
+                return max(parts, key=_weight), unknown
             case "call" | "async":
-                return self._beside(
-                    x, [step for steps, _ in called.values() for step in steps]
-                ), unknown
+                return self._beside(x, [step for steps in parts for step in steps]), unknown
             case opcode if (
                 opcode in _FREE or opcode in KINDS or x.opcode.endswith(("-done", "-update"))
             ):
