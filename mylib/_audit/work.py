@@ -144,7 +144,7 @@ class _Reader:
         roles = [role for role, _ in _run_by(x)]
         called = [self.read(module.computations[name]) for _, name in _run_by(x)]
         parts = [steps for steps, _ in called]
-        # Of all branches: one that can't be counted seems to cost nothing.
+        # Of all branches: one that can't be counted costs too little to be chosen.
         unknown = sum(each for _, each in called)
         match opcode_of(x):
             case "while":
