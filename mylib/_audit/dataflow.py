@@ -38,7 +38,7 @@ Marks = Any
 NOTHING = Mark()
 
 
-class Row(NamedTuple):
+class Concatenated(NamedTuple):
     """Arrays that are concatenated into one of one dimension, and where each ends. The GPU's
     compiler sums several gradients in this way.
     """
@@ -101,7 +101,7 @@ def graph_of(module: Module, transfers: Sequence[Transfer], devices: int) -> Gra
     walk = _Walk(module, transfers, devices)
     given = tuple(walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters)))
     result = walk.run(module.entry, given)
-    many = isinstance(result, tuple) and not isinstance(result, Mark | Row)
+    many = isinstance(result, tuple) and not isinstance(result, Mark | Concatenated)
     walk.graph.results = [_all([one]) for one in (result if many else [result])]
     return walk.graph
 
@@ -192,7 +192,11 @@ class _Walk:
                 return self._of_device(x, NOTHING)
             case "get-tuple-element":
                 value = inputs[0]
-                return value if isinstance(value, Mark | Row) else value[x.integer("index") or 0]
+                return (
+                    value
+                    if isinstance(value, Mark | Concatenated)
+                    else value[x.integer("index") or 0]
+                )
             case "tuple":
                 return tuple(inputs)
             case "while":
@@ -225,8 +229,8 @@ class _Walk:
             return _shaped(x, self._unknown())
         if opcode == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
-            return Row(tuple(ends), tuple(_all([value]) for value in inputs))
-        if isinstance(inputs[0] if inputs else None, Row):
+            return Concatenated(tuple(ends), tuple(_all([value]) for value in inputs))
+        if isinstance(inputs[0] if inputs else None, Concatenated):
             if opcode == "slice":
                 return _sliced(inputs[0], x)
             if opcode in _SAME and x.arrays[0].shape == x.operand(0).arrays[0].shape:
@@ -243,7 +247,7 @@ class _Walk:
                 return _shaped(x, NOTHING)
             if target in _MOVES:
                 return _shaped(x, _all(inputs))
-        if len(inputs) == 1 and not isinstance(inputs[0], Mark | Row) and opcode in _SAME:
+        if len(inputs) == 1 and not isinstance(inputs[0], Mark | Concatenated) and opcode in _SAME:
             return inputs[0]
         every = _all(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
@@ -297,7 +301,11 @@ class _Walk:
         sent = self.sent[id(first)]
         if id(first) in self.steps:
             return self._step(_all(inputs), [number for number, _ in sent])
-        if len(inputs) == 1 and isinstance(inputs[0], Row) and opcode_of(x) == "all-reduce":
+        if (
+            len(inputs) == 1
+            and isinstance(inputs[0], Concatenated)
+            and opcode_of(x) == "all-reduce"
+        ):
             return self._row(inputs[0], sent[0][0])
         count = max(1, len(done_of(first).arrays))
         together = count != len(inputs) or opcode_of(x).endswith("all-to-all")
@@ -320,14 +328,14 @@ class _Walk:
         self.rings |= bits
         return Mark(given.any | bits, given.near, given.product)
 
-    def _row(self, row: Row, number: int) -> Row:
+    def _row(self, row: Concatenated, number: int) -> Concatenated:
         """A sum of concatenated arrays: one source for each."""
         marks: list[Mark] = []
         for start, end, mark in zip((0, *row.ends), row.ends, row.marks, strict=False):
             bit = self.graph.bit(Source("collective", number, 0, (start, end)))
             self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), mark)
             marks.append(Mark(1 << bit, 1 << bit))
-        return Row(row.ends, tuple(marks))
+        return Concatenated(row.ends, tuple(marks))
 
     def _given(self, x: Instruction) -> Iterator[Mark]:
         """What has been given to a collective so far."""
@@ -338,7 +346,7 @@ class _Walk:
     def _ended(self, value: Marks, number: int) -> Marks:
         """The result of a chain of permutations: what was added on the way was sent, too."""
         bit = self.graph.bit(Source("collective", number, 0))
-        if isinstance(value, Row):
+        if isinstance(value, Concatenated):
             value = _all([value])
         if not isinstance(value, Mark):
             return tuple(self._ended(one, number) for one in value)
@@ -369,7 +377,7 @@ class _Walk:
         return Mark(bit)
 
 
-def _sliced(row: Row, x: Instruction) -> Mark:
+def _sliced(row: Concatenated, x: Instruction) -> Mark:
     """The arrays that a slice takes out of a row."""
     bounds = re.fullmatch(r"\{\[(\d+):(\d+)(:\d+)?\]\}", x.attribute("slice") or "")
     if bounds is None:
@@ -382,7 +390,7 @@ def _sliced(row: Row, x: Instruction) -> Mark:
 def _flat(value: Marks) -> Iterator[Mark]:
     if isinstance(value, Mark):
         yield value
-    elif isinstance(value, Row):
+    elif isinstance(value, Concatenated):
         yield from value.marks
     else:
         for one in value:
@@ -396,9 +404,9 @@ def _all(values: Sequence[Marks]) -> Mark:
 def _joined(a: Marks, b: Marks) -> Marks:
     if isinstance(a, Mark) and isinstance(b, Mark):
         return a if a == b else Mark(a.any | b.any, a.near | b.near, a.product | b.product)
-    if isinstance(a, Row) and isinstance(b, Row) and a.ends == b.ends:
-        return Row(a.ends, tuple(map(_joined, a.marks, b.marks)))
-    if isinstance(a, Mark | Row) or isinstance(b, Mark | Row):
+    if isinstance(a, Concatenated) and isinstance(b, Concatenated) and a.ends == b.ends:
+        return Concatenated(a.ends, tuple(map(_joined, a.marks, b.marks)))
+    if isinstance(a, Mark | Concatenated) or isinstance(b, Mark | Concatenated):
         return _joined(_all([a]), _all([b]))
     return tuple(map(_joined, a, b))
 
@@ -406,7 +414,7 @@ def _joined(a: Marks, b: Marks) -> Marks:
 def _with(value: Marks, mark: Mark) -> Marks:
     if not mark.any:
         return value
-    if isinstance(value, Mark | Row):
+    if isinstance(value, Mark | Concatenated):
         return _joined(_all([value]), mark)
     return tuple(_with(one, mark) for one in value)
 

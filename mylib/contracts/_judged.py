@@ -12,7 +12,7 @@ from .._audit import Axes, Collective, Groups, Report, readable, times_of
 from .._compat import names
 from .._errors import AuditError
 from ._roles import Roles, axes_of, parts, size_of
-from ._text import Fault, axis_of, moved_by, text_of
+from ._text import Violation, axis_of, moved_by, text_of
 
 # What a collective moves: weights, what the model computes with, gradients and what an optimiser
 # makes of them, or what is only returned.
@@ -90,12 +90,12 @@ class Judged:
         split = [i for i in given if self.axis in axes_of(self.report.parameters[i])]
         return self.flow.parameters(split)
 
-    def gradients(self) -> Iterator[Fault]:
+    def gradients(self) -> Iterator[Violation]:
         """The faults of weights whose gradient isn't summed once over the axis."""
         for result, number in self._trained_by_data:
             reason = self._unsummed(result)
             if reason:
-                yield Fault((self.report.parameters[number].path,), reason)
+                yield Violation((self.report.parameters[number].path,), reason)
 
     @cached_property
     def _all_data(self) -> int:
@@ -112,22 +112,22 @@ class Judged:
             return f"all devices along {self.axis} keep the same part of it"
         return ""
 
-    def others(self) -> Iterator[Fault]:
+    def others(self) -> Iterator[Violation]:
         """The faults of results that should be the same along the axis, and are not."""
         trained = dict(self.roles.trained())
         for i, r in enumerate(self.report.results):
             if i in trained or self.axis in axes_of(r):
                 continue
             if self.varies(self.flow.graph.results[i].any):
-                yield Fault(
+                yield Violation(
                     (f"result {r.path}".rstrip(),),
                     f"it differs between devices along {self.axis}, which should return the same",
                 )
 
-    def without_data(self) -> Iterator[Fault]:
+    def without_data(self) -> Iterator[Violation]:
         if not self.data and self._trained_by_data:
             paths = [self.report.parameters[i].path for i in self.roles.data]
-            yield Fault(
+            yield Violation(
                 tuple(paths[:3]),
                 f"no argument but the model is split over {self.axis}: each device computes the "
                 "gradient of the whole batch, and not all of them are summed",
@@ -143,31 +143,31 @@ class Judged:
             if self.flow.reaching(results[result].any) & self._all_data
         ]
 
-    def kept(self, must_equal: Sequence[int]) -> Iterator[Fault]:
+    def kept(self, must_equal: Sequence[int]) -> Iterator[Violation]:
         """The faults of results that are not sharded over the axis as their arguments are."""
         for i, number in self.roles.returned.items():
             given, r = self.report.parameters[number], self.report.results[i]
             if number in must_equal and (self.axis in axes_of(r)) != (self.axis in axes_of(given)):
                 how = "sharded" if self.axis in axes_of(given) else "whole"
                 other = "whole" if how == "sharded" else "sharded"
-                yield Fault(
+                yield Violation(
                     (given.path,), f"given {how} over {self.axis}, and returned {other} ({r.path})"
                 )
 
-    def state(self) -> Iterator[Fault]:
+    def state(self) -> Iterator[Violation]:
         """The faults of an optimiser's state that is not sharded as its weights are."""
         for number, weight in self.roles.state.items():
             if weight is None:
                 continue
             p, w = self.report.parameters[number], self.report.parameters[weight]
             if self.roles.alike(p, w) and self.axis in axes_of(w) and self.axis not in axes_of(p):
-                yield Fault(
+                yield Violation(
                     (p.path,),
                     f"not sharded over {self.axis}, as its weight is: "
                     f"{size_of(self.report, self.axis)} devices hold the same {readable(p.bytes)}",
                 )
 
-    def unsharded(self, among: Sequence[int]) -> Iterator[Fault]:
+    def unsharded(self, among: Sequence[int]) -> Iterator[Violation]:
         """The faults of weights that are whole though smaller ones are sharded, or all of them if
         devices hold a tenth more than their share of the factors of products.
         """
@@ -183,7 +183,7 @@ class Judged:
             fits = any(n % size == 0 for n in p.shape[-2:])
             large = self.roles.size(p) >= min(split, default=0)
             if not self._is_split(i) and ((fits and large) or (held > 1.1 * own and i in factors)):
-                yield Fault(
+                yield Violation(
                     (f"{p.path} {list(p.shape)}",),
                     f"not sharded over {self.axis}: {size} devices hold the same "
                     f"{readable(p.bytes)}",
@@ -245,7 +245,7 @@ class Judged:
                 queue += new
         return found
 
-    def repeated(self, pieces: int | None) -> Iterator[Fault]:
+    def repeated(self, pieces: int | None) -> Iterator[Violation]:
         """The faults of gradients that are summed more than once, or more often than there are
         `pieces` of a batch.
         """
@@ -253,7 +253,7 @@ class Judged:
         for m in self.moved:
             given = self.labels(self.flow.graph.into[m.bit].any)
             if self.flow.is_repeated(m.bit, given):
-                yield Fault(
+                yield Violation(
                     m.names(self.report),
                     f"summed twice: the {text_of(m.c)} sums what is the same on several devices "
                     "already",
@@ -265,7 +265,7 @@ class Judged:
                     times[made] = before + self._share(m) * times_of(m.c), m.c
         for (leaf, _), (found, c) in times.items():
             if pieces is not None and found > pieces * 1.001:
-                yield Fault(
+                yield Violation(
                     (self.report.parameters[leaf].path,),
                     f"its gradient is summed {found:.3g} times in a call, and {pieces} expected: "
                     f"{text_of(c)}",
@@ -278,7 +278,7 @@ class Judged:
         whole = sum(math.prod(p.shape) * parts(self.report, p, axes) for p in of)
         return min(1.0, self.flow.array(m.bit).size / whole)
 
-    def bounded(self, some: Sequence[Moved], limit: int) -> Iterator[Fault]:
+    def bounded(self, some: Sequence[Moved], limit: int) -> Iterator[Violation]:
         """The faults of what is moved, if it is more than a limit in a call."""
         total = sum(m.bytes * times_of(m.c) for m in some)
         if total <= limit:
@@ -288,7 +288,7 @@ class Judged:
         )
         for c in dict.fromkeys(m.c for m in some):
             paths = [n for m in some if m.c is c for n in m.names(self.report)]
-            yield Fault(tuple(paths), f"moved by {text_of(c)}, and {most}")
+            yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most}")
 
     @cached_property
     def multiplied(self) -> list[int]:
@@ -298,7 +298,7 @@ class Judged:
         found = self.flow.reaching_by_copies(sum(1 << bit for bit in self.flow.graph.uses))
         return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
 
-    def ungathered(self) -> Iterator[Fault]:
+    def ungathered(self) -> Iterator[Violation]:
         """The faults of weights of which devices multiply only their own parts."""
         gathered: dict[int, set[str]] = {}
         for m in self.moved:
@@ -308,7 +308,7 @@ class Judged:
             own = self.flow.graph.bits.get(self.flow.parameter(number))
             alone = own is not None and self._phases(own) - gathered.get(number, set())
             if self._is_split(number) and alone:
-                yield Fault(
+                yield Violation(
                     (self.report.parameters[number].path,),
                     f"multiplied without being gathered over {self.axis}, so activations are moved "
                     "instead: call mylib.fully_shard in the loss",
@@ -318,7 +318,7 @@ class Judged:
         """The phases in which a source is a factor of products."""
         return {use.phase for use in self.flow.graph.uses.get(bit, ())}
 
-    def held(self) -> Iterator[Fault]:
+    def held(self) -> Iterator[Violation]:
         """The faults of weights that are gathered for all layers at a time: a whole stack before
         its loop, or several layers of a list once for the forward and the backward pass.
         """
@@ -330,7 +330,7 @@ class Judged:
             size = self.flow.array(m.bit).size
             if any(len(m.c.loops) < use.loops and use.size < size for use in uses):
                 text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
-                yield Fault(m.names(self.report), text)
+                yield Violation(m.names(self.report), text)
             elif self._phases(m.bit) >= {"forward", "backward"}:
                 kept += [(path, m.c) for path in m.names(self.report)]
         # What is in no list, such as the head, is not one of many layers.
@@ -339,7 +339,7 @@ class Judged:
                 text = (
                     f"gathered once for the forward and the backward pass: {text_of(c)}, {_ADVICE}"
                 )
-                yield Fault((path,), text)
+                yield Violation((path,), text)
 
     def is_of_product(self, m: Moved) -> bool:
         """Whether a product computes what is moved."""

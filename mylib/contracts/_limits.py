@@ -8,8 +8,8 @@ from .._audit import Contract, ProgramMemory, Report, bytes_of, readable
 from ._roles import Roles, parts, size_of
 from ._text import (
     Axes,
-    Fault,
     Size,
+    Violation,
     bytes_in,
     counted,
     including,
@@ -128,7 +128,7 @@ def never(
 
     def faults(report: Report) -> list[str]:
         found = [
-            Fault(moved_by(c), f"{text_of(c)}, and none expected{above_it}")
+            Violation(moved_by(c), f"{text_of(c)}, and none expected{above_it}")
             for c in including(report, kind, axes)
             if c.bytes > limit and (c.loops or not in_loops) and (c.inserted or not inserted)
         ]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from .._audit import Contract, Report, readable, times_of
 from ._judged import Judged, Moved
 from ._roles import axes_of
-from ._text import Fault, Size, bytes_in, text_of, told
+from ._text import Size, Violation, bytes_in, text_of, told
 
 
 def data_parallel(
@@ -216,12 +216,14 @@ def two_d(
     return faults
 
 
-def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Fault]:
+def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Violation]:
     axis, report = judged.axis, judged.report
     for number in judged.roles.weights:
         p = report.parameters[number]
         if axis in axes_of(p):
-            yield Fault((p.path,), f"sharded over {axis}, and each device should have all of it")
+            yield Violation(
+                (p.path,), f"sharded over {axis}, and each device should have all of it"
+            )
     yield from judged.without_data()
     yield from judged.gradients()
     yield from judged.kept(judged.roles.weights)
@@ -230,18 +232,18 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Fault
     for m in judged.moved:
         if m.role == "weight":
             text = f"moved by {text_of(m.c)}, and each device should have all weights"
-            yield Fault(m.names(report), text)
+            yield Violation(m.names(report), text)
     yield from _bounded(judged, limit)
 
 
-def _bounded(judged: Judged, limit: int) -> Iterator[Fault]:
+def _bounded(judged: Judged, limit: int) -> Iterator[Violation]:
     some = [m for m in judged.moved if m.role in ("activation", "result")]
     yield from judged.bounded(some, limit)
 
 
 def _of_fsdp(
     judged: Judged, weights: Sequence[int], pieces: int | None, most: int | None, limit: int
-) -> Iterator[Fault]:
+) -> Iterator[Violation]:
     """`weights` are those that must be sharded."""
     yield from judged.unsharded(weights)
     yield from judged.state()
@@ -255,7 +257,7 @@ def _of_fsdp(
     for m in judged.moved:
         reason = _wrong_in_fsdp(judged, m, most)
         if reason:
-            yield Fault(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
+            yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     yield from _bounded(judged, limit)
 
 
@@ -281,7 +283,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     return "gradients should be reduce-scattered"
 
 
-def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iterator[Fault]:
+def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iterator[Violation]:
     axis = judged.axis
     yield from judged.unsharded(judged.multiplied)
     yield from judged.state()
@@ -292,7 +294,7 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     for m in judged.moved:
         reason = _wrong_in_tensor_parallel(judged, m)
         if reason:
-            yield Fault(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
+            yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     # Megatron's sequence parallelism gathers what it has scattered.
     some = [m for m in judged.moved if m.role in ("activation", "result")]
     sums = {"all-reduce", "reduce-scatter"}
@@ -300,7 +302,7 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     yield from judged.bounded([m for m in some if m.c.kind not in sums | gathers], limit)
     found = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
     if forward is not None and found != forward:
-        yield Fault(
+        yield Violation(
             (),
             f"activations are summed {found} times over {axis} in the forward pass, and {forward} "
             "expected",

@@ -28,14 +28,14 @@ def counted(n: int, kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Fault:
+class Violation:
     """What is wrong with some leaves; `leaves` may be other names of what is at fault."""
 
     leaves: tuple[str, ...]
     text: str
 
 
-def told(faults: Iterable[Fault]) -> list[str]:
+def told(faults: Iterable[Violation]) -> list[str]:
     """Sentences that name the leaves first. Faults that differ only in these are one."""
     alike: dict[str, list[str]] = {}
     for fault in faults:
