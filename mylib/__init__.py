@@ -14,6 +14,7 @@ from ._errors import (
     PrefetchWarning,
     RecompilationWarning,
     ReplicaError,
+    SavedProgramError,
     StaticNumberWarning,
     SummedTwiceWarning,
 )
@@ -21,6 +22,7 @@ from ._functions import (
     filter_checkpoint,
     filter_jit,
     fully_shard,
+    load_compiled,
     recompute_resharded,
 )
 from ._meshes import make_mesh
@@ -63,6 +65,7 @@ __all__ = [
     "ReplicaError",
     "Report",
     "Row",
+    "SavedProgramError",
     "StaticNumberWarning",
     "SummedTwiceWarning",
     "Target",
@@ -78,6 +81,7 @@ __all__ = [
     "filter_shard",
     "filter_shard_map",
     "fully_shard",
+    "load_compiled",
     "loops",
     "machines",
     "make_mesh",

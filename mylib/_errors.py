@@ -82,6 +82,13 @@ class NotHereError(RuntimeError):
     """Raised instead of running something on a machine that is not here: it can only compile."""
 
 
+class SavedProgramError(ValueError):
+    """A compiled program can't be saved, or a file can't be used as one: it is something else, it
+    is damaged, or its program is for other versions, devices, arguments or code. Nothing has been
+    loaded then.
+    """
+
+
 def in_words(error: BaseException) -> str:
     """The error in one line, with its notes; only its type if formatting it fails."""
     try:

@@ -25,6 +25,7 @@ ORDER = (
     "loops",
     "_per_device",
     "_functions",
+    "_saved",
     "_audit",
     "_show",
     "_transfer",

@@ -1,5 +1,6 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
+from .attribution import callbacks_of as callbacks_of
 from .audit import audit as audit, report_of as report_of
 from .groups import Axes as Axes, Groups as Groups
 from .memory import ProgramMemory as ProgramMemory

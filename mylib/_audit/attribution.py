@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from .._compat import names as known
 from .flow import MOVES, Value, computed, done_of, target_of, unchanged
-from .hlo import Instruction, calls_of, short
+from .hlo import Instruction, Module, calls_of, short
+from .targets import CALLBACKS
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -208,3 +209,14 @@ def _is_moved(x: Instruction) -> bool:
 
 def _operands(x: Instruction) -> int:
     return 1 if x.opcode.startswith("ragged") else len(x.operands)
+
+
+def callbacks_of(text: str) -> list[str]:
+    """The functions of Python that a compiled program calls, by their primitives and lines."""
+    calls = (
+        line_and_primitive(x)
+        for computation in Module(text).computations.values()
+        for x in computation.instructions
+        if target_of(x) in CALLBACKS
+    )
+    return [f"{primitive} at {line}" if line else primitive for line, primitive in calls]

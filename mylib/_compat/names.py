@@ -345,3 +345,34 @@ LOGGER_CALLBACK = "jax._src.callback"
 
 # Operations that fill an array with what needs no memory itself.
 MLIR_FILLED = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.constant", "stablehlo.iota"})
+
+# --- serialised executables: what may be made of the pickle ---------------------------------------
+
+_PARTS_OF_EXECUTABLES = {
+    "jax": "P",
+    "jax._src.core": "ManualAxisType MemorySpace ShapedArray",
+    "jax._src.interpreters.pxla": "AllArgsInfo UnloadedMeshExecutable",
+    "jax._src.layout": "AutoLayoutSingleton Format Layout",
+    "jax._src.linear_util": "DebugInfo",
+    "jax._src.mesh": "AbstractDevice AbstractMesh AxisType Mesh",
+    "jax._src.named_sharding": "_unpickle_named_sharding",
+    "jax._src.random.prng": "KeyTy PRNGImpl",
+    "jax._src.random.rbg": """
+        _rbg_fold_in _rbg_random_bits _rbg_seed _rbg_split _unsafe_rbg_fold_in _unsafe_rbg_split
+    """,
+    "jax._src.random.threefry2x32": """
+        threefry_fold_in threefry_random_bits threefry_seed threefry_split
+    """,
+    "jax._src.sharding_impls": "_unpickle_gspmd_sharding _unpickle_single_device_sharding",
+    "jax._src.stages": "ArgInfo",
+    "jaxlib._jax": "DeviceList",
+    "ml_dtypes": """
+        bfloat16 float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn
+        float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int2 int4 uint2 uint4
+    """,
+    "numpy": "dtype ndarray",
+    "numpy._core.multiarray": "_reconstruct",
+}
+IN_EXECUTABLES = frozenset(
+    f"{module}.{name}" for module, all in _PARTS_OF_EXECUTABLES.items() for name in all.split()
+)

@@ -2,8 +2,10 @@
 
 import functools
 import importlib
+import io
 import logging
 import os
+import pickle
 import re
 import threading
 import warnings
@@ -59,6 +61,7 @@ ad = _Private("jax._src.interpreters.ad")
 api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
+serialization = _Private("jax.experimental.serialize_executable")
 core = _Private("jax._src.core")
 cudnn = _Private(
     "jax._src.cudnn.fused_attention_stablehlo",
@@ -565,6 +568,63 @@ class _Warnings:
 @functools.cache
 def _look_at_warnings() -> None:
     _replaced(mlir, "warnings", _Warnings())
+
+
+def devices_of_lowered(lowered: jax.stages.Lowered) -> tuple[Any, ...]:
+    """The devices that a lowered program is for, in its order."""
+    return tuple(lowered._lowering._device_list)  # pyright: ignore
+
+
+def host_callbacks(compiled: jax.stages.Compiled) -> int:
+    """How many functions of Python a compiled program calls."""
+    program = compiled._executable._unloaded_executable  # pyright: ignore
+    return len(program.host_callbacks) + len(program.keepalive or ())
+
+
+def serialized(compiled: jax.stages.Compiled) -> bytes:
+    """JAX's form of an executable: a pickle. Raises `pickle.UnpicklingError` if `deserialized`
+    would not make something that is in it.
+    """
+    content, _, _ = serialization.serialize(compiled)
+    devices = compiled._executable._unloaded_executable.device_list  # pyright: ignore
+    _unpickler(content, tuple(devices), loads=False).load()
+    return content
+
+
+def deserialized(
+    content: bytes, lowered: jax.stages.Lowered, devices: Sequence[Any]
+) -> jax.stages.Compiled:
+    """The executable of a program that is lowered here, too. JAX's own function would make whatever
+    the pickle asks for.
+    """
+    unloaded, infos, no_kwargs = _unpickler(content, devices, loads=True).load()
+    infos = lowered.in_tree.unflatten(infos)
+    return jax.stages.Compiled(unloaded.load(), [], infos, lowered.out_tree, no_kwargs=no_kwargs)
+
+
+# The first bytes of what the CPU runs, on Linux and macOS.
+_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+
+
+def lacks_code(compiled: jax.stages.Compiled, content: bytes) -> bool:
+    """Whether the serialised form of a program for CPUs has no code. A program without loops and
+    arithmetic has none, and one that was deserialised before has lost it.
+    """
+    device = compiled._executable._unloaded_executable.device_list[0]  # pyright: ignore
+    return device.platform == "cpu" and not any(x in content for x in _CODE)
+
+
+def _unpickler(content: bytes, devices: Sequence[Any], loads: bool) -> Any:
+    class Unpickler(serialization._JaxPjrtUnpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if f"{module}.{name}" not in names.IN_EXECUTABLES:
+                raise pickle.UnpicklingError(f"{module}.{name} is no part of an executable")
+            return super().find_class(module, name)
+
+        def persistent_load(self, pid: Any) -> Any:
+            return None if pid[0] == "exec" and not loads else super().persistent_load(pid)
+
+    return Unpickler(io.BytesIO(content), devices[0].client, devices)
 
 
 def add_cpu_backend(name: str, devices: int) -> None:
