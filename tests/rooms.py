@@ -17,6 +17,7 @@ BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
 
 # From top to bottom. A room uses those below it only.
 ORDER = (
+    "__main__",
     "mylib_pytest",
     "testing",
     "mpmd",
