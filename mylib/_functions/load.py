@@ -60,7 +60,4 @@ def load_compiled(
             f"load_compiled is given {fun!r}, not a function of mylib.filter_jit: pass the one "
             "whose program was saved"
         )
-    # With it come `audit` and the machines, which most programs don't need.
-    from .lowered import loaded
-
-    return loaded(path, fun.lower(*args, **kwargs), check)
+    return fun.lower(*args, **kwargs).load(path, check)

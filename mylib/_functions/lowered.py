@@ -75,7 +75,20 @@ class Lowered:
             if note is not None:
                 error.add_note(note)
             raise
-        return Compiled(self, compiled)
+        return Compiled(self._origin, self.lowered, compiled)
+
+    def load(self, path: str | os.PathLike[str], check: bool = True) -> "Compiled":
+        """Takes the executable from a file instead of compiling; see [`mylib.load_compiled`][]."""
+        program, executable = read(path)
+        compare(path, program, _described(self._origin, self.lowered), check)
+        devices = devices_of_lowered(self.lowered)
+        if is_compile_only(devices[0]):
+            raise not_here(self._origin.prepared.recipe)
+        try:
+            compiled = deserialized(executable, self.lowered, devices)
+        except pickle.UnpicklingError as error:
+            raise SavedProgramError(f"{path} holds more than an executable: {error}") from error
+        return Compiled(self._origin, self.lowered, compiled, path)
 
 
 # What JAX and `pickle` raise for objects in a program that can't be in a file.
@@ -93,14 +106,15 @@ class Compiled:
 
     def __init__(
         self,
-        lowered: Lowered,
+        origin: _Origin,
+        lowered: jax.stages.Lowered,
         compiled: jax.stages.Compiled,
         file: str | os.PathLike[str] | None = None,
     ):
+        self._origin = origin
         self._lowered = lowered
         # What it was read from, if it wasn't compiled here.
         self._file = file
-        self._origin = lowered._origin
         self._called = False
         self.compiled = compiled
 
@@ -160,13 +174,13 @@ class Compiled:
             executable = serialized(self.compiled)
         except _NOT_SERIALISED as error:
             raise SavedProgramError(f"{name} can't be saved: {error}") from error
-        if jax.config.jax_compilation_cache_dir and lacks_code(self.compiled, executable):
+        if jax.config.values["jax_compilation_cache_dir"] and lacks_code(self.compiled, executable):
             raise SavedProgramError(
                 f"{name} can't be saved: JAX has read it from its compilation cache, and XLA does "
                 "not write the code of a program for CPUs again. Before anything is compiled, "
                 "write jax.config.update('jax_compilation_cache_dir', None)"
             )
-        write(path, _described(self._lowered), executable)
+        write(path, _described(self._origin, self._lowered), executable)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         prepared, own, _ = self._origin
@@ -194,31 +208,18 @@ class Compiled:
             raise
 
 
-def loaded(path: str | os.PathLike[str], lowered: Lowered, check: bool) -> Compiled:
-    """A lowered function with the executable in a file; see `load_compiled`."""
-    program, executable = read(path)
-    compare(path, program, _described(lowered), check)
-    devices = devices_of_lowered(lowered.lowered)
-    if is_compile_only(devices[0]):
-        raise not_here(lowered._origin.prepared.recipe)
-    try:
-        return Compiled(lowered, deserialized(executable, lowered.lowered, devices), path)
-    except pickle.UnpicklingError as error:
-        raise SavedProgramError(f"{path} holds more than an executable: {error}") from error
-
-
-def _described(lowered: Lowered) -> Program:
+def _described(origin: _Origin, lowered: jax.stages.Lowered) -> Program:
     """What the compiled program depends on."""
-    names = (x.path for x in lowered._origin.arguments)
-    types = (
-        x._aval if hasattr(x, "_aval") else x for x in jtu.tree_leaves(lowered.lowered.args_info)
-    )
+    names = (x.path for x in origin.arguments)
     return program_for(
-        lowered._origin.prepared.recipe.name,
-        lowered.as_text(),
-        (f"{name} {_words(x)}" for name, x in zip(names, types, strict=True)),
-        map(_words, jtu.tree_leaves(lowered.lowered.out_info)),
-        devices_of_lowered(lowered.lowered),
+        origin.prepared.recipe.name,
+        lowered.as_text() or "",
+        (
+            f"{name} {_words(x)}"
+            for name, x in zip(names, jtu.tree_leaves(lowered.in_avals), strict=True)
+        ),
+        map(_words, jtu.tree_leaves(lowered.out_info)),
+        devices_of_lowered(lowered),
     )
 
 
