@@ -4,6 +4,7 @@ from .._placement import PASS as PASS
 from ._axes import by_axes as by_axes
 from ._like import like as like
 from ._path import by_path as by_path
+from ._present import where_present as where_present
 from ._rule import Rule as Rule, as_rule as as_rule
 from ._simple import (
     batch as batch,
@@ -22,4 +23,5 @@ __all__ = [
     "like",
     "replicated",
     "where_even",
+    "where_present",
 ]
