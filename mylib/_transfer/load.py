@@ -31,7 +31,7 @@ from .._placement import (
 from .._processes import agree, on_the_way, one_call, owners, raised_in_all
 from .._sizes import scaled
 from .._tree import Kind, Leaf, is_of_keys, split
-from .host import over_key_data
+from .host import aligned, over_key_data
 from .verbs import mesh_of_all
 
 T = TypeVar("T")
@@ -211,7 +211,7 @@ class _Part:
     def read(self, read: Read) -> np.ndarray:
         """The part in host memory, as an array of its own."""
         if not self.nbytes:
-            return np.zeros(self.shape, self.plan.dtype)
+            return aligned(self.shape, self.plan.dtype)
         leaf = self.plan.leaf
         try:
             # Keys have one dimension less than the numbers that are read.
@@ -222,14 +222,19 @@ class _Part:
             raise
         if x.shape != self.shape or x.dtype not in self.plan.dtypes:
             raise PlacementError([self._unfit(x, read)])
+        if x.dtype == self.plan.dtype and x.flags.owndata and not isinstance(x, np.memmap):
+            return x
         # What lies in a mapped file is read here, while other threads read other parts.
-        own = x.dtype == self.plan.dtype and x.flags.owndata and not isinstance(x, np.memmap)
-        return x if own else np.array(x, self.plan.dtype)
+        copy = aligned(self.shape, self.plan.dtype)
+        copy[...] = x
+        return copy
 
     def put(self, x: np.ndarray) -> None:
         memory = self.plan.sharding.memory_kind
         where = [SingleDeviceSharding(device, memory_kind=memory) for device in self.devices]
-        shards = jax.device_put([x] * len(where), where, may_alias=False)
+        # The memory of a copy may become that of one array in host memory.
+        alias = [None if i == 0 and not x.flags.owndata else False for i in range(len(where))]
+        shards = jax.device_put([x] * len(where), where, may_alias=alias)
         self.plan.shards += jax.block_until_ready(shards)
 
     @property
