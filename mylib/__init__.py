@@ -29,7 +29,7 @@ from ._meshes import make_mesh
 from ._per_device import filter_shard_map, opaque, vary
 from ._placement import Placement, Target, resolve
 from ._processes import check_replicas
-from ._transfer import filter_device_put, filter_shard
+from ._transfer import filter_device_put, filter_load, filter_shard
 from ._tree import Leaf
 
 # Most programs use only a part of these, so they are imported when they are asked for.
@@ -78,6 +78,7 @@ __all__ = [
     "filter_checkpoint",
     "filter_device_put",
     "filter_jit",
+    "filter_load",
     "filter_shard",
     "filter_shard_map",
     "fully_shard",

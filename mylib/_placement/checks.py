@@ -28,15 +28,18 @@ from .shardings import (
 )
 
 
+class NoAxis(Fault):
+    """The mesh doesn't have an axis."""
+
+
 def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
     names = [name for entry in entries_of(spec) for name in axis_names(entry)]
     for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
         if name not in mesh.axis_names:
             close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
-            yield because(
-                f"{show_mesh(mesh)} has no axis {name!r}",
-                f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}",
-            )
+            reason = f"{show_mesh(mesh)} has no axis {name!r}"
+            mend = f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}"
+            yield NoAxis("", None, "", reason, mend)
         elif names.count(name) > 1:
             yield because(
                 f"the axis {name!r} is used {names.count(name)} times", "use each axis once"

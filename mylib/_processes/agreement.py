@@ -113,7 +113,7 @@ def _raised(error: Exception) -> Fault:
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:
     """Whether each process places its shards of an array from a value of its own."""
-    if leaves.kinds[i] is Kind.HOST:
+    if leaves.kinds[i] in (Kind.HOST, Kind.ABSTRACT):  # abstract: it is read by each
         return True
     return leaves.arrays[i].sharding.device_set != sharding_of(target).device_set
 

@@ -59,20 +59,21 @@ def on_host(x: Any, share: bool) -> np.ndarray:
 def host_copy(x: Any, share: bool) -> np.ndarray:
     if share and isinstance(x, np.ndarray):
         return x
-    copy = _empty(x.shape, canonical_dtype(x))
+    copy = aligned(x.shape, canonical_dtype(x))
     copy[...] = x
     return copy
 
 
 def _assemble(x: jax.Array, shards: Sequence[Any]) -> np.ndarray:
-    whole = _empty(x.shape, np.dtype(x.dtype))
+    whole = aligned(x.shape, np.dtype(x.dtype))
     first = [shard for shard in shards if shard.replica_id == 0]
     for shard, data in zip(first, jax.device_get([shard.data for shard in first]), strict=True):
         whole[shard.index] = data
     return whole
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory that `jax.device_put` may take over on CPUs."""
     memory = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
     return np.ndarray(shape, dtype, memory, start)

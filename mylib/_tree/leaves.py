@@ -275,14 +275,13 @@ class Leaf:
 
     @cached_property
     def owners(self) -> tuple[tuple[type, tuple[str, ...]], ...]:
+        return tuple([(type(node), parts) for node, parts in self.holders])
+
+    @property
+    def holders(self) -> list[tuple[Any, tuple[str, ...]]]:
+        # The objects of `owners`. Not for users: a rule should depend on types and shapes.
         parts, steps = self.parts, enumerate(self._steps)
-        return tuple(
-            [
-                (type(node), parts[depth:])
-                for depth, (node, key) in steps
-                if isinstance(key, jtu.GetAttrKey)
-            ]
-        )
+        return [(n, parts[depth:]) for depth, (n, key) in steps if isinstance(key, jtu.GetAttrKey)]
 
     @cached_property
     def _steps(self) -> Sequence[Step]:

@@ -235,6 +235,18 @@ def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
     return None if fit is None else fit[1]
 
 
+def namings(leaf: Leaf) -> Iterator[Names]:
+    """The names of a leaf's dimensions: by its annotation, and by each of Equinox's layers that it
+    is in, the outermost first.
+    """
+    if leaf.axes is not None:
+        yield leaf.axes
+    for entry in _EQUINOX.fitting(leaf):
+        fit = name_dimensions(entry.names, leaf.ndim)
+        if fit is not None:
+            yield fit[1]
+
+
 def dimensions_in_front(leaf: Leaf) -> int:
     """The number of dimensions before those that the leaf's annotation, or Equinox, names."""
     if leaf.axes is not None:

@@ -66,7 +66,7 @@ def batch(axis: Axes) -> Rule:
         examples = mylib.filter_shard(examples, mylib.rules.batch("data"), mesh=mesh)
         ```
     """
-    return Batch(_checked("batch", axis))
+    return Batch(checked_axis("batch", axis))
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,7 +126,7 @@ def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] 
     classes = stacked if isinstance(stacked, tuple) else (stacked,)
     if not all(isinstance(cls, type) for cls in classes):
         raise TypeError(f"fsdp: stacked={stacked!r} is not a class, nor a tuple of classes")
-    return Fsdp(_checked("fsdp", axis), min_size, classes)
+    return Fsdp(checked_axis("fsdp", axis), min_size, classes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -273,7 +273,8 @@ class WhereEven(Rule):
         return f"where_even({self.rule!r})"
 
 
-def _checked(name: str, axis: Any) -> Axes:
+def checked_axis(name: str, axis: Any) -> Axes:
+    """The mesh axes that a rule of this name was given."""
     names = axis_names(axis)
     if isinstance(axis, Leaf) or not names or not all(isinstance(n, str) for n in names):
         mend = f"call it: {name}('data')" if isinstance(axis, Leaf) else "write a name, or several"
