@@ -27,7 +27,6 @@ from .shardings import (
     sharding_of,
 )
 
-
 _NO_AXIS = "has no axis"
 
 
