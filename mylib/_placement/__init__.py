@@ -1,7 +1,7 @@
 """Resolves placements to shardings, and checks them against shapes and the context of the call."""
 
 from .checks import (
-    NoAxis as NoAxis,
+    lacks_axis as lacks_axis,
     show as show,
     show_mesh as show_mesh,
     unfit_rank as unfit_rank,

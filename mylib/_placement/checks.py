@@ -27,9 +27,12 @@ from .shardings import (
     sharding_of,
 )
 
+_NO_AXIS = "has no axis"
 
-class NoAxis(Fault):
-    """The mesh doesn't have an axis."""
+
+def lacks_axis(fault: Fault) -> bool:
+    """Whether a fault is that the mesh doesn't have an axis."""
+    return _NO_AXIS in fault.reason
 
 
 def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
@@ -37,9 +40,10 @@ def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
     for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
         if name not in mesh.axis_names:
             close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
-            reason = f"{show_mesh(mesh)} has no axis {name!r}"
-            mend = f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}"
-            yield NoAxis("", None, "", reason, mend)
+            yield because(
+                f"{show_mesh(mesh)} {_NO_AXIS} {name!r}",
+                f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}",
+            )
         elif names.count(name) > 1:
             yield because(
                 f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
@@ -100,10 +104,13 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
 def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(spec) > len(shape):
         entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
-        yield because(
-            f"the spec has {entries}, for an array of rank {len(shape)}",
-            f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)",
-        )
+        mend = f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)"
+        if not shape and len(spec) == 1:
+            mend = (
+                f"write P(); for a batch with numbers in it pass rules.batch({spec[0]!r}), which "
+                "copies them, and for a whole model another rule (mylib.rules)"
+            )
+        yield because(f"the spec has {entries}, for an array of rank {len(shape)}", mend)
 
 
 def unfit_layout(layout: Any, x: Any) -> Iterator[Fault]:

@@ -58,7 +58,7 @@ Fit = Callable[[Target, tuple[int, ...]], Iterator[Fault]]
 
 
 def resolve(
-    tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
+    tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
 ) -> PyTree[Any]:
     """Determines the target of every array of a tree, without moving anything.
 

@@ -41,8 +41,8 @@ def filter_shard(
     tree: T,
     placement: PyTree[Placement],
     /,
-    *,
     mesh: AnyMesh | None = None,
+    *,
     check: bool | None = None,
 ) -> T:
     """Places the arrays of a PyTree according to `placement`, in any context.
@@ -141,8 +141,8 @@ def filter_device_put(
     tree: T,
     placement: "PyTree[Placement] | EllipsisType" = ...,
     /,
-    *,
     mesh: AnyMesh | None = None,
+    *,
     src: PyTree[Any] = None,
     donate: PyTree[bool] = False,
     may_alias: PyTree[bool | None] = None,

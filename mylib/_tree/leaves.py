@@ -223,6 +223,8 @@ class Leaf:
         `vmap`; 0 if no annotation fits the leaf.
     - `owners`: the classes that contain the leaf, from the outermost to the innermost, each with
         the parts of the path from there to the leaf.
+    - `holders`: as `owners`, but with the objects themselves, for rules that need a static field,
+        such as the number of heads. Their arrays may be traced, abstract or missing.
 
     !!! Example
 
@@ -278,10 +280,11 @@ class Leaf:
         return tuple([(type(node), parts) for node, parts in self.holders])
 
     @property
-    def holders(self) -> list[tuple[Any, tuple[str, ...]]]:
-        # The objects of `owners`. Not for users: a rule should depend on types and shapes.
+    def holders(self) -> tuple[tuple[Any, tuple[str, ...]], ...]:
         parts, steps = self.parts, enumerate(self._steps)
-        return [(n, parts[depth:]) for depth, (n, key) in steps if isinstance(key, jtu.GetAttrKey)]
+        return tuple(
+            [(node, parts[at:]) for at, (node, key) in steps if isinstance(key, jtu.GetAttrKey)]
+        )
 
     @cached_property
     def _steps(self) -> Sequence[Step]:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from .._errors import Fault, because
 from .._placement import PASS, axis_names
 from .._tree import Leaf, Pattern, joined, name_dimensions
-from ._rule import Axes, Rule, trimmed
+from ._rule import Axes, Rule, makes_rules, trimmed
 
 ClassNames = Mapping[type, Mapping[str, str]]
 Names = tuple[str | None, ...]
@@ -47,6 +47,7 @@ EQUINOX_NAMES: ClassNames = {
 """Dimension names for `eqx.nn`'s layers, whose annotations have none."""
 
 
+@makes_rules("by_axes({'heads': 'model'})")
 def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None) -> Rule:
     """Chooses placements by the dimension names in jaxtyping annotations.
 

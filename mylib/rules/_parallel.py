@@ -12,10 +12,11 @@ from .._placement import PASS
 from .._tree import Leaf, Pattern, joined, name_of
 from ._axes import namings
 from ._path import is_in_a_state, suggestion
-from ._rule import Axes, Rule, trimmed
+from ._rule import Axes, Rule, makes_rules, trimmed
 from ._simple import checked_axis, number_of_parts
 
 
+@makes_rules("tensor_parallel('model')")
 def tensor_parallel(
     axis: Axes, *, column: str | Sequence[str] = (), row: str | Sequence[str] = ()
 ) -> Rule:

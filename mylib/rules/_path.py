@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec
 from .._errors import Fault, because
 from .._placement import PASS, Placement, entries_of, is_rule, with_entries
 from .._tree import Leaf, Pattern, joined, name_of, spelled
-from ._rule import Rule, as_rule, leaves_by_rule, trimmed
+from ._rule import Rule, as_rule, leaves_by_rule, makes_rules, trimmed
 
 
+@makes_rules("by_path({'weight': P('data')})")
 def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule:
     """Chooses placements by the paths of the leaves.
 

@@ -9,18 +9,19 @@ from jax.sharding import PartitionSpec
 from .._errors import Fault
 from .._placement import (
     AnyMesh,
-    NoAxis,
     axes_in,
     axis_names,
     entries_of,
     is_rule,
+    lacks_axis,
     manual_axes,
 )
 from .._tree import Leaf
-from ._rule import AnyRule, Rule, as_rule, free_dimensions, trimmed
+from ._rule import AnyRule, Rule, as_rule, free_dimensions, makes_rules, trimmed
 from ._simple import Always
 
 
+@makes_rules("where_present(P('data'))")
 def where_present(rule: AnyRule | PartitionSpec) -> Rule:
     """Another rule, but mesh axes that the mesh doesn't have are left out of its specs, as if each
     were of size 1. Without a mesh, arrays are left alone.
@@ -62,9 +63,8 @@ def where_present(rule: AnyRule | PartitionSpec) -> Rule:
     """
     if isinstance(rule, PartitionSpec):
         return WherePresent(Always(rule))
-    if isinstance(rule, Leaf) or not is_rule(rule):
-        mend = "call it: where_present(P('data'))" if isinstance(rule, Leaf) else f"not {rule!r}"
-        raise TypeError(f"where_present takes a rule or a PartitionSpec; {mend}")
+    if not is_rule(rule):
+        raise TypeError(f"where_present takes a rule or a PartitionSpec, not {rule!r}")
     return WherePresent(as_rule(rule))
 
 
@@ -101,7 +101,7 @@ class WherePresent(Rule):
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         there = [leaf for leaf in leaves if _axes_of(leaf.mesh)]
-        return [f for f in self.rule.contradictions(there) if not isinstance(f, NoAxis)]
+        return [f for f in self.rule.contradictions(there) if not lacks_axis(f)]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return self.rule.unused(leaves)

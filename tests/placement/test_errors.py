@@ -916,3 +916,23 @@ class TestTheError:
         error = self.error()
         assert error.__cause__ is None
         assert error.__context__ is None
+
+
+class TestBeginners:
+    """What beginners write, and are told."""
+
+    def test_a_number_in_a_batch(self):
+        batch = {"x": np.zeros((8, 3)), "lr": np.float32(1)}
+        with pytest.raises(PlacementError, match=r"pass rules.batch\('data'\), which copies them"):
+            mylib.filter_shard(batch, P("data"), mesh=MESH)
+        mylib.filter_shard(batch, mylib.rules.batch("data"), mesh=MESH)
+
+    def test_a_mesh_by_position(self):
+        x = np.zeros((8, 3))
+        assert mylib.resolve(x, P("data"), MESH).mesh == MESH
+        for verb in (mylib.filter_shard, mylib.filter_device_put):
+            assert verb(x, P("data"), MESH).sharding.mesh == MESH
+
+    def test_a_mesh_as_in_jax(self):
+        with pytest.raises(TypeError, match=r"write make_mesh\(data=4, model=2\), not"):
+            mylib.make_mesh((4, 2), ("data", "model"))  # pyright: ignore[reportArgumentType]

@@ -190,7 +190,7 @@ class TestFaults:
         assert "has no axis 'modle'" in said(Block(KEY), tensor_parallel("modle", column="up"))
 
     def test_not_called(self):
-        with pytest.raises(TypeError, match=r"call it: tensor_parallel\('data'\)"):
+        with pytest.raises(TypeError, match=r"write tensor_parallel\('model'\)"):
             mylib.resolve(Block(KEY), tensor_parallel, mesh=GRID)
 
 
