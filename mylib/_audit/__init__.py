@@ -18,5 +18,5 @@ from .text import readable as readable
 from .work import Operation as Operation, Work as Work
 
 # Tracebacks and pickles then show the public names.
-for _class in (Collective, Estimate, Parameter, ProgramMemory, Report, Work):
+for _class in (Collective, Report):
     _class.__module__ = "mylib"

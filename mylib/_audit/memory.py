@@ -23,8 +23,8 @@ class ProgramMemory(Memory):
     - `arguments`, `results`, `temporaries`, `aliased`, `code`, `constants`, `host`, `peak`,
         `accepted`, `largest`: those of [`mylib.machines.Memory`][].
     - `alive`: what is held at the peak besides arguments and constants, as a tuple of
-        [`mylib.Alive`][], the largest first. None if that is unknown: it is found from the order in
-        which the program runs, and must account for `peak` within a tenth.
+        [`mylib.machines.Alive`][], the largest first. None if that is unknown: it is found from the
+        order in which the program runs, and must account for `peak` within a tenth.
     """
 
     alive: tuple[Alive, ...] | None = None

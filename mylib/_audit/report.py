@@ -1,8 +1,7 @@
 """The result of an audit, and how it is printed."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._errors import AuditError, folded
@@ -106,11 +105,12 @@ class Report:
     **Attributes:**
 
     - `collectives`: a tuple of [`mylib.Collective`][]s, one for each in the program.
-    - `memory`: a [`mylib.ProgramMemory`][]; None if only text was given.
+    - `memory`: a [`ProgramMemory`][mylib._audit.ProgramMemory]; None if only text was given.
     - `axes`: the mesh axes and their sizes; empty if the mesh is unknown.
     - `name`: the name of the program.
-    - `work`: a [`mylib.Work`][]: how much is computed.
-    - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the program uses.
+    - `work`: a [`Work`][mylib._audit.Work]: how much is computed.
+    - `parameters`: a tuple of [`Parameter`][mylib._audit.Parameter]s, the arguments that the
+        program uses.
     - `results`: the same for its results; empty if only text was given.
     - `flow`: what its results and collectives depend on, which contracts judge by.
     """
@@ -173,8 +173,8 @@ class Report:
         return [c for c in found if c.axes is not None and set(c.axes) == set(names)]
 
     def estimate(self, machine: Machine) -> Estimate:
-        """How long a call takes on a machine, by its data sheet: a [`mylib.Estimate`][] with an
-        interval. It prints its assumptions.
+        """How long a call takes on a machine, by its data sheet, with an interval. The result
+        prints its assumptions.
 
         **Arguments:**
 
@@ -183,7 +183,7 @@ class Report:
 
         **Returns:**
 
-        A [`mylib.Estimate`][].
+        An [`Estimate`][mylib._audit.Estimate].
 
         **Raises:**
 
@@ -215,15 +215,6 @@ class Report:
         if faults:
             lines = "\n".join(f"  {fault}" for fault in faults)
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, for JSON, without the schedule of
-        `work`.
-        """
-        parts = [f.name for f in fields(self) if f.compare]
-        told = {name: _plain(getattr(self, name)) for name in parts}
-        del told["work"]["schedule"]
-        return json.loads(json.dumps(told))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -269,12 +260,6 @@ def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
         else:
             total += amount
     return total + sum(max(map(_most, one.values())) for one in inside.values())
-
-
-def _plain(part: Any) -> Any:
-    if isinstance(part, tuple):
-        return [asdict(one) for one in part]
-    return asdict(part) if is_dataclass(part) and not isinstance(part, type) else part
 
 
 def times_of(c: Collective) -> int:

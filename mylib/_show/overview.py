@@ -86,7 +86,7 @@ class Overview(Rows):
 
     **Attributes:**
 
-    - `rows`: a [`mylib.Row`][] for each array leaf.
+    - `rows`: a [`Row`][mylib._show.Row] for each array leaf.
     - `static`: the type of each other leaf, by its path.
     - `nbytes`: the bytes of all arrays, each counted once.
     - `bytes_by_device`: the bytes that each device holds in its own memory. The devices of an
@@ -166,7 +166,7 @@ class Changes:
 
     **Attributes:**
 
-    - `moves`: a [`mylib.Move`][] for each array leaf.
+    - `moves`: a [`Move`][mylib._show.Move] for each array leaf.
     - `nbytes`: how many bytes the devices had to receive, all of them together.
     - `bytes_by_device`: how many each of them had to receive.
     """

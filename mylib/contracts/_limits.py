@@ -142,7 +142,7 @@ def memory(**limits: Size) -> Contract:
 
     **Arguments:**
 
-    - `limits`: sizes, by the attributes of [`mylib.ProgramMemory`][]:
+    - `limits`: sizes, by the attributes of [`ProgramMemory`][mylib._audit.ProgramMemory]:
         `memory(temporaries="400 MiB")`.
 
     **Returns:**

@@ -15,12 +15,10 @@ from ._refused import out_of_memory as out_of_memory
 from ._sheets import CHIPS as CHIPS, Chip as Chip
 from ._torus import coordinates as coordinates, shape_of as shape_of
 
-# Tracebacks and pickles then show the public name.
-Alive.__module__ = "mylib"
-
 # The public names; the others are for mylib's other rooms.
 __all__ = [
     "CHIPS",
+    "Alive",
     "Argument",
     "Chip",
     "CompilerError",

@@ -56,7 +56,7 @@ class Fit:
     - `accepted`: whether the machine's own compiler has accepted the program, which decides.
     - `arguments`: the bytes of all arguments on each device.
     - `temporaries`: the largest other arrays that are held at the same time, as a tuple of
-        [`mylib.Alive`][]; empty if they are unknown.
+        [`mylib.machines.Alive`][]; empty if they are unknown.
     - `whole`: whether the sizes of `temporaries` are those on all devices together. It is so when
         the compiler has refused a program without naming arrays.
     """
