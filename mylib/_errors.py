@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
+from ._text import counted
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -101,7 +103,7 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
         named += [fault.path + shape] if fault.path else []
     # A leaf can have several faults, and a fault can be about the whole tree instead of a leaf.
     count = len({name for named in alike.values() for name in named})
-    what = _count(count, "leaf", "leaves") if count else "the tree"
+    what = counted(count, "leaf", "leaves") if count else "the tree"
     return "\n".join([f"{beginning} {what}:", *listed(alike, "all of them are in `.faults`")])
 
 
@@ -124,14 +126,10 @@ def listed(alike: dict[tuple[str, ...], list[str]], where: str) -> list[str]:
     lines = _lines_of({key: _some(folded(names), room) for key, names in shown.items()})
     rest = list(alike.values())[_EXPLANATIONS:]
     if rest:
-        left = _count(len(rest), "more fault", "more faults")
-        leaves = _count(sum(map(len, rest)), "leaf", "leaves")
+        left = counted(len(rest), "more fault")
+        leaves = counted(sum(map(len, rest)), "leaf", "leaves")
         lines += [f"and {left}" + (f", of {leaves}" if any(rest) else "")]
     return [*lines, where]
-
-
-def _count(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
 
 
 def _lines_of(alike: dict[tuple[str, ...], list[str]]) -> list[str]:

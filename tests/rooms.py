@@ -38,7 +38,7 @@ ORDER = (
     "_meshes",
     "_compat",
     "_errors",
-    "_sizes",
+    "_text",
 )
 
 

@@ -14,7 +14,6 @@ from .report import (
 )
 from .roofline import Estimate as Estimate
 from .snapshot import check_snapshot as check_snapshot
-from .text import readable as readable
 from .work import Operation as Operation, Work as Work
 
 # Tracebacks and pickles then show the public names.

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 import jax
 
 from .._errors import AuditError
+from .._text import show_bytes, table
 from ..machines import Alive, Argument, Fit, Machine, Memory, memory_of
 from .attribution import primitive_of, source_of
 from .hlo import Module
 from .peak import Buffer, peak_of
-from .text import readable, table
 
 
 @dataclass(frozen=True)
@@ -65,20 +65,22 @@ class ProgramMemory(Memory):
 
     def at_the_peak(self) -> tuple[str, list[tuple[str, ...]]]:
         """The largest arrays at the peak: a heading, and the rows of a table."""
-        counted = f"at the peak, XLA counts {readable(self.peak)}"
+        counted = f"at the peak, XLA counts {show_bytes(self.peak)}"
         rows = [
-            (readable(x.bytes), x.arrays, x.primitive, x.source)
+            (show_bytes(x.bytes), x.arrays, x.primitive, x.source)
             for x in (self.alive or ())[:_SHOWN]
         ]
         if self.alive is None:
             return f"{counted}; what is held then is unknown", rows
-        found = readable(sum(x.bytes for x in self.alive))
+        found = show_bytes(sum(x.bytes for x in self.alive))
         return f"{counted}; by the schedule, {found} of it besides arguments", rows
 
     def lines(self) -> list[str]:
         """The lines that it prints as."""
-        held = ", ".join(f"{name} {readable(size)}" for name, size in self.held().items())
-        shared = f" ({readable(self.aliased)} of them in donated arguments)" if self.aliased else ""
+        held = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.held().items())
+        shared = (
+            f" ({show_bytes(self.aliased)} of them in donated arguments)" if self.aliased else ""
+        )
         heading, rows = self.at_the_peak()
         lines = [f"each device holds {held or 'nothing'}{shared}", heading + ":" * bool(rows)]
         return [*lines, *(table(rows) if rows else [])]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._errors import AuditError, folded
+from .._text import counted, listed, show_bytes, table
 from ..machines import Machine
 from .links import Message
 from .memory import ProgramMemory
@@ -12,7 +13,6 @@ from .opcodes import KINDS
 from .page import Sent, report_page
 from .roofline import Estimate, estimate
 from .sums import Flow
-from .text import readable, table
 from .work import Work
 
 _KINDS = tuple(dict.fromkeys(KINDS.values()))
@@ -321,8 +321,8 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
         ("≤ " if c.sometimes else "") + times,
         c.kind,
         "?" if c.axes is None else ", ".join(c.axes),
-        f"{readable(c.bytes)} {c.dtype}",
-        readable(c.wire_bytes),
+        f"{show_bytes(c.bytes)} {c.dtype}",
+        show_bytes(c.wire_bytes),
         "inserted" if c.inserted else "written",
         c.phase,
         what + (f" ({', '.join(notes)})" if notes else ""),
@@ -332,17 +332,11 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
 
 def what_of(group: Sequence[Collective]) -> str:
     """The names of the arrays that equal collectives move."""
-    moved = _listed([path for c in group for path in c.arrays])
-    summed = _listed([path for c in group for path in c.gradients])
+    moved = listed([*folded([path for c in group for path in c.arrays])], _SHOWN)
+    summed = listed([*folded([path for c in group for path in c.gradients])], _SHOWN)
     if moved or summed:
         return moved or f"gradient of {summed}"
     return group[0].primitive + (f" in {group[0].scope}" if group[0].scope else "")
-
-
-def _listed(paths: Sequence[str]) -> str:
-    names = list(folded(paths))
-    left = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
 def _sent(group: Sequence[Collective]) -> int:
@@ -354,11 +348,11 @@ def _sum(report: Report) -> str:
     if not report.collectives:
         return "nothing is communicated"
     known = [c for c in report.collectives if c.times is not None]
-    sent = readable(_sent(known))
+    sent = show_bytes(_sent(known))
     bounded = any(c.sometimes for c in known)
     text = f"  each device sends {'at most ' if bounded else ''}{sent} in a call"
     unknown = len(report.collectives) - len(known)
     if not unknown:
         return text
-    run = "collective runs" if unknown == 1 else "collectives run"
-    return f"{text}, and {unknown} {run} an unknown number of times"
+    run = counted(unknown, "collective runs", "collectives run")
+    return f"{text}, and {run} an unknown number of times"

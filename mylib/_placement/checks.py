@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, because
+from .._text import counted
 from .._tree import is_of_keys
 from .context import World
 from .shardings import (
@@ -96,9 +97,9 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
 
 def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(spec) > len(shape):
-        entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
         yield because(
-            f"the spec has {entries}, for an array of rank {len(shape)}",
+            f"the spec has {counted(len(spec), 'entry', 'entries')}, for an array of rank "
+            f"{len(shape)}",
             f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)",
         )
 

@@ -10,6 +10,7 @@ from jaxtyping import PyTree
 
 from .._errors import folded
 from .._placement import current_world
+from .._text import counted, listed, show_bytes
 from .._tree import split
 from .drawing import draw
 from .fold import LINES, body_of, fold
@@ -26,10 +27,8 @@ from .text import (
     YELLOW,
     Paint,
     columns,
-    count,
     for_stdout,
     paint_for_stdout,
-    show_bytes,
     show_device,
 )
 
@@ -155,8 +154,7 @@ def _static_lines(static: dict[str, str]) -> list[str]:
     if not static:
         return []
     named = list(folded([f"{path} ({kind})" for path, kind in static.items()]))
-    more = f" and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
-    return [f"not arrays: {', '.join(named[:_LISTED])}{more}"]
+    return [f"not arrays: {listed(named, _LISTED)}"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -223,7 +221,7 @@ class Changes:
 
     def _notes(self) -> list[str]:
         moved = sum(move.what == "moved" for move in self.moves)
-        line = f"{moved} of {count(len(self.moves), 'array')} moved"
+        line = f"{moved} of {counted(len(self.moves), 'array')} moved"
         if self.bytes_by_device:
             where, most = max(self.bytes_by_device.items(), key=lambda x: x[1])
             by_one = f"at most {show_bytes(most)} by one ({show_device(where)})"

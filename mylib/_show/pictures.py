@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, Sharding
 
 from .._placement import AnyMesh
+from .._text import show_bytes
 from .grids import LEFT_OUT, PANELS, ROWS, Grid, grids_of, more, shortened
 from .html import Html, joined, tag
 from .parts import Part, Shape, cut_of, devices_of, show_part
-from .text import number_of, show_bytes, show_device, show_devices, show_numbers
+from .text import number_of, show_device, show_devices, show_numbers
 
 # How many columns of a mesh are drawn; and of a mesh of one axis, how many devices a line.
 _COLUMNS, _LINE = 16, 8

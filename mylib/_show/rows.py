@@ -18,8 +18,9 @@ from .._placement import (
     entries_of,
     sharding_of,
 )
+from .._text import counted, show_bytes
 from .._tree import KeyPath, Leaf
-from .text import count, number_of, show_bytes, show_device
+from .text import number_of, show_device
 
 # The states of leaves.
 COMMITTED, UNCOMMITTED, DELETED = "committed", "uncommitted", "deleted"
@@ -161,11 +162,11 @@ class Rows:
 
 
 def totals(rows: Rows) -> list[str]:
-    lines = [f"{count(len(rows.rows), 'array')}, {show_bytes(rows.nbytes)}"]
+    lines = [f"{counted(len(rows.rows), 'array')}, {show_bytes(rows.nbytes)}"]
     if rows.most_loaded is not None:
         device, most = rows.most_loaded
         number, least = len(rows.bytes_by_device), min(rows.bytes_by_device.values())
-        devices = count(number, "device")
+        devices = counted(number, "device")
         lines[0] += (
             f"; {show_bytes(most)} on {'each of ' * (number > 1)}{devices}"
             if most == least

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Axes, Collective, Groups, Report, readable, times_of
+from .._audit import Axes, Collective, Groups, Report, times_of
 from .._compat import names
 from .._errors import AuditError
+from .._text import show_bytes
 from ._roles import Roles, axes_of, parts, size_of
 from ._text import Violation, axis_of, moved_by, text_of
 
@@ -164,7 +165,8 @@ class Judged:
                 yield Violation(
                     (p.path,),
                     f"not sharded over {self.axis}, as its weight is: "
-                    f"{size_of(self.report, self.axis)} devices hold the same {readable(p.bytes)}",
+                    f"{size_of(self.report, self.axis)} devices hold the same "
+                    f"{show_bytes(p.bytes)}",
                 )
 
     def unsharded(self, among: Sequence[int]) -> Iterator[Violation]:
@@ -186,7 +188,7 @@ class Judged:
                 yield Violation(
                     (f"{p.path} {list(p.shape)}",),
                     f"not sharded over {self.axis}: {size} devices hold the same "
-                    f"{readable(p.bytes)}",
+                    f"{show_bytes(p.bytes)}",
                 )
 
     def _is_split(self, number: int) -> bool:
@@ -284,7 +286,7 @@ class Judged:
         if total <= limit:
             return
         most = (
-            f"at most {readable(limit)} in a call expected" if limit else "no activation expected"
+            f"at most {show_bytes(limit)} in a call expected" if limit else "no activation expected"
         )
         for c in dict.fromkeys(m.c for m in some):
             paths = [n for m in some if m.c is c for n in m.names(self.report)]

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from .._audit import Contract, ProgramMemory, Report, bytes_of, readable
+from .._audit import Contract, ProgramMemory, Report, bytes_of
+from .._text import counted, show_bytes
 from ._roles import Roles, parts, size_of
 from ._text import (
     Axes,
     Size,
     Violation,
     bytes_in,
-    counted,
     including,
     moved_by,
     names_of,
@@ -88,7 +88,7 @@ def at_most(size: Size, kind: str | None = None, axes: Axes | None = None) -> Co
         if found <= limit:
             return []
         what = (kind or "all collectives") + (f" over {show(names_of(axes))}" if axes else "")
-        return [f"{what}: {readable(found)} in a call, and at most {readable(limit)} expected"]
+        return [f"{what}: {show_bytes(found)} in a call, and at most {show_bytes(limit)} expected"]
 
     return faults
 
@@ -124,7 +124,7 @@ def never(
         ```
     """
     limit = bytes_in(above)
-    above_it = f" above {readable(limit)}" if limit else ""
+    above_it = f" above {show_bytes(limit)}" if limit else ""
 
     def faults(report: Report) -> list[str]:
         found = [
@@ -177,7 +177,9 @@ def memory(**limits: Size) -> Contract:
         for name, limit in allowed.items():
             found = getattr(report.memory, name)
             if found > limit:
-                wrong.append(f"{name}: {readable(found)}, and at most {readable(limit)} expected")
+                wrong.append(
+                    f"{name}: {show_bytes(found)}, and at most {show_bytes(limit)} expected"
+                )
         return wrong
 
     return faults
@@ -228,6 +230,6 @@ def not_sharded(roles: Roles, axes: Sequence[str], within: float) -> list[str]:
     whole = [p for p in arrays if split[p.path] < devices]
     return [
         f"{p.path} {list(p.shape)} is not sharded over {show(axes)}: "
-        f"{devices // split[p.path]} devices hold the same {readable(p.bytes)}"
+        f"{devices // split[p.path]} devices hold the same {show_bytes(p.bytes)}"
         for p in sorted(whole, key=lambda p: -p.bytes)[:10]
     ]

@@ -4,7 +4,8 @@ used.
 
 from collections.abc import Iterator, Sequence
 
-from .._audit import Contract, Report, readable, times_of
+from .._audit import Contract, Report, times_of
+from .._text import show_bytes
 from ._judged import Judged, Moved
 from ._roles import axes_of
 from ._text import Size, Violation, bytes_in, text_of, told
@@ -268,7 +269,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
         # The TPU's compiler gathers small arrays by a sum of what is zero elsewhere.
         if kind == "all-gather" or (kind == "all-reduce" and m.c.inserted):
             large = most is not None and m.bytes > most
-            return f"at most {readable(most or 0)} at once expected" if large else ""
+            return f"at most {show_bytes(most or 0)} at once expected" if large else ""
         return "" if judged.is_statistic(m) else "weights should be gathered"
     if m.role != "gradient" or kind in ("reduce-scatter", "all-to-all"):
         return ""

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from .._meshes import make_mesh
+from .._text import counted, show_bytes
 from ._compilers import Devices, gpus, tpus
-from ._fit import in_bytes
 from ._sheets import CHIPS, Chip
 
 
@@ -120,10 +120,10 @@ class Machine:
     def __repr__(self) -> str:
         chip, lines = (
             self.chip,
-            [f"{self}: {_count(self.count, 'device')} on {_count(self.hosts, 'host')}"],
+            [f"{self}: {counted(self.count, 'device')} on {counted(self.hosts, 'host')}"],
         )
         if self.memory is not None:
-            lines.append(f"memory     {in_bytes(self.memory)} on each device")
+            lines.append(f"memory     {show_bytes(self.memory)} on each device")
         if chip.memory_bandwidth is not None:
             lines[-1] += f", {chip.memory_bandwidth / chip.devices / 1e9:.0f} GB/s"
         if chip.flops:
@@ -135,10 +135,6 @@ class Machine:
         if chip.network_bandwidth is not None:
             lines.append(f"network    {chip.network_bandwidth / 1e9:g} GB/s each way for each chip")
         return "\n  ".join(lines)
-
-
-def _count(count: int, name: str) -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None) -> Machine:

@@ -11,7 +11,8 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
 
-from ._fit import Argument, Fit, in_bytes, largest
+from .._text import show_bytes
+from ._fit import Argument, Fit, largest
 from ._machine import Machine
 from ._sheets import CHIPS
 
@@ -89,7 +90,7 @@ class Memory:
     def __str__(self) -> str:
         names = "arguments", "results", "temporaries", "aliased", "code", "constants", "host"
         parts = {name: getattr(self, name) for name in names} | {"peak": self.peak}
-        return ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size)
+        return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
 
 
 def memory_of(compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str) -> Memory:

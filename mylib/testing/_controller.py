@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from .._text import counted
 from ._coverage import Coverage
 from ._group import Guard
 from ._names import name_in_processes
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
 from ._reruns import Reruns
-from ._topology import Topology, TopologyRequest, Unavailable, counted
+from ._topology import Topology, TopologyRequest, Unavailable
 
 # The number of pools kept warm. An accelerator has memory for one.
 _POOLS = {"cpu": 2}
