@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .._compat import names as known
-from .flow import MOVES, Value, computed, done_of, target_of, unchanged
 from .hlo import Instruction, calls_of, short
+from .values import MOVES, Value, computed, done_of, target_of, unchanged
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep

@@ -15,12 +15,12 @@ from .._tree import Outline, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
+from .flow import Flow
 from .gradients import gradients_of
 from .groups import Axes, axes_in
-from .hlo import Module
+from .hlo import HloModule
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
-from .sums import Flow
 from .work import work_of
 
 AnyMesh = Mesh | AbstractMesh
@@ -195,7 +195,7 @@ def report_of(
     paths.
     """
     compiled = None if isinstance(program, str) else program
-    module = Module(program if isinstance(program, str) else program.as_text() or "")
+    module = HloModule(program if isinstance(program, str) else program.as_text() or "")
     meshes = [mesh] if mesh is not None else _context()
     if mesh is None and compiled is not None:
         meshes = [*_meshes_of(compiled), *meshes]
@@ -224,7 +224,7 @@ def report_of(
 
 
 def _parameters(
-    module: Module, names: Names, compiled: jax.stages.Compiled | None
+    module: HloModule, names: Names, compiled: jax.stages.Compiled | None
 ) -> Iterator[Parameter]:
     own = [x for _, x in sorted(module.entry.parameters.items())]
     given = [] if compiled is None else _shardings_of(compiled)
@@ -236,7 +236,7 @@ def _parameters(
         yield Parameter(path, array.dtype, array.shape, array.bytes, axes)
 
 
-def _results(module: Module, compiled: jax.stages.Compiled | None) -> Iterator[Parameter]:
+def _results(module: HloModule, compiled: jax.stages.Compiled | None) -> Iterator[Parameter]:
     root = module.entry.result
     given = [] if compiled is None else jtu.tree_leaves(compiled.output_shardings)
     if compiled is None or len(given) != len(root.arrays):
@@ -248,7 +248,7 @@ def _results(module: Module, compiled: jax.stages.Compiled | None) -> Iterator[P
 
 def _paths_of(structure: Any) -> list[str]:
     """The paths of a program's results in what the function returns."""
-    numbers = list(map(_Result, range(structure.num_leaves)))
+    numbers = list(map(_ResultNumber, range(structure.num_leaves)))
     tree = jtu.tree_unflatten(structure, numbers)
     match tree:
         case (Outline() as outline, list(arrays)):
@@ -259,13 +259,13 @@ def _paths_of(structure: Any) -> list[str]:
     found = {
         x.number: jtu.keystr(path)
         for path, x in jtu.tree_flatten_with_path(tree)[0]
-        if isinstance(x, _Result)
+        if isinstance(x, _ResultNumber)
     }
     return [found.get(i, f"result {i}") for i in range(len(numbers))]
 
 
 @dataclass(frozen=True)
-class _Result:
+class _ResultNumber:
     """Stands for a result of this number."""
 
     number: int

@@ -8,12 +8,12 @@ from functools import cached_property
 import numpy as np
 
 from .._errors import AuditError
-from .flow import Run, Value, computed, done_of, runs_of, target_of, trips, unchanged
 from .groups import Groups, all_pairs_of, groups_of, pairs_of, rings_of
-from .hlo import Array, Instruction, Module
+from .hlo import Array, HloModule, Instruction
 from .opcodes import moves, opcode_of
 from .positions import positions
-from .windows import rings_in
+from .short_rings import rings_in
+from .values import Execution, Value, computed, done_of, runs_of, target_of, trips, unchanged
 
 # Operations that pass a value on unchanged.
 _PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
@@ -29,7 +29,7 @@ class Transfer:
 
     kind: str
     first: Instruction
-    runs: Sequence[Run]
+    runs: Sequence[Execution]
     groups: Groups
     arrays: tuple[Array, ...]
     wire_bytes: int
@@ -67,7 +67,7 @@ class Transfer:
         return total
 
 
-def transfers(module: Module, local: frozenset[str]) -> list[Transfer]:
+def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     """All transfers between devices, in the order of the text."""
     devices = _devices(module)
     runs = runs_of(module)
@@ -91,7 +91,7 @@ def transfers(module: Module, local: frozenset[str]) -> list[Transfer]:
     return chained(found)
 
 
-def _devices(module: Module) -> int:
+def _devices(module: HloModule) -> int:
     partitions, replicas = module.partitions, module.replicas
     if partitions > 1 and replicas > 1:
         raise AuditError(
@@ -113,7 +113,9 @@ def _goes_on(x: Instruction) -> bool:
     )
 
 
-def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iterator[Transfer]:
+def _transfers(
+    kind: str, x: Instruction, runs: list[Execution], devices: int
+) -> Iterator[Transfer]:
     groups = _groups(kind, x, devices)
     if not groups.size or groups.shape[1] == 1:
         return  # each device alone

@@ -17,10 +17,10 @@ import numpy as np
 from .._compat import names
 from .attribution import own_primitive_of, phase_of
 from .collectives import Transfer
-from .flow import done_of, given_to, target_of
-from .hlo import Computation, Instruction, Module, calls_of
+from .hlo import Computation, HloModule, Instruction, calls_of
 from .opcodes import KINDS, opcode_of
 from .positions import positions
+from .values import done_of, given_to, target_of
 
 
 class Mark(NamedTuple):
@@ -96,7 +96,7 @@ class Graph:
             mask ^= low
 
 
-def graph_of(module: Module, transfers: Sequence[Transfer], devices: int) -> Graph:
+def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> Graph:
     """The graph of a program."""
     walk = _Walk(module, transfers, devices)
     given = tuple(walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters)))
@@ -128,7 +128,7 @@ _FROM_OUTSIDE = ("infeed", "recv", "rng")
 
 
 class _Walk:
-    def __init__(self, module: Module, transfers: Sequence[Transfer], devices: int):
+    def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
         self.module, self.devices = module, devices
         self.graph = Graph()
         # The transfer of each array that a collective returns, and of each that goes on with one.

@@ -211,7 +211,7 @@ def _depths(text: str, depth: int, start: int = 0) -> Iterator[tuple[int, int]]:
 class Computation:
     """A named list of instructions, in the order in which they run."""
 
-    def __init__(self, module: "Module", name: str):
+    def __init__(self, module: "HloModule", name: str):
         self.module = module
         self.name = name
         self.instructions: list[Instruction] = []
@@ -243,7 +243,7 @@ class Computation:
         return self.module.callers.get(self.name, [])
 
 
-class Module:
+class HloModule:
     """A compiled program."""
 
     def __init__(self, text: str):

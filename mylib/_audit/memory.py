@@ -9,7 +9,7 @@ from .._errors import AuditError
 from .._text import show_bytes, table
 from ..machines import Alive, Argument, Fit, Machine, Memory, memory_of
 from .attribution import primitive_of, source_of
-from .hlo import Module
+from .hlo import HloModule
 from .peak import Buffer, peak_of
 
 
@@ -31,7 +31,7 @@ class ProgramMemory(Memory):
 
     @classmethod
     def of(
-        cls, compiled: jax.stages.Compiled, program: Module | str, arguments: Sequence[Argument]
+        cls, compiled: jax.stages.Compiled, program: HloModule | str, arguments: Sequence[Argument]
     ) -> "ProgramMemory":
         """The memory of a `compiled` program, given its module or its text as `program`, and its
         `arguments`.
@@ -40,7 +40,7 @@ class ProgramMemory(Memory):
         known = memory_of(compiled, arguments, text)
         parts = {part.name: getattr(known, part.name) for part in fields(known)}
         try:
-            found = peak_of(Module(program) if isinstance(program, str) else program)
+            found = peak_of(HloModule(program) if isinstance(program, str) else program)
         except AuditError:  # what isn't understood is unknown
             return cls(**parts)
         counted = known.arguments + known.constants + found.bytes

@@ -3,9 +3,9 @@
 import json
 
 from .._errors import AuditError
-from .flow import target_of
 from .hlo import Instruction
 from .targets import LOCAL
+from .values import target_of
 
 # Opcodes, with their names in a report.
 KINDS = {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from .._errors import AuditError
-from .flow import Value, unchanged
-from .hlo import Array, Computation, Instruction, Module, arrays_of, calls_of
+from .hlo import Array, Computation, HloModule, Instruction, arrays_of, calls_of
+from .values import Value, unchanged
 
 # Operations whose results are in the memory of their first operand.
 _SAME = frozenset({"bitcast", "optimization-barrier", "add-dependency", "domain", "after-all"})
@@ -30,7 +30,7 @@ class Peak:
     alive: list[Buffer]
 
 
-def peak_of(module: Module) -> Peak:
+def peak_of(module: HloModule) -> Peak:
     """The peak memory of a program, without its arguments and constants. Results that are not in
     donated memory are allocated before it starts.
 
@@ -42,10 +42,10 @@ def peak_of(module: Module) -> Peak:
         raise AuditError("the program's instructions are not in the order in which they run")
     entry = module.entry
     given = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
-    return _Run(entry, given, results=set(module.donated)).peak()
+    return _Lifetimes(entry, given, results=set(module.donated)).peak()
 
 
-class _Run:
+class _Lifetimes:
     """One run of a computation whose parameters are `given`. The results are in memory of its
     caller, or only those with the numbers `results`: the others are then allocated before it runs.
     """
@@ -118,7 +118,7 @@ class _Run:
         }
         if any(len(held[p.name]) != len(p.arrays) for p in called.parameters.values()):
             held = {p.name: [Buffer(0, p) for _ in p.arrays] for p in called.parameters.values()}
-        peak = _Run(called, held).peak()
+        peak = _Lifetimes(called, held).peak()
         if x.name not in self.inner or peak.bytes > self.inner[x.name].bytes:
             self.inner[x.name] = peak
 

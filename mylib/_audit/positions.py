@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .flow import Value, computed
 from .hlo import Instruction
+from .values import Value, computed
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add,

@@ -7,12 +7,12 @@ from typing import Any
 from .._errors import AuditError, folded
 from .._text import counted, listed, show_bytes, table
 from ..machines import Machine
+from .flow import Flow
 from .links import Message
 from .memory import ProgramMemory
 from .opcodes import KINDS
 from .page import Sent, report_page
 from .roofline import Estimate, estimate
-from .sums import Flow
 from .work import Work
 
 _KINDS = tuple(dict.fromkeys(KINDS.values()))

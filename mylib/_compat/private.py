@@ -464,7 +464,7 @@ def error_with(
 _OWN_FRAME = f'  File "{Path(__file__).parent.parent}'
 
 
-class Pass(Enum):
+class GradientPass(Enum):
     """The pass of a gradient that an equation belongs to."""
 
     NONE = auto()
@@ -472,15 +472,15 @@ class Pass(Enum):
     TRANSPOSED = auto()
 
 
-def pass_of(eqn: Any, around: Pass) -> Pass:
+def pass_of(eqn: Any, around: GradientPass) -> GradientPass:
     """The pass according to the name stack, or else that of the surrounding equation."""
     stack = eqn.source_info.name_stack.stack
     transforms = {x.name for x in stack if isinstance(x, name_stacks.Transform)}
     if any(x.name == names.STACK_RECOMPUTED for x in stack):
-        return Pass.FORWARD
+        return GradientPass.FORWARD
     if names.STACK_TRANSPOSE in transforms:
-        return Pass.TRANSPOSED
-    return Pass.FORWARD if names.STACK_JVP in transforms else around
+        return GradientPass.TRANSPOSED
+    return GradientPass.FORWARD if names.STACK_JVP in transforms else around
 
 
 def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:

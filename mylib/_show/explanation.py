@@ -21,10 +21,10 @@ from .._placement import (
 from .._text import counted, show_bytes
 from .._tree import Kind, Leaf, name_of, split
 from ..rules import as_rule
+from .current_places import current_place, present_rows
 from .fold import LINES, body_of, fold
 from .meshes import Meshes
 from .page import overview_page
-from .present import current_place, present_rows
 from .rows import Row, Rows, sizes, totals
 from .text import BOLD, RED, columns, paint_for_stdout
 

@@ -12,13 +12,13 @@ from .._errors import folded
 from .._placement import current_world
 from .._text import counted, listed, show_bytes
 from .._tree import split
+from .current_places import present_rows, static_leaves
 from .drawing import draw
 from .fold import LINES, body_of, fold
 from .loads import load_lines
 from .meshes import Meshes
 from .moves import Move, moves_between
 from .page import overview_page, place_of_single
-from .present import present_rows, static_leaves
 from .rows import COMMITTED, DELETED, Row, Rows, sizes, totals
 from .text import (
     BOLD,

@@ -11,7 +11,7 @@ from .fold import fold
 from .html import Html, page, table, tag
 from .loads import load_groups
 from .meshes import Meshes
-from .parts import cut_of
+from .parts import partition_of
 from .pictures import array_grids, bar, device_grids
 from .rows import Row, meaning, show_place, sizes
 from .text import show_devices
@@ -88,7 +88,7 @@ def _array_figure(rows: Sequence[Row]) -> list[Html]:
     if place is None:
         return []
     shape, nbytes = rows[0].leaf.shape, rows[0].bytes_per_device
-    cut = cut_of(place, shape)
+    cut = partition_of(place, shape)
     title = tag("div", "Which device holds which part", class_="strong")
     notes = [directions(cut), *sums(place), *processes(cut)]
     about = [tag("div", note, class_="faint") for note in notes]

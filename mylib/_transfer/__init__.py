@@ -1,8 +1,8 @@
 """`filter_shard` and `filter_device_put`: move arrays, and constrain them in programs."""
 
+from .already_placed import not_there as not_there, same_place as same_place, same_type as same_type
 from .host import LocalData as LocalData, assemble as assemble
 from .staged import constrain_auto_p as constrain_auto_p
-from .there import not_there as not_there, same_place as same_place, same_type as same_type
 from .verbs import (
     filter_device_put as filter_device_put,
     filter_shard as filter_shard,

@@ -56,7 +56,7 @@ from .host import (
 )
 
 
-class Move(NamedTuple):
+class Relocation(NamedTuple):
     """One concrete array that is not at its target. If it is donated, its memory is reused if
     possible; the caller deletes it otherwise.
     """
@@ -72,7 +72,7 @@ class Move(NamedTuple):
     """Whether processes compare that they all move it, if one program of several does so."""
 
 
-def move(moves: Sequence[Move]) -> list[jax.Array]:
+def move(moves: Sequence[Relocation]) -> list[jax.Array]:
     """Moves the arrays to their targets."""
     wide = {i for i, one in enumerate(moves) if one.kind is Kind.DEVICE and _is_wide(one.x)}
     if not wide:
@@ -89,11 +89,11 @@ def _is_wide(x: jax.Array) -> bool:
     return canonical_dtype(x) != x.dtype
 
 
-def _move(moves: Sequence[Move]) -> list[jax.Array]:
+def _move(moves: Sequence[Relocation]) -> list[jax.Array]:
     moved: list[Any] = [None] * len(moves)
     keys: list[int] = []
     partial: list[tuple[int, NamedSharding]] = []
-    work = _Work()
+    work = _Relocations()
     several_processes = jax.process_count() > 1
     for i, (x, kind, target, donate, may_alias, across, counted) in enumerate(moves):
         wanted = sharding_of(target)
@@ -131,7 +131,7 @@ def _move(moves: Sequence[Move]) -> list[jax.Array]:
     return moved
 
 
-class _Work:
+class _Relocations:
     """The moves of one tree, grouped so that each kind of work is done once."""
 
     def __init__(self) -> None:

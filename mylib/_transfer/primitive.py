@@ -31,10 +31,10 @@ from .._placement import (
     with_entries,
 )
 from .._tree import Kind, kind_of
-from .eager import Move, move
+from .already_placed import not_there
+from .eager import Relocation, move
 from .host import uncommitted
 from .staged import constrain
-from .there import not_there
 
 place_p = Primitive("place")
 place_p.multiple_results = True
@@ -76,11 +76,11 @@ def _impl(
     kinds = [kind_of(x) for x in arrays]
     placeable = [i for i in range(len(arrays)) if targets[i] is not UNCOMMITTED]
     moving = not_there(arrays, kinds, targets, placeable)
-    moves: list[Move] = []
+    moves: list[Relocation] = []
     for i in moving:
         x, kind, target = arrays[i], kinds[i], targets[i]
         travels = kind is Kind.DEVICE and crosses(x, sharding_of(target), always=across)
-        moves.append(Move(x, kind, target, may_alias=may_alias[i], across=travels))
+        moves.append(Relocation(x, kind, target, may_alias=may_alias[i], across=travels))
     for i, y in zip(moving, move(moves), strict=True):
         placed[i] = y
     return placed

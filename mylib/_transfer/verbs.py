@@ -28,11 +28,11 @@ from .._placement import (
 )
 from .._processes import agree, check_replicas, named, one_call, owners, raised_in_all
 from .._tree import Kind, Leaves, broadcast_prefix, split
-from .eager import Move, move
+from .already_placed import not_there
+from .eager import Relocation, move
 from .host import to_default_device
 from .primitive import place
 from .staged import constrain, transfer_and_constrain
-from .there import not_there
 
 T = TypeVar("T")
 
@@ -291,13 +291,15 @@ def _move_all(
     if moving:
         # An array that occurs in the tree more than once is not donated at one occurrence.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
-        moves: list[Move] = []
+        moves: list[Relocation] = []
         for i in moving:
             use_up = donate[i] and times[id(leaves.arrays[i])] == 1
             target: Any = targets[i]
             kind, alias = leaves.kinds[i], may_alias[i]
             counted = check is not False
-            moves.append(Move(placed[i], kind, target, use_up, alias, i in travelling, counted))
+            moves.append(
+                Relocation(placed[i], kind, target, use_up, alias, i in travelling, counted)
+            )
         _put_back(placed, moving, move(moves))
         _label_placed(leaves, targets, moving, placed)
         _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)

@@ -129,7 +129,7 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
             lambda index: [sys.executable, "-c", _RUN, *command],
             lambda index: _joining(group, index),
         )
-        with contextlib.closing(_Watch(group)) as watch:
+        with contextlib.closing(_Follower(group)) as watch:
             return watch.follow()
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -150,7 +150,7 @@ def _joining(group: Group, index: int) -> dict[str, str]:
     }
 
 
-class _Watch:
+class _Follower:
     """Shows the output of processes until all have ended or must be stopped."""
 
     def __init__(self, group: Group) -> None:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import mylib
 from mylib._audit import Parameter, ProgramMemory, report_of
-from mylib._audit.hlo import Module
+from mylib._audit.hlo import HloModule
 from mylib._audit.peak import peak_of
 from mylib.rules import by_path, replicated
 
@@ -90,7 +90,7 @@ def test_texts(key):
     assert_gradients(report, stacked)
     if (held := HELD[key]) is not None:
         within = {"gpu": 0.04, "tpu": 0.3}[compiler]
-        assert abs(peak_of(Module(text)).bytes / MIB / held - 1) < within
+        assert abs(peak_of(HloModule(text)).bytes / MIB / held - 1) < within
 
 
 @pytest.mark.parametrize("layers", ["list", "scan"])

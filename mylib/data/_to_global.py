@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 from .._errors import PlacementError, because
 from .._placement import AnyMesh, Placement
 from .._processes import meeting
+from ._agreement import settle, settle_failure
 from ._request import Tail, request_of
-from ._settle import settle, settle_failure
 from ._share import look_through
 
 # The kinds of batches whose numbers have been compared once.

@@ -8,8 +8,8 @@ step, and equal products may share their first step.
 from collections.abc import Iterator, Sequence
 
 from .._compat import names
-from .flow import MOVES
 from .hlo import Instruction
+from .values import MOVES
 
 _MOVED = MOVES | {"get-tuple-element", "tuple"}
 
