@@ -1,7 +1,7 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
 from .audit import audit as audit, report_of as report_of
-from .groups import Axes as Axes, Groups as Groups
+from .groups import Axes as Axes, Groups as Groups, axis_of as axis_of
 from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
@@ -14,7 +14,7 @@ from .report import (
 )
 from .roofline import Estimate as Estimate
 from .snapshot import check_snapshot as check_snapshot
-from .work import Operation as Operation, Work as Work
+from .work import Work as Work
 
 # Tracebacks and pickles then show the public names.
 for _class in (Collective, Report):

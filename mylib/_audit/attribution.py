@@ -179,12 +179,6 @@ def _arrays(x: Instruction) -> Iterator[str]:
         yield (made_by.op_names or [made_by.name])[0]
 
 
-def argument_of(x: Instruction) -> Instruction | None:
-    """The argument of the program that a value equals, but for casts, slices and gathers."""
-    found = list(dict.fromkeys(_sources([x])))
-    return found[0] if len(found) == 1 else None
-
-
 def _sources(values: Iterable[Instruction]) -> Iterator[Instruction]:
     queue = [Value(x) for x in values]
     for value in queue:

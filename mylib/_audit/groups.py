@@ -132,6 +132,11 @@ def _device_ids(text: str) -> np.ndarray:
     return (devices.transpose(order) if order else devices).ravel()
 
 
+def axis_of(name: str) -> str:
+    """The axis of which `"data:(2)4"` or `"~data"` is a part."""
+    return name.lstrip("~").split(":")[0]
+
+
 class Axes(NamedTuple):
     """The axes of a mesh, in the order of the devices that a program runs on."""
 

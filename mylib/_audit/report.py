@@ -8,6 +8,7 @@ from .._errors import AuditError, folded
 from .._text import counted, listed, show_bytes, table
 from ..machines import Machine
 from .flow import Flow
+from .groups import axis_of
 from .links import Message
 from .memory import ProgramMemory
 from .opcodes import KINDS
@@ -167,7 +168,7 @@ class Report:
                 f"the mesh of {self.name} is not known: its devices have no names. Pass mesh= to "
                 "mylib.audit"
             )
-        unknown = [n for n in names if n.lstrip("~").split(":")[0] not in self.axes]
+        unknown = [name for name in names if axis_of(name) not in self.axes]
         if unknown and self.axes:
             raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
         return [c for c in found if c.axes is not None and set(c.axes) == set(names)]

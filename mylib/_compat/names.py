@@ -119,9 +119,6 @@ COLLECTIVES = frozenset(
     }
 )
 
-# Those that have the same result on all devices, and under a `vmap` for all elements.
-REDUCTIONS = frozenset({"pmax", "pmin", "psum"})
-
 # Single operations that an analysis treats specially.
 BARRIER = "optimization_barrier"
 CHECKPOINT_NAME = "name"

@@ -1,6 +1,6 @@
 """Targets: the shardings that placements resolve to, and their properties."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -175,7 +175,7 @@ def memory_space(sharding: Sharding) -> Any:
     return jax.memory.Space.Host if pinned else jax.memory.Space.Device
 
 
-def entries_over(spec: PartitionSpec | None, names: frozenset[Any]) -> tuple[tuple[Any, ...], ...]:
+def entries_over(spec: PartitionSpec | None, names: Collection[Any]) -> tuple[tuple[Any, ...], ...]:
     """A spec's entries for some axes; equal if the meaning is equal."""
     entries = [
         tuple(name for name in axis_names(entry) if name in names)

@@ -16,6 +16,7 @@ from .._placement import (
     axis_names,
     default_memory_kind,
     entries_of,
+    entries_over,
     sharding_of,
 )
 from .._text import counted, show_bytes
@@ -205,10 +206,8 @@ def meaning(place: Sharding | None) -> Hashable:
     """Equal for shardings that split arrays in the same way, over the same mesh."""
     if not isinstance(place, NamedSharding):
         return place
-    entries = [axis_names(entry) for entry in entries_of(place.spec)]
-    while entries and not entries[-1]:
-        entries.pop()
-    return place.mesh, tuple(entries), place.spec.unreduced, place.memory_kind
+    entries = entries_over(place.spec, place.mesh.axis_names)
+    return place.mesh, entries, place.spec.unreduced, place.memory_kind
 
 
 @lru_cache(maxsize=128)

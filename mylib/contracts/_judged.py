@@ -8,12 +8,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Axes, Collective, Groups, Report, times_of
+from .._audit import Axes, Collective, Groups, Report, axis_of, times_of
 from .._compat import names
 from .._errors import AuditError
 from .._text import show_bytes
 from ._roles import Roles, axes_of, parts, size_of
-from ._text import Violation, axis_of, moved_by, text_of
+from ._text import Violation, moved_by, text_of
 
 # What a collective moves: weights, what the model computes with, gradients and what an optimiser
 # makes of them, or what is only returned.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .._audit import Collective, Report, what_of
+from .._audit import Collective, Report, axis_of, what_of
 from .._errors import folded
 from .._text import listed, show_bytes
 
@@ -66,11 +66,6 @@ def including(report: Report, kind: str | None, axes: Axes | None) -> list[Colle
     report.among(kind, axes)  # names that don't exist are an error
     wanted = set(() if axes is None else names_of(axes))
     return [c for c in report.among(kind) if wanted <= set(map(axis_of, c.axes or wanted))]
-
-
-def axis_of(name: str) -> str:
-    """The axis of which `"data:(2)4"` or `"~data"` is a part."""
-    return name.lstrip("~").split(":")[0]
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}
