@@ -248,11 +248,12 @@ def label_of(x: Any) -> str:
 
 
 # Until JAX 0.11 a program for several devices that is called with a deleted array ends the process
-# (as in https://github.com/openxla/xla/issues/22604).
+# (as in https://github.com/openxla/xla/issues/22604). May go once JAX 0.12 is the oldest supported.
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
 
 
-# Until JAX 0.11 the operations of an inlined jit get the line that calls it.
+# Until JAX 0.11 the operations of an inlined jit get the line that calls it, on purpose:
+# https://github.com/jax-ml/jax/pull/15665. May go once JAX 0.12 is the oldest supported.
 INLINING_LOSES_LINES = jax.__version_info__ < (0, 12)
 
 
@@ -360,7 +361,7 @@ def rules_of_custom_vjp(eqn: Any) -> tuple[Callable[..., list[Any]], Callable[..
     def bwd(*args: Any) -> list[Any]:
         made = backward.call_wrapped(*args)
         if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
-            made, _ = made  # newer JAX returns logs, too
+            made, _ = made  # JAX 0.12 returns logs, too
         return [x if isinstance(x, jax.Array | np.ndarray) else None for x in made]
 
     return fwd, bwd
@@ -408,7 +409,7 @@ def _parameter(eqn: Any, name: str) -> Any:
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
     """The number of a `scan`'s constants, and of its carried arrays."""
-    if names.PARAM_FT_IN in eqn.params:  # newer JAX
+    if names.PARAM_FT_IN in eqn.params:  # JAX 0.12
         constants, carried, _ = eqn.params[names.PARAM_FT_IN].unpack()
         return len(constants), len(carried)
     return _parameter(eqn, names.PARAM_NUM_CONSTS), _parameter(eqn, names.PARAM_NUM_CARRY)

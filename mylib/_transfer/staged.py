@@ -154,7 +154,7 @@ def _identity(sharding: NamedSharding) -> Any:
 
 # `with_sharding_constraint` for the Auto axes of a mesh that also has Explicit axes. JAX's own
 # works in compiled programs. But if a program is evaluated eagerly (`jax.closure_convert`), it
-# removes the Explicit axes from the value.
+# removes the Explicit axes from the value: in 0.10.2 and 0.12.0. No public issue is known.
 constrain_auto_p = Primitive("constrain_auto")
 
 
@@ -183,7 +183,7 @@ def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
     # users of the array, and shards it as these suggest. The last one may be JAX's own, which is
     # less strict (on results of a nested `jit` or `cond`). So the strict constraint is applied last
     # to this array, and again first to another array. The two operations in between are free: XLA
-    # removes them after partitioning.
+    # removes them after partitioning. Needed with JAX 0.10.2 and 0.12.0; no public issue is known.
     x = jax.lax.with_sharding_constraint(x, constrained)
     x = jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))
     return jax.lax.with_sharding_constraint(x, constrained)

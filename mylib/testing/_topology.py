@@ -130,7 +130,8 @@ def cpu_settings(devices: int) -> dict[str, str]:
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         # The number of threads for the simulated devices. With fewer threads than devices JAX 0.10
-        # aborts when programs with collectives follow each other closely.
+        # aborts when programs with collectives follow each other closely (seen with 0.10.2; no
+        # public issue is known).
         "NPROC": str(max(32, 4 * devices)),
     }
 
