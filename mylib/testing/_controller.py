@@ -28,37 +28,12 @@ _ATTEMPTS = 2
 
 # Options for selecting and showing tests, which don't change how a test runs.
 _OWN_OPTIONS = {
-    "basetemp",
-    "cacheclear",
-    "cacheshow",
-    "capture",
-    "collectonly",
-    "deselect",
-    "dist",
-    "failedfirst",
-    "file_or_dir",
-    "inifilename",
-    "keyword",
-    "lf",
-    "log_file",
-    "looponfail",
-    "markexpr",
-    "maxfail",
-    "maxprocesses",
-    "newfirst",
-    "numprocesses",
-    "override_ini",
-    "plugins",
-    "rootdir",
-    "setuponly",
-    "setupplan",
-    "setupshow",
-    "stepwise",
-    "stepwise_skip",
-    "trace",
-    "usepdb",
-    "xmlpath",
-}
+    "basetemp", "cacheclear", "cacheshow", "capture", "collectonly", "deselect", "dist",
+    "failedfirst", "file_or_dir", "inifilename", "keyword", "lf", "log_file", "looponfail",
+    "markexpr", "maxfail", "maxprocesses", "newfirst", "numprocesses", "override_ini", "plugins",
+    "rootdir", "setuponly", "setupplan", "setupshow", "stepwise", "stepwise_skip", "trace",
+    "usepdb", "xmlpath",
+}  # fmt: skip
 
 _given = pytest.StashKey[TopologyRequest]()
 _limit = pytest.StashKey[float]()
