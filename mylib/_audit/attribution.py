@@ -121,8 +121,8 @@ def phase_of(names: Sequence[str]) -> str:
 def source_of(x: Instruction) -> str:
     """The innermost line in the user's own files."""
     frames = list(x.computation.module.frames(x))
-    own = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
-    return short((own or frames or [""])[0])
+    in_user_code = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
+    return short((in_user_code or frames or [""])[0])
 
 
 def _informed_users(x: Instruction) -> Iterator[Instruction]:

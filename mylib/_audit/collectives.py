@@ -71,7 +71,7 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     """All transfers between devices, in the order of the text."""
     devices = _devices(module)
     runs = runs_of(module)
-    found: list[Transfer] = []
+    each: list[Transfer] = []
     started: set[tuple[str, str | None]] = set()
     repeated: list[tuple[Instruction, tuple[str, str | None]]] = []
     for name, computation in module.computations.items():
@@ -84,11 +84,11 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
                 repeated.append((x, key))
                 continue
             started.add(key)
-            found += _transfers(kind, x, runs[name], devices)
+            each += _transfers(kind, x, runs[name], devices)
     for x, key in repeated:
         if key not in started:
             raise AuditError(f"{x} goes on with a collective that nothing starts")
-    return chained(found)
+    return chained(each)
 
 
 def _devices(module: HloModule) -> int:
@@ -163,10 +163,10 @@ _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)\b")
 _MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
 
 
-def chained(found: list[Transfer]) -> list[Transfer]:
+def chained(every: list[Transfer]) -> list[Transfer]:
     """The transfers, those that are steps of a larger collective as that one."""
     by_body: dict[str, list[Transfer]] = {}
-    steps = [t for t in found if t.kind == "collective-permute"]
+    steps = [t for t in every if t.kind == "collective-permute"]
     for transfer in steps:
         computation = transfer.first.computation
         if _WINDOWED.search(computation.name.replace(".", " ")) and len(computation.callers) == 1:
@@ -178,7 +178,7 @@ def chained(found: list[Transfer]) -> list[Transfer]:
             chains.update(dict.fromkeys(map(id, chain.members), chain))
     for chain in _unrolled([t for t in steps if id(t) not in chains]):
         chains.update(dict.fromkeys(map(id, chain.members), chain))
-    return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in found))
+    return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in every))
 
 
 def _chain(steps: list[Transfer], all_steps: list[Transfer]) -> Transfer | None:

@@ -32,10 +32,10 @@ class Flow:
     @cached_property
     def sources_of(self) -> Mapping[int, Sequence[int]]:
         """By the number of a collective: its sources, one for each array."""
-        found: dict[int, list[int]] = {i: [] for i in range(len(self._transfers))}
+        sources: dict[int, list[int]] = {i: [] for i in range(len(self._transfers))}
         for bit in self.graph.into:
-            found[self.graph.sources[bit].number].append(bit)
-        return found
+            sources[self.graph.sources[bit].number].append(bit)
+        return sources
 
     def parameter(self, number: int) -> Source:
         return Source("parameter", number)
@@ -85,14 +85,14 @@ class Flow:
 
     def _closure(self, mask: int, of_collective: Callable[[Mark], int]) -> int:
         """These sources, and those that the collectives among them are given."""
-        found, new = 0, mask
+        reached, new = 0, mask
         while new:
-            found |= new
+            reached |= new
             after = 0
             for bit in self.graph.sources_in(new):
                 after |= of_collective(self.graph.into.get(bit, Mark()))
-            new = after & ~found
-        return found
+            new = after & ~reached
+        return reached
 
     @cached_property
     def _combined(self) -> list[tuple[int, int]]:
@@ -104,11 +104,11 @@ class Flow:
 
     def updated(self, number: int) -> list[int]:
         """The parameters that are combined with what a collective returns into a result."""
-        own = sum(1 << bit for bit in self.sources_of[number])
-        found = 0
+        results = sum(1 << bit for bit in self.sources_of[number])
+        updated = 0
         for near, all_ in self._combined:
-            found |= near if all_ & own else 0
-        sources = (self.graph.sources[bit] for bit in self.graph.sources_in(found))
+            updated |= near if all_ & results else 0
+        sources = (self.graph.sources[bit] for bit in self.graph.sources_in(updated))
         return sorted(source.number for source in sources if source.kind == "parameter")
 
     @cached_property
@@ -117,33 +117,33 @@ class Flow:
         The others sum gradients, or serve the optimiser.
         """
         sinks = [*self.graph.results, *self.graph.into.values()]
-        found = 0
+        activations = 0
         for mark in sinks:
-            found |= mark.product
+            activations |= mark.product
         while True:
-            before = found
+            before = activations
             for bit, mark in self.graph.into.items():
-                if found >> bit & 1:
-                    found |= mark.any
-            if found == before:
-                return found
+                if activations >> bit & 1:
+                    activations |= mark.any
+            if activations == before:
+                return activations
 
     def labels(self, of_parameter: Callable[[int], Labels]) -> Callable[[int], Labels]:
         """For a set of sources, which devices have the same value, if the parameters are so."""
-        known: dict[int, Labels] = {}
+        labels: dict[int, Labels] = {}
         for bit, source in enumerate(self.graph.sources):
             match source.kind:
                 case "parameter":
-                    known[bit] = of_parameter(source.number)
+                    labels[bit] = of_parameter(source.number)
                 case "position":
-                    known[bit] = np.array(source.labels)
+                    labels[bit] = np.array(source.labels)
                 case "collective":
-                    known[bit] = np.zeros(self.devices, int)
+                    labels[bit] = np.zeros(self.devices, int)
                 case _:
-                    known[bit] = np.arange(self.devices)
+                    labels[bit] = np.arange(self.devices)
 
         def joined(mask: int) -> Labels:
-            rows = [known[bit] for bit in self.graph.sources_in(mask)]
+            rows = [labels[bit] for bit in self.graph.sources_in(mask)]
             return _alike(rows) if rows else np.zeros(self.devices, int)
 
         # At first all devices have the same; what differs is found in turns, as a loop's results
@@ -153,8 +153,8 @@ class Flow:
             changed = False
             for bit, mark in self.graph.into.items():
                 after = self._after(self.graph.sources[bit], joined(mark.any))
-                if not np.array_equal(after, known[bit]):
-                    known[bit], changed = after, True
+                if not np.array_equal(after, labels[bit]):
+                    labels[bit], changed = after, True
         return joined
 
     def _after(self, source: Source, before: Labels) -> Labels:
@@ -167,10 +167,10 @@ class Flow:
             return _moved(transfer.pairs(self.devices), before)
         if transfer.members and kind == "all-gather":
             return np.arange(self.devices)
-        given = before[groups]
+        grouped = before[groups]
         if kind in ("all-reduce", "reduce-scatter"):
-            given = np.sort(given, 1)
-        each = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
+            grouped = np.sort(grouped, 1)
+        each = np.unique(grouped, axis=0, return_inverse=True)[1].reshape(-1)
         rows = np.repeat(each[:, None], groups.shape[1], 1)
         if kind not in ("all-reduce", "all-gather", "broadcast"):
             rows = rows * groups.shape[1] + np.arange(groups.shape[1])
@@ -178,11 +178,11 @@ class Flow:
         labels[groups] = rows
         return _alike([labels])
 
-    def is_repeated(self, bit: int, given: Labels) -> bool:
+    def is_repeated(self, bit: int, labels: Labels) -> bool:
         """Whether a sum adds the same value several times."""
         number = self.graph.sources[bit].number
         groups = self._transfers[number].groups
-        return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in given[groups])
+        return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in labels[groups])
 
     def uncrossed(self, mask: int, data: int, parts: Sequence[int]) -> int | None:
         """A source in `data` from which a way leads to a value on some device that brings it only
@@ -191,22 +191,22 @@ class Flow:
         alone = tuple(1 << device for device in range(self.devices))
         queue = [(bit, alone) for bit in self.graph.sources_in(mask)]
         seen = set(queue)
-        for bit, given in queue:
-            if all(own & part for own in set(given) for part in parts):
+        for bit, by_device in queue:
+            if all(one & part for one in set(by_device) for part in parts):
                 continue
             if data >> bit & 1:
                 return bit
             if bit not in self.graph.into:
                 continue
-            after = self._before(bit, given)
+            after = self._before(bit, by_device)
             for source in self.graph.sources_in(self.graph.into[bit].any):
                 if (source, after) not in seen:
                     seen.add((source, after))
                     queue.append((source, after))
         return None
 
-    def _before(self, bit: int, given: tuple[int, ...]) -> tuple[int, ...]:
-        """For each device, those whose operands its value comes from. `given` are those whose
+    def _before(self, bit: int, by_device: tuple[int, ...]) -> tuple[int, ...]:
+        """For each device, those whose operands its value comes from. `by_device` are those whose
         results it comes from.
         """
         transfer = self._transfers[self.graph.sources[bit].number]
@@ -217,19 +217,19 @@ class Flow:
             else:
                 for device in row:
                     sources[device] = sum(1 << i for i in row)
-        known: dict[int, int] = {}
-        for own in set(given):
-            known[own] = 0
-            for device in self.graph.sources_in(own):
-                known[own] |= sources[device]
-        return tuple(known[own] for own in given)
+        sources_of: dict[int, int] = {}
+        for one in set(by_device):
+            sources_of[one] = 0
+            for device in self.graph.sources_in(one):
+                sources_of[one] |= sources[device]
+        return tuple(sources_of[one] for one in by_device)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:
     """Numbers the devices: two have the same number if they have it in all rows."""
-    found: dict[tuple[int, ...], int] = {}
+    labels: dict[tuple[int, ...], int] = {}
     columns = zip(*(row.tolist() for row in rows), strict=True)
-    return np.array([found.setdefault(column, len(found)) for column in columns])
+    return np.array([labels.setdefault(column, len(labels)) for column in columns])
 
 
 def _moved(pairs: Groups, before: Labels) -> Labels:

@@ -37,15 +37,15 @@ class ProgramMemory(Memory):
         `arguments`.
         """
         text = program if isinstance(program, str) else program.text
-        known = memory_of(compiled, arguments, text)
-        parts = {part.name: getattr(known, part.name) for part in fields(known)}
+        memory = memory_of(compiled, arguments, text)
+        parts = {part.name: getattr(memory, part.name) for part in fields(memory)}
         try:
-            found = peak_of(HloModule(program) if isinstance(program, str) else program)
+            at_peak = peak_of(HloModule(program) if isinstance(program, str) else program)
         except AuditError:  # what isn't understood is unknown
             return cls(**parts)
-        counted = known.arguments + known.constants + found.bytes
-        agrees = abs(counted - known.peak) <= known.peak * _WITHIN
-        return cls(**parts, alive=_alive(found.alive) if agrees else None)
+        counted = memory.arguments + memory.constants + at_peak.bytes
+        agrees = abs(counted - memory.peak) <= memory.peak * _WITHIN
+        return cls(**parts, alive=_alive(at_peak.alive) if agrees else None)
 
     def fits(self, machine: Machine) -> Fit:
         """Whether it fits on each device of a `machine`; see [`mylib.machines.Memory`][]."""
@@ -72,8 +72,8 @@ class ProgramMemory(Memory):
         ]
         if self.alive is None:
             return f"{counted}; what is held then is unknown", rows
-        found = show_bytes(sum(x.bytes for x in self.alive))
-        return f"{counted}; by the schedule, {found} of it besides arguments", rows
+        listed_bytes = show_bytes(sum(x.bytes for x in self.alive))
+        return f"{counted}; by the schedule, {listed_bytes} of it besides arguments", rows
 
     def lines(self) -> list[str]:
         """The lines that it prints as."""
@@ -102,5 +102,5 @@ def _alive(buffers: list[Buffer]) -> tuple[Alive, ...]:
         key = array.dtype, array.shape, primitive_of(x), source_of(x)
         alike[key] = alike.get(key, 0) + 1
         sizes[key] = sizes.get(key, 0) + buffer.bytes
-    found = [Alive(sizes[key], count, *key) for key, count in alike.items()]
-    return tuple(sorted(found, key=lambda x: -x.bytes))
+    arrays = [Alive(sizes[key], count, *key) for key, count in alike.items()]
+    return tuple(sorted(arrays, key=lambda x: -x.bytes))

@@ -57,9 +57,9 @@ def _memory(memory: ProgramMemory) -> list[html.Html]:
         (name, show_bytes(size), bar(size / most, show_bytes(size))) for name, size in held.items()
     ]
     parts = [html.table(("each device holds", "bytes", ""), body, numbers=[1])]
-    heading, found = memory.at_the_peak()
+    heading, largest = memory.at_the_peak()
     parts.append(html.tag("p", heading, class_="faint"))
-    rows = [(arrays, nbytes, *made_by) for nbytes, arrays, *made_by in found]
+    rows = [(arrays, nbytes, *made_by) for nbytes, arrays, *made_by in largest]
     if rows:
         parts.append(html.table(("arrays", "bytes", "primitive", "line"), rows, numbers=[1]))
     return parts

@@ -159,11 +159,11 @@ class Report:
         """The collectives of a `kind`, over exactly these mesh `axes`; None for all."""
         if kind is not None and kind not in _KINDS:
             raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(_KINDS)}")
-        found = [c for c in self.collectives if kind in (None, c.kind)]
+        of_kind = [c for c in self.collectives if kind in (None, c.kind)]
         if axes is None:
-            return found
+            return of_kind
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        if not self.axes and found:
+        if not self.axes and of_kind:
             raise AuditError(
                 f"the mesh of {self.name} is not known: its devices have no names. Pass mesh= to "
                 "mylib.audit"
@@ -171,7 +171,7 @@ class Report:
         unknown = [name for name in names if axis_of(name) not in self.axes]
         if unknown and self.axes:
             raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
-        return [c for c in found if c.axes is not None and set(c.axes) == set(names)]
+        return [c for c in of_kind if c.axes is not None and set(c.axes) == set(names)]
 
     def estimate(self, machine: Machine) -> Estimate:
         """How long a call takes on a machine, by its data sheet, with an interval. The result
@@ -348,11 +348,11 @@ def _sent(group: Sequence[Collective]) -> int:
 def _sum(report: Report) -> str:
     if not report.collectives:
         return "nothing is communicated"
-    known = [c for c in report.collectives if c.times is not None]
-    sent = show_bytes(_sent(known))
-    bounded = any(c.sometimes for c in known)
+    with_times = [c for c in report.collectives if c.times is not None]
+    sent = show_bytes(_sent(with_times))
+    bounded = any(c.sometimes for c in with_times)
     text = f"  each device sends {'at most ' if bounded else ''}{sent} in a call"
-    unknown = len(report.collectives) - len(known)
+    unknown = len(report.collectives) - len(with_times)
     if not unknown:
         return text
     run = counted(unknown, "collective runs", "collectives run")

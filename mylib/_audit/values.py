@@ -74,9 +74,9 @@ def runs_of(module: HloModule) -> dict[str, list[Execution]]:
 
 def trips(loop: Instruction) -> int | None:
     """How often the body of a loop runs, or None if that can't be read from the program."""
-    known = _TRIPS.search(loop.attributes)
-    if known is not None:
-        return int(known[1])
+    stated = _TRIPS.search(loop.attributes)
+    if stated is not None:
+        return int(stated[1])
     module = loop.computation.module
     condition = module.computations[_called(loop, "condition")]
     test = computed(Value(condition.result)).made_by

@@ -133,8 +133,8 @@ class _ScheduleReader:
             steps: list[Step] = []
             unknown = 0
             for x in computation.instructions:
-                own, uncounted = self._own(x)
-                steps += [*self._begins.get(id(x), ()), *own, *self._ends.get(id(x), ())]
+                steps_of_x, uncounted = self._own(x)
+                steps += [*self._begins.get(id(x), ()), *steps_of_x, *self._ends.get(id(x), ())]
                 unknown += uncounted
             self._known[computation.name] = tuple(steps), unknown
         return self._known[computation.name]

@@ -72,8 +72,8 @@ def paint_for_stdout() -> Paint:
     (https://no-color.org).
     """
     terminal = sys.stdout is not None and sys.stdout.isatty()
-    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return coloured if terminal and wanted else plain
+    allowed = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return coloured if terminal and allowed else plain
 
 
 _ASCII = str.maketrans("┌┬┐├┼┤└┴┘│─█…", "+++++++++|-#~")

@@ -184,8 +184,8 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
     # The batch dimension keeps its axes, unless other dimensions use them.
     entries = list(entries_of(target.spec)) + [None] * (x.ndim - 1 - len(target.spec))
     taken = axes_in(target.spec)
-    here = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
-    entries.insert(dim, spmd_axes or tuple(n for n in axis_names(here) if n not in taken) or None)
+    entry = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
+    entries.insert(dim, spmd_axes or tuple(n for n in axis_names(entry) if n not in taken) or None)
     return target.update(spec=with_entries(target.spec, entries))
 
 
@@ -194,10 +194,12 @@ def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any, across: boo
     del sources, may_alias, across
     placed = list(arrays)
     index = [i for i, target in enumerate(targets) if target is not UNCOMMITTED]
-    given, wanted = _pick(index, arrays, targets)
-    _refuse_host_memory(given, wanted)
-    filled = [fill_free(target, None, x.ndim) for x, target in zip(given, wanted, strict=True)]
-    for i, y in zip(index, constrain(given, filled, current_world()), strict=True):
+    operands, requested = _pick(index, arrays, targets)
+    _refuse_host_memory(operands, requested)
+    filled = [
+        fill_free(target, None, x.ndim) for x, target in zip(operands, requested, strict=True)
+    ]
+    for i, y in zip(index, constrain(operands, filled, current_world()), strict=True):
         placed[i] = y
     return placed
 

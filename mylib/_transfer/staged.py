@@ -70,10 +70,10 @@ def transfer_and_constrain(
 
 
 def _moved_to(space: Any, x: Any) -> Any:
-    here = jax.typeof(x).memory_space
+    space_now = jax.typeof(x).memory_space
     # `src` determines where the cotangent goes. Without it JAX leaves some where they are, and
     # under `vmap` shards the batch dimension of others.
-    return x if here == space else jax.device_put(x, space, src=here)
+    return x if space_now == space else jax.device_put(x, space, src=space_now)
 
 
 def _constant(x: Any) -> Any:
@@ -86,11 +86,11 @@ def _constant(x: Any) -> Any:
 
 def _in_force(shardings: Sequence[Sharding], world: World) -> list[Sharding | None]:
     """The shardings over the meshes in force here; None if no constraint is left."""
-    known: dict[int, Sharding | None] = {}
+    in_force: dict[int, Sharding | None] = {}
     for sharding in shardings:
-        if id(sharding) not in known:
-            known[id(sharding)] = _one_in_force(sharding, world)
-    return [known[id(sharding)] for sharding in shardings]
+        if id(sharding) not in in_force:
+            in_force[id(sharding)] = _one_in_force(sharding, world)
+    return [in_force[id(sharding)] for sharding in shardings]
 
 
 def _one_in_force(sharding: Sharding, world: World) -> Sharding | None:
@@ -127,13 +127,15 @@ def _on_devices(sharding: NamedSharding, x: Any) -> jax.Array:
     return _identity(fill_free(sharding, None, x.ndim))(x)
 
 
-def _entries_of_type(sharding: NamedSharding, kind: AxisType, here: Any) -> PartitionSpec:
-    """A spec's entries for the axes of one type. Free dimensions stay as they are `here` for
-    Explicit axes, and free for Auto axes.
+def _entries_of_type(sharding: NamedSharding, kind: AxisType, type_of_x: Any) -> PartitionSpec:
+    """A spec's entries for the axes of one type. Free dimensions stay as they are in `type_of_x`
+    for Explicit axes, and free for Auto axes.
     """
     spec, types = sharding.spec, axis_types(sharding.mesh)
     taken = axes_in(spec)
-    current = here.spec if here is not None and same_axes(here.mesh, sharding.mesh) else ()
+    current = (
+        type_of_x.spec if type_of_x is not None and same_axes(type_of_x.mesh, sharding.mesh) else ()
+    )
     current = entries_of(current) if current else ()
     entries: list[Any] = []
     for dim, entry in enumerate(entries_of(spec)):

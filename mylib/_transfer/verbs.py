@@ -274,11 +274,11 @@ def _move_all(
     if not (moving or traced or check):
         return placed
     travelling = _travelling(leaves, targets, moving, across)
-    own = [i for i in moving if i not in travelling]
+    local = [i for i in moving if i not in travelling]
     faults = _elsewhere(leaves, targets, sorted(traced + moving))
     faults = faults or _unreadable(leaves, targets, moving, travelling)
-    if check is not False and (own or check) and jax.process_count() > 1:
-        agree(leaves, targets, own, faults, check)
+    if check is not False and (local or check) and jax.process_count() > 1:
+        agree(leaves, targets, local, faults, check)
     elif faults:
         raise PlacementError(faults)
     if traced:
@@ -286,8 +286,10 @@ def _move_all(
             _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
             for i in traced
         ]
-        arrays, wanted, alias = (_pick(column, traced) for column in (placed, targets, may_alias))
-        _put_back(placed, traced, place(arrays, wanted, homes, alias, across))
+        arrays, requested, alias = (
+            _pick(column, traced) for column in (placed, targets, may_alias)
+        )
+        _put_back(placed, traced, place(arrays, requested, homes, alias, across))
     if moving:
         # An array that occurs in the tree more than once is not donated at one occurrence.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
@@ -307,9 +309,9 @@ def _move_all(
 
 
 def _let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
-    kept = set(map(id, still_used)) if donated else set()
+    used = set(map(id, still_used)) if donated else set()
     for x in donated:
-        if isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
+        if isinstance(x, jax.Array) and id(x) not in used and not x.is_deleted():
             x.delete()
 
 
@@ -397,12 +399,12 @@ def _unreadable(
     return faults
 
 
-def _out_of_reach(x: jax.Array, wanted: Sharding) -> bool:
-    if is_nowhere_here(x.sharding, wanted):
+def _out_of_reach(x: jax.Array, sharding: Sharding) -> bool:
+    if is_nowhere_here(x.sharding, sharding):
         return False
     whole_here = x.is_fully_replicated and len(x.addressable_shards) > 0
     readable = x.is_fully_addressable or whole_here
-    return not readable and x.sharding.device_set != wanted.device_set
+    return not readable and x.sharding.device_set != sharding.device_set
 
 
 def _constrain_all(

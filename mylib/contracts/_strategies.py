@@ -211,8 +211,10 @@ def two_d(
 
     def faults(report: Report) -> list[str]:
         judged = Judged(report, data, argument)
-        found = list(_of_fsdp(judged, judged.multiplied, pieces, None, limit))
-        return told([*found, *_of_tensor_parallel(Judged(report, model, argument), None, limit)])
+        violations = list(_of_fsdp(judged, judged.multiplied, pieces, None, limit))
+        return told(
+            [*violations, *_of_tensor_parallel(Judged(report, model, argument), None, limit)]
+        )
 
     return faults
 
@@ -298,14 +300,14 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     # Megatron's sequence parallelism gathers what it has scattered.
     some = [m for m in judged.moved if m.role in ("activation", "result")]
-    sums = {"all-reduce", "reduce-scatter"}
+    summing = {"all-reduce", "reduce-scatter"}
     gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in some) else set[str]()
-    yield from judged.bounded([m for m in some if m.c.kind not in sums | gathers], limit)
-    found = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
-    if forward is not None and found != forward:
+    yield from judged.bounded([m for m in some if m.c.kind not in summing | gathers], limit)
+    sums = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
+    if forward is not None and sums != forward:
         yield Violation(
             (),
-            f"activations are summed {found} times over {axis} in the forward pass, and {forward} "
+            f"activations are summed {sums} times over {axis} in the forward pass, and {forward} "
             "expected",
         )
 

@@ -64,8 +64,8 @@ def text_of(c: Collective) -> str:
 def including(report: Report, kind: str | None, axes: Axes | None) -> list[Collective]:
     """The collectives of a kind that go over all of these axes, or parts of them."""
     report.among(kind, axes)  # names that don't exist are an error
-    wanted = set(() if axes is None else names_of(axes))
-    return [c for c in report.among(kind) if wanted <= set(map(axis_of, c.axes or wanted))]
+    names = set(() if axes is None else names_of(axes))
+    return [c for c in report.among(kind) if names <= set(map(axis_of, c.axes or names))]
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}

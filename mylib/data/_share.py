@@ -105,11 +105,11 @@ class Share:
         first = self.reader.blocks.index(start // size) * size if size else 0
         return slice(first, first + stop - start), *index[1:]
 
-    def masked(self, given: int | None) -> "Share":
-        """The share with a mask, if it may have been padded: `given` of its rows are real."""
+    def masked(self, real: int | None) -> "Share":
+        """The share with a mask, if it may have been padded: `real` rows are the source's."""
         if self.request.tail != "pad":
             return self
-        first, mask = self.row_leaves[0], np.arange(self.rows or 0) < (given or 0)
+        first, mask = self.row_leaves[0], np.arange(self.rows or 0) < (real or 0)
         tree = self.leaves.join(self.leaves.arrays)
         return replace(
             self,
@@ -232,9 +232,9 @@ def _to_place(
     for i, target in enumerate(targets):
         if target is None or leaves.kinds[i] not in (Kind.HOST, Kind.DEVICE):
             continue
-        found = list(_unfit_for_shares(leaves, i, target))
-        faults += found
-        if not found and not _is_over_several(leaves.arrays[i]):
+        unfit = list(_unfit_for_shares(leaves, i, target))
+        faults += unfit
+        if not unfit and not _is_over_several(leaves.arrays[i]):
             placed[i] = target
     return placed
 

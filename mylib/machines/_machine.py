@@ -221,9 +221,9 @@ def _sheet(name: str | Chip, platform: str) -> Chip:
         return name
     chip = CHIPS.get(name.lower())
     if chip is None or chip.platform != platform:
-        known = ", ".join(x.name for x in CHIPS.values() if x.platform == platform)
+        names = ", ".join(x.name for x in CHIPS.values() if x.platform == platform)
         raise ValueError(
-            f"mylib has no data sheet of a {platform.upper()} called {name!r}. It has {known}; "
+            f"mylib has no data sheet of a {platform.upper()} called {name!r}. It has {names}; "
             "describe others with mylib.machines.Chip"
         )
     return chip
@@ -246,8 +246,8 @@ def here() -> Machine:
     devices = jax.devices()
     hosts = len({device.process_index for device in devices})
     kind = devices[0].device_kind
-    known = (chip for chip in CHIPS.values() if kind in chip.kinds)
-    chip = next(known, None) or Chip(kind, devices[0].platform, host=len(devices) // hosts)
+    sheets = (chip for chip in CHIPS.values() if kind in chip.kinds)
+    chip = next(sheets, None) or Chip(kind, devices[0].platform, host=len(devices) // hosts)
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         chip = dataclasses.replace(chip, memory=stats["bytes_limit"] * chip.devices)

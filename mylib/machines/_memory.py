@@ -84,8 +84,8 @@ class Memory:
     def _is_accepted_by(self, kinds: Sequence[str], memory: int) -> bool:
         """Whether a TPU's compiler has found room for it in as much memory."""
         sheets = (chip for chip in CHIPS.values() if self.accepted in chip.kinds)
-        known = [chip.memory // chip.devices for chip in sheets if chip.memory is not None]
-        return self.accepted in kinds and known != [] and memory >= known[0]
+        sizes = [chip.memory // chip.devices for chip in sheets if chip.memory is not None]
+        return self.accepted in kinds and sizes != [] and memory >= sizes[0]
 
     def __str__(self) -> str:
         names = "arguments", "results", "temporaries", "aliased", "code", "constants", "host"

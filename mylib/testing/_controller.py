@@ -128,8 +128,8 @@ class Controller:
         return reports, result.by_time[0].final
 
     def _timeout(self, item: pytest.Item, request: TopologyRequest) -> float:
-        own = request.timeout or item.stash.get(_limit, None)
-        return own or float(self._config.getini("multihost_timeout"))
+        limit = request.timeout or item.stash.get(_limit, None)
+        return limit or float(self._config.getini("multihost_timeout"))
 
     def _following(
         self, item: pytest.Item, topology: Topology, nextitem: pytest.Item | None
@@ -238,8 +238,8 @@ class Controller:
 
     def _pass_on(self, result: Result) -> None:
         """Passes on warnings, each once for all processes, and requests to stop."""
-        given = [json.dumps(warning) for o in result.outcomes for warning in o.warnings]
-        for warning in map(json.loads, dict.fromkeys(given)):
+        texts = [json.dumps(warning) for o in result.outcomes for warning in o.warnings]
+        for warning in map(json.loads, dict.fromkeys(texts)):
             self._config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
                     "warning_message": _as_warning(warning),
@@ -323,14 +323,14 @@ def mark(items: Sequence[pytest.Item]) -> None:
 def _request_of(item: pytest.Item) -> TopologyRequest:
     """For each argument the mark nearest to the test wins."""
     names = [field.name for field in dataclasses.fields(TopologyRequest)]
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for node in item.listchain():
         # The marks of the function, then those of its parameters.
         for mark in node.own_markers:
             if mark.name == "multihost":
-                given.update(zip(names, mark.args, strict=False))
-                given.update(mark.kwargs)
-    return TopologyRequest(**given)
+                arguments.update(zip(names, mark.args, strict=False))
+                arguments.update(mark.kwargs)
+    return TopologyRequest(**arguments)
 
 
 def is_marked(item: pytest.Item) -> bool:
@@ -365,11 +365,11 @@ def _set_up_only(
 def _as_warning(fields: dict[str, Any]) -> warnings.WarningMessage:
     category: Any = UserWarning
     try:
-        found = getattr(importlib.import_module(fields["module"]), fields["category"], None)
+        named = getattr(importlib.import_module(fields["module"]), fields["category"], None)
     except ImportError:
-        found = None
-    if isinstance(found, type) and issubclass(found, Warning):
-        category = found
+        named = None
+    if isinstance(named, type) and issubclass(named, Warning):
+        category = named
     try:
         message = category(fields["text"])
     except TypeError:

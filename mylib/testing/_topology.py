@@ -78,10 +78,10 @@ class TopologyRequest:
                 f"for {platform} this machine has {there}"
             )
         if platform == "tpu" and (processes, devices) not in _TPU_BOUNDS:
-            known = ", ".join(f"{n} x {k}" for n, k in _TPU_BOUNDS)
+            topologies = ", ".join(f"{n} x {k}" for n, k in _TPU_BOUNDS)
             raise Unavailable(
                 f"no layout is known for {processes} x {devices} TPU chips on one host, "
-                f"processes x chips: {known}"
+                f"processes x chips: {topologies}"
             )
         return Topology(processes, devices, platform, env)
 
