@@ -65,7 +65,7 @@ class Controller:
         while True:
             hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             try:
-                reports, final = self._run(item, nextitem, anew=again is not None)
+                reports, final = self._run_test(item, nextitem, anew=again is not None)
                 again = reruns.again(reports, final)
             except BaseException:
                 # Ctrl-C, or any other end of pytest.
@@ -86,7 +86,7 @@ class Controller:
         item.stash[_limit] = settings.timeout
         return True
 
-    def _run(
+    def _run_test(
         self, item: pytest.Item, nextitem: pytest.Item | None, *, anew: bool
     ) -> tuple[list[pytest.TestReport], bool]:
         """The reports of a test, and whether it has failed for good. `anew`: use new processes, not

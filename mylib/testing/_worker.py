@@ -127,10 +127,10 @@ class Worker:
             if order["do"] == "step":
                 self.say("step", trouble=self._out_of_step(order["number"], order["timeout"]))
             else:
-                self._run(session, items, order)
+                self._run_ordered(session, items, order)
         return True
 
-    def _run(
+    def _run_ordered(
         self, session: pytest.Session, items: dict[str, pytest.Item], order: dict[str, Any]
     ) -> None:
         self._number, self._test = order["number"], order["test"]
