@@ -133,7 +133,7 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
     name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
-    return jax.jit(called).lower(arrays).compile(), lambda function: name_of.get(function, function)
+    return jax.jit(called).lower(arrays).compile(), lambda name: name_of.get(name, name)
 
 
 def _called(path: Any) -> str:
