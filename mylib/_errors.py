@@ -26,19 +26,19 @@ class Fault:
     - `shape`: the leaf's shape, or None.
     - `request`: the requested placement.
     - `reason`: why it is impossible.
-    - `mend`: what to write instead.
+    - `fix`: what to write instead.
     """
 
     path: str
     shape: tuple[int, ...] | None
     request: str
     reason: str
-    mend: str
+    fix: str
 
 
-def because(reason: str, mend: str, request: str = "") -> Fault:
+def because(reason: str, fix: str, request: str = "") -> Fault:
     """A fault without a leaf: it is about the whole tree, or its leaf is added by `Leaves.at`."""
-    return Fault("", None, request, reason, mend)
+    return Fault("", None, request, reason, fix)
 
 
 class PlacementError(ValueError):
@@ -98,7 +98,7 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for fault in faults:
         shape = "" if fault.shape is None else f" {fault.shape}"
-        lines = f"{requested}: {fault.request}", f"but {fault.reason}", f"instead: {fault.mend}"
+        lines = f"{requested}: {fault.request}", f"but {fault.reason}", f"instead: {fault.fix}"
         named = alike.setdefault(lines, [])
         named += [fault.path + shape] if fault.path else []
     # A leaf can have several faults, and a fault can be about the whole tree instead of a leaf.

@@ -343,9 +343,9 @@ def _enter(
         )
         if region.explicit and not (options.specs.reshard or lies_so or here is None):
             request = f"{target.spec} over {show_mesh(region.mesh)}"
-            mend = "call mylib.filter_shard on it before, or leave out reshard=False"
+            fix = "call mylib.filter_shard on it before, or leave out reshard=False"
             reason = f"it is split as {here}, and reshard=False"
-            faults.append(leaves.at(i, because(reason, mend, request)))
+            faults.append(leaves.at(i, because(reason, fix, request)))
         specs.append(target.spec)
         left_alone = world.staged and (lies_so or not region.explicit)
         wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))

@@ -108,9 +108,9 @@ class ManualMesh:
         return target.update(spec=with_entries(spec, entries))
 
 
-def refuse_map(function: Function, reason: str, mend: str) -> NoReturn:
+def refuse_map(function: Function, reason: str, fix: str) -> NoReturn:
     request = f"filter_shard_map of {function.name}"
-    raise PlacementError([because(reason, mend, request)])
+    raise PlacementError([because(reason, fix, request)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,11 +267,11 @@ class Specs:
             return
         reason = f"it is elsewhere, at {x.sharding}"
         if target is None:
-            request, mend = "None: keep its sharding", "write a PartitionSpec"
+            request, fix = "None: keep its sharding", "write a PartitionSpec"
         else:
-            request, mend = f"{spec_in(target)}", "leave out reshard=False"
+            request, fix = f"{spec_in(target)}", "leave out reshard=False"
             reason += ", and reshard=False"
-        yield because(reason, f"move it before, or {mend}", request)
+        yield because(reason, f"move it before, or {fix}", request)
 
 
 def _show_types(mesh: AnyMesh) -> str:

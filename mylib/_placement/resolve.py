@@ -133,8 +133,8 @@ def decide(
     target that an array of this shape can't have.
     """
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
-        raise PlacementError([because(reason, mend, f"mesh={mesh!r}")])
+        reason, fix = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
+        raise PlacementError([because(reason, fix, f"mesh={mesh!r}")])
     if not leaves.positions:
         _refuse_class(leaves.tree)
         _refuse_arrays(placement)
@@ -164,8 +164,8 @@ def _refuse_arrays(placement: Any) -> None:
     if array is not None:
         request = f"a placement with arrays in it, the first of shape {tuple(array.shape)}"
         reason = "the tree has no array, and an array is not a placement"
-        mend = "the tree comes first: filter_shard(tree, placement)"
-        raise PlacementError([because(reason, mend, request)])
+        fix = "the tree comes first: filter_shard(tree, placement)"
+        raise PlacementError([because(reason, fix, request)])
 
 
 def ask(rule: Rule, leaf: Leaf) -> Any:

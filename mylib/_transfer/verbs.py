@@ -362,9 +362,9 @@ def _elsewhere(
 ) -> list[Fault]:
     """Faults of arrays whose targets are devices that are not here."""
     reason = "a machine that is not here can compile, not run: nothing can be put there"
-    mend = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
+    fix = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
     return [
-        leaves.at(i, because(reason, mend, str(target)))
+        leaves.at(i, because(reason, fix, str(target)))
         for i in placed
         if (target := targets[i]) is not None and not is_here(sharding_of(target))
     ]
@@ -385,17 +385,17 @@ def _unreadable(
             continue
         if x.is_deleted():
             reason = "the array has been deleted"
-            mend = "if it was donated to a function, use that function's result instead"
+            fix = "if it was donated to a function, use that function's result instead"
         elif several_processes and i not in travelling and _out_of_reach(x, sharding_of(target)):
             source, destination = owners(x.sharding), owners(sharding_of(target))
             reason = (
                 f"its shards are on {named(source)}, and the target's devices are those of "
                 f"{named(destination)}"
             )
-            mend = "use mylib.mpmd.transfer, which sends one array from process to process"
+            fix = "use mylib.mpmd.transfer, which sends one array from process to process"
         else:
             continue
-        faults.append(leaves.at(i, because(reason, mend, str(target))))
+        faults.append(leaves.at(i, because(reason, fix, str(target))))
     return faults
 
 
@@ -446,15 +446,15 @@ def _check_options(
     for i, (source, gone, alias) in enumerate(zip(sources, donate, may_alias, strict=True)):
         flags = f"donate={gone!r}, may_alias={alias!r}"
         if not (_is_flag(gone) and _is_flag(alias)):
-            mend = "write True or False, or a prefix of them"
-            faults.append(leaves.at(i, because("these are flags", mend, flags)))
+            fix = "write True or False, or a prefix of them"
+            faults.append(leaves.at(i, because("these are flags", fix, flags)))
         elif gone and alias:
             reason = "a donated array can't share its memory: it is deleted"
             faults.append(leaves.at(i, because(reason, "give one of the two", flags)))
         if not _is_source(source):
             reason = "src is the device or sharding of the source"
-            mend = "give a device or a Sharding"
-            faults.append(leaves.at(i, because(reason, mend, f"src={source!r}")))
+            fix = "give a device or a Sharding"
+            faults.append(leaves.at(i, because(reason, fix, f"src={source!r}")))
     if faults:
         raise PlacementError(faults)
 

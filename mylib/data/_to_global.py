@@ -85,6 +85,6 @@ def to_global(
     settled = settle(share, meet, _compared)
     assert settled is not None
     if settled.is_empty:
-        reason, mend = "all rows are dropped", "leave out such a batch, or write tail='pad'"
-        raise PlacementError([because(reason, mend, "tail='drop'")])
+        reason, fix = "all rows are dropped", "leave out such a batch, or write tail='pad'"
+        raise PlacementError([because(reason, fix, "tail='drop'")])
     return settled.placed()

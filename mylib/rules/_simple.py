@@ -276,8 +276,8 @@ class WhereEven(Rule):
 def _checked(name: str, axis: Any) -> Axes:
     names = axis_names(axis)
     if isinstance(axis, Leaf) or not names or not all(isinstance(n, str) for n in names):
-        mend = f"call it: {name}('data')" if isinstance(axis, Leaf) else "write a name, or several"
-        raise TypeError(f"{name}: {axis!r} is not a mesh axis; {mend}")
+        fix = f"call it: {name}('data')" if isinstance(axis, Leaf) else "write a name, or several"
+        raise TypeError(f"{name}: {axis!r} is not a mesh axis; {fix}")
     return tuple(axis) if isinstance(axis, list) else axis
 
 
