@@ -35,41 +35,33 @@ from ._tree import Leaf
 # Most programs use only a part of these, so they are imported when they are asked for.
 if TYPE_CHECKING:
     from . import contracts, data, machines, mpmd, testing
-    from ._audit import Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
-    from ._show import Changes, Explanation, Move, Overview, Row, explain, show
-    from .machines import Alive
+    from ._audit import Collective, Report, audit
+    from ._show import Changes, Explanation, Overview, explain, show
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Alive",
     "AuditError",
     "CapturedArrayWarning",
     "Changes",
     "Collective",
     "DonationWarning",
-    "Estimate",
     "Explanation",
     "Fault",
     "Leaf",
-    "Move",
     "MylibWarning",
     "Overview",
-    "Parameter",
     "Placement",
     "PlacementError",
     "PlacementWarning",
     "PrefetchWarning",
-    "ProgramMemory",
     "RecompilationWarning",
     "ReplicaError",
     "Report",
-    "Row",
     "SavedProgramError",
     "StaticNumberWarning",
     "SummedTwiceWarning",
     "Target",
-    "Work",
     "audit",
     "check_replicas",
     "contracts",
@@ -101,9 +93,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         name: room
         for room, names in {
             "": "contracts data machines mpmd testing",
-            "_audit": "Collective Estimate Parameter ProgramMemory Report Work audit",
-            "_show": "Changes Explanation Move Overview Row explain show",
-            "machines": "Alive",
+            "_audit": "Collective Report audit",
+            "_show": "Changes Explanation Overview explain show",
         }.items()
         for name in names.split()
     }

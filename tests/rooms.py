@@ -40,7 +40,7 @@ ORDER = (
     "_meshes",
     "_compat",
     "_errors",
-    "_sizes",
+    "_text",
 )
 
 

@@ -31,7 +31,7 @@ import mylib.testing
 from mylib._compat import (
     INLINING_LOSES_LINES,
     UNCOMMITTED,
-    Pass,
+    GradientPass,
     UnknownParameter,
     argument_of_filter_jit,
     axes_of_cast_or_sum,
@@ -318,15 +318,17 @@ class TestPrivateNames:
                     for inner in jaxprs_in(eqn):
                         look(inner, own)
 
-            look(jax.jit(lambda x: jnp.tan(jax.grad(f)(x))).trace(1.0).jaxpr, Pass.NONE)
+            look(jax.jit(lambda x: jnp.tan(jax.grad(f)(x))).trace(1.0).jaxpr, GradientPass.NONE)
             return found
 
         for f in (lambda x: jnp.sin(x) ** 3, jax.jit(lambda x: jnp.sin(x) ** 3)):
-            assert passes(f)["sin"] == passes(f)["cos"] == {Pass.FORWARD}, advice(name)
-            assert passes(f)["mul"] >= {Pass.TRANSPOSED}, advice(name)
-            assert passes(f)["tan"] == {Pass.NONE}, advice(name)
+            assert passes(f)["sin"] == passes(f)["cos"] == {GradientPass.FORWARD}, advice(name)
+            assert passes(f)["mul"] >= {GradientPass.TRANSPOSED}, advice(name)
+            assert passes(f)["tan"] == {GradientPass.NONE}, advice(name)
         again = passes(lambda x: jax.checkpoint(jnp.sin)(x) ** 3)
-        assert again["cos"] == {Pass.FORWARD} and Pass.TRANSPOSED in again["mul"], advice(name)
+        assert again["cos"] == {GradientPass.FORWARD} and GradientPass.TRANSPOSED in again["mul"], (
+            advice(name)
+        )
 
     def test_a_check_is_ours(self):
         name = "equinox._errors._error"

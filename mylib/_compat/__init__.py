@@ -10,7 +10,7 @@ from .private import (
     INLINING_LOSES_LINES as INLINING_LOSES_LINES,
     UNCOMMITTED as UNCOMMITTED,
     CoordinationClient as CoordinationClient,
-    Pass as Pass,
+    GradientPass as GradientPass,
     TransferServer as TransferServer,
     Uncommitted as Uncommitted,
     UnknownParameter as UnknownParameter,

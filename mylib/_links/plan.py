@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Sharding
 
 from .._processes import digest, in_short
+from .._text import counted
 
 # Start and stop in every dimension.
 Bounds = tuple[tuple[int, int], ...]
@@ -74,7 +75,7 @@ def placed_as(shape: tuple[int, ...], sharding: Sharding) -> str:
     ids = sorted(device.id for device in sharding.device_set)
     order = [(bounds, [device.id for device in devices]) for bounds, devices in regions.items()]
     part = "x".join(map(str, sharding.shard_shape(shape))) or "()"
-    parts = f"in {len(regions)} part{'s' * (len(regions) > 1)} of {part}"
+    parts = f"in {counted(len(regions), 'part')} of {part}"
     return f"{parts} on devices {in_short(ids)} (checksum {digest(sorted(order))[:6]})"
 
 

@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, because
+from .._text import counted
 from .._tree import is_of_keys
 from .context import World
 from .shardings import (
@@ -103,14 +104,14 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
 
 def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(spec) > len(shape):
-        entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
-        mend = f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)"
+        fix = f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)"
         if not shape and len(spec) == 1:
-            mend = (
+            fix = (
                 f"write P(); for a batch with numbers in it pass rules.batch({spec[0]!r}), which "
                 "copies them, and for a whole model another rule (mylib.rules)"
             )
-        yield because(f"the spec has {entries}, for an array of rank {len(shape)}", mend)
+        entries = counted(len(spec), "entry", "entries")
+        yield because(f"the spec has {entries}, for an array of rank {len(shape)}", fix)
 
 
 def unfit_layout(layout: Any, x: Any) -> Iterator[Fault]:

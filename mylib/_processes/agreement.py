@@ -106,9 +106,9 @@ def _others(mesh: Any, check: bool | None) -> Processes:
 
 def _raised(error: Exception) -> Fault:
     """A fault for the other processes that describes a foreign error, such as a rule's."""
-    mend = "fix the code that raised it, such as a rule; its process shows the traceback"
+    fix = "fix the code that raised it, such as a rule; its process shows the traceback"
     reason = f"resolving it raised an error: {in_words(error)}"
-    return because(reason, mend, "a placement for each array")
+    return because(reason, fix, "a placement for each array")
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:

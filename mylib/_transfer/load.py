@@ -29,7 +29,7 @@ from .._placement import (
     sharding_of,
 )
 from .._processes import agree, on_the_way, one_call, owners, raised_in_all
-from .._sizes import scaled
+from .._text import counted, show_bytes
 from .._tree import Kind, Leaf, is_of_keys, split
 from .host import aligned, over_key_data
 from .verbs import mesh_of_all
@@ -249,8 +249,8 @@ class _Part:
             f"it returned {x.dtype}{list(x.shape)}, and the part is "
             f"{self.plan.dtype}{list(self.shape)}"
         )
-        mend = "return file[index], and convert it to the dtype of the leaf: .astype(leaf.dtype)"
-        return Fault(leaf.name or "the array", leaf.shape, request, reason, mend)
+        fix = "return file[index], and convert it to the dtype of the leaf: .astype(leaf.dtype)"
+        return Fault(leaf.name or "the array", leaf.shape, request, reason, fix)
 
 
 def _holds_keys(x: Any) -> bool:
@@ -308,10 +308,6 @@ class _Progress:
         if jax.process_index() or not sys.stderr.isatty():
             return
         rate = self.read / max(time.monotonic() - self.start, 1e-9)
-        text = f"loading {self.arrays} arrays: {_size(self.read)} of {_size(self.total)}"
-        print(f"\r{text}, {_size(rate)}/s".ljust(72), end=end, file=sys.stderr, flush=True)
-
-
-def _size(count: float) -> str:
-    number, unit = scaled(count)
-    return f"{number:.1f} {unit}"
+        sizes = f"{show_bytes(self.read)} of {show_bytes(self.total)}, {show_bytes(rate)}/s"
+        text = f"loading {counted(self.arrays, 'array')}: {sizes}"
+        print(f"\r{text}".ljust(72), end=end, file=sys.stderr, flush=True)

@@ -41,8 +41,8 @@ def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
             sharding = x.sharding
             if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
                 reason = f"it is on {show(sharding, None)}"
-                mend = f"move it there: mylib.filter_device_put({name}, P(...), mesh=...)"
-                faults.append(leaves.at(i, because(reason, mend, request)))
+                fix = f"move it there: mylib.filter_device_put({name}, P(...), mesh=...)"
+                faults.append(leaves.at(i, because(reason, fix, request)))
         structs.append(Struct(x.shape, canonical_dtype(x), sharding=sharding))
     return Batch(leaves, Form(outline_of(leaves), tuple(structs)), fixed_of(leaves))
 

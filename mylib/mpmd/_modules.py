@@ -43,8 +43,8 @@ class Module:
             zip(leaves.arrays, leaves.kinds, self.form.structs, strict=True)
         ):
             if reason := _changed(x, kind, struct):
-                mend = "give each stage as it was given to pipeline; only values may change"
-                faults.append(leaves.at(i, because(reason, mend, self.request)))
+                fix = "give each stage as it was given to pipeline; only values may change"
+                faults.append(leaves.at(i, because(reason, fix, self.request)))
         return leaves.arrays
 
     @property
@@ -58,8 +58,8 @@ class Module:
         if jtu.tree_structure(before) != jtu.tree_structure(stage):
             path, was, now = first_difference(before, stage)
             reason = f"when the pipeline was made it was {was}, and now it is {now}"
-        mend = "make another pipeline for stages of another structure"
-        fault = because(reason, mend, self.request)
+        fix = "make another pipeline for stages of another structure"
+        fault = because(reason, fix, self.request)
         return replace(fault, path=f"stages[{self.number}]{path}")
 
 
@@ -79,8 +79,8 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     faults: list[Fault] = []
     if len(stages) != schedule.stages:
         reason = f"the schedule {schedule.name!r} is for {schedule.stages}"
-        mend = "make the schedule for as many stages as there are"
-        faults.append(because(reason, mend, f"a pipeline of {len(stages)} stages"))
+        fix = "make the schedule for as many stages as there are"
+        faults.append(because(reason, fix, f"a pipeline of {len(stages)} stages"))
     read = [split_as(stage, f"stages[{s}]") for s, stage in enumerate(stages)]
     own = [_mesh_of(s, leaves, faults) for s, leaves in enumerate(read)]
     meshes = [_shared_mesh(s, own, schedule, faults) for s in range(min(len(own), schedule.stages))]
@@ -110,14 +110,14 @@ def _mesh_of(s: int, leaves: Leaves, faults: list[Fault]) -> Mesh | None:
         mesh = where.mesh if isinstance(where, NamedSharding) else None
         if not isinstance(mesh, Mesh):
             there = "a NumPy array" if kind is Kind.HOST else f"on {where and show(where, None)}"
-            mend = f"move it first: mylib.filter_device_put(stages[{s}], placement, mesh=...)"
-            faults.append(leaves.at(i, because(f"it is {there}, and on no mesh", mend, request)))
+            fix = f"move it first: mylib.filter_device_put(stages[{s}], placement, mesh=...)"
+            faults.append(leaves.at(i, because(f"it is {there}, and on no mesh", fix, request)))
         elif first is None:
             first, name = mesh, leaves.name(i)
         elif mesh != first:
             reason = f"it is on the {_with_devices(mesh)}, and {name} on the {_with_devices(first)}"
-            mend = "put all arrays of a stage on one mesh"
-            faults.append(leaves.at(i, because(reason, mend, request)))
+            fix = "put all arrays of a stage on one mesh"
+            faults.append(leaves.at(i, because(reason, fix, request)))
     return first
 
 

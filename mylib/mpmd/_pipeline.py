@@ -170,8 +170,8 @@ class Pipeline:
         modules = self._modules
         if len(stages) != len(modules):
             reason = f"the pipeline was made for {len(modules)}"
-            mend = "give the stages that it was made for"
-            faults.append(because(reason, mend, f"a call with {len(stages)} stages"))
+            fix = "give the stages that it was made for"
+            faults.append(because(reason, fix, f"a call with {len(stages)} stages"))
             raise PlacementError(faults)
         arrays = [
             module.arrays_of(stage, faults) for module, stage in zip(modules, stages, strict=True)

@@ -86,8 +86,8 @@ def _value(stage: Stage) -> Struct:
     if len(shapes) != 1 or shapes[0].shape or not jnp.issubdtype(shapes[0].dtype, jnp.floating):
         told = ", ".join(f"{x.dtype}{x.shape}" for x in shapes) or "no array"
         reason = f"it returns {told}"
-        mend = "return a real scalar, such as jnp.mean(...) over the rows of a microbatch"
-        raise PlacementError([because(reason, mend, "a loss")])
+        fix = "return a real scalar, such as jnp.mean(...) over the rows of a microbatch"
+        raise PlacementError([because(reason, fix, "a loss")])
     (shape,) = shapes
     return Struct((), shape.dtype, sharding=NamedSharding(stage.mesh, P()))
 

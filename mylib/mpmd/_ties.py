@@ -56,10 +56,10 @@ def _tie_faults(
         return modules[place[0]].form.structs[place[1]]
 
     request = "one parameter in two places"
-    mend = "give two functions of the stages, whose arrays have equal shapes and dtypes"
+    fix = "give two functions of the stages, whose arrays have equal shapes and dtypes"
     if len(one) != len(other) or not one:
         reason = f"the first function takes {len(one)} arrays, and the second {len(other)}"
-        yield replace(because(reason, mend, request), path=name)
+        yield replace(because(reason, fix, request), path=name)
         return
     for x, y in zip(one, other, strict=True):
         a, b = struct(x), struct(y)
@@ -67,11 +67,11 @@ def _tie_faults(
             reason = (
                 f"stages[{x[0]}] has {a.dtype}{a.shape}, and stages[{y[0]}] has {b.dtype}{b.shape}"
             )
-            yield replace(because(reason, mend, request), path=name)
+            yield replace(because(reason, fix, request), path=name)
         if x == y:
-            yield replace(because("both are the same array", mend, request), path=name)
+            yield replace(because("both are the same array", fix, request), path=name)
         if not is_floating(a):
-            yield replace(because("integers have no gradient", mend, request), path=name)
+            yield replace(because("integers have no gradient", fix, request), path=name)
 
 
 def _join(groups: list[list[Place]], places: Sequence[Place]) -> None:

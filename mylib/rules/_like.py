@@ -101,8 +101,8 @@ class Like(Rule):
         if known or all(leaf.ndim == 0 for leaf in leaves):
             return []
         reason = f"no path of the {len(leaves)} leaves is, or ends like, a path of that tree"
-        mend = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"
-        return [because(reason, mend, repr(self))]
+        fix = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"
+        return [because(reason, fix, repr(self))]
 
     def _find(self, leaf: Leaf) -> Parts | None:
         return next((end for end in _ends(leaf) if (end, leaf.shape) in self.targets), None)

@@ -136,22 +136,22 @@ class TensorParallel(Rule):
         said = ", ".join(f"{_SIDES[side]} {pattern.text!r}" for pattern, side in matching)
         request = f"{self._name}: {said}" if said else self._name
         if len({side for _, side in matching}) > 1:
-            mend = "make the patterns narrower: a layer is one or the other"
-            yield Fault(name, leaf.shape, request, "patterns of both kinds match it", mend)
+            fix = "make the patterns narrower: a layer is one or the other"
+            yield Fault(name, leaf.shape, request, "patterns of both kinds match it", fix)
         sides = {name for names in namings(leaf) for name in names}.intersection(_SIDES)
         if matching and not sides and not is_in_a_state(leaf):
             reason = "it is not the weight or bias of a linear layer or a convolution"
-            mend = "shard it by by_axes or by_path, or make the pattern narrower"
-            yield Fault(name, leaf.shape, request, reason, mend)
+            fix = "shard it by by_axes or by_path, or make the pattern narrower"
+            yield Fault(name, leaf.shape, request, reason, fix)
         parts = number_of_parts(self.axis, leaf.mesh)
         heads = None if matching else _heads_of(leaf)
         if parts is not None and heads is not None and heads % parts:
             reason = f"its {heads} heads do not divide into the {parts} parts of {self.axis!r}"
-            mend = (
+            fix = (
                 f"use a multiple of {parts} heads, or a smaller axis; or keep them whole: "
                 "by_path({...: P()}) | tensor_parallel(...)"
             )
-            yield Fault(name, leaf.shape, request, reason, mend)
+            yield Fault(name, leaf.shape, request, reason, fix)
 
     @property
     def _name(self) -> str:

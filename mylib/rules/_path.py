@@ -183,11 +183,11 @@ def _unused(
 ) -> Iterator[Fault]:
     request = f"by_path: {pattern.text!r}"
     if not matched:
-        mend = suggestion(pattern, leaves)
+        fix = suggestion(pattern, leaves)
         if any(map(is_in_a_state, leaves)):
-            mend += " If it is for a weight without a state, place the state along with its model"
+            fix += " If it is for a weight without a state, place the state along with its model"
         reason = f"the pattern matches none of the {len(leaves)} leaves"
-        yield because(reason, mend, request)
+        yield because(reason, fix, request)
     elif all(_is_too_long(value, leaf) and not is_in_a_state(leaf) for leaf in matched):
         longest = max(matched, key=lambda leaf: leaf.ndim)
         yield Fault(

@@ -214,7 +214,7 @@ class TestProgress:
             np.zeros(2**18, np.float32), P("data"), Files(np.zeros(2**18, np.float32)), mesh=mesh
         )
         lines = capsys.readouterr().err.splitlines()
-        assert lines[-1].startswith("loading 1 arrays: 1.0 MiB of 1.0 MiB, ")
+        assert lines[-1].startswith("loading 1 array: 1 MiB of 1 MiB, ")
 
     def test_else_nothing(self, mesh, capsys):
         mylib.filter_load(np.zeros(8), replicated(), Files(np.zeros(8)), mesh=mesh)
