@@ -8,35 +8,25 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, because
-from .._functions import Key
 from .._placement import show, show_mesh
 from .._transfer import same_place
-from .._tree import (
-    Arrays,
-    Kind,
-    Leaves,
-    first_difference,
-)
-from ._forms import Form, fixed_of, outline_of, split_as
+from .._tree import Arrays, Kind, Leaves, first_difference, outline_of
 from ._schedule import Schedule
-from ._stage import Struct
+from ._stage import Form, Struct, fixed_of, split_as
 
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A stage as it was first given. Its arrays may change, but not what is `fixed`: everything
-    else; nor their shapes, dtypes and shardings.
-    """
+    """A stage as it was first given. The values of its arrays may change, and nothing else."""
 
     number: int
     mesh: Mesh
     form: Form
-    fixed: Key
 
     def arrays_of(self, stage: Any, faults: list[Fault]) -> Arrays:
         """The arrays of the same stage, given again."""
         leaves = split_as(stage, f"stages[{self.number}]")
-        if fixed_of(leaves) != self.fixed:
+        if fixed_of(outline_of(leaves)) != self.form.fixed:
             faults.append(self._difference(stage))
             return []
         for i, (x, kind, struct) in enumerate(
@@ -91,7 +81,7 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     if faults:
         raise PlacementError(faults)
     return [
-        Module(s, mesh, Form(outline_of(leaves), _structs(leaves)), fixed_of(leaves))
+        Module(s, mesh, Form(outline_of(leaves), _structs(leaves)))
         for s, (mesh, leaves) in enumerate(zip(meshes, read, strict=True))
         if mesh is not None
     ]

@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from .._compat import jit
 from .._errors import Fault, PlacementError, because
 from ._modules import Module
-from ._stage import Struct, is_floating
+from ._stage import Stage, Struct, is_floating
 
 Where = Callable[[Sequence[Any]], Any]
 # A stage, and the number of one of its arrays.
@@ -79,3 +80,24 @@ def _join(groups: list[list[Place]], places: Sequence[Place]) -> None:
     touched = [group for group in groups if not set(places).isdisjoint(group)]
     joined = list(dict.fromkeys([*(x for group in touched for x in group), *places]))
     groups[:] = [group for group in groups if group not in touched] + [joined]
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """Places that hold one parameter. Its gradient is the sum of theirs."""
+
+    places: list[Place]
+    structs: list[Struct]
+    # Adds them on the mesh of the first place; None in processes without its devices.
+    add: Any
+
+    @classmethod
+    def of(cls, places: list[Place], stages: Sequence[Stage]) -> "Tie":
+        structs = [stages[s].module.structs[i] for s, i in places]
+        first = structs[0]
+        given = [Struct(first.shape, first.dtype, sharding=first.sharding) for _ in places]
+        add = None
+        if stages[places[0][0]].is_here:
+            program = jit(lambda *grads: sum(grads[1:], grads[0]), out_shardings=first.sharding)
+            add = program.lower(*given).compile()
+        return cls(places, structs, add)
