@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from .._placement import Bounds, regions_of
 from .._processes import AbsentError, TransferError, exchange, processes_of
 from .leaf import Leaf, assembled, described_all, shards_of
-from .plan import Bounds, regions_of
 
 _AXIS = "all"
 
