@@ -34,9 +34,9 @@ class Fault:
     mend: str
 
 
-def because(reason: str, mend: str, request: str = "") -> Fault:
+def because(reason: str, mend: str, request: str = "", path: str = "") -> Fault:
     """A fault without a leaf: it is about the whole tree, or its leaf is added by `Leaves.at`."""
-    return Fault("", None, request, reason, mend)
+    return Fault(path, None, request, reason, mend)
 
 
 class PlacementError(ValueError):

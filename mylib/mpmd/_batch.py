@@ -56,7 +56,7 @@ def check_rows(x: Batch, y: Batch, microbatches: int, faults: list[Fault]) -> in
             if rows is None and array.shape:
                 rows = array.shape[0]
     if not x.leaves.arrays:
-        faults.append(replace(because("it has no arrays", "give a batch", request), path="x"))
+        faults.append(because("it has no arrays", "give a batch", request, "x"))
     return rows or 0
 
 

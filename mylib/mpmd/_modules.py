@@ -1,7 +1,7 @@
 """Reads the stages of a pipeline, and finds everything that is wrong with them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.tree_util as jtu
@@ -49,8 +49,7 @@ class Module:
             path, was, now = first_difference(before, stage)
             reason = f"when the pipeline was made it was {was}, and now it is {now}"
         mend = "make another pipeline for stages of another structure"
-        fault = because(reason, mend, self.request)
-        return replace(fault, path=f"stages[{self.number}]{path}")
+        return because(reason, mend, self.request, f"stages[{self.number}]{path}")
 
 
 def _changed(x: Any, kind: Kind, struct: Struct) -> str:
@@ -76,8 +75,8 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     meshes = [_shared_mesh(s, own, schedule, faults) for s in range(min(len(own), schedule.stages))]
     for s, stage in enumerate(stages):
         if not callable(stage):
-            fault = because("it can't be called", "give a Module or a function", f"stage {s}")
-            faults.append(replace(fault, path=f"stages[{s}]"))
+            mend = "give a Module or a function"
+            faults.append(because("it can't be called", mend, f"stage {s}", f"stages[{s}]"))
     if faults:
         raise PlacementError(faults)
     return [
@@ -125,8 +124,8 @@ def _shared_mesh(
     request = f"stage {s} of a pipeline"
     if not known:
         reason = "neither it nor another stage of its mesh has arrays, so its mesh is unknown"
-        fault = because(reason, "make it a part of the stage before or after it", request)
-        faults.append(replace(fault, path=f"stages[{s}]"))
+        mend = "make it a part of the stage before or after it"
+        faults.append(because(reason, mend, request, f"stages[{s}]"))
         return None
     first, mesh = known[0]
     if own[s] is not None and own[s] != mesh:
@@ -134,6 +133,5 @@ def _shared_mesh(
             f"it is on another mesh than stages[{first}], and the schedule {schedule.name!r} runs "
             "both on one"
         )
-        fault = because(reason, "put both on the same mesh", request)
-        faults.append(replace(fault, path=f"stages[{s}]"))
+        faults.append(because(reason, "put both on the same mesh", request, f"stages[{s}]"))
     return mesh

@@ -1,7 +1,7 @@
 """Parameters that are in several stages."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ def _tie_faults(
     mend = "give two functions of the stages, whose arrays have equal shapes and dtypes"
     if len(one) != len(other) or not one:
         reason = f"the first function takes {len(one)} arrays, and the second {len(other)}"
-        yield replace(because(reason, mend, request), path=name)
+        yield because(reason, mend, request, name)
         return
     for x, y in zip(one, other, strict=True):
         a, b = struct(x), struct(y)
@@ -68,11 +68,11 @@ def _tie_faults(
             reason = (
                 f"stages[{x[0]}] has {a.dtype}{a.shape}, and stages[{y[0]}] has {b.dtype}{b.shape}"
             )
-            yield replace(because(reason, mend, request), path=name)
+            yield because(reason, mend, request, name)
         if x == y:
-            yield replace(because("both are the same array", mend, request), path=name)
+            yield because("both are the same array", mend, request, name)
         if not is_floating(a):
-            yield replace(because("integers have no gradient", mend, request), path=name)
+            yield because("integers have no gradient", mend, request, name)
 
 
 def _join(groups: list[list[Place]], places: Sequence[Place]) -> None:
