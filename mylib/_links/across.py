@@ -1,6 +1,8 @@
 """Moves arrays whose source and target share no process, or are held by several."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -111,35 +113,59 @@ _Key = tuple[int, int]
 _Place = tuple[str, int]
 
 
+# Where a thread is in the middle of a call.
+_busy: set[_Place] = set()
+_lock = threading.Lock()
+
+
+@contextmanager
+def _one_thread(places: set[_Place]) -> Iterator[None]:
+    with _lock:
+        if _busy & places:
+            raise RuntimeError(
+                "two threads send arrays between the same processes at the same time, so their "
+                "order may differ between processes. Let one thread do so"
+            )
+        _busy.update(places)
+    try:
+        yield
+    finally:
+        with _lock:
+            _busy.difference_update(places)
+
+
 def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
     offered, then asked for: so no process waits for one that waits for it.
     """
     me, line = jax.process_index(), line_of_caller()
-    arrived: dict[_Key, jax.Array] = {}
+    stay: dict[_Key, Any] = {}
     gives: dict[_Place, list[_Key]] = {}
     takes: dict[_Place, list[_Key]] = {}
-    pieces, ready = _cut_all(leaves, me)
     for i, leaf in enumerate(leaves):
         for j, (_, _, source, target) in enumerate(leaf.plan.pieces):
             giver, taker = source.process_index, target.process_index
             if giver == taker == me:
-                arrived[i, j] = jax.device_put(pieces[i, j], target)
+                stay[i, j] = target
             elif giver == me:
                 gives.setdefault((target.platform, taker), []).append((i, j))
             elif taker == me:
                 takes.setdefault((target.platform, giver), []).append((i, j))
-    calls: dict[_Place, Call] = {}
-    for place in sorted({*gives, *takes}):
-        both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
-        text = f"{described_all(leaves[i] for i in both)} in {line}"
-        calls[place] = _links(place[0]).count(place[1], text)
-    for place, keys in gives.items():
-        flags = {id(ready[key]): ready[key] for key in keys}
-        _links(place[0]).offer(calls[place], [pieces[key] for key in keys], tuple(flags.values()))
-    for place, keys in takes.items():
-        pulled = _links(place[0]).ask(calls[place], [_abstract(leaves, key) for key in keys])
-        arrived.update(zip(keys, pulled, strict=True))
+    places = {*gives, *takes}
+    with _one_thread(places):
+        pieces, ready = _cut_all(leaves, me)
+        arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
+        calls: dict[_Place, Call] = {}
+        for place in sorted(places):
+            both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
+            text = f"{described_all(leaves[i] for i in both)} in {line}"
+            calls[place] = _links(place[0]).count(place[1], text)
+        for place, keys in gives.items():
+            flags = tuple({id(ready[key]): ready[key] for key in keys}.values())
+            _links(place[0]).offer(calls[place], [pieces[key] for key in keys], flags)
+        for place, keys in takes.items():
+            pulled = _links(place[0]).ask(calls[place], [_abstract(leaves, key) for key in keys])
+            arrived.update(zip(keys, pulled, strict=True))
     return arrived
 
 

@@ -1,5 +1,8 @@
 """Transfers that only one side makes, or that both make differently: errors on both sides."""
 
+import os
+import signal
+import threading
 import time
 from typing import Any
 
@@ -14,6 +17,8 @@ from mylib import mpmd
 from mylib._links.pending import Transfers
 from mylib._processes import watch
 from mylib.testing import all_equal, barrier
+
+from stopping import stop_for
 
 # Every test breaks the connections of its processes, so each has processes of its own.
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)
@@ -168,6 +173,99 @@ def test_a_circle():
         np.asarray(got)
     with pytest.raises(mpmd.TransferError, match="wait for each other"):
         send(x[me], (me + 1) % 3)
+
+
+def test_a_circle_with_a_meeting():
+    """One process waits to place values together, the other one for an array that comes later."""
+    x, first, second = _connected()
+    everywhere = mylib.make_mesh(data=-1)
+    mylib.filter_shard(X, P(), mesh=everywhere)
+    barrier()
+    start = time.monotonic()
+
+    def place() -> None:
+        mylib.filter_shard(X, P(), mesh=everywhere)
+
+    with pytest.raises(mpmd.TransferError) as caught:
+        if jax.process_index() == 0:
+            place()
+        y = mpmd.transfer(x, P(), mesh=second)
+        mpmd.fetch(y)
+        place()
+    assert time.monotonic() - start < 10
+    text = str(caught.value)
+    all_equal(text)
+    assert "process 0 waits for process 1 to compare (placement in test_transfer_faults" in text
+    assert "which process 0 has not: float32[8]" in text
+
+
+def test_two_threads():
+    x, first, second = _connected()
+    if jax.process_index() == 0:
+        both, errors = threading.Barrier(2), []
+
+        def send() -> None:
+            for _ in range(200):
+                both.wait(10)
+                try:
+                    mpmd.transfer(x, P(), mesh=second)
+                except RuntimeError as error:
+                    errors.append(str(error))
+                both.wait(10)
+                if errors:
+                    return
+
+        other = threading.Thread(target=send)
+        other.start()
+        send()
+        other.join()
+        assert errors and "two threads send arrays between the same processes" in errors[0]
+    barrier()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_and_goes_on():
+    x, first, second = _connected()
+    stop_for(3) if jax.process_index() == 0 else None
+    for i in range(40):
+        y = mpmd.transfer(mpmd.jit(lambda x: x + i, mesh=first)(x), P(), mesh=second)
+        np.testing.assert_array_equal(mpmd.fetch(y), X + i)
+        time.sleep(0.05)
+    assert not watch().failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_an_interrupt_at_a_random_moment(seed, seconds):
+    """All calls after it are right, or an error in both processes. None waits for ever."""
+    x, first, second = _connected()
+    me, rng = jax.process_index(), np.random.default_rng(seed)
+    double = [mpmd.jit(lambda x, i: x + i, mesh=mesh) for mesh in (first, second)]
+    seconds(5)
+    barrier()
+    timer = threading.Timer(rng.uniform(0, 0.5), os.kill, (os.getpid(), signal.SIGINT))
+    if me == seed % 2:
+        timer.start()
+    start, told = time.monotonic(), ""
+    for i in range(60):
+        if time.monotonic() - start > 5:
+            break
+        try:
+            y = mpmd.transfer(double[0](x, i), P(), mesh=second)
+            np.testing.assert_array_equal(mpmd.fetch(double[1](y, i)), X + 2 * i)
+        except KeyboardInterrupt:
+            continue
+        except (mpmd.TransferError, jax.errors.JaxRuntimeError) as error:
+            told = str(error)
+            break
+    if me == seed % 2:
+        timer.join()
+    assert time.monotonic() - start < 40
+    until = time.monotonic() + 15
+    while told and not watch().failures and time.monotonic() < until:
+        time.sleep(0.1)
+    all_equal(bool(watch().failures))
+    assert bool(told) <= bool(watch().failures)
 
 
 def test_arrays_of_two_platforms_are_accounted_for_together(seconds):

@@ -14,6 +14,8 @@ from jax.sharding import Mesh, PartitionSpec as P
 import mylib
 from mylib.testing import all_equal, barrier, gather
 
+from stopping import stop_for
+
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=2)
 
 
@@ -130,6 +132,25 @@ def test_other_programs_before_a_meeting(mesh):
     text = str(caught.value)
     all_equal(text)
     assert "placed on processes 0, 1" in text and "#1[0]" in text and "#2[0]" in text
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_and_goes_on(mesh, monkeypatch):
+    """Its call fails in both if the other one gives up; the next one works."""
+    for limit, works in (("60", True), ("1", False)):
+        _place(mesh, 0)
+        barrier()
+        monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", limit)
+        if jax.process_index() == 1:
+            stop_for(3)
+            # Until it has stopped: the process that stops it takes a while to start.
+            time.sleep(1.5)
+        try:
+            assert _whole(_place(mesh, 1)) == [1] * 4 and works
+        except TimeoutError:
+            assert not works
+        monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "60")
+        assert _whole(_place(mesh, 2)) == [2] * 4
 
 
 @pytest.mark.slow
