@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from stopping import stop_for
 
 import mylib
 from mylib import mpmd
 from mylib._links.pending import Transfers
 from mylib._processes import watch
 from mylib.testing import all_equal, barrier
-
-from stopping import stop_for
 
 # Every test breaks the connections of its processes, so each has processes of its own.
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)
@@ -226,9 +225,11 @@ def test_two_threads():
 @pytest.mark.slow
 def test_a_process_that_is_stopped_and_goes_on():
     x, first, second = _connected()
-    stop_for(3) if jax.process_index() == 0 else None
-    for i in range(40):
-        y = mpmd.transfer(mpmd.jit(lambda x: x + i, mesh=first)(x), P(), mesh=second)
+    add = mpmd.jit(lambda x, i: x + i, mesh=first)
+    if jax.process_index() == 0:
+        stop_for(3)
+    for i in range(60):
+        y = mpmd.transfer(add(x, np.float32(i)), P(), mesh=second)
         np.testing.assert_array_equal(mpmd.fetch(y), X + i)
         time.sleep(0.05)
     assert not watch().failures
@@ -240,7 +241,7 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
     """All calls after it are right, or an error in both processes. None waits for ever."""
     x, first, second = _connected()
     me, rng = jax.process_index(), np.random.default_rng(seed)
-    double = [mpmd.jit(lambda x, i: x + i, mesh=mesh) for mesh in (first, second)]
+    add = [mpmd.jit(lambda x, i: x + i, mesh=mesh) for mesh in (first, second)]
     seconds(5)
     barrier()
     timer = threading.Timer(rng.uniform(0, 0.5), os.kill, (os.getpid(), signal.SIGINT))
@@ -251,8 +252,9 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
         if time.monotonic() - start > 5:
             break
         try:
-            y = mpmd.transfer(double[0](x, i), P(), mesh=second)
-            np.testing.assert_array_equal(mpmd.fetch(double[1](y, i)), X + 2 * i)
+            y = mpmd.transfer(add[0](x, np.float32(i)), P(), mesh=second)
+            y = add[1](y, np.float32(i))
+            np.testing.assert_array_equal(mpmd.fetch(y), X + 2 * i)
         except KeyboardInterrupt:
             continue
         except (mpmd.TransferError, jax.errors.JaxRuntimeError) as error:

@@ -10,11 +10,10 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
+from stopping import stop_for
 
 import mylib
 from mylib.testing import all_equal, barrier, gather
-
-from stopping import stop_for
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=2)
 
