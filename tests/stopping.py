@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _SCRIPT = """
 import os, signal, sys, time
@@ -13,8 +15,9 @@ os.kill(pid, signal.SIGCONT)
 """
 
 
-def stop_for(seconds: float) -> "subprocess.Popen[bytes]":
-    """From a moment after this returns."""
-    return subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _SCRIPT, str(os.getpid()), str(seconds)]
-    )
+@contextmanager
+def stopped_for(seconds: float) -> Iterator[None]:
+    """It stops a moment after this has begun, and may be stopped anywhere in the body."""
+    command = [sys.executable, "-I", "-S", "-c", _SCRIPT, str(os.getpid()), str(seconds)]
+    with subprocess.Popen(command):
+        yield

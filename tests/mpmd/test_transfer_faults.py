@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
-from stopping import stop_for
+from stopping import stopped_for
 
 import mylib
 from mylib import mpmd
@@ -226,12 +227,11 @@ def test_two_threads():
 def test_a_process_that_is_stopped_and_goes_on():
     x, first, second = _connected()
     add = mpmd.jit(lambda x, i: x + i, mesh=first)
-    if jax.process_index() == 0:
-        stop_for(3)
-    for i in range(60):
-        y = mpmd.transfer(add(x, np.float32(i)), P(), mesh=second)
-        np.testing.assert_array_equal(mpmd.fetch(y), X + i)
-        time.sleep(0.05)
+    with stopped_for(3) if jax.process_index() == 0 else nullcontext():
+        for i in range(60):
+            y = mpmd.transfer(add(x, np.float32(i)), P(), mesh=second)
+            np.testing.assert_array_equal(mpmd.fetch(y), X + i)
+            time.sleep(0.05)
     assert not watch().failures
 
 

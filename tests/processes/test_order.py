@@ -4,13 +4,13 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec as P
-from stopping import stop_for
+from stopping import stopped_for
 
 import mylib
 from mylib.testing import all_equal, barrier, gather
@@ -140,14 +140,13 @@ def test_a_process_that_is_stopped_and_goes_on(mesh, monkeypatch):
         _place(mesh, 0)
         barrier()
         monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", limit)
-        if jax.process_index() == 1:
-            stop_for(3)
-            # Until it has stopped: the process that stops it takes a while to start.
-            time.sleep(1.5)
-        try:
-            assert _whole(_place(mesh, 1)) == [1] * 4 and works
-        except TimeoutError:
-            assert not works
+        with stopped_for(3) if jax.process_index() == 1 else nullcontext():
+            if jax.process_index() == 1:
+                time.sleep(1.5)  # in which it stops
+            try:
+                assert _whole(_place(mesh, 1)) == [1] * 4 and works
+            except TimeoutError:
+                assert not works
         monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "60")
         assert _whole(_place(mesh, 2)) == [2] * 4
 
