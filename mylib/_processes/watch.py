@@ -111,8 +111,7 @@ class Watch:
                     self._news.wait_for(has_ended)
         finally:
             meeting.waits_for = ""
-        if not conclusion.done():
-            self.check(meeting.processes)
+        self.check(meeting.processes)
         return conclusion.result()
 
     def _tell_waiting(self) -> None:
