@@ -36,9 +36,9 @@ class Fault:
     fix: str
 
 
-def because(reason: str, fix: str, request: str = "") -> Fault:
+def because(reason: str, fix: str, request: str = "", path: str = "") -> Fault:
     """A fault without a leaf: it is about the whole tree, or its leaf is added by `Leaves.at`."""
-    return Fault("", None, request, reason, fix)
+    return Fault(path, None, request, reason, fix)
 
 
 class PlacementError(ValueError):

@@ -25,6 +25,7 @@ from .resolve import (
 )
 from .shardings import (
     AnyMesh as AnyMesh,
+    Bounds as Bounds,
     Target as Target,
     axes_in as axes_in,
     axis_names as axis_names,
@@ -40,6 +41,7 @@ from .shardings import (
     memory_kind as memory_kind,
     memory_space as memory_space,
     mesh_in_force as mesh_in_force,
+    regions_of as regions_of,
     same_axes as same_axes,
     sharding_of as sharding_of,
     spec_over as spec_over,

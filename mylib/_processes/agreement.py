@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, because, in_words
-from .._placement import Target, fill_free, sharding_of
+from .._placement import Target, fill_free, regions_of, sharding_of
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
 from .differences import Facts, compare, everybodys_faults, faults_in_full
 from .groups import digest, in_short
@@ -167,17 +167,11 @@ def shared_indices(
     sharding: Sharding, shape: tuple[int, ...], me: int
 ) -> dict[Processes, list[tuple[slice, ...]]]:
     """The indices of shards that this process shares with others, by the group that holds them."""
-    owners: dict[Any, set[int]] = {}
-    indices: dict[Any, tuple[slice, ...]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        index = () if index is None else tuple(index)
-        bounds = tuple((s.start, s.stop) for s in index)
-        indices[bounds] = index
-        owners.setdefault(bounds, set()).add(device.process_index)
     shared: dict[Processes, list[tuple[slice, ...]]] = {}
-    for bounds, who in sorted(owners.items()):
+    for bounds, devices in regions_of(shape, sharding).items():
+        who = processes_of(devices)
         if me in who and len(who) > 1:
-            shared.setdefault(tuple(sorted(who)), []).append(indices[bounds])
+            shared.setdefault(who, []).append(tuple(slice(*ends) for ends in bounds))
     return shared
 
 

@@ -22,18 +22,13 @@ Held = dict[str, list[int]]
 class Found:
     """One process's data about an array: its shards that have copies, by number."""
 
-    dtype: str
+    what: str
     shape: tuple[int, ...]
     request: str
-    place: str
     owners: Processes
     held: dict[int, Held]
     # The processes that hold each shard.
     holders: Mapping[int, Processes]
-
-    @property
-    def what(self) -> str:
-        return f"{self.dtype}{list(self.shape)} as {self.place}"
 
     @property
     def odd(self) -> list[int]:
