@@ -75,8 +75,8 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     meshes = [_shared_mesh(s, own, schedule, faults) for s in range(min(len(own), schedule.stages))]
     for s, stage in enumerate(stages):
         if not callable(stage):
-            mend = "give a Module or a function"
-            faults.append(because("it can't be called", mend, f"stage {s}", f"stages[{s}]"))
+            fix = "give a Module or a function"
+            faults.append(because("it can't be called", fix, f"stage {s}", f"stages[{s}]"))
     if faults:
         raise PlacementError(faults)
     return [
@@ -124,8 +124,8 @@ def _shared_mesh(
     request = f"stage {s} of a pipeline"
     if not known:
         reason = "neither it nor another stage of its mesh has arrays, so its mesh is unknown"
-        mend = "make it a part of the stage before or after it"
-        faults.append(because(reason, mend, request, f"stages[{s}]"))
+        fix = "make it a part of the stage before or after it"
+        faults.append(because(reason, fix, request, f"stages[{s}]"))
         return None
     first, mesh = known[0]
     if own[s] is not None and own[s] != mesh:
