@@ -67,13 +67,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 # With `--dist=loadfile` one worker runs all of a file: others wait for a long one that comes last.
 _LONGEST = [
     "testing/test_multihost.py",
+    "audit/test_training_steps.py",
     "test_examples.py",
+    "mpmd/test_pipeline_processes.py",
+    "functions/test_prefetch.py",
     "functions/test_jit.py",
     "data/test_data.py",
     "testing/test_multihost_plugins.py",
     "rules/test_strategies.py",
     "processes/test_processes_training.py",
     "functions/test_checkpoint.py",
+    "functions/test_random_layers.py",
+    "mpmd/test_transfer_faults.py",
     "test_docs.py",
     "transfer/test_law.py",
     "transfer/test_layers.py",
@@ -89,9 +94,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: first.get(item.path, len(first)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    # What has been imported and collected never becomes garbage.
+    # What has been imported and collected never becomes garbage, so none was looked for.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
