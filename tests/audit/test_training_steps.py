@@ -40,7 +40,7 @@ def right_steps():
 
 def wrong_steps():
     for model, strategy, wrong in itertools.product(MODELS, STRATEGIES, SABOTAGES):
-        step = Step(model, strategy, wrong=wrong)
+        step = Step(model, strategy, stacked=model == "tied", wrong=wrong)
         sharded = strategy != "data_parallel" or wrong not in _OF_SHARDED
         if sharded and str(step) not in _FSDP_ANYWAY:
             yield step
