@@ -17,6 +17,7 @@ BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
 
 # From top to bottom. A room uses those below it only.
 ORDER = (
+    "__main__",
     "mylib_pytest",
     "testing",
     "mpmd",
@@ -25,6 +26,7 @@ ORDER = (
     "loops",
     "_per_device",
     "_functions",
+    "_saved",
     "_audit",
     "_show",
     "_transfer",
@@ -38,7 +40,7 @@ ORDER = (
     "_meshes",
     "_compat",
     "_errors",
-    "_sizes",
+    "_text",
 )
 
 

@@ -11,6 +11,7 @@ from .fully_shard import fully_shard as fully_shard
 from .inputs import Inputs as Inputs, Moves as Moves, Targets as Targets
 from .jit import Jitted as Jitted, filter_jit as filter_jit
 from .key import Key as Key
+from .load import load_compiled as load_compiled
 from .signature import Function as Function, about as about
 
 if TYPE_CHECKING:

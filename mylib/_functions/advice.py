@@ -20,6 +20,7 @@ from jax.sharding import Sharding
 
 from .._errors import CapturedArrayWarning, DonationWarning, RecompilationWarning, folded, warn
 from .._programs import all_jaxprs
+from .._text import listed, show_bytes
 from .._tree import Arrays
 from .arrivals import Arrivals
 
@@ -176,12 +177,11 @@ def _show_location(location: _Location) -> str:
 
 
 def some(texts: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(texts) - 8} more" if len(texts) > 8 else ""
-    return separator.join(texts[:8]) + more
+    return listed(texts, 8, separator)
 
 
 def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:
-    size = f"{x.dtype}{list(x.shape)}, {x.nbytes / 2**20:.4g} MiB"
+    size = f"{x.dtype}{list(x.shape)}, {show_bytes(x.nbytes)}"
     name = next((name for name, y in captured if _is_same(x, y)), None)
     return size if name is None else f"{name} ({size})"
 

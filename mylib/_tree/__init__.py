@@ -16,7 +16,13 @@ from .leaves import (
     parts_of as parts_of,
     split as split,
 )
-from .outline import Arrays as Arrays, Outline as Outline, outlined as outlined, parted as parted
+from .outline import (
+    Arrays as Arrays,
+    Outline as Outline,
+    outline_of as outline_of,
+    outlined as outlined,
+    parted as parted,
+)
 from .pattern import Pattern as Pattern, joined as joined, spelled as spelled
 from .prefix import (
     MISFIT as MISFIT,

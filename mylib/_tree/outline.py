@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .leaves import is_array, which_are_arrays
+from .leaves import Leaves, is_array, which_are_arrays
 
 Arrays = list[Any]
 
@@ -55,6 +55,13 @@ def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Outline]:
     leaves, treedef = jtu.tree_flatten(tree)
     arrays, are_arrays, static = parted(leaves, abstract)
     return arrays, Outline(treedef, are_arrays, static)
+
+
+def outline_of(leaves: Leaves) -> Outline:
+    places = set(leaves.positions)
+    flags = tuple(i in places for i in range(len(leaves.all)))
+    static = tuple(x for i, x in enumerate(leaves.all) if i not in places)
+    return Outline(leaves.treedef, flags, static)
 
 
 def parted(leaves: list[Any], abstract: bool = False) -> tuple[Arrays, tuple[bool, ...], Static]:

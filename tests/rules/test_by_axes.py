@@ -246,18 +246,18 @@ class TestMeshAxes:
         (uneven,) = faults(Layer(jnp.zeros(7)), by_axes({"out": "model"}))
         assert "size 7 does not divide into the 2 parts of 'model'" in uneven.reason
         (unknown,) = faults(Layer(jnp.zeros(8)), by_axes({"out": "modle"}))
-        assert unknown.mend == "did you mean 'model'?"
+        assert unknown.fix == "did you mean 'model'?"
 
     def test_a_name_found_nowhere(self):
         model = models.AnnotatedMLP(key=KEY)
         (found,) = faults(model, by_axes({"mpl": "model"}))
         assert found.request == "by_axes: 'mpl' over 'model'"
         assert found.reason == "no dimension of the 3 leaves has that name"
-        assert found.mend == "did you mean 'mlp'?"
+        assert found.fix == "did you mean 'mlp'?"
         (found,) = faults(model, by_axes({"vocab": "model"}))
-        assert found.mend == "the names there are 'embed', 'mlp'"
+        assert found.fix == "the names there are 'embed', 'mlp'"
         (found,) = faults({"w": jnp.zeros(8)}, by_axes({"vocab": None}) | replicated())
-        assert found.mend.startswith("annotate the fields")
+        assert found.fix.startswith("annotate the fields")
 
     def test_nothing_but_a_counter_is_no_fault(self):
         assert specs({"count": jnp.zeros((), int)}, by_axes({"mlp": "model"})) == {"['count']": P()}

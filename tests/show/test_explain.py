@@ -271,7 +271,7 @@ class TestTable:
 
     @pytest.mark.parametrize(
         ("count", "text"),
-        [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**40 * 5, "5 TiB")],
+        [(0, "0 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (2**40 * 5, "5.00 TiB")],
     )
     def test_bytes(self, count, text):
         explanation = mylib.explain(array(count, dtype=jnp.int8), P(), ABSTRACT)
