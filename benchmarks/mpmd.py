@@ -137,7 +137,8 @@ def transfers() -> Iterator[list[str]]:
         where = here if size > 4 else NamedSharding(first, P())
         x = mylib.filter_device_put(value, where)
         same, other = (P("a", "b"), P("b", "a")) if size > 4 else (P(), P())
-        yield versus(f"{size:,} bytes, same spec", ours, raw, "device_put", x, same, turns, 1.1)
+        limit = 1.2 if size >= 2**20 else None
+        yield versus(f"{size:,} bytes, same spec", ours, raw, "device_put", x, same, turns, limit)
         yield versus(f"{size:,} bytes, same spec", ours, by_socket, "a socket", x, same, turns)
         if size > 4:
             yield versus(

@@ -16,4 +16,4 @@ from .connections import (
     open_links as open_links,
     transport as transport,
 )
-from .origin import next_call as next_call, origin_of as origin_of, set_origin as set_origin
+from .leaf import next_call as next_call, origin_of as origin_of, set_origin as set_origin

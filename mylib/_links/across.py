@@ -15,8 +15,16 @@ from .._errors import line_of_caller
 from .._processes import owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
-from .leaf import Leaf, array_like, assembled, described_all, leaf_of, shards_of
-from .origin import origin_of, set_origin
+from .leaf import (
+    Leaf,
+    array_like,
+    assembled,
+    described_all,
+    leaf_of,
+    origin_of,
+    set_origin,
+    shards_of,
+)
 from .pending import Call
 from .plan import Piece, Region
 from .program import move_by_program

@@ -1,20 +1,31 @@
-"""An array on its way, and its shards that are here."""
+"""An array on its way: its shards that are here, and what has made it.
 
+A process knows an array of other processes by a handle, and nothing in it says which of their
+arrays it is. So functions that make such arrays label them with what has made them, and how many
+times it has done so: a text that is the same in all processes.
+"""
+
+import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._compat import data_of_shards, weakly_typed
+from .._compat import data_of_shards, label_of, set_label, weakly_typed
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
 from .._text import listed
-from .origin import origin_of
 from .plan import Plan, placed_as, plan
 
 # Of more arrays than these, a description has only a checksum.
 _FEW = 8
+_LONG = 200
+
+# Lines of a program are few: a count of each is kept.
+_made: Counter[str] = Counter()
+_lock = threading.Lock()
 
 
 class Leaf(NamedTuple):
@@ -71,3 +82,25 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
     if memory_kind(x.sharding) == default_memory_kind(x.sharding):
         return shards
     return {d: jax.device_put(s, SingleDeviceSharding(d)) for d, s in shards.items()}
+
+
+def next_call(maker: str) -> str:
+    """What `maker` makes now."""
+    with _lock:
+        _made[maker] += 1
+        return f"{maker}#{_made[maker]}"
+
+
+def set_origin(arrays: Iterable[Any], call: str) -> None:
+    """Labels arrays with what has made them, and their position in it."""
+    if len(call) > _LONG:
+        # An array that has been passed round has the origins of all before it.
+        call = f"{call[:_LONG]}... ({digest(call)})"
+    for i, x in enumerate(arrays):
+        if isinstance(x, jax.Array):
+            set_label(x, f"{call}[{i}]")
+
+
+def origin_of(x: Any) -> str:
+    """Empty if it is not known."""
+    return label_of(x)

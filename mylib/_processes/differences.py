@@ -203,7 +203,9 @@ def _found(versions: Iterable[Version], count: int) -> list[dict[str, Any]]:
         for fault in dict.fromkeys(map(json.dumps, faults)):
             found_by.setdefault(fault, []).extend(processes)
     found = [
-        fault if len(by) == count else _attributed(fault, sorted(by))
+        fault
+        if len(by) == count
+        else {**fault, "request": f"{fault['request']} (in {named(sorted(by))})"}
         for fault, by in ((json.loads(text), by) for text, by in found_by.items())
     ]
     if more:
@@ -211,11 +213,6 @@ def _found(versions: Iterable[Version], count: int) -> list[dict[str, Any]]:
         reason = f"{more} more {who} found others, which are not listed"
         found.append(asdict(Fault("", None, _SAME, reason, "fix those that are listed first")))
     return found
-
-
-def _attributed(fault: dict[str, Any], found_by: Sequence[int]) -> dict[str, Any]:
-    """A fault that only some processes have found."""
-    return {**fault, "request": f"{fault['request']} (in {named(found_by)})"}
 
 
 def disagreements(fix: str, versions: Versions) -> Iterable[Fault]:

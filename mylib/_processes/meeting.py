@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -167,7 +167,11 @@ def _attend(visit: _Visit, mine: str, judge: Judge, timeout: float) -> str:
     try:
         series.thread = visit.thread
         if not series.begin():
-            raise RuntimeError(_taken_over(visit.purpose))
+            raise RuntimeError(
+                f"this process can't compare ({visit.purpose}): it has taken the place of one that "
+                "has met the others before. Processes can't be replaced one by one: end all of "
+                "them, start them again, and load the last checkpoint"
+            )
         while True:
             with visit.lock:
                 if visit.is_over:
@@ -209,12 +213,19 @@ def _is_of_earlier_call(series: Series, conclusion: Conclusion) -> bool:
 
 def _failure(visit: _Visit, conclusion: Conclusion) -> AbsentError:
     who, about, _ = json.loads(conclusion.text)
+    purpose, me = visit.purpose, jax.process_index()
     if isinstance(about, str):
-        text = _interrupted(visit.purpose, who, about)
-    elif jax.process_index() not in who:
-        text = _nobody_came(visit.purpose, who, about)
+        text = (
+            f"{named(who)} was interrupted ({about}) when the processes compared ({purpose}), so "
+            "this call has failed in all of them. They can go on with the next one"
+        )
+    elif me not in who:
+        text = f"{named(who)} did not come within {about:g} s to compare ({purpose}). "
+        text += _advice(purpose)
     else:  # The others gave up before this process came: their calls failed, so this one does, too.
-        text = _too_late(visit.purpose, visit.series.processes)
+        others = named([index for index in visit.series.processes if index != me])
+        text = f"this process came too late to compare ({purpose}): {others} had waited for it, "
+        text += f"and given up. {_advice(purpose)}"
     return AbsentError(text, tuple(who))
 
 
@@ -283,34 +294,6 @@ def gather(
 def meeting(purpose: str, processes: Processes, *, alone: bool = False) -> Meet:
     """`exchange` with a fixed purpose and group, in the order of the program's calls."""
     return lambda mine, judge: exchange(purpose, mine, processes, judge, alone=alone, in_order=True)
-
-
-def _taken_over(purpose: str) -> str:
-    return (
-        f"this process can't compare ({purpose}): it has taken the place of one that has met the "
-        "others before. Processes can't be replaced one by one: end all of them, start them again, "
-        "and load the last checkpoint"
-    )
-
-
-def _nobody_came(purpose: str, missing: Sequence[int], timeout: float) -> str:
-    reason = f"{named(missing)} did not come within {timeout:g} s to compare ({purpose})"
-    return f"{reason}. {_advice(purpose)}"
-
-
-def _interrupted(purpose: str, who: Sequence[int], why: str) -> str:
-    return (
-        f"{named(who)} was interrupted ({why}) when the processes compared ({purpose}), so this "
-        "call has failed in all of them. They can go on with the next one"
-    )
-
-
-def _too_late(purpose: str, processes: Processes) -> str:
-    others = [index for index in processes if index != jax.process_index()]
-    return (
-        f"this process came too late to compare ({purpose}): {named(others)} had waited for it, "
-        f"and given up. {_advice(purpose)}"
-    )
 
 
 def _advice(purpose: str) -> str:

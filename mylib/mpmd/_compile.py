@@ -115,7 +115,9 @@ def _both_passes(
     """What a stage sends, or its share of the loss; the cotangents that it sends back; the
     gradients of its weights.
     """
-    trained, has_cotangent = stage.floating, _have_cotangents(stage)
+    trained, before = stage.floating, stage.before
+    # Nobody waits for the cotangent of a batch.
+    has_cotangent = before.floating if before else [False] * len(stage.received)
     fixed = chosen(module, [not x for x in trained])
     others = chosen(arrived, [not x for x in has_cotangent])
 
@@ -134,13 +136,6 @@ def _both_passes(
     grads, back = pull(cotangents if stage.after else [jnp.ones_like(made[0])])
     sent = made if stage.after is None else merged(stage.after.floating, made, rest)
     return sent, back, grads
-
-
-def _have_cotangents(stage: Stage) -> Sequence[bool]:
-    """Which of the received arrays have a cotangent; nobody waits for that of a batch."""
-    if stage.before is not None:
-        return stage.before.floating
-    return [False] * len(stage.received)
 
 
 def _parts(

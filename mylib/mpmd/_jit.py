@@ -191,19 +191,13 @@ class OnMesh(Generic[P, T]):
 
 def _key(leaves: Leaves) -> Any:
     """Equal for calls with results of the same shapes; None if that can't be said."""
-    key = (
-        fixed_of(outline_of(leaves)),
-        tuple((x.shape, x.dtype, _is_weak(x)) for x in leaves.arrays),
-    )
+    types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves.arrays)
+    key = fixed_of(outline_of(leaves)), types
     try:
         hash(key)
     except TypeError:
         return None
     return key
-
-
-def _is_weak(x: Any) -> bool:
-    return getattr(x, "weak_type", False)
 
 
 def _is_loose(x: Any, kind: Kind) -> bool:

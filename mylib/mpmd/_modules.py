@@ -80,14 +80,14 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     if faults:
         raise PlacementError(faults)
     return [
-        Module(s, mesh, Form(outline_of(leaves), _structs(leaves)))
+        Module(s, mesh, Form(outline_of(leaves), tuple(map(_struct, leaves.arrays))))
         for s, (mesh, leaves) in enumerate(zip(meshes, read, strict=True))
         if mesh is not None
     ]
 
 
-def _structs(leaves: Leaves) -> tuple[Struct, ...]:
-    return tuple(Struct(x.shape, x.dtype, sharding=x.sharding) for x in leaves.arrays)
+def _struct(x: Any) -> Struct:
+    return Struct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _mesh_of(s: int, leaves: Leaves, faults: list[Fault]) -> Mesh | None:

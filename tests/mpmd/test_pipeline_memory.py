@@ -1,6 +1,6 @@
 """The activations that each mesh holds at once, measured, against `Schedule.live`.
 
-python -m pytest -s tests/mpmd/test_pipeline_memory.py -m "slow or not slow" prints the ratios
+It prints measured / formula: python -m pytest -s -m "slow or not slow" and this file.
 """
 
 import gc
