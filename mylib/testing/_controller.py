@@ -96,7 +96,7 @@ class Controller:
         request = given_to(item)
         try:
             topology = request.topology(platform_of(self._config))
-            pool = self._pool(topology, fresh=request.fresh or anew)
+            pool = self._pool(topology, item if request.fresh else None, anew=anew)
         except Unavailable as reason:
             path, line, _ = item.location
             skip = (path, line or 0, f"Skipped: {reason}")
@@ -153,14 +153,15 @@ class Controller:
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def _pool(self, topology: Topology, *, fresh: bool) -> Pool:
+    def _pool(self, topology: Topology, only: pytest.Item | None, *, anew: bool) -> Pool:
+        """Processes for all tests of a topology; new ones for `only` one of them."""
         pool = self._pools.pop(topology, None)
-        if pool is not None and fresh:
+        if pool is not None and (only or anew):
             pool.close()
             pool = None
         if pool is None:
             self._make_room(topology.platform)
-            pool = self._start(topology)
+            pool = self._start(topology, only)
         self._pools[topology] = pool
         return pool
 
@@ -169,7 +170,7 @@ class Controller:
             oldest = next(iter(self._pools))
             self._pools.pop(oldest).close()
 
-    def _start(self, topology: Topology) -> Pool:
+    def _start(self, topology: Topology, only: pytest.Item | None) -> Pool:
         refused = self._refused.setdefault(topology, [])
         if len(refused) >= _ATTEMPTS:
             raise NotStarted(
@@ -179,7 +180,8 @@ class Controller:
         self._guard = self._guard or Guard()
         self._coverage = self._coverage or Coverage(self._config, self._guard)
         try:
-            pool = Pool(topology, self._session(topology, self._coverage), self._guard)
+            tests = [only] if only else [x for x in self._items if self._asks_for(x, topology)]
+            pool = Pool(topology, self._session(tests, self._coverage), self._guard)
         except NotStarted as reason:
             refused.append(str(reason))
             raise
@@ -187,9 +189,9 @@ class Controller:
         self._starting += time.monotonic() - before
         return pool
 
-    def _session(self, topology: Topology, coverage: Coverage) -> Session:
+    def _session(self, tests: list[pytest.Item], coverage: Coverage) -> Session:
         config, option = self._config, self._config.option
-        files = [item.path for item in self._items if self._asks_for(item, topology)]
+        files = [item.path for item in tests]
         # No terminal output. Output goes straight to files, or the last output of a crash would be
         # lost. The options of addopts are applied here, or are passed on below.
         arguments = [*map(str, dict.fromkeys(files)), "-p", "no:terminal", "--capture=no"]

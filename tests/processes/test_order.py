@@ -62,7 +62,8 @@ def test_an_interrupted_call_fails_in_all_and_the_next_one_works(mesh):
         _interrupt_after(0.3)
         with pytest.raises(KeyboardInterrupt):
             _place(mesh, 1)
-        assert time.monotonic() - start < 5
+        # Not the minutes that it would wait for the other one.
+        assert time.monotonic() - start < 60
     barrier()
     if jax.process_index() == 1:
         with pytest.raises(TimeoutError, match=r"process 0 was interrupted \(KeyboardInterrupt\)"):

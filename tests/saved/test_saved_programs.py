@@ -361,8 +361,9 @@ class TestRefused:
             saved(path, calls)
         text = str(caught.value)
         assert "calls can't be saved, as it calls functions of Python" in text
-        assert "\n  debug_print at test_saved.py:" in text
-        assert "\n  pure_callback at test_saved.py:" in text and "error_if can stay" in text
+        assert "\n  debug_print at test_saved_programs.py:" in text
+        assert "\n  pure_callback at test_saved_programs.py:" in text
+        assert "error_if can stay" in text
         assert not path.exists()
 
     def test_read_from_a_file(self, path):
