@@ -27,7 +27,7 @@ def load_compiled(
 
     - `path`: the file.
     - `fun`: the function, as [`mylib.filter_jit`][] has made it.
-    - `*args`, `**kwargs`: what it will be called with: arrays, or `jax.ShapeDtypeStruct`s with the
+    - `args`, `kwargs`: what it will be called with: arrays, or `jax.ShapeDtypeStruct`s with the
         shardings that the arrays will have.
     - `check`: whether the file must be of the function's present code. With False only the arrays
         that it takes and returns, the versions and the devices are compared.
