@@ -45,13 +45,17 @@ def load_compiled(
     !!! Example
 
         ```python
+        import pathlib, tempfile
+
         @mylib.filter_jit
         def double(x):
             return 2 * x
 
         x = jax.ShapeDtypeStruct((8,), jnp.float32)
-        double.lower(x).compile().save("double.mylib")
-        compiled = mylib.load_compiled("double.mylib", double, x)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "double.mylib")
+            double.lower(x).compile().save(path)
+            compiled = mylib.load_compiled(path, double, x)
         print(compiled(jnp.ones(8)))
         ```
     """
