@@ -20,6 +20,7 @@ import numpy as np
 import optax
 import pytest
 from jax import Array
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtyping import Float
 
@@ -67,9 +68,22 @@ def _examples(value) -> list[str]:
     return [textwrap.dedent(b) for b in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)]
 
 
+@pytest.fixture
+def nothing_compiled_before():
+    """XLA does not write the code of a program for CPUs again that JAX has read from its cache."""
+    former = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", former)
+    compilation_cache.reset_cache()
+
+
 # The example of `second_backend` wants a process in which nobody has called it yet.
 @pytest.mark.parametrize("path", [p for p in _PUBLIC if p != "mylib.testing.second_backend"])
-def test_examples(path):
+def test_examples(path, request):
+    if path == "mylib.load_compiled":
+        request.getfixturevalue("nothing_compiled_before")
     names = dict(
         **dict(jax=jax, jnp=jnp, np=np, eqx=eqx, optax=optax, mylib=mylib),
         **dict(P=P, NamedSharding=NamedSharding, Array=Array, Float=Float),

@@ -27,7 +27,7 @@ def load_compiled(
 
     - `path`: the file.
     - `fun`: the function, as [`mylib.filter_jit`][] has made it.
-    - `*args`, `**kwargs`: what it will be called with: arrays, or `jax.ShapeDtypeStruct`s with the
+    - `args`, `kwargs`: what it will be called with: arrays, or `jax.ShapeDtypeStruct`s with the
         shardings that the arrays will have.
     - `check`: whether the file must be of the function's present code. With False only the arrays
         that it takes and returns, the versions and the devices are compared.
@@ -45,13 +45,17 @@ def load_compiled(
     !!! Example
 
         ```python
+        import pathlib, tempfile
+
         @mylib.filter_jit
         def double(x):
             return 2 * x
 
         x = jax.ShapeDtypeStruct((8,), jnp.float32)
-        double.lower(x).compile().save("double.mylib")
-        compiled = mylib.load_compiled("double.mylib", double, x)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "double.mylib")
+            double.lower(x).compile().save(path)
+            compiled = mylib.load_compiled(path, double, x)
         print(compiled(jnp.ones(8)))
         ```
     """

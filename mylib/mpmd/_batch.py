@@ -14,7 +14,7 @@ from ._stage import Form, Struct, split_as
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PipelineBatch:
     """A tree of arrays with rows, and where they will be."""
 
     leaves: Leaves
@@ -28,7 +28,7 @@ class Batch:
         return filter_device_put(self.leaves.arrays, [x.sharding for x in structs])
 
 
-def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
+def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> PipelineBatch:
     leaves = split_as(tree, name)
     request = f"the {'first' if name == 'x' else 'last'} stage's mesh"
     structs: list[Struct] = []
@@ -41,10 +41,10 @@ def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
                 fix = f"move it there: mylib.filter_device_put({name}, P(...), mesh=...)"
                 faults.append(leaves.at(i, because(reason, fix, request)))
         structs.append(Struct(x.shape, canonical_dtype(x), sharding=sharding))
-    return Batch(leaves, Form(outline_of(leaves), tuple(structs)))
+    return PipelineBatch(leaves, Form(outline_of(leaves), tuple(structs)))
 
 
-def check_rows(x: Batch, y: Batch, microbatches: int, faults: list[Fault]) -> int:
+def check_rows(x: PipelineBatch, y: PipelineBatch, microbatches: int, faults: list[Fault]) -> int:
     """The number of rows of a batch, which all its arrays must have, in as many microbatches."""
     request = f"{microbatches} microbatches"
     rows: int | None = None

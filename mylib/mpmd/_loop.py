@@ -10,9 +10,9 @@ from .._processes import in_short
 from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Var
-from ._batch import Batch
+from ._batch import PipelineBatch
 from ._compile import Programs
-from ._plan import Plan, Tie
+from ._plan import PipelinePlan, Tie
 from ._stage import Stage, Struct, chosen
 from ._transfer import transfer
 
@@ -58,7 +58,9 @@ class Run:
     and takes part in those that concern its devices.
     """
 
-    def __init__(self, plan: Plan, arrays: list[Arrays], batch: Batch, targets: Batch):
+    def __init__(
+        self, plan: PipelinePlan, arrays: list[Arrays], batch: PipelineBatch, targets: PipelineBatch
+    ):
         self.plan = plan
         self.states: dict[int, _State] = {}
         for s, programs in plan.programs.items():
@@ -152,7 +154,7 @@ class Run:
                 grads[t][j] = grads[s][i]
 
 
-def _results(plan: Plan) -> str:
+def _results(plan: PipelinePlan) -> str:
     ids = sorted({device.id for stage in plan.stages for device in stage.mesh.devices.flat})
     return f"the results of a pipeline of {len(plan.stages)} stages on devices {in_short(ids)}"
 

@@ -10,10 +10,10 @@ from jaxtyping import PyTree
 from .._errors import Fault, PlacementError, because
 from .._links import get_ready
 from ._actions import Pass
-from ._batch import Batch, check_rows, read_batch
+from ._batch import PipelineBatch, check_rows, read_batch
 from ._loop import Run
 from ._modules import Module, read_stages
-from ._plan import Loss, Plan, chain
+from ._plan import Loss, PipelinePlan, chain
 from ._schedule import Schedule
 from ._ties import Place, Where, tied_groups
 
@@ -146,7 +146,7 @@ class Pipeline:
         self._loss = loss
         self._tied = tied
         self._checkpoint = checkpoint
-        self._plans: dict[Any, Plan] = {}
+        self._plans: dict[Any, PipelinePlan] = {}
         self.schedule = schedule
 
     def compile(
@@ -182,19 +182,21 @@ class Pipeline:
         plan = self._plan(batch, targets, rows)
         return Run(plan, arrays, batch, targets).run()
 
-    def _read(self, x: Any, y: Any, faults: list[Fault]) -> tuple[Batch, Batch, int]:
+    def _read(
+        self, x: Any, y: Any, faults: list[Fault]
+    ) -> tuple[PipelineBatch, PipelineBatch, int]:
         batch = read_batch(x, "x", self._modules[0].mesh, faults)
         targets = read_batch(y, "y", self._modules[-1].mesh, faults)
         return batch, targets, check_rows(batch, targets, self.schedule.microbatches, faults)
 
-    def _plan(self, batch: Batch, targets: Batch, rows: int) -> "Plan":
+    def _plan(self, batch: PipelineBatch, targets: PipelineBatch, rows: int) -> "PipelinePlan":
         structs = (*batch.form.structs, *targets.form.structs)
         types = tuple((x.shape, x.dtype, x.sharding) for x in structs)
         key = batch.form.fixed, targets.form.fixed, types
         plan = self._plans.get(key)
         if plan is None:
             stages = chain(self._modules, self._loss, self.schedule, batch, targets, rows)
-            plan = Plan.of(stages, self.schedule, self._tied, self._checkpoint)
+            plan = PipelinePlan.of(stages, self.schedule, self._tied, self._checkpoint)
             self._plans[key] = plan
         return plan
 

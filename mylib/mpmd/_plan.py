@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from .._errors import PlacementError, because
 from .._placement import entries_of
 from ._actions import Action, Pass
-from ._batch import Batch
+from ._batch import PipelineBatch
 from ._compile import Programs, compile_stage
 from ._modules import Module
 from ._schedule import Schedule
@@ -28,8 +28,8 @@ def chain(
     modules: Sequence[Module],
     loss: Loss,
     schedule: Schedule,
-    batch: Batch,
-    targets: Batch,
+    batch: PipelineBatch,
+    targets: PipelineBatch,
     rows: int,
 ) -> list[Stage]:
     """The stages, with what each of them receives and sends. Only shapes are computed, and the same
@@ -70,7 +70,7 @@ def _named(where: str) -> Iterator[None]:
         raise
 
 
-def _batch_axes(batch: Batch) -> Any:
+def _batch_axes(batch: PipelineBatch) -> Any:
     """The mesh axes over which the batch is split."""
     for struct in batch.form.structs:
         sharding = struct.sharding
@@ -92,7 +92,7 @@ def _value(stage: Stage) -> Struct:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PipelinePlan:
     """Everything that is made once for batches of one shape. There are programs only for stages on
     devices of this process.
     """
@@ -105,7 +105,7 @@ class Plan:
     @classmethod
     def of(
         cls, stages: list[Stage], schedule: Schedule, tied: list[list[Place]], checkpoint: bool
-    ) -> "Plan":
+    ) -> "PipelinePlan":
         splits = schedule.splits_backward
         here = [stage for stage in stages if stage.is_here]
         programs = {
