@@ -10,13 +10,15 @@ over the rows of the batch and over the heads; nothing of it is ever communicate
 import running  # first: it simulates devices
 
 # isort: split
+from collections.abc import Callable
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import llama
 from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, Int, PRNGKeyArray
-from running import ONE_DEVICE, Strategy
+from running import Strategy
 
 import mylib
 from mylib.contracts import never
@@ -56,7 +58,7 @@ def decode(model: llama.Llama, token: Array, at: Array, cache: Cache) -> tuple[A
     return scores(model, x[0]), cache
 
 
-def through(model: llama.Llama, layer, x: Array, *given) -> tuple[Array, Cache]:
+def through(model: llama.Llama, layer: Callable, x: Array, *given: Cache) -> tuple[Array, Cache]:
     """Through all blocks, with what is given to each."""
     arrays, static = eqx.partition(model.blocks, eqx.is_array)
 
@@ -97,7 +99,7 @@ def generate(
     return jax.lax.scan(step, carry, jnp.arange(new))[1].T
 
 
-def program(strategy: Strategy, mesh: Mesh) -> mylib._functions.Jitted:
+def program(strategy: Strategy, mesh: Mesh) -> Callable:
     return mylib.filter_jit(
         generate,
         in_shardings={"model": strategy.used, "prompts": batch(strategy.rows)},

@@ -6,14 +6,14 @@ Import it before anything else: it simulates eight devices if the machine has no
 import os
 import sys
 
-# Read when JAX starts, so they come before it is imported. They concern the CPU alone. NPROC is the
-# number of threads that the simulated devices share: JAX 0.10 needs as many as there are devices.
-_FLAG = "--xla_force_host_platform_device_count"
-if _FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAG}=8".strip()
-    os.environ["NPROC"] = "32"
-if "--machine" in sys.argv:  # which need not be here
-    os.environ["JAX_PLATFORMS"] = "cpu"
+# Read when JAX starts, so they come before it is imported. The first two concern the CPU alone.
+# NPROC is the number of threads that the simulated devices share: JAX 0.10 needs as many as there
+# are devices, however few the cores. A machine that is compiled for need not be here.
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS") or "--xla_force_host_platform_device_count=8"
+os.environ["NPROC"] = os.environ.get("NPROC", "32")
+os.environ["JAX_PLATFORMS"] = (
+    "cpu" if "--machine" in sys.argv else os.environ.get("JAX_PLATFORMS", "")
+)
 
 import argparse
 from collections.abc import Callable, Mapping
