@@ -73,7 +73,7 @@ def test_generated_tokens_are_those_without_a_cache(tied):
     prompts = jnp.asarray(llama.task(size).batch(0)[:, :4])
     tokens = prompts
     for _ in range(5):
-        logits = eqx.filter_jit(jax.vmap(model))(tokens)
+        logits = eqx.filter_jit(lambda m, t: jax.vmap(m)(t))(model, tokens)
         tokens = jnp.concatenate([tokens, jnp.argmax(logits[:, -1:], -1)], 1)
     for how in generate.STRATEGIES.values():
         mesh = mylib.make_mesh(**how.axes)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from running import Strategy
 
 import mylib
-from mylib.contracts import never
+from mylib.contracts import at_most, never
 from mylib.rules import batch, replicated, where_present
 
 PROMPT, NEW = 4, 8
@@ -108,10 +108,10 @@ def program(strategy: Strategy, mesh: Mesh) -> Callable:
     )
 
 
+# Of the scores, which are split by the vocabulary, each device sends its largest one alone.
+FEW = at_most("4 KiB", "all-gather", "model")
 STRATEGIES = {
-    name: strategy._replace(
-        kept=strategy.used, contracts=(never("all-to-all", "data"), never("all-gather", "model"))
-    )
+    name: strategy._replace(kept=strategy.used, contracts=(never("all-gather", "data"), FEW))
     for name, strategy in llama.STRATEGIES.items()
     if name == "tensor parallel"
 } | {
