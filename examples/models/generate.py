@@ -131,8 +131,9 @@ def run(strategy: Strategy, mesh: Mesh) -> str:
 
 
 def report(strategy: Strategy, mesh: Mesh, size: llama.Size = llama.LARGE) -> mylib.Report:
+    key = jax.eval_shape(lambda: jax.random.key(0))
     with jax.set_mesh(mesh):
-        model = eqx.filter_eval_shape(llama.Llama, size, jax.random.key(0))
+        model = eqx.filter_eval_shape(llama.Llama, size, key)
         prompts = jax.ShapeDtypeStruct((size.rows, size.time // 2), jnp.int32)
         return mylib.audit(program(strategy, mesh), model, prompts, size.time // 2)
 

@@ -110,10 +110,11 @@ def fit(task: Task, strategy: Strategy, mesh: Mesh, steps: int) -> tuple[Any, li
 def report(task: Task, strategy: Strategy, mesh: Mesh) -> mylib.Report:
     """What a step communicates and needs, compiled from shapes: nothing is moved or run."""
     make, step = training(task, strategy, mesh)
+    key, numbers = jax.eval_shape(lambda: jax.random.key(0)), task.batch(0)
     with jax.set_mesh(mesh):
-        model, state = eqx.filter_eval_shape(make, jax.random.key(0))
+        model, state = eqx.filter_eval_shape(make, key)
         model, state = mylib.filter_shard((model, state), strategy.kept, mesh)
-        batch = jax.eval_shape(lambda: task.batch(0))
+        batch = jax.ShapeDtypeStruct(numbers.shape, numbers.dtype)
         batch = mylib.filter_shard(batch, rows(strategy.rows), mesh)
         return mylib.audit(step, batch, model, state)
 
