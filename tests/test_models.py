@@ -15,7 +15,7 @@ from scripts import printed_by
 import mylib
 
 _FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models"
-_PROGRAMS = ["llama", "adapters", "generate"]
+_PROGRAMS = ["llama", "experts", "adapters", "generate"]
 
 
 def program(name):
@@ -36,8 +36,9 @@ def strategies(*names):
     ]
 
 
-def task_of(name):
-    return program(name).task(program("llama").SMALL)
+def task_of(name, size="SMALL"):
+    module = program(name)
+    return module.task(getattr(module, size, None) or getattr(program("llama"), size))
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +56,7 @@ def on_one_device():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "strategy"), strategies("llama", "adapters"))
+@pytest.mark.parametrize(("name", "strategy"), strategies("llama", "experts", "adapters"))
 def test_training(name, strategy, on_one_device):
     running, how = program("running"), program(name).STRATEGIES[strategy]
     mesh = mylib.make_mesh(**how.axes)
@@ -114,6 +115,6 @@ def test_on_machines(name, machine):
         if name == "generate":
             report = module.report(how, mesh)
         else:
-            report = running.report(module.task(program("llama").LARGE), how, mesh)
+            report = running.report(task_of(name, "LARGE"), how, mesh)
         fit = report.memory.fits(machine)
         assert fit, f"{strategy}: {fit}"
