@@ -610,6 +610,14 @@ class TestWhatDoesNotWork:
         ours = normed(("batch", "data"), check_vma=False)
         np.testing.assert_allclose(ours, normed("batch"), rtol=1e-3, atol=1e-4)
 
+    def test_vmap_over_a_sharded_batch(self):
+        f = mylib.filter_shard_map(lambda x: x * 2, mesh=AUTO, in_specs=P(), out_specs=P())
+        x = mylib.filter_shard(X, P("data"), mesh=AUTO)
+        gathered = mylib.audit(mylib.filter_jit(lambda x: jax.vmap(f)(x)), x)
+        assert gathered.among("all-gather", "data")
+        kept = mylib.filter_jit(lambda x: jax.vmap(f, spmd_axis_name="data")(x))
+        assert mylib.audit(kept, x).collectives == ()
+
     def test_callbacks_under_vmap_on_a_partly_manual_mesh(self):
         def f(x):
             shape = jax.ShapeDtypeStruct((8,), jnp.float32)

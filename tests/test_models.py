@@ -1,0 +1,120 @@
+"""The programs of examples/models: the numbers of one device, and what each strategy may send."""
+
+import importlib
+import os
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scripts import printed_by
+
+import mylib
+
+_FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models"
+_PROGRAMS = ["llama", "experts", "adapters", "generate"]
+
+
+def program(name):
+    """One of the programs as a module; `running` has been told that devices are simulated."""
+    assert "device_count" in os.environ["XLA_FLAGS"]
+    sys.path.insert(0, str(_FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(_FOLDER))
+
+
+def strategies(*names):
+    return [
+        pytest.param(name, strategy, id=f"{name}-{strategy}")
+        for name in names
+        for strategy in program(name).STRATEGIES
+    ]
+
+
+def task_of(name, size="SMALL"):
+    module = program(name)
+    return module.task(getattr(module, size, None) or getattr(program("llama"), size))
+
+
+@pytest.fixture(scope="module")
+def on_one_device():
+    known = {}
+
+    def losses(name):
+        if name not in known:
+            running = program("running")
+            mesh = mylib.make_mesh(data=1, devices=jax.devices()[:1])
+            known[name] = running.train(task_of(name), running.ONE_DEVICE, mesh, 3)
+        return known[name]
+
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), strategies("llama", "experts", "adapters"))
+def test_training(name, strategy, on_one_device):
+    running, how = program("running"), program(name).STRATEGIES[strategy]
+    mesh = mylib.make_mesh(**how.axes)
+    losses = running.train(task_of(name), how, mesh, 3)
+    np.testing.assert_allclose(losses, on_one_device(name), rtol=1e-4)
+    running.report(task_of(name), how, mesh).expect(*how.contracts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_generated_tokens_are_those_without_a_cache(tied):
+    generate, llama = program("generate"), program("llama")
+    size = llama.Size(2, 32, 4, 2, 64, 64, 16, 8, tied=tied)
+    model = llama.Llama(size, jax.random.key(0))
+    prompts = jnp.asarray(llama.task(size).batch(0)[:, :4])
+    tokens = prompts
+    for _ in range(5):
+        logits = eqx.filter_jit(lambda m, t: jax.vmap(m)(t))(model, tokens)
+        tokens = jnp.concatenate([tokens, jnp.argmax(logits[:, -1:], -1)], 1)
+    for how in generate.STRATEGIES.values():
+        mesh = mylib.make_mesh(**how.axes)
+        with jax.set_mesh(mesh):
+            placed = mylib.filter_shard(model, how.used)
+            found = generate.program(how, mesh)(placed, np.asarray(prompts), 5)
+        np.testing.assert_array_equal(found, tokens[:, 4:])
+    assert found.sharding.spec == jax.P("data")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "strategy"), strategies("generate"))
+def test_what_generating_communicates(name, strategy):
+    generate, llama = program(name), program("llama")
+    how = generate.STRATEGIES[strategy]
+    report = generate.report(how, mylib.make_mesh(**how.axes), llama.SMALL)
+    report.expect(*how.contracts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_program(name, checkout_env, cache_env):
+    env = {k: v for k, v in (checkout_env | cache_env).items() if k not in ("XLA_FLAGS", "NPROC")}
+    printed = printed_by("-W", "error", _FOLDER / f"{name}.py", env=env)
+    assert printed.count("\n") == len(program(name).STRATEGIES)
+
+
+@pytest.mark.compilers
+@pytest.mark.timeout(900)
+@pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
+@pytest.mark.parametrize("name", _PROGRAMS)
+def test_on_machines(name, machine):
+    """They compile and fit, at full size."""
+    running, module = program("running"), program(name)
+    for strategy, how in module.STRATEGIES.items():
+        mesh = machine.mesh(**how.axes)
+        if name == "generate":
+            report = module.report(how, mesh)
+        else:
+            report = running.report(task_of(name, "LARGE"), how, mesh)
+        fit = report.memory.fits(machine)
+        assert fit, f"{strategy}: {fit}"
