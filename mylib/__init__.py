@@ -17,12 +17,8 @@ from ._errors import (
     StaticNumberWarning,
     SummedTwiceWarning,
 )
-from ._functions import (
-    filter_checkpoint,
-    filter_jit,
-    fully_shard,
-    recompute_resharded,
-)
+from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
+from ._jit import filter_jit
 from ._meshes import make_mesh
 from ._per_device import filter_shard_map, opaque, vary
 from ._placement import Placement, Target, resolve

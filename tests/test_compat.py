@@ -61,7 +61,7 @@ from mylib._compat import (
     with_actual_memory_kind,
     without_dead_code,
 )
-from mylib._functions.error_checks import calling, check_p
+from mylib._jit.error_checks import calling, check_p
 from mylib._placement import current_world
 from mylib._programs import all_jaxprs, jaxprs_in
 
@@ -86,7 +86,7 @@ PACKAGE = Path(mylib.__file__).parent
 USES = {
     "equinox._errors._error": (
         "what `equinox.error_if` and `branched_error_if` call with x, pred, index, msgs=, "
-        "on_error= and stack=. mylib/_functions/error_checks.py puts its own in this place"
+        "on_error= and stack=. mylib/_jit/error_checks.py puts its own in this place"
     ),
     "equinox._jit.last_error_info": (
         "the message of the last error that `equinox.error_if` raised, and the stack inside of the "
@@ -107,7 +107,7 @@ USES = {
     ),
     "jax._src.core.ShardingTypeError": (
         "what JAX raises if the result of an operation on Explicit axes could have several "
-        "shardings: tests/functions/test_notes.py"
+        "shardings: tests/jit/test_notes.py"
     ),
     "jax._src.array.ArrayImpl": (
         "the type of arrays, made of an `aval`, a sharding and shards: the only way to give an "

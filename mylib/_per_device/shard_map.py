@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .._compat import jit, names
 from .._errors import Fault, PlacementError, because
-from .._functions import Function, Jitted, about, captured_by, code_of
+from .._jit import Function, Jitted, about, captured_by, code_of
 from .._placement import (
     AnyMesh,
     Placement,
@@ -37,7 +37,7 @@ from .specs import Region, Specs, refuse_map, spec_in
 from .sums import warn_of_sums
 
 if TYPE_CHECKING:
-    from .._functions import Lowered
+    from .._jit import Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because
-from .._functions import Function, Inputs, Moves, Targets
+from .._jit import Function, Inputs, Moves, Targets
 from .._placement import (
     AnyMesh,
     Decision,

@@ -6,7 +6,7 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._errors import Fault, because
-from .._functions import Key
+from .._jit import Key
 from .._links import handles
 from .._placement import show
 from .._transfer import filter_device_put

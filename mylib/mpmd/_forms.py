@@ -7,7 +7,7 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._functions import Key
+from .._jit import Key
 from .._tree import KeyPath, Leaves, Outline, split
 
 

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, because
-from .._functions import Key
+from .._jit import Key
 from .._placement import show, show_mesh
 from .._transfer import same_place
 from .._tree import (

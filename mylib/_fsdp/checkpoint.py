@@ -13,6 +13,7 @@ from jaxtyping import PyTree
 
 from .._compat import names
 from .._errors import Fault, because
+from .._jit import Function, Inputs
 from .._placement import (
     AnyMesh,
     Placement,
@@ -28,8 +29,6 @@ from .._placement import (
 )
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, outlined
-from .inputs import Inputs
-from .signature import Function
 
 P = ParamSpec("P")
 T = TypeVar("T")
