@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from ._per_device import communicates_over
 from ._placement import cast, manual_axes, varying
-from ._tree import Arrays, Outline, first_difference, is_array, is_ref, outlined
+from ._tree import Arrays, Split, first_difference, is_array, is_ref, outlined
 
 __all__ = ["scan", "while_loop"]
 
@@ -171,7 +171,7 @@ def scan(
     """
     carry = _carried(init)
     rows, of_rows = outlined(xs)
-    of_results: list[Outline] = []
+    of_results: list[Split] = []
 
     def step(carry: _Carry, row: Arrays) -> tuple[_Carry, Arrays]:
         result = f(carry.tree(), of_rows.fill(row))
@@ -238,7 +238,7 @@ class _Path:
 class _Form:
     """The carry without its arrays; the same in all iterations."""
 
-    outline: Outline
+    outline: Split
     paths: list[str]
 
 
@@ -301,5 +301,5 @@ def _carried(tree: Any) -> _Carry:
     leaves = [x for _, x in with_paths]
     carried = tuple(map(_is_carried, leaves))
     static = tuple(compress(leaves, map(not_, carried)))
-    form = _Form(Outline(treedef, carried, static), [jtu.keystr(path) for path, _ in with_paths])
+    form = _Form(Split(treedef, carried, static), [jtu.keystr(path) for path, _ in with_paths])
     return _Carry([jnp.asarray(x) for x in compress(leaves, carried)], form)

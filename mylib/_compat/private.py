@@ -10,8 +10,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from itertools import chain, filterfalse
+from operator import is_, itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import equinox as eqx
 import jax
@@ -126,6 +128,32 @@ def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, l
     `axis` is JAX's data about the axis.
     """
     return batching.batch_jaxpr(program, axis, list(are_mapped), False)
+
+
+def trace_kind() -> Literal["eager", "transformed", "staged"]:
+    """How calls here run: at once, at once under an eager `grad`, `jvp` or `vmap`, or later, as a
+    part of a program.
+    """
+    trace = core.trace_ctx.trace
+    if type(trace) is core.EvalTrace:
+        return "eager"
+    return "staged" if is_staged_trace(trace) else "transformed"
+
+
+def data_of_nodes(treedef: Any) -> list[Any]:
+    """The data of a tree's own nodes: static fields, keys of dicts. `PyTreeDef.walk` would call a
+    Python function for each node.
+    """
+    # What is pickled of each node: its kind, the number of its children, its data, ...
+    _, nodes = treedef.__getstate__()
+    data = list(filterfalse(_is_none, map(itemgetter(2), nodes)))
+    if _SEQUENCES.issuperset(map(type, data)):
+        return list(chain.from_iterable(data))
+    return [x for one in data for x in (one if type(one) in _SEQUENCES else (one,))]
+
+
+_SEQUENCES = frozenset({tuple, list})
+_is_none = functools.partial(is_, None)
 
 
 def is_staged_trace(trace: Any) -> bool:
@@ -250,10 +278,6 @@ def label_of(x: Any) -> str:
 # Until JAX 0.11 a program for several devices that is called with a deleted array ends the process
 # (as in https://github.com/openxla/xla/issues/22604).
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
-
-
-# Until JAX 0.11 the operations of an inlined jit get the line that calls it.
-INLINING_LOSES_LINES = jax.__version_info__ < (0, 12)
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:

@@ -2,11 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from .advice import captured_by as captured_by, code_of as code_of
 from .arrivals import expect as expect
-from .inputs import Inputs as Inputs, Moves as Moves, Targets as Targets
+from .inputs import Inputs as Inputs, Targets as Targets
 from .jit import Jitted as Jitted, filter_jit as filter_jit
-from .key import Key as Key
+from .naming import captured_by as captured_by, code_of as code_of
 from .signature import Function as Function, about as about
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Compares where a program's weights arrive with where `fully_shard` keeps them."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from .._errors import PlacementWarning, folded, warn
 from .._placement import Target, axis_types, entries_of, same_axes, sharding_of, split_over
 from .._sizes import scaled
 from .._tree import Arrays
+from .arguments import Call
+from .naming import names_of
 
 Kept = dict[int, NamedSharding]
 
@@ -52,65 +54,42 @@ def _can_arrive(kept: NamedSharding, dtype: jnp.dtype) -> bool:
     return is_auto and not is_free and jnp.issubdtype(dtype, jnp.inexact)
 
 
-class Arrivals:
-    """Where `fully_shard` keeps the arguments of a function, which are called `names()`."""
-
-    def __init__(self, name: str, names: Callable[[], list[str]]):
-        self._name = name
-        self._names = names
-        # By the shapes of the arguments, as JAX traces again for others.
-        self._kept: dict[tuple[tuple[int, ...], ...], Kept] = {}
-
-    @contextmanager
-    def tracing(self, arguments: Arrays) -> Iterator[None]:
-        """Surrounds the tracing of the function for these arguments."""
-        kept: Kept = {}
-        _thread.programs.append((arguments, kept))
-        try:
-            yield
-        finally:
-            _thread.programs.pop()
-        if kept:
-            self._kept[_shapes_of(arguments)] = kept
-
-    def _kept_of(self, arguments: Arrays) -> Kept:
-        return self._kept.get(_shapes_of(arguments), {}) if self._kept else {}
-
-    def hand_on(self, arguments: Arrays) -> None:
-        """Lets the surrounding program expect what this one does of the arguments that it got."""
-        kept = self._kept_of(arguments)
-        expect([arguments[i] for i in kept], list(kept.values()))
-
-    def compare(self, arguments: Arrays) -> None:
-        """Warns about weights that have arrived otherwise than they are kept."""
-        kept = self._kept_of(arguments)
-        names: list[str] = self._names() if kept else []
-        others: dict[str, list[str]] = {}
-        held = expected = 0
-        for i, sharding in kept.items():
-            x = value_under(arguments[i])
-            # The compiler chooses where uncommitted arrays arrive, and takes `kept`.
-            if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
-                continue
-            wanted = _for_comparing(sharding, x.sharding)
-            if wanted is not None and not x.sharding.is_equivalent_to(wanted, x.ndim):
-                how = f"{_show(x.sharding)} instead of {_show(wanted)}"
-                others.setdefault(how, []).append(names[i])
-                held += _size(x.sharding, x)
-                expected += _size(wanted, x)
-        if others:
-            said = "; ".join(f"{', '.join(folded(those))}: {how}" for how, those in others.items())
-            cost = f"Each device holds {_bytes(held)} of them instead of {_bytes(expected)}"
-            warn(
-                f"{self._name} is given weights that are not where fully_shard keeps them: {said}. "
-                f"{cost if held > expected else 'Each call moves them'}. Place them as `kept` "
-                "before the first call, or give in_shardings and out_shardings.",
-                PlacementWarning,
-            )
+@contextmanager
+def expecting(arguments: Arrays) -> Iterator[Kept]:
+    """Surrounds the tracing of a program of these arguments. What it returns is then filled."""
+    kept: Kept = {}
+    _thread.programs.append((arguments, kept))
+    try:
+        yield kept
+    finally:
+        _thread.programs.pop()
 
 
-def _shapes_of(arguments: Arrays) -> tuple[tuple[int, ...], ...]:
-    return tuple([tuple(x.shape) for x in arguments])
+def compare(call: Call, kept: Kept, arguments: Arrays) -> None:
+    """Warns about weights that have arrived otherwise than they are kept."""
+    known = names_of(call) if kept else []
+    others: dict[str, list[str]] = {}
+    held = expected = 0
+    for i, sharding in kept.items():
+        x = value_under(arguments[i])
+        # The compiler chooses where uncommitted arrays arrive, and takes `kept`.
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
+            continue
+        wanted = _for_comparing(sharding, x.sharding)
+        if wanted is not None and not x.sharding.is_equivalent_to(wanted, x.ndim):
+            how = f"{_show(x.sharding)} instead of {_show(wanted)}"
+            others.setdefault(how, []).append(known[i])
+            held += _size(x.sharding, x)
+            expected += _size(wanted, x)
+    if others:
+        said = "; ".join(f"{', '.join(folded(those))}: {how}" for how, those in others.items())
+        cost = f"Each device holds {_bytes(held)} of them instead of {_bytes(expected)}"
+        warn(
+            f"{call.program.name} is given weights that are not where fully_shard keeps them: "
+            f"{said}. {cost if held > expected else 'Each call moves them'}. Place them as `kept` "
+            "before the first call, or give in_shardings and out_shardings.",
+            PlacementWarning,
+        )
 
 
 def _for_comparing(kept: NamedSharding, here: Sharding) -> NamedSharding | None:

@@ -16,13 +16,20 @@ from .leaves import (
     parts_of as parts_of,
     split as split,
 )
-from .outline import Arrays as Arrays, Outline as Outline, outlined as outlined, parted as parted
 from .pattern import Pattern as Pattern, joined as joined, spelled as spelled
 from .prefix import (
     MISFIT as MISFIT,
     broadcast_prefix as broadcast_prefix,
     first_difference as first_difference,
     spread_prefix as spread_prefix,
+)
+from .splits import (
+    Arrays as Arrays,
+    Made as Made,
+    Rest as Rest,
+    Split as Split,
+    outlined as outlined,
+    parted as parted,
 )
 from .structure import (
     named_texts_of as named_texts_of,

@@ -6,12 +6,11 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._errors import Fault, because
-from .._jit import Key
 from .._links import handles
 from .._placement import show
 from .._transfer import filter_device_put
-from .._tree import Arrays, Kind, Leaves, canonical_dtype
-from ._forms import Form, fixed_of, outline_of, split_as
+from .._tree import Arrays, Kind, Leaves, Split, canonical_dtype
+from ._forms import Form, fixed_of, split_as
 from ._stage import Struct
 
 
@@ -21,7 +20,7 @@ class Batch:
 
     leaves: Leaves
     form: Form
-    fixed: Key
+    fixed: Split
 
     def arrays(self, is_here: bool) -> Arrays:
         """The arrays, moved to their mesh."""
@@ -44,7 +43,7 @@ def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
                 mend = f"move it there: mylib.filter_device_put({name}, P(...), mesh=...)"
                 faults.append(leaves.at(i, because(reason, mend, request)))
         structs.append(Struct(x.shape, canonical_dtype(x), sharding=sharding))
-    return Batch(leaves, Form(outline_of(leaves), tuple(structs)), fixed_of(leaves))
+    return Batch(leaves, Form(fixed_of(leaves), tuple(structs)), fixed_of(leaves))
 
 
 def check_rows(x: Batch, y: Batch, microbatches: int, faults: list[Fault]) -> int:

@@ -7,15 +7,14 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
-from .._jit import Key
-from .._tree import KeyPath, Leaves, Outline, split
+from .._tree import KeyPath, Leaves, Split, split
 
 
 @dataclass(frozen=True, eq=False)
 class Form:
     """A tree of arrays of which only shapes, dtypes and shardings are known."""
 
-    outline: Outline
+    outline: Split
     structs: tuple[jax.ShapeDtypeStruct, ...]
 
 
@@ -26,16 +25,12 @@ def split_as(tree: Any, name: str) -> Leaves:
     return split(tree, naming=named)
 
 
-def outline_of(leaves: Leaves) -> Outline:
+def fixed_of(leaves: Leaves) -> Split:
+    """What must not change in a tree."""
     places = set(leaves.positions)
     flags = tuple(i in places for i in range(len(leaves.all)))
     static = tuple(x for i, x in enumerate(leaves.all) if i not in places)
-    return Outline(leaves.treedef, flags, static)
-
-
-def fixed_of(leaves: Leaves) -> Key:
-    outline = outline_of(leaves)
-    return Key(outline.treedef, outline.are_arrays, outline.static)
+    return Split(leaves.treedef, flags, static)
 
 
 def refuse_tracers(*trees: Any) -> None:

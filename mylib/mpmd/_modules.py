@@ -8,16 +8,16 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, because
-from .._jit import Key
 from .._placement import show, show_mesh
 from .._transfer import same_place
 from .._tree import (
     Arrays,
     Kind,
     Leaves,
+    Split,
     first_difference,
 )
-from ._forms import Form, fixed_of, outline_of, split_as
+from ._forms import Form, fixed_of, split_as
 from ._schedule import Schedule
 from ._stage import Struct
 
@@ -31,7 +31,7 @@ class Module:
     number: int
     mesh: Mesh
     form: Form
-    fixed: Key
+    fixed: Split
 
     def arrays_of(self, stage: Any, faults: list[Fault]) -> Arrays:
         """The arrays of the same stage, given again."""
@@ -91,7 +91,7 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     if faults:
         raise PlacementError(faults)
     return [
-        Module(s, mesh, Form(outline_of(leaves), _structs(leaves)), fixed_of(leaves))
+        Module(s, mesh, Form(fixed_of(leaves), _structs(leaves)), fixed_of(leaves))
         for s, (mesh, leaves) in enumerate(zip(meshes, read, strict=True))
         if mesh is not None
     ]

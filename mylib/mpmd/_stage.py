@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._placement import axis_names, is_described
-from .._tree import Arrays, Outline, outlined
+from .._tree import Arrays, Split, outlined
 from ._forms import Form
 
 Struct = jax.ShapeDtypeStruct
@@ -22,7 +22,7 @@ Struct = jax.ShapeDtypeStruct
 class Boundary:
     """What goes from a stage to the next one. Each array has a sharding on both meshes."""
 
-    outline: Outline
+    outline: Split
     sent: tuple[Struct, ...]
     received: tuple[Struct, ...]
 
@@ -114,9 +114,9 @@ def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -
     return [next(yes if flag else no) for flag in flags]
 
 
-def shape_of_result(stage: Stage) -> tuple[list[Struct], Outline]:
+def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
     """The arrays that a stage returns, and the tree that they are in."""
-    outlines: list[Outline] = []
+    outlines: list[Split] = []
 
     def result(module: Arrays, received: Arrays, microbatch: Arrays) -> Arrays:
         tree = stage.apply(stage.module.outline.fill(module), received, microbatch)
@@ -154,7 +154,7 @@ def received(stage: Stage) -> list[Struct]:
 
 
 def boundary(
-    structs: Iterable[Struct], outline: Outline, here: Mesh, there: Mesh, rows: int, axes: Any
+    structs: Iterable[Struct], outline: Split, here: Mesh, there: Mesh, rows: int, axes: Any
 ) -> Boundary:
     """How the results of a stage are placed: arrays that have the rows of the microbatch as first
     dimension are split over `axes`, as the batch is; all others are on every device.
