@@ -11,7 +11,7 @@ from jax.experimental.layout import Format
 from .._placement import Target, World, current_world
 from .._processes import one_call, raised_in_all
 from .._transfer import mesh_of_all, place_leaves
-from .._tree import Arrays, Leaves, Split, canonical_dtype, split as split_tree
+from .._tree import Arrays, Leaves, canonical_dtype, split as split_tree
 from .inputs import Inputs, Resolved
 from .variants import Variant
 
@@ -20,22 +20,17 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """A call: its arguments, `arrays` and `split` of them, and the arrays of the function itself,
-    `own`.
-    """
+    """A call: its arguments, the `arrays` in them, and the function's `own` arrays."""
 
-    __slots__ = ("args", "arrays", "kwargs", "own", "program", "split", "variant")
+    __slots__ = ("args", "arrays", "kwargs", "own", "program", "variant")
     variant: Variant
 
-    def __init__(
-        self, program: "Program", args: Any, kwargs: Any, arrays: Arrays, own: Arrays, split: Split
-    ):
+    def __init__(self, program: "Program", args: Any, kwargs: Any, arrays: Arrays, own: Arrays):
         self.program = program
         self.args = args
         self.kwargs = kwargs
         self.arrays = arrays
         self.own = own
-        self.split = split
 
 
 def place(

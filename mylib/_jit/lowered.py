@@ -111,8 +111,8 @@ class Compiled:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         program, variant, own, *_ = self._origin
-        call = program.read(own, args, kwargs)
-        if call.split != variant.split:
+        call, parts = program.read(own, args, kwargs)
+        if not variant.split.is_of(*parts):
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
                 raise TypeError(
                     f"{program.name} is called with a jax.ShapeDtypeStruct, which has no numbers: "

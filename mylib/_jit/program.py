@@ -131,24 +131,20 @@ class Program:
         run.__name__ = run.__qualname__ = self.name
         return jit(run, static_argnums=(0, 1, 2), donate_argnums=4, **self.options)
 
-    @functools.cached_property
-    def is_parallel(self) -> list[bool]:
-        """Not empty if several devices took part in a call."""
-        return []
-
     def prepare(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
         """A call with these arguments. If it is only lowered, arrays may be `abstract`."""
-        call = self.read(own, args, kwargs, abstract)
-        try:
-            variant = self.variants.find(call.split)
-        except TypeError as error:
-            error.add_note(unhashable(call))
-            raise
-        call.variant = variant or self._add_variant(call, abstract)
+        call, parts = self.read(own, args, kwargs, abstract)
+        latest = self.variants.latest
+        # Usually the same variant is called again, and then nothing need be hashed.
+        if latest is None or not latest.split.is_of(*parts):
+            latest = self._variant(call, Split(*parts), abstract)
+        call.variant = latest
         return call
 
-    def read(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
-        """A call with these arguments, of no variant yet."""
+    def read(
+        self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False
+    ) -> tuple[Call, tuple[Any, tuple[bool, ...], tuple[Any, ...]]]:
+        """A call with these arguments, of no variant yet, and the parts of their split."""
         if self.inputs is not None:
             args, kwargs = self.inputs.bind(self.function, args, kwargs)
         elif kwargs:
@@ -156,17 +152,25 @@ class Program:
         # Without keyword arguments a tree of the positional ones (a tuple) is enough.
         leaves, treedef = jtu.tree_flatten([args, kwargs] if kwargs else args)
         arrays, are_arrays, static = parted(leaves, abstract)
-        return Call(self, args, kwargs, arrays, own, Split(treedef, are_arrays, static))
+        return Call(self, args, kwargs, arrays, own), (treedef, are_arrays, static)
 
-    def _add_variant(self, call: Call, abstract: bool) -> Variant:
+    def _variant(self, call: Call, split: Split, abstract: bool) -> Variant:
+        try:
+            known = self.variants.get(split)
+        except TypeError as error:
+            error.add_note(unhashable(call))
+            raise
+        if known is not None:
+            return known
         mesh = self.mesh if self.mesh is not None else current_world().devices
         if not abstract and is_described(mesh) and not is_staged():
             raise not_here(self)
         start = _donated_from(self.donate, call.args, abstract)
-        variant, is_full, changing = self.variants.add(call.split, start)
+        variant, is_full, changing = self.variants.add(split, start)
         if is_full:
             self.jitted.clear_cache()
         if changing:
+            call.variant = variant
             about_numbers(call, changing)
         return variant
 
@@ -175,18 +179,19 @@ class Program:
         whether this is its first call.
         """
         __equinox_jit_id__ = self.id  # noqa: F841
-        compiled, mode = _thread.compiled, "eager" if ahead else trace_kind()
+        compiled, mode, variant = _thread.compiled, trace_kind(), call.variant
         placed, own, targets = call.arrays, call.own, None
         if self.inputs is not None:
             placed, own, targets = place(call, self.inputs)
         arrays, donated = placed + own if own else placed, []
+        statics = () if ahead else (variant.key, mode, targets)
         try:
-            if call.variant.donated_from is not None:
+            if variant.donated_from is not None:
                 arrays = used_once(call, arrays)
-                donated = arrays[call.variant.donated_from :]
-            if DELETED_ARRAYS_END_IT and self.is_parallel and mode == "eager":
+                donated = arrays[variant.donated_from :]
+            if DELETED_ARRAYS_END_IT and variant.is_parallel and mode == "eager":
                 _refuse_deleted(arrays)
-            made = self._run(ahead or self.jitted, call, mode, targets, arrays, donated, ahead)
+            made = self._run(call, ahead or self.jitted, statics, arrays, donated)
             rest: _Traced = made.rest
             if rest.checks is not None:
                 self._raise_failed(made, rest.checks)
@@ -202,16 +207,15 @@ class Program:
         if rest.kept and mode == "staged":
             # The surrounding program expects what this one does of the arguments that it got.
             expect([arrays[i] for i in rest.kept], list(rest.kept.values()))
-        if call.variant.large:
+        if variant.large:
             about_captured(call)
         if first or _thread.compiled != compiled:
             compare(call, rest.kept, arrays)
             about_compiled(call, arrays, donated, made.arrays)
-            if any(map(_is_on_several_devices, (*arrays, *made.arrays))):
-                self.is_parallel.append(True)
+            variant.is_parallel |= any(map(_is_on_several_devices, (*arrays, *made.arrays)))
         if placed is not call.arrays:
             let_go(call, placed)
-        result = made.tree()
+        result = rest.split.fill(made.arrays)
         return result.placed() if isinstance(result, PlacedAfter) else result
 
     def lower(self, call: Call) -> tuple[jax.stages.Lowered, Arrays]:
@@ -222,7 +226,8 @@ class Program:
             placed, own, targets = place(call, self.inputs, abstract=True)
         arrays, start = placed + own, call.variant.donated_from
         donated = [] if start is None else arrays[start:]
-        lowered = self._run(self.jitted.lower, call, "eager", targets, arrays, donated)
+        statics = call.variant.key, "eager", targets
+        lowered = self._run(call, self.jitted.lower, statics, arrays, donated)
         # Warns about captured arrays now: the program may be called in another process.
         if call.variant.large:
             about_captured(call)
@@ -230,26 +235,25 @@ class Program:
 
     def _run(
         self,
-        function: Callable[..., Any],
         call: Call,
-        mode: Any,
-        targets: Resolved | None,
+        function: Callable[..., Any],
+        statics: tuple[Any, ...],
         arrays: Arrays,
         donated: Arrays,
-        is_ahead: Any = False,
     ) -> Any:
-        statics = () if is_ahead else (call.variant.key, mode, targets)
+        """`function`, of which the program compiled ahead of time has no static arguments. Donated
+        arrays come last in `arrays`.
+        """
         traced = _thread.traced
-        with calling(mode == "eager"):
+        kept = arrays[: len(arrays) - len(donated)] if donated else arrays
+        with calling(returns_errors=not statics or statics[1] == "eager"):
             try:
                 if not donated:
-                    return function(*statics, arrays, donated)
-                kept = arrays[: len(arrays) - len(donated)]
+                    return function(*statics, kept, donated)
                 with donation_warning(silenced=True):
                     return function(*statics, kept, donated)
             finally:
                 if _thread.traced != traced:
-                    kept = arrays[: len(arrays) - len(donated)]
                     # JAX still caches the trace.
                     large_constants(call, self.jitted.trace(*statics, kept, donated).jaxpr)
                     _thread.traced = traced

@@ -27,6 +27,8 @@ class Variant:
         self.resolved: tuple[Any, Any] | None = None
         # The state of the last arguments that needed no moves, and their targets.
         self.in_place: tuple[Any, Any] | None = None
+        # Whether several devices took part in a call.
+        self.is_parallel = False
         # Large arrays captured by the last trace, until the warning is given, and where they may
         # come from.
         self.large: list[Any] = []
@@ -41,31 +43,29 @@ class Variants:
 
     def __init__(self) -> None:
         self._known: dict[Split, Variant] = {}
-        # Usually the same one is called again, and then its split need not be hashed.
-        self._latest: Variant | None = None
+        # The one that was called last. Usually it is called again.
+        self.latest: Variant | None = None
         self._row = _Row()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, split: Split) -> Variant | None:
-        variant = self._latest
-        if variant is None or variant.split != split:
-            variant = self._known.get(split)
-            if variant is not None:
-                self._latest = variant
+    def get(self, split: Split) -> Variant | None:
+        variant = self._known.get(split)
+        if variant is not None:
+            self.latest = variant
         return variant
 
     def add(self, split: Split, donated_from: int | None) -> tuple[Variant, bool, set[int]]:
         """A new variant, or that of another thread, which was faster; whether there were so many
         that all others were let go; and, once, the leaves whose numbers change at each call.
         """
-        changed = self._row.add(split, self._latest)
+        changed = self._row.add(split, self.latest)
         is_full = len(self._known) >= _MOST
         if is_full:
             self._known = {}
-        self._latest = self._known.setdefault(split, Variant(split, donated_from))
-        return self._latest, is_full, changed
+        self.latest = self._known.setdefault(split, Variant(split, donated_from))
+        return self.latest, is_full, changed
 
 
 class _Row:

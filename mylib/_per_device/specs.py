@@ -218,7 +218,8 @@ class Specs:
     ) -> list[Target | None]:
         """The targets of the arrays in (args, kwargs), which the call may have resolved already."""
         leaves = self.function.split(given, outlined(given)[1].positions)
-        if resolved is None:
+        # The kinds of arrays that are placed differ, outside and inside of a program.
+        if resolved is None or len(resolved) != len(leaves.arrays):
             return self.inputs.resolve(self.function, leaves, *given, world)
         # Outside of the program less is checked.
         here = [None if to is None else NamedSharding(region.mesh, spec_in(to)) for to in resolved]

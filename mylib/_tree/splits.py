@@ -50,7 +50,7 @@ class Split:
         return _taking([next(arrays if x else static) for x in self.are_arrays])
 
     @cached_property
-    def _data(self) -> list[Any]:
+    def data(self) -> list[Any]:
         """The nodes' own data: static fields, dict keys."""
         return data_of_nodes(self.treedef)
 
@@ -66,15 +66,19 @@ class Split:
         return self._hash
 
     def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Split) and self.is_of(
+            other.treedef, other.are_arrays, other.static
+        )
+
+    def is_of(self, treedef: Any, are_arrays: tuple[bool, ...], static: Static) -> bool:
+        """Whether it equals the split of these parts."""
         # The elements are usually identical objects, and checking that first is fast.
-        if not isinstance(other, Split) or self.treedef != other.treedef:
-            return self is other
-        static, others = self.static, other.static
         return (
-            self.are_arrays == other.are_arrays
-            and (all(map(is_, static, others)) or all(map(_is_same, static, others)))
+            self.treedef == treedef
+            and (self.are_arrays is are_arrays or self.are_arrays == are_arrays)
+            and (self.static is static or _all_same(self.static, static))
             # Looking at each node is slow. Nodes that equal nodes without data have none.
-            and (not other._data or _all_same(self._data, other._data))
+            and (not self.data or _all_same(self.data, data_of_nodes(treedef)))
         )
 
     def numbers_changed(self, other: "Split") -> set[int]:
@@ -83,7 +87,7 @@ class Split:
         """
         if self.treedef != other.treedef or self.are_arrays != other.are_arrays:
             return set()
-        if not _all_same(self._data, other._data):
+        if not _all_same(self.data, other.data):
             return set()
         leaves = [i for i, is_array in enumerate(self.are_arrays) if not is_array]
         trios = zip(leaves, self.static, other.static, strict=True)
