@@ -10,8 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from itertools import chain, filterfalse
-from operator import is_, itemgetter
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -145,15 +145,15 @@ def data_of_nodes(treedef: Any) -> list[Any]:
     Python function for each node.
     """
     # What is pickled of each node: its kind, the number of its children, its data, ...
-    _, nodes = treedef.__getstate__()
-    data = list(filterfalse(_is_none, map(itemgetter(2), nodes)))
-    if _SEQUENCES.issuperset(map(type, data)):
-        return list(chain.from_iterable(data))
-    return [x for one in data for x in (one if type(one) in _SEQUENCES else (one,))]
+    data = list(map(_data_of_node, treedef.__getstate__()[1]))
+    if _USUAL.issuperset(map(type, data)):  # each call comes here
+        return list(chain.from_iterable(filter(None, data)))
+    own = [x for x in data if x is not None]
+    return [x for one in own for x in (one if type(one) in _USUAL else (one,))]
 
 
-_SEQUENCES = frozenset({tuple, list})
-_is_none = functools.partial(is_, None)
+_data_of_node = itemgetter(2)
+_USUAL = frozenset({type(None), tuple, list})
 
 
 def is_staged_trace(trace: Any) -> bool:
