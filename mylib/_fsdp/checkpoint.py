@@ -261,7 +261,7 @@ class _Checkpointed(eqx.Module):
         function, world = Function.of(self.fun), current_world()
         inputs = _Saved(self.in_shardings, self.mesh)
         given = inputs.bind(function, args, kwargs)
-        leaves = function.split(given, outlined(given)[1].positions)
+        leaves = function.split(given)
         targets = inputs.resolve(function, leaves, *given, world)
         if before and world.staged:
             # On Auto axes the constraint must come after the barrier that prevents merging; before

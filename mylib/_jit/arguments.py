@@ -1,6 +1,7 @@
 """A call's arguments: placed before the call, donated once, let go of after it."""
 
 from collections.abc import Sequence
+from itertools import compress
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,7 @@ def place(
     state = inputs.state_of(call.arrays + own, world)
     if state is not None and variant.in_place is not None and variant.in_place[0] == state:
         return call.arrays, own, variant.in_place[1]
-    leaves = call.program.function.split((call.args, call.kwargs), variant.split.positions)
+    leaves = call.program.function.split((call.args, call.kwargs), abstract)
     of_all = None if abstract else mesh_of_all(inputs.mesh, world)
     with one_call(of_all, None), raised_in_all(of_all, None):
         resolved = _resolved(call, inputs, leaves, world)
@@ -61,9 +62,7 @@ def place(
     everything = list(leaves.all)
     for position, x in zip(leaves.positions, values, strict=True):
         everything[position] = x
-    static = variant.split.positions
-    arrays = [x for i, x in enumerate(everything) if i not in static]
-    return arrays, own_values, for_function
+    return list(compress(everything, variant.split.are_arrays)), own_values, for_function
 
 
 def _resolved(call: Call, inputs: Inputs, leaves: Leaves, world: World) -> Resolved:

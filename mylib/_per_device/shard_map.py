@@ -226,7 +226,7 @@ class Mapped:
             _refuse_to_forget(function, given, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
         everything = self.fun, given
-        leaves = split(everything, outlined(everything)[1].positions, options.naming)
+        leaves = split(everything, options.naming, abstract=False)
         whole = NamedSharding(region.mesh, PartitionSpec())
         targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
         arrays, in_specs = _enter(options, leaves, targets, region, world)
@@ -383,7 +383,7 @@ class _Outputs:
     def take(self, result: Any) -> Arrays:
         arrays, self.outline = outlined(result)
         arrays = [jnp.asarray(x) for x in arrays]
-        leaves = split(result, self.outline.positions, _name_in_result)
+        leaves = split(result, _name_in_result, abstract=False)
         self.specs[:] = self._specs_of(arrays, leaves.with_shapes(arrays))
         return arrays
 

@@ -34,7 +34,7 @@ from .._placement import (
     unusual_memory_kind,
     with_entries,
 )
-from .._tree import Arrays, Kind, Leaves, kind_of, outlined
+from .._tree import Arrays, Kind, Leaves, kind_of
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Specs:
         self, given: tuple[Any, Any], resolved: Targets | None, region: Region, world: World
     ) -> list[Target | None]:
         """The targets of the arrays in (args, kwargs), which the call may have resolved already."""
-        leaves = self.function.split(given, outlined(given)[1].positions)
+        leaves = self.function.split(given)
         # The kinds of arrays that are placed differ, outside and inside of a program.
         if resolved is None or len(resolved) != len(leaves.arrays):
             return self.inputs.resolve(self.function, leaves, *given, world)

@@ -33,11 +33,6 @@ class Split:
         """The number of arrays."""
         return len(self.are_arrays) - len(self.static)
 
-    @cached_property
-    def positions(self) -> frozenset[int]:
-        """The positions of the static leaves."""
-        return frozenset(i for i, is_array in enumerate(self.are_arrays) if not is_array)
-
     def fill(self, arrays: Iterable[Any]) -> Any:
         if self.static:
             arrays = self._in_order((*arrays, *self.static))
