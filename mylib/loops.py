@@ -234,22 +234,25 @@ class _Path:
         return self.text
 
 
+@dataclass(frozen=True, eq=False)
+class _Fixed(Rest):
+    """The carry without its arrays; the same in all iterations."""
+
+    paths: list[str]
+
+
 @jtu.register_pytree_with_keys_class
 class _Carry:
     """The carry of a loop. Hides the nodes of the user's trees from JAX: they may inspect their
-    children, and JAX unflattens trees with objects that are not arrays. `rest` is the same in all
-    iterations.
+    children, and JAX unflattens trees with objects that are not arrays.
     """
 
-    def __init__(self, arrays: Arrays, rest: Rest):
+    def __init__(self, arrays: Arrays, rest: _Fixed):
         self.arrays = arrays
         self.rest = rest
 
     def tree(self) -> Any:
         return self.rest.split.fill(self.arrays)
-
-    def _paths(self) -> list[str]:
-        return [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(self.tree())[0]]
 
     def after(self, tree: Any, function: str, before: str) -> "_Carry":
         """The carry after an iteration. Raises if anything but arrays has changed."""
@@ -265,7 +268,7 @@ class _Carry:
         statics = iter(split.static)
         changed: list[str] = []
         for path, x, is_carried, was in zip(
-            self._paths(), leaves, carried, split.are_arrays, strict=True
+            self.rest.paths, leaves, carried, split.are_arrays, strict=True
         ):
             old = "an array" if was else next(statics)
             if is_carried != was:
@@ -280,21 +283,22 @@ class _Carry:
             )
         return _Carry(list(compress(leaves, carried)), self.rest)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[_Path, Any]], Rest]:
-        paths = compress(self._paths(), self.rest.split.are_arrays)
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[_Path, Any]], _Fixed]:
+        paths = compress(self.rest.paths, self.rest.split.are_arrays)
         return list(zip(map(_Path, paths), self.arrays, strict=True)), self.rest
 
-    def tree_flatten(self) -> tuple[Arrays, Rest]:
+    def tree_flatten(self) -> tuple[Arrays, _Fixed]:
         return self.arrays, self.rest
 
     @classmethod
-    def tree_unflatten(cls, rest: Rest, arrays: Any) -> "_Carry":
+    def tree_unflatten(cls, rest: _Fixed, arrays: Any) -> "_Carry":
         return cls(list(arrays), rest)
 
 
 def _carried(tree: Any) -> _Carry:
-    leaves, treedef = jtu.tree_flatten(tree)
+    with_paths, treedef = jtu.tree_flatten_with_path(tree)
+    leaves = [x for _, x in with_paths]
     carried = tuple(map(_is_carried, leaves))
-    static = tuple(compress(leaves, map(not_, carried)))
+    split = Split(treedef, carried, tuple(compress(leaves, map(not_, carried))))
     arrays = [jnp.asarray(x) for x in compress(leaves, carried)]
-    return _Carry(arrays, Rest(Split(treedef, carried, static)))
+    return _Carry(arrays, _Fixed(split, [jtu.keystr(path) for path, _ in with_paths]))
