@@ -25,6 +25,7 @@ from side_by_side import print_header, print_row
 from training_step import lowered
 
 import mylib
+from mylib._audit import Estimate
 
 # The TPU compiler's own, which don't communicate.
 LOCAL = "GatherScatterIndicesBitpacked", "TODO(b/522284627)"
@@ -44,7 +45,7 @@ def program_of(row: Row, folder: Path | None) -> str:
     return text
 
 
-def estimate(row: Row, folder: Path | None) -> mylib.Estimate:
+def estimate(row: Row, folder: Path | None) -> Estimate:
     mesh = AbstractMesh(tuple(row.axes.values()), tuple(row.axes))
     report = mylib.audit(program_of(row, folder), mesh=mesh, local=LOCAL)
     return report.estimate(row.machine)
@@ -56,7 +57,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cells(row: Row, found: mylib.Estimate) -> list[str]:
+def cells(row: Row, found: Estimate) -> list[str]:
     low, high = found.interval
     return [
         row.name,

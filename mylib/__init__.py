@@ -14,55 +14,49 @@ from ._errors import (
     PrefetchWarning,
     RecompilationWarning,
     ReplicaError,
+    SavedProgramError,
     StaticNumberWarning,
     SummedTwiceWarning,
 )
 from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
-from ._jit import filter_jit
+from ._jit import filter_jit, load_compiled
 from ._meshes import make_mesh
 from ._per_device import filter_shard_map, opaque, vary
 from ._placement import Placement, Target, resolve
 from ._processes import check_replicas
-from ._transfer import filter_device_put, filter_shard
+from ._transfer import filter_device_put, filter_load, filter_shard
 from ._tree import Leaf
 
 # Most programs use only a part of these, so they are imported when they are asked for.
 if TYPE_CHECKING:
     from . import contracts, data, machines, mpmd, testing
-    from ._audit import Collective, Estimate, Parameter, ProgramMemory, Report, Work, audit
-    from ._show import Changes, Explanation, Move, Overview, Row, explain, show
-    from .machines import Alive
+    from ._audit import Collective, Report, audit
+    from ._show import Changes, Explanation, Overview, explain, show
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Alive",
     "AuditError",
     "CapturedArrayWarning",
     "Changes",
     "Collective",
     "DonationWarning",
-    "Estimate",
     "Explanation",
     "Fault",
     "Leaf",
-    "Move",
     "MylibWarning",
     "Overview",
-    "Parameter",
     "Placement",
     "PlacementError",
     "PlacementWarning",
     "PrefetchWarning",
-    "ProgramMemory",
     "RecompilationWarning",
     "ReplicaError",
     "Report",
-    "Row",
+    "SavedProgramError",
     "StaticNumberWarning",
     "SummedTwiceWarning",
     "Target",
-    "Work",
     "audit",
     "check_replicas",
     "contracts",
@@ -71,9 +65,11 @@ __all__ = [
     "filter_checkpoint",
     "filter_device_put",
     "filter_jit",
+    "filter_load",
     "filter_shard",
     "filter_shard_map",
     "fully_shard",
+    "load_compiled",
     "loops",
     "machines",
     "make_mesh",
@@ -92,9 +88,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         name: room
         for room, names in {
             "": "contracts data machines mpmd testing",
-            "_audit": "Collective Estimate Parameter ProgramMemory Report Work audit",
-            "_show": "Changes Explanation Move Overview Row explain show",
-            "machines": "Alive",
+            "_audit": "Collective Report audit",
+            "_show": "Changes Explanation Overview explain show",
         }.items()
         for name in names.split()
     }

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
+from ._text import counted
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -24,19 +26,19 @@ class Fault:
     - `shape`: the leaf's shape, or None.
     - `request`: the requested placement.
     - `reason`: why it is impossible.
-    - `mend`: what to write instead.
+    - `fix`: what to write instead.
     """
 
     path: str
     shape: tuple[int, ...] | None
     request: str
     reason: str
-    mend: str
+    fix: str
 
 
-def because(reason: str, mend: str, request: str = "") -> Fault:
+def because(reason: str, fix: str, request: str = "", path: str = "") -> Fault:
     """A fault without a leaf: it is about the whole tree, or its leaf is added by `Leaves.at`."""
-    return Fault("", None, request, reason, mend)
+    return Fault(path, None, request, reason, fix)
 
 
 class PlacementError(ValueError):
@@ -82,6 +84,13 @@ class NotHereError(RuntimeError):
     """Raised instead of running something on a machine that is not here: it can only compile."""
 
 
+class SavedProgramError(ValueError):
+    """A compiled program can't be saved, or a file can't be used as one: it is something else, it
+    is damaged, or its program is for other versions, devices, arguments or code. Nothing has been
+    loaded then.
+    """
+
+
 def in_words(error: BaseException) -> str:
     """The error in one line, with its notes; only its type if formatting it fails."""
     try:
@@ -96,12 +105,12 @@ def _describe(faults: Sequence[Fault], beginning: str, requested: str) -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for fault in faults:
         shape = "" if fault.shape is None else f" {fault.shape}"
-        lines = f"{requested}: {fault.request}", f"but {fault.reason}", f"instead: {fault.mend}"
+        lines = f"{requested}: {fault.request}", f"but {fault.reason}", f"instead: {fault.fix}"
         named = alike.setdefault(lines, [])
         named += [fault.path + shape] if fault.path else []
     # A leaf can have several faults, and a fault can be about the whole tree instead of a leaf.
     count = len({name for named in alike.values() for name in named})
-    what = _count(count, "leaf", "leaves") if count else "the tree"
+    what = counted(count, "leaf", "leaves") if count else "the tree"
     return "\n".join([f"{beginning} {what}:", *listed(alike, "all of them are in `.faults`")])
 
 
@@ -124,14 +133,10 @@ def listed(alike: dict[tuple[str, ...], list[str]], where: str) -> list[str]:
     lines = _lines_of({key: _some(folded(names), room) for key, names in shown.items()})
     rest = list(alike.values())[_EXPLANATIONS:]
     if rest:
-        left = _count(len(rest), "more fault", "more faults")
-        leaves = _count(sum(map(len, rest)), "leaf", "leaves")
+        left = counted(len(rest), "more fault")
+        leaves = counted(sum(map(len, rest)), "leaf", "leaves")
         lines += [f"and {left}" + (f", of {leaves}" if any(rest) else "")]
     return [*lines, where]
-
-
-def _count(count: int, one: str, several: str) -> str:
-    return f"{count} {one if count == 1 else several}"
 
 
 def _lines_of(alike: dict[tuple[str, ...], list[str]]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Never
 
 import jax
 import numpy as np
@@ -11,13 +11,17 @@ from jax.sharding import AxisType, Mesh
 
 
 def make_mesh(
-    *, devices: Sequence[Any] | None = None, explicit: Iterable[str] | str = (), **axes: int
+    *unnamed: Never,
+    devices: Sequence[Any] | None = None,
+    explicit: Iterable[str] | str = (),
+    **axes: int,
 ) -> Mesh:
     """A mesh of named axes. They are Auto, with which all of Equinox's layers run; with
     `jax.make_mesh` they are Explicit by default.
 
     **Arguments:**
 
+    - `unnamed`: raises; each axis has a name.
     - `devices`: the devices; `jax.devices()` by default.
     - `explicit`: the names of axes that are Explicit.
     - `axes`: the size of each axis by its name, in order. One may be -1, and is then computed.
@@ -30,7 +34,8 @@ def make_mesh(
 
     **Raises:**
 
-    `ValueError` if the sizes don't multiply to the number of devices.
+    `ValueError` if the sizes don't multiply to the number of devices; `TypeError` for arguments
+    without a name.
 
     !!! Example
 
@@ -39,6 +44,11 @@ def make_mesh(
         assert dict(mesh.shape) == {"data": 4, "model": 2}
         ```
     """
+    if unnamed:
+        raise TypeError(
+            "make_mesh takes the size of each axis by its name: write make_mesh(data=4, model=2), "
+            'not make_mesh((4, 2), ("data", "model"))'
+        )
     devices = jax.devices() if devices is None else devices
     sizes = _sizes(axes, len(devices))
     named = (explicit,) if isinstance(explicit, str) else tuple(explicit)

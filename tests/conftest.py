@@ -66,32 +66,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 # With `--dist=loadfile` one worker runs all of a file: others wait for a long one that comes last.
 _LONGEST = [
-    "testing/test_multihost.py",
+    "test_multihost.py",
+    "test_training_steps.py",
     "test_examples.py",
-    "jit/test_jit.py",
-    "data/test_data.py",
-    "testing/test_multihost_plugins.py",
-    "rules/test_strategies.py",
-    "processes/test_processes_training.py",
-    "fsdp/test_checkpoint.py",
+    "test_pipeline_processes.py",
+    "test_prefetch.py",
+    "test_jit.py",
+    "test_data.py",
+    "test_multihost_plugins.py",
+    "test_strategies.py",
+    "test_processes_training.py",
+    "test_checkpoint.py",
+    "test_transfer_faults.py",
+    "test_random_layers.py",
     "test_docs.py",
-    "transfer/test_law.py",
-    "transfer/test_layers.py",
-    "clusters/test_slurm.py",
-    "clusters/test_slurm_faults.py",
+    "test_law.py",
+    "test_layers.py",
+    "test_slurm.py",
+    "test_slurm_faults.py",
 ]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    first = {Path(__file__).parent / name: place for place, name in enumerate(_LONGEST)}
-    assert all(path.exists() for path in first)
-    items.sort(key=lambda item: first.get(item.path, len(first)))
+    first = {name: place for place, name in enumerate(_LONGEST)}
+    assert first.keys() <= {path.name for path in Path(__file__).parent.rglob("test_*.py")}
+    items.sort(key=lambda item: first.get(item.path.name, len(first)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    # What has been imported and collected never becomes garbage.
+    # What has been imported and collected never becomes garbage, so none was looked for.
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

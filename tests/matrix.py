@@ -9,8 +9,8 @@ JAX's and Equinox's own functions.
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from itertools import combinations, product
 from typing import Any
@@ -449,21 +449,20 @@ def all_cells() -> list[Cell]:
 
 def pairwise(cells: list[Cell], seed: int = 0) -> list[Cell]:
     """A selection in which every pair of choices that occurs in `cells` occurs."""
-    cells = list(cells)
-    random.Random(seed).shuffle(cells)
+    # Tens of thousands, each time that this file's tests are collected: so a cell's pairs are made
+    # once, and one that has none left is not looked at again.
+    pairs = [(cell, set(combinations(vars(cell).items(), 2))) for cell in cells]
+    random.Random(seed).shuffle(pairs)
     covered: set[Any] = set()
     chosen: list[Cell] = []
     for least in range(10, 0, -1):
-        for cell in cells:
-            new = set(_pairs(cell)) - covered
+        for cell, new in pairs:
+            new -= covered
             if len(new) >= least:
                 chosen.append(cell)
                 covered |= new
+        pairs = [(cell, new) for cell, new in pairs if new]
     return chosen
-
-
-def _pairs(cell: Cell) -> Iterator[Any]:
-    return combinations(enumerate(astuple(cell)), 2)
 
 
 # --- running a cell -----------------------------------------------------------------------------

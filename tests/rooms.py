@@ -17,6 +17,7 @@ BEGIN, END = "<!-- rooms -->\n", "<!-- end of rooms -->\n"
 
 # From top to bottom. A room uses those below it only.
 ORDER = (
+    "__main__",
     "mylib_pytest",
     "testing",
     "mpmd",
@@ -26,6 +27,7 @@ ORDER = (
     "_per_device",
     "_fsdp",
     "_jit",
+    "_saved",
     "_audit",
     "_show",
     "_transfer",
@@ -39,7 +41,7 @@ ORDER = (
     "_meshes",
     "_compat",
     "_errors",
-    "_sizes",
+    "_text",
 )
 
 

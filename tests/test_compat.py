@@ -30,7 +30,7 @@ import mylib
 import mylib.testing
 from mylib._compat import (
     UNCOMMITTED,
-    Pass,
+    GradientPass,
     UnknownParameter,
     argument_of_filter_jit,
     axes_of_cast_or_sum,
@@ -41,8 +41,11 @@ from mylib._compat import (
     current_trace,
     data_of_nodes,
     data_of_shards,
+    deserialized,
+    devices_of_lowered,
     donation_warning,
     function_of_equinox,
+    host_callbacks,
     is_filter_jit,
     label_of,
     opened,
@@ -51,6 +54,7 @@ from mylib._compat import (
     rule_of_custom_jvp,
     rules_of_custom_vjp,
     scan_sizes,
+    serialized,
     set_label,
     sharding_under,
     start_transfer_server,
@@ -167,6 +171,13 @@ USES = {
     "jax._src.xla_bridge._init_backend": "starts one of those that have been added",
     "jax._src.xla_bridge.backends_are_initialized": "whether JAX has started its backends",
     "jax._src.xla_bridge.register_backend_factory": "adds a backend",
+    "jax.experimental.serialize_executable._JaxPjrtUnpickler": (
+        "reads the pickle of `serialize`, with a stream, a client and devices; its "
+        "`persistent_load` gets ('exec', bytes), ('device', id) and ('client',)"
+    ),
+    "jax.experimental.serialize_executable.serialize": (
+        "an executable as the pickle of (unloaded executable, infos of arguments, no_kwargs)"
+    ),
     "jaxlib.xla_client.make_cpu_client": "makes a backend of CPU devices",
 }
 
@@ -308,15 +319,17 @@ class TestPrivateNames:
                     for inner in jaxprs_in(eqn):
                         look(inner, own)
 
-            look(jax.jit(lambda x: jnp.tan(jax.grad(f)(x))).trace(1.0).jaxpr, Pass.NONE)
+            look(jax.jit(lambda x: jnp.tan(jax.grad(f)(x))).trace(1.0).jaxpr, GradientPass.NONE)
             return found
 
         for f in (lambda x: jnp.sin(x) ** 3, jax.jit(lambda x: jnp.sin(x) ** 3)):
-            assert passes(f)["sin"] == passes(f)["cos"] == {Pass.FORWARD}, advice(name)
-            assert passes(f)["mul"] >= {Pass.TRANSPOSED}, advice(name)
-            assert passes(f)["tan"] == {Pass.NONE}, advice(name)
+            assert passes(f)["sin"] == passes(f)["cos"] == {GradientPass.FORWARD}, advice(name)
+            assert passes(f)["mul"] >= {GradientPass.TRANSPOSED}, advice(name)
+            assert passes(f)["tan"] == {GradientPass.NONE}, advice(name)
         again = passes(lambda x: jax.checkpoint(jnp.sin)(x) ** 3)
-        assert again["cos"] == {Pass.FORWARD} and Pass.TRANSPOSED in again["mul"], advice(name)
+        assert again["cos"] == {GradientPass.FORWARD} and GradientPass.TRANSPOSED in again["mul"], (
+            advice(name)
+        )
 
     def test_a_check_is_ours(self):
         name = "equinox._errors._error"
@@ -385,6 +398,23 @@ class TestPrivateNames:
 
         jax.vmap(look)(jnp.stack([X] * 3))
         assert trace_of(X) is None
+
+    def test_executables(self):
+        """tests/saved/test_saved_programs.py shows what may be in one (`names.IN_EXECUTABLES`)."""
+
+        def calls(x):
+            jax.debug.print("{}", x)
+            return x
+
+        devices = jax.devices()[2:4]
+        x = jax.device_put(X, NamedSharding(jax.make_mesh((2,), "d", devices=devices), P("d")))
+        lowered = jax.jit(lambda x: x * 2).lower(x)
+        assert devices_of_lowered(lowered) == tuple(devices)
+        compiled = lowered.compile()
+        assert host_callbacks(compiled) == 0
+        assert host_callbacks(jax.jit(calls).lower(X).compile()) == 1
+        again = deserialized(serialized(compiled), lowered, devices)
+        assert again.as_text() == compiled.as_text()
 
     def test_open_and_closed_jaxprs(self):
         inner = jaxprs_in(jax.make_jaxpr(jax.checkpoint(jnp.sin))(1.0).eqns[0])[0]

@@ -1,7 +1,8 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
+from .attribution import callbacks_of as callbacks_of
 from .audit import audit as audit, report_of as report_of
-from .groups import Axes as Axes, Groups as Groups
+from .groups import Axes as Axes, Groups as Groups, axis_of as axis_of
 from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
@@ -14,9 +15,8 @@ from .report import (
 )
 from .roofline import Estimate as Estimate
 from .snapshot import check_snapshot as check_snapshot
-from .text import readable as readable
-from .work import Operation as Operation, Work as Work
+from .work import Work as Work
 
 # Tracebacks and pickles then show the public names.
-for _class in (Collective, Estimate, Parameter, ProgramMemory, Report, Work):
+for _class in (Collective, Report):
     _class.__module__ = "mylib"

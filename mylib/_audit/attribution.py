@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .._compat import names as known
-from .flow import MOVES, Value, computed, done_of, target_of, unchanged
-from .hlo import Instruction, calls_of, short
+from .hlo import HloModule, Instruction, calls_of, short
+from .targets import CALLBACKS
+from .values import MOVES, Value, computed, done_of, target_of, unchanged
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -121,8 +122,8 @@ def phase_of(names: Sequence[str]) -> str:
 def source_of(x: Instruction) -> str:
     """The innermost line in the user's own files."""
     frames = list(x.computation.module.frames(x))
-    own = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
-    return short((own or frames or [""])[0])
+    in_user_code = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
+    return short((in_user_code or frames or [""])[0])
 
 
 def _informed_users(x: Instruction) -> Iterator[Instruction]:
@@ -179,12 +180,6 @@ def _arrays(x: Instruction) -> Iterator[str]:
         yield (made_by.op_names or [made_by.name])[0]
 
 
-def argument_of(x: Instruction) -> Instruction | None:
-    """The argument of the program that a value equals, but for casts, slices and gathers."""
-    found = list(dict.fromkeys(_sources([x])))
-    return found[0] if len(found) == 1 else None
-
-
 def _sources(values: Iterable[Instruction]) -> Iterator[Instruction]:
     queue = [Value(x) for x in values]
     for value in queue:
@@ -208,3 +203,14 @@ def _is_moved(x: Instruction) -> bool:
 
 def _operands(x: Instruction) -> int:
     return 1 if x.opcode.startswith("ragged") else len(x.operands)
+
+
+def callbacks_of(text: str) -> list[str]:
+    """The functions of Python that a compiled program calls, by their primitives and lines."""
+    calls = (
+        line_and_primitive(x)
+        for computation in HloModule(text).computations.values()
+        for x in computation.instructions
+        if target_of(x) in CALLBACKS
+    )
+    return [f"{primitive} at {line}" if line else primitive for line, primitive in calls]

@@ -15,12 +15,12 @@ from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
+from .flow import Flow
 from .gradients import gradients_of
 from .groups import Axes, axes_in
-from .hlo import Module
+from .hlo import HloModule
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
-from .sums import Flow
 from .work import work_of
 
 AnyMesh = Mesh | AbstractMesh
@@ -124,15 +124,15 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     arrays, rest = outlined(tree, abstract=True)
 
     def called(arrays: list[Any]) -> tuple[Made]:
-        own, bound.arguments = rest.fill(arrays)
+        function, bound.arguments = rest.fill(arrays)
         # In a tuple, other than that of filter_jit: JAX's cache of compiled programs doesn't tell
         # programs apart that differ in their arguments' names alone.
-        return (Made.of(own(*bound.args, **bound.kwargs)),)
+        return (Made.of(function(*bound.args, **bound.kwargs)),)
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
-    known = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
-    return jax.jit(called).lower(arrays).compile(), lambda own: known.get(own, own)
+    name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
+    return jax.jit(called).lower(arrays).compile(), lambda name: name_of.get(name, name)
 
 
 def _called(path: Any) -> str:
@@ -167,10 +167,10 @@ def _leaves_of(name: str, tree: Any) -> list[str]:
     return [name + jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
 
 
-def _numbered(own: str, named: dict[str, list[str]]) -> str:
-    part, number = argument_of_filter_jit(own) or ("", 0)
+def _numbered(name: str, named: dict[str, list[str]]) -> str:
+    part, number = argument_of_filter_jit(name) or ("", 0)
     names = named.get(part, [])
-    return names[number] if number < len(names) else own
+    return names[number] if number < len(names) else name
 
 
 def _meshes_of(compiled: jax.stages.Compiled) -> list[AnyMesh]:
@@ -194,75 +194,75 @@ def report_of(
     paths.
     """
     compiled = None if isinstance(program, str) else program
-    module = Module(program if isinstance(program, str) else program.as_text() or "")
+    module = HloModule(program if isinstance(program, str) else program.as_text() or "")
     meshes = [mesh] if mesh is not None else _context()
     if mesh is None and compiled is not None:
         meshes = [*_meshes_of(compiled), *meshes]
     devices = max(module.partitions, module.replicas)
-    known = [axes for axes in map(Axes.of, meshes) if axes.size == devices]
-    if mesh is not None and not known and devices > 1:
+    candidates = [axes for axes in map(Axes.of, meshes) if axes.size == devices]
+    if mesh is not None and not candidates and devices > 1:
         raise AuditError(
             f"the program runs on {devices} devices, and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}"
         )
-    known = known or [axes for axes in axes_in(module.text) if axes.size == devices]
-    found = transfers(module, frozenset(local))
-    flow = Flow(module, found)
+    candidates = candidates or [axes for axes in axes_in(module.text) if axes.size == devices]
+    sent = transfers(module, frozenset(local))
+    flow = Flow(module, sent)
     parameters = tuple(_parameters(module, names, compiled))
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
-        collectives=tuple(_collective(i, t, flow, known, names) for i, t in enumerate(found)),
+        collectives=tuple(_collective(i, t, flow, candidates, names) for i, t in enumerate(sent)),
         memory=None if compiled is None else ProgramMemory.of(compiled, module, arguments),
-        axes=dict(zip(known[0].names, known[0].sizes, strict=True)) if known else {},
+        axes=dict(zip(candidates[0].names, candidates[0].sizes, strict=True)) if candidates else {},
         name=module.name,
         parameters=parameters,
-        work=work_of(module, found),
+        work=work_of(module, sent),
         results=tuple(_results(module, compiled)),
         flow=flow,
     )
 
 
 def _parameters(
-    module: Module, names: Names, compiled: jax.stages.Compiled | None
+    module: HloModule, names: Names, compiled: jax.stages.Compiled | None
 ) -> Iterator[Parameter]:
-    own = [x for _, x in sorted(module.entry.parameters.items())]
-    given = [] if compiled is None else _shardings_of(compiled)
+    used = [x for _, x in sorted(module.entry.parameters.items())]
+    shardings = [] if compiled is None else _shardings_of(compiled)
     # JAX doesn't always know the shardings of all arguments.
-    divided = list(map(_dividing, given)) if len(given) == len(own) else [None] * len(own)
-    for x, axes in zip(own, divided, strict=True):
+    divided = list(map(_dividing, shardings)) if len(shardings) == len(used) else [None] * len(used)
+    for x, axes in zip(used, divided, strict=True):
         (array,) = x.arrays
         path = names((x.op_names or [x.name])[0])
         yield Parameter(path, array.dtype, array.shape, array.bytes, axes)
 
 
-def _results(module: Module, compiled: jax.stages.Compiled | None) -> Iterator[Parameter]:
+def _results(module: HloModule, compiled: jax.stages.Compiled | None) -> Iterator[Parameter]:
     root = module.entry.result
-    given = [] if compiled is None else jtu.tree_leaves(compiled.output_shardings)
-    if compiled is None or len(given) != len(root.arrays):
+    shardings = [] if compiled is None else jtu.tree_leaves(compiled.output_shardings)
+    if compiled is None or len(shardings) != len(root.arrays):
         return
     paths = _paths_of(compiled.out_tree)
-    for path, array, sharding in zip(paths, root.arrays, given, strict=True):
+    for path, array, sharding in zip(paths, root.arrays, shardings, strict=True):
         yield Parameter(path, array.dtype, array.shape, array.bytes, _dividing(sharding))
 
 
 def _paths_of(structure: Any) -> list[str]:
     """The paths of a program's results in what the function returns."""
-    numbers = list(map(_Result, range(structure.num_leaves)))
+    numbers = list(map(_ResultNumber, range(structure.num_leaves)))
     tree = jtu.tree_unflatten(structure, numbers)
     match tree:
         case Made() | (Made(),):
             made = tree if isinstance(tree, Made) else tree[0]
             tree = made.tree() if made.failed is None else (made.tree(), [made.failed])
-    found = {
+    paths = {
         x.number: jtu.keystr(path)
         for path, x in jtu.tree_flatten_with_path(tree)[0]
-        if isinstance(x, _Result)
+        if isinstance(x, _ResultNumber)
     }
-    return [found.get(i, f"result {i}") for i in range(len(numbers))]
+    return [paths.get(i, f"result {i}") for i in range(len(numbers))]
 
 
 @dataclass(frozen=True)
-class _Result:
+class _ResultNumber:
     """Stands for a result of this number."""
 
     number: int
@@ -285,7 +285,7 @@ def _dividing(sharding: jax.sharding.Sharding) -> tuple[str, ...] | None:
 
 
 def _collective(
-    number: int, transfer: Transfer, flow: Flow, known: Sequence[Axes], names: Names
+    number: int, transfer: Transfer, flow: Flow, meshes: Sequence[Axes], names: Names
 ) -> Collective:
     x = transfer.first
     module = x.computation.module
@@ -294,7 +294,7 @@ def _collective(
     again = "gathered, then split otherwise" if is_split_again(transfer) else ""
     return Collective(
         kind=transfer.kind,
-        axes=_axes_of(transfer, known),
+        axes=_axes_of(transfer, meshes),
         times=transfer.times,
         bytes=transfer.bytes,
         wire_bytes=transfer.wire_bytes,
@@ -315,11 +315,11 @@ def _collective(
     )
 
 
-def _axes_of(transfer: Transfer, known: Sequence[Axes]) -> tuple[str, ...] | None:
+def _axes_of(transfer: Transfer, meshes: Sequence[Axes]) -> tuple[str, ...] | None:
     """The names in the first mesh in which it goes over whole axes, else in the first mesh."""
     pairs = transfer.kind == "collective-permute"
     named = [
-        axes.along(transfer.groups) if pairs else axes.named(transfer.groups) for axes in known
+        axes.along(transfer.groups) if pairs else axes.named(transfer.groups) for axes in meshes
     ]
     whole = [names for names in named if not any("~" in n or ":" in n for n in names)]
     return next(iter([*whole, *named]), None)

@@ -8,12 +8,12 @@ from functools import cached_property
 import numpy as np
 
 from .._errors import AuditError
-from .flow import Run, Value, computed, done_of, runs_of, target_of, trips, unchanged
 from .groups import Groups, all_pairs_of, groups_of, pairs_of, rings_of
-from .hlo import Array, Instruction, Module
+from .hlo import Array, HloModule, Instruction
 from .opcodes import moves, opcode_of
 from .positions import positions
-from .windows import rings_in
+from .short_rings import rings_in
+from .values import Execution, Value, computed, done_of, runs_of, target_of, trips, unchanged
 
 # Operations that pass a value on unchanged.
 _PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
@@ -29,7 +29,7 @@ class Transfer:
 
     kind: str
     first: Instruction
-    runs: Sequence[Run]
+    runs: Sequence[Execution]
     groups: Groups
     arrays: tuple[Array, ...]
     wire_bytes: int
@@ -67,11 +67,11 @@ class Transfer:
         return total
 
 
-def transfers(module: Module, local: frozenset[str]) -> list[Transfer]:
+def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     """All transfers between devices, in the order of the text."""
     devices = _devices(module)
     runs = runs_of(module)
-    found: list[Transfer] = []
+    each: list[Transfer] = []
     started: set[tuple[str, str | None]] = set()
     repeated: list[tuple[Instruction, tuple[str, str | None]]] = []
     for name, computation in module.computations.items():
@@ -84,14 +84,14 @@ def transfers(module: Module, local: frozenset[str]) -> list[Transfer]:
                 repeated.append((x, key))
                 continue
             started.add(key)
-            found += _transfers(kind, x, runs[name], devices)
+            each += _transfers(kind, x, runs[name], devices)
     for x, key in repeated:
         if key not in started:
             raise AuditError(f"{x} goes on with a collective that nothing starts")
-    return chained(found)
+    return chained(each)
 
 
-def _devices(module: Module) -> int:
+def _devices(module: HloModule) -> int:
     partitions, replicas = module.partitions, module.replicas
     if partitions > 1 and replicas > 1:
         raise AuditError(
@@ -113,7 +113,9 @@ def _goes_on(x: Instruction) -> bool:
     )
 
 
-def _transfers(kind: str, x: Instruction, runs: list[Run], devices: int) -> Iterator[Transfer]:
+def _transfers(
+    kind: str, x: Instruction, runs: list[Execution], devices: int
+) -> Iterator[Transfer]:
     groups = _groups(kind, x, devices)
     if not groups.size or groups.shape[1] == 1:
         return  # each device alone
@@ -161,10 +163,10 @@ _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)\b")
 _MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
 
 
-def chained(found: list[Transfer]) -> list[Transfer]:
+def chained(every: list[Transfer]) -> list[Transfer]:
     """The transfers, those that are steps of a larger collective as that one."""
     by_body: dict[str, list[Transfer]] = {}
-    steps = [t for t in found if t.kind == "collective-permute"]
+    steps = [t for t in every if t.kind == "collective-permute"]
     for transfer in steps:
         computation = transfer.first.computation
         if _WINDOWED.search(computation.name.replace(".", " ")) and len(computation.callers) == 1:
@@ -176,7 +178,7 @@ def chained(found: list[Transfer]) -> list[Transfer]:
             chains.update(dict.fromkeys(map(id, chain.members), chain))
     for chain in _unrolled([t for t in steps if id(t) not in chains]):
         chains.update(dict.fromkeys(map(id, chain.members), chain))
-    return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in found))
+    return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in every))
 
 
 def _chain(steps: list[Transfer], all_steps: list[Transfer]) -> Transfer | None:

@@ -17,10 +17,10 @@ import numpy as np
 from .._compat import names
 from .attribution import own_primitive_of, phase_of
 from .collectives import Transfer
-from .flow import done_of, given_to, target_of
-from .hlo import Computation, Instruction, Module, calls_of
+from .hlo import Computation, HloModule, Instruction, calls_of
 from .opcodes import KINDS, opcode_of
 from .positions import positions
+from .values import done_of, given_to, target_of
 
 
 class Mark(NamedTuple):
@@ -96,11 +96,13 @@ class Graph:
             mask ^= low
 
 
-def graph_of(module: Module, transfers: Sequence[Transfer], devices: int) -> Graph:
+def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> Graph:
     """The graph of a program."""
     walk = _Walk(module, transfers, devices)
-    given = tuple(walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters)))
-    result = walk.run(module.entry, given)
+    parameters = tuple(
+        walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters))
+    )
+    result = walk.run(module.entry, parameters)
     many = isinstance(result, tuple) and not isinstance(result, Mark | Concatenated)
     walk.graph.results = [_all([one]) for one in (result if many else [result])]
     return walk.graph
@@ -128,7 +130,7 @@ _FROM_OUTSIDE = ("infeed", "recv", "rng")
 
 
 class _Walk:
-    def __init__(self, module: Module, transfers: Sequence[Transfer], devices: int):
+    def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
         self.module, self.devices = module, devices
         self.graph = Graph()
         # The transfer of each array that a collective returns, and of each that goes on with one.
@@ -165,29 +167,29 @@ class _Walk:
         bit = 1 << self.graph.bit(source)
         return Mark(bit, bit)
 
-    def run(self, computation: Computation, given: tuple[Marks, ...]) -> Marks:
-        key = computation.name, given
+    def run(self, computation: Computation, arguments: tuple[Marks, ...]) -> Marks:
+        key = computation.name, arguments
         if key not in self.known:
             values: dict[str, Marks] = {}
             for x in computation.instructions:
                 inputs = [values[name] for name in x.operands]
-                values[x.name] = self.value(x, inputs, given)
+                values[x.name] = self.value(x, inputs, arguments)
             self.known[key] = values[computation.result.name]
         return self.known[key]
 
-    def value(self, x: Instruction, inputs: list[Marks], given: tuple[Marks, ...]) -> Marks:
+    def value(self, x: Instruction, inputs: list[Marks], arguments: tuple[Marks, ...]) -> Marks:
         """What the result of an instruction depends on."""
-        value = self._value(x, inputs, given)
+        value = self._value(x, inputs, arguments)
         if id(x) in self.ends:
             return self._ended(value, self.ends[id(x)])
         if isinstance(value, Mark) and value.any and not value.any & ~self.numbers:
             return self._of_device(x, value)
         return value
 
-    def _value(self, x: Instruction, inputs: list[Marks], given: tuple[Marks, ...]) -> Marks:
+    def _value(self, x: Instruction, inputs: list[Marks], arguments: tuple[Marks, ...]) -> Marks:
         match x.opcode:
             case "parameter":
-                return given[int(x.rest)]
+                return arguments[int(x.rest)]
             case "partition-id" | "replica-id":
                 return self._of_device(x, NOTHING)
             case "get-tuple-element":
@@ -214,11 +216,11 @@ class _Walk:
         called = [name for role, name in calls_of(x) if role in ("calls", "to_apply")]
         if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
             operands = given_to(x)
-            known = dict(zip(x.operands, inputs, strict=True))
-            if any(y.name not in known for y in operands):
+            input_of = dict(zip(x.operands, inputs, strict=True))
+            if any(y.name not in input_of for y in operands):
                 return self._unknown()
             return self.run(
-                self.module.computations[called[0]], tuple(known[y.name] for y in operands)
+                self.module.computations[called[0]], tuple(input_of[y.name] for y in operands)
             )
         return self._computed(x, inputs)
 
@@ -320,13 +322,13 @@ class _Walk:
             results.append(Mark(1 << bit, 1 << bit))
         return results[0] if count == 1 else tuple(results)
 
-    def _step(self, given: Mark, chains: Sequence[int]) -> Mark:
+    def _step(self, operand: Mark, chains: Sequence[int]) -> Mark:
         """A step of sums of several permutations: their result is known where they end. Until then
         it is marked as one of each.
         """
         bits = sum(1 << self.graph.bit(Source("collective", number, 0)) for number in chains)
         self.rings |= bits
-        return Mark(given.any | bits, given.near, given.product)
+        return Mark(operand.any | bits, operand.near, operand.product)
 
     def _row(self, row: Concatenated, number: int) -> Concatenated:
         """A sum of concatenated arrays: one source for each."""
@@ -352,10 +354,10 @@ class _Walk:
             return tuple(self._ended(one, number) for one in value)
         if not value.any >> bit & 1:
             return value
-        own = 1 << bit
-        given = Mark(*(mask & ~self.rings for mask in value))
-        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), given)
-        return Mark(own, own)
+        sum_ = 1 << bit
+        sent = Mark(*(mask & ~self.rings for mask in value))
+        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), sent)
+        return Mark(sum_, sum_)
 
     def _unknown(self) -> Mark:
         return self.source(Source("unknown"))
@@ -363,10 +365,10 @@ class _Walk:
     def _of_device(self, x: Instruction, value: Mark) -> Mark:
         """A value that depends on the device alone, known by its numbers if they are few."""
         if id(x) not in self.own:
-            found = positions(x, self.devices) if x.arrays[0].size == 1 else None
-            self.own[id(x)] = None if found is None else self._position(found[:, 0])
-        found = self.own[id(x)]
-        return value if found is None else found
+            position = positions(x, self.devices) if x.arrays[0].size == 1 else None
+            self.own[id(x)] = None if position is None else self._position(position[:, 0])
+        position = self.own[id(x)]
+        return value if position is None else position
 
     def _position(self, numbers: np.ndarray) -> Mark:
         labels = np.unique(numbers, return_inverse=True)[1].reshape(-1)

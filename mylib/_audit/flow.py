@@ -1,258 +1,238 @@
-"""Follows values backwards and forwards, through tuples, fusions, loops and copies."""
+"""Which values are the same on all devices, and which collectives lie on the way to a result."""
 
-import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 
-from .._errors import AuditError
-from .hlo import Computation, Instruction, Module, calls_of
+import numpy as np
 
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# Operations that only move the values of their first operand, or change their layout or dtype.
-MOVES = frozenset(
-    {
-        "bitcast", "bitcast-convert", "convert", "copy", "copy-done", "copy-start", "dynamic-slice",
-        "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
-        "slice-done", "slice-start", "transpose",
-    }
-)  # fmt: skip
-_WRAPPERS = {
-    "fusion": "calls",
-    "call": "to_apply",
-    "call-start": "to_apply",
-    "async-start": "calls",
-}
+from .attribution import line_and_primitive
+from .collectives import Transfer
+from .dataflow import Graph, Mark, Source, graph_of
+from .groups import Groups
+from .hlo import Array, HloModule
+from .opcodes import KINDS, opcode_of
+from .values import Value, computed
+
+# For each device a number; devices of one number have the same value.
+Labels = np.ndarray
 
 
-class Value(NamedTuple):
-    """The result of an instruction, or an element of it if it is a tuple."""
+class Flow:
+    """The way of values through a program. It is followed when it is first asked for."""
 
-    made_by: Instruction
-    path: tuple[int, ...] = ()
+    def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
+        self._module = module
+        self._transfers = transfers
+        self.devices: int = max(module.partitions, module.replicas)
 
+    @cached_property
+    def graph(self) -> Graph:
+        return graph_of(self._module, self._transfers, self.devices)
 
-@dataclass(frozen=True)
-class Run:
-    """A way in which a computation runs: how often in a call of the program (None if unknown),
-    only in which branches of conditions, and in which loops.
-    """
+    @cached_property
+    def sources_of(self) -> Mapping[int, Sequence[int]]:
+        """By the number of a collective: its sources, one for each array."""
+        sources: dict[int, list[int]] = {i: [] for i in range(len(self._transfers))}
+        for bit in self.graph.into:
+            sources[self.graph.sources[bit].number].append(bit)
+        return sources
 
-    times: int | None
-    branches: tuple[tuple[str, int], ...] = ()
-    loops: tuple[Instruction, ...] = ()
-    asynchronous: bool = False
+    def parameter(self, number: int) -> Source:
+        return Source("parameter", number)
 
+    def parameters(self, numbers: Iterable[int]) -> int:
+        """The sources that these parameters are, as a set."""
+        bits = (self.graph.bits.get(self.parameter(i)) for i in numbers)
+        return sum(1 << bit for bit in bits if bit is not None)
 
-def runs_of(module: Module) -> dict[str, list[Run]]:
-    """All the ways in which each reachable computation runs."""
-    runs: dict[str, list[Run]] = {}
+    def array(self, bit: int) -> Array:
+        """The array that a collective returns; of a reduce-scatter the one that it is given."""
+        source = self.graph.sources[bit]
+        transfer = self._transfers[source.number]
+        if transfer.members:
+            return transfer.arrays[0]
+        if source.part is not None:
+            start, end = source.part
+            return transfer.arrays[0]._replace(shape=(end - start,))
+        return transfer.arrays[transfer.elements.index(source.element)]
 
-    def enter(computation: Computation, run: Run) -> None:
-        runs.setdefault(computation.name, []).append(run)
-        for x in computation.instructions:
-            for number, (role, name) in enumerate(calls_of(x)):
-                called = module.computations[name]
-                if role == "to_apply" and x.opcode not in ("call", "call-start"):
-                    continue  # the sum of two numbers
-                if x.opcode == "while":
-                    times = trips(x)
-                    if times is not None and role == "condition":
-                        times += 1
-                    product = None if run.times is None or times is None else run.times * times
-                    enter(called, replace(run, times=product, loops=(*run.loops, x)))
-                elif x.opcode == "conditional":
-                    branch = (*run.branches, (x.name, number))
-                    enter(called, replace(run, branches=branch))
-                else:
-                    late = run.asynchronous or x.opcode.endswith("-start")
-                    enter(called, replace(run, asynchronous=late))
+    def made_by(self, bit: int) -> tuple[str, str]:
+        """The line and the primitive of what a collective is given."""
+        source = self.graph.sources[bit]
+        operands = self._transfers[source.number].first.inputs()
+        operand = operands[min(source.element, len(operands) - 1)]
+        if source.part is not None:  # one of several arrays in a row
+            row = computed(Value(operand)).made_by.inputs()
+            starts = np.cumsum([0, *(x.arrays[0].size for x in row)]).tolist()
+            operand = row[starts.index(source.part[0])]
+        return line_and_primitive(operand)
 
-    enter(module.entry, Run(1))
-    return runs
+    def is_sum(self, bit: int) -> bool:
+        """Whether a collective adds."""
+        transfer = self._transfers[self.graph.sources[bit].number]
+        if transfer.members:
+            return True
+        called = (transfer.first.attribute("to_apply") or "").lstrip("%")
+        return called != "" and self._module.computations[called].result.opcode == "add"
 
+    def reaching(self, mask: int) -> int:
+        """All sources that values depend on, directly or through collectives."""
+        return self._closure(mask, lambda mark: mark.any)
 
-def trips(loop: Instruction) -> int | None:
-    """How often the body of a loop runs, or None if that can't be read from the program."""
-    known = _TRIPS.search(loop.attributes)
-    if known is not None:
-        return int(known[1])
-    module = loop.computation.module
-    condition = module.computations[_called(loop, "condition")]
-    test = computed(Value(condition.result)).made_by
-    if test.opcode != "compare":
+    def reaching_by_copies(self, mask: int) -> int:
+        """All sources that values combine element by element, directly or through collectives."""
+        return self._closure(mask, lambda mark: mark.near)
+
+    def _closure(self, mask: int, of_collective: Callable[[Mark], int]) -> int:
+        """These sources, and those that the collectives among them are given."""
+        reached, new = 0, mask
+        while new:
+            reached |= new
+            after = 0
+            for bit in self.graph.sources_in(new):
+                after |= of_collective(self.graph.into.get(bit, Mark()))
+            new = after & ~reached
+        return reached
+
+    @cached_property
+    def _combined(self) -> list[tuple[int, int]]:
+        """For each result, the sources that it combines element by element: directly, and directly
+        or through collectives.
+        """
+        near = [mark.near for mark in self.graph.results]
+        return [(mask, self.reaching_by_copies(mask)) for mask in near]
+
+    def updated(self, number: int) -> list[int]:
+        """The parameters that are combined with what a collective returns into a result."""
+        results = sum(1 << bit for bit in self.sources_of[number])
+        updated = 0
+        for near, all_ in self._combined:
+            updated |= near if all_ & results else 0
+        sources = (self.graph.sources[bit] for bit in self.graph.sources_in(updated))
+        return sorted(source.number for source in sources if source.kind == "parameter")
+
+    @cached_property
+    def activations(self) -> int:
+        """The collectives that the model computes with: between them and a result lies a product.
+        The others sum gradients, or serve the optimiser.
+        """
+        sinks = [*self.graph.results, *self.graph.into.values()]
+        activations = 0
+        for mark in sinks:
+            activations |= mark.product
+        while True:
+            before = activations
+            for bit, mark in self.graph.into.items():
+                if activations >> bit & 1:
+                    activations |= mark.any
+            if activations == before:
+                return activations
+
+    def labels(self, of_parameter: Callable[[int], Labels]) -> Callable[[int], Labels]:
+        """For a set of sources, which devices have the same value, if the parameters are so."""
+        labels: dict[int, Labels] = {}
+        for bit, source in enumerate(self.graph.sources):
+            match source.kind:
+                case "parameter":
+                    labels[bit] = of_parameter(source.number)
+                case "position":
+                    labels[bit] = np.array(source.labels)
+                case "collective":
+                    labels[bit] = np.zeros(self.devices, int)
+                case _:
+                    labels[bit] = np.arange(self.devices)
+
+        def joined(mask: int) -> Labels:
+            rows = [labels[bit] for bit in self.graph.sources_in(mask)]
+            return _alike(rows) if rows else np.zeros(self.devices, int)
+
+        # At first all devices have the same; what differs is found in turns, as a loop's results
+        # are given to its own collectives.
+        changed = True
+        while changed:
+            changed = False
+            for bit, mark in self.graph.into.items():
+                after = self._after(self.graph.sources[bit], joined(mark.any))
+                if not np.array_equal(after, labels[bit]):
+                    labels[bit], changed = after, True
+        return joined
+
+    def _after(self, source: Source, before: Labels) -> Labels:
+        """Which devices have the same result of a collective."""
+        transfer = self._transfers[source.number]
+        groups = transfer.groups
+        # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
+        kind = transfer.kind if transfer.members else KINDS[opcode_of(transfer.first)]
+        if kind == "collective-permute":
+            return _moved(transfer.pairs(self.devices), before)
+        if transfer.members and kind == "all-gather":
+            return np.arange(self.devices)
+        grouped = before[groups]
+        if kind in ("all-reduce", "reduce-scatter"):
+            grouped = np.sort(grouped, 1)
+        each = np.unique(grouped, axis=0, return_inverse=True)[1].reshape(-1)
+        rows = np.repeat(each[:, None], groups.shape[1], 1)
+        if kind not in ("all-reduce", "all-gather", "broadcast"):
+            rows = rows * groups.shape[1] + np.arange(groups.shape[1])
+        labels = np.zeros(self.devices, int)
+        labels[groups] = rows
+        return _alike([labels])
+
+    def is_repeated(self, bit: int, labels: Labels) -> bool:
+        """Whether a sum adds the same value several times."""
+        number = self.graph.sources[bit].number
+        groups = self._transfers[number].groups
+        return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in labels[groups])
+
+    def uncrossed(self, mask: int, data: int, parts: Sequence[int]) -> int | None:
+        """A source in `data` from which a way leads to a value on some device that brings it only
+        some of the `parts` of the data, each a set of devices.
+        """
+        alone = tuple(1 << device for device in range(self.devices))
+        queue = [(bit, alone) for bit in self.graph.sources_in(mask)]
+        seen = set(queue)
+        for bit, by_device in queue:
+            if all(one & part for one in set(by_device) for part in parts):
+                continue
+            if data >> bit & 1:
+                return bit
+            if bit not in self.graph.into:
+                continue
+            after = self._before(bit, by_device)
+            for source in self.graph.sources_in(self.graph.into[bit].any):
+                if (source, after) not in seen:
+                    seen.add((source, after))
+                    queue.append((source, after))
         return None
-    left, right = (Value(x) for x in test.inputs())
-    direction = test.attribute("direction")
-    limit = constant(right)
-    if limit is None:
-        left, right, limit = right, left, constant(left)
-        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction or "")
-    counter = _carried(left, condition)
-    if limit is None or counter is None:
-        return None
-    start = constant(Value(loop.operand(0), counter))
-    step = _step(module.computations[_called(loop, "body")], counter)
-    if start is None or not step:
-        return None
-    distance = limit - start if step > 0 else start - limit
-    if (direction, step > 0) in (("LE", True), ("GE", False)):
-        distance += 1
-    elif (direction, step > 0) not in (("LT", True), ("GT", False)):
-        return None
-    return max(0, -(-distance // abs(step)))
+
+    def _before(self, bit: int, by_device: tuple[int, ...]) -> tuple[int, ...]:
+        """For each device, those whose operands its value comes from. `by_device` are those whose
+        results it comes from.
+        """
+        transfer = self._transfers[self.graph.sources[bit].number]
+        sources = [1 << device for device in range(self.devices)]
+        for row in transfer.groups.tolist():
+            if transfer.kind == "collective-permute":
+                sources[row[1]] |= 1 << row[0]
+            else:
+                for device in row:
+                    sources[device] = sum(1 << i for i in row)
+        sources_of: dict[int, int] = {}
+        for one in set(by_device):
+            sources_of[one] = 0
+            for device in self.graph.sources_in(one):
+                sources_of[one] |= sources[device]
+        return tuple(sources_of[one] for one in by_device)
 
 
-def _called(x: Instruction, role: str) -> str:
-    for name, computation in calls_of(x):
-        if name == role:
-            return computation
-    raise AuditError(f"{x} has no {role}")
+def _alike(rows: Sequence[Labels]) -> Labels:
+    """Numbers the devices: two have the same number if they have it in all rows."""
+    labels: dict[tuple[int, ...], int] = {}
+    columns = zip(*(row.tolist() for row in rows), strict=True)
+    return np.array([labels.setdefault(column, len(labels)) for column in columns])
 
 
-def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:
-    """The index in a loop's carry of a value in the loop's condition or body."""
-    for made_by, path in unchanged(value):
-        if made_by.opcode == "parameter" and made_by.computation is within:
-            return path
-    return None
-
-
-def _step(body: Computation, counter: tuple[int, ...]) -> int | None:
-    """By how much an element of the carry grows in each step of a loop."""
-    after = computed(Value(body.result, counter))
-    if after.made_by.opcode not in ("add", "subtract"):
-        return None
-    left, right = (Value(x) for x in after.made_by.inputs())
-    if after.made_by.opcode == "add" and constant(left) is not None:
-        left, right = right, left
-    step = constant(right)
-    if step is None or _carried(left, body) != counter:
-        return None
-    return step if after.made_by.opcode == "add" else -step
-
-
-def constant(value: Value) -> int | None:
-    """The value as an integer if it is constant, else None."""
-    x = computed(value).made_by
-    if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.rest):
-        return int(x.rest)
-    return None
-
-
-def unchanged(value: Value) -> Iterator[Value]:
-    """The value, and all values that it is only a copy of, back to the one that is computed."""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    current: Value | None = value
-    while current is not None and (id(current.made_by), current.path) not in seen:
-        seen.add((id(current.made_by), current.path))
-        yield current
-        current = before(current)
-
-
-def before(value: Value) -> Value | None:
-    """The same value one instruction earlier, or None where it is computed."""
-    x, path = value
-    match x.opcode:
-        case "get-tuple-element":
-            return Value(x.operand(0), (x.integer("index") or 0, *path))
-        case "tuple" if path:
-            return Value(x.operand(path[0]), path[1:])
-        case "copy" | "bitcast" | "optimization-barrier" | "convert" | "reshape":
-            return Value(x.operand(0), path)
-        case "copy-done":
-            return Value(x.operand(0), (0,))
-        case "copy-start" if path[:1] in ((0,), (1,)):
-            return Value(x.operand(0), path[1:])
-        case "parameter":
-            return _argument(x, path)
-        case "while" if _is_invariant(x, path):
-            return Value(x.operand(0), path)
-        case "custom-call" if path == (0,) and target_of(x) == "AsyncCollectiveStart":
-            return Value(x.operand(0).operand(0))
-        case _ if x.opcode.endswith("-done") and _enters(start_of(x)):
-            return _inside(start_of(x), path)
-        case _ if x.opcode in _WRAPPERS:
-            return _inside(x, path)
-    return None
-
-
-def _inside(x: Instruction, path: tuple[int, ...]) -> Value:
-    role = _WRAPPERS.get(x.opcode, "calls")
-    return Value(x.computation.module.computations[_called(x, role)].result, path)
-
-
-def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
-    """The argument that a computation's parameter stands for where the computation is called."""
-    callers = x.computation.callers
-    if len(callers) != 1:
-        return None
-    (caller,) = callers
-    number = int(x.rest)
-    if caller.opcode == "while":
-        return Value(caller.operand(0), path) if _is_invariant(caller, path) else None
-    if caller.opcode == "conditional":
-        branches = [name for _, name in calls_of(caller)]
-        return Value(caller.operand(1 + branches.index(x.computation.name)), path)
-    return Value(given_to(caller)[number], path) if _enters(caller) else None
-
-
-def _enters(x: Instruction) -> bool:
-    """Whether the computation that an instruction calls has its operands and its result."""
-    # `to_apply` of an `all-reduce-start` is the sum of two numbers, not of its operands.
-    return x.opcode in _WRAPPERS or "calls=" in x.attributes
-
-
-def given_to(x: Instruction) -> list[Instruction]:
-    """The operands of the computation that an instruction calls."""
-    # The SparseCores of a TPU are started before they have operands; an update brings those.
-    updates = () if x.operands else x.computation.users[x.name]
-    return next((y.inputs()[1:] for y in updates if y.opcode.endswith("-update")), x.inputs())
-
-
-def start_of(x: Instruction) -> Instruction:
-    """The instruction that starts what an instruction waits for; itself if it waits for nothing."""
-    while x.opcode.endswith(("-done", "-update")):
-        x = x.operand(0)
-    return x
-
-
-def done_of(x: Instruction) -> Instruction:
-    """The instruction that waits for one that starts an operation; itself if it does both."""
-    if not x.opcode.endswith("-start"):
-        return x
-    return next((user for user in _waiting(x) if user.opcode.endswith("-done")), x)
-
-
-def _waiting(x: Instruction) -> Iterator[Instruction]:
-    for user in x.computation.users[x.name]:
-        if user.opcode.endswith(("-done", "-update")) and user.operand(0) is x:
-            yield user
-            yield from _waiting(user)
-
-
-def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
-    """Whether a loop leaves an element of its carry unchanged."""
-    body = loop.computation.module.computations[_called(loop, "body")]
-    value: Value | None = Value(body.result, path)
-    for _ in range(100):
-        if value is None:
-            return False
-        x = value.made_by
-        if x.opcode == "parameter" and x.computation is body:
-            return value.path == path
-        if x.opcode == "parameter" and x.computation.callers[:1] == [loop]:
-            return False
-        value = before(value)
-    return False
-
-
-def target_of(x: Instruction) -> str:
-    """The target of a custom call."""
-    return (x.attribute("custom_call_target") or "").strip('"')
-
-
-def computed(value: Value) -> Value:
-    """The value that this one is a copy of, where it is computed."""
-    *_, last = unchanged(value)
-    return last
+def _moved(pairs: Groups, before: Labels) -> Labels:
+    after = np.full(before.shape, -1)
+    after[pairs[:, 1]] = before[pairs[:, 0]]
+    return _alike([after])

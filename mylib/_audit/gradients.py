@@ -3,11 +3,11 @@
 import re
 
 from .attribution import Names
-from .hlo import Module
-from .sums import Flow
+from .flow import Flow
+from .hlo import HloModule
 
 
-def gradients_of(number: int, flow: Flow, module: Module, names: Names) -> tuple[str, ...]:
+def gradients_of(number: int, flow: Flow, module: HloModule, names: Names) -> tuple[str, ...]:
     """The paths of the arguments that a collective's results update, without those of an
     optimiser's state, whose paths end like those of the model.
     """

@@ -132,6 +132,11 @@ def _device_ids(text: str) -> np.ndarray:
     return (devices.transpose(order) if order else devices).ravel()
 
 
+def axis_of(name: str) -> str:
+    """The axis of which `"data:(2)4"` or `"~data"` is a part."""
+    return name.lstrip("~").split(":")[0]
+
+
 class Axes(NamedTuple):
     """The axes of a mesh, in the order of the devices that a program runs on."""
 
@@ -178,10 +183,10 @@ class Axes(NamedTuple):
 
     def _parts(self, groups: Groups, axes: Sequence[int]) -> tuple[str, ...]:
         """The names of a group that has only parts of some axes."""
-        wanted = set(map(frozenset, groups.tolist()))
+        expected = set(map(frozenset, groups.tolist()))
         choices = [[(i, 1, self.sizes[i]), *_parts_of(i, self.sizes[i])] for i in axes]
         for chosen in _products(choices, groups.shape[1]):
-            if set(map(frozenset, self._split(chosen).tolist())) == wanted:
+            if set(map(frozenset, self._split(chosen).tolist())) == expected:
                 return tuple(
                     self.names[i] if size == self.sizes[i] else f"{self.names[i]}:({pre}){size}"
                     for i, pre, size in chosen
@@ -216,18 +221,18 @@ def _products(
     choices: Sequence[Sequence[tuple[int, int, int]]], size: int
 ) -> list[tuple[tuple[int, int, int], ...]]:
     """One of each of the choices, such that their sizes multiply to `size`."""
-    found: list[tuple[tuple[int, int, int], ...]] = [()]
+    products: list[tuple[tuple[int, int, int], ...]] = [()]
     for several in choices:
-        found = [(*some, one) for some in found for one in several]
-        found = [some for some in found if size % math.prod(n for *_, n in some) == 0]
-    return [some for some in found if math.prod(n for *_, n in some) == size]
+        products = [(*some, one) for some in products for one in several]
+        products = [some for some in products if size % math.prod(n for *_, n in some) == 0]
+    return [some for some in products if math.prod(n for *_, n in some) == size]
 
 
 def axes_in(text: str) -> list[Axes]:
     """The meshes in a program's text, unless XLA has invented their names."""
-    found: dict[Axes, None] = {}
+    meshes: dict[Axes, None] = {}
     for match in re.finditer(r"replica_groups=mesh\[([^\]]*)\](,?)", text):
         sizes = _AXIS.findall(match[1])
         if not match[2] and not all(re.fullmatch(r"axis_\d+", name) for name, _ in sizes):
-            found[Axes(tuple(n for n, _ in sizes), tuple(int(size) for _, size in sizes))] = None
-    return list(found)
+            meshes[Axes(tuple(n for n, _ in sizes), tuple(int(size) for _, size in sizes))] = None
+    return list(meshes)

@@ -211,7 +211,7 @@ def _depths(text: str, depth: int, start: int = 0) -> Iterator[tuple[int, int]]:
 class Computation:
     """A named list of instructions, in the order in which they run."""
 
-    def __init__(self, module: "Module", name: str):
+    def __init__(self, module: "HloModule", name: str):
         self.module = module
         self.name = name
         self.instructions: list[Instruction] = []
@@ -243,7 +243,7 @@ class Computation:
         return self.module.callers.get(self.name, [])
 
 
-class Module:
+class HloModule:
     """A compiled program."""
 
     def __init__(self, text: str):
@@ -361,17 +361,17 @@ class Module:
 
     def _stack(self, frame: int) -> list[str]:
         if frame not in self._stacks:
-            found: list[str] = []
-            self._stacks[frame] = found
+            lines: list[str] = []
+            self._stacks[frame] = lines
             entry = _fields(self._tables["StackFrames"].get(frame, ""))
             location = _fields(
                 self._tables["FileLocations"].get(entry.get("file_location_id", 0), "")
             )
             name = self._tables["FileNames"].get(location.get("file_name_id", 0), "")
             if name:
-                found.append(f"{name.strip(chr(34))}:{location.get('line', 0)}")
+                lines.append(f"{name.strip(chr(34))}:{location.get('line', 0)}")
             # The text numbers parents from 1, and 1 means none.
-            found += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
+            lines += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
         return self._stacks[frame]
 
 
@@ -418,10 +418,10 @@ def _read_calls(attributes: str) -> list[tuple[str, str]]:
     if "=%" not in attributes and "={%" not in attributes:
         return []
     metadata = attributes.find(", metadata={")
-    own = attributes if metadata < 0 else attributes[:metadata]
+    before_metadata = attributes if metadata < 0 else attributes[:metadata]
     return [
         (role, name)
-        for role, names in _CALLS.findall(own)
+        for role, names in _CALLS.findall(before_metadata)
         for name in re.findall(r"[\w.\-]+", names)
     ]
 

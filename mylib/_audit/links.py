@@ -120,7 +120,7 @@ def _directions(
     group = at[mesh.groups(names)[0]]
     size = (*shape_of(machine), 1)[: group.shape[1] - 1]
     rings = _rings(machine, size)
-    found: list[float] = []
+    rates: list[float] = []
     longest = 1
     for i, whole in enumerate(size):
         places = np.unique(group[:, i])
@@ -128,9 +128,9 @@ def _directions(
             continue
         gap = (int(places[-1]) - int(places[0])) / (len(places) - 1)
         around = rings[i] and len(places) * gap == whole
-        found.append((2 if around else 1) / gap)
+        rates.append((2 if around else 1) / gap)
         longest = max(longest, len(places))
-    return found, len(np.unique(group[:, -1])), longest
+    return rates, len(np.unique(group[:, -1])), longest
 
 
 def _rings(machine: Machine, size: tuple[int, ...]) -> list[bool]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, fields, replace
 import jax
 
 from .._errors import AuditError
+from .._text import show_bytes, table
 from ..machines import Alive, Argument, Fit, Machine, Memory, memory_of
 from .attribution import primitive_of, source_of
-from .hlo import Module
+from .hlo import HloModule
 from .peak import Buffer, peak_of
-from .text import readable, table
 
 
 @dataclass(frozen=True)
@@ -23,29 +23,29 @@ class ProgramMemory(Memory):
     - `arguments`, `results`, `temporaries`, `aliased`, `code`, `constants`, `host`, `peak`,
         `accepted`, `largest`: those of [`mylib.machines.Memory`][].
     - `alive`: what is held at the peak besides arguments and constants, as a tuple of
-        [`mylib.Alive`][], the largest first. None if that is unknown: it is found from the order in
-        which the program runs, and must account for `peak` within a tenth.
+        [`mylib.machines.Alive`][], the largest first. None if that is unknown: it is found from the
+        order in which the program runs, and must account for `peak` within a tenth.
     """
 
     alive: tuple[Alive, ...] | None = None
 
     @classmethod
     def of(
-        cls, compiled: jax.stages.Compiled, program: Module | str, arguments: Sequence[Argument]
+        cls, compiled: jax.stages.Compiled, program: HloModule | str, arguments: Sequence[Argument]
     ) -> "ProgramMemory":
         """The memory of a `compiled` program, given its module or its text as `program`, and its
         `arguments`.
         """
         text = program if isinstance(program, str) else program.text
-        known = memory_of(compiled, arguments, text)
-        parts = {part.name: getattr(known, part.name) for part in fields(known)}
+        memory = memory_of(compiled, arguments, text)
+        parts = {part.name: getattr(memory, part.name) for part in fields(memory)}
         try:
-            found = peak_of(Module(program) if isinstance(program, str) else program)
+            at_peak = peak_of(HloModule(program) if isinstance(program, str) else program)
         except AuditError:  # what isn't understood is unknown
             return cls(**parts)
-        counted = known.arguments + known.constants + found.bytes
-        agrees = abs(counted - known.peak) <= known.peak * _WITHIN
-        return cls(**parts, alive=_alive(found.alive) if agrees else None)
+        counted = memory.arguments + memory.constants + at_peak.bytes
+        agrees = abs(counted - memory.peak) <= memory.peak * _WITHIN
+        return cls(**parts, alive=_alive(at_peak.alive) if agrees else None)
 
     def fits(self, machine: Machine) -> Fit:
         """Whether it fits on each device of a `machine`; see [`mylib.machines.Memory`][]."""
@@ -65,20 +65,22 @@ class ProgramMemory(Memory):
 
     def at_the_peak(self) -> tuple[str, list[tuple[str, ...]]]:
         """The largest arrays at the peak: a heading, and the rows of a table."""
-        counted = f"at the peak, XLA counts {readable(self.peak)}"
+        counted = f"at the peak, XLA counts {show_bytes(self.peak)}"
         rows = [
-            (readable(x.bytes), x.arrays, x.primitive, x.source)
+            (show_bytes(x.bytes), x.arrays, x.primitive, x.source)
             for x in (self.alive or ())[:_SHOWN]
         ]
         if self.alive is None:
             return f"{counted}; what is held then is unknown", rows
-        found = readable(sum(x.bytes for x in self.alive))
-        return f"{counted}; by the schedule, {found} of it besides arguments", rows
+        listed_bytes = show_bytes(sum(x.bytes for x in self.alive))
+        return f"{counted}; by the schedule, {listed_bytes} of it besides arguments", rows
 
     def lines(self) -> list[str]:
         """The lines that it prints as."""
-        held = ", ".join(f"{name} {readable(size)}" for name, size in self.held().items())
-        shared = f" ({readable(self.aliased)} of them in donated arguments)" if self.aliased else ""
+        held = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.held().items())
+        shared = (
+            f" ({show_bytes(self.aliased)} of them in donated arguments)" if self.aliased else ""
+        )
         heading, rows = self.at_the_peak()
         lines = [f"each device holds {held or 'nothing'}{shared}", heading + ":" * bool(rows)]
         return [*lines, *(table(rows) if rows else [])]
@@ -100,5 +102,5 @@ def _alive(buffers: list[Buffer]) -> tuple[Alive, ...]:
         key = array.dtype, array.shape, primitive_of(x), source_of(x)
         alike[key] = alike.get(key, 0) + 1
         sizes[key] = sizes.get(key, 0) + buffer.bytes
-    found = [Alive(sizes[key], count, *key) for key, count in alike.items()]
-    return tuple(sorted(found, key=lambda x: -x.bytes))
+    arrays = [Alive(sizes[key], count, *key) for key, count in alike.items()]
+    return tuple(sorted(arrays, key=lambda x: -x.bytes))

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 from .collectives import Transfer
-from .flow import target_of
-from .hlo import Instruction, Module
+from .hlo import HloModule, Instruction
+from .values import target_of
 
 
 class Begin(NamedTuple):
@@ -37,7 +37,7 @@ T = TypeVar("T")
 Moments = dict[int, list[T]]
 
 
-def moments_of(module: Module, sent: Sequence[Transfer]) -> tuple[Moments[Begin], Moments[End]]:
+def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Begin], Moments[End]]:
     """The instructions at which collectives begin and end, by their `id`."""
     begins: Moments[Begin] = {}
     ends: Moments[End] = {}
@@ -68,7 +68,7 @@ def _key(x: Instruction) -> tuple[str, str | None]:
     return x.opcode, x.attribute("channel_id")
 
 
-def _ends_in_fusions(module: Module) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
+def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
     """The TPU's compiler starts a collective in one fusion, and waits for it in a later one."""
     for computation in module.computations.values():
         for x in computation.instructions:

@@ -3,9 +3,9 @@
 import json
 
 from .._errors import AuditError
-from .flow import target_of
 from .hlo import Instruction
 from .targets import LOCAL
+from .values import target_of
 
 # Opcodes, with their names in a report.
 KINDS = {
@@ -57,8 +57,8 @@ def moves(x: Instruction, local: frozenset[str]) -> str | None:
         return None if opcode == "send" and _to_host(x) else KINDS[opcode]
     if opcode in _LOCAL:
         # A TPU's SparseCores run a part of the program in parallel, which is started by a call.
-        known = x.opcode in _LOCAL or x.opcode == "call-start" or "calls" in x.attributes
-        if "-start" in x.opcode and not known:
+        is_local = x.opcode in _LOCAL or x.opcode == "call-start" or "calls" in x.attributes
+        if "-start" in x.opcode and not is_local:
             raise AuditError(f"{x} starts something that is not understood")
         return None
     if opcode == "custom-call":

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .._show import bar, html
+from .._text import show_bytes
 from .memory import ProgramMemory
-from .text import readable
 
 _NUMBERS = ("times", "bytes", "sent")
 
@@ -35,7 +35,7 @@ def _collectives(columns: Sequence[str], rows: Sequence[Sent]) -> html.Html:
     # On narrow pages the first cell is the heading of a row.
     header = (*_heading_first(columns), "share")
     most = max(row.nbytes for row in rows) or 1
-    bars = [bar(row.nbytes / most, f"{readable(row.nbytes)} in a call") for row in rows]
+    bars = [bar(row.nbytes / most, f"{show_bytes(row.nbytes)} in a call") for row in rows]
     body = [(*_heading_first(row.cells), bars[i]) for i, row in enumerate(rows)]
     numbers = [i for i, name in enumerate(header) if name in _NUMBERS]
     hover = [
@@ -53,11 +53,13 @@ def _heading_first(cells: Sequence[str]) -> list[str]:
 def _memory(memory: ProgramMemory) -> list[html.Html]:
     held = memory.held()
     most = max(held.values(), default=1)
-    body = [(name, readable(size), bar(size / most, readable(size))) for name, size in held.items()]
+    body = [
+        (name, show_bytes(size), bar(size / most, show_bytes(size))) for name, size in held.items()
+    ]
     parts = [html.table(("each device holds", "bytes", ""), body, numbers=[1])]
-    heading, found = memory.at_the_peak()
+    heading, largest = memory.at_the_peak()
     parts.append(html.tag("p", heading, class_="faint"))
-    rows = [(arrays, nbytes, *made_by) for nbytes, arrays, *made_by in found]
+    rows = [(arrays, nbytes, *made_by) for nbytes, arrays, *made_by in largest]
     if rows:
         parts.append(html.table(("arrays", "bytes", "primitive", "line"), rows, numbers=[1]))
     return parts

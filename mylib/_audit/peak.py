@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from .._errors import AuditError
-from .flow import Value, unchanged
-from .hlo import Array, Computation, Instruction, Module, arrays_of, calls_of
+from .hlo import Array, Computation, HloModule, Instruction, arrays_of, calls_of
+from .values import Value, unchanged
 
 # Operations whose results are in the memory of their first operand.
 _SAME = frozenset({"bitcast", "optimization-barrier", "add-dependency", "domain", "after-all"})
@@ -30,7 +30,7 @@ class Peak:
     alive: list[Buffer]
 
 
-def peak_of(module: Module) -> Peak:
+def peak_of(module: HloModule) -> Peak:
     """The peak memory of a program, without its arguments and constants. Results that are not in
     donated memory are allocated before it starts.
 
@@ -41,32 +41,32 @@ def peak_of(module: Module) -> Peak:
     if not module.is_scheduled:
         raise AuditError("the program's instructions are not in the order in which they run")
     entry = module.entry
-    given = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
-    return _Run(entry, given, results=set(module.donated)).peak()
+    arguments = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
+    return _Lifetimes(entry, arguments, results=set(module.donated)).peak()
 
 
-class _Run:
-    """One run of a computation whose parameters are `given`. The results are in memory of its
+class _Lifetimes:
+    """One run of a computation with these parameters. The results are in memory of its
     caller, or only those with the numbers `results`: the others are then allocated before it runs.
     """
 
     def __init__(
         self,
         computation: Computation,
-        given: dict[str, list[Buffer]],
+        parameters: dict[str, list[Buffer]],
         results: set[int] | None = None,
     ):
         self.computation = computation
-        self.held: dict[str, list[Buffer]] = dict(given)
+        self.held: dict[str, list[Buffer]] = dict(parameters)
         self.inner: dict[str, Peak] = {}
         self.bounds: dict[str, list[tuple[int, int]]] = {}
-        self.outside = {id(b) for buffers in given.values() for b in buffers}
+        self.outside = {id(b) for buffers in parameters.values() for b in buffers}
         for x in computation.instructions:
             if x.name not in self.held:
                 self.held[x.name] = self._hold(x)
-        own = self.held[computation.result.name]
-        self.outside |= {id(b) for i, b in enumerate(own) if results is None or i in results}
-        self.results = {id(b): b for b in own if id(b) not in self.outside}
+        of_result = self.held[computation.result.name]
+        self.outside |= {id(b) for i, b in enumerate(of_result) if results is None or i in results}
+        self.results = {id(b): b for b in of_result if id(b) not in self.outside}
 
     def _hold(self, x: Instruction) -> list[Buffer]:
         """The memory of each array of the result."""
@@ -86,8 +86,8 @@ class _Run:
             case "call" | "conditional":
                 for _, name in calls_of(x):
                     called = x.computation.module.computations[name]
-                    given = operands if x.opcode == "call" else operands[1:]
-                    self._enter_one(x, called, given)
+                    arguments = operands if x.opcode == "call" else operands[1:]
+                    self._enter_one(x, called, arguments)
             case _ if x.opcode in _SAME and len(operands[:1]) == 1:
                 return operands[0]
             case _ if x.opcode.endswith("-done"):
@@ -109,16 +109,16 @@ class _Run:
             self._enter_one(loop, called, [carried])
 
     def _enter_one(
-        self, x: Instruction, called: Computation, given: Sequence[list[Buffer]]
+        self, x: Instruction, called: Computation, arguments: Sequence[list[Buffer]]
     ) -> None:
-        given = given if len(called.parameters) == len(given) else [[], *given]
+        arguments = arguments if len(called.parameters) == len(arguments) else [[], *arguments]
         held = {
-            parameter.name: given[number] if number < len(given) else []
+            parameter.name: arguments[number] if number < len(arguments) else []
             for number, parameter in called.parameters.items()
         }
         if any(len(held[p.name]) != len(p.arrays) for p in called.parameters.values()):
             held = {p.name: [Buffer(0, p) for _ in p.arrays] for p in called.parameters.values()}
-        peak = _Run(called, held).peak()
+        peak = _Lifetimes(called, held).peak()
         if x.name not in self.inner or peak.bytes > self.inner[x.name].bytes:
             self.inner[x.name] = peak
 
@@ -138,9 +138,9 @@ class _Run:
     def _of_done(self, x: Instruction, started: list[Buffer]) -> list[Buffer]:
         if x.operand(0).opcode == "copy-start":
             return started[:1]
-        own = [b for b in started if b.made_by is x.operand(0) and b.bytes]
+        outputs = [b for b in started if b.made_by is x.operand(0) and b.bytes]
         count = len(x.arrays)
-        return own[:count] if len(own) >= count else started[:count]
+        return outputs[:count] if len(outputs) >= count else started[:count]
 
     def _in_place(self, x: Instruction, index: int) -> Buffer | None:
         """The memory of the operand that an update is written into."""

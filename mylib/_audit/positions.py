@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from .flow import Value, computed
 from .hlo import Instruction
+from .values import Value, computed
 
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "add": np.add,
@@ -64,10 +64,10 @@ class _Numbers:
             return self._constant(x)
         if x.opcode not in (*_BINARY, *_OTHERS):
             return None
-        found = [self.of(y, deep - 1) for y in x.inputs()]
-        if any(numbers is None for numbers in found):
+        operands = [self.of(y, deep - 1) for y in x.inputs()]
+        if any(numbers is None for numbers in operands):
             return None
-        return self._result(x, [numbers for numbers in found if numbers is not None])
+        return self._result(x, [numbers for numbers in operands if numbers is not None])
 
     def _constant(self, x: Instruction) -> np.ndarray | None:
         if not re.fullmatch(r"[su]\d+|pred", x.arrays[0].dtype):
@@ -78,32 +78,32 @@ class _Numbers:
             return None
         return np.tile(np.array(numbers), (self.devices, 1))
 
-    def _result(self, x: Instruction, given: list[np.ndarray]) -> np.ndarray | None:
+    def _result(self, x: Instruction, operands: list[np.ndarray]) -> np.ndarray | None:
         match x.opcode:
             case "compare":
-                return _COMPARED[x.attribute("direction") or "EQ"](*given).astype(int)
+                return _COMPARED[x.attribute("direction") or "EQ"](*operands).astype(int)
             case "select":
-                return np.where(given[0] != 0, given[1], given[2])
+                return np.where(operands[0] != 0, operands[1], operands[2])
             case "clamp":
-                return np.clip(given[1], given[0], given[2])
+                return np.clip(operands[1], operands[0], operands[2])
             case "negate":
-                return -given[0]
+                return -operands[0]
             case "broadcast":
                 size = x.arrays[0].size
-                return np.repeat(given[0], size, 1) if given[0].shape[1] == 1 else None
+                return np.repeat(operands[0], size, 1) if operands[0].shape[1] == 1 else None
             case "slice" | "dynamic-slice":
-                return self._slice(x, given)
-        return _BINARY[x.opcode](*given)
+                return self._slice(x, operands)
+        return _BINARY[x.opcode](*operands)
 
-    def _slice(self, x: Instruction, given: list[np.ndarray]) -> np.ndarray | None:
+    def _slice(self, x: Instruction, operands: list[np.ndarray]) -> np.ndarray | None:
         size = x.arrays[0].size
         if len(x.operand(0).arrays[0].shape) != 1:
             return None
         if x.opcode == "slice":
             bounds = re.fullmatch(r"\{\[(\d+):(\d+)(?::1)?\]\}", x.attribute("slice") or "")
-            return given[0][:, int(bounds[1]) : int(bounds[2])] if bounds else None
-        starts = np.clip(given[1], 0, given[0].shape[1] - size)
-        return np.take_along_axis(given[0], starts + np.arange(size), 1)
+            return operands[0][:, int(bounds[1]) : int(bounds[2])] if bounds else None
+        starts = np.clip(operands[1], 0, operands[0].shape[1] - size)
+        return np.take_along_axis(operands[0], starts + np.arange(size), 1)
 
 
 _OTHERS = ("broadcast", "clamp", "compare", "dynamic-slice", "negate", "select", "slice")

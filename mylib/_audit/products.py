@@ -8,8 +8,8 @@ import re
 import numpy as np
 
 from .._compat import names
-from .flow import Value, computed, target_of
 from .hlo import Array, Instruction
+from .values import Value, computed, target_of
 
 _NARROW = re.compile(r"f(\d)(e\w+)")
 _WORDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}

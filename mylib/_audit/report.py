@@ -1,19 +1,19 @@
 """The result of an audit, and how it is printed."""
 
-import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._errors import AuditError, folded
+from .._text import counted, listed, show_bytes, table
 from ..machines import Machine
+from .flow import Flow
+from .groups import axis_of
 from .links import Message
 from .memory import ProgramMemory
 from .opcodes import KINDS
 from .page import Sent, report_page
 from .roofline import Estimate, estimate
-from .sums import Flow
-from .text import readable, table
 from .work import Work
 
 _KINDS = tuple(dict.fromkeys(KINDS.values()))
@@ -106,11 +106,12 @@ class Report:
     **Attributes:**
 
     - `collectives`: a tuple of [`mylib.Collective`][]s, one for each in the program.
-    - `memory`: a [`mylib.ProgramMemory`][]; None if only text was given.
+    - `memory`: a [`ProgramMemory`][mylib._audit.ProgramMemory]; None if only text was given.
     - `axes`: the mesh axes and their sizes; empty if the mesh is unknown.
     - `name`: the name of the program.
-    - `work`: a [`mylib.Work`][]: how much is computed.
-    - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the program uses.
+    - `work`: a [`Work`][mylib._audit.Work]: how much is computed.
+    - `parameters`: a tuple of [`Parameter`][mylib._audit.Parameter]s, the arguments that the
+        program uses.
     - `results`: the same for its results; empty if only text was given.
     - `flow`: what its results and collectives depend on, which contracts judge by.
     """
@@ -158,23 +159,23 @@ class Report:
         """The collectives of a `kind`, over exactly these mesh `axes`; None for all."""
         if kind is not None and kind not in _KINDS:
             raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(_KINDS)}")
-        found = [c for c in self.collectives if kind in (None, c.kind)]
+        of_kind = [c for c in self.collectives if kind in (None, c.kind)]
         if axes is None:
-            return found
+            return of_kind
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        if not self.axes and found:
+        if not self.axes and of_kind:
             raise AuditError(
                 f"the mesh of {self.name} is not known: its devices have no names. Pass mesh= to "
                 "mylib.audit"
             )
-        unknown = [n for n in names if n.lstrip("~").split(":")[0] not in self.axes]
+        unknown = [name for name in names if axis_of(name) not in self.axes]
         if unknown and self.axes:
             raise ValueError(f"the mesh has no axis {unknown[0]!r}: it has {', '.join(self.axes)}")
-        return [c for c in found if c.axes is not None and set(c.axes) == set(names)]
+        return [c for c in of_kind if c.axes is not None and set(c.axes) == set(names)]
 
     def estimate(self, machine: Machine) -> Estimate:
-        """How long a call takes on a machine, by its data sheet: a [`mylib.Estimate`][] with an
-        interval. It prints its assumptions.
+        """How long a call takes on a machine, by its data sheet, with an interval. The result
+        prints its assumptions.
 
         **Arguments:**
 
@@ -183,7 +184,7 @@ class Report:
 
         **Returns:**
 
-        A [`mylib.Estimate`][].
+        An [`Estimate`][mylib._audit.Estimate].
 
         **Raises:**
 
@@ -215,15 +216,6 @@ class Report:
         if faults:
             lines = "\n".join(f"  {fault}" for fault in faults)
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, strings and numbers, for JSON, without the schedule of
-        `work`.
-        """
-        parts = [f.name for f in fields(self) if f.compare]
-        told = {name: _plain(getattr(self, name)) for name in parts}
-        del told["work"]["schedule"]
-        return json.loads(json.dumps(told))
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -269,12 +261,6 @@ def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
         else:
             total += amount
     return total + sum(max(map(_most, one.values())) for one in inside.values())
-
-
-def _plain(part: Any) -> Any:
-    if isinstance(part, tuple):
-        return [asdict(one) for one in part]
-    return asdict(part) if is_dataclass(part) and not isinstance(part, type) else part
 
 
 def times_of(c: Collective) -> int:
@@ -336,8 +322,8 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
         ("≤ " if c.sometimes else "") + times,
         c.kind,
         "?" if c.axes is None else ", ".join(c.axes),
-        f"{readable(c.bytes)} {c.dtype}",
-        readable(c.wire_bytes),
+        f"{show_bytes(c.bytes)} {c.dtype}",
+        show_bytes(c.wire_bytes),
         "inserted" if c.inserted else "written",
         c.phase,
         what + (f" ({', '.join(notes)})" if notes else ""),
@@ -347,17 +333,11 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
 
 def what_of(group: Sequence[Collective]) -> str:
     """The names of the arrays that equal collectives move."""
-    moved = _listed([path for c in group for path in c.arrays])
-    summed = _listed([path for c in group for path in c.gradients])
+    moved = listed([*folded([path for c in group for path in c.arrays])], _SHOWN)
+    summed = listed([*folded([path for c in group for path in c.gradients])], _SHOWN)
     if moved or summed:
         return moved or f"gradient of {summed}"
     return group[0].primitive + (f" in {group[0].scope}" if group[0].scope else "")
-
-
-def _listed(paths: Sequence[str]) -> str:
-    names = list(folded(paths))
-    left = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {left} more" if left > 0 else "")
 
 
 def _sent(group: Sequence[Collective]) -> int:
@@ -368,12 +348,12 @@ def _sent(group: Sequence[Collective]) -> int:
 def _sum(report: Report) -> str:
     if not report.collectives:
         return "nothing is communicated"
-    known = [c for c in report.collectives if c.times is not None]
-    sent = readable(_sent(known))
-    bounded = any(c.sometimes for c in known)
+    with_times = [c for c in report.collectives if c.times is not None]
+    sent = show_bytes(_sent(with_times))
+    bounded = any(c.sometimes for c in with_times)
     text = f"  each device sends {'at most ' if bounded else ''}{sent} in a call"
-    unknown = len(report.collectives) - len(known)
+    unknown = len(report.collectives) - len(with_times)
     if not unknown:
         return text
-    run = "collective runs" if unknown == 1 else "collectives run"
-    return f"{text}, and {unknown} {run} an unknown number of times"
+    run = counted(unknown, "collective runs", "collectives run")
+    return f"{text}, and {run} an unknown number of times"

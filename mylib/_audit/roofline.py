@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..machines import Chip, Machine
+from .groups import axis_of
 from .links import Message, seconds
 from .moments import Begin, End
 from .work import Loop, Operation, Step, Work
@@ -35,7 +36,7 @@ class Estimate:
     - `exposed`: the seconds in which a device waits for communication, which are a part of
         `seconds`. The rest of the communication is hidden behind computation.
     - `bound_by`: the part that takes longest.
-    - `unknown`: how many operations could not be counted, see [`mylib.Work`][].
+    - `unknown`: how many operations could not be counted, see [`Work`][mylib._audit.Work].
     - `assumptions`: the assumptions of the estimate.
     """
 
@@ -106,7 +107,7 @@ def estimate(
     low = sum(one.times * max(ideal.seconds(one)) for one in work.operations)
     links = [seconds(one, axes, machine) for one in sent]
     for one, (each, text) in zip(sent, links, strict=True):
-        part = f"communication over {', '.join(map(_axis, one.axes))}"
+        part = f"communication over {', '.join(map(axis_of, one.axes))}"
         parts[part] = parts.get(part, 0.0) + each * one.times
         assumed.append(text)
     most = sum(parts.values())
@@ -142,10 +143,6 @@ def played(
             case Loop():
                 now += step.times * played(step.steps, cost, sent)
     return max(now, *ends.values(), 0.0)
-
-
-def _axis(name: str) -> str:
-    return name.lstrip("~").split(":")[0]
 
 
 def _check_size(axes: Mapping[str, int], machine: Machine) -> None:

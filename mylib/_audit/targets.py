@@ -26,7 +26,7 @@ _GPU = """
     sparse_csr_fromdense_ffi sparse_csr_matmat_ffi sparse_csr_matvec_ffi sparse_csr_todense_ffi
     sparse_gtsv2_ffi
 """
-_CALLBACKS = "xla_python xla_ffi_python xla_ffi_partitioned_python xla_buffer_python"
+_PYTHON = "xla_python xla_ffi_python xla_ffi_partitioned_python xla_buffer_python"
 # cuDNN's attention, forward and backward.
 _ATTENTION = """
     Softmax SoftmaxDropout SoftmaxF8 ScaleBiasSoftmax ScaleBiasSoftmaxDropout
@@ -63,11 +63,15 @@ _OTHERS = """
 """
 
 
+# Call functions of Python.
+CALLBACKS = frozenset(f"{name}_{x}_callback" for name in _PYTHON.split() for x in ("cpu", "gpu"))
+
+
 def _local() -> Iterator[str]:
     for routines, letters in _LAPACK.items():
         yield from (f"lapack_{x}{name}_ffi" for name in routines.split() for x in letters)
     yield from (f"{vendor}{name}" for name in _GPU.split() for vendor in ("cu", "hip"))
-    yield from (f"{name}_{x}_callback" for name in _CALLBACKS.split() for x in ("cpu", "gpu"))
+    yield from CALLBACKS
     yield from (f"__cudnn$fmha{name}" for name in _ATTENTION.split())
     yield from _OTHERS.split()
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .collectives import Transfer
-from .flow import done_of, target_of, trips
-from .hlo import Array, Computation, Instruction, Module, calls_of
+from .hlo import Array, Computation, HloModule, Instruction, calls_of
 from .moments import Begin, End, Moments, moments_of
 from .opcodes import KINDS, opcode_of
 from .products import dtype_of, products_of
+from .values import done_of, target_of, trips
 
 # Instructions that move nothing themselves.
 _FREE = frozenset(
@@ -89,9 +89,9 @@ class Work:
         return tuple(one._replace(times=times) for one, times in counts.items())
 
 
-def work_of(module: Module, sent: Sequence[Transfer]) -> Work:
+def work_of(module: HloModule, sent: Sequence[Transfer]) -> Work:
     """`sent` are all collectives of the program, to which the schedule refers by their number."""
-    reader = _Reader(*moments_of(module, sent))
+    reader = _ScheduleReader(*moments_of(module, sent))
     steps, unknown = reader.read(module.entry)
     counts = _counted(steps)
     flops: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def _weight(steps: tuple[Step, ...]) -> float:
     )
 
 
-class _Reader:
+class _ScheduleReader:
     def __init__(self, begins: Moments[Begin], ends: Moments[End]) -> None:
         self._begins = begins
         self._ends = ends
@@ -133,8 +133,8 @@ class _Reader:
             steps: list[Step] = []
             unknown = 0
             for x in computation.instructions:
-                own, uncounted = self._own(x)
-                steps += [*self._begins.get(id(x), ()), *own, *self._ends.get(id(x), ())]
+                steps_of_x, uncounted = self._own(x)
+                steps += [*self._begins.get(id(x), ()), *steps_of_x, *self._ends.get(id(x), ())]
                 unknown += uncounted
             self._known[computation.name] = tuple(steps), unknown
         return self._known[computation.name]

@@ -26,53 +26,25 @@ SHARD_MAP = "shard_map"
 # Calls that mylib doesn't handle specially. Their types are right, too.
 OTHER_CALLS = frozenset(
     {
-        "composite",
-        "compute_on",
-        "custom_linear_solve",
-        "linear_call",
-        "program_order",
-        "remat_opt",
-        "run_state",
-        "xla_metadata_call",
+        "composite", "compute_on", "custom_linear_solve", "linear_call", "program_order",
+        "remat_opt", "run_state", "xla_metadata_call",
     }
-)
+)  # fmt: skip
 
 SCATTER_ADD = "scatter-add"
 # Operations with a jaxpr for pairs of numbers. They have the types of ordinary operations.
 ELEMENTWISE = frozenset(
     {
-        "reduce",
-        "reduce_window",
-        "scatter",
-        SCATTER_ADD,
-        "scatter-max",
-        "scatter-min",
-        "scatter-mul",
-        "scatter-sub",
-        "select_and_scatter",
+        "reduce", "reduce_window", "scatter", SCATTER_ADD, "scatter-max", "scatter-min",
+        "scatter-mul", "scatter-sub", "select_and_scatter",
     }
-)
+)  # fmt: skip
 
 # All equations whose jaxprs have reliable types.
-KNOWN_CALLS = (
-    frozenset(
-        {
-            COND,
-            SCAN,
-            WHILE,
-            CLOSED_CALL,
-            CUSTOM_JVP_CALL,
-            CUSTOM_VJP_CALL,
-            CUSTOM_VMAP_CALL,
-            EVAL_JAXPR,
-            JIT,
-            REMAT,
-            SHARD_MAP,
-        }
-    )
-    | OTHER_CALLS
-    | ELEMENTWISE
-)
+KNOWN_CALLS = OTHER_CALLS | ELEMENTWISE | {
+    COND, SCAN, WHILE, CLOSED_CALL, CUSTOM_JVP_CALL, CUSTOM_VJP_CALL, CUSTOM_VMAP_CALL, EVAL_JAXPR,
+    JIT, REMAT, SHARD_MAP,
+}  # fmt: skip
 
 # Kernels: they run on one device, with values of their own.
 KERNELS = frozenset({"core_map", "mpmd_map", "pallas_call"})
@@ -80,15 +52,10 @@ KERNELS = frozenset({"core_map", "mpmd_map", "pallas_call"})
 # Calls without a jaxpr, which can't be analysed.
 OPAQUE_CALLS = frozenset(
     {
-        "buffer_callback",
-        "call_exported",
-        "ffi_call",
-        "io_callback",
-        "mosaic_gpu_p",
-        "pure_callback",
-        "tpu_custom_call",
+        "buffer_callback", "call_exported", "ffi_call", "io_callback", "mosaic_gpu_p",
+        "pure_callback", "tpu_custom_call",
     }
-)
+)  # fmt: skip
 
 # Only in shard_map. They name mesh axes without communicating.
 AXIS_INDEX = "axis_index"
@@ -100,27 +67,11 @@ REDUCE_SCATTER = "reduce_scatter"
 # What a user calls to communicate, without what only starts it or waits for it.
 COLLECTIVES = frozenset(
     {
-        PSUM,
-        REDUCE_SCATTER,
-        "all_gather",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "all_to_all",
-        "pbroadcast",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "precv",
-        "psend",
-        "psum",
-        "ragged_all_to_all",
-        "unreduced_psum",
-        "unreduced_reduce_scatter",
+        PSUM, REDUCE_SCATTER, "all_gather", "all_gather_invariant", "all_gather_reduced",
+        "all_to_all", "pbroadcast", "pmax", "pmin", "ppermute", "precv", "psend", "psum",
+        "ragged_all_to_all", "unreduced_psum", "unreduced_reduce_scatter",
     }
-)
-
-# Those that have the same result on all devices, and under a `vmap` for all elements.
-REDUCTIONS = frozenset({"pmax", "pmin", "psum"})
+)  # fmt: skip
 
 # Single operations that an analysis treats specially.
 BARRIER = "optimization_barrier"
@@ -140,107 +91,34 @@ STOP_GRADIENT = "stop_gradient"
 # Sums of products, whose result may be of a wider dtype than their operands.
 PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 
+REARRANGES = frozenset(
+    {"broadcast_in_dim", "copy", "reshape", "rev", "split", "squeeze", "transpose"}
+)
 # Operations that only rearrange their first operand. The others, if any, are indices.
-VIEWS = frozenset(
-    {
-        CONSTRAINT,
-        RESHARD,
-        SLICE,
-        "broadcast_in_dim",
-        "copy",
-        "dynamic_slice",
-        "reshape",
-        "rev",
-        "split",
-        "squeeze",
-        "transpose",
-    }
-)
+VIEWS = REARRANGES | {CONSTRAINT, RESHARD, SLICE, "dynamic_slice"}
 
-# Operations of one array that turn a gradient into a gradient (`_per_device/sums.py`).
-LINEAR_IN_ONE = frozenset(
-    {
-        CHECKPOINT_NAME,
-        CONVERT,
-        RESHARD,
-        SLICE,
-        "broadcast_in_dim",
-        "copy",
-        "neg",
-        "reduce_precision",
-        "reshape",
-        "rev",
-        "sharding_constraint",
-        "split",
-        "squeeze",
-        "transpose",
-    }
-)
+# Operations of one array that turn a gradient into a gradient (`_per_device/summed_twice.py`).
+LINEAR_IN_ONE = REARRANGES | {
+    CHECKPOINT_NAME, CONSTRAINT, CONVERT, RESHARD, SLICE, "neg", "reduce_precision",
+}  # fmt: skip
 # The same for several arrays, all of which must be gradients or constants.
 LINEAR_IN_ALL = frozenset({"add", "add_any", "clamp", "concatenate", "max", "min", "pad", "sub"})
 
 # Operations that only move or rearrange their operand: `recompute_resharded` does not save their
 # results.
-ONLY_MOVED = frozenset(
-    {
-        BARRIER,
-        PVARY,
-        STOP_GRADIENT,
-        "all_gather",
-        "all_gather_done",
-        "all_gather_invariant",
-        "all_gather_reduced",
-        "all_gather_reduced_start",
-        "all_gather_start",
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "layout_constraint",
-        "pad",
-        "preduced",
-        "reduced_vary_cast",
-        "reduced_vary_cast_p",
-        "relayout",
-        "reshape",
-        "rev",
-        "sharding_constraint",
-        "split",
-        "squeeze",
-        "stack",
-        "tile",
-        "transpose",
-        "unstack",
-    }
-)
+ONLY_MOVED = REARRANGES | {
+    BARRIER, CONSTRAINT, PVARY, STOP_GRADIENT, "all_gather", "all_gather_done",
+    "all_gather_invariant", "all_gather_reduced", "all_gather_reduced_start", "all_gather_start",
+    "concatenate", "layout_constraint", "pad", "preduced", "reduced_vary_cast",
+    "reduced_vary_cast_p", "relayout", "stack", "tile", "unstack",
+}  # fmt: skip
 
 # What holds, places or moves an array, and doesn't tell what it is needed for.
-STRUCTURE = frozenset(
-    {
-        BARRIER,
-        CLOSED_CALL,
-        CONVERT,
-        CUSTOM_JVP_CALL,
-        CUSTOM_VJP_CALL,
-        DEVICE_PUT,
-        EVAL_JAXPR,
-        JIT,
-        PVARY,
-        REMAT,
-        RESHARD,
-        SCAN,
-        SHARD_MAP,
-        SLICE,
-        WHILE,
-        "broadcast_in_dim",
-        "copy",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "reshape",
-        "sharding_constraint",
-        "squeeze",
-        "transpose",
-    }
-)
+STRUCTURE = (REARRANGES - {"rev", "split"}) | {
+    BARRIER, CLOSED_CALL, CONSTRAINT, CONVERT, CUSTOM_JVP_CALL, CUSTOM_VJP_CALL, DEVICE_PUT,
+    EVAL_JAXPR, JIT, PVARY, REMAT, RESHARD, SCAN, SHARD_MAP, SLICE, WHILE, "dynamic_slice",
+    "dynamic_update_slice",
+}  # fmt: skip
 
 # --- parameters: `eqn.params[...]` ----------------------------------------------------------------
 
@@ -345,3 +223,34 @@ LOGGER_CALLBACK = "jax._src.callback"
 
 # Operations that fill an array with what needs no memory itself.
 MLIR_FILLED = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.constant", "stablehlo.iota"})
+
+# --- serialised executables: what may be made of the pickle ---------------------------------------
+
+_PARTS_OF_EXECUTABLES = {
+    "jax": "P",
+    "jax._src.core": "ManualAxisType MemorySpace ShapedArray",
+    "jax._src.interpreters.pxla": "AllArgsInfo UnloadedMeshExecutable",
+    "jax._src.layout": "AutoLayoutSingleton Format Layout",
+    "jax._src.linear_util": "DebugInfo",
+    "jax._src.mesh": "AbstractDevice AbstractMesh AxisType Mesh",
+    "jax._src.named_sharding": "_unpickle_named_sharding",
+    "jax._src.random.prng": "KeyTy PRNGImpl",
+    "jax._src.random.rbg": """
+        _rbg_fold_in _rbg_random_bits _rbg_seed _rbg_split _unsafe_rbg_fold_in _unsafe_rbg_split
+    """,
+    "jax._src.random.threefry2x32": """
+        threefry_fold_in threefry_random_bits threefry_seed threefry_split
+    """,
+    "jax._src.sharding_impls": "_unpickle_gspmd_sharding _unpickle_single_device_sharding",
+    "jax._src.stages": "ArgInfo",
+    "jaxlib._jax": "DeviceList",
+    "ml_dtypes": """
+        bfloat16 float4_e2m1fn float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn
+        float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu int2 int4 uint2 uint4
+    """,
+    "numpy": "dtype ndarray",
+    "numpy._core.multiarray": "_reconstruct",
+}
+IN_EXECUTABLES = frozenset(
+    f"{module}.{name}" for module, all in _PARTS_OF_EXECUTABLES.items() for name in all.split()
+)

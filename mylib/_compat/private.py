@@ -2,8 +2,10 @@
 
 import functools
 import importlib
+import io
 import logging
 import os
+import pickle
 import re
 import threading
 import warnings
@@ -38,7 +40,7 @@ class _Private:
     def __getattr__(self, name: str) -> Any:
         whole = f"{self.module_name}.{name}"
         try:
-            found = getattr(importlib.import_module(self.module_name), name)
+            value = getattr(importlib.import_module(self.module_name), name)
         except (ImportError, AttributeError) as error:
             raise ImportError(
                 f"this needs {whole}, which JAX {jax.__version__} with Equinox {eqx.__version__} "
@@ -46,8 +48,8 @@ class _Private:
                 name=whole,
             ) from error
         if name not in self._changing:
-            setattr(self, name, found)  # cached, because frequent calls use it
-        return found
+            setattr(self, name, value)  # cached, because frequent calls use it
+        return value
 
 
 def _replaced(module: _Private, name: str, new: Any) -> Any:
@@ -61,6 +63,7 @@ ad = _Private("jax._src.interpreters.ad")
 api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
+serialization = _Private("jax.experimental.serialize_executable")
 core = _Private("jax._src.core")
 cudnn = _Private(
     "jax._src.cudnn.fused_attention_stablehlo",
@@ -112,10 +115,10 @@ def vmapped_axes(trace: Any) -> Iterator[Any]:
 
 def traces_here() -> list[Any]:
     """The current trace and those under it, up to the one that records a program or computes."""
-    found = [core.trace_ctx.trace]
-    while isinstance(found[-1], ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
-        found.append(found[-1].parent_trace)
-    return found
+    traces = [core.trace_ctx.trace]
+    while isinstance(traces[-1], ad.JVPTrace | ad.LinearizeTrace | batching.BatchTrace):
+        traces.append(traces[-1].parent_trace)
+    return traces
 
 
 def trace_of(x: Any) -> Any:
@@ -276,7 +279,7 @@ def label_of(x: Any) -> str:
 
 
 # Until JAX 0.11 a program for several devices that is called with a deleted array ends the process
-# (as in https://github.com/openxla/xla/issues/22604).
+# (as in https://github.com/openxla/xla/issues/22604). May go once JAX 0.12 is the oldest supported.
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
 
 
@@ -327,8 +330,8 @@ def describe_cudnn(version: int, capability: tuple[int, int]) -> None:
     this process, and refuses to trace without them.
     """
 
-    def reaches(wanted: str) -> bool:
-        return capability >= tuple(map(int, wanted.split(".")))
+    def reaches(minimum: str) -> bool:
+        return capability >= tuple(map(int, minimum.split(".")))
 
     _replaced(cudnn, "check_cudnn_version", lambda: version)
     _replaced(cudnn, "check_compute_capability", reaches)
@@ -376,16 +379,16 @@ def rules_of_custom_vjp(eqn: Any) -> tuple[Callable[..., list[Any]], Callable[..
 
     def fwd(perturbed: Sequence[bool], *args: Any) -> list[Any]:
         pairs = enumerate(zip(args, perturbed, strict=True))
-        made = forward.call_wrapped(*[y for i, (x, p) in pairs for y in (x, p and i >= constants)])
+        outs = forward.call_wrapped(*[y for i, (x, p) in pairs for y in (x, p and i >= constants)])
         _, _, forwarded = _parameter(eqn, names.PARAM_OUT_TREES)()
-        residuals, primals = iter(made[: len(made) - results]), made[len(made) - results :]
+        residuals, primals = iter(outs[: len(outs) - results]), outs[len(outs) - results :]
         return [*primals, *(next(residuals) if i is None else args[i] for i in forwarded)]
 
     def bwd(*args: Any) -> list[Any]:
-        made = backward.call_wrapped(*args)
-        if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], list):
-            made, _ = made  # newer JAX returns logs, too
-        return [x if isinstance(x, jax.Array | np.ndarray) else None for x in made]
+        returned = backward.call_wrapped(*args)
+        if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], list):
+            returned, _ = returned  # JAX 0.12 returns logs, too
+        return [x if isinstance(x, jax.Array | np.ndarray) else None for x in returned]
 
     return fwd, bwd
 
@@ -399,8 +402,8 @@ def function_of_equinox(eqn: Any) -> Callable[..., list[Any]] | None:
     """The implementation of a primitive of Equinox (such as `lineax.linear_solve`) as a function of
     its arrays; None for other primitives. JAX sees it only when it lowers the program.
     """
-    known = equinox_primitives._vprim_impl_registry
-    function = known.get(eqn.primitive)
+    registry = equinox_primitives._vprim_impl_registry
+    function = registry.get(eqn.primitive)
     return None if function is None else functools.partial(function, **eqn.params)
 
 
@@ -432,7 +435,7 @@ def _parameter(eqn: Any, name: str) -> Any:
 
 def scan_sizes(eqn: Any) -> tuple[int, int]:
     """The number of a `scan`'s constants, and of its carried arrays."""
-    if names.PARAM_FT_IN in eqn.params:  # newer JAX
+    if names.PARAM_FT_IN in eqn.params:  # JAX 0.12
         constants, carried, _ = eqn.params[names.PARAM_FT_IN].unpack()
         return len(constants), len(carried)
     return _parameter(eqn, names.PARAM_NUM_CONSTS), _parameter(eqn, names.PARAM_NUM_CARRY)
@@ -477,9 +480,9 @@ def error_with(
     """The error that `equinox.filter_jit` would raise. When the check was traced, `jit_id` must
     have been the local variable `__equinox_jit_id__` of a running function.
     """
-    own = stack[: stack.index(jit_id)] if jit_id in stack else stack
+    inside = stack[: stack.index(jit_id)] if jit_id in stack else stack
     # Like Equinox, which leaves out its own frames and JAX's.
-    frames = (piece for piece in reversed(own) if isinstance(piece, str))
+    frames = (piece for piece in reversed(inside) if isinstance(piece, str))
     shown = "".join(piece for piece in frames if not piece.startswith(_OWN_FRAME))
     text = equinox_jit._on_error_msg
     return eqx.EquinoxRuntimeError(text.format(msg=message, stack=shown))
@@ -488,7 +491,7 @@ def error_with(
 _OWN_FRAME = f'  File "{Path(__file__).parent.parent}'
 
 
-class Pass(Enum):
+class GradientPass(Enum):
     """The pass of a gradient that an equation belongs to."""
 
     NONE = auto()
@@ -496,25 +499,25 @@ class Pass(Enum):
     TRANSPOSED = auto()
 
 
-def pass_of(eqn: Any, around: Pass) -> Pass:
+def pass_of(eqn: Any, around: GradientPass) -> GradientPass:
     """The pass according to the name stack, or else that of the surrounding equation."""
     stack = eqn.source_info.name_stack.stack
     transforms = {x.name for x in stack if isinstance(x, name_stacks.Transform)}
     if any(x.name == names.STACK_RECOMPUTED for x in stack):
-        return Pass.FORWARD
+        return GradientPass.FORWARD
     if names.STACK_TRANSPOSE in transforms:
-        return Pass.TRANSPOSED
-    return Pass.FORWARD if names.STACK_JVP in transforms else around
+        return GradientPass.TRANSPOSED
+    return GradientPass.FORWARD if names.STACK_JVP in transforms else around
 
 
 def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
     """Converts an error of Equinox's callback like `equinox.filter_jit`; None for other errors."""
     if f"{names.TEXT_EQUINOX_ERROR}: " not in str(error):
         return None
-    known = equinox_jit.last_error_info
-    if known is None:
+    last = equinox_jit.last_error_info
+    if last is None:
         return None
-    message, stack = known
+    message, stack = last
     return error_with(message, stack, jit_id)
 
 
@@ -589,6 +592,63 @@ class _Warnings:
 @functools.cache
 def _look_at_warnings() -> None:
     _replaced(mlir, "warnings", _Warnings())
+
+
+def devices_of_lowered(lowered: jax.stages.Lowered) -> tuple[Any, ...]:
+    """The devices that a lowered program is for, in its order."""
+    return tuple(lowered._lowering._device_list)  # pyright: ignore
+
+
+def host_callbacks(compiled: jax.stages.Compiled) -> int:
+    """How many functions of Python a compiled program calls."""
+    program = compiled._executable._unloaded_executable  # pyright: ignore
+    return len(program.host_callbacks) + len(program.keepalive or ())
+
+
+def serialized(compiled: jax.stages.Compiled) -> bytes:
+    """JAX's form of an executable: a pickle. Raises `pickle.UnpicklingError` if `deserialized`
+    would not make something that is in it.
+    """
+    content, _, _ = serialization.serialize(compiled)
+    devices = compiled._executable._unloaded_executable.device_list  # pyright: ignore
+    _unpickler(content, tuple(devices), loads=False).load()
+    return content
+
+
+def deserialized(
+    content: bytes, lowered: jax.stages.Lowered, devices: Sequence[Any]
+) -> jax.stages.Compiled:
+    """The executable of a program that is lowered here, too. JAX's own function would make whatever
+    the pickle asks for.
+    """
+    unloaded, infos, no_kwargs = _unpickler(content, devices, loads=True).load()
+    infos = lowered.in_tree.unflatten(infos)
+    return jax.stages.Compiled(unloaded.load(), [], infos, lowered.out_tree, no_kwargs=no_kwargs)
+
+
+# The first bytes of what the CPU runs, on Linux and macOS.
+_CODE = (b"\x7fELF", b"\xcf\xfa\xed\xfe")
+
+
+def lacks_code(compiled: jax.stages.Compiled, content: bytes) -> bool:
+    """Whether the serialised form of a program for CPUs has no code. A program without loops and
+    arithmetic has none, and one that was deserialised before has lost it.
+    """
+    device = compiled._executable._unloaded_executable.device_list[0]  # pyright: ignore
+    return device.platform == "cpu" and not any(x in content for x in _CODE)
+
+
+def _unpickler(content: bytes, devices: Sequence[Any], loads: bool) -> Any:
+    class Unpickler(serialization._JaxPjrtUnpickler):
+        def find_class(self, module: str, name: str) -> Any:
+            if f"{module}.{name}" not in names.IN_EXECUTABLES:
+                raise pickle.UnpicklingError(f"{module}.{name} is no part of an executable")
+            return super().find_class(module, name)
+
+        def persistent_load(self, pid: Any) -> Any:
+            return None if pid[0] == "exec" and not loads else super().persistent_load(pid)
+
+    return Unpickler(io.BytesIO(content), devices[0].client, devices)
 
 
 def add_cpu_backend(name: str, devices: int) -> None:

@@ -327,19 +327,19 @@ def _missing(
         if any(isinstance(x, cls) for x in found) if is_class else found:
             continue
         reason = "no Module of the model matches"
-        mend = f"its Modules are {', '.join(there)}" if there else "it has no Module"
+        fix = f"its Modules are {', '.join(there)}" if there else "it has no Module"
         if is_class and any(isinstance(x, cls) for _, x in modules):
             reason = "all of them are inside other layers, which gather their weights"
-            mend = "leave the class out"
-        yield because(reason, mend, f"fully_shard of {cls.__qualname__ if is_class else cls!r}")
+            fix = "leave the class out"
+        yield because(reason, fix, f"fully_shard of {cls.__qualname__ if is_class else cls!r}")
 
 
 def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator[Fault]:
     for i, target in enumerate(targets):
         kind = None if target is None else unusual_memory_kind(target)
         if kind is not None:
-            mend = "write it in `kept`: layers compute in the memory of the device"
-            refused = because("nothing is computed there", mend, f"used in {kind} memory")
+            fix = "write it in `kept`: layers compute in the memory of the device"
+            refused = because("nothing is computed there", fix, f"used in {kind} memory")
             yield leaves.at(i, refused)
 
 

@@ -209,7 +209,7 @@ def _stacked(plan: Plan, leaves: Leaves, world: World) -> Removed:
     """Which dimensions of the weights that `fully_shard` was given have been removed."""
     name = type(leaves.tree).__qualname__
     request = f"fully_shard, and a call of {name}"
-    mend = (
+    fix = (
         "change the model before fully_shard. If weights are tied (eqx.nn.Shared), name a class "
         "that holds both of them, or leave theirs out of `layers`"
     )
@@ -217,7 +217,7 @@ def _stacked(plan: Plan, leaves: Leaves, world: World) -> Removed:
     count, now = len(plan.shapes), [tuple(x.shape) for x in leaves.arrays]
     if len(now) != count:
         reason = f"its arrays are not {ours}: it has {len(now)}, and had {count}"
-        raise PlacementError([because(reason, mend, request)])
+        raise PlacementError([because(reason, fix, request)])
     # `shard_map` cuts weights.
     shapes = now if world.manual_axes and _same_ranks(plan.shapes, now) else plan.shapes
     found = [_ways(shape, x) for shape, x in zip(shapes, now, strict=True)]
@@ -226,7 +226,7 @@ def _stacked(plan: Plan, leaves: Leaves, world: World) -> Removed:
     for i, ways in enumerate(found):
         if not ways:
             reason = f"it is not a slice of {ours}, of shape {plan.shapes[i]}"
-            faults.append(leaves.at(i, because(reason, mend, request)))
+            faults.append(leaves.at(i, because(reason, fix, request)))
         elif len(ways) > 1:
             reason = f"it may be a slice of the weights {plan.shapes[i]} along several dimensions"
             stack = "stack layers along their first dimension (out_axes=0, in_axes=0)"

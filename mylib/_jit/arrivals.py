@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 from .._compat import value_under
 from .._errors import PlacementWarning, folded, warn
 from .._placement import Target, axis_types, entries_of, same_axes, sharding_of, split_over
-from .._sizes import scaled
+from .._text import show_bytes
 from .._tree import Arrays
 from .arguments import Call
 from .naming import names_of
@@ -83,7 +83,7 @@ def compare(call: Call, kept: Kept, arguments: Arrays) -> None:
             expected += _size(wanted, x)
     if others:
         said = "; ".join(f"{', '.join(folded(those))}: {how}" for how, those in others.items())
-        cost = f"Each device holds {_bytes(held)} of them instead of {_bytes(expected)}"
+        cost = f"Each device holds {show_bytes(held)} of them instead of {show_bytes(expected)}"
         warn(
             f"{call.program.name} is given weights that are not where fully_shard keeps them: "
             f"{said}. {cost if held > expected else 'Each call moves them'}. Place them as `kept` "
@@ -111,7 +111,3 @@ def _size(sharding: Sharding, x: jax.Array) -> int:
     for n in sharding.shard_shape(x.shape):
         size *= n
     return size
-
-
-def _bytes(count: int) -> str:
-    return "{:.4g} {}".format(*scaled(count))

@@ -1,15 +1,27 @@
 """What `lower` of a function returns: the function lowered, and compiled, ahead of time."""
 
 import functools
+import os
+import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
 
-from .._audit import ProgramMemory, Report, report_of
-from .._compat import ran_on_a_description
+from .._audit import ProgramMemory, Report, callbacks_of, report_of
+from .._compat import (
+    deserialized,
+    devices_of_lowered,
+    host_callbacks,
+    is_compile_only,
+    lacks_code,
+    ran_on_a_description,
+    serialized,
+)
+from .._errors import SavedProgramError
 from .._placement import AnyMesh
+from .._saved import Program as SavedProgram, compare, program_for, read, write
 from .._tree import Arrays
 from ..machines import (
     Argument,
@@ -70,14 +82,46 @@ class Lowered:
             if note is not None:
                 error.add_note(note)
             raise
-        return Compiled(self._origin, compiled)
+        return Compiled(self._origin, self.lowered, compiled)
+
+    def load(self, path: str | os.PathLike[str], check: bool = True) -> "Compiled":
+        """Takes the executable from a file instead of compiling; see [`mylib.load_compiled`][]."""
+        program, executable = read(path)
+        compare(path, program, _described(self._origin, self.lowered), check)
+        devices = devices_of_lowered(self.lowered)
+        if is_compile_only(devices[0]):
+            raise not_here(self._origin.program)
+        try:
+            compiled = deserialized(executable, self.lowered, devices)
+        except pickle.UnpicklingError as error:
+            raise SavedProgramError(f"{path} holds more than an executable: {error}") from error
+        return Compiled(self._origin, self.lowered, compiled, path)
+
+
+# What JAX and `pickle` raise for objects in a program that can't be in a file.
+_NOT_SERIALISED = (
+    pickle.PickleError,
+    AttributeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
 
 
 class Compiled:
     """A function compiled ahead of time; `compiled` is JAX's own object."""
 
-    def __init__(self, origin: _Origin, compiled: jax.stages.Compiled):
+    def __init__(
+        self,
+        origin: _Origin,
+        lowered: jax.stages.Lowered,
+        compiled: jax.stages.Compiled,
+        file: str | os.PathLike[str] | None = None,
+    ):
         self._origin = origin
+        self._lowered = lowered
+        # What it was read from, if it wasn't compiled here.
+        self._file = file
         self._called = False
         self.compiled = compiled
 
@@ -109,6 +153,41 @@ class Compiled:
         mesh = self._origin.program.mesh if mesh is None else mesh
         return report_of(self.compiled, self._origin.named, mesh=mesh, local=local)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Saves the program in a file, for [`mylib.load_compiled`][] on the machine that it was
+        compiled for. If several processes have compiled it together, one of their files is enough
+        for all; they may also write to the same path.
+
+        **Arguments:**
+
+        - `path`: the file. It is replaced if it exists.
+
+        **Raises:**
+
+        `SavedProgramError` if the program calls functions of Python, which can't be saved, or was
+        itself read from a file; on CPUs also if JAX has read it from its compilation cache.
+        """
+        name = self._origin.program.name
+        if self._file is not None:
+            raise SavedProgramError(f"{name} was read from {self._file}: copy that file")
+        if host_callbacks(self.compiled):
+            calls = "".join(f"\n  {x}" for x in callbacks_of(self.as_text()))
+            raise SavedProgramError(
+                f"{name} can't be saved, as it calls functions of Python, which are not in its "
+                f"program:{calls}\nLeave them out. equinox.error_if can stay"
+            )
+        try:
+            executable = serialized(self.compiled)
+        except _NOT_SERIALISED as error:
+            raise SavedProgramError(f"{name} can't be saved: {error}") from error
+        if jax.config.values["jax_compilation_cache_dir"] and lacks_code(self.compiled, executable):
+            raise SavedProgramError(
+                f"{name} can't be saved: JAX has read it from its compilation cache, and XLA does "
+                "not write the code of a program for CPUs again. Before anything is compiled, "
+                "write jax.config.update('jax_compilation_cache_dir', None)"
+            )
+        write(path, _described(self._origin, self._lowered), executable)
+
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         program, variant, own, *_ = self._origin
         call, parts = program.read(own, args, kwargs)
@@ -133,3 +212,22 @@ class Compiled:
         except Exception as error:
             add_note(error, call)
             raise
+
+
+def _described(origin: _Origin, lowered: jax.stages.Lowered) -> SavedProgram:
+    """What the compiled program depends on."""
+    names = (x.path for x in origin.arguments)
+    return program_for(
+        origin.program.name,
+        lowered.as_text() or "",
+        (
+            f"{name} {_words(x)}"
+            for name, x in zip(names, jtu.tree_leaves(lowered.in_avals), strict=True)
+        ),
+        map(_words, jtu.tree_leaves(lowered.out_info)),
+        devices_of_lowered(lowered),
+    )
+
+
+def _words(x: Any) -> str:
+    return f"{x.dtype}{[*x.shape]}"

@@ -31,6 +31,7 @@ from .._errors import (
 )
 from .._placement import AnyMesh, axis_types, current_world
 from .._programs import all_jaxprs
+from .._text import listed, show_bytes
 from .._tree import Arrays, KeyPath, Kind, Split, is_array, is_of_keys, kind_of
 from .arguments import Call
 
@@ -74,8 +75,7 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
 
 
 def some(texts: list[str], separator: str = ", ") -> str:
-    more = f"{separator}and {len(texts) - 8} more" if len(texts) > 8 else ""
-    return separator.join(texts[:8]) + more
+    return listed(texts, 8, separator)
 
 
 # Notes on errors
@@ -323,7 +323,7 @@ def _show_location(location: _Location) -> str:
 
 
 def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:
-    size = f"{x.dtype}{list(x.shape)}, {x.nbytes / 2**20:.4g} MiB"
+    size = f"{x.dtype}{list(x.shape)}, {show_bytes(x.nbytes)}"
     name = next((name for name, y in captured if _is_same(x, y)), None)
     return size if name is None else f"{name} ({size})"
 

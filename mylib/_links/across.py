@@ -1,6 +1,8 @@
 """Moves arrays whose source and target share no process, or are held by several."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -12,11 +14,11 @@ from .._compat import value_under
 from .._errors import line_of_caller
 from .._processes import owners, watch
 from .connections import Links, links_for
-from .cutting import Cut, Join, cut, join
+from .cutting import cut, join
 from .leaf import Leaf, array_like, assembled, described_all, leaf_of, shards_of
 from .origin import origin_of, set_origin
 from .pending import Call
-from .plan import Bounds, Piece, Region
+from .plan import Piece, Region
 from .program import move_by_program
 
 
@@ -111,36 +113,59 @@ _Key = tuple[int, int]
 _Place = tuple[str, int]
 
 
+# Where a thread is in the middle of a call.
+_busy: set[_Place] = set()
+_lock = threading.Lock()
+
+
+@contextmanager
+def _one_thread(places: set[_Place]) -> Iterator[None]:
+    with _lock:
+        if _busy & places:
+            raise RuntimeError(
+                "two threads send arrays between the same processes at the same time, so their "
+                "order may differ between processes. Let one thread do so"
+            )
+        _busy.update(places)
+    try:
+        yield
+    finally:
+        with _lock:
+            _busy.difference_update(places)
+
+
 def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
     offered, then asked for: so no process waits for one that waits for it.
     """
     me, line = jax.process_index(), line_of_caller()
-    arrived: dict[_Key, jax.Array] = {}
+    stay: dict[_Key, Any] = {}
     gives: dict[_Place, list[_Key]] = {}
     takes: dict[_Place, list[_Key]] = {}
-    pieces, flags = _cut_all(leaves, me)
     for i, leaf in enumerate(leaves):
         for j, (_, _, source, target) in enumerate(leaf.plan.pieces):
             giver, taker = source.process_index, target.process_index
             if giver == taker == me:
-                arrived[i, j] = jax.device_put(pieces[i, j], target)
+                stay[i, j] = target
             elif giver == me:
                 gives.setdefault((target.platform, taker), []).append((i, j))
             elif taker == me:
                 takes.setdefault((target.platform, giver), []).append((i, j))
-    calls: dict[_Place, Call] = {}
-    for place in sorted({*gives, *takes}):
-        both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
-        text = f"{described_all(leaves[i] for i in both)} in {line}"
-        calls[place] = _links(place[0]).count(place[1], text)
-    for place, keys in gives.items():
-        ready = {_piece(leaves, key).source: flags[_piece(leaves, key).source] for key in keys}
-        given = [pieces[key] for key in keys]
-        _links(place[0]).offer(calls[place], given, tuple(ready.values()))
-    for place, keys in takes.items():
-        pulled = _links(place[0]).ask(calls[place], [_abstract(leaves, key) for key in keys])
-        arrived.update(zip(keys, pulled, strict=True))
+    places = {*gives, *takes}
+    with _one_thread(places):
+        pieces, ready = _cut_all(leaves, me)
+        arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
+        calls: dict[_Place, Call] = {}
+        for place in sorted(places):
+            both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
+            text = f"{described_all(leaves[i] for i in both)} in {line}"
+            calls[place] = _links(place[0]).count(place[1], text)
+        for place, keys in gives.items():
+            flags = tuple({id(ready[key]): ready[key] for key in keys}.values())
+            _links(place[0]).offer(calls[place], [pieces[key] for key in keys], flags)
+        for place, keys in takes.items():
+            pulled = _links(place[0]).ask(calls[place], [_abstract(leaves, key) for key in keys])
+            arrived.update(zip(keys, pulled, strict=True))
     return arrived
 
 
@@ -161,72 +186,45 @@ def _links(platform: str) -> Links:
     return links
 
 
-def _cut_all(leaves: Sequence[Leaf], me: int) -> tuple[dict[_Key, jax.Array], dict[Any, jax.Array]]:
-    """The pieces that this process gives, and for each of its devices an array that is ready when
-    the pieces are.
-    """
-    by_device: dict[Any, tuple[list[jax.Array], list[Cut], list[_Key]]] = {}
-    for i, leaf in enumerate(leaves):
-        mine = [(j, p) for j, p in enumerate(leaf.plan.pieces) if p.source.process_index == me]
-        if not mine:
-            continue
-        shards = shards_of(leaf.x)
-        for j, piece in mine:
-            arrays, cuts, keys = by_device.setdefault(piece.source, ([], [], []))
-            cuts.append(Cut(len(arrays), piece.start, piece.shape))
-            arrays.append(shards[piece.source])
-            keys.append((i, j))
+def _cut_all(leaves: Sequence[Leaf], me: int) -> tuple[dict[_Key, jax.Array], dict[_Key, Any]]:
+    """The pieces that this process gives, and for each an array that is ready when the piece is."""
     pieces: dict[_Key, jax.Array] = {}
-    flags: dict[Any, jax.Array] = {}
-    for device, (arrays, cuts, keys) in by_device.items():
-        *made, flags[device] = cut(arrays, cuts)
-        pieces.update(zip(keys, made, strict=True))
-    return pieces, flags
+    ready: dict[_Key, Any] = {}
+    for i, leaf in enumerate(leaves):
+        by_device: dict[Any, list[int]] = {}
+        for j, piece in enumerate(leaf.plan.pieces):
+            if piece.source.process_index == me:
+                by_device.setdefault(piece.source, []).append(j)
+        shards = shards_of(leaf.x) if by_device else {}
+        for device, numbers in by_device.items():
+            parts = tuple((leaf.plan.pieces[j].start, leaf.plan.pieces[j].shape) for j in numbers)
+            *made, flag = cut(parts, shards[device])
+            for j, piece in zip(numbers, made, strict=True):
+                pieces[i, j], ready[i, j] = piece, flag
+    return pieces, ready
 
 
 def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:
-    made = _join_all(leaves, arrived)
+    me = jax.process_index()
     moved: list[jax.Array] = []
     for i, leaf in enumerate(leaves):
-        regions = _regions_here(leaf)
-        shards = {device: made[i, one.bounds] for one in regions for device in one.devices}
+        shards: dict[Any, jax.Array] = {}
+        for region in leaf.plan.regions:
+            if region.devices[0].process_index == me:
+                pieces = [arrived[i, j] for j in region.pieces]
+                shards |= dict.fromkeys(region.devices, _joined(leaf, region, pieces))
         moved.append(assembled(leaf, shards))
     return moved
 
 
-def _regions_here(leaf: Leaf) -> list[Region]:
-    me = jax.process_index()
-    return [one for one in leaf.plan.regions if one.devices[0].process_index == me]
-
-
-def _join_all(
-    leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]
-) -> dict[tuple[int, Bounds], jax.Array]:
-    """The shards of the target that this process holds, each on the first of its devices."""
-    whole: dict[tuple[int, Bounds], jax.Array] = {}
-    by_device: dict[Any, tuple[list[jax.Array], list[Join], list[tuple[int, Bounds]]]] = {}
-    for i, leaf in enumerate(leaves):
-        dtype = leaf.x.dtype
-        for region in _regions_here(leaf):
-            key = i, region.bounds
-            if not region.pieces:  # an array without elements
-                whole[key] = jax.device_put(np.zeros(region.shape, dtype), region.devices[0])
-                continue
-            if len(region.pieces) == 1:
-                whole[key] = arrived[i, region.pieces[0]]
-                continue
-            arrays, joins, keys = by_device.setdefault(region.devices[0], ([], [], []))
-            parts = [
-                (len(arrays) + n, _within(leaf, region, j)) for n, j in enumerate(region.pieces)
-            ]
-            arrays += [arrived[i, j] for j in region.pieces]
-            joins.append(Join(region.shape, dtype, tuple(parts)))
-            keys.append(key)
-    for arrays, joins, keys in by_device.values():
-        whole.update(zip(keys, join(arrays, joins), strict=True))
-    return whole
-
-
-def _within(leaf: Leaf, region: Region, j: int) -> tuple[int, ...]:
-    piece = leaf.plan.pieces[j]
-    return tuple(a - b for (a, _), (b, _) in zip(piece.bounds, region.bounds, strict=True))
+def _joined(leaf: Leaf, region: Region, pieces: list[jax.Array]) -> jax.Array:
+    """A shard of the target, on the first of its devices."""
+    if len(pieces) == 1:
+        return pieces[0]
+    if not pieces:  # an array without elements
+        return jax.device_put(np.zeros(region.shape, leaf.x.dtype), region.devices[0])
+    bounds = [leaf.plan.pieces[j].bounds for j in region.pieces]
+    starts = tuple(
+        tuple(a - b for (a, _), (b, _) in zip(part, region.bounds, strict=True)) for part in bounds
+    )
+    return join(region.shape, starts, pieces)

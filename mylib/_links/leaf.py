@@ -9,6 +9,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from .._compat import data_of_shards, weakly_typed
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
+from .._text import listed
 from .origin import origin_of
 from .plan import Plan, placed_as, plan
 
@@ -36,10 +37,8 @@ def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
 
 def described_all(leaves: Iterable[Leaf]) -> str:
     texts = [leaf.text for leaf in leaves]
-    text = "; ".join(texts[:_FEW])
-    if len(texts) > _FEW:
-        text += f"; and {len(texts) - _FEW} more (checksum {digest(texts)})"
-    return text
+    checksum = f" (checksum {digest(texts)})" if len(texts) > _FEW else ""
+    return listed(texts, _FEW, "; ") + checksum
 
 
 def assembled(leaf: Leaf, shards: Mapping[Any, jax.Array]) -> jax.Array:

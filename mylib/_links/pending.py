@@ -33,8 +33,9 @@ class Pending:
     """What this process gives or takes in a call."""
 
     call: Call
-    # What it takes; or arrays that are ready when what it gives is. The type of `jax.Array`s does
-    # not know `is_ready`.
+    # What it takes; or arrays that are ready when what it gives is, and none once they are: the
+    # other process tells only once a second that it has got it. The type of `jax.Array`s does not
+    # know `is_ready`.
     arrays: tuple[Any, ...]
     order: int = field(default_factory=lambda: next(_order))
     since: float = field(default_factory=time.monotonic)
@@ -99,10 +100,13 @@ class Transfers:
             return not any(pair.gives or pair.takes or pair.broken for pair in self._pairs.values())
 
     def look(self) -> None:
-        """Crosses out what has arrived."""
+        """Crosses out what has arrived, and lets go of what can be sent."""
         with self._lock:
             pairs = list(self._pairs.values())
             waiting = [(pair, n, one) for pair in pairs for n, one in pair.takes.items()]
+            for one in (one for pair in pairs for one in pair.gives.values()):
+                if _are_ready(one.arrays):
+                    one.arrays = ()
         for pair, number, one in waiting:
             if all(_has_come(x, number <= pair.ready) for x in one.arrays):
                 error = _error_of(one.arrays)

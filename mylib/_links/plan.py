@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Sharding
 
+from .._placement import Bounds, regions_of
 from .._processes import digest, in_short
-
-# Start and stop in every dimension.
-Bounds = tuple[tuple[int, int], ...]
+from .._text import counted
 
 
 class Piece(NamedTuple):
@@ -74,19 +73,8 @@ def placed_as(shape: tuple[int, ...], sharding: Sharding) -> str:
     ids = sorted(device.id for device in sharding.device_set)
     order = [(bounds, [device.id for device in devices]) for bounds, devices in regions.items()]
     part = "x".join(map(str, sharding.shard_shape(shape))) or "()"
-    parts = f"in {len(regions)} part{'s' * (len(regions) > 1)} of {part}"
+    parts = f"in {counted(len(regions), 'part')} of {part}"
     return f"{parts} on devices {in_short(ids)} (checksum {digest(sorted(order))[:6]})"
-
-
-def regions_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:
-    """The shards of an array, each with the devices that hold it, in the order of their numbers."""
-    regions: dict[Bounds, list[Any]] = {}
-    indices = sharding.devices_indices_map(shape)
-    for device in sorted(indices, key=lambda device: device.id):
-        index = indices[device] or ()
-        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-        regions.setdefault(bounds, []).append(device)
-    return regions
 
 
 def _by_process(devices: Iterable[Any]) -> list[tuple[Any, ...]]:

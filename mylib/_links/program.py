@@ -12,24 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._placement import regions_of
 from .._processes import AbsentError, TransferError, exchange, processes_of
 from .leaf import Leaf, assembled, described_all, shards_of
-from .plan import Bounds, regions_of
 
 _AXIS = "all"
 
 
-class _Part(NamedTuple):
-    """How the shards of one array become others, for the devices of the program in their order."""
-
+class _Route(NamedTuple):
     shape: tuple[int, ...]
-    # A shard of the source, and the row that holds it.
-    held: tuple[tuple[int, Bounds], ...]
-    # The shard of the target of each row; None if its device gets none.
-    wanted: tuple[Bounds | None, ...]
-    size: tuple[int, ...]
+    source: Sharding
+    target: Sharding
 
 
 def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
@@ -64,8 +59,8 @@ def _run(devices: tuple[Any, ...], leaves: Sequence[Leaf]) -> list[dict[Any, jax
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
     found: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
     full = [i for i, leaf in enumerate(leaves) if leaf.x.size]
-    parts = tuple(_part(devices, leaves[i]) for i in full)
-    stacked = _move(parts, rows, [_stacked(devices, leaves[i], rows) for i in full])
+    routes = tuple(_Route(x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
+    stacked = _move(routes, rows, [_stacked(devices, leaves[i], rows) for i in full])
     for i, x in zip(full, stacked, strict=True):
         found[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}
     return found
@@ -76,19 +71,6 @@ def _without_elements(leaf: Leaf) -> dict[Any, jax.Array]:
         return {}
     empty = np.zeros(leaf.target.shard_shape(leaf.x.shape), leaf.x.dtype)
     return {device: jax.device_put(empty, device) for device in leaf.target.addressable_devices}
-
-
-def _part(devices: Sequence[Any], leaf: Leaf) -> _Part:
-    shape = leaf.x.shape
-    rows = {device: i for i, device in enumerate(devices)}
-    held = [
-        (rows[owners[0]], bounds) for bounds, owners in regions_of(shape, leaf.x.sharding).items()
-    ]
-    wanted: list[Bounds | None] = [None] * len(devices)
-    for bounds, takers in regions_of(shape, leaf.target).items():
-        for device in takers:
-            wanted[rows[device]] = bounds
-    return _Part(shape, tuple(held), tuple(wanted), leaf.target.shard_shape(shape))
 
 
 def _stacked(devices: Sequence[Any], leaf: Leaf, rows: NamedSharding) -> jax.Array:
@@ -106,13 +88,13 @@ def _stacked(devices: Sequence[Any], leaf: Leaf, rows: NamedSharding) -> jax.Arr
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _move(
-    parts: tuple[_Part, ...], rows: NamedSharding, stacked: list[jax.Array]
+    routes: tuple[_Route, ...], rows: NamedSharding, stacked: list[jax.Array]
 ) -> list[jax.Array]:
     moved: list[jax.Array] = []
-    for part, given in zip(parts, stacked, strict=True):
+    for route, given in zip(routes, stacked, strict=True):
         # Or the compiler moves the floats after all.
         given_bits = lax.optimization_barrier(_bits_of(given))
-        bits = [_move_bits(part, rows, x) for x in given_bits]
+        bits = [_move_bits(route, rows, x) for x in given_bits]
         moved.append(_of_bits(lax.optimization_barrier(bits), given.dtype))
     return moved
 
@@ -136,17 +118,20 @@ def _of_bits(bits: Sequence[jax.Array], dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits[0], dtype) if bits[0].dtype != dtype else bits[0]
 
 
-def _move_bits(part: _Part, rows: NamedSharding, given: jax.Array) -> jax.Array:
-    shape, held, wanted, size = part
+def _move_bits(route: _Route, rows: NamedSharding, given: jax.Array) -> jax.Array:
+    """`given` has a row for each device: its shard of the source. The result has those of the
+    target.
+    """
+    shape, source, target = route
+    assert isinstance(rows.mesh, Mesh)
+    row = {device: i for i, device in enumerate(rows.mesh.devices.flat)}
     whole = jnp.zeros(shape, given.dtype)
-    for row, bounds in held:
-        whole = lax.dynamic_update_slice(whole, given[row], [start for start, _ in bounds])
-    shards = [
-        jnp.zeros(size, given.dtype)
-        if bounds is None
-        else lax.slice(whole, *zip(*bounds, strict=True))
-        if bounds
-        else whole
-        for bounds in wanted
-    ]
+    for bounds, holders in regions_of(shape, source).items():
+        start = [start for start, _ in bounds]
+        whole = lax.dynamic_update_slice(whole, given[row[holders[0]]], start)
+    shards = [jnp.zeros(target.shard_shape(shape), given.dtype)] * len(row)
+    for bounds, takers in regions_of(shape, target).items():
+        shard = lax.slice(whole, *zip(*bounds, strict=True)) if bounds else whole
+        for device in takers:
+            shards[row[device]] = shard
     return lax.with_sharding_constraint(jnp.stack(shards), rows)

@@ -31,10 +31,10 @@ from .._placement import (
 )
 from .._transfer import place_leaves
 from .._tree import Arrays, KeyPath, Kind, Leaves, Split, kind_of, outlined, split
-from .axes import unknown_named
 from .hazards import wrong_in
-from .specs import Region, Specs, refuse_map, spec_in
-from .sums import warn_of_sums
+from .missing_axes import unknown_named
+from .specs import ManualMesh, Specs, refuse_map, spec_in
+from .summed_twice import warn_of_sums
 
 if TYPE_CHECKING:
     from .._jit import Lowered
@@ -252,7 +252,7 @@ class Mapped:
         arrays: Arrays,
         in_specs: list[PartitionSpec],
         out_specs: list[PartitionSpec],
-        region: Region,
+        region: ManualMesh,
         world: World,
     ) -> Arrays:
         options = self.options
@@ -321,7 +321,7 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
 
 
 def _enter(
-    options: MapOptions, leaves: Leaves, targets: Sequence[Any], region: Region, world: World
+    options: MapOptions, leaves: Leaves, targets: Sequence[Any], region: ManualMesh, world: World
 ) -> tuple[Arrays, list[PartitionSpec]]:
     """The arrays of (function, (args, kwargs)), placed for the call, and their specs."""
     specs: list[PartitionSpec] = []
@@ -347,9 +347,9 @@ def _enter(
         )
         if region.explicit and not (options.specs.reshard or lies_so or here is None):
             request = f"{target.spec} over {show_mesh(region.mesh)}"
-            mend = "call mylib.filter_shard on it before, or leave out reshard=False"
+            fix = "call mylib.filter_shard on it before, or leave out reshard=False"
             reason = f"it is split as {here}, and reshard=False"
-            faults.append(leaves.at(i, because(reason, mend, request)))
+            faults.append(leaves.at(i, because(reason, fix, request)))
         specs.append(target.spec)
         left_alone = world.staged and (lies_so or not region.explicit)
         wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))
@@ -373,7 +373,7 @@ def _refuse_to_forget(function: Function, given: Any, world: World) -> None:
 class _Outputs:
     """The results of one call, known after the function has been traced."""
 
-    def __init__(self, options: MapOptions, region: Region, world: World):
+    def __init__(self, options: MapOptions, region: ManualMesh, world: World):
         self._options, self._region, self._world = options, region, world
         # JAX reads this list after the function has returned, so `take` can fill it during the
         # trace. Otherwise the function would have to be traced twice.

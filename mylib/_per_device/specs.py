@@ -38,7 +38,7 @@ from .._tree import Arrays, Kind, Leaves, kind_of
 
 
 @dataclass(frozen=True)
-class Region:
+class ManualMesh:
     """The mesh to split over, with the axis types of the surrounding context, and the names of the
     manual axes.
     """
@@ -108,9 +108,9 @@ class Region:
         return target.update(spec=with_entries(spec, entries))
 
 
-def refuse_map(function: Function, reason: str, mend: str) -> NoReturn:
+def refuse_map(function: Function, reason: str, fix: str) -> NoReturn:
     request = f"filter_shard_map of {function.name}"
-    raise PlacementError([because(reason, mend, request)])
+    raise PlacementError([because(reason, fix, request)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,7 +127,7 @@ class Specs:
     def inputs(self) -> "SpecInputs":
         return SpecInputs(self.placement, self.mesh, self)
 
-    def region(self, world: World) -> Region:
+    def region(self, world: World) -> ManualMesh:
         function, mesh = self.function, self._mesh_in(world)
         free = frozenset(n for n, kind in axis_types(mesh).items() if kind != AxisType.Manual)
         names = free if self.manual is None else self.manual
@@ -146,7 +146,7 @@ class Specs:
                 f"{tuple(sorted(free, key=str))}",
                 "name some of these in axis_names",
             )
-        return Region(mesh, names)
+        return ManualMesh(mesh, names)
 
     def _mesh_in(self, world: World) -> AnyMesh:
         function, around = self.function, world.mesh
@@ -214,7 +214,7 @@ class Specs:
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
 
     def targets(
-        self, given: tuple[Any, Any], resolved: Targets | None, region: Region, world: World
+        self, given: tuple[Any, Any], resolved: Targets | None, region: ManualMesh, world: World
     ) -> list[Target | None]:
         """The targets of the arrays in (args, kwargs), which the call may have resolved already."""
         leaves = self.function.split(given)
@@ -238,11 +238,11 @@ class Specs:
             return
         reason = f"it is elsewhere, at {x.sharding}"
         if target is None:
-            request, mend = "None: keep its sharding", "write a PartitionSpec"
+            request, fix = "None: keep its sharding", "write a PartitionSpec"
         else:
-            request, mend = f"{spec_in(target)}", "leave out reshard=False"
+            request, fix = f"{spec_in(target)}", "leave out reshard=False"
             reason += ", and reshard=False"
-        yield because(reason, f"move it before, or {mend}", request)
+        yield because(reason, f"move it before, or {fix}", request)
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +289,7 @@ def _show_types(mesh: AnyMesh) -> str:
 
 
 def spec_in(target: Any) -> PartitionSpec:
-    """The spec of a target that fits a `Region`."""
+    """The spec of a target that fits a `ManualMesh`."""
     return target.spec
 
 

@@ -1,6 +1,7 @@
 """Resolves placements to shardings, and checks them against shapes and the context of the call."""
 
 from .checks import (
+    lacks_axis as lacks_axis,
     show as show,
     show_mesh as show_mesh,
     unfit_rank as unfit_rank,
@@ -24,6 +25,7 @@ from .resolve import (
 )
 from .shardings import (
     AnyMesh as AnyMesh,
+    Bounds as Bounds,
     Target as Target,
     axes_in as axes_in,
     axis_names as axis_names,
@@ -39,6 +41,7 @@ from .shardings import (
     memory_kind as memory_kind,
     memory_space as memory_space,
     mesh_in_force as mesh_in_force,
+    regions_of as regions_of,
     same_axes as same_axes,
     sharding_of as sharding_of,
     spec_over as spec_over,

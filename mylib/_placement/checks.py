@@ -12,6 +12,7 @@ from jax.experimental.layout import Layout
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, because
+from .._text import counted
 from .._tree import is_of_keys
 from .context import World
 from .shardings import (
@@ -27,6 +28,13 @@ from .shardings import (
     sharding_of,
 )
 
+_NO_AXIS = "has no axis"
+
+
+def lacks_axis(fault: Fault) -> bool:
+    """Whether a fault is that the mesh doesn't have an axis."""
+    return _NO_AXIS in fault.reason
+
 
 def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
     names = [name for entry in entries_of(spec) for name in axis_names(entry)]
@@ -34,7 +42,7 @@ def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
         if name not in mesh.axis_names:
             close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
             yield because(
-                f"{show_mesh(mesh)} has no axis {name!r}",
+                f"{show_mesh(mesh)} {_NO_AXIS} {name!r}",
                 f"did you mean {close[0]!r}?" if close else f"use one of {mesh.axis_names}",
             )
         elif names.count(name) > 1:
@@ -96,11 +104,14 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
 
 def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(spec) > len(shape):
-        entries = "1 entry" if len(spec) == 1 else f"{len(spec)} entries"
-        yield because(
-            f"the spec has {entries}, for an array of rank {len(shape)}",
-            f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)",
-        )
+        fix = f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)"
+        if not shape and len(spec) == 1:
+            fix = (
+                f"write P(); for a batch with numbers in it pass rules.batch({spec[0]!r}), which "
+                "copies them, and for a whole model another rule (mylib.rules)"
+            )
+        entries = counted(len(spec), "entry", "entries")
+        yield because(f"the spec has {entries}, for an array of rank {len(shape)}", fix)
 
 
 def unfit_layout(layout: Any, x: Any) -> Iterator[Fault]:

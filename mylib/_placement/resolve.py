@@ -58,7 +58,7 @@ Fit = Callable[[Target, tuple[int, ...]], Iterator[Fault]]
 
 
 def resolve(
-    tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
+    tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
 ) -> PyTree[Any]:
     """Determines the target of every array of a tree, without moving anything.
 
@@ -133,8 +133,8 @@ def decide(
     target that an array of this shape can't have.
     """
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        reason, mend = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
-        raise PlacementError([because(reason, mend, f"mesh={mesh!r}")])
+        reason, fix = f"a {type(mesh).__name__} is not a mesh", "pass a `jax.sharding.Mesh`"
+        raise PlacementError([because(reason, fix, f"mesh={mesh!r}")])
     if not leaves.positions:
         _refuse_class(leaves.tree)
         _refuse_arrays(placement)
@@ -160,12 +160,12 @@ def _refuse_arrays(placement: Any) -> None:
     """A tree without arrays accepts any placement. But if the placement contains arrays, the
     arguments are probably swapped.
     """
-    found = next(iter(split(placement).arrays), None)
-    if found is not None:
-        request = f"a placement with arrays in it, the first of shape {tuple(found.shape)}"
+    array = next(iter(split(placement).arrays), None)
+    if array is not None:
+        request = f"a placement with arrays in it, the first of shape {tuple(array.shape)}"
         reason = "the tree has no array, and an array is not a placement"
-        mend = "the tree comes first: filter_shard(tree, placement)"
-        raise PlacementError([because(reason, mend, request)])
+        fix = "the tree comes first: filter_shard(tree, placement)"
+        raise PlacementError([because(reason, fix, request)])
 
 
 def ask(rule: Rule, leaf: Leaf) -> Any:
@@ -236,11 +236,11 @@ class _Resolver:
                     faulty.add(i)
                 continue
             verdict = verdicts.get((id(entry), kind, x.shape)) or self.judge(i, x, kind, entry)
-            target, found = verdict
+            target, reasons = verdict
             targets.append(target)
-            if found:
+            if reasons:
                 faulty.add(i)
-                faults += [self.leaves.at(i, fault) for fault in found]
+                faults += [self.leaves.at(i, fault) for fault in reasons]
         for rule, seen in self.asked.values():
             faults += self.named(faults_of(rule, seen), seen)
         return Decision(entries, targets, faults, faulty, self.mesh)
@@ -368,12 +368,12 @@ def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
     find = getattr(rule, "faults", None)
     if find is None:
         return []
-    found = find(leaves)
+    faults = find(leaves)
     return [
         fault
         if isinstance(fault, Fault)
         else because(fault, "fix the rule, or drop that part of it", repr(rule))
-        for fault in ([found] if isinstance(found, str) else found)
+        for fault in ([faults] if isinstance(faults, str) else faults)
     ]
 
 

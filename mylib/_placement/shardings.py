@@ -1,6 +1,6 @@
 """Targets: the shardings that placements resolve to, and their properties."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -17,6 +17,8 @@ Target = Sharding | Format
 requested.
 """
 T = TypeVar("T", bound=Target)
+# Start and stop in every dimension.
+Bounds = tuple[tuple[int, int], ...]
 
 
 def sharding_of(target: Target) -> Sharding:
@@ -55,6 +57,17 @@ def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
     return spec.update(partitions=tuple(entries))
 
 
+def regions_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:
+    """The shards of an array, each with the devices that hold it, in the order of their numbers."""
+    regions: dict[Bounds, list[Any]] = {}
+    indices = sharding.devices_indices_map(shape)
+    for device in sorted(indices, key=lambda device: device.id):
+        index = indices[device] or ()
+        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+        regions.setdefault(bounds, []).append(device)
+    return regions
+
+
 def has_partial_sums(placement: Any) -> bool:
     """Whether a spec, or a sharding with one, names unreduced axes (each device has a term of a
     sum) or reduced axes (each device has a term of the gradient's sum).
@@ -67,33 +80,33 @@ def without_partial_sums(sharding: NamedSharding) -> NamedSharding:
     return sharding.update(spec=PartitionSpec(*entries_of(sharding.spec)))
 
 
-def fill_free(wanted: T, here: Sharding | None, ndim: int) -> T:
-    """`wanted` with its UNCONSTRAINED dimensions filled in from `here`, except for axes already
+def fill_free(target: T, source: Sharding | None, ndim: int) -> T:
+    """`target` with its UNCONSTRAINED dimensions filled in from `source`, except for axes already
     used: outside a compiled program there is no compiler to choose.
     """
-    filled: Any = wanted
-    if isinstance(wanted, Format):
-        filled = Format(wanted.layout, fill_free(sharding_of(wanted), here, ndim))
-    elif isinstance(wanted, NamedSharding) and PartitionSpec.UNCONSTRAINED in entries_of(
-        wanted.spec
+    filled: Any = target
+    if isinstance(target, Format):
+        filled = Format(target.layout, fill_free(sharding_of(target), source, ndim))
+    elif isinstance(target, NamedSharding) and PartitionSpec.UNCONSTRAINED in entries_of(
+        target.spec
     ):
-        current = spec_over(wanted.mesh, here, ndim)
-        taken = axes_in(wanted.spec)
+        current = spec_over(target.mesh, source, ndim)
+        taken = axes_in(target.spec)
         entries = [
             tuple(name for name in axis_names(now) if name not in taken) or None
             if entry is PartitionSpec.UNCONSTRAINED
             else entry
-            for entry, now in zip(entries_of(wanted.spec), current, strict=False)
+            for entry, now in zip(entries_of(target.spec), current, strict=False)
         ]
-        filled = wanted.update(spec=with_entries(wanted.spec, entries))
+        filled = target.update(spec=with_entries(target.spec, entries))
     return filled
 
 
-def spec_over(mesh: AnyMesh, here: object, ndim: int) -> list[Any]:
-    """How an array at `here` is split over `mesh`, one entry per dimension."""
+def spec_over(mesh: AnyMesh, sharding: object, ndim: int) -> list[Any]:
+    """How an array at `sharding` is split over `mesh`, one entry per dimension."""
     current: list[Any] = [None] * ndim
-    if isinstance(here, NamedSharding) and here.mesh == mesh:
-        current[: len(here.spec)] = entries_of(here.spec)
+    if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
+        current[: len(sharding.spec)] = entries_of(sharding.spec)
     return current
 
 
@@ -175,7 +188,7 @@ def memory_space(sharding: Sharding) -> Any:
     return jax.memory.Space.Host if pinned else jax.memory.Space.Device
 
 
-def entries_over(spec: PartitionSpec | None, names: frozenset[Any]) -> tuple[tuple[Any, ...], ...]:
+def entries_over(spec: PartitionSpec | None, names: Collection[Any]) -> tuple[tuple[Any, ...], ...]:
     """A spec's entries for some axes; equal if the meaning is equal."""
     entries = [
         tuple(name for name in axis_names(entry) if name in names)

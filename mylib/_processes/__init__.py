@@ -26,6 +26,7 @@ from .meeting import (
     exchange as exchange,
     gather as gather,
     meeting as meeting,
+    on_the_way as on_the_way,
     patience as patience,
     processes_of as processes_of,
 )

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, because, in_words
-from .._placement import Target, fill_free, sharding_of
+from .._placement import Target, fill_free, regions_of, sharding_of
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
 from .differences import Facts, compare, everybodys_faults, faults_in_full
 from .groups import digest, in_short
@@ -106,14 +106,14 @@ def _others(mesh: Any, check: bool | None) -> Processes:
 
 def _raised(error: Exception) -> Fault:
     """A fault for the other processes that describes a foreign error, such as a rule's."""
-    mend = "fix the code that raised it, such as a rule; its process shows the traceback"
+    fix = "fix the code that raised it, such as a rule; its process shows the traceback"
     reason = f"resolving it raised an error: {in_words(error)}"
-    return because(reason, mend, "a placement for each array")
+    return because(reason, fix, "a placement for each array")
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:
     """Whether each process places its shards of an array from a value of its own."""
-    if leaves.kinds[i] is Kind.HOST:
+    if leaves.kinds[i] in (Kind.HOST, Kind.ABSTRACT):  # abstract: it is read by each
         return True
     return leaves.arrays[i].sharding.device_set != sharding_of(target).device_set
 
@@ -167,17 +167,11 @@ def shared_indices(
     sharding: Sharding, shape: tuple[int, ...], me: int
 ) -> dict[Processes, list[tuple[slice, ...]]]:
     """The indices of shards that this process shares with others, by the group that holds them."""
-    owners: dict[Any, set[int]] = {}
-    indices: dict[Any, tuple[slice, ...]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        index = () if index is None else tuple(index)
-        bounds = tuple((s.start, s.stop) for s in index)
-        indices[bounds] = index
-        owners.setdefault(bounds, set()).add(device.process_index)
     shared: dict[Processes, list[tuple[slice, ...]]] = {}
-    for bounds, who in sorted(owners.items()):
+    for bounds, devices in regions_of(shape, sharding).items():
+        who = processes_of(devices)
         if me in who and len(who) > 1:
-            shared.setdefault(tuple(sorted(who)), []).append(indices[bounds])
+            shared.setdefault(who, []).append(tuple(slice(*ends) for ends in bounds))
     return shared
 
 

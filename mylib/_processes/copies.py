@@ -11,8 +11,8 @@ from .differences import Facts, Versions, unexamined
 from .groups import in_short, members, named, text_of
 from .series import Processes
 
-_MEND = "make it from the same numbers in every process, or place the values of one of them again"
-_MEND_TREE = "give all processes the same tree, with its arrays at the same places"
+_FIX = "make it from the same numbers in every process, or place the values of one of them again"
+_FIX_TREE = "give all processes the same tree, with its arrays at the same places"
 
 # The ids of this process's devices that hold copies of a shard, by the copies' checksums.
 Held = dict[str, list[int]]
@@ -22,18 +22,13 @@ Held = dict[str, list[int]]
 class Found:
     """One process's data about an array: its shards that have copies, by number."""
 
-    dtype: str
+    what: str
     shape: tuple[int, ...]
     request: str
-    place: str
     owners: Processes
     held: dict[int, Held]
     # The processes that hold each shard.
     holders: Mapping[int, Processes]
-
-    @property
-    def what(self) -> str:
-        return f"{self.dtype}{list(self.shape)} as {self.place}"
 
     @property
     def odd(self) -> list[int]:
@@ -105,7 +100,7 @@ def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
             texts = [f"{named(sorted(indices))}: {text}" for text, indices in by_text.items()]
             reason = "; ".join([*texts, *unexamined(group, them)])
             reason = f"it is not the same array in all processes: {reason}"
-            yield _fault(name, own[0], reason, _MEND_TREE)
+            yield _fault(name, own[0], reason, _FIX_TREE)
 
 
 def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
@@ -127,9 +122,9 @@ def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
         texts = "; ".join([*(" and ".join(holders) for holders in first.values()), *more[number]])
         differ = "differs" if len(others) == 1 else "differ"
         rest = f" (and {len(others)} more of its shards {differ})" if others else ""
-        yield _fault(name, arrays[0], f"there are {len(first)} values of it: {texts}{rest}", _MEND)
+        yield _fault(name, arrays[0], f"there are {len(first)} values of it: {texts}{rest}", _FIX)
 
 
-def _fault(name: str, array: list[Any], reason: str, mend: str) -> Fault:
+def _fault(name: str, array: list[Any], reason: str, fix: str) -> Fault:
     _, shape, request, _, _ = array
-    return Fault(name, tuple(shape), request, reason, mend)
+    return Fault(name, tuple(shape), request, reason, fix)

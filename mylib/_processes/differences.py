@@ -32,7 +32,7 @@ _DESCRIBED = 100
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAME = "the same in all processes"
-_MEND = (
+_FIX = (
     "make it in the same way, from the same numbers, in every process; where it is meant to "
     "differ, place with check=False"
 )
@@ -68,13 +68,13 @@ Examine = Callable[[Versions], Iterable[Fault]]
 
 
 def everybodys_faults(
-    meet: Meet, faults: Sequence[Fault], facts: Facts, mend: str = _MEND
+    meet: Meet, faults: Sequence[Fault], facts: Facts, fix: str = _FIX
 ) -> list[Fault]:
-    """The faults that any process has found, and one, with this `mend`, for each fact that differs
+    """The faults that any process has found, and one, with this `fix`, for each fact that differs
     within its group. All processes get the same list.
     """
     difference = compare(meet, faults, facts)
-    return [] if difference is None else faults_in_full(meet, difference, faults, facts, mend)
+    return [] if difference is None else faults_in_full(meet, difference, faults, facts, fix)
 
 
 def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | None:
@@ -118,14 +118,14 @@ def faults_in_full(
     difference: Difference,
     faults: Sequence[Fault],
     facts: Facts,
-    mend: str = _MEND,
+    fix: str = _FIX,
 ) -> list[Fault]:
     """`everybodys_faults`, once the difference is known."""
 
     def describe(group: Processes, alike: Processes) -> Mapping[str, Any]:
         return facts.get(group, {})
 
-    examine = functools.partial(disagreements, mend)
+    examine = functools.partial(disagreements, fix)
     return faults_between(meet, difference, faults, describe, examine)
 
 
@@ -218,7 +218,7 @@ def _attributed(fault: dict[str, Any], found_by: Sequence[int]) -> dict[str, Any
     return {**fault, "request": f"{fault['request']} (in {named(found_by)})"}
 
 
-def disagreements(mend: str, versions: Versions) -> Iterable[Fault]:
+def disagreements(fix: str, versions: Versions) -> Iterable[Fault]:
     """A fault for each fact that differs."""
     faults: dict[Fault, None] = {}
     for group, them in versions.items():
@@ -230,7 +230,7 @@ def disagreements(mend: str, versions: Versions) -> Iterable[Fault]:
             if len(by_value) > 1:
                 texts = [f"{named(sorted(by))}: {value}" for value, by in by_value.items()]
                 reason = f"it differs between them: {'; '.join([*texts, *unexamined(group, them)])}"
-                faults[Fault(name, None, _SAME, reason, mend)] = None
+                faults[Fault(name, None, _SAME, reason, fix)] = None
     return faults
 
 

@@ -20,7 +20,7 @@ from .._errors import line_of_caller
 from .groups import digest, named
 from .order import IN_ORDER
 from .series import JUDGED, Conclusion, Judge, Processes, Series
-from .watch import check_order, counted, read_in_order
+from .watch import MEETINGS, counted, read_in_order, wait_in_step
 
 # Sends a message to the other processes, and returns the decision of one of them about all
 # messages.
@@ -62,7 +62,6 @@ class _Visit:
 
     def __init__(self, series: Series, purpose: str, alone: bool):
         self.series, self.purpose, self.alone = series, purpose, alone
-        self.in_order = series.place.startswith(f"mylib/{_CALLS}/")
         self.thread = threading.get_ident()
         self.lock = threading.Lock()
         # The meeting that it is about; None for the next one, whichever that is.
@@ -100,8 +99,11 @@ def exchange(
         mine = json.dumps([purpose, line, *counted("programs", processes)]) + f"\n{mine}"
         judge = functools.partial(_judge_in_order, judge)
     try:
-        text = _waiting.submit(_attend, visit, mine, judge, timeout).result()
-        return read_in_order(processes, text) if in_order else text
+        conclusion = _waiting.submit(_attend, visit, mine, judge, timeout)
+        if not in_order:
+            return conclusion.result()
+        what = "" if alone else f"{purpose} in {line_of_caller()}"
+        return read_in_order(processes, wait_in_step(conclusion, visit.series, what))
     except BaseException as error:
         _waiting.submit(_break_off, visit, _BROKEN, error).result()
         raise
@@ -148,6 +150,8 @@ def _series_of(purpose: str, processes: Processes) -> Series:
         series = Series(place, processes, jax.process_index())
         # Another thread may have been quicker.
         series = _series.setdefault((purpose, processes), series)
+        if purpose == _CALLS:
+            MEETINGS[processes] = series
     return series
 
 
@@ -250,8 +254,6 @@ def _concluded(
 
     series.say(f"{int(visit.alone)}{mine}", judge_all)
     while True:
-        if visit.in_order:
-            check_order(series.processes)
         left = deadline - time.monotonic()
         conclusion = series.hear(judge_all, max(0.1, min(_STEP, left)))
         if conclusion is not None:

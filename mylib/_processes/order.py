@@ -51,6 +51,7 @@ class Lane:
         """What a neighbour has to know of the calls here."""
         first = self._equal_there[neighbour]
         return {
+            "count": self.count,
             "equal": self._equal[neighbour],
             "digests": [(n, call[0]) for n, call in self._calls.items() if n > first],
             "differs": self._differs.get(neighbour),
@@ -77,6 +78,10 @@ class Lane:
             f"call {differs} of {named(self.processes)} is {text} in process {one}, but {instead} "
             f"in process {other}. {IN_ORDER}"
         )
+
+    def after(self, count: int) -> str:
+        """The description of the call after as many; nothing if this process has not made it."""
+        return self._calls.get(count + 1, ("", ""))[1]
 
     def _forget(self, last: int) -> None:
         for n in [n for n in self._calls if n <= last]:

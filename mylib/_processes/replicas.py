@@ -15,12 +15,12 @@ from jaxtyping import PyTree
 
 from .._compat import data_of_shards
 from .._errors import Fault, ReplicaError
-from .._placement import entries_of, memory_space
+from .._placement import memory_space, regions_of, without_partial_sums
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 from .agreement import described, owners
 from .copies import Found, Held, describe, facts_of, faults_in
 from .differences import Version, compare, faults_between
-from .meeting import meeting
+from .meeting import meeting, processes_of
 from .series import Processes
 
 # The host reads shards of up to this many bytes. Checksums of larger ones are computed on devices,
@@ -100,10 +100,9 @@ def _found(leaves: Leaves) -> dict[str, Found]:
             if number is not None:
                 by_number.setdefault(number, []).append((device, data))
         found[name] = Found(
-            dtype=_dtype_name(x.dtype),
+            what=f"{_dtype_name(x.dtype)}{list(x.shape)} as {described(x.sharding)}",
             shape=tuple(x.shape),
             request=_request(x.sharding),
-            place=described(x.sharding),
             owners=owners(x.sharding),
             held={number: _compared(data) for number, data in by_number.items()},
             holders=copies[name].holders,
@@ -145,35 +144,34 @@ class _Copies:
 
 @functools.lru_cache(maxsize=4096)
 def _copies(sharding: Sharding, shape: tuple[int, ...]) -> _Copies:
+    terms = _terms(sharding)
+    if isinstance(sharding, NamedSharding) and terms:
+        sharding = without_partial_sums(sharding)
     shards: dict[Any, list[Any]] = {}
     # The numbers are the same in all processes.
-    for device, shard in sorted(_shards(sharding, shape).items(), key=lambda item: item[0].id):
-        shards.setdefault(shard, []).append(device)
+    for bounds, devices in regions_of(shape, sharding).items():
+        for device in devices:
+            shards.setdefault((bounds, terms.get(device)), []).append(device)
     number_on: dict[int, int] = {}
     holders: dict[int, Processes] = {}
     for number, devices in enumerate(shards.values()):
         own = [device.id for device in devices if device.process_index == jax.process_index()]
         if len(devices) > 1 and own:
             number_on |= dict.fromkeys(own, number)
-            holders[number] = tuple(sorted({device.process_index for device in devices}))
+            holders[number] = processes_of(devices)
     return _Copies(number_on, holders)
 
 
-def _shards(sharding: Sharding, shape: tuple[int, ...]) -> dict[Any, Any]:
-    """The shard on each device; equal for devices with copies."""
-    terms: dict[Any, Any] = {}
-    if isinstance(sharding, NamedSharding) and sharding.spec.unreduced:
-        # Along an unreduced axis devices hold different terms of a sum, at the same indices.
-        mesh, spec = sharding.mesh, sharding.spec
-        along = [i for i, name in enumerate(mesh.axis_names) if name in spec.unreduced]
-        for position, device in np.ndenumerate(mesh.devices):
-            terms[device] = tuple(position[i] for i in along)
-        sharding = sharding.update(spec=PartitionSpec(*entries_of(spec)))
-    where = sharding.devices_indices_map(shape)
-    return {
-        device: (terms.get(device), *((s.start, s.stop) for s in index or ()))
-        for device, index in where.items()
-    }
+def _terms(sharding: Sharding) -> dict[Any, Any]:
+    """Where each device is along unreduced axes: there devices hold different terms of a sum, at
+    the same indices.
+    """
+    if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
+        return {}
+    names = sharding.mesh.axis_names
+    along = [i for i, name in enumerate(names) if name in sharding.spec.unreduced]
+    places = np.ndenumerate(sharding.mesh.devices)
+    return {device: tuple(position[i] for i in along) for position, device in places}
 
 
 @functools.lru_cache(maxsize=1024)

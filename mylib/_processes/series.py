@@ -41,6 +41,8 @@ class Series:
         self.thread = 0
         # Calls of this process that would meet the others if they had something to compare.
         self.calls = 0
+        # What this process has waited for here for a while, if anything.
+        self.waits_for = ""
         self._me = me
         self._begun = False
         # The first meeting whose keys the service may still hold.

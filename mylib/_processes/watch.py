@@ -10,14 +10,15 @@ import json
 import logging
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 import jax
 
 from .._compat import CoordinationClient, coordination_client
-from .groups import members, text_of
-from .order import Lane, TransferError
-from .series import Processes, connected
+from .groups import members, named, text_of
+from .order import IN_ORDER, Lane, TransferError
+from .series import Processes, Series, connected
 
 _log = logging.getLogger("mylib")
 
@@ -30,7 +31,13 @@ _IDLE = 5.0
 # As long as it takes two processes to tell each other which of their calls differ.
 _EXPLAINS = 5.0
 
+# After as many seconds in a meeting others are told that this process waits there.
+_LONG = 1.0
+
 _PLACE = "mylib/accounts"
+
+# The meetings of a program's own calls, by the processes that meet.
+MEETINGS: dict[Processes, Series] = {}
 
 
 class OnTheirWay(Protocol):
@@ -54,6 +61,7 @@ class Watch:
         self.failures: dict[Processes, str] = {}
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
+        self._news = threading.Condition()
         self._told: dict[int, Any] = {}
         self._busy = threading.Event()
         self._ended = False
@@ -66,7 +74,7 @@ class Watch:
         """Counts a call. Returns its number, and a digest of all so far, equal in all processes."""
         self.check(processes)
         with self._lock:
-            name = f"{stream} {text_of(processes)}"
+            name = _name(stream, processes)
             if name not in self._lanes:
                 self._lanes[name] = Lane(processes, self.me)
             lane = self._lanes[name]
@@ -76,14 +84,39 @@ class Watch:
 
     def counted(self, stream: str, processes: Processes) -> tuple[int, str]:
         """The number of the last call, and the digest."""
-        lane = self._lanes.get(f"{stream} {text_of(processes)}")
+        lane = self._lanes.get(_name(stream, processes))
         return (0, "") if lane is None else (lane.count, lane.digest)
 
     def check(self, processes: Processes) -> None:
         """Raises an error if two of these processes are known to be out of step."""
-        for some, text in list(self.failures.items()):
-            if len({*some}.intersection(processes)) > 1:
-                raise TransferError(text)
+        if text := self._wrong(processes):
+            raise TransferError(text)
+
+    def _wrong(self, processes: Processes) -> str | None:
+        known = list(self.failures.items())
+        return next((t for some, t in known if len({*some}.intersection(processes)) > 1), None)
+
+    def wait(self, conclusion: Future[str], meeting: Series, what: str) -> str:
+        """Waits in a meeting, and raises once two of its processes are known to be out of step."""
+
+        def has_ended() -> bool:
+            return conclusion.done() or self._wrong(meeting.processes) is not None
+
+        conclusion.add_done_callback(lambda _: self._tell_waiting())
+        try:
+            with self._news:
+                if not self._news.wait_for(has_ended, _LONG):
+                    meeting.waits_for = what
+                    self._busy.set()
+                    self._news.wait_for(has_ended)
+        finally:
+            meeting.waits_for = ""
+        self.check(meeting.processes)
+        return conclusion.result()
+
+    def _tell_waiting(self) -> None:
+        with self._news:
+            self._news.notify_all()
 
     def fail(self, processes: Processes, text: str) -> None:
         with self._lock:
@@ -94,10 +127,12 @@ class Watch:
         self._busy.set()
         if self.transfers is not None:
             self.transfers.fail(processes)
+        self._tell_waiting()
 
     def is_idle(self) -> bool:
         """Whether all that has been called and sent here is known to have ended well."""
         idle = self.transfers is None or self.transfers.is_idle()
+        idle = idle and not any(meeting.waits_for for meeting in MEETINGS.values())
         return idle and all(lane.is_settled() for lane in self._lanes.values())
 
     def _run(self) -> None:
@@ -133,7 +168,7 @@ class Watch:
         with self._lock:
             peers = {peer for lane in self._lanes.values() for peer in lane.neighbours}
         for peer in peers:
-            self._compare(peer, accounts.get(peer, {"failures": {}, "lanes": {}, "arrays": {}}))
+            self._compare(peer, accounts.get(peer, _NOTHING))
         for peer in peers:
             text = json.dumps(self._account(peer))
             if text != self._told.get(peer):
@@ -146,6 +181,11 @@ class Watch:
             lanes = {n: lane for n, lane in self._lanes.items() if peer in lane.neighbours}
             return {
                 "failures": {text_of(who): t for who, t in self.failures.items() if peer in who},
+                "meets": {
+                    text_of(who): (meeting.turn, meeting.waits_for)
+                    for who, meeting in list(MEETINGS.items())
+                    if meeting.waits_for and peer in who
+                },
                 "lanes": {name: lane.account(peer) for name, lane in lanes.items()},
                 "arrays": {} if self.transfers is None else self.transfers.account(peer),
             }
@@ -155,12 +195,39 @@ class Watch:
         with self._lock:
             for name, told in theirs["lanes"].items():
                 lane = self._lanes.get(name)
-                if lane is not None and (text := lane.compare(peer, told)):
+                if lane is None:
+                    continue
+                if text := lane.compare(peer, told) or _overtaken(
+                    lane, peer, told, theirs["meets"]
+                ):
                     wrong[lane.processes] = text
         for processes, text in wrong.items():
             self.fail(processes, text)
         if self.transfers is not None:
             self.transfers.compare(peer, theirs["arrays"])
+
+
+def _overtaken(lane: Lane, peer: int, told: dict[str, Any], meets: dict[str, Any]) -> str | None:
+    """What is wrong if another process waits in a meeting to which this one has not come, and has
+    not made a call that this one has made.
+    """
+    call = lane.after(told["count"])
+    for group, (turn, what) in meets.items():
+        meeting = MEETINGS.get(tuple(members(group)))
+        if call and (meeting is None or meeting.turn <= turn):
+            return (
+                f"process {peer} waits for process {lane.me} to compare ({what}), but that has "
+                f"first made call {told['count'] + 1} of {named(lane.processes)}, which process "
+                f"{peer} has not: {call}. {IN_ORDER}"
+            )
+    return None
+
+
+_NOTHING: dict[str, Any] = {"failures": {}, "meets": {}, "lanes": {}, "arrays": {}}
+
+
+def _name(stream: str, processes: Processes) -> str:
+    return f"{stream} {text_of(processes)}"
 
 
 _watches: list[Watch] = []
@@ -181,9 +248,9 @@ def counted(stream: str, processes: Processes) -> tuple[int, str]:
     return _watches[0].counted(stream, processes) if _watches else (0, "")
 
 
-def check_order(processes: Processes) -> None:
-    for one in _watches:
-        one.check(processes)
+def wait_in_step(conclusion: Future[str], meeting: Series, what: str) -> str:
+    """`Watch.wait`, which is nothing before the first call."""
+    return _watches[0].wait(conclusion, meeting, what) if _watches else conclusion.result()
 
 
 def read_in_order(processes: Processes, text: str) -> str:
@@ -193,7 +260,7 @@ def read_in_order(processes: Processes, text: str) -> str:
     # If transfers differ, the watch knows soon which.
     until = time.monotonic() + (_EXPLAINS if text.startswith("?") else 0)
     while time.monotonic() < until:
-        check_order(processes)
+        watch().check(processes)
         time.sleep(_LOOK)
     watch().fail(processes, text[1:])
     raise TransferError(text[1:])

@@ -5,13 +5,13 @@ from typing import Any
 from jax.sharding import NamedSharding, Sharding
 
 from .grids import LEFT_OUT, Grid, grids_of, more
-from .parts import Cut, Part, Shape, cut_of
+from .parts import Part, Partition, Shape, partition_of
 from .text import DIM, Paint, pastel, show_numbers
 
 
 def draw(place: Sharding, shape: Shape, paint: Paint) -> list[str]:
     """The lines of a drawing."""
-    cut = cut_of(place, shape)
+    cut = partition_of(place, shape)
     lines = [f"which device holds which part: {directions(cut)}", *sums(place)]
     for grid in grids_of(cut, shape):
         lines += [grid.title] if grid.title else []
@@ -19,7 +19,7 @@ def draw(place: Sharding, shape: Shape, paint: Paint) -> list[str]:
     return lines + more(len(cut.all_panels())) + processes(cut)
 
 
-def directions(cut: Cut) -> str:
+def directions(cut: Partition) -> str:
     """The dimensions that are rows and columns of a drawing."""
     drawn = {"down": cut.down, "across": cut.across}
     named = [f"dimension {dim} {name}" for name, dim in drawn.items() if dim is not None]
@@ -34,7 +34,7 @@ def sums(place: Sharding) -> list[str]:
     return [f"partial sums: the values are the sums of the copies over {names}"]
 
 
-def processes(cut: Cut) -> list[str]:
+def processes(cut: Partition) -> list[str]:
     """Which process has which devices, if there are several."""
     of_process: dict[int, list[Any]] = {}
     for device in cut.parts:
@@ -45,7 +45,7 @@ def processes(cut: Cut) -> list[str]:
     return [f"process {', process '.join(texts)}"]
 
 
-def _draw_grid(grid: Grid[Part], cut: Cut, paint: Paint) -> list[str]:
+def _draw_grid(grid: Grid[Part], cut: Partition, paint: Paint) -> list[str]:
     texts = [[f" {_holders(cut, part)} " for part in line] for line in grid.cells]
     heads, names = [*map(_framed, grid.columns)], [*map(_framed, grid.rows)]
     widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
@@ -68,7 +68,7 @@ def _draw_grid(grid: Grid[Part], cut: Cut, paint: Paint) -> list[str]:
     return [*lines, ruled("└", "┴", "┘")]
 
 
-def _holders(cut: Cut, part: Part | None) -> str:
+def _holders(cut: Partition, part: Part | None) -> str:
     return LEFT_OUT if part is None else show_numbers(cut.holders[part])
 
 

@@ -18,14 +18,15 @@ from .._placement import (
     leaf_at,
     sharding_of,
 )
+from .._text import counted, show_bytes
 from .._tree import Kind, Leaf, name_of, split
 from ..rules import as_rule
+from .current_places import current_place, present_rows
 from .fold import LINES, body_of, fold
 from .meshes import Meshes
 from .page import overview_page
-from .present import current_place, present_rows
 from .rows import Row, Rows, sizes, totals
-from .text import BOLD, RED, columns, count, paint_for_stdout, show_bytes
+from .text import BOLD, RED, columns, paint_for_stdout
 
 # Leaves of this many bytes or more count as large.
 _LARGE = 2**20
@@ -107,7 +108,7 @@ class Explanation(Rows):
 
     **Attributes:**
 
-    - `rows`: a [`mylib.Row`][] for each array leaf.
+    - `rows`: a [`Row`][mylib._show.Row] for each array leaf.
     - `faults`: all faults, each a [`mylib.Fault`][].
     - `nbytes`: the bytes of all leaves, each counted once.
     - `bytes_by_device`: the bytes that each device would hold in its own memory. The devices of an
@@ -168,5 +169,5 @@ def _cells(label: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 def _show_waste(label: str, rows: Sequence[Row]) -> str:
     wasted = show_bytes(sum(row.wasted for row in rows))
-    devices = count(rows[0].devices, "device")
+    devices = counted(rows[0].devices, "device")
     return f"large and replicated: {label} on {devices}, which wastes {wasted}"

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .parts import Cut, Part, Shape, Span, show_span
+from .parts import Part, Partition, Shape, Span, show_span
 
 ROWS, COLUMNS, PANELS = 16, 8, 8
 """How many rows, columns and grids are drawn."""
@@ -27,12 +27,12 @@ class Grid(NamedTuple, Generic[T]):
         return Grid(self.title, self.rows, self.columns, cells)
 
 
-def grids_of(cut: Cut, shape: Shape) -> list[Grid[Part]]:
+def grids_of(cut: Partition, shape: Shape) -> list[Grid[Part]]:
     """The first grids of an array, whose cells are its parts."""
     return [_grid(cut, panel, shape) for panel in cut.all_panels()[:PANELS]]
 
 
-def _grid(cut: Cut, panel: tuple[Span, ...], shape: Shape) -> Grid[Part]:
+def _grid(cut: Partition, panel: tuple[Span, ...], shape: Shape) -> Grid[Part]:
     rows, columns = shortened(cut.along(cut.down), ROWS), shortened(cut.along(cut.across), COLUMNS)
     cells = [
         [None if ... in (row, column) else cut.cell(panel, row, column) for column in columns]

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .text import BLUE, Paint, show_bytes, show_devices
+from .._text import show_bytes
+from .text import BLUE, Paint, show_devices
 
 _LINES, _BAR = 12, 24
 

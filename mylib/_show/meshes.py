@@ -13,8 +13,8 @@ from .text import show_devices
 class Meshes:
     def __init__(self, rows: Iterable[Row | None]):
         places = (row.place for row in rows if row is not None)
-        found = [place.mesh for place in places if isinstance(place, NamedSharding)]
-        self._numbers = {mesh: i + 1 for i, mesh in enumerate(dict.fromkeys(found))}
+        meshes = [place.mesh for place in places if isinstance(place, NamedSharding)]
+        self._numbers = {mesh: i + 1 for i, mesh in enumerate(dict.fromkeys(meshes))}
 
     def suffix(self, place: Sharding | None) -> str:
         """Which mesh a sharding is on, if there are several."""

@@ -10,14 +10,15 @@ from jaxtyping import PyTree
 
 from .._errors import folded
 from .._placement import current_world
+from .._text import counted, listed, show_bytes
 from .._tree import split
+from .current_places import present_rows, static_leaves
 from .drawing import draw
 from .fold import LINES, body_of, fold
 from .loads import load_lines
 from .meshes import Meshes
 from .moves import Move, moves_between
 from .page import overview_page, place_of_single
-from .present import present_rows, static_leaves
 from .rows import COMMITTED, DELETED, Row, Rows, sizes, totals
 from .text import (
     BOLD,
@@ -26,10 +27,8 @@ from .text import (
     YELLOW,
     Paint,
     columns,
-    count,
     for_stdout,
     paint_for_stdout,
-    show_bytes,
     show_device,
 )
 
@@ -86,7 +85,7 @@ class Overview(Rows):
 
     **Attributes:**
 
-    - `rows`: a [`mylib.Row`][] for each array leaf.
+    - `rows`: a [`Row`][mylib._show.Row] for each array leaf.
     - `static`: the type of each other leaf, by its path.
     - `nbytes`: the bytes of all arrays, each counted once.
     - `bytes_by_device`: the bytes that each device holds in its own memory. The devices of an
@@ -155,8 +154,7 @@ def _static_lines(static: dict[str, str]) -> list[str]:
     if not static:
         return []
     named = list(folded([f"{path} ({kind})" for path, kind in static.items()]))
-    more = f" and {len(named) - _LISTED} more" if len(named) > _LISTED else ""
-    return [f"not arrays: {', '.join(named[:_LISTED])}{more}"]
+    return [f"not arrays: {listed(named, _LISTED)}"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -166,7 +164,7 @@ class Changes:
 
     **Attributes:**
 
-    - `moves`: a [`mylib.Move`][] for each array leaf.
+    - `moves`: a [`Move`][mylib._show.Move] for each array leaf.
     - `nbytes`: how many bytes the devices had to receive, all of them together.
     - `bytes_by_device`: how many each of them had to receive.
     """
@@ -223,7 +221,7 @@ class Changes:
 
     def _notes(self) -> list[str]:
         moved = sum(move.what == "moved" for move in self.moves)
-        line = f"{moved} of {count(len(self.moves), 'array')} moved"
+        line = f"{moved} of {counted(len(self.moves), 'array')} moved"
         if self.bytes_by_device:
             where, most = max(self.bytes_by_device.items(), key=lambda x: x[1])
             by_one = f"at most {show_bytes(most)} by one ({show_device(where)})"

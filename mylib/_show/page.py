@@ -5,15 +5,16 @@ from typing import Any
 
 from jax.sharding import Sharding
 
+from .._text import counted, show_bytes
 from .drawing import directions, processes, sums
 from .fold import fold
 from .html import Html, page, table, tag
 from .loads import load_groups
 from .meshes import Meshes
-from .parts import cut_of
+from .parts import partition_of
 from .pictures import array_grids, bar, device_grids
 from .rows import Row, meaning, show_place, sizes
-from .text import count, show_bytes, show_devices
+from .text import show_devices
 
 # How many paths are listed over a device, and how many pictures and loads are drawn.
 _PATHS, _FIGURES, _LOADS = 6, 12, 12
@@ -63,7 +64,7 @@ def _mesh_figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
     ordered = sorted(groups.values(), key=lambda group: -sum(row.nbytes for row in group[1]))
     figures = [_mesh_figure(place, of, meshes) for place, of in ordered[:_FIGURES]]
     left = len(ordered) - _FIGURES
-    return figures + [tag("p", f"and {count(left, 'more sharding')}")] * (left > 0)
+    return figures + [tag("p", f"and {counted(left, 'more sharding')}")] * (left > 0)
 
 
 def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
@@ -73,11 +74,11 @@ def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
     groups = fold(rows)
     lines = [f"{label}: {sizes(group)[1]}" for label, group in groups[:shown]]
     left = sum(len(group) for _, group in groups[shown:])
-    held = "\n".join([*lines, *[f"and {count(left, 'more array')}"] * (left > 0)])
+    held = "\n".join([*lines, *[f"and {counted(left, 'more array')}"] * (left > 0)])
     each = show_bytes(sum(row.bytes_per_device for row in rows))
     title = tag("div", show_place(place) + meshes.suffix(place), class_="strong")
     where = " on each device" if place.num_devices > 1 else ""
-    about = tag("div", f"{count(len(rows), 'array')}, {each}{where}", class_="faint")
+    about = tag("div", f"{counted(len(rows), 'array')}, {each}{where}", class_="faint")
     return _figure([title, about], device_grids(place, shape, held))
 
 
@@ -87,7 +88,7 @@ def _array_figure(rows: Sequence[Row]) -> list[Html]:
     if place is None:
         return []
     shape, nbytes = rows[0].leaf.shape, rows[0].bytes_per_device
-    cut = cut_of(place, shape)
+    cut = partition_of(place, shape)
     title = tag("div", "Which device holds which part", class_="strong")
     notes = [directions(cut), *sums(place), *processes(cut)]
     about = [tag("div", note, class_="faint") for note in notes]

@@ -72,7 +72,7 @@ def size_of(part: Part) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """An array cut into parts, as a drawing shows it.
 
     **Attributes:**
@@ -114,19 +114,19 @@ class Cut:
         return list(itertools.product(*(self.spans[dim] for dim in self.panels)))
 
 
-def cut_of(place: Sharding, shape: Shape) -> Cut:
+def partition_of(place: Sharding, shape: Shape) -> Partition:
     parts, holders = parts_of(place, shape), dict[Part, list[Any]]()
     for device, part in parts.items():
         holders.setdefault(part, []).append(device)
     spans = [sorted({part[dim] for part in holders}) for dim in range(len(shape))]
     cut = [dim for dim in range(len(shape)) if len(spans[dim]) > 1]
     if len(cut) > 1:
-        return Cut(parts, holders, spans, cut[-2], cut[-1], cut[:-2])
+        return Partition(parts, holders, spans, cut[-2], cut[-1], cut[:-2])
     dim = cut[0] if cut else None
     # As arrays are printed, the last dimension runs across, unless that gets too wide.
     if dim is None or (dim == len(shape) - 1 and len(spans[dim]) <= _WIDE):
-        return Cut(parts, holders, spans, None, dim, [])
-    return Cut(parts, holders, spans, dim, None, [])
+        return Partition(parts, holders, spans, None, dim, [])
+    return Partition(parts, holders, spans, dim, None, [])
 
 
 _WIDE = 8

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 from jax.sharding import NamedSharding, Sharding
 
 from .._placement import AnyMesh
+from .._text import show_bytes
 from .grids import LEFT_OUT, PANELS, ROWS, Grid, grids_of, more, shortened
 from .html import Html, joined, tag
-from .parts import Part, Shape, cut_of, devices_of, show_part
-from .text import number_of, show_bytes, show_device, show_devices, show_numbers
+from .parts import Part, Shape, devices_of, partition_of, show_part
+from .text import number_of, show_device, show_devices, show_numbers
 
 # How many columns of a mesh are drawn; and of a mesh of one axis, how many devices a line.
 _COLUMNS, _LINE = 16, 8
@@ -87,7 +88,7 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
     """The devices of a sharding as its mesh arranges them. Those that hold the same part of an
     array of this shape have the same colour. `held` says what they hold.
     """
-    cut = cut_of(place, shape)
+    cut = partition_of(place, shape)
 
     def cell(device: Any) -> Cell:
         number, process = cut.number(cut.parts[device]), getattr(device, "process_index", 0)
@@ -131,7 +132,7 @@ def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> list[Grid[Cell]]:
 
 def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
     """The parts of an array, with the devices that hold them."""
-    cut = cut_of(place, shape)
+    cut = partition_of(place, shape)
 
     def cell(part: Part) -> Cell:
         holders = cut.holders[part]

@@ -16,10 +16,12 @@ from .._placement import (
     axis_names,
     default_memory_kind,
     entries_of,
+    entries_over,
     sharding_of,
 )
+from .._text import counted, show_bytes
 from .._tree import KeyPath, Leaf
-from .text import count, number_of, show_bytes, show_device
+from .text import number_of, show_device
 
 # The states of leaves.
 COMMITTED, UNCOMMITTED, DELETED = "committed", "uncommitted", "deleted"
@@ -161,11 +163,11 @@ class Rows:
 
 
 def totals(rows: Rows) -> list[str]:
-    lines = [f"{count(len(rows.rows), 'array')}, {show_bytes(rows.nbytes)}"]
+    lines = [f"{counted(len(rows.rows), 'array')}, {show_bytes(rows.nbytes)}"]
     if rows.most_loaded is not None:
         device, most = rows.most_loaded
         number, least = len(rows.bytes_by_device), min(rows.bytes_by_device.values())
-        devices = count(number, "device")
+        devices = counted(number, "device")
         lines[0] += (
             f"; {show_bytes(most)} on {'each of ' * (number > 1)}{devices}"
             if most == least
@@ -204,10 +206,8 @@ def meaning(place: Sharding | None) -> Hashable:
     """Equal for shardings that split arrays in the same way, over the same mesh."""
     if not isinstance(place, NamedSharding):
         return place
-    entries = [axis_names(entry) for entry in entries_of(place.spec)]
-    while entries and not entries[-1]:
-        entries.pop()
-    return place.mesh, tuple(entries), place.spec.unreduced, place.memory_kind
+    entries = entries_over(place.spec, place.mesh.axis_names)
+    return place.mesh, entries, place.spec.unreduced, place.memory_kind
 
 
 @lru_cache(maxsize=128)

@@ -1,4 +1,4 @@
-"""Sizes, counts, devices and tables as text, in colour where the terminal has it."""
+"""Devices and tables as text, in colour where the terminal has it."""
 
 import os
 import shutil
@@ -8,23 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
-from .._sizes import scaled
-
 # Escape codes of terminals.
 BOLD, DIM, RED, GREEN, YELLOW, BLUE = "1", "2", "31", "32", "33", "34"
 # Light backgrounds under black text, as any theme of a terminal shows them.
 _PASTELS = tuple(f"30;48;5;{code}" for code in (153, 223, 157, 218, 229, 183, 159, 216, 193, 225))
 # How many runs of numbers are written.
 _RUNS = 8
-
-
-def show_bytes(count: int) -> str:
-    size, unit = scaled(count)
-    return f"{size:.4g} {unit}"
-
-
-def count(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def number_of(device: Any) -> int:
@@ -83,8 +72,8 @@ def paint_for_stdout() -> Paint:
     (https://no-color.org).
     """
     terminal = sys.stdout is not None and sys.stdout.isatty()
-    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return coloured if terminal and wanted else plain
+    allowed = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return coloured if terminal and allowed else plain
 
 
 _ASCII = str.maketrans("┌┬┐├┼┤└┴┘│─█…", "+++++++++|-#~")

@@ -1,8 +1,9 @@
-"""`filter_shard` and `filter_device_put`: move arrays, and constrain them in programs."""
+"""`filter_shard`, `filter_device_put`, `filter_load`: move, constrain, and read arrays."""
 
+from .already_placed import not_there as not_there, same_place as same_place, same_type as same_type
 from .host import LocalData as LocalData, assemble as assemble
+from .load import filter_load as filter_load
 from .staged import constrain_auto_p as constrain_auto_p
-from .there import not_there as not_there, same_place as same_place, same_type as same_type
 from .verbs import (
     filter_device_put as filter_device_put,
     filter_shard as filter_shard,

@@ -56,7 +56,7 @@ from .host import (
 )
 
 
-class Move(NamedTuple):
+class Relocation(NamedTuple):
     """One concrete array that is not at its target. If it is donated, its memory is reused if
     possible; the caller deletes it otherwise.
     """
@@ -72,16 +72,16 @@ class Move(NamedTuple):
     """Whether processes compare that they all move it, if one program of several does so."""
 
 
-def move(moves: Sequence[Move]) -> list[jax.Array]:
+def move(moves: Sequence[Relocation]) -> list[jax.Array]:
     """Moves the arrays to their targets."""
     wide = {i for i, one in enumerate(moves) if one.kind is Kind.DEVICE and _is_wide(one.x)}
     if not wide:
         return _move(moves)
     # Without 64 bits, JAX moves the shards of such an array as 32 bits, but not its dtype.
     with jax.enable_x64(True):
-        own = iter(_move([moves[i] for i in sorted(wide)]))
+        of_64_bits = iter(_move([moves[i] for i in sorted(wide)]))
     rest = iter(_move([one for i, one in enumerate(moves) if i not in wide]))
-    return [next(own if i in wide else rest) for i in range(len(moves))]
+    return [next(of_64_bits if i in wide else rest) for i in range(len(moves))]
 
 
 def _is_wide(x: jax.Array) -> bool:
@@ -89,23 +89,23 @@ def _is_wide(x: jax.Array) -> bool:
     return canonical_dtype(x) != x.dtype
 
 
-def _move(moves: Sequence[Move]) -> list[jax.Array]:
+def _move(moves: Sequence[Relocation]) -> list[jax.Array]:
     moved: list[Any] = [None] * len(moves)
     keys: list[int] = []
     partial: list[tuple[int, NamedSharding]] = []
-    work = _Work()
+    work = _Relocations()
     several_processes = jax.process_count() > 1
     for i, (x, kind, target, donate, may_alias, across, counted) in enumerate(moves):
-        wanted = sharding_of(target)
+        sharding = sharding_of(target)
         whole = x
         if kind is Kind.DEVICE and is_of_keys(x):
             keys.append(i)
             x, target = jax.random.key_data(x), over_key_data(target, x.ndim)
         elif kind is Kind.DEVICE and has_partial_sums(x.sharding):
             x = jax.block_until_ready(jax.sharding.reshard(x, without_partial_sums(x.sharding)))
-        if isinstance(wanted, NamedSharding) and has_partial_sums(wanted):
-            partial.append((i, wanted))
-            target = without_partial_sums(wanted)
+        if isinstance(sharding, NamedSharding) and has_partial_sums(sharding):
+            partial.append((i, sharding))
+            target = without_partial_sums(sharding)
         if not several_processes or kind is not Kind.DEVICE:
             work.add(i, x, kind, target, donate, bool(may_alias))
         elif across or crosses(x, sharding_of(target)):
@@ -125,13 +125,13 @@ def _move(moves: Sequence[Move]) -> list[jax.Array]:
         moved[i] = as_keys(moved[i], moves[i].x)
         if origin:
             set_origin([moved[i]], origin)
-    for i, wanted in partial:
+    for i, sharding in partial:
         # Only programs make partial sums, or sum them up. `reshard` runs one for each leaf.
-        moved[i] = jax.block_until_ready(jax.sharding.reshard(moved[i], wanted))
+        moved[i] = jax.block_until_ready(jax.sharding.reshard(moved[i], sharding))
     return moved
 
 
-class _Work:
+class _Relocations:
     """The moves of one tree, grouped so that each kind of work is done once."""
 
     def __init__(self) -> None:
@@ -157,48 +157,48 @@ class _Work:
         self.elsewhere.append((i, handle(x, fill_free(sharding_of(target), None, x.ndim))))
 
     def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
-        wanted, simple = self.read(target)
+        destination, simple = self.read(target)
         if kind is Kind.HOST:
             if simple:
-                self.add_put(i, host_copy(x, alias and worth_sharing(x, wanted)), wanted)
+                self.add_put(i, host_copy(x, alias and worth_sharing(x, destination)), destination)
                 return
-            here, donate = None, False
+            source, donate = None, False
         else:
-            here = x.sharding
-        target = fill_free(target, here, x.ndim)
-        wanted = sharding_of(target)
+            source = x.sharding
+        target = fill_free(target, source, x.ndim)
+        destination = sharding_of(target)
         if isinstance(target, Format) and target.layout is not None:
             # A program sets the layout, once the array is on its devices.
             self.layouts.append((i, target, not alias))
-        if here is None or not _worth_staying(x, here, wanted):
-            if wanted.is_fully_addressable:
-                self.add_put(i, _private(x, here, wanted, donate, alias), wanted)
+        if source is None or not _worth_staying(x, source, destination):
+            if destination.is_fully_addressable:
+                self.add_put(i, _private(x, source, destination, donate, alias), destination)
             else:
-                weak = here is not None and x.weak_type
-                self.pieces.append((i, on_host(x, donate or alias), wanted, weak))
-        elif _device_order(here) == _device_order(wanted):
-            _add_reshard(self.reshards, i, x, wanted, donate)
+                weak = source is not None and x.weak_type
+                self.pieces.append((i, on_host(x, donate or alias), destination, weak))
+        elif _device_order(source) == _device_order(destination):
+            _add_reshard(self.reshards, i, x, destination, donate)
         else:
-            self.one_by_one.append((i, x, wanted, donate))
+            self.one_by_one.append((i, x, destination, donate))
 
     def read(self, target: Target) -> tuple[Sharding, bool]:
         """The sharding of a target, and whether `jax.device_put` can take it unchanged."""
-        known = self.targets.get(id(target))
-        if known is None:
-            wanted = sharding_of(target)
-            whole = not isinstance(target, Format) and fill_free(wanted, None, 0) is wanted
+        resolved = self.targets.get(id(target))
+        if resolved is None:
+            sharding = sharding_of(target)
+            whole = not isinstance(target, Format) and fill_free(sharding, None, 0) is sharding
             # Keeps the target alive, because its id is the key.
-            known = wanted, whole and wanted.is_fully_addressable, target
-            self.targets[id(target)] = known
-        return known[:2]
+            resolved = sharding, whole and sharding.is_fully_addressable, target
+            self.targets[id(target)] = resolved
+        return resolved[:2]
 
-    def add_put(self, i: int, own: Any, wanted: Sharding) -> None:
-        if isinstance(own, np.ndarray) and wanted.num_devices > 1:
-            self.pieces.append((i, own, wanted, False))
+    def add_put(self, i: int, private: Any, destination: Sharding) -> None:
+        if isinstance(private, np.ndarray) and destination.num_devices > 1:
+            self.pieces.append((i, private, destination, False))
             return
         self.put_index.append(i)
-        self.put_own.append(own)
-        self.put_where.append(wanted)
+        self.put_own.append(private)
+        self.put_where.append(destination)
 
     def carry_out(self) -> list[tuple[int, jax.Array]]:
         count_moves(self.counted)
@@ -209,15 +209,15 @@ class _Work:
             where = first if all(w is first for w in self.put_where) else self.put_where
             done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
         with allow_transfers():
-            for i, own, wanted, weak in self.pieces:
-                y = put_pieces(own.__getitem__, own.shape, wanted, own.dtype)
+            for i, private, destination, weak in self.pieces:
+                y = put_pieces(private.__getitem__, private.shape, destination, private.dtype)
                 done.append((i, weakly_typed(y) if weak else y))
         if self.crossings:
             index, crossings = zip(*self.crossings, strict=True)
             done += zip(index, move_across(crossings), strict=True)
-        for i, x, wanted, donate in self.one_by_one:
+        for i, x, destination, donate in self.one_by_one:
             # `jax.device_put` runs a program for each.
-            done.append((i, jax.block_until_ready(jax.device_put(x, wanted, donate=donate))))
+            done.append((i, jax.block_until_ready(jax.device_put(x, destination, donate=donate))))
         done += _reshard_groups(self.reshards)
         if self.layouts:
             arrays = dict(done)
@@ -234,11 +234,11 @@ _Groups = dict[Any, list[tuple[int, jax.Array, Target, bool]]]
 
 
 def _add_reshard(groups: _Groups, i: int, x: jax.Array, target: Target, donate: bool) -> None:
-    here, wanted = x.sharding, sharding_of(target)
-    key = _device_order(here), _mesh_of(here), _mesh_of(wanted)
+    source, destination = x.sharding, sharding_of(target)
+    key = _device_order(source), _mesh_of(source), _mesh_of(destination)
     # Memory can be reused if both shards have the same shape.
-    fits = here.shard_shape(x.shape) == wanted.shard_shape(x.shape)
-    fits = fits and memory_kind(here) == memory_kind(wanted)
+    fits = source.shard_shape(x.shape) == destination.shard_shape(x.shape)
+    fits = fits and memory_kind(source) == memory_kind(destination)
     groups.setdefault(key, []).append((i, x, target, donate and fits))
 
 
@@ -265,50 +265,52 @@ def _on_cpu(sharding: Sharding) -> bool:
     return all(device.platform == "cpu" for device in sharding.device_set)
 
 
-def _worth_staying(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
+def _worth_staying(x: jax.Array, source: Sharding, destination: Sharding) -> bool:
     """Whether a program should exchange the shards, rather than copies through the host."""
-    if here.device_set != wanted.device_set:
+    if source.device_set != destination.device_set:
         return False
-    if not here.is_fully_addressable:
+    if not source.is_fully_addressable:
         return True
-    if here.num_devices == 1 or here.is_equivalent_to(wanted, x.ndim):
+    if source.num_devices == 1 or source.is_equivalent_to(destination, x.ndim):
         # If input and output have the same layout, a program may return the input's memory.
         return False
-    if _on_cpu(here):
-        return here.is_fully_replicated and x.nbytes >= thresholds.WORTH_CUTTING
+    if _on_cpu(source):
+        return source.is_fully_replicated and x.nbytes >= thresholds.WORTH_CUTTING
     return x.nbytes >= thresholds.WORTH_COMPILING
 
 
-def _private(x: Any, here: Sharding | None, wanted: Sharding, donate: bool, alias: bool) -> Any:
+def _private(
+    x: Any, source: Sharding | None, destination: Sharding, donate: bool, alias: bool
+) -> Any:
     """A copy of `x` whose memory `jax.device_put` may share; `x` itself if sharing is allowed."""
-    if here is None or not here.is_fully_addressable:
+    if source is None or not source.is_fully_addressable:
         return on_host(x, donate or alias)
-    one_to_many = here.num_devices == 1 and wanted.num_devices > 1
+    one_to_many = source.num_devices == 1 and destination.num_devices > 1
     if x.weak_type:
         # NumPy has no weak types. Copies the whole array to all devices first, since cutting it up
         # on one device compiles for its shape.
-        if one_to_many and isinstance(wanted, NamedSharding):
-            return _replicas(x, wanted.mesh)
-    elif _on_cpu(here) or (one_to_many and x.nbytes < thresholds.WORTH_COMPILING):
+        if one_to_many and isinstance(destination, NamedSharding):
+            return _replicas(x, destination.mesh)
+    elif _on_cpu(source) or (one_to_many and x.nbytes < thresholds.WORTH_COMPILING):
         return on_host(x, donate or alias)
-    if alias or not _may_share(x, here, wanted):
+    if alias or not _may_share(x, source, destination):
         return x
-    return jax.device_put(x, here, may_alias=False)
+    return jax.device_put(x, source, may_alias=False)
 
 
 def _replicas(x: jax.Array, mesh: Any) -> jax.Array:
-    own = jax.device_put(x, x.sharding, may_alias=False)
-    return jax.device_put(own, NamedSharding(mesh, PartitionSpec()))
+    copy = jax.device_put(x, x.sharding, may_alias=False)
+    return jax.device_put(copy, NamedSharding(mesh, PartitionSpec()))
 
 
-def _may_share(x: jax.Array, here: Sharding, wanted: Sharding) -> bool:
+def _may_share(x: jax.Array, source: Sharding, destination: Sharding) -> bool:
     """Whether `jax.device_put` may reuse the memory of `x`, because a device's shard stays the
     same.
     """
     return (
-        not here.device_set.isdisjoint(wanted.device_set)
-        and here.shard_shape(x.shape) == wanted.shard_shape(x.shape)
-        and memory_kind(here) == memory_kind(wanted)
+        not source.device_set.isdisjoint(destination.device_set)
+        and source.shard_shape(x.shape) == destination.shard_shape(x.shape)
+        and memory_kind(source) == memory_kind(destination)
     )
 
 
@@ -316,18 +318,18 @@ def _reshard(
     leaves: Sequence[tuple[int, jax.Array, Target, bool]],
 ) -> list[tuple[int, jax.Array]]:
     index, arrays, targets, donate = zip(*leaves, strict=True)
-    given = [x for x, gone in zip(arrays, donate, strict=True) if gone]
+    donated = [x for x, gone in zip(arrays, donate, strict=True) if gone]
     lent = [x for x, gone in zip(arrays, donate, strict=True) if not gone]
     order = [i for i, gone in zip(index, donate, strict=True) if gone]
     order += [i for i, gone in zip(index, donate, strict=True) if not gone]
-    wanted = dict(zip(index, targets, strict=True))
-    program = _identity(tuple(wanted[i] for i in order))
-    return list(zip(order, program(given, lent), strict=True))
+    target_of = dict(zip(index, targets, strict=True))
+    program = _identity(tuple(target_of[i] for i in order))
+    return list(zip(order, program(donated, lent), strict=True))
 
 
 @lru_cache(maxsize=256)
 def _identity(targets: tuple[Target, ...]) -> Any:
-    def reshard(given: list[jax.Array], lent: list[jax.Array]) -> list[jax.Array]:
-        return [*given, *lent]
+    def reshard(donated: list[jax.Array], lent: list[jax.Array]) -> list[jax.Array]:
+        return [*donated, *lent]
 
     return jax.jit(reshard, out_shardings=list(targets), donate_argnums=0)

@@ -23,8 +23,8 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
     """Puts NumPy arrays on JAX's default device, uncommitted; returns all others unchanged."""
     placed = list(arrays)
     hosts = [i for i, x in enumerate(arrays) if kind_of(x) is Kind.HOST]
-    own = [on_host(arrays[i], bool(may_alias[i])) for i in hosts]
-    for i, y in zip(hosts, jax.device_put(own), strict=True):
+    copies = [on_host(arrays[i], bool(may_alias[i])) for i in hosts]
+    for i, y in zip(hosts, jax.device_put(copies), strict=True):
         placed[i] = y
     return placed
 
@@ -32,15 +32,15 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
 def uncommitted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """The same values on the default device, uncommitted; unchanged if no process has them all."""
     whole = [x for x in arrays if x.is_fully_addressable]
-    own = iter(jax.device_put([on_host(x, share=False) for x in whole]))
-    return [next(own) if x.is_fully_addressable else x for x in arrays]
+    copies = iter(jax.device_put([on_host(x, share=False) for x in whole]))
+    return [next(copies) if x.is_fully_addressable else x for x in arrays]
 
 
-def worth_sharing(x: Any, wanted: Sharding) -> bool:
+def worth_sharing(x: Any, target: Sharding) -> bool:
     if x.nbytes < WORTH_SHARING:
         return False
     # If aligned, all replicas share one buffer. Otherwise XLA makes a copy for each.
-    replicas = wanted.is_fully_replicated and wanted.num_devices > 1
+    replicas = target.is_fully_replicated and target.num_devices > 1
     return not replicas or x.ctypes.data % ALIGNMENT == 0
 
 
@@ -59,20 +59,21 @@ def on_host(x: Any, share: bool) -> np.ndarray:
 def host_copy(x: Any, share: bool) -> np.ndarray:
     if share and isinstance(x, np.ndarray):
         return x
-    copy = _empty(x.shape, canonical_dtype(x))
+    copy = aligned(x.shape, canonical_dtype(x))
     copy[...] = x
     return copy
 
 
 def _assemble(x: jax.Array, shards: Sequence[Any]) -> np.ndarray:
-    whole = _empty(x.shape, np.dtype(x.dtype))
+    whole = aligned(x.shape, np.dtype(x.dtype))
     first = [shard for shard in shards if shard.replica_id == 0]
     for shard, data in zip(first, jax.device_get([shard.data for shard in first]), strict=True):
         whole[shard.index] = data
     return whole
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Uninitialised memory that `jax.device_put` may take over on CPUs."""
     memory = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
     start = -memory.__array_interface__["data"][0] % ALIGNMENT
     return np.ndarray(shape, dtype, memory, start)
@@ -96,20 +97,20 @@ def assemble(all_data: Sequence[LocalData], may_alias: bool) -> list[jax.Array]:
 
 
 def _assemble_one(
-    own: Any,
+    local: Any,
     shape: tuple[int, ...],
-    wanted: Sharding,
+    sharding: Sharding,
     within: Callable[[Any], Any],
     may_alias: bool,
 ) -> jax.Array:
-    numbers = own
-    if is_of_keys(own):
-        numbers = jax.random.key_data(own)
-        wanted = sharding_of(over_key_data(wanted, len(shape)))
+    numbers = local
+    if is_of_keys(local):
+        numbers = jax.random.key_data(local)
+        sharding = sharding_of(over_key_data(sharding, len(shape)))
         shape += numbers.shape[len(shape) :]
     numbers = on_host(numbers, may_alias)
-    y = put_pieces(lambda index: numbers[within(index)], shape, wanted, numbers.dtype)
-    return as_keys(y, own) if is_of_keys(own) else y
+    y = put_pieces(lambda index: numbers[within(index)], shape, sharding, numbers.dtype)
+    return as_keys(y, local) if is_of_keys(local) else y
 
 
 def allow_transfers() -> AbstractContextManager[None]:
@@ -122,7 +123,7 @@ def allow_transfers() -> AbstractContextManager[None]:
 
 
 def put_pieces(
-    piece: Callable[[Any], Any], shape: tuple[int, ...], wanted: Sharding, dtype: Any
+    piece: Callable[[Any], Any], shape: tuple[int, ...], sharding: Sharding, dtype: Any
 ) -> jax.Array:
     """Makes an array on several devices, perhaps of several processes, from NumPy arrays.
 
@@ -130,7 +131,7 @@ def put_pieces(
     whether the values agree.
     """
     # A process without devices of the target has no shards to read the dtype from.
-    return jax.make_array_from_callback(shape, wanted, piece, dtype=dtype)
+    return jax.make_array_from_callback(shape, sharding, piece, dtype=dtype)
 
 
 def as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
@@ -140,7 +141,8 @@ def as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
 def over_key_data(target: Target, ndim: int) -> Target:
     """A target for keys, as one for their key data, whose extra dimension is not split."""
     # A spec may be shorter than its array. With an entry for the extra dimension, JAX 0.10 would
-    # keep that in the spec of keys on a mesh of one device.
+    # keep that in the spec of keys on a mesh of one device. May be as long as the array once JAX
+    # 0.12 is the oldest supported; no public issue is known.
     if not isinstance(sharding := sharding_of(target), NamedSharding):
         return sharding
     entries = entries_of(sharding.spec)[:ndim]

@@ -31,10 +31,10 @@ from .._placement import (
     with_entries,
 )
 from .._tree import Kind, kind_of
-from .eager import Move, move
+from .already_placed import not_there
+from .eager import Relocation, move
 from .host import uncommitted
 from .staged import constrain
-from .there import not_there
 
 place_p = Primitive("place")
 place_p.multiple_results = True
@@ -76,11 +76,11 @@ def _impl(
     kinds = [kind_of(x) for x in arrays]
     placeable = [i for i in range(len(arrays)) if targets[i] is not UNCOMMITTED]
     moving = not_there(arrays, kinds, targets, placeable)
-    moves: list[Move] = []
+    moves: list[Relocation] = []
     for i in moving:
         x, kind, target = arrays[i], kinds[i], targets[i]
         travels = kind is Kind.DEVICE and crosses(x, sharding_of(target), always=across)
-        moves.append(Move(x, kind, target, may_alias=may_alias[i], across=travels))
+        moves.append(Relocation(x, kind, target, may_alias=may_alias[i], across=travels))
     for i, y in zip(moving, move(moves), strict=True):
         placed[i] = y
     return placed
@@ -184,8 +184,8 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
     # The batch dimension keeps its axes, unless other dimensions use them.
     entries = list(entries_of(target.spec)) + [None] * (x.ndim - 1 - len(target.spec))
     taken = axes_in(target.spec)
-    here = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
-    entries.insert(dim, spmd_axes or tuple(n for n in axis_names(here) if n not in taken) or None)
+    entry = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
+    entries.insert(dim, spmd_axes or tuple(n for n in axis_names(entry) if n not in taken) or None)
     return target.update(spec=with_entries(target.spec, entries))
 
 
@@ -194,10 +194,12 @@ def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any, across: boo
     del sources, may_alias, across
     placed = list(arrays)
     index = [i for i, target in enumerate(targets) if target is not UNCOMMITTED]
-    given, wanted = _pick(index, arrays, targets)
-    _refuse_host_memory(given, wanted)
-    filled = [fill_free(target, None, x.ndim) for x, target in zip(given, wanted, strict=True)]
-    for i, y in zip(index, constrain(given, filled, current_world()), strict=True):
+    operands, requested = _pick(index, arrays, targets)
+    _refuse_host_memory(operands, requested)
+    filled = [
+        fill_free(target, None, x.ndim) for x, target in zip(operands, requested, strict=True)
+    ]
+    for i, y in zip(index, constrain(operands, filled, current_world()), strict=True):
         placed[i] = y
     return placed
 

@@ -70,10 +70,10 @@ def transfer_and_constrain(
 
 
 def _moved_to(space: Any, x: Any) -> Any:
-    here = jax.typeof(x).memory_space
+    space_now = jax.typeof(x).memory_space
     # `src` determines where the cotangent goes. Without it JAX leaves some where they are, and
     # under `vmap` shards the batch dimension of others.
-    return x if here == space else jax.device_put(x, space, src=here)
+    return x if space_now == space else jax.device_put(x, space, src=space_now)
 
 
 def _constant(x: Any) -> Any:
@@ -86,11 +86,11 @@ def _constant(x: Any) -> Any:
 
 def _in_force(shardings: Sequence[Sharding], world: World) -> list[Sharding | None]:
     """The shardings over the meshes in force here; None if no constraint is left."""
-    known: dict[int, Sharding | None] = {}
+    in_force: dict[int, Sharding | None] = {}
     for sharding in shardings:
-        if id(sharding) not in known:
-            known[id(sharding)] = _one_in_force(sharding, world)
-    return [known[id(sharding)] for sharding in shardings]
+        if id(sharding) not in in_force:
+            in_force[id(sharding)] = _one_in_force(sharding, world)
+    return [in_force[id(sharding)] for sharding in shardings]
 
 
 def _one_in_force(sharding: Sharding, world: World) -> Sharding | None:
@@ -127,13 +127,15 @@ def _on_devices(sharding: NamedSharding, x: Any) -> jax.Array:
     return _identity(fill_free(sharding, None, x.ndim))(x)
 
 
-def _entries_of_type(sharding: NamedSharding, kind: AxisType, here: Any) -> PartitionSpec:
-    """A spec's entries for the axes of one type. Free dimensions stay as they are `here` for
-    Explicit axes, and free for Auto axes.
+def _entries_of_type(sharding: NamedSharding, kind: AxisType, type_of_x: Any) -> PartitionSpec:
+    """A spec's entries for the axes of one type. Free dimensions stay as they are in `type_of_x`
+    for Explicit axes, and free for Auto axes.
     """
     spec, types = sharding.spec, axis_types(sharding.mesh)
     taken = axes_in(spec)
-    current = here.spec if here is not None and same_axes(here.mesh, sharding.mesh) else ()
+    current = (
+        type_of_x.spec if type_of_x is not None and same_axes(type_of_x.mesh, sharding.mesh) else ()
+    )
     current = entries_of(current) if current else ()
     entries: list[Any] = []
     for dim, entry in enumerate(entries_of(spec)):
@@ -154,7 +156,7 @@ def _identity(sharding: NamedSharding) -> Any:
 
 # `with_sharding_constraint` for the Auto axes of a mesh that also has Explicit axes. JAX's own
 # works in compiled programs. But if a program is evaluated eagerly (`jax.closure_convert`), it
-# removes the Explicit axes from the value.
+# removes the Explicit axes from the value: in 0.10.2 and 0.12.0. No public issue is known.
 constrain_auto_p = Primitive("constrain_auto")
 
 
@@ -183,7 +185,7 @@ def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
     # users of the array, and shards it as these suggest. The last one may be JAX's own, which is
     # less strict (on results of a nested `jit` or `cond`). So the strict constraint is applied last
     # to this array, and again first to another array. The two operations in between are free: XLA
-    # removes them after partitioning.
+    # removes them after partitioning. Needed with JAX 0.10.2 and 0.12.0; no public issue is known.
     x = jax.lax.with_sharding_constraint(x, constrained)
     x = jax.lax.squeeze(jax.lax.expand_dims(x, (0,)), (0,))
     return jax.lax.with_sharding_constraint(x, constrained)

@@ -28,11 +28,11 @@ from .._placement import (
 )
 from .._processes import agree, check_replicas, named, one_call, owners, raised_in_all
 from .._tree import Kind, Leaves, broadcast_prefix, split
-from .eager import Move, move
+from .already_placed import not_there
+from .eager import Relocation, move
 from .host import to_default_device
 from .primitive import place
 from .staged import constrain, transfer_and_constrain
-from .there import not_there
 
 T = TypeVar("T")
 
@@ -41,8 +41,8 @@ def filter_shard(
     tree: T,
     placement: PyTree[Placement],
     /,
-    *,
     mesh: AnyMesh | None = None,
+    *,
     check: bool | None = None,
 ) -> T:
     """Places the arrays of a PyTree according to `placement`, in any context.
@@ -141,8 +141,8 @@ def filter_device_put(
     tree: T,
     placement: "PyTree[Placement] | EllipsisType" = ...,
     /,
-    *,
     mesh: AnyMesh | None = None,
+    *,
     src: PyTree[Any] = None,
     donate: PyTree[bool] = False,
     may_alias: PyTree[bool | None] = None,
@@ -274,11 +274,11 @@ def _move_all(
     if not (moving or traced or check):
         return placed
     travelling = _travelling(leaves, targets, moving, across)
-    own = [i for i in moving if i not in travelling]
+    local = [i for i in moving if i not in travelling]
     faults = _elsewhere(leaves, targets, sorted(traced + moving))
     faults = faults or _unreadable(leaves, targets, moving, travelling)
-    if check is not False and (own or check) and jax.process_count() > 1:
-        agree(leaves, targets, own, faults, check)
+    if check is not False and (local or check) and jax.process_count() > 1:
+        agree(leaves, targets, local, faults, check)
     elif faults:
         raise PlacementError(faults)
     if traced:
@@ -286,18 +286,22 @@ def _move_all(
             _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
             for i in traced
         ]
-        arrays, wanted, alias = (_pick(column, traced) for column in (placed, targets, may_alias))
-        _put_back(placed, traced, place(arrays, wanted, homes, alias, across))
+        arrays, requested, alias = (
+            _pick(column, traced) for column in (placed, targets, may_alias)
+        )
+        _put_back(placed, traced, place(arrays, requested, homes, alias, across))
     if moving:
         # An array that occurs in the tree more than once is not donated at one occurrence.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
-        moves: list[Move] = []
+        moves: list[Relocation] = []
         for i in moving:
             use_up = donate[i] and times[id(leaves.arrays[i])] == 1
             target: Any = targets[i]
             kind, alias = leaves.kinds[i], may_alias[i]
             counted = check is not False
-            moves.append(Move(placed[i], kind, target, use_up, alias, i in travelling, counted))
+            moves.append(
+                Relocation(placed[i], kind, target, use_up, alias, i in travelling, counted)
+            )
         _put_back(placed, moving, move(moves))
         _label_placed(leaves, targets, moving, placed)
         _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
@@ -305,9 +309,9 @@ def _move_all(
 
 
 def _let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
-    kept = set(map(id, still_used)) if donated else set()
+    used = set(map(id, still_used)) if donated else set()
     for x in donated:
-        if isinstance(x, jax.Array) and id(x) not in kept and not x.is_deleted():
+        if isinstance(x, jax.Array) and id(x) not in used and not x.is_deleted():
             x.delete()
 
 
@@ -358,9 +362,9 @@ def _elsewhere(
 ) -> list[Fault]:
     """Faults of arrays whose targets are devices that are not here."""
     reason = "a machine that is not here can compile, not run: nothing can be put there"
-    mend = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
+    fix = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
     return [
-        leaves.at(i, because(reason, mend, str(target)))
+        leaves.at(i, because(reason, fix, str(target)))
         for i in placed
         if (target := targets[i]) is not None and not is_here(sharding_of(target))
     ]
@@ -381,26 +385,26 @@ def _unreadable(
             continue
         if x.is_deleted():
             reason = "the array has been deleted"
-            mend = "if it was donated to a function, use that function's result instead"
+            fix = "if it was donated to a function, use that function's result instead"
         elif several_processes and i not in travelling and _out_of_reach(x, sharding_of(target)):
             source, destination = owners(x.sharding), owners(sharding_of(target))
             reason = (
                 f"its shards are on {named(source)}, and the target's devices are those of "
                 f"{named(destination)}"
             )
-            mend = "use mylib.mpmd.transfer, which sends one array from process to process"
+            fix = "use mylib.mpmd.transfer, which sends one array from process to process"
         else:
             continue
-        faults.append(leaves.at(i, because(reason, mend, str(target))))
+        faults.append(leaves.at(i, because(reason, fix, str(target))))
     return faults
 
 
-def _out_of_reach(x: jax.Array, wanted: Sharding) -> bool:
-    if is_nowhere_here(x.sharding, wanted):
+def _out_of_reach(x: jax.Array, sharding: Sharding) -> bool:
+    if is_nowhere_here(x.sharding, sharding):
         return False
     whole_here = x.is_fully_replicated and len(x.addressable_shards) > 0
     readable = x.is_fully_addressable or whole_here
-    return not readable and x.sharding.device_set != wanted.device_set
+    return not readable and x.sharding.device_set != sharding.device_set
 
 
 def _constrain_all(
@@ -442,15 +446,15 @@ def _check_options(
     for i, (source, gone, alias) in enumerate(zip(sources, donate, may_alias, strict=True)):
         flags = f"donate={gone!r}, may_alias={alias!r}"
         if not (_is_flag(gone) and _is_flag(alias)):
-            mend = "write True or False, or a prefix of them"
-            faults.append(leaves.at(i, because("these are flags", mend, flags)))
+            fix = "write True or False, or a prefix of them"
+            faults.append(leaves.at(i, because("these are flags", fix, flags)))
         elif gone and alias:
             reason = "a donated array can't share its memory: it is deleted"
             faults.append(leaves.at(i, because(reason, "give one of the two", flags)))
         if not _is_source(source):
             reason = "src is the device or sharding of the source"
-            mend = "give a device or a Sharding"
-            faults.append(leaves.at(i, because(reason, mend, f"src={source!r}")))
+            fix = "give a device or a Sharding"
+            faults.append(leaves.at(i, because(reason, fix, f"src={source!r}")))
     if faults:
         raise PlacementError(faults)
 

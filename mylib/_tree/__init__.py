@@ -28,6 +28,7 @@ from .splits import (
     Made as Made,
     Rest as Rest,
     Split as Split,
+    outline_of as outline_of,
     outlined as outlined,
     parted as parted,
 )

@@ -224,6 +224,8 @@ class Leaf:
         `vmap`; 0 if no annotation fits the leaf.
     - `owners`: the classes that contain the leaf, from the outermost to the innermost, each with
         the parts of the path from there to the leaf.
+    - `holders`: as `owners`, but with the objects themselves, for rules that need a static field,
+        such as the number of heads. Their arrays may be traced, abstract or missing.
 
     !!! Example
 
@@ -276,13 +278,13 @@ class Leaf:
 
     @cached_property
     def owners(self) -> tuple[tuple[type, tuple[str, ...]], ...]:
+        return tuple([(type(node), parts) for node, parts in self.holders])
+
+    @property
+    def holders(self) -> tuple[tuple[Any, tuple[str, ...]], ...]:
         parts, steps = self.parts, enumerate(self._steps)
         return tuple(
-            [
-                (type(node), parts[depth:])
-                for depth, (node, key) in steps
-                if isinstance(key, jtu.GetAttrKey)
-            ]
+            [(node, parts[at:]) for at, (node, key) in steps if isinstance(key, jtu.GetAttrKey)]
         )
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax.tree_util as jtu
 
 from .._compat import data_of_nodes
-from .leaves import is_array, which_are_arrays
+from .leaves import Leaves, is_array, which_are_arrays
 
 Arrays = list[Any]
 Static = tuple[Any, ...]
@@ -136,6 +136,13 @@ def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Split]:
     leaves, treedef = jtu.tree_flatten(tree)
     arrays, are_arrays, static = parted(leaves, abstract)
     return arrays, Split(treedef, are_arrays, static)
+
+
+def outline_of(leaves: Leaves) -> Split:
+    places = set(leaves.positions)
+    flags = tuple(i in places for i in range(len(leaves.all)))
+    static = tuple(x for i, x in enumerate(leaves.all) if i not in places)
+    return Split(leaves.treedef, flags, static)
 
 
 def parted(leaves: list[Any], abstract: bool = False) -> tuple[Arrays, tuple[bool, ...], Static]:

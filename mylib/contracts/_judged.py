@@ -8,11 +8,12 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Axes, Collective, Groups, Report, readable, times_of
+from .._audit import Axes, Collective, Groups, Report, axis_of, times_of
 from .._compat import names
 from .._errors import AuditError
+from .._text import show_bytes
 from ._roles import Roles, axes_of, parts, size_of
-from ._text import Violation, axis_of, moved_by, text_of
+from ._text import Violation, moved_by, text_of
 
 # What a collective moves: weights, what the model computes with, gradients and what an optimiser
 # makes of them, or what is only returned.
@@ -86,8 +87,8 @@ class Judged:
     @cached_property
     def data(self) -> int:
         """The arguments that are data, and split over the axis."""
-        given = self.roles.data
-        split = [i for i in given if self.axis in axes_of(self.report.parameters[i])]
+        data = self.roles.data
+        split = [i for i in data if self.axis in axes_of(self.report.parameters[i])]
         return self.flow.parameters(split)
 
     def gradients(self) -> Iterator[Violation]:
@@ -107,8 +108,8 @@ class Judged:
         varies = self.varies(mask)
         if way is not None or (varies and self.axis not in axes_of(r)):
             return f"its gradient is not summed over {self.axis}"
-        made = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
-        if self.axis in axes_of(r) and not self.varies(made):
+        others = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
+        if self.axis in axes_of(r) and not self.varies(others):
             return f"all devices along {self.axis} keep the same part of it"
         return ""
 
@@ -146,12 +147,15 @@ class Judged:
     def kept(self, must_equal: Sequence[int]) -> Iterator[Violation]:
         """The faults of results that are not sharded over the axis as their arguments are."""
         for i, number in self.roles.returned.items():
-            given, r = self.report.parameters[number], self.report.results[i]
-            if number in must_equal and (self.axis in axes_of(r)) != (self.axis in axes_of(given)):
-                how = "sharded" if self.axis in axes_of(given) else "whole"
+            argument, r = self.report.parameters[number], self.report.results[i]
+            if number in must_equal and (self.axis in axes_of(r)) != (
+                self.axis in axes_of(argument)
+            ):
+                how = "sharded" if self.axis in axes_of(argument) else "whole"
                 other = "whole" if how == "sharded" else "sharded"
                 yield Violation(
-                    (given.path,), f"given {how} over {self.axis}, and returned {other} ({r.path})"
+                    (argument.path,),
+                    f"given {how} over {self.axis}, and returned {other} ({r.path})",
                 )
 
     def state(self) -> Iterator[Violation]:
@@ -164,7 +168,8 @@ class Judged:
                 yield Violation(
                     (p.path,),
                     f"not sharded over {self.axis}, as its weight is: "
-                    f"{size_of(self.report, self.axis)} devices hold the same {readable(p.bytes)}",
+                    f"{size_of(self.report, self.axis)} devices hold the same "
+                    f"{show_bytes(p.bytes)}",
                 )
 
     def unsharded(self, among: Sequence[int]) -> Iterator[Violation]:
@@ -176,17 +181,19 @@ class Judged:
         factors = [i for i in among if i in self.multiplied]
         size = size_of(self.report, self.axis)
         held = sum(p_of[i].bytes for i in factors)
-        own = sum(p_of[i].bytes / (1 if self._is_split(i) else size) for i in factors)
+        share = sum(p_of[i].bytes / (1 if self._is_split(i) else size) for i in factors)
         for i in sorted(among, key=lambda i: -p_of[i].bytes):
             p = p_of[i]
             # Of stacked layers the first dimension is that of the layers.
             fits = any(n % size == 0 for n in p.shape[-2:])
             large = self.roles.size(p) >= min(split, default=0)
-            if not self._is_split(i) and ((fits and large) or (held > 1.1 * own and i in factors)):
+            if not self._is_split(i) and (
+                (fits and large) or (held > 1.1 * share and i in factors)
+            ):
                 yield Violation(
                     (f"{p.path} {list(p.shape)}",),
                     f"not sharded over {self.axis}: {size} devices hold the same "
-                    f"{readable(p.bytes)}",
+                    f"{show_bytes(p.bytes)}",
                 )
 
     def _is_split(self, number: int) -> bool:
@@ -224,26 +231,26 @@ class Judged:
 
     def _copied(self, bit: int) -> list[int]:
         """The weights that a collective moves."""
-        found = self.flow.reaching_by_copies(1 << bit)
-        return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
+        copied = self.flow.reaching_by_copies(1 << bit)
+        return [i for i in self.roles.weights if self.flow.parameters([i]) & copied]
 
     def _leaves(self) -> dict[int, dict[int, None]]:
         """For each collective, the weights of whose new value it is a part, by their numbers."""
         graph = self.flow.graph
-        found: dict[int, dict[int, None]] = {}
+        leaves: dict[int, dict[int, None]] = {}
         for result, number in self.roles.trained():
             queue = list(graph.sources_in(graph.results[result].near))
             seen = set(queue)
             for bit in queue:
                 if bit not in graph.into:
                     continue
-                found.setdefault(bit, {})[number] = None
+                leaves.setdefault(bit, {})[number] = None
                 if self.flow.activations >> bit & 1:
                     continue
                 new = [b for b in graph.sources_in(graph.into[bit].near) if b not in seen]
                 seen.update(new)
                 queue += new
-        return found
+        return leaves
 
     def repeated(self, pieces: int | None) -> Iterator[Violation]:
         """The faults of gradients that are summed more than once, or more often than there are
@@ -251,8 +258,8 @@ class Judged:
         """
         times: dict[tuple[int, tuple[object, ...]], tuple[float, Collective]] = {}
         for m in self.moved:
-            given = self.labels(self.flow.graph.into[m.bit].any)
-            if self.flow.is_repeated(m.bit, given):
+            labels = self.labels(self.flow.graph.into[m.bit].any)
+            if self.flow.is_repeated(m.bit, labels):
                 yield Violation(
                     m.names(self.report),
                     f"summed twice: the {text_of(m.c)} sums what is the same on several devices "
@@ -260,14 +267,14 @@ class Judged:
                 )
             elif m.role == "gradient" and pieces is not None and self.flow.is_sum(m.bit):
                 for leaf in m.leaves:
-                    made = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit))
-                    before, _ = times.get(made, (0.0, m.c))
-                    times[made] = before + self._share(m) * times_of(m.c), m.c
-        for (leaf, _), (found, c) in times.items():
-            if pieces is not None and found > pieces * 1.001:
+                    summed = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit))
+                    before, _ = times.get(summed, (0.0, m.c))
+                    times[summed] = before + self._share(m) * times_of(m.c), m.c
+        for (leaf, _), (number, c) in times.items():
+            if pieces is not None and number > pieces * 1.001:
                 yield Violation(
                     (self.report.parameters[leaf].path,),
-                    f"its gradient is summed {found:.3g} times in a call, and {pieces} expected: "
+                    f"its gradient is summed {number:.3g} times in a call, and {pieces} expected: "
                     f"{text_of(c)}",
                 )
 
@@ -284,7 +291,7 @@ class Judged:
         if total <= limit:
             return
         most = (
-            f"at most {readable(limit)} in a call expected" if limit else "no activation expected"
+            f"at most {show_bytes(limit)} in a call expected" if limit else "no activation expected"
         )
         for c in dict.fromkeys(m.c for m in some):
             paths = [n for m in some if m.c is c for n in m.names(self.report)]
@@ -295,8 +302,8 @@ class Judged:
         """The numbers of the weights that are factors of a product, which tables, biases and norms
         are not.
         """
-        found = self.flow.reaching_by_copies(sum(1 << bit for bit in self.flow.graph.uses))
-        return [i for i in self.roles.weights if self.flow.parameters([i]) & found]
+        factors = self.flow.reaching_by_copies(sum(1 << bit for bit in self.flow.graph.uses))
+        return [i for i in self.roles.weights if self.flow.parameters([i]) & factors]
 
     def ungathered(self) -> Iterator[Violation]:
         """The faults of weights of which devices multiply only their own parts."""
@@ -305,8 +312,8 @@ class Judged:
             for number in m.leaves if m.role == "weight" else ():
                 gathered.setdefault(number, set()).update(self._phases(m.bit))
         for number in self.roles.weights:
-            own = self.flow.graph.bits.get(self.flow.parameter(number))
-            alone = own is not None and self._phases(own) - gathered.get(number, set())
+            bit = self.flow.graph.bits.get(self.flow.parameter(number))
+            alone = bit is not None and self._phases(bit) - gathered.get(number, set())
             if self._is_split(number) and alone:
                 yield Violation(
                     (self.report.parameters[number].path,),
@@ -322,7 +329,7 @@ class Judged:
         """The faults of weights that are gathered for all layers at a time: a whole stack before
         its loop, or several layers of a list once for the forward and the backward pass.
         """
-        kept: list[tuple[str, Collective]] = []
+        gathered: list[tuple[str, Collective]] = []
         for m in self.moved:
             if m.role != "weight" or m.c.kind != "all-gather":
                 continue
@@ -332,9 +339,9 @@ class Judged:
                 text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
                 yield Violation(m.names(self.report), text)
             elif self._phases(m.bit) >= {"forward", "backward"}:
-                kept += [(path, m.c) for path in m.names(self.report)]
+                gathered += [(path, m.c) for path in m.names(self.report)]
         # What is in no list, such as the head, is not one of many layers.
-        for path, c in kept:
+        for path, c in gathered:
             if re.search(r"\[\d+\]", path):
                 text = (
                     f"gathered once for the forward and the backward pass: {text_of(c)}, {_ADVICE}"
@@ -351,13 +358,13 @@ class Judged:
 
     def is_part(self, m: Moved) -> bool:
         """Whether a gradient is moved that is no larger than the part that a device keeps."""
-        own = [math.prod(self.report.parameters[i].shape) for i in m.leaves]
-        return bool(own) and self.flow.array(m.bit).size <= max(own)
+        sizes = [math.prod(self.report.parameters[i].shape) for i in m.leaves]
+        return bool(sizes) and self.flow.array(m.bit).size <= max(sizes)
 
     def is_summed(self, m: Moved) -> bool:
         """Whether it is computed from gradients that are summed already, as an optimiser does."""
-        given = self.flow.graph.into[m.bit].any
-        return self.flow.uncrossed(given, self.data, self.places) is None
+        operand = self.flow.graph.into[m.bit].any
+        return self.flow.uncrossed(operand, self.data, self.places) is None
 
     def is_statistic(self, m: Moved) -> bool:
         """Whether a sum is of numbers computed from arrays, such as their norms."""

@@ -4,14 +4,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
-from .._audit import Contract, ProgramMemory, Report, bytes_of, readable
+from .._audit import Contract, ProgramMemory, Report, bytes_of
+from .._text import counted, show_bytes
 from ._roles import Roles, parts, size_of
 from ._text import (
     Axes,
     Size,
     Violation,
     bytes_in,
-    counted,
     including,
     moved_by,
     names_of,
@@ -43,15 +43,15 @@ def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
         report.expect(mylib.contracts.communicates({("all-reduce", "data"): 1}))
         ```
     """
-    wanted = {(kind, names_of(axes)): n for (kind, axes), n in expected.items()}
+    counts = {(kind, names_of(axes)): n for (kind, axes), n in expected.items()}
 
     def faults(report: Report) -> list[str]:
-        for kind, axes in wanted:
+        for kind, axes in counts:
             report.among(kind, axes)  # names that don't exist are an error
-        found = {(c.kind, over(c)) for c in report.collectives}
+        present = {(c.kind, over(c)) for c in report.collectives}
         wrong: list[str] = []
-        for kind, axes in sorted(wanted.keys() | found):
-            n, m = wanted.get((kind, axes), 0), report.count(kind, axes)
+        for kind, axes in sorted(counts.keys() | present):
+            n, m = counts.get((kind, axes), 0), report.count(kind, axes)
             if n != m:
                 wrong.append(f"{counted(m, kind)} over {show(axes)}, and {n} expected")
         return wrong
@@ -84,11 +84,11 @@ def at_most(size: Size, kind: str | None = None, axes: Axes | None = None) -> Co
     limit = bytes_in(size)
 
     def faults(report: Report) -> list[str]:
-        found = bytes_of(including(report, kind, axes))
-        if found <= limit:
+        moved = bytes_of(including(report, kind, axes))
+        if moved <= limit:
             return []
         what = (kind or "all collectives") + (f" over {show(names_of(axes))}" if axes else "")
-        return [f"{what}: {readable(found)} in a call, and at most {readable(limit)} expected"]
+        return [f"{what}: {show_bytes(moved)} in a call, and at most {show_bytes(limit)} expected"]
 
     return faults
 
@@ -124,15 +124,15 @@ def never(
         ```
     """
     limit = bytes_in(above)
-    above_it = f" above {readable(limit)}" if limit else ""
+    above_it = f" above {show_bytes(limit)}" if limit else ""
 
     def faults(report: Report) -> list[str]:
-        found = [
+        violations = [
             Violation(moved_by(c), f"{text_of(c)}, and none expected{above_it}")
             for c in including(report, kind, axes)
             if c.bytes > limit and (c.loops or not in_loops) and (c.inserted or not inserted)
         ]
-        return told(found)
+        return told(violations)
 
     return faults
 
@@ -142,7 +142,7 @@ def memory(**limits: Size) -> Contract:
 
     **Arguments:**
 
-    - `limits`: sizes, by the attributes of [`mylib.ProgramMemory`][]:
+    - `limits`: sizes, by the attributes of [`ProgramMemory`][mylib._audit.ProgramMemory]:
         `memory(temporaries="400 MiB")`.
 
     **Returns:**
@@ -162,11 +162,11 @@ def memory(**limits: Size) -> Contract:
         report.expect(mylib.contracts.memory(arguments="32 B"))
         ```
     """
-    known = [f.name for f in fields(ProgramMemory) if f.type in (int, "int")]
+    names = [f.name for f in fields(ProgramMemory) if f.type in (int, "int")]
     for name in limits:
-        if name not in (*known, "total"):
+        if name not in (*names, "total"):
             raise ValueError(
-                f"memory: there is no {name!r}: write one of {', '.join([*known, 'total'])}"
+                f"memory: there is no {name!r}: write one of {', '.join([*names, 'total'])}"
             )
     allowed = {name: bytes_in(size) for name, size in limits.items()}
 
@@ -177,7 +177,9 @@ def memory(**limits: Size) -> Contract:
         for name, limit in allowed.items():
             found = getattr(report.memory, name)
             if found > limit:
-                wrong.append(f"{name}: {readable(found)}, and at most {readable(limit)} expected")
+                wrong.append(
+                    f"{name}: {show_bytes(found)}, and at most {show_bytes(limit)} expected"
+                )
         return wrong
 
     return faults
@@ -228,6 +230,6 @@ def not_sharded(roles: Roles, axes: Sequence[str], within: float) -> list[str]:
     whole = [p for p in arrays if split[p.path] < devices]
     return [
         f"{p.path} {list(p.shape)} is not sharded over {show(axes)}: "
-        f"{devices // split[p.path]} devices hold the same {readable(p.bytes)}"
+        f"{devices // split[p.path]} devices hold the same {show_bytes(p.bytes)}"
         for p in sorted(whole, key=lambda p: -p.bytes)[:10]
     ]

@@ -28,14 +28,14 @@ class Roles:
     @cached_property
     def weights(self) -> list[int]:
         """The numbers of the arguments that are arrays of the model."""
-        found = [
+        weights = [
             i
             for i, p in enumerate(self.report.parameters)
             if re.match(rf"{re.escape(self.root)}(?![\w])", p.path)
         ]
-        if not found:
+        if not weights:
             raise ValueError(f"{self.report.name} uses no array of an argument {self.root!r}")
-        return found
+        return weights
 
     @cached_property
     def state(self) -> dict[int, int | None]:
@@ -43,8 +43,8 @@ class Roles:
         those of arguments some of which are called as the weights are.
         """
         keys = {_key(self._path(i)): i for i in self.weights}
-        own = set(self.weights)
-        others = [i for i in range(len(self.report.parameters)) if i not in own]
+        weights = set(self.weights)
+        others = [i for i in range(len(self.report.parameters)) if i not in weights]
         of = {i: _longest(self._path(i), keys) for i in others}
         roots = {
             _first(self._path(i)) for i, w in of.items() if w is not None and self._agree(i, w)
@@ -59,22 +59,22 @@ class Roles:
     @cached_property
     def data(self) -> list[int]:
         """The numbers of all other arguments, without single numbers."""
-        own = {*self.weights, *self.state}
-        return [i for i, p in enumerate(self.report.parameters) if i not in own and p.shape]
+        others = {*self.weights, *self.state}
+        return [i for i, p in enumerate(self.report.parameters) if i not in others and p.shape]
 
     @cached_property
     def returned(self) -> dict[int, int]:
         """For the results that are new values of arguments, or gradients: the argument's number."""
         keys = {_key(self._path(i)): i for i in [*self.state, *self.weights]}
-        found = {i: _longest(r.path, keys) for i, r in enumerate(self.report.results)}
+        argument_of = {i: _longest(r.path, keys) for i, r in enumerate(self.report.results)}
         # A model that is one array.
         alone = next((i for i in self.weights if _key(self._path(i)) == ""), None)
         for i, r in enumerate(self.report.results):
-            if found[i] is None and alone is not None and r.shape:
-                found[i] = alone
+            if argument_of[i] is None and alone is not None and r.shape:
+                argument_of[i] = alone
         return {
             i: number
-            for i, number in found.items()
+            for i, number in argument_of.items()
             if number is not None
             and self.alike(self.report.results[i], self.report.parameters[number])
         }

@@ -4,7 +4,8 @@ used.
 
 from collections.abc import Iterator, Sequence
 
-from .._audit import Contract, Report, readable, times_of
+from .._audit import Contract, Report, times_of
+from .._text import show_bytes
 from ._judged import Judged, Moved
 from ._roles import axes_of
 from ._text import Size, Violation, bytes_in, text_of, told
@@ -210,8 +211,10 @@ def two_d(
 
     def faults(report: Report) -> list[str]:
         judged = Judged(report, data, argument)
-        found = list(_of_fsdp(judged, judged.multiplied, pieces, None, limit))
-        return told([*found, *_of_tensor_parallel(Judged(report, model, argument), None, limit)])
+        violations = list(_of_fsdp(judged, judged.multiplied, pieces, None, limit))
+        return told(
+            [*violations, *_of_tensor_parallel(Judged(report, model, argument), None, limit)]
+        )
 
     return faults
 
@@ -268,7 +271,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
         # The TPU's compiler gathers small arrays by a sum of what is zero elsewhere.
         if kind == "all-gather" or (kind == "all-reduce" and m.c.inserted):
             large = most is not None and m.bytes > most
-            return f"at most {readable(most or 0)} at once expected" if large else ""
+            return f"at most {show_bytes(most or 0)} at once expected" if large else ""
         return "" if judged.is_statistic(m) else "weights should be gathered"
     if m.role != "gradient" or kind in ("reduce-scatter", "all-to-all"):
         return ""
@@ -297,14 +300,14 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     # Megatron's sequence parallelism gathers what it has scattered.
     some = [m for m in judged.moved if m.role in ("activation", "result")]
-    sums = {"all-reduce", "reduce-scatter"}
+    summing = {"all-reduce", "reduce-scatter"}
     gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in some) else set[str]()
-    yield from judged.bounded([m for m in some if m.c.kind not in sums | gathers], limit)
-    found = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
-    if forward is not None and found != forward:
+    yield from judged.bounded([m for m in some if m.c.kind not in summing | gathers], limit)
+    sums = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
+    if forward is not None and sums != forward:
         yield Violation(
             (),
-            f"activations are summed {found} times over {axis} in the forward pass, and {forward} "
+            f"activations are summed {sums} times over {axis} in the forward pass, and {forward} "
             "expected",
         )
 

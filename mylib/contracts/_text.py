@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .._audit import Collective, Report, readable, what_of
+from .._audit import Collective, Report, axis_of, what_of
 from .._errors import folded
+from .._text import listed, show_bytes
 
 Axes = str | Sequence[str]
 Size = int | str
@@ -21,10 +22,6 @@ def over(c: Collective) -> tuple[str, ...]:
 
 def show(axes: Sequence[str]) -> str:
     return ", ".join(axes)
-
-
-def counted(n: int, kind: str) -> str:
-    return f"{n} {kind}" + ("s" if n != 1 and not kind.endswith("s") else "")
 
 
 @dataclass(frozen=True)
@@ -44,9 +41,7 @@ def told(faults: Iterable[Violation]) -> list[str]:
 
 
 def _listed(leaves: Sequence[str]) -> str:
-    names = list(folded(leaves))
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}: " if names else ""
+    return f"{listed([*folded(leaves)], _SHOWN)}: " if leaves else ""
 
 
 _SHOWN = 3
@@ -63,19 +58,14 @@ def text_of(c: Collective) -> str:
     """A collective, without what it moves."""
     at = f" at {c.source}" if c.source else ""
     loop = " in a loop" if c.loops else ""
-    return f"{c.kind} over {show(over(c))}{at}{loop}: {readable(c.bytes)}"
+    return f"{c.kind} over {show(over(c))}{at}{loop}: {show_bytes(c.bytes)}"
 
 
 def including(report: Report, kind: str | None, axes: Axes | None) -> list[Collective]:
     """The collectives of a kind that go over all of these axes, or parts of them."""
     report.among(kind, axes)  # names that don't exist are an error
-    wanted = set(() if axes is None else names_of(axes))
-    return [c for c in report.among(kind) if wanted <= set(map(axis_of, c.axes or wanted))]
-
-
-def axis_of(name: str) -> str:
-    """The axis of which `"data:(2)4"` or `"~data"` is a part."""
-    return name.lstrip("~").split(":")[0]
+    names = set(() if axes is None else names_of(axes))
+    return [c for c in report.among(kind) if names <= set(map(axis_of, c.axes or names))]
 
 
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 10**3, "MB": 10**6, "GB": 10**9}

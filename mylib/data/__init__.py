@@ -1,6 +1,6 @@
 """Puts batches from any loader onto the mesh ahead of time, on one host or many."""
 
-from ._global import to_global as to_global
 from ._prefetch import Prefetch as Prefetch, prefetch as prefetch
 from ._rows import ReaderShard as ReaderShard, reader_shard as reader_shard
 from ._timing import Timing as Timing
+from ._to_global import to_global as to_global

@@ -32,9 +32,9 @@ def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list
     for pattern in named:
         matching = [i for i, text in enumerate(texts) if pattern.ends(text)]
         if not matching:
-            mend = f"its leaves are {', '.join(map(name_of, paths[:8]))}"
+            fix = f"its leaves are {', '.join(map(name_of, paths[:8]))}"
             reason = "no leaf of the batch has that name"
-            faults.append(because(reason, mend, _request(pattern)))
+            faults.append(because(reason, fix, _request(pattern)))
         for i in matching:
             if kind_of(leaves[i]) is Kind.STATIC:
                 numbers.add(i)
@@ -46,15 +46,15 @@ def _as_array(x: Any, pattern: Pattern, path: KeyPath, faults: list[Fault]) -> A
     # Also subclasses, such as members of an IntEnum.
     number: Any = next((kind for kind in (bool, int, float, complex) if isinstance(x, kind)), None)
     if number is None:
-        reason, mend = f"it is a {type(x).__name__}, not a number", "name Python numbers"
-        faults.append(Fault(name_of(path), None, _request(pattern), reason, mend))
+        reason, fix = f"it is a {type(x).__name__}, not a number", "name Python numbers"
+        faults.append(Fault(name_of(path), None, _request(pattern), reason, fix))
         return x
     try:
         with np.errstate(over="raise"):
             return np.asarray(number(x), jax.dtypes.canonicalize_dtype(np.result_type(number)))
     except (OverflowError, FloatingPointError) as error:
-        mend = "give a NumPy array of the dtype that you mean"
-        faults.append(Fault(name_of(path), (), _request(pattern), str(error), mend))
+        fix = "give a NumPy array of the dtype that you mean"
+        faults.append(Fault(name_of(path), (), _request(pattern), str(error), fix))
         return x
 
 

@@ -22,10 +22,10 @@ import jax.tree_util as jtu
 
 from .._placement import current_world
 from .._processes import patience
+from ._agreement import farewell, in_words, settle, settle_end
 from ._arrays import own
 from ._channel import Channel
 from ._request import BatchRequest
-from ._settle import farewell, in_words, settle, settle_end
 from ._share import Share, look_through
 
 # Seconds to wait for a thread to end. It may be reading from its source.
@@ -44,7 +44,7 @@ class Item:
     error: BaseException | None = None
 
 
-class _Buffer:
+class _BatchQueue:
     """Passes finished batches from one thread to another, at most `size` at a time."""
 
     def __init__(self, size: int):
@@ -154,7 +154,7 @@ class Feed:
         self, source: Iterator[Any], request: BatchRequest, size: int, settings: "Settings"
     ):
         alone = (jax.process_index(),)
-        self.buffer = _Buffer(size)
+        self.buffer = _BatchQueue(size)
         self.channel = Channel(alone if request.is_alone else request.processes)
         self._process = os.getpid()
         maker = _Maker(source, request, self.channel)
@@ -221,7 +221,7 @@ class Settings:
             self._context.run(fun, *args)
 
 
-def _fill(maker: _Maker, buffer: _Buffer, channel: Channel) -> None:
+def _fill(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> None:
     going = True
     try:
         while going and buffer.wait_for_room():
@@ -230,7 +230,7 @@ def _fill(maker: _Maker, buffer: _Buffer, channel: Channel) -> None:
         channel.end()
 
 
-def _fill_one(maker: _Maker, buffer: _Buffer, channel: Channel) -> bool:
+def _fill_one(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> bool:
     """Puts the next item into the buffer, without keeping a reference. Returns whether there may be
     more.
     """

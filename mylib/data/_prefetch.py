@@ -14,9 +14,9 @@ from typing import Any
 from jaxtyping import PyTree
 
 from .._placement import AnyMesh, Placement
+from ._agreement import in_words
 from ._feed import PATIENCE, Feed, NoState, Settings, state_of, stateless
 from ._request import BatchRequest, Tail, request_of
-from ._settle import in_words
 from ._timing import Clock, Timing
 
 

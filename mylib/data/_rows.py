@@ -123,8 +123,8 @@ def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
     rules = rules_in(placement)
     if rules:
         reason = "a rule chooses by the arrays, and there are none here"
-        mend = "give mylib.resolve(example, rule, mesh=mesh), for an example batch"
-        raise PlacementError([because(reason, mend, repr(rule)) for rule in rules])
+        fix = "give mylib.resolve(example, rule, mesh=mesh), for an example batch"
+        raise PlacementError([because(reason, fix, repr(rule)) for rule in rules])
     shardings, faults = shardings_in(placement, mesh)
     me = jax.process_index()
     if shardings and me not in processes_of(d for s in shardings for d in s.device_set):
@@ -167,8 +167,8 @@ def rules_in(placement: PyTree[Placement]) -> list[Any]:
 
 def no_device(placement: PyTree[Placement], mesh: AnyMesh | None) -> Fault:
     reason = f"process {jax.process_index()} has none of its devices"
-    mend = "make batches in the processes of the mesh only, or give a mesh with devices of all"
-    return because(reason, mend, show(placement, mesh))
+    fix = "make batches in the processes of the mesh only, or give a mesh with devices of all"
+    return because(reason, fix, show(placement, mesh))
 
 
 def _plain(entry: Any) -> Any:

@@ -105,11 +105,11 @@ class Share:
         first = self.reader.blocks.index(start // size) * size if size else 0
         return slice(first, first + stop - start), *index[1:]
 
-    def masked(self, given: int | None) -> "Share":
-        """The share with a mask, if it may have been padded: `given` of its rows are real."""
+    def masked(self, real: int | None) -> "Share":
+        """The share with a mask, if it may have been padded: `real` rows are the source's."""
         if self.request.tail != "pad":
             return self
-        first, mask = self.row_leaves[0], np.arange(self.rows or 0) < (given or 0)
+        first, mask = self.row_leaves[0], np.arange(self.rows or 0) < (real or 0)
         tree = self.leaves.join(self.leaves.arrays)
         return replace(
             self,
@@ -232,9 +232,9 @@ def _to_place(
     for i, target in enumerate(targets):
         if target is None or leaves.kinds[i] not in (Kind.HOST, Kind.DEVICE):
             continue
-        found = list(_unfit_for_shares(leaves, i, target))
-        faults += found
-        if not found and not _is_over_several(leaves.arrays[i]):
+        unfit = list(_unfit_for_shares(leaves, i, target))
+        faults += unfit
+        if not unfit and not _is_over_several(leaves.arrays[i]):
             placed[i] = target
     return placed
 
@@ -272,13 +272,13 @@ def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]
         yield leaves.at(i, replace(fault, request=request))
     if leaves.kinds[i] is Kind.DEVICE and x.is_deleted():
         reason = "the array has been deleted"
-        mend = "if it was donated to a function, make another one"
-        yield leaves.at(i, because(reason, mend, request))
+        fix = "if it was donated to a function, make another one"
+        yield leaves.at(i, because(reason, fix, request))
     elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
         there = named(owners(x.sharding))
         reason = f"it is already an array on {there}, not a share of one process"
-        mend = "move it by mylib.filter_shard, before or after"
-        yield leaves.at(i, because(reason, mend, request))
+        fix = "move it by mylib.filter_shard, before or after"
+        yield leaves.at(i, because(reason, fix, request))
 
 
 def _unfit_batch(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
@@ -306,15 +306,15 @@ def _unfit_shape(
 def _unequal_rows(share: Share) -> Iterator[Fault]:
     request = f"tail={share.request.tail!r}"
     if not share.row_leaves and share.request.tail == "pad" and not share.faults:
-        mend = "leave tail= out, or give a batch with arrays in it"
-        yield because("the batch has no rows that could be padded", mend, request)
+        fix = "leave tail= out, or give a batch with arrays in it"
+        yield because("the batch has no rows that could be padded", fix, request)
     for i in share.row_leaves:
         x = share.leaves.arrays[i]
         if x.shape[0] != share.rows:
             first = share.name(share.row_leaves[0])
             reason = f"it has {x.shape[0]} rows, and {first} has {share.rows}"
-            mend = "give the same number of rows to all arrays that are split by rows"
-            yield share.leaves.at(i, because(reason, mend, request))
+            fix = "give the same number of rows to all arrays that are split by rows"
+            yield share.leaves.at(i, because(reason, fix, request))
 
 
 def _undecided_rules(share: Share) -> Iterator[Fault]:
@@ -333,8 +333,8 @@ def _undecided_rules(share: Share) -> Iterator[Fault]:
                 f"for one process's share it returns {one and show(one, None)}, for the whole, "
                 f"{whole[i].shape}, {other and show(other, None)}"
             )
-            mend = "give the result of mylib.resolve for an example of a whole batch"
-            yield share.leaves.at(i, because(reason, mend, repr(decision.entries[i])))
+            fix = "give the result of mylib.resolve for an example of a whole batch"
+            yield share.leaves.at(i, because(reason, fix, repr(decision.entries[i])))
 
 
 def _is_over_several(x: Any) -> bool:

@@ -8,19 +8,17 @@ from ._fit import (
     Fit as Fit,
     OutOfMemoryError as OutOfMemoryError,
 )
-from ._kernels import about_kernels as about_kernels
+from ._gpu_errors import about_kernels as about_kernels
 from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
 from ._memory import Memory as Memory, arguments_of as arguments_of, memory_of as memory_of
-from ._refused import out_of_memory as out_of_memory
 from ._sheets import CHIPS as CHIPS, Chip as Chip
 from ._torus import coordinates as coordinates, shape_of as shape_of
-
-# Tracebacks and pickles then show the public name.
-Alive.__module__ = "mylib"
+from ._tpu_errors import out_of_memory as out_of_memory
 
 # The public names; the others are for mylib's other rooms.
 __all__ = [
     "CHIPS",
+    "Alive",
     "Argument",
     "Chip",
     "CompilerError",

@@ -34,21 +34,21 @@ def gpus(target: str, hosts: int, devices_per_host: int) -> Devices:
     options = {"target_config": target, "topology": f"1x{hosts}x{devices_per_host}"}
     with _environment(variables):
         try:
-            found = topologies.get_topology_desc(platform="cuda", **options)
+            topology = topologies.get_topology_desc(platform="cuda", **options)
         except NotImplementedError:
             # JAX has already looked for plugins, and this one refused.
             importlib.import_module(plugin).initialize()
-            found = topologies.get_topology_desc(platform="cuda", **options)
-    return tuple(found.devices)
+            topology = topologies.get_topology_desc(platform="cuda", **options)
+    return tuple(topology.devices)
 
 
 def _describe_cudnn(target: str) -> None:
     """So that programs with cuDNN's attention can be traced, if the target says what JAX asks."""
-    found = (
+    versions = (
         re.search(rf"{name}\s*\{{\s*major:\s*(\d+)(?:\s*minor:\s*(\d+))?", target)
         for name in ("dnn_version_info", "cuda_compute_capability")
     )
-    numbers = [(int(one[1]), int(one[2] or 0)) for one in found if one is not None]
+    numbers = [(int(one[1]), int(one[2] or 0)) for one in versions if one is not None]
     if len(numbers) == 2:
         (major, minor), capability = numbers
         describe_cudnn(10_000 * major + 100 * minor, capability)
@@ -63,7 +63,7 @@ def tpus(version: str, shape: tuple[int, ...]) -> Devices:
     name = f"{version}:{'x'.join(map(str, shape))}"
     with _environment(variables):
         try:
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 topology_name=name, platform="tpu", **_CONFIGURED.get(version, {})
             )
         except jax.errors.JaxRuntimeError as error:
@@ -71,7 +71,7 @@ def tpus(version: str, shape: tuple[int, ...]) -> Devices:
                 f"libtpu {_version('libtpu')}, XLA's compiler for TPUs, can't compile for "
                 f"{name!r}: {error}"
             ) from error
-    return tuple(found.devices)
+    return tuple(topology.devices)
 
 
 # On a real v4, the two cores of a chip are one device. The compiler's own default is two.
@@ -102,17 +102,17 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 def _gpu_compiler() -> str:
     """The module of JAX's plugin for GPUs."""
-    wanted = metadata.version("jaxlib")
-    command = f'python -m pip install "jax-cuda12-plugin=={wanted}" "jax-cuda12-pjrt=={wanted}"'
+    needed = metadata.version("jaxlib")
+    command = f'python -m pip install "jax-cuda12-plugin=={needed}" "jax-cuda12-pjrt=={needed}"'
     for cuda in ("cuda13", "cuda12"):
         module = f"jax_plugins.xla_{cuda}"
         if not _is_installed(module):
             continue
         version = _version(f"jax-{cuda}-plugin")
-        if version not in (None, wanted):
+        if version not in (None, needed):
             raise CompilerError(
                 f"jax-{cuda}-plugin {version}, XLA's compiler for GPUs, is for another version of "
-                f"JAX than jaxlib {wanted}. Install the right one:\n"
+                f"JAX than jaxlib {needed}. Install the right one:\n"
                 f"  {command.replace('cuda12', cuda)}"
             )
         return module
@@ -123,8 +123,8 @@ def _gpu_compiler() -> str:
 
 
 def _tpu_compiler() -> None:
-    wanted = _libtpu_of_jax()
-    command = f'python -m pip install "libtpu=={wanted}"'
+    needed = _libtpu_of_jax()
+    command = f'python -m pip install "libtpu=={needed}"'
     if "TPU_LIBRARY_PATH" in os.environ:
         return
     if not _is_installed("libtpu"):
@@ -133,19 +133,19 @@ def _tpu_compiler() -> None:
             f"  {command}"
         )
     version = _version("libtpu")
-    if version is not None and not version.startswith(wanted.rstrip("*")):
+    if version is not None and not version.startswith(needed.rstrip("*")):
         raise CompilerError(
             f"libtpu {version}, XLA's compiler for TPUs, is for another version of JAX: JAX "
-            f"{jax.__version__} needs libtpu {wanted}. Install the right one:\n  {command}"
+            f"{jax.__version__} needs libtpu {needed}. Install the right one:\n  {command}"
         )
 
 
 def _libtpu_of_jax() -> str:
     """The version of libtpu that `jax[tpu]` requires, such as `0.0.42.*`."""
     for requirement in metadata.requires("jax") or ():
-        found = re.match(r"libtpu *==([\w.*]+)", requirement)
-        if found:
-            return found[1]
+        match = re.match(r"libtpu *==([\w.*]+)", requirement)
+        if match:
+            return match[1]
     return "*"
 
 

@@ -20,13 +20,13 @@ def computed(lowered: jax.stages.Lowered) -> tuple[Alive, ...]:
     """The largest arrays, one of each shape and dtype, with their bytes on all devices together:
     how they are divided is not known before the program is compiled.
     """
-    found: dict[tuple[str, tuple[int, ...]], Alive] = {}
+    largest: dict[tuple[str, tuple[int, ...]], Alive] = {}
     for array in _arrays(lowered):
         key = array.dtype, array.shape
         # Inner functions are printed without lines.
-        if key not in found or (array.source and not found[key].source):
-            found[key] = array
-    return tuple(sorted(found.values(), key=lambda x: -x.bytes)[:_SHOWN])
+        if key not in largest or (array.source and not largest[key].source):
+            largest[key] = array
+    return tuple(sorted(largest.values(), key=lambda x: -x.bytes)[:_SHOWN])
 
 
 def _arrays(lowered: jax.stages.Lowered) -> Iterator[Alive]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._sizes import scaled
+from .._text import show_bytes
 
 _SHOWN = 5
 
@@ -56,7 +56,7 @@ class Fit:
     - `accepted`: whether the machine's own compiler has accepted the program, which decides.
     - `arguments`: the bytes of all arguments on each device.
     - `temporaries`: the largest other arrays that are held at the same time, as a tuple of
-        [`mylib.Alive`][]; empty if they are unknown.
+        [`mylib.machines.Alive`][]; empty if they are unknown.
     - `whole`: whether the sizes of `temporaries` are those on all devices together. It is so when
         the compiler has refused a program without naming arrays.
     """
@@ -79,12 +79,13 @@ class Fit:
         return not self.missing
 
     def __str__(self) -> str:
-        needs = f"the program needs {in_bytes(self.needed)} on each device"
+        needs = f"the program needs {show_bytes(self.needed)} on each device"
         if self:
             compiler = "; its compiler has accepted the program" if self.accepted else ""
-            return f"{needs}, of {in_bytes(self.available)}{compiler}"
+            return f"{needs}, of {show_bytes(self.available)}{compiler}"
         lines = [
-            f"{needs}, which has {in_bytes(self.available)}: {in_bytes(self.missing)} are missing",
+            f"{needs}, which has {show_bytes(self.available)}: {show_bytes(self.missing)} are "
+            "missing",
             *([f"  {self.parts}"] if self.parts else []),
         ]
         return "\n".join([*lines, *self._arguments(), *self._others()])
@@ -94,7 +95,7 @@ class Fit:
         if not self.largest or self.arguments < self.needed * _PART:
             return []
         lines = ["  its largest arguments, by their bytes on each device:"]
-        lines += [f"    {in_bytes(x.nbytes):>10}  {x.path} {x.shape}" for x in self.largest]
+        lines += [f"    {show_bytes(x.nbytes):>10}  {x.path} {x.shape}" for x in self.largest]
         helps = "shard the large ones over more devices, and donate what a step replaces"
         return [*lines, f"  {helps}"]
 
@@ -105,7 +106,7 @@ class Fit:
         held = "whole; a device holds a part" if self.whole else "by their bytes on each device"
         lines = [f"  the largest arrays that it computes, {held}:"] if self.temporaries else []
         lines += [
-            f"    {in_bytes(x.bytes):>10}  {x.arrays}  {x.primitive}  {x.source}".rstrip()
+            f"    {show_bytes(x.bytes):>10}  {x.arrays}  {x.primitive}  {x.source}".rstrip()
             for x in self.temporaries[:_SHOWN]
         ]
         return [*lines, f"  {_HELPS}"]
@@ -136,8 +137,3 @@ class OutOfMemoryError(RuntimeError):
 
 def largest(arguments: Sequence[Argument]) -> tuple[Argument, ...]:
     return tuple(sorted(arguments, key=lambda x: -x.nbytes)[:_SHOWN])
-
-
-def in_bytes(count: float) -> str:
-    size, unit = scaled(count)
-    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"

@@ -12,8 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from .._meshes import make_mesh
+from .._text import counted, show_bytes
 from ._compilers import Devices, gpus, tpus
-from ._fit import in_bytes
 from ._sheets import CHIPS, Chip
 
 
@@ -120,10 +120,10 @@ class Machine:
     def __repr__(self) -> str:
         chip, lines = (
             self.chip,
-            [f"{self}: {_count(self.count, 'device')} on {_count(self.hosts, 'host')}"],
+            [f"{self}: {counted(self.count, 'device')} on {counted(self.hosts, 'host')}"],
         )
         if self.memory is not None:
-            lines.append(f"memory     {in_bytes(self.memory)} on each device")
+            lines.append(f"memory     {show_bytes(self.memory)} on each device")
         if chip.memory_bandwidth is not None:
             lines[-1] += f", {chip.memory_bandwidth / chip.devices / 1e9:.0f} GB/s"
         if chip.flops:
@@ -135,10 +135,6 @@ class Machine:
         if chip.network_bandwidth is not None:
             lines.append(f"network    {chip.network_bandwidth / 1e9:g} GB/s each way for each chip")
         return "\n  ".join(lines)
-
-
-def _count(count: int, name: str) -> str:
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
 def gpu(name: str | Chip, *, hosts: int = 1, devices_per_host: int | None = None) -> Machine:
@@ -225,9 +221,9 @@ def _sheet(name: str | Chip, platform: str) -> Chip:
         return name
     chip = CHIPS.get(name.lower())
     if chip is None or chip.platform != platform:
-        known = ", ".join(x.name for x in CHIPS.values() if x.platform == platform)
+        names = ", ".join(x.name for x in CHIPS.values() if x.platform == platform)
         raise ValueError(
-            f"mylib has no data sheet of a {platform.upper()} called {name!r}. It has {known}; "
+            f"mylib has no data sheet of a {platform.upper()} called {name!r}. It has {names}; "
             "describe others with mylib.machines.Chip"
         )
     return chip
@@ -250,8 +246,8 @@ def here() -> Machine:
     devices = jax.devices()
     hosts = len({device.process_index for device in devices})
     kind = devices[0].device_kind
-    known = (chip for chip in CHIPS.values() if kind in chip.kinds)
-    chip = next(known, None) or Chip(kind, devices[0].platform, host=len(devices) // hosts)
+    sheets = (chip for chip in CHIPS.values() if kind in chip.kinds)
+    chip = next(sheets, None) or Chip(kind, devices[0].platform, host=len(devices) // hosts)
     stats = devices[0].memory_stats() or {}
     if "bytes_limit" in stats:
         chip = dataclasses.replace(chip, memory=stats["bytes_limit"] * chip.devices)

@@ -11,7 +11,8 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh
 
-from ._fit import Argument, Fit, in_bytes, largest
+from .._text import show_bytes
+from ._fit import Argument, Fit, largest
 from ._machine import Machine
 from ._sheets import CHIPS
 
@@ -83,13 +84,13 @@ class Memory:
     def _is_accepted_by(self, kinds: Sequence[str], memory: int) -> bool:
         """Whether a TPU's compiler has found room for it in as much memory."""
         sheets = (chip for chip in CHIPS.values() if self.accepted in chip.kinds)
-        known = [chip.memory // chip.devices for chip in sheets if chip.memory is not None]
-        return self.accepted in kinds and known != [] and memory >= known[0]
+        sizes = [chip.memory // chip.devices for chip in sheets if chip.memory is not None]
+        return self.accepted in kinds and sizes != [] and memory >= sizes[0]
 
     def __str__(self) -> str:
         names = "arguments", "results", "temporaries", "aliased", "code", "constants", "host"
         parts = {name: getattr(self, name) for name in names} | {"peak": self.peak}
-        return ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size)
+        return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
 
 
 def memory_of(compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str) -> Memory:

@@ -44,8 +44,8 @@ def coordinates(machine: "Machine", sizes: Sequence[int]) -> np.ndarray:
 def _places(machine: "Machine") -> list[_Place]:
     """In the compiler's order: hosts of 2 x 2 chips, the first direction fastest."""
     chip, size = machine.chip, (*machine.shape, 1)[:3]
-    found = [(*at, core) for at in np.ndindex(*size) for core in range(chip.devices)]
-    found.sort(key=lambda at: (at[2], at[1] // 2, at[0] // 2, at[1] % 2, at[0] % 2, at[3]))
+    places = [(*at, core) for at in np.ndindex(*size) for core in range(chip.devices)]
+    places.sort(key=lambda at: (at[2], at[1] // 2, at[0] // 2, at[1] % 2, at[0] % 2, at[3]))
     kind = (*chip.kinds, chip.name)[0]
     per_host = chip.host * chip.devices
-    return [_Place(i, at[:3], at[3], kind, i // per_host) for i, at in enumerate(found)]
+    return [_Place(i, at[:3], at[3], kind, i // per_host) for i, at in enumerate(places)]

@@ -3,7 +3,6 @@
 from .._processes import TransferError as TransferError
 from ._actions import Action as Action, Pass as Pass
 from ._jit import jit as jit
-from ._meshes import split as split
 from ._pipeline import Pipeline as Pipeline, pipeline as pipeline
 from ._schedule import Schedule as Schedule
 from ._schedules import (
@@ -16,6 +15,7 @@ from ._transfer import (
     fetch as fetch,
     initialize as initialize,
     is_remote as is_remote,
+    split as split,
     transfer as transfer,
     transport as transport,
 )

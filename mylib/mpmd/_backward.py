@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .._compat import names, opened, without_dead_code
-from .._programs import bind_as, in_place_of, jaxprs_in
+from .._programs import bind_as, evaluate, in_place_of, jaxprs_in
 from .._transfer import constrain_auto_p
 
 # Variables and literals of a jaxpr.
@@ -65,22 +65,10 @@ _CALLS = (
 
 
 def _inlined(program: Any, args: Sequence[Any]) -> list[Any]:
-    jaxpr = opened(program)
-    values: dict[Var, Any] = dict(zip(jaxpr.invars, args, strict=True))
-    values.update(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
-
-    def read(x: Atom) -> Any:
-        return x.val if _is_literal(x) else values[x]
-
-    for eqn in jaxpr.eqns:
-        given = [read(x) for x in eqn.invars]
-        with in_place_of(eqn):
-            made = _call(eqn, given)
-        values.update(zip(eqn.outvars, made, strict=True))
-    return [read(x) for x in jaxpr.outvars]
+    return evaluate(program, getattr(program, "consts", ()), args, _call)
 
 
-def _call(eqn: Any, args: list[Any]) -> list[Any]:
+def _call(eqn: Any, args: Sequence[Any]) -> list[Any]:
     if eqn.primitive.name not in _CALLS or _is_placed(eqn):
         return bind_as(eqn, args)
     if eqn.primitive.name == names.REMAT and _computes_again(eqn):

@@ -9,9 +9,8 @@ from .._errors import Fault, because
 from .._links import handles
 from .._placement import show
 from .._transfer import filter_device_put
-from .._tree import Arrays, Kind, Leaves, Split, canonical_dtype
-from ._forms import Form, fixed_of, split_as
-from ._stage import Struct
+from .._tree import Arrays, Kind, Leaves, canonical_dtype, outline_of
+from ._stage import Form, Struct, split_as
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,7 +19,6 @@ class Batch:
 
     leaves: Leaves
     form: Form
-    fixed: Split
 
     def arrays(self, is_here: bool) -> Arrays:
         """The arrays, moved to their mesh."""
@@ -40,10 +38,10 @@ def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Batch:
             sharding = x.sharding
             if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
                 reason = f"it is on {show(sharding, None)}"
-                mend = f"move it there: mylib.filter_device_put({name}, P(...), mesh=...)"
-                faults.append(leaves.at(i, because(reason, mend, request)))
+                fix = f"move it there: mylib.filter_device_put({name}, P(...), mesh=...)"
+                faults.append(leaves.at(i, because(reason, fix, request)))
         structs.append(Struct(x.shape, canonical_dtype(x), sharding=sharding))
-    return Batch(leaves, Form(fixed_of(leaves), tuple(structs)), fixed_of(leaves))
+    return Batch(leaves, Form(outline_of(leaves), tuple(structs)))
 
 
 def check_rows(x: Batch, y: Batch, microbatches: int, faults: list[Fault]) -> int:
@@ -58,7 +56,7 @@ def check_rows(x: Batch, y: Batch, microbatches: int, faults: list[Fault]) -> in
             if rows is None and array.shape:
                 rows = array.shape[0]
     if not x.leaves.arrays:
-        faults.append(replace(because("it has no arrays", "give a batch", request), path="x"))
+        faults.append(because("it has no arrays", "give a batch", request, "x"))
     return rows or 0
 
 

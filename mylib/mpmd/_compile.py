@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from .._compat import jit
 from .._transfer import filter_shard
-from .._tree import Arrays, outlined
+from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Atom, Piece, Var, flattened, pieces
-from ._stage import Stage, Struct, chosen, merged, received
+from ._stage import Stage, Struct, chosen, merged
 
 
 class Arguments(NamedTuple):
@@ -54,60 +54,54 @@ class Program:
 class Programs:
     """The programs of a stage, and the variables that stand for their arguments.
 
-    `zeros` makes the totals: of the loss (none but in the last stage), and of the gradients.
+    `zeros` makes the totals, by pass: of the loss (none but in the last stage) in the forward pass,
+    and of the gradients in the last one.
     """
 
     variables: Arguments
     zeros: Any
-    forward: Program
-    backward: Program
-    weight: Program | None
-
-    @property
-    def by_pass(self) -> dict[Pass, Program]:
-        passes = {Pass.FORWARD: self.forward, Pass.BACKWARD: self.backward}
-        return passes if self.weight is None else {**passes, Pass.WEIGHT: self.weight}
+    by_pass: dict[Pass, Program]
 
     @cached_property
-    def after_forward(self) -> frozenset[Var]:
-        """What is held of a microbatch between its forward and its backward pass."""
-        return self.after_backward.union(self.backward.takes)
-
-    @cached_property
-    def after_backward(self) -> frozenset[Var]:
-        """What is held between the backward pass and the weights' gradients."""
-        return frozenset(self.weight.takes if self.weight else ())
+    def needed_after(self) -> dict[Pass, frozenset[Var]]:
+        """What is held of a microbatch after each pass, as later ones take it."""
+        after: dict[Pass, frozenset[Var]] = {}
+        needed = frozenset[Var]()
+        for kind in reversed(self.by_pass):
+            after[kind] = needed
+            needed = needed.union(self.by_pass[kind].takes)
+        return after
 
 
 def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
     """Compiles the passes of a stage. If `splits`, the gradients of the weights have a program of
     their own. If `checkpoint`, the backward pass computes the forward pass again.
     """
-    arguments = _arguments(stage)
+    after = stage.after
+    cotangents = chosen(after.sent, after.floating) if after else []
+    arguments = Arguments(*stage.arguments, cotangents)
     with jax.set_mesh(stage.mesh):
         traced = flattened(functools.partial(_both_passes, stage), *arguments)
         variables = Arguments(*_like(arguments, traced.jaxpr.invars))
         parts = _parts(stage, traced, variables, splits, checkpoint)
         structs = jax.tree.leaves(arguments)
         compiler = _Compiler(dict(zip(traced.jaxpr.invars, structs, strict=True)))
-        sent = () if stage.after is None else stage.after.sent
-        back = chosen(stage.before.received, stage.before.floating) if stage.before else ()
-        loss, grads = _totals(stage)
-        forward = compiler.compile(parts[0], sent, loss)
-        backward = compiler.compile(parts[1], back, () if splits else grads)
-        weight = compiler.compile(parts[2], (), grads) if splits else None
-        return Programs(variables, _zeros(loss, grads), forward, backward, weight)
-
-
-def _arguments(stage: Stage) -> Arguments:
-    after = stage.after
-    return Arguments(
-        list(stage.module.structs),
-        received(stage),
-        list(stage.targets.structs) if stage.targets else [],
-        stage.microbatch,
-        chosen(after.sent, after.floating) if after else [],
-    )
+        kinds = list(Pass) if splits else [Pass.FORWARD, Pass.BACKWARD]
+        given = {
+            Pass.FORWARD: () if after is None else after.sent,
+            Pass.BACKWARD: chosen(stage.before.received, stage.before.floating)
+            if stage.before
+            else (),
+        }
+        totals = {
+            Pass.FORWARD: [] if stage.value is None else [stage.value],
+            kinds[-1]: stage.params,
+        }
+        by_pass = {
+            kind: compiler.compile(part, given.get(kind, ()), totals.get(kind, ()))
+            for kind, part in zip(kinds, parts, strict=True)
+        }
+        return Programs(variables, _zeros(totals), by_pass)
 
 
 def _both_passes(
@@ -126,11 +120,10 @@ def _both_passes(
     others = chosen(arrived, [not x for x in has_cotangent])
 
     def forward(params: Arrays, floating: Arrays) -> tuple[Arrays, Arrays]:
-        tree = stage.module.outline.fill(merged(trained, params, fixed))
-        made = stage.apply(tree, merged(has_cotangent, floating, others), microbatch)
+        module, received = merged(trained, params, fixed), merged(has_cotangent, floating, others)
+        arrays, _ = stage.compute(module, received, targets, microbatch)
         if stage.after is None:
-            return [stage.loss_of(made, targets, microbatch) / stage.microbatches], []
-        arrays, _ = outlined(made)
+            return [arrays[0] / stage.microbatches], []
         sent = filter_shard(arrays, [x.sharding for x in stage.after.sent])
         flags = stage.after.floating
         return chosen(sent, flags), chosen(sent, [not x for x in flags])
@@ -147,7 +140,7 @@ def _have_cotangents(stage: Stage) -> Sequence[bool]:
     """Which of the received arrays have a cotangent; nobody waits for that of a batch."""
     if stage.before is not None:
         return stage.before.floating
-    return [False] * len(received(stage))
+    return [False] * len(stage.received)
 
 
 def _parts(
@@ -164,13 +157,7 @@ def _parts(
     return pieces(traced, [sent, *backward], kept, late)
 
 
-def _totals(stage: Stage) -> tuple[list[Struct], list[Struct]]:
-    return [stage.value] if stage.value is not None else [], stage.params
-
-
-def _zeros(loss: Sequence[Struct], grads: Sequence[Struct]) -> Any:
-    structs = list(loss), list(grads)
-
+def _zeros(structs: dict[Pass, list[Struct]]) -> Any:
     def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
 

@@ -1,9 +1,10 @@
 """Finds what is wrong with a schedule: actions that are missing or misplaced, and deadlocks."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 
+from .._text import listed
 from ._actions import Action, Pass, needs
 from ._simulation import Row, simulate
 
@@ -34,17 +35,17 @@ def _misplaced(stages: int, meshes: int, microbatches: int, rows: Sequence[Row])
     sizes = f"{stages} stages and {microbatches} microbatches, counted from 0"
     for mesh, row in enumerate(rows):
         if strange := [action for action in row if action not in wanted]:
-            yield f"row {mesh} has {_listed(strange)}, and there are {sizes}"
+            yield f"row {mesh} has {listed(list(map(str, strange)), _NAMED)}, and there are {sizes}"
         if away := [x for x in row if x in wanted and x.stage % meshes != mesh]:
             homes = ", ".join(
                 f"stage {stage} runs on mesh {stage % meshes}"
                 for stage in sorted({action.stage for action in away})
             )
-            yield f"row {mesh} has {_listed(away)}, and {homes}"
+            yield f"row {mesh} has {listed(list(map(str, away)), _NAMED)}, and {homes}"
         if missing := [x for x in lacking if x.stage % meshes == mesh]:
-            yield f"row {mesh} lacks {_listed(missing)}"
+            yield f"row {mesh} lacks {listed(list(map(str, missing)), _NAMED)}"
     if twice := [action for action, count in counts.items() if count > 1]:
-        yield f"more than once: {_listed(twice)}"
+        yield f"more than once: {listed(list(map(str, twice)), _NAMED)}"
 
 
 def _deadlocks(stages: int, rows: Sequence[Row]) -> Iterator[str]:
@@ -67,9 +68,3 @@ def _deadlocks(stages: int, rows: Sequence[Row]) -> Iterator[str]:
             ]
             where = f"mesh {mesh} is stuck at {stuck} ({after})"
             yield f"deadlock: {where}, waiting for {' and for '.join(waits)}"
-
-
-def _listed(actions: Iterable[Action]) -> str:
-    texts = [str(action) for action in actions]
-    left = len(texts) - _NAMED
-    return ", ".join(texts[:_NAMED]) + (f" and {left} more" if left > 0 else "")

@@ -1,7 +1,7 @@
 """`mpmd.jit`: functions that run on one mesh, and are called in all processes."""
 
 from collections.abc import Callable
-from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -16,8 +16,7 @@ from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of
 from .._transfer import filter_device_put
-from .._tree import Kind, Leaves, signature_of, split
-from ._forms import fixed_of
+from .._tree import Kind, Leaves, outline_of, signature_of, split
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -90,7 +89,7 @@ class OnMesh(Generic[P, T]):
         self._compiled: Jitted[..., Any] = filter_jit(
             fun, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh, donate=donate
         )
-        self._known: dict[Any, _Results | None] = {}
+        self._known: dict[Any, Callable[[], Any] | None] = {}
         self._name = f"{getattr(fun, '__qualname__', type(fun).__name__)} on {named(processes)}"
         # Lambdas, for instance, all have one name.
         code = code_of(fun)
@@ -104,7 +103,7 @@ class OnMesh(Generic[P, T]):
         if results is None:
             out = self._run(leaves, *given)
         else:
-            out = results.handles()
+            out = results()
         if jax.process_count() > 1:
             maker = f"{self._name}{self._line}, called in {line_of_caller()}"
             # Transfers under `grad` find the values, not the tracers.
@@ -166,9 +165,9 @@ class OnMesh(Generic[P, T]):
             ),
         )
 
-    def _results_of(self, leaves: Leaves, given: tuple[Any, Any]) -> "_Results | None":
-        """What the function returns in a process that doesn't run it; None if only compiling it
-        tells.
+    def _results_of(self, leaves: Leaves, given: tuple[Any, Any]) -> Callable[[], Any] | None:
+        """Makes what the function returns in a process that doesn't run it; None if only compiling
+        it tells.
         """
         if self._out_shardings is None or Kind.TRACED in leaves.kinds:
             return None
@@ -179,30 +178,22 @@ class OnMesh(Generic[P, T]):
             self._known[key] = self._resolved(given)
         return self._known[key]
 
-    def _resolved(self, given: tuple[Any, Any]) -> "_Results | None":
+    def _resolved(self, given: tuple[Any, Any]) -> Callable[[], Any] | None:
         args, kwargs = given
         shapes = split(eqx.filter_eval_shape(self._fun, *args, **kwargs))
         targets = resolve_leaves(shapes, self._out_shardings, self._mesh, current_world())
         known = [sharding_of(target) for target in targets if target is not None]
-        return _Results(shapes, tuple(known)) if len(known) == len(targets) else None
-
-
-class _Results(NamedTuple):
-    """The results of a call, without their values."""
-
-    shapes: Leaves
-    shardings: tuple[Any, ...]
-
-    def handles(self) -> Any:
-        return self.shapes.join(
-            handle(x, sharding)
-            for x, sharding in zip(self.shapes.arrays, self.shardings, strict=True)
-        )
+        if len(known) < len(targets):
+            return None
+        return lambda: shapes.join(map(handle, shapes.arrays, known))
 
 
 def _key(leaves: Leaves) -> Any:
     """Equal for calls with results of the same shapes; None if that can't be said."""
-    key = fixed_of(leaves), tuple((x.shape, x.dtype, _is_weak(x)) for x in leaves.arrays)
+    key = (
+        outline_of(leaves),
+        tuple((x.shape, x.dtype, _is_weak(x)) for x in leaves.arrays),
+    )
     try:
         hash(key)
     except TypeError:

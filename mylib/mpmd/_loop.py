@@ -1,6 +1,6 @@
 """Runs a pipeline: one loop over the actions of its schedule."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,18 +19,15 @@ from ._transfer import transfer
 
 class _State:
     """What a stage holds during a call: its arguments, what its microbatches need, and the sums so
-    far.
+    far, by pass.
     """
 
-    def __init__(self, stage: Stage, programs: Programs, numbers: list[jax.Array]):
-        self.stage = stage
+    def __init__(self, programs: Programs, numbers: list[jax.Array]):
         self.programs = programs
         self.numbers = numbers
         self.fixed: dict[Var, jax.Array] = {}
         self.held: dict[int, dict[Var, jax.Array]] = {}
-        self.loss: Arrays
-        self.grads: Arrays
-        self.loss, self.grads = programs.zeros()
+        self.totals: dict[Pass, Arrays] = programs.zeros()
 
     def take(self, variables: Sequence[Var], arrays: Sequence[jax.Array]) -> None:
         self.fixed.update(zip(variables, arrays, strict=True))
@@ -38,36 +35,22 @@ class _State:
     def deliver(self, m: int, variables: Sequence[Var], arrays: Sequence[jax.Array]) -> None:
         self.held.setdefault(m, {}).update(zip(variables, arrays, strict=True))
 
-    def forward(self, m: int) -> Arrays:
+    def run(self, kind: Pass, m: int) -> Arrays:
+        """What a pass over a microbatch sends to another stage."""
         variables = self.programs.variables
-        if variables.microbatch:
+        if kind is Pass.FORWARD and variables.microbatch:
             self.deliver(m, variables.microbatch, [self.numbers[m]])
-        sent, self.loss, kept = self.programs.forward(self._reader(m), self.loss)
-        self._keep(m, kept, self.programs.after_forward)
+        held, needed = self.held.pop(m, {}), self.programs.needed_after[kind]
+        sent, totals, kept = self.programs.by_pass[kind](
+            lambda x: held[x] if x in held else self.fixed[x], self.totals.get(kind, [])
+        )
+        self.totals[kind] = totals
+        self.held[m] = {x: array for x, array in {**held, **kept}.items() if x in needed}
         return sent
 
-    def backward(self, m: int) -> Arrays:
-        program = self.programs.backward
-        if self.programs.weight is None:
-            back, self.grads, _ = program(self._reader(m), self.grads)
-            self.held.pop(m, None)
-            return back
-        back, _, kept = program(self._reader(m), [])
-        self._keep(m, kept, self.programs.after_backward)
-        return back
-
-    def weight(self, m: int) -> None:
-        assert self.programs.weight is not None
-        _, self.grads, _ = self.programs.weight(self._reader(m), self.grads)
-        self.held.pop(m, None)
-
-    def _reader(self, m: int) -> Callable[[Var], jax.Array]:
-        held, fixed = self.held.get(m, {}), self.fixed
-        return lambda x: held[x] if x in held else fixed[x]
-
-    def _keep(self, m: int, kept: dict[Var, jax.Array], needed: frozenset[Var]) -> None:
-        held = {**self.held.get(m, {}), **kept}
-        self.held[m] = {x: array for x, array in held.items() if x in needed}
+    @property
+    def grads(self) -> Arrays:
+        return self.totals[list(self.programs.by_pass)[-1]]
 
 
 class Run:
@@ -79,7 +62,7 @@ class Run:
         self.plan = plan
         self.states: dict[int, _State] = {}
         for s, programs in plan.programs.items():
-            state = _State(plan.stages[s], programs, plan.numbers.get(s, []))
+            state = _State(programs, plan.numbers.get(s, []))
             state.take(programs.variables.module, arrays[s])
             self.states[s] = state
         first, last = plan.stages[0], plan.stages[-1]
@@ -91,19 +74,18 @@ class Run:
             self.states[last.number].take(plan.programs[last.number].variables.targets, y)
 
     def run(self) -> tuple[jax.Array, list[Any]]:
-        calls = {Pass.FORWARD: self._forward, Pass.BACKWARD: self._backward}
         for kind, s, m in self.plan.order:
-            if kind is Pass.WEIGHT:
-                if s in self.states:
-                    self.states[s].weight(m)
-            else:
-                calls[kind](s, m)
+            made = self.states[s].run(kind, m) if s in self.states else None
+            if kind is Pass.FORWARD:
+                self._pass_forward(s, m, made)
+            elif kind is Pass.BACKWARD:
+                self._pass_back(s, m, made)
         grads = [self._grads(stage) for stage in self.plan.stages]
         for tie in self.plan.ties:
             self._tie(tie, grads)
         last = self.plan.stages[-1]
         own = self.states.get(last.number)
-        (value,) = handles([last.value]) if own is None else own.loss
+        (value,) = handles([last.value]) if own is None else own.totals[Pass.FORWARD]
         if jax.process_count() > 1:
             made = [value, *(x for own in grads for x in own.values())]
             set_origin(made, next_call(_results(self.plan)))
@@ -112,19 +94,17 @@ class Run:
             for stage, own in zip(self.plan.stages, grads, strict=True)
         ]
 
-    def _forward(self, s: int, m: int) -> None:
-        stage = self.plan.stages[s]
-        sent = self.states[s].forward(m) if stage.is_here else None
-        if stage.after is None:
+    def _pass_forward(self, s: int, m: int, sent: Arrays | None) -> None:
+        after = self.plan.stages[s].after
+        if after is None:
             return
-        arrived = self._transfer(s, s + 1, sent, stage.after.sent, stage.after.received)
+        arrived = self._transfer(s, s + 1, sent, after.sent, after.received)
         if arrived is not None:
             state = self.states[s + 1]
             state.deliver(m, state.programs.variables.received, arrived)
 
-    def _backward(self, s: int, m: int) -> None:
-        stage, before = self.plan.stages[s], self.plan.stages[s].before
-        back = self.states[s].backward(m) if stage.is_here else None
+    def _pass_back(self, s: int, m: int, back: Arrays | None) -> None:
+        before = self.plan.stages[s].before
         if before is None:
             return
         source, target = (chosen(x, before.floating) for x in (before.received, before.sent))

@@ -1,7 +1,7 @@
 """Reads the stages of a pipeline, and finds everything that is wrong with them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.tree_util as jtu
@@ -10,41 +10,31 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 from .._errors import Fault, PlacementError, because
 from .._placement import show, show_mesh
 from .._transfer import same_place
-from .._tree import (
-    Arrays,
-    Kind,
-    Leaves,
-    Split,
-    first_difference,
-)
-from ._forms import Form, fixed_of, split_as
+from .._tree import Arrays, Kind, Leaves, first_difference, outline_of
 from ._schedule import Schedule
-from ._stage import Struct
+from ._stage import Form, Struct, split_as
 
 
 @dataclass(frozen=True, eq=False)
 class Module:
-    """A stage as it was first given. Its arrays may change, but not what is `fixed`: everything
-    else; nor their shapes, dtypes and shardings.
-    """
+    """A stage as it was first given. The values of its arrays may change, and nothing else."""
 
     number: int
     mesh: Mesh
     form: Form
-    fixed: Split
 
     def arrays_of(self, stage: Any, faults: list[Fault]) -> Arrays:
         """The arrays of the same stage, given again."""
         leaves = split_as(stage, f"stages[{self.number}]")
-        if fixed_of(leaves) != self.fixed:
+        if outline_of(leaves) != self.form.outline:
             faults.append(self._difference(stage))
             return []
         for i, (x, kind, struct) in enumerate(
             zip(leaves.arrays, leaves.kinds, self.form.structs, strict=True)
         ):
             if reason := _changed(x, kind, struct):
-                mend = "give each stage as it was given to pipeline; only values may change"
-                faults.append(leaves.at(i, because(reason, mend, self.request)))
+                fix = "give each stage as it was given to pipeline; only values may change"
+                faults.append(leaves.at(i, because(reason, fix, self.request)))
         return leaves.arrays
 
     @property
@@ -58,9 +48,8 @@ class Module:
         if jtu.tree_structure(before) != jtu.tree_structure(stage):
             path, was, now = first_difference(before, stage)
             reason = f"when the pipeline was made it was {was}, and now it is {now}"
-        mend = "make another pipeline for stages of another structure"
-        fault = because(reason, mend, self.request)
-        return replace(fault, path=f"stages[{self.number}]{path}")
+        fix = "make another pipeline for stages of another structure"
+        return because(reason, fix, self.request, f"stages[{self.number}]{path}")
 
 
 def _changed(x: Any, kind: Kind, struct: Struct) -> str:
@@ -79,19 +68,19 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     faults: list[Fault] = []
     if len(stages) != schedule.stages:
         reason = f"the schedule {schedule.name!r} is for {schedule.stages}"
-        mend = "make the schedule for as many stages as there are"
-        faults.append(because(reason, mend, f"a pipeline of {len(stages)} stages"))
+        fix = "make the schedule for as many stages as there are"
+        faults.append(because(reason, fix, f"a pipeline of {len(stages)} stages"))
     read = [split_as(stage, f"stages[{s}]") for s, stage in enumerate(stages)]
     own = [_mesh_of(s, leaves, faults) for s, leaves in enumerate(read)]
     meshes = [_shared_mesh(s, own, schedule, faults) for s in range(min(len(own), schedule.stages))]
     for s, stage in enumerate(stages):
         if not callable(stage):
-            fault = because("it can't be called", "give a Module or a function", f"stage {s}")
-            faults.append(replace(fault, path=f"stages[{s}]"))
+            fix = "give a Module or a function"
+            faults.append(because("it can't be called", fix, f"stage {s}", f"stages[{s}]"))
     if faults:
         raise PlacementError(faults)
     return [
-        Module(s, mesh, Form(fixed_of(leaves), _structs(leaves)), fixed_of(leaves))
+        Module(s, mesh, Form(outline_of(leaves), _structs(leaves)))
         for s, (mesh, leaves) in enumerate(zip(meshes, read, strict=True))
         if mesh is not None
     ]
@@ -110,14 +99,14 @@ def _mesh_of(s: int, leaves: Leaves, faults: list[Fault]) -> Mesh | None:
         mesh = where.mesh if isinstance(where, NamedSharding) else None
         if not isinstance(mesh, Mesh):
             there = "a NumPy array" if kind is Kind.HOST else f"on {where and show(where, None)}"
-            mend = f"move it first: mylib.filter_device_put(stages[{s}], placement, mesh=...)"
-            faults.append(leaves.at(i, because(f"it is {there}, and on no mesh", mend, request)))
+            fix = f"move it first: mylib.filter_device_put(stages[{s}], placement, mesh=...)"
+            faults.append(leaves.at(i, because(f"it is {there}, and on no mesh", fix, request)))
         elif first is None:
             first, name = mesh, leaves.name(i)
         elif mesh != first:
             reason = f"it is on the {_with_devices(mesh)}, and {name} on the {_with_devices(first)}"
-            mend = "put all arrays of a stage on one mesh"
-            faults.append(leaves.at(i, because(reason, mend, request)))
+            fix = "put all arrays of a stage on one mesh"
+            faults.append(leaves.at(i, because(reason, fix, request)))
     return first
 
 
@@ -135,8 +124,8 @@ def _shared_mesh(
     request = f"stage {s} of a pipeline"
     if not known:
         reason = "neither it nor another stage of its mesh has arrays, so its mesh is unknown"
-        fault = because(reason, "make it a part of the stage before or after it", request)
-        faults.append(replace(fault, path=f"stages[{s}]"))
+        fix = "make it a part of the stage before or after it"
+        faults.append(because(reason, fix, request, f"stages[{s}]"))
         return None
     first, mesh = known[0]
     if own[s] is not None and own[s] != mesh:
@@ -144,6 +133,5 @@ def _shared_mesh(
             f"it is on another mesh than stages[{first}], and the schedule {schedule.name!r} runs "
             "both on one"
         )
-        fault = because(reason, "put both on the same mesh", request)
-        faults.append(replace(fault, path=f"stages[{s}]"))
+        faults.append(because(reason, "put both on the same mesh", request, f"stages[{s}]"))
     return mesh

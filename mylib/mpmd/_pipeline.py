@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, because
 from .._links import get_ready
 from ._actions import Pass
 from ._batch import Batch, check_rows, read_batch
-from ._forms import refuse_tracers
 from ._loop import Run
 from ._modules import Module, read_stages
 from ._plan import Loss, Plan, chain
@@ -118,7 +118,7 @@ def pipeline(
         assert grads[1].__wrapped__.weight.sharding.spec == P("data")
         ```
     """
-    refuse_tracers(stages)
+    _refuse_tracers(stages)
     modules = read_stages(stages, schedule)
     # Before anything is compiled, which may take some processes longer than others.
     get_ready(device for module in modules for device in module.mesh.devices.flat)
@@ -165,13 +165,13 @@ class Pipeline:
     def __call__(
         self, stages: Sequence[Any], x: PyTree[Any], y: PyTree[Any], /
     ) -> tuple[jax.Array, list[Any]]:
-        refuse_tracers(stages, x, y)
+        _refuse_tracers(stages, x, y)
         faults: list[Fault] = []
         modules = self._modules
         if len(stages) != len(modules):
             reason = f"the pipeline was made for {len(modules)}"
-            mend = "give the stages that it was made for"
-            faults.append(because(reason, mend, f"a call with {len(stages)} stages"))
+            fix = "give the stages that it was made for"
+            faults.append(because(reason, fix, f"a call with {len(stages)} stages"))
             raise PlacementError(faults)
         arrays = [
             module.arrays_of(stage, faults) for module, stage in zip(modules, stages, strict=True)
@@ -190,10 +190,18 @@ class Pipeline:
     def _plan(self, batch: Batch, targets: Batch, rows: int) -> "Plan":
         structs = (*batch.form.structs, *targets.form.structs)
         types = tuple((x.shape, x.dtype, x.sharding) for x in structs)
-        key = batch.fixed, targets.fixed, types
+        key = batch.form.outline, targets.form.outline, types
         plan = self._plans.get(key)
         if plan is None:
             stages = chain(self._modules, self._loss, self.schedule, batch, targets, rows)
             plan = Plan.of(stages, self.schedule, self._tied, self._checkpoint)
             self._plans[key] = plan
         return plan
+
+
+def _refuse_tracers(*trees: Any) -> None:
+    if any(isinstance(x, Tracer) for x in jax.tree.leaves(trees)):
+        raise TypeError(
+            "a pipeline runs programs on several meshes, so it can't be called inside jax.jit, "
+            "jax.grad or jax.vmap: it returns the loss and the gradients, and compiles itself"
+        )

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from .._compat import jit
 from .._errors import PlacementError, because
 from .._placement import entries_of
 from ._actions import Action, Pass
@@ -19,8 +18,8 @@ from ._batch import Batch
 from ._compile import Programs, compile_stage
 from ._modules import Module
 from ._schedule import Schedule
-from ._stage import Stage, Struct, boundary, shape_of_loss, shape_of_result
-from ._ties import Place
+from ._stage import Stage, Struct, boundary, shape_of_result
+from ._ties import Place, Tie
 
 Loss = Callable[[Any, Any], jax.Array]
 
@@ -82,12 +81,12 @@ def _batch_axes(batch: Batch) -> Any:
 
 
 def _value(stage: Stage) -> Struct:
-    shapes = shape_of_loss(stage)
+    shapes, _ = shape_of_result(stage)
     if len(shapes) != 1 or shapes[0].shape or not jnp.issubdtype(shapes[0].dtype, jnp.floating):
         told = ", ".join(f"{x.dtype}{x.shape}" for x in shapes) or "no array"
         reason = f"it returns {told}"
-        mend = "return a real scalar, such as jnp.mean(...) over the rows of a microbatch"
-        raise PlacementError([because(reason, mend, "a loss")])
+        fix = "return a real scalar, such as jnp.mean(...) over the rows of a microbatch"
+        raise PlacementError([because(reason, fix, "a loss")])
     (shape,) = shapes
     return Struct((), shape.dtype, sharding=NamedSharding(stage.mesh, P()))
 
@@ -101,7 +100,7 @@ class Plan:
     stages: list[Stage]
     order: tuple[Action, ...]
     programs: dict[int, Programs]
-    ties: list["Tie"]
+    ties: list[Tie]
 
     @classmethod
     def of(
@@ -138,24 +137,3 @@ def _number(m: int, stage: Stage) -> jax.Array:
     (struct,) = stage.microbatch
     value = np.int32(m)
     return jax.make_array_from_callback((), struct.sharding, lambda _: value, dtype=struct.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Tie:
-    """Places that hold one parameter. Its gradient is the sum of theirs."""
-
-    places: list[Place]
-    structs: list[Struct]
-    # Adds them on the mesh of the first place; None in processes without its devices.
-    add: Any
-
-    @classmethod
-    def of(cls, places: list[Place], stages: Sequence[Stage]) -> "Tie":
-        structs = [stages[s].module.structs[i] for s, i in places]
-        first = structs[0]
-        given = [Struct(first.shape, first.dtype, sharding=first.sharding) for _ in places]
-        add = None
-        if stages[places[0][0]].is_here:
-            program = jit(lambda *grads: sum(grads[1:], grads[0]), out_shardings=first.sharding)
-            add = program.lower(*given).compile()
-        return cls(places, structs, add)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
+from .._text import counted
 from ._actions import Action, Pass, needs
 from ._drawing import draw_svg
 from ._faults import faults_of
@@ -191,14 +192,10 @@ class Schedule:
 
     @property
     def _title(self) -> str:
-        stages = _count(self.stages, "stage")
-        where = f"{stages} on {_count(self.meshes, 'mesh', 'meshes')}"
-        return f"{self.name}: {where}, {_count(self.microbatches, 'microbatch', 'microbatches')}"
+        stages = counted(self.stages, "stage")
+        where = f"{stages} on {counted(self.meshes, 'mesh')}"
+        return f"{self.name}: {where}, {counted(self.microbatches, 'microbatch')}"
 
 
 def _most_live(live: tuple[int, ...]) -> str:
-    return f"at most {_count(max(live), 'activation')} on a mesh"
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number} {one if number == 1 else many or f'{one}s'}"
+    return f"at most {counted(max(live), 'activation')} on a mesh"

@@ -8,14 +8,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._placement import axis_names, is_described
-from .._tree import Arrays, Split, outlined
-from ._forms import Form
+from .._tree import Arrays, KeyPath, Leaves, Split, outlined, split
 
 Struct = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """A tree of arrays of which only shapes, dtypes and shardings are known."""
+
+    outline: Split
+    structs: tuple[Struct, ...]
+
+
+def split_as(tree: Any, name: str) -> Leaves:
+    def named(path: KeyPath) -> str:
+        return f"{name}{jtu.keystr(path)}"
+
+    return split(tree, naming=named)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,18 +93,39 @@ class Stage:
             return []
         return [Struct((), np.int32, sharding=NamedSharding(self.mesh, P()))]
 
-    def apply(self, module: Any, received: Arrays, microbatch: Arrays) -> Any:
-        """What the stage computes, as the user's function returns it."""
+    @property
+    def received(self) -> list[Struct]:
+        """The types of what it gets: the whole batch, or a microbatch from the stage before."""
         if self.batch is not None:
-            parts = [self._part(x, microbatch[0]) for x in received]
-            return module(self.batch.outline.fill(parts))
+            return list(self.batch.structs)
         assert self.before is not None
-        return module(self.before.outline.fill(received))
+        return list(self.before.received)
 
-    def loss_of(self, prediction: Any, targets: Arrays, microbatch: Arrays) -> Any:
-        assert self.targets is not None and self.loss is not None
-        parts = [self._part(y, microbatch[0]) for y in targets]
-        return self.loss(prediction, self.targets.outline.fill(parts))
+    @property
+    def arguments(self) -> tuple[list[Struct], list[Struct], list[Struct], list[Struct]]:
+        """The types of the arguments of `compute`."""
+        targets = list(self.targets.structs) if self.targets else []
+        return list(self.module.structs), self.received, targets, self.microbatch
+
+    def compute(
+        self, module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays
+    ) -> tuple[Arrays, Split]:
+        """The arrays that the user's function returns, or the last stage's loss, and the tree that
+        they are in.
+        """
+        fun: Any = self.module.outline.fill(module)
+        if self.batch is not None:
+            made = fun(self.batch.outline.fill(self._parts(received, microbatch)))
+        else:
+            assert self.before is not None
+            made = fun(self.before.outline.fill(received))
+        if self.loss is not None:
+            assert self.targets is not None
+            made = self.loss(made, self.targets.outline.fill(self._parts(targets, microbatch)))
+        return outlined(made)
+
+    def _parts(self, arrays: Arrays, microbatch: Arrays) -> Arrays:
+        return [self._part(x, microbatch[0]) for x in arrays]
 
     def _part(self, x: Any, index: Any) -> Any:
         """A microbatch: every n-th row, so that devices that hold a part of the rows find all of
@@ -115,42 +151,17 @@ def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -
 
 
 def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
-    """The arrays that a stage returns, and the tree that they are in."""
+    """What a stage computes, as shapes."""
     outlines: list[Split] = []
 
-    def result(module: Arrays, received: Arrays, microbatch: Arrays) -> Arrays:
-        tree = stage.apply(stage.module.outline.fill(module), received, microbatch)
-        arrays, outline = outlined(tree)
+    def result(*args: Arrays) -> Arrays:
+        arrays, outline = stage.compute(*args)
         outlines[:] = [outline]
         return [jnp.asarray(x) for x in arrays]
 
     with jax.set_mesh(stage.mesh):
-        structs = jax.eval_shape(
-            result, list(stage.module.structs), received(stage), stage.microbatch
-        )
+        structs = jax.eval_shape(result, *stage.arguments)
     return structs, outlines[0]
-
-
-def shape_of_loss(stage: Stage) -> Any:
-    """The shapes of what the loss of the last stage returns."""
-    assert stage.targets is not None
-    targets = list(stage.targets.structs)
-
-    def result(module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays) -> Any:
-        prediction = stage.apply(stage.module.outline.fill(module), received, microbatch)
-        return outlined(stage.loss_of(prediction, targets, microbatch))[0]
-
-    with jax.set_mesh(stage.mesh):
-        module = list(stage.module.structs)
-        return jax.eval_shape(result, module, received(stage), targets, stage.microbatch)
-
-
-def received(stage: Stage) -> list[Struct]:
-    """The types of what a stage gets: the whole batch, or a microbatch from the stage before."""
-    if stage.batch is not None:
-        return list(stage.batch.structs)
-    assert stage.before is not None
-    return list(stage.before.received)
 
 
 def boundary(

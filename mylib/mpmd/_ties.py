@@ -1,14 +1,15 @@
 """Parameters that are in several stages."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from .._compat import jit
 from .._errors import Fault, PlacementError, because
 from ._modules import Module
-from ._stage import Struct, is_floating
+from ._stage import Stage, Struct, is_floating
 
 Where = Callable[[Sequence[Any]], Any]
 # A stage, and the number of one of its arrays.
@@ -56,10 +57,10 @@ def _tie_faults(
         return modules[place[0]].form.structs[place[1]]
 
     request = "one parameter in two places"
-    mend = "give two functions of the stages, whose arrays have equal shapes and dtypes"
+    fix = "give two functions of the stages, whose arrays have equal shapes and dtypes"
     if len(one) != len(other) or not one:
         reason = f"the first function takes {len(one)} arrays, and the second {len(other)}"
-        yield replace(because(reason, mend, request), path=name)
+        yield because(reason, fix, request, name)
         return
     for x, y in zip(one, other, strict=True):
         a, b = struct(x), struct(y)
@@ -67,11 +68,11 @@ def _tie_faults(
             reason = (
                 f"stages[{x[0]}] has {a.dtype}{a.shape}, and stages[{y[0]}] has {b.dtype}{b.shape}"
             )
-            yield replace(because(reason, mend, request), path=name)
+            yield because(reason, fix, request, name)
         if x == y:
-            yield replace(because("both are the same array", mend, request), path=name)
+            yield because("both are the same array", fix, request, name)
         if not is_floating(a):
-            yield replace(because("integers have no gradient", mend, request), path=name)
+            yield because("integers have no gradient", fix, request, name)
 
 
 def _join(groups: list[list[Place]], places: Sequence[Place]) -> None:
@@ -79,3 +80,24 @@ def _join(groups: list[list[Place]], places: Sequence[Place]) -> None:
     touched = [group for group in groups if not set(places).isdisjoint(group)]
     joined = list(dict.fromkeys([*(x for group in touched for x in group), *places]))
     groups[:] = [group for group in groups if group not in touched] + [joined]
+
+
+@dataclass(frozen=True, eq=False)
+class Tie:
+    """Places that hold one parameter. Its gradient is the sum of theirs."""
+
+    places: list[Place]
+    structs: list[Struct]
+    # Adds them on the mesh of the first place; None in processes without its devices.
+    add: Any
+
+    @classmethod
+    def of(cls, places: list[Place], stages: Sequence[Stage]) -> "Tie":
+        structs = [stages[s].module.structs[i] for s, i in places]
+        first = structs[0]
+        given = [Struct(first.shape, first.dtype, sharding=first.sharding) for _ in places]
+        add = None
+        if stages[places[0][0]].is_here:
+            program = jit(lambda *grads: sum(grads[1:], grads[0]), out_shardings=first.sharding)
+            add = program.lower(*given).compile()
+        return cls(places, structs, add)

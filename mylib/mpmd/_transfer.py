@@ -1,4 +1,4 @@
-"""Arrays that are on other processes: sending them, fetching them, and knowing them."""
+"""Meshes that share no devices, and arrays on them: sending them, fetching them, knowing them."""
 
 import functools
 from contextlib import nullcontext
@@ -9,13 +9,57 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._links import explained_errors, is_handle, open_links, transport as transport_for
+from .._links import (
+    explained_errors,
+    get_ready,
+    is_handle,
+    open_links,
+    transport as transport_for,
+)
 from .._placement import AnyMesh, Placement
 from .._processes import everybody, owners
 from .._transfer import transfer as move_between
-from .._tree import Kind, is_of_keys, split
+from .._tree import Kind, is_of_keys, split as split_tree
 
 T = TypeVar("T")
+
+
+def split(mesh: Mesh, axis_name: str, /) -> list[Mesh]:
+    """Cuts a mesh along one of its axes into meshes that share no devices.
+
+    **Arguments:**
+
+    - `mesh`: the mesh.
+    - `axis_name`: the axis, whose size is the number of meshes.
+
+    **Returns:**
+
+    A list of meshes with the other axes, and at least one axis: a mesh with a single axis is cut
+    into meshes of one device, with that axis of size 1.
+
+    **Raises:**
+
+    `ValueError` if the mesh has no such axis.
+
+    !!! Example
+
+        ```python
+        first, second = mylib.mpmd.split(mylib.make_mesh(stage=2, data=4), "stage")
+        ```
+    """
+    if axis_name not in mesh.axis_names:
+        known = ", ".join(map(repr, mesh.axis_names))
+        raise ValueError(f"the mesh has no axis {axis_name!r} to split along: its axes are {known}")
+    get_ready(mesh.devices.flat)
+    position = mesh.axis_names.index(axis_name)
+    alone = len(mesh.axis_names) == 1
+    kept = [i for i in range(len(mesh.axis_names)) if alone or i != position]
+    names = tuple(mesh.axis_names[i] for i in kept)
+    types = tuple(mesh.axis_types[i] for i in kept)
+    return [
+        Mesh(np.take(mesh.devices, [i] if alone else i, position), names, axis_types=types)
+        for i in range(mesh.devices.shape[position])
+    ]
 
 
 def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
@@ -91,7 +135,7 @@ def fetch(tree: T, /) -> T:
         print(mylib.mpmd.fetch(loss))
         ```
     """
-    leaves = split(tree)
+    leaves = split_tree(tree)
     sent = [i for i, x in enumerate(leaves.arrays) if _must_travel(leaves.kinds[i], x)]
     arrays = list(leaves.arrays)
     everywhere = move_between([arrays[i] for i in sent], _one_device_each()) if sent else []

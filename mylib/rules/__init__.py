@@ -3,7 +3,9 @@
 from .._placement import PASS as PASS
 from ._axes import by_axes as by_axes
 from ._like import like as like
+from ._parallel import tensor_parallel as tensor_parallel
 from ._path import by_path as by_path
+from ._present import where_present as where_present
 from ._rule import Rule as Rule, as_rule as as_rule
 from ._simple import (
     batch as batch,
@@ -21,5 +23,7 @@ __all__ = [
     "fsdp",
     "like",
     "replicated",
+    "tensor_parallel",
     "where_even",
+    "where_present",
 ]

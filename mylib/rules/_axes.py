@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from .._errors import Fault, because
 from .._placement import PASS, axis_names
 from .._tree import Leaf, Pattern, joined, name_dimensions
-from ._rule import Axes, Rule, trimmed
+from ._rule import Axes, Rule, makes_rules, trimmed
 
 ClassNames = Mapping[type, Mapping[str, str]]
 Names = tuple[str | None, ...]
@@ -47,6 +47,7 @@ EQUINOX_NAMES: ClassNames = {
 """Dimension names for `eqx.nn`'s layers, whose annotations have none."""
 
 
+@makes_rules("by_axes({'heads': 'model'})")
 def by_axes(axes: Mapping[str, Axes | None], *, names: ClassNames | None = None) -> Rule:
     """Chooses placements by the dimension names in jaxtyping annotations.
 
@@ -233,6 +234,18 @@ def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
     entry = entry or next(_EQUINOX.fitting(leaf), None)
     fit = None if entry is None else name_dimensions(entry.names, leaf.ndim)
     return None if fit is None else fit[1]
+
+
+def namings(leaf: Leaf) -> Iterator[Names]:
+    """The names of a leaf's dimensions: by its annotation, and by each of Equinox's layers that it
+    is in, the outermost first.
+    """
+    if leaf.axes is not None:
+        yield leaf.axes
+    for entry in _EQUINOX.fitting(leaf):
+        fit = name_dimensions(entry.names, leaf.ndim)
+        if fit is not None:
+            yield fit[1]
 
 
 def dimensions_in_front(leaf: Leaf) -> int:

@@ -13,11 +13,12 @@ from .._compat import sharding_under
 from .._errors import Fault, because
 from .._placement import PASS, Target, sharding_of
 from .._tree import Kind, Leaf, parts_of, spelled, split
-from ._rule import Rule
+from ._rule import Rule, makes_rules
 
 Parts = tuple[str, ...]
 
 
+@makes_rules("like(model)")
 def like(tree: PyTree[Any], /) -> Rule:
     """Places leaves where another tree has leaves with the same path and shape.
 
@@ -37,7 +38,7 @@ def like(tree: PyTree[Any], /) -> Rule:
 
     **Raises:**
 
-    `ValueError` if no array of the tree has a sharding; `TypeError` if it is used as a rule itself.
+    `ValueError` if no array of the tree has a sharding.
 
     !!! Example
 
@@ -52,8 +53,6 @@ def like(tree: PyTree[Any], /) -> Rule:
         )
         ```
     """
-    if isinstance(tree, Leaf):
-        raise TypeError("like: call it with the tree to follow, like(model)")
     leaves = split(tree)
     targets: dict[tuple[Parts, tuple[int, ...]], Target] = {}
     for path, x, kind in zip(leaves.paths, leaves.arrays, leaves.kinds, strict=True):
@@ -102,8 +101,8 @@ class Like(Rule):
         if known or all(leaf.ndim == 0 for leaf in leaves):
             return []
         reason = f"no path of the {len(leaves)} leaves is, or ends like, a path of that tree"
-        mend = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"
-        return [because(reason, mend, repr(self))]
+        fix = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"
+        return [because(reason, fix, repr(self))]
 
     def _find(self, leaf: Leaf) -> Parts | None:
         return next((end for end in _ends(leaf) if (end, leaf.shape) in self.targets), None)

@@ -11,9 +11,10 @@ from jax.sharding import PartitionSpec
 from .._errors import Fault, because
 from .._placement import PASS, Placement, entries_of, is_rule, with_entries
 from .._tree import Leaf, Pattern, joined, name_of, spelled
-from ._rule import Rule, as_rule, leaves_by_rule, trimmed
+from ._rule import Rule, as_rule, leaves_by_rule, makes_rules, trimmed
 
 
+@makes_rules("by_path({'weight': P('data')})")
 def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule:
     """Chooses placements by the paths of the leaves.
 
@@ -182,12 +183,12 @@ def _unused(
 ) -> Iterator[Fault]:
     request = f"by_path: {pattern.text!r}"
     if not matched:
-        mend = _suggestion(pattern, leaves)
-        if any(map(_is_in_a_state, leaves)):
-            mend += " If it is for a weight without a state, place the state along with its model"
+        fix = suggestion(pattern, leaves)
+        if any(map(is_in_a_state, leaves)):
+            fix += " If it is for a weight without a state, place the state along with its model"
         reason = f"the pattern matches none of the {len(leaves)} leaves"
-        yield because(reason, mend, request)
-    elif all(_is_too_long(value, leaf) and not _is_in_a_state(leaf) for leaf in matched):
+        yield because(reason, fix, request)
+    elif all(_is_too_long(value, leaf) and not is_in_a_state(leaf) for leaf in matched):
         longest = max(matched, key=lambda leaf: leaf.ndim)
         yield Fault(
             name_of(longest.path),
@@ -199,14 +200,15 @@ def _unused(
         )
 
 
-def _is_in_a_state(leaf: Leaf) -> bool:
+def is_in_a_state(leaf: Leaf) -> bool:
     """Whether the leaf is in an optimiser state (a named tuple in optax), where moments may be
     factored, and weights may be missing.
     """
     return any(issubclass(owner, tuple) for owner, _ in leaf.owners)
 
 
-def _suggestion(pattern: Pattern, leaves: Sequence[Leaf]) -> str:
+def suggestion(pattern: Pattern, leaves: Sequence[Leaf]) -> str:
+    """What may have been meant by a pattern that matches nothing."""
     count = len(pattern.parts)
     # The intended pattern may match the middle of a path: maps each piece of a path with the length
     # of `pattern` to the pattern that continues from there.

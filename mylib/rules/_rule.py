@@ -1,10 +1,11 @@
 """The base class of rules: how they explain their results, and how they combine."""
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ParamSpec
 
 from jax.sharding import PartitionSpec
 
@@ -21,8 +22,26 @@ from .._placement import (
 )
 from .._tree import Leaf, name_of
 
+P = ParamSpec("P")
 AnyRule = Callable[[Leaf], Any]
 Axes = str | tuple[str, ...]
+
+
+def makes_rules(example: str) -> Callable[[Callable[P, "Rule"]], Callable[P, "Rule"]]:
+    """For functions that make rules. One that is passed as a rule, without having been called,
+    raises an error with an example.
+    """
+
+    def decorate(make: Callable[P, "Rule"]) -> Callable[P, "Rule"]:
+        @functools.wraps(make)
+        def made(*args: P.args, **kwargs: P.kwargs) -> "Rule":
+            if args and isinstance(args[0], Leaf):
+                raise TypeError(f"{make.__name__} makes a rule, and is not one: write {example}")
+            return make(*args, **kwargs)
+
+        return made
+
+    return decorate
 
 
 class Rule:

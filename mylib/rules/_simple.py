@@ -12,11 +12,22 @@ from .._errors import Fault
 from .._placement import AnyMesh, axis_names, entries_of, is_rule, unfit_spec, with_entries
 from .._tree import Leaf
 from ._axes import dimensions_in_front
-from ._rule import AnyRule, Axes, Rule, as_rule, free_dimensions, trimmed, used_axes, with_entry
+from ._rule import (
+    AnyRule,
+    Axes,
+    Rule,
+    as_rule,
+    free_dimensions,
+    makes_rules,
+    trimmed,
+    used_axes,
+    with_entry,
+)
 
 _WHOLE = PartitionSpec()
 
 
+@makes_rules("replicated()")
 def replicated() -> Rule:
     """Copies every leaf to every device of the mesh.
 
@@ -45,6 +56,7 @@ class Replicated(Rule):
         return "replicated()"
 
 
+@makes_rules("batch('data')")
 def batch(axis: Axes) -> Rule:
     """Splits the first dimension of every leaf over a mesh axis; leaves of rank 0 are copied.
 
@@ -66,7 +78,7 @@ def batch(axis: Axes) -> Rule:
         examples = mylib.filter_shard(examples, mylib.rules.batch("data"), mesh=mesh)
         ```
     """
-    return Batch(_checked("batch", axis))
+    return Batch(checked_axis("batch", axis))
 
 
 @dataclass(frozen=True, repr=False)
@@ -83,6 +95,7 @@ class Batch(Rule):
         return f"batch({self.axis!r})"
 
 
+@makes_rules("fsdp('data')")
 def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] = ()) -> Rule:
     """Shards the largest dimension that the axis divides; of equal ones, the first. To gather the
     layers of a model sharded this way, use [`mylib.fully_shard`][].
@@ -126,7 +139,7 @@ def fsdp(axis: Axes, *, min_size: int = 2**12, stacked: type | tuple[type, ...] 
     classes = stacked if isinstance(stacked, tuple) else (stacked,)
     if not all(isinstance(cls, type) for cls in classes):
         raise TypeError(f"fsdp: stacked={stacked!r} is not a class, nor a tuple of classes")
-    return Fsdp(_checked("fsdp", axis), min_size, classes)
+    return Fsdp(checked_axis("fsdp", axis), min_size, classes)
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,6 +202,7 @@ class Fsdp(Rule):
         return f"fsdp({self.axis!r}{min_size}{stacked})"
 
 
+@makes_rules("where_even(P('data'))")
 def where_even(rule: AnyRule | PartitionSpec | NamedSharding | Format) -> Rule:
     """Another rule, but dimensions that the mesh axes don't divide stay whole instead of raising an
     error.
@@ -273,11 +287,11 @@ class WhereEven(Rule):
         return f"where_even({self.rule!r})"
 
 
-def _checked(name: str, axis: Any) -> Axes:
+def checked_axis(name: str, axis: Any) -> Axes:
+    """The mesh axes that a rule of this name was given."""
     names = axis_names(axis)
-    if isinstance(axis, Leaf) or not names or not all(isinstance(n, str) for n in names):
-        mend = f"call it: {name}('data')" if isinstance(axis, Leaf) else "write a name, or several"
-        raise TypeError(f"{name}: {axis!r} is not a mesh axis; {mend}")
+    if not names or not all(isinstance(n, str) for n in names):
+        raise TypeError(f"{name}: {axis!r} is not a mesh axis; write a name, or several")
     return tuple(axis) if isinstance(axis, list) else axis
 
 

@@ -67,12 +67,12 @@ def assert_placed(
     if mesh is None and world.mesh.empty and world.devices is None:
         mesh = _mesh_of(leaves, world)
     targets = resolve_leaves(leaves, placement, mesh, world)
-    wanted = [i for i, target in enumerate(targets) if target is not None]
-    on_devices = [i for i in wanted if leaves.kinds[i] is Kind.DEVICE]
+    placed = [i for i, target in enumerate(targets) if target is not None]
+    on_devices = [i for i in placed if leaves.kinds[i] is Kind.DEVICE]
     away = not_there(leaves.arrays, leaves.kinds, targets, on_devices)
-    traced = [i for i in wanted if leaves.kinds[i] is Kind.TRACED]
+    traced = [i for i in placed if leaves.kinds[i] is Kind.TRACED]
     there = {i for i in traced if _traced_is_there(leaves.arrays[i], targets[i], world)}
-    wrong = [i for i in wanted if i in away or (i not in on_devices and i not in there)]
+    wrong = [i for i in placed if i in away or (i not in on_devices and i not in there)]
     if wrong:
         alike: dict[tuple[str, ...], list[str]] = {}
         for i in wrong:
@@ -95,26 +95,26 @@ def _known_sharding(x: Any, world: World) -> Sharding | None:
     if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
     if world.staged:
-        here = jax.typeof(x).sharding
-        return here if here.mesh.are_all_axes_explicit else None
-    here = sharding_under(x)
-    return here if isinstance(here, Sharding) else None
+        sharding = jax.typeof(x).sharding
+        return sharding if sharding.mesh.are_all_axes_explicit else None
+    sharding = sharding_under(x)
+    return sharding if isinstance(sharding, Sharding) else None
 
 
 def _traced_is_there(x: Any, target: Target | None, world: World) -> bool:
-    here, wanted = _known_sharding(x, world), None if target is None else sharding_of(target)
-    if here is None or wanted is None:
+    sharding, expected = _known_sharding(x, world), None if target is None else sharding_of(target)
+    if sharding is None or expected is None:
         return False
     if not world.staged:
-        return same_place(here, wanted, x.ndim)
-    if not (isinstance(here, NamedSharding) and isinstance(wanted, NamedSharding)):
+        return same_place(sharding, expected, x.ndim)
+    if not (isinstance(sharding, NamedSharding) and isinstance(expected, NamedSharding)):
         return False
-    mesh = mesh_in_force(wanted.mesh, world)
+    mesh = mesh_in_force(expected.mesh, world)
     return (
-        same_axes(mesh, here.mesh)
-        and mesh.axis_types == here.mesh.axis_types
-        and same_type(here, wanted.update(mesh=here.mesh), x.ndim)
-        and jax.typeof(x).memory_space == memory_space(wanted)
+        same_axes(mesh, sharding.mesh)
+        and mesh.axis_types == sharding.mesh.axis_types
+        and same_type(sharding, expected.update(mesh=sharding.mesh), x.ndim)
+        and jax.typeof(x).memory_space == memory_space(expected)
     )
 
 
@@ -123,9 +123,9 @@ def _shown_location(x: Any, world: World) -> str:
         case np.ndarray() | np.generic():
             return "no device: it is a NumPy array"
         case Tracer():
-            known = _known_sharding(x, world)
+            sharding = _known_sharding(x, world)
             advice = "check the results of the function"
-            return f"unknown: it is traced; {advice}" if known is None else str(known)
+            return f"unknown: it is traced; {advice}" if sharding is None else str(sharding)
         case jax.ShapeDtypeStruct():
             return "no device: it has no values"
         case _:

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from .._text import counted
 from ._coverage import Coverage
 from ._group import Guard
 from ._names import name_in_processes
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
 from ._reruns import Reruns
-from ._topology import Topology, TopologyRequest, Unavailable, counted
+from ._topology import Topology, TopologyRequest, Unavailable
 
 # The number of pools kept warm. An accelerator has memory for one.
 _POOLS = {"cpu": 2}
@@ -27,37 +28,12 @@ _ATTEMPTS = 2
 
 # Options for selecting and showing tests, which don't change how a test runs.
 _OWN_OPTIONS = {
-    "basetemp",
-    "cacheclear",
-    "cacheshow",
-    "capture",
-    "collectonly",
-    "deselect",
-    "dist",
-    "failedfirst",
-    "file_or_dir",
-    "inifilename",
-    "keyword",
-    "lf",
-    "log_file",
-    "looponfail",
-    "markexpr",
-    "maxfail",
-    "maxprocesses",
-    "newfirst",
-    "numprocesses",
-    "override_ini",
-    "plugins",
-    "rootdir",
-    "setuponly",
-    "setupplan",
-    "setupshow",
-    "stepwise",
-    "stepwise_skip",
-    "trace",
-    "usepdb",
-    "xmlpath",
-}
+    "basetemp", "cacheclear", "cacheshow", "capture", "collectonly", "deselect", "dist",
+    "failedfirst", "file_or_dir", "inifilename", "keyword", "lf", "log_file", "looponfail",
+    "markexpr", "maxfail", "maxprocesses", "newfirst", "numprocesses", "override_ini", "plugins",
+    "rootdir", "setuponly", "setupplan", "setupshow", "stepwise", "stepwise_skip", "trace",
+    "usepdb", "xmlpath",
+}  # fmt: skip
 
 _given = pytest.StashKey[TopologyRequest]()
 _limit = pytest.StashKey[float]()
@@ -89,7 +65,7 @@ class Controller:
         while True:
             hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
             try:
-                reports, final = self._run(item, nextitem, anew=again is not None)
+                reports, final = self._run_test(item, nextitem, anew=again is not None)
                 again = reruns.again(reports, final)
             except BaseException:
                 # Ctrl-C, or any other end of pytest.
@@ -110,7 +86,7 @@ class Controller:
         item.stash[_limit] = settings.timeout
         return True
 
-    def _run(
+    def _run_test(
         self, item: pytest.Item, nextitem: pytest.Item | None, *, anew: bool
     ) -> tuple[list[pytest.TestReport], bool]:
         """The reports of a test, and whether it has failed for good. `anew`: use new processes, not
@@ -120,7 +96,7 @@ class Controller:
         request = given_to(item)
         try:
             topology = request.topology(platform_of(self._config))
-            pool = self._pool(topology, fresh=request.fresh or anew)
+            pool = self._pool(topology, item if request.fresh else None, anew=anew)
         except Unavailable as reason:
             path, line, _ = item.location
             skip = (path, line or 0, f"Skipped: {reason}")
@@ -152,8 +128,8 @@ class Controller:
         return reports, result.by_time[0].final
 
     def _timeout(self, item: pytest.Item, request: TopologyRequest) -> float:
-        own = request.timeout or item.stash.get(_limit, None)
-        return own or float(self._config.getini("multihost_timeout"))
+        limit = request.timeout or item.stash.get(_limit, None)
+        return limit or float(self._config.getini("multihost_timeout"))
 
     def _following(
         self, item: pytest.Item, topology: Topology, nextitem: pytest.Item | None
@@ -177,14 +153,15 @@ class Controller:
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def _pool(self, topology: Topology, *, fresh: bool) -> Pool:
+    def _pool(self, topology: Topology, only: pytest.Item | None, *, anew: bool) -> Pool:
+        """Processes for all tests of a topology; new ones for `only` one of them."""
         pool = self._pools.pop(topology, None)
-        if pool is not None and fresh:
+        if pool is not None and (only or anew):
             pool.close()
             pool = None
         if pool is None:
             self._make_room(topology.platform)
-            pool = self._start(topology)
+            pool = self._start(topology, only)
         self._pools[topology] = pool
         return pool
 
@@ -193,7 +170,7 @@ class Controller:
             oldest = next(iter(self._pools))
             self._pools.pop(oldest).close()
 
-    def _start(self, topology: Topology) -> Pool:
+    def _start(self, topology: Topology, only: pytest.Item | None) -> Pool:
         refused = self._refused.setdefault(topology, [])
         if len(refused) >= _ATTEMPTS:
             raise NotStarted(
@@ -203,7 +180,8 @@ class Controller:
         self._guard = self._guard or Guard()
         self._coverage = self._coverage or Coverage(self._config, self._guard)
         try:
-            pool = Pool(topology, self._session(topology, self._coverage), self._guard)
+            tests = [only] if only else [x for x in self._items if self._asks_for(x, topology)]
+            pool = Pool(topology, self._session(tests, self._coverage), self._guard)
         except NotStarted as reason:
             refused.append(str(reason))
             raise
@@ -211,9 +189,9 @@ class Controller:
         self._starting += time.monotonic() - before
         return pool
 
-    def _session(self, topology: Topology, coverage: Coverage) -> Session:
+    def _session(self, tests: list[pytest.Item], coverage: Coverage) -> Session:
         config, option = self._config, self._config.option
-        files = [item.path for item in self._items if self._asks_for(item, topology)]
+        files = [item.path for item in tests]
         # No terminal output. Output goes straight to files, or the last output of a crash would be
         # lost. The options of addopts are applied here, or are passed on below.
         arguments = [*map(str, dict.fromkeys(files)), "-p", "no:terminal", "--capture=no"]
@@ -262,8 +240,8 @@ class Controller:
 
     def _pass_on(self, result: Result) -> None:
         """Passes on warnings, each once for all processes, and requests to stop."""
-        given = [json.dumps(warning) for o in result.outcomes for warning in o.warnings]
-        for warning in map(json.loads, dict.fromkeys(given)):
+        texts = [json.dumps(warning) for o in result.outcomes for warning in o.warnings]
+        for warning in map(json.loads, dict.fromkeys(texts)):
             self._config.hook.pytest_warning_recorded.call_historic(
                 kwargs={
                     "warning_message": _as_warning(warning),
@@ -347,14 +325,14 @@ def mark(items: Sequence[pytest.Item]) -> None:
 def _request_of(item: pytest.Item) -> TopologyRequest:
     """For each argument the mark nearest to the test wins."""
     names = [field.name for field in dataclasses.fields(TopologyRequest)]
-    given: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for node in item.listchain():
         # The marks of the function, then those of its parameters.
         for mark in node.own_markers:
             if mark.name == "multihost":
-                given.update(zip(names, mark.args, strict=False))
-                given.update(mark.kwargs)
-    return TopologyRequest(**given)
+                arguments.update(zip(names, mark.args, strict=False))
+                arguments.update(mark.kwargs)
+    return TopologyRequest(**arguments)
 
 
 def is_marked(item: pytest.Item) -> bool:
@@ -389,11 +367,11 @@ def _set_up_only(
 def _as_warning(fields: dict[str, Any]) -> warnings.WarningMessage:
     category: Any = UserWarning
     try:
-        found = getattr(importlib.import_module(fields["module"]), fields["category"], None)
+        named = getattr(importlib.import_module(fields["module"]), fields["category"], None)
     except ImportError:
-        found = None
-    if isinstance(found, type) and issubclass(found, Warning):
-        category = found
+        named = None
+    if isinstance(named, type) and issubclass(named, Warning):
+        category = named
     try:
         message = category(fields["text"])
     except TypeError:

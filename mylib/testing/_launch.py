@@ -75,19 +75,19 @@ def main(arguments: Sequence[str]) -> int:
     rest = argparse.REMAINDER
     parser.add_argument("-m", dest="module", nargs=rest, help="a module to run, and its arguments")
     parser.add_argument("script", nargs=rest, help="or a script, and its arguments")
-    given = parser.parse_args(arguments)
-    script = given.script[1:] if given.script[:1] == ["--"] else given.script
-    command = ["-m", *given.module] if given.module else script
+    options = parser.parse_args(arguments)
+    script = options.script[1:] if options.script[:1] == ["--"] else options.script
+    command = ["-m", *options.module] if options.module else script
     if not command:
         parser.error("name a script, or a module after -m")
-    devices = given.devices_per_process
-    if devices is None and given.platform == "cpu":
+    devices = options.devices_per_process
+    if devices is None and options.platform == "cpu":
         devices = 1
-    if given.engine:
-        print(_ENGINES[given.engine](command, given.processes, devices, given.platform))
+    if options.engine:
+        print(_ENGINES[options.engine](command, options.processes, devices, options.platform))
         return 0
     try:
-        topology = TopologyRequest(given.processes, devices).topology(given.platform)
+        topology = TopologyRequest(options.processes, devices).topology(options.platform)
     except (ValueError, Unavailable) as error:
         parser.error(str(error))
     return _launch(command, topology)
@@ -129,7 +129,7 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
             lambda index: [sys.executable, "-c", _RUN, *command],
             lambda index: _joining(group, index),
         )
-        with contextlib.closing(_Watch(group)) as watch:
+        with contextlib.closing(_Follower(group)) as watch:
             return watch.follow()
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -150,7 +150,7 @@ def _joining(group: Group, index: int) -> dict[str, str]:
     }
 
 
-class _Watch:
+class _Follower:
     """Shows the output of processes until all have ended or must be stopped."""
 
     def __init__(self, group: Group) -> None:

@@ -96,18 +96,18 @@ class Member:
 
     def _why_not(self, item: pytest.Item) -> str | None:
         """The reason why these processes can't run a test."""
-        given = given_to(item)
+        request = given_to(item)
         asked = {
-            "processes": (given.processes, self._count),
-            "devices a process": (given.devices_per_process, jax.local_device_count()),
+            "processes": (request.processes, self._count),
+            "devices a process": (request.devices_per_process, jax.local_device_count()),
         }
-        for what, (wanted, there) in asked.items():
-            if wanted not in (None, there):
-                return f"needs {wanted} {what}, this job has {there}"
+        for what, (needed, there) in asked.items():
+            if needed not in (None, there):
+                return f"needs {needed} {what}, this job has {there}"
         on = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
-        if given.platform not in (None, on):
-            return f"is for {given.platform}, this job is on {on}"
-        if given.fresh or given.env:
+        if request.platform not in (None, on):
+            return f"is for {request.platform}, this job is on {on}"
+        if request.fresh or request.env:
             return "needs processes of its own, but these were started by the cluster"
         return None
 

@@ -163,7 +163,7 @@ class Pool:
         `talk` serves a debugger in a process: it shows a text, or reads a line.
         """
         self._tests += 1
-        run = _Run(self, timeout, grace, talk)
+        run = _RunningTest(self, timeout, grace, talk)
         for index in range(self.topology.processes):
             message = {"do": "test", "test": test, "following": following, "number": self._tests}
             if not self.tell(index, message):
@@ -171,7 +171,7 @@ class Pool:
         run.follow()
         return self._judge(run)
 
-    def _judge(self, run: "_Run") -> Result:
+    def _judge(self, run: "_RunningTest") -> Result:
         unfinished = [o for o in run.outcomes if not o.finished and o.status is None]
         timed_out = bool(unfinished) and all(o.failed_at is None for o in run.outcomes)
         self._look_at(unfinished)
@@ -293,7 +293,7 @@ class Pool:
         return "\n".join(parts)
 
 
-class _Run:
+class _RunningTest:
     """One test while it runs."""
 
     def __init__(

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from .._processes import named
+from .._text import counted
 from ._pool import Outcome, Result, named_status
 
 # Phases of plugins come between them.
@@ -307,7 +308,7 @@ def _count_subtests(reports: Sequence[pytest.TestReport]) -> None:
     for report in reports:
         if failed and report.when == "call" and report.passed and not hasattr(report, "context"):
             report.outcome = "failed"
-            report.longrepr = f"contains {failed} failed subtest{'s' * (failed > 1)}"
+            report.longrepr = f"contains {counted(failed, 'failed subtest')}"
 
 
 def _expects_everything(mark: pytest.Mark) -> bool:

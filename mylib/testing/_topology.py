@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .._text import counted
+
 PLATFORMS = ("cpu", "cuda", "tpu")
 HOST = "127.0.0.1"
 _OF_THIS_SESSION = ("PYTEST_ADDOPTS", "PYTEST_CURRENT_TEST", "PYTEST_XDIST_WORKER")
@@ -76,10 +78,10 @@ class TopologyRequest:
                 f"for {platform} this machine has {there}"
             )
         if platform == "tpu" and (processes, devices) not in _TPU_BOUNDS:
-            known = ", ".join(f"{n} x {k}" for n, k in _TPU_BOUNDS)
+            topologies = ", ".join(f"{n} x {k}" for n, k in _TPU_BOUNDS)
             raise Unavailable(
                 f"no layout is known for {processes} x {devices} TPU chips on one host, "
-                f"processes x chips: {known}"
+                f"processes x chips: {topologies}"
             )
         return Topology(processes, devices, platform, env)
 
@@ -128,7 +130,8 @@ def cpu_settings(devices: int) -> dict[str, str]:
         "JAX_NUM_CPU_DEVICES": str(devices),
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         # The number of threads for the simulated devices. With fewer threads than devices JAX 0.10
-        # aborts when programs with collectives follow each other closely.
+        # aborts when programs with collectives follow each other closely (seen with 0.10.2; no
+        # public issue is known).
         "NPROC": str(max(32, 4 * devices)),
     }
 
@@ -186,8 +189,3 @@ def _is_int(x: Any) -> bool:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool)
-
-
-def counted(n: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{n} {noun if n == 1 else plural}"

@@ -127,10 +127,10 @@ class Worker:
             if order["do"] == "step":
                 self.say("step", trouble=self._out_of_step(order["number"], order["timeout"]))
             else:
-                self._run(session, items, order)
+                self._run_ordered(session, items, order)
         return True
 
-    def _run(
+    def _run_ordered(
         self, session: pytest.Session, items: dict[str, pytest.Item], order: dict[str, Any]
     ) -> None:
         self._number, self._test = order["number"], order["test"]
@@ -262,10 +262,10 @@ class Worker:
         # All processes may have changed this setting.
         with jax.disable_jit(False):
             got = np.asarray(multihost_utils.process_allgather(mine))
-        wanted = np.array([[number, index] for index in range(self._processes)])
-        if np.array_equal(got, wanted):
+        expected = np.array([[number, index] for index in range(self._processes)])
+        if np.array_equal(got, expected):
             return None
-        return f"a collective returned {got.tolist()} instead of {wanted.tolist()}"
+        return f"a collective returned {got.tolist()} instead of {expected.tolist()}"
 
     def leave(self) -> None:
         """Disconnects from the other processes, if connected."""

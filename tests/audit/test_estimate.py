@@ -12,7 +12,7 @@ from mylib import machines
 from mylib._audit.links import Message
 from mylib._audit.moments import Begin, End
 from mylib._audit.roofline import estimate
-from mylib._audit.work import Loop, Operation
+from mylib._audit.work import Loop, Operation, Work
 
 ONE = machines.gpu("h100", devices_per_host=1)
 EIGHT = machines.gpu("h100")
@@ -25,7 +25,7 @@ def work(*operations, unknown=0):
         for dtype, n in products:
             flops[dtype] = flops.get(dtype, 0) + times * n
     traffic = sum(times * size for times, _, size in operations)
-    return mylib.Work(flops, traffic, unknown, tuple(Operation(*one) for one in operations))
+    return Work(flops, traffic, unknown, tuple(Operation(*one) for one in operations))
 
 
 def products(count):
@@ -64,10 +64,10 @@ PRODUCT = Operation(1, products(0.55 * FLOPS), 0)
     ],
 )
 def test_the_schedule_is_played(schedule, expected):
-    found = estimate(mylib.Work({"bfloat16": 1}, 0, 0, schedule), [HALF, HALF], {"data": 8}, EIGHT)
+    found = estimate(Work({"bfloat16": 1}, 0, 0, schedule), [HALF, HALF], {"data": 8}, EIGHT)
     assert found.seconds == pytest.approx(expected, rel=1e-3)
     assert found.parts["communication over data"] == pytest.approx(1.0, rel=1e-3)
-    whole = mylib.Work({}, 0, 0, schedule).operations
+    whole = Work({}, 0, 0, schedule).operations
     products_of_all = sum(one.times for one in whole if one.flops)
     assert found.exposed == pytest.approx(expected - products_of_all, abs=1e-3)
     low, high = found.interval
@@ -99,7 +99,7 @@ def test_kernels_reach_less_than_products():
     half = int(0.5 * chip.flops["bfloat16"])
     steps = tuple(Operation(1, products(half), 0, is_kernel) for is_kernel in (False, True))
     one, kernel = (
-        estimate(mylib.Work({"bfloat16": half}, 0, 0, (step,)), [], {}, machine) for step in steps
+        estimate(Work({"bfloat16": half}, 0, 0, (step,)), [], {}, machine) for step in steps
     )
     assert one.seconds == pytest.approx(0.5 / 0.95) and kernel.seconds == pytest.approx(0.5 / 0.4)
     assert one.interval[0] == kernel.interval[0] == pytest.approx(0.5)

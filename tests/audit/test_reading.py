@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import lapack
 
 import mylib
-from mylib._audit.flow import Value, before
 from mylib._audit.groups import Axes, groups_of, pairs_of
-from mylib._audit.hlo import Module, arrays_of
+from mylib._audit.hlo import HloModule, arrays_of
 from mylib._audit.targets import LOCAL
+from mylib._audit.values import Value, before
 
 
 @pytest.mark.parametrize(
@@ -290,7 +290,7 @@ def test_metadata_of_a_kernel_spans_lines():
     )
     (only,) = mylib.audit(text, mesh=MESH).collectives
     assert (only.kind, only.bytes) == ("all-gather", 256)
-    (kernel,) = [x for x in Module(text).entry.instructions if x.opcode == "custom-call"]
+    (kernel,) = [x for x in HloModule(text).entry.instructions if x.opcode == "custom-call"]
     assert kernel.op_names == ["jit(f)/pallas_call"] and kernel.attribute("backend_config") == "{}"
     with pytest.raises(mylib.AuditError, match="a bracket is not closed: %k = "):
         mylib.audit(text.replace("}}, metadata", ", metadata"), mesh=MESH)
@@ -363,7 +363,7 @@ def test_the_sum_of_a_collective_that_is_started():
     )
     (only,) = mylib.audit(text, mesh=MESH).collectives
     assert (only.kind, only.bytes, only.phase) == ("all-reduce", 32, "backward")
-    sum_ = Module(text).computations["sum"]
+    sum_ = HloModule(text).computations["sum"]
     assert [before(Value(x)) for x in sum_.instructions[:2]] == [None, None]
 
 

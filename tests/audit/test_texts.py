@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 import mylib
 from mylib import contracts
-from mylib._audit.hlo import Module
+from mylib._audit.hlo import HloModule
 from mylib._audit.peak import peak_of
 
 TEXTS = Path(__file__).parent / "texts"
@@ -178,7 +178,7 @@ def test_windowed_einsum():
 def test_what_is_alive_accounts_for_the_peak(name, arguments, peak):
     """The compilers' own counts of the arguments and of the peak, in MiB."""
     text = gzip.decompress((TEXTS / f"{name}.hlo.gz").read_bytes()).decode()
-    found = arguments + peak_of(Module(text)).bytes / MIB
+    found = arguments + peak_of(HloModule(text)).bytes / MIB
     assert abs(found / peak - 1) < 0.05
 
 

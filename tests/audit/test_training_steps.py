@@ -40,7 +40,7 @@ def right_steps():
 
 def wrong_steps():
     for model, strategy, wrong in itertools.product(MODELS, STRATEGIES, SABOTAGES):
-        step = Step(model, strategy, wrong=wrong)
+        step = Step(model, strategy, stacked=model == "tied", wrong=wrong)
         sharded = strategy != "data_parallel" or wrong not in _OF_SHARDED
         if sharded and str(step) not in _FSDP_ANYWAY:
             yield step
@@ -48,11 +48,12 @@ def wrong_steps():
 
 # Every day a few of them.
 EVERYDAY = {
-    "gpt-fsdp-adamw-list", "adapters-data_parallel-adafactor-list",
+    "experts-fsdp-adamw-list", "adapters-fsdp-adamw-list",
     "adapters-fsdp-adamw-list-unsummed", "experts-data_parallel-adamw-list-twice",
     "adapters-hsdp-adamw-list-state", "experts-fsdp-adamw-list-activation",
     "adapters-fsdp-adamw-list-no fully_shard", "adapters-fsdp_tp-adamw-list-weight",
 }  # fmt: skip
+assert {str(step) for step in itertools.chain(right_steps(), wrong_steps())} >= EVERYDAY
 
 
 def some(steps):

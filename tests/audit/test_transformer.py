@@ -16,8 +16,8 @@ import transformer
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._audit import report_of
-from mylib._audit.hlo import Module
+from mylib._audit import Parameter, ProgramMemory, report_of
+from mylib._audit.hlo import HloModule
 from mylib._audit.peak import peak_of
 from mylib.rules import by_path, replicated
 
@@ -90,7 +90,7 @@ def test_texts(key):
     assert_gradients(report, stacked)
     if (held := HELD[key]) is not None:
         within = {"gpu": 0.04, "tpu": 0.3}[compiler]
-        assert abs(peak_of(Module(text)).bytes / MIB / held - 1) < within
+        assert abs(peak_of(HloModule(text)).bytes / MIB / held - 1) < within
 
 
 @pytest.mark.parametrize("layers", ["list", "scan"])
@@ -121,7 +121,7 @@ def read(hlo: str, strategy: transformer.Strategy, stacked: bool) -> mylib.Repor
     assert [p.path for p in report.parameters] == paths
     parameters = map(lambda p, a: dataclasses.replace(p, axes=a), report.parameters, axes)
     parameters = tuple(parameters)
-    loss = mylib.Parameter("[1]", "f32", (), 4, ())
+    loss = Parameter("[1]", "f32", (), 4, ())
     results = [
         dataclasses.replace(p, path=p.path.replace("model", "[0]", 1)) for p in parameters[:-1]
     ]
@@ -172,7 +172,7 @@ def assert_gradients(report: mylib.Report, stacked: bool) -> None:
     assert found == set(paths_of(stacked))
 
 
-def assert_peak(memory: mylib.ProgramMemory) -> None:
+def assert_peak(memory: ProgramMemory) -> None:
     assert memory.peak == memory.total
     # The older compiler for CPUs finds less room to share in a scan, and the list is unknown.
     assert memory.alive or jax.__version_info__ < (0, 12)

@@ -10,6 +10,7 @@ import pytest
 from counted import PROGRAMS, Program
 
 import mylib
+from mylib._audit import Work
 
 CPU = jax.devices()[:1]
 # XLA's CPU compiler multiplies each channel with each in the gradient of a depthwise convolution's
@@ -22,7 +23,7 @@ def work(program: Program, devices=CPU, options=None):
     return mylib.audit(compiled).work, compiled
 
 
-def check(program: Program, found: mylib.Work, slack: float = 1.01):
+def check(program: Program, found: Work, slack: float = 1.01):
     flops = sum(found.flops.values())
     assert flops == sum(one.times * n for one in found.operations for _, n in one.flops)
     assert found.traffic == sum(one.times * one.bytes for one in found.operations)

@@ -1,5 +1,7 @@
 """Batches of several real processes: their shares, what goes wrong, and loaders kept in step."""
 
+import os
+import signal
 import threading
 import time
 
@@ -485,6 +487,30 @@ def test_a_loop_that_one_leaves():
         for _ in range(10):
             next(batches)
     assert not _threads()
+
+
+@pytest.mark.slow
+def test_a_loader_that_is_late_and_one_that_is_interrupted():
+    """A late one is waited for. After an interrupt the others are told, and the next loop works."""
+    mesh, me = _mesh("data across"), jax.process_index()
+
+    def late():
+        for i, batch in enumerate(_source(6)):
+            if me == 1 and i == 2:
+                time.sleep(1.5)
+            yield batch
+
+    assert [int(b["i"]) for b in prefetch(late(), P("data"), mesh=mesh)] == list(range(6))
+    barrier()
+    if me == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    expected = KeyboardInterrupt if me == 1 else RuntimeError
+    with pytest.raises(expected, match=None if me == 1 else "process 1 has left its loop"):
+        for _ in prefetch(_source(10_000), P("data"), mesh=mesh):
+            time.sleep(0.01)
+    assert time.monotonic() - begun < 30
+    assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
 
 
 def test_a_process_that_does_not_come(monkeypatch):

@@ -202,6 +202,7 @@ def test_integers_and_what_is_too_small(batch):
     assert told(mylib.filter_jit(loss), at(P(), model), batch) == []
 
 
+@pytest.mark.slow
 def test_no_tracer_is_kept(batch):
     with jax.checking_leaks():
         told(step_of(loss_of), at(P()), batch)

@@ -54,7 +54,7 @@ def test_once_for_each_class():
     model = [eqx.nn.Linear(16, 16, key=KEY), eqx.nn.Conv1d(8, 8, 1, key=KEY)]
     once = mylib.fully_shard(model, eqx.nn.Linear, KEPT, mesh=AUTO)
     (fault,) = faults_of(once, eqx.nn.Conv1d, KEPT)
-    assert fault.path == "[0]" and "already" in fault.reason and "a tuple" in fault.mend
+    assert fault.path == "[0]" and "already" in fault.reason and "a tuple" in fault.fix
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_methods_that_are_not_there(layers):
     first, second = faults_of([Encoder(), Encoder(), Called()], layers, KEPT)[:2]
     assert (first.path, second.path) == ("[0]", "[1]")
     assert "Encoder has no method __call__" in first.reason
-    assert first.mend.endswith("layers={Encoder: ['encode']}")
+    assert first.fix.endswith("layers={Encoder: ['encode']}")
 
 
 def test_methods_of_subclasses():
@@ -104,7 +104,7 @@ def test_kept_and_used_exchanged():
     model = eqx.nn.Linear(16, 16, key=KEY)
     (fault,) = faults_of(model, eqx.nn.Linear, replicated(), KEPT)
     assert fault.path == ".weight" and "`kept` splits no weight" in fault.reason
-    assert "kept, used" in fault.mend and fault.request.startswith("used=")
+    assert "kept, used" in fault.fix and fault.request.startswith("used=")
     both = fsdp(("data", "model"), min_size=64)
     faults = faults_of(model, eqx.nn.Linear, fsdp("model", min_size=64), both, mesh=GRID)
     assert "'data'" in faults[0].reason
@@ -197,7 +197,7 @@ def test_slices_that_could_be_several():
     with pytest.raises(mylib.PlacementError, match="along several dimensions") as caught:
         run(stack, Bare(P("data"), P("data")), (1, 0), jnp.ones((8, 16)))
     (fault,) = caught.value.faults
-    assert fault.path == "Bare.weight" and fault.shape == (16, 8) and "in_axes=0" in fault.mend
+    assert fault.path == "Bare.weight" and fault.shape == (16, 8) and "in_axes=0" in fault.fix
 
 
 def test_arrays_that_are_no_slices():

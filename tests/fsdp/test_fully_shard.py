@@ -480,7 +480,7 @@ def test_a_stack_split_by_layer_is_refused():
         through(mylib.fully_shard(stack, Bare, fsdp("data"), mesh=AUTO), X)
     (fault,) = caught.value.faults
     assert fault.path == "Bare.weight" and fault.shape == (32, 32)
-    assert "'data' splits them by layer" in fault.reason and "stacked=" in fault.mend
+    assert "'data' splits them by layer" in fault.reason and "stacked=" in fault.fix
     kept = fsdp("data", stacked=Bare)
     assert mylib.resolve(stack, kept, mesh=AUTO).weight.spec == P(None, "data")
     through(mylib.fully_shard(stack, Bare, kept, mesh=AUTO), X)
@@ -490,7 +490,7 @@ def test_layers_that_are_not_there():
     with pytest.raises(mylib.PlacementError, match="no Module of the model matches") as caught:
         sharded(layers=(Layer, eqx.nn.Conv2d))
     (fault,) = caught.value.faults
-    assert "Conv2d" in fault.request and "Net, Layer, Linear" in fault.mend
+    assert "Conv2d" in fault.request and "Net, Layer, Linear" in fault.fix
     with pytest.raises(mylib.PlacementError, match="no Module of the model matches"):
         sharded(layers=lambda module, path: False)
     with pytest.raises(mylib.PlacementError) as caught:

@@ -78,13 +78,22 @@ def gradients(value, layers, x, mesh, kept=KEPT, used=None, layer=Layer, **optio
     return found, eqx.filter_jit(eqx.filter_value_and_grad(value))(layers, x)
 
 
-@pytest.mark.parametrize("prefetch", [1, 2, 9])
-@pytest.mark.parametrize("value", [value_of, value_by_example])
-@pytest.mark.parametrize("mesh", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    "mesh, value, prefetch",
+    [  # every pair
+        pytest.param(AUTO, value_of, 1, id="auto-1"),
+        pytest.param(EXPLICIT, value_by_example, 1, id="explicit-examples-1"),
+        pytest.param(EXPLICIT, value_of, 2, id="explicit-2"),
+        pytest.param(AUTO, value_by_example, 2, id="auto-examples-2"),
+        pytest.param(AUTO, value_of, 9, id="auto-9"),
+        pytest.param(EXPLICIT, value_by_example, 9, id="explicit-examples-9"),
+    ],
+)
 def test_numbers_are_those_of_one_device(mesh, value, prefetch):
     assert_close(*gradients(value, LAYERS, X, mesh, prefetch=prefetch))
 
 
+@pytest.mark.slow
 def test_eager_gradient_of_examples_on_explicit_axes():
     """In an eager `vmap` with an axis name JAX can't reshard."""
 
@@ -202,7 +211,14 @@ class Normed(eqx.Module):
         return jnp.tanh(x) * (1 + jax.lax.axis_index("batch")), state
 
 
-@pytest.mark.parametrize("wrap", [lambda fun: fun, eqx.filter_jit, eqx.filter_checkpoint])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda fun: fun, id="plain", marks=pytest.mark.slow),
+        eqx.filter_jit,
+        pytest.param(eqx.filter_checkpoint, id="filter_checkpoint", marks=pytest.mark.slow),
+    ],
+)
 def test_state_of_a_batch(wrap):
     def make():
         norm = lambda: eqx.nn.BatchNorm(WIDTH, "batch", mode="batch")  # noqa: E731
@@ -320,7 +336,15 @@ def traced_twice(layers, x):
     return jax.jit(half)(x) + jax.vmap(half)(x[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("model", [skipping, twice_and_backwards, in_parts, traced_twice])
+@pytest.mark.parametrize(
+    "model",
+    [
+        skipping,
+        twice_and_backwards,
+        pytest.param(in_parts, id="in_parts", marks=pytest.mark.slow),
+        pytest.param(traced_twice, id="traced_twice", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.filterwarnings("error::mylib.PrefetchWarning")
 def test_any_number_of_calls(model):
     def value(layers, x):
@@ -334,6 +358,7 @@ def tokens_of(model):
     return [token() for token in turns._forward]
 
 
+@pytest.mark.slow
 def test_structures_keep_no_values_of_a_trace():
     structures, seen = [], []
 
@@ -356,6 +381,7 @@ def test_structures_keep_no_values_of_a_trace():
     assert [x() for x in seen] == [None] * len(seen)
 
 
+@pytest.mark.slow
 def test_error_checks():
     class Checked(Layer):
         def __call__(self, x, count):
@@ -376,6 +402,7 @@ def test_error_checks():
             program(layers, X * 1e6)
 
 
+@pytest.mark.slow
 def test_primitives_of_a_layer_with_rules_of_their_own():
     class Rotation(Layer):
         def __call__(self, x, count):
@@ -448,16 +475,30 @@ def squared(model, x):
     return jnp.sum(jnp.sin(through(model, x)) ** 2)
 
 
+def _derivative(name, derivative, *marks):
+    return pytest.param(derivative, id=name, marks=marks)
+
+
 @pytest.mark.parametrize(
     "derivative",
     [
-        lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1],
-        lambda f, x: jax.jacfwd(f)(x),
-        lambda f, x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
-        lambda f, x: jax.grad(lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1])(x),
-        lambda f, x: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), jnp.cos(x)))(x),
+        _derivative("jvp", lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1], pytest.mark.slow),
+        _derivative("jacfwd", lambda f, x: jax.jacfwd(f)(x)),
+        _derivative(
+            "forward over reverse",
+            lambda f, x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
+            pytest.mark.slow,
+        ),
+        _derivative(
+            "reverse over forward",
+            lambda f, x: jax.grad(lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1])(x),
+            pytest.mark.slow,
+        ),
+        _derivative(
+            "reverse over reverse",
+            lambda f, x: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), jnp.cos(x)))(x),
+        ),
     ],
-    ids=["jvp", "jacfwd", "forward over reverse", "reverse over forward", "reverse over reverse"],
 )
 def test_other_derivatives(derivative):
     model = mylib.fully_shard(LAYERS, Layer, KEPT, mesh=AUTO, prefetch=1)

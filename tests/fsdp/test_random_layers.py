@@ -9,8 +9,8 @@ import pytest
 from layer_kinds import ORDINARY
 from random_layers import MESHES, REFUSED, Program, compare_all, draw, run
 
-# The quick ones among the first, each of which passes or is refused.
-EVERYDAY = (0, *range(4, 11), *range(12, 21), 23, 24, 25)
+# The quickest among the first, each of which passes or is refused.
+EVERYDAY = (7, 8, 13, *range(16, 21), 23, 24, 25)
 THOROUGH = [seed for seed in range(60) if seed not in EVERYDAY]
 
 

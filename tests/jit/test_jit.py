@@ -432,11 +432,16 @@ class TestReturnsAtOnce:
         x = jnp.eye(600)
         f = mylib.filter_jit(self.long)
         jax.block_until_ready(f(x))
-        start = time.perf_counter()
-        y = f(x)
-        returned = time.perf_counter() - start
-        jax.block_until_ready(y)
-        assert returned < 0.2 * (time.perf_counter() - start)
+
+        def share():
+            start = time.perf_counter()
+            y = f(x)
+            returned = time.perf_counter() - start
+            jax.block_until_ready(y)
+            return returned / (time.perf_counter() - start)
+
+        # A busy machine may hold up one call.
+        assert min(share() for _ in range(3)) < 0.2
 
     def test_but_not_with_an_error_check(self):
         f = mylib.filter_jit(lambda x: eqx.error_if(self.long(x), jnp.isnan(x).any(), "nan"))

@@ -308,7 +308,7 @@ class TestFits:
 
     def test_temporaries_that_are_the_cause_are_listed(self):
         memory = dataclasses.replace(self.memory(), arguments=1)
-        scores = mylib.Alive(4, 2, "bf16", (8, 4), "dot_general", "step.py:3")
+        scores = mylib.machines.Alive(4, 2, "bf16", (8, 4), "dot_general", "step.py:3")
         fit = dataclasses.replace(memory.fits(self.machine(7)), temporaries=(scores,))
         lines = str(fit).splitlines()
         assert lines[2:4] == [
@@ -399,8 +399,8 @@ Total hbm usage >= 41.74G:
         fit = self.read(self.LATE)
         assert (fit.needed, fit.available) == (int(41.74 * 2**30), 16 * 2**30)
         assert fit.temporaries == (
-            mylib.Alive(32 * 2**30, 1, "s32", (8388608, 8, 4), "sub", "step.py:7"),
-            mylib.Alive(7 * 2**30, 1, "f32", (7, 16384, 16384), "", ""),
+            mylib.machines.Alive(32 * 2**30, 1, "s32", (8388608, 8, 4), "sub", "step.py:7"),
+            mylib.machines.Alive(7 * 2**30, 1, "f32", (7, 16384, 16384), "", ""),
         )
         assert "by their bytes on each device:\n     32.00 GiB  s32[8388608, 8, 4]  sub" in str(fit)
 

@@ -132,4 +132,4 @@ def test_another_order_is_an_error_and_no_wrong_number(seed, monkeypatch):
         time.sleep(0.1)
     failed = gather([bool(watch().failures), told is not None, seconds])
     assert failed[0][0] == failed[1][0], failed
-    assert max(failed[0][2], failed[1][2]) < 30, failed
+    assert max(failed[0][2], failed[1][2]) < 10, failed

@@ -120,7 +120,7 @@ def test_ties_between_stages_of_one_mesh():
         _, found = pipe(*given)
         found = mpmd.fetch(found)
         for i in (0, 2):
-            np.testing.assert_allclose(found[i].bias, bias, rtol=1e-5)
+            np.testing.assert_allclose(found[i].bias, bias, rtol=1e-5, atol=1e-8)
         again = mpmd.transfer(given[0][2].bias, P(), mesh=meshes_of(2)[1])
         np.testing.assert_array_equal(mpmd.fetch(again), mpmd.fetch(given[0][2].bias))
 

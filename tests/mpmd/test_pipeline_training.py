@@ -166,7 +166,10 @@ class TestTwo:
         loss, before = steps(200)
         after_loss, after = steps(1800)
         assert after_loss == loss
-        assert all(now <= then + 2 for then, now in zip(before, after, strict=True)), (before, after)
+        assert all(now <= then + 2 for then, now in zip(before, after, strict=True)), (
+            before,
+            after,
+        )
 
 
 @pytest.mark.thorough

@@ -1,6 +1,10 @@
 """Transfers that only one side makes, or that both make differently: errors on both sides."""
 
+import os
+import signal
+import threading
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -8,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from stopping import stopped_for
 
 import mylib
 from mylib import mpmd
@@ -168,6 +173,101 @@ def test_a_circle():
         np.asarray(got)
     with pytest.raises(mpmd.TransferError, match="wait for each other"):
         send(x[me], (me + 1) % 3)
+
+
+def test_a_circle_with_a_meeting():
+    """One process waits to place values together, the other one for an array that comes later."""
+    x, first, second = _connected()
+    everywhere = mylib.make_mesh(data=-1)
+    mylib.filter_shard(X, P(), mesh=everywhere)
+    barrier()
+    start = time.monotonic()
+
+    def place() -> None:
+        mylib.filter_shard(X, P(), mesh=everywhere)
+
+    with pytest.raises(mpmd.TransferError) as caught:
+        if jax.process_index() == 0:
+            place()
+        y = mpmd.transfer(x, P(), mesh=second)
+        mpmd.fetch(y)
+        place()
+    assert time.monotonic() - start < 10
+    text = str(caught.value)
+    all_equal(text)
+    assert "process 0 waits for process 1 to compare (placement in test_transfer_faults" in text
+    assert "which process 0 has not: float32[8]" in text
+
+
+def test_two_threads():
+    x, first, second = _connected()
+    if jax.process_index() == 0:
+        both, errors = threading.Barrier(2), []
+
+        def send() -> None:
+            for _ in range(200):
+                both.wait(10)
+                try:
+                    mpmd.transfer(x, P(), mesh=second)
+                except RuntimeError as error:
+                    errors.append(str(error))
+                both.wait(10)
+                if errors:
+                    return
+
+        other = threading.Thread(target=send)
+        other.start()
+        send()
+        other.join()
+        assert errors and "two threads send arrays between the same processes" in errors[0]
+    barrier()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_and_goes_on():
+    x, first, second = _connected()
+    add = mpmd.jit(lambda x, i: x + i, mesh=first)
+    with stopped_for(3) if jax.process_index() == 0 else nullcontext():
+        for i in range(60):
+            y = mpmd.transfer(add(x, np.float32(i)), P(), mesh=second)
+            np.testing.assert_array_equal(mpmd.fetch(y), X + i)
+            time.sleep(0.05)
+    assert not watch().failures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
+def test_an_interrupt_at_a_random_moment(seed, seconds):
+    """All calls after it are right, or an error in both processes. None waits for ever."""
+    x, first, second = _connected()
+    me, rng = jax.process_index(), np.random.default_rng(seed)
+    add = [mpmd.jit(lambda x, i: x + i, mesh=mesh) for mesh in (first, second)]
+    seconds(5)
+    barrier()
+    timer = threading.Timer(rng.uniform(0, 0.5), os.kill, (os.getpid(), signal.SIGINT))
+    if me == seed % 2:
+        timer.start()
+    start, told = time.monotonic(), ""
+    for i in range(60):
+        if time.monotonic() - start > 5:
+            break
+        try:
+            y = mpmd.transfer(add[0](x, np.float32(i)), P(), mesh=second)
+            y = add[1](y, np.float32(i))
+            np.testing.assert_array_equal(mpmd.fetch(y), X + 2 * i)
+        except KeyboardInterrupt:
+            continue
+        except (mpmd.TransferError, jax.errors.JaxRuntimeError) as error:
+            told = str(error)
+            break
+    if me == seed % 2:
+        timer.join()
+    assert time.monotonic() - start < 40
+    until = time.monotonic() + 15
+    while told and not watch().failures and time.monotonic() < until:
+        time.sleep(0.1)
+    all_equal(bool(watch().failures))
+    assert bool(told) <= bool(watch().failures)
 
 
 def test_arrays_of_two_platforms_are_accounted_for_together(seconds):

@@ -115,7 +115,7 @@ def test_nothing_is_split_over_twice():
         both(X)
     (fault,) = caught.value.faults
     assert "splits over all axes of mesh ('data': 4, 'model': 2) already" in fault.reason
-    assert fault.mend.startswith("call inner itself, or give the outer filter_shard_map axis_names")
+    assert fault.fix.startswith("call inner itself, or give the outer filter_shard_map axis_names")
 
 
 def test_axes_that_are_split_over_already():

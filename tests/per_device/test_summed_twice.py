@@ -15,7 +15,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mylib
-from mylib._per_device.sums import summed_twice
+from mylib._per_device.summed_twice import summed_twice
 
 N = 8
 MESH = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))

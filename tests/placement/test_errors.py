@@ -82,7 +82,7 @@ class TestWords:
 
     def test_an_unknown_axis_among_others(self):
         error = error_of(mylib.resolve, ones(8, 4), P(("data", "modle")), mesh=MESH)
-        assert [fault.mend for fault in error.faults] == ["did you mean 'model'?"]
+        assert [fault.fix for fault in error.faults] == ["did you mean 'model'?"]
 
     def test_two_unknown_axes_of_one_leaf(self):
         says(
@@ -426,7 +426,7 @@ class TestWords:
 
 
 class TestPrefixes:
-    mend = "give one placement for the whole subtree, or a prefix of the tree's own structure"
+    fix = "give one placement for the whole subtree, or a prefix of the tree's own structure"
 
     def says(self, text, tree, prefix):
         assert_says(error_of(mylib.resolve, tree, prefix, mesh=MESH), text)
@@ -438,15 +438,15 @@ class TestPrefixes:
               ['a']
                 asked for: a prefix that has a list of 1 here
                 but the tree has a list of 2
-                instead: {self.mend}
+                instead: {self.fix}
               ['b'][1]
                 asked for: a prefix that has a tuple of 2 here
                 but the tree has an array of shape (8,)
-                instead: {self.mend}
+                instead: {self.fix}
               ['c']
                 asked for: a prefix that has a dict with keys ['x'] here
                 but the tree has a dict with keys ['x', 'y']
-                instead: {self.mend}
+                instead: {self.fix}
             """,
             {"a": [ones(8)] * 2, "b": (ones(8), ones(8)), "c": {"x": ones(8), "y": ones(8)}},
             {"a": [P()], "b": (P(), (P(), P())), "c": {"x": P()}},
@@ -459,7 +459,7 @@ class TestPrefixes:
               the tree
                 asked for: a prefix that has a tuple of 2 here
                 but the tree has a list of 2
-                instead: {self.mend}
+                instead: {self.fix}
             """,
             [ones(8), ones(8)],
             (P(), P()),
@@ -496,7 +496,7 @@ class TestPrefixes:
               [0]
                 asked for: a prefix that has a leaf or node of type Linear here
                 but its in_features is 3, and the tree's is 2
-                instead: {self.mend}
+                instead: {self.fix}
             """,
             [layer],
             [prefix],
@@ -898,7 +898,7 @@ class TestTheError:
             shape=(8,),
             request=f"{P('dta')} over {HERE}",
             reason=f"{HERE} has no axis 'dta'",
-            mend="did you mean 'data'?",
+            fix="did you mean 'data'?",
         )
         assert (w.path, w.shape) == ("['w']", (17,))
 
@@ -916,3 +916,23 @@ class TestTheError:
         error = self.error()
         assert error.__cause__ is None
         assert error.__context__ is None
+
+
+class TestBeginners:
+    """What beginners write, and are told."""
+
+    def test_a_number_in_a_batch(self):
+        batch = {"x": np.zeros((8, 3)), "lr": np.float32(1)}
+        with pytest.raises(PlacementError, match=r"pass rules.batch\('data'\), which copies them"):
+            mylib.filter_shard(batch, P("data"), mesh=MESH)
+        mylib.filter_shard(batch, mylib.rules.batch("data"), mesh=MESH)
+
+    def test_a_mesh_by_position(self):
+        x = np.zeros((8, 3))
+        assert mylib.resolve(x, P("data"), MESH).mesh == MESH
+        for verb in (mylib.filter_shard, mylib.filter_device_put):
+            assert verb(x, P("data"), MESH).sharding.mesh == MESH
+
+    def test_a_mesh_as_in_jax(self):
+        with pytest.raises(TypeError, match=r"write make_mesh\(data=4, model=2\), not"):
+            mylib.make_mesh((4, 2), ("data", "model"))  # pyright: ignore[reportArgumentType]

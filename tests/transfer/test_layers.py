@@ -149,8 +149,8 @@ def say_it(call):
     )
 
 
-# What the table calls a mend: what becomes of the call, and how the batch is split.
-MENDS = {
+# What the table calls a fix: what becomes of the call, and how the batch is split.
+FIXES = {
     "gather": (gather, "data"),
     "auto": (auto, "data"),
     "say it": (say_it, "data"),
@@ -189,7 +189,7 @@ def on_one_device(name):
     return step(layer.call, *make(layer), layer.x)
 
 
-def outcome(name, mesh, weights, batch="data", mend=lambda call: call):
+def outcome(name, mesh, weights, batch="data", fix=lambda call: call):
     # Before any mesh: RotaryPositionalEmbedding keeps the tables of its first call.
     expected = on_one_device(name)
     layer = LAYERS[name]
@@ -197,7 +197,7 @@ def outcome(name, mesh, weights, batch="data", mend=lambda call: call):
         model, state = mylib.filter_shard(make(layer), (weights, P()))
         x = mylib.filter_shard(layer.x, P(batch))
         try:
-            found = step(mend(layer.call), model, state, x)
+            found = step(fix(layer.call), model, state, x)
         except Exception:  # whatever JAX and Equinox raise
             return "fails"
     (gradients, _), (out, _) = found
@@ -223,7 +223,7 @@ def table():
 
 TABLE = table()
 LINK = re.compile(r"\[([^]]+)\]")
-MENDED = [(name, mend) for name, row in TABLE.items() for mend in LINK.findall(row["fix"])]
+FIXED = [(name, fix) for name, row in TABLE.items() for fix in LINK.findall(row["fix"])]
 VERSION = re.compile(r"jax (\d+)\.(\d+)$")
 
 
@@ -272,13 +272,13 @@ def test_explicit_axes_and_sharded_weights(name):
     assert outcome(name, EXPLICIT, by_rows) == said, UPDATE
 
 
-@pytest.mark.parametrize("name, mend", MENDED)
-def test_mends(name, mend):
-    change, batch = MENDS[mend]
-    weights = P() if mend == "all axes" else by_rows
+@pytest.mark.parametrize("name, fix", FIXED)
+def test_fixes(name, fix):
+    change, batch = FIXES[fix]
+    weights = P() if fix == "all axes" else by_rows
     assert outcome(name, EXPLICIT, weights, batch, change) == "runs", UPDATE
 
 
-def test_every_layer_that_does_not_run_has_a_mend():
+def test_every_layer_that_does_not_run_has_a_fix():
     for name, row in TABLE.items():
         assert bool(row["fix"]) == (not {"fails", "wrong"}.isdisjoint(row.values())), name

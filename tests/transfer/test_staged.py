@@ -67,7 +67,7 @@ def test_auto_axes_where_all_in_force_are_explicit_is_an_error():
     assert fault.reason == (
         "mesh ('d': 8) has Auto axes, and the mesh in force here has only Explicit ones"
     )
-    assert fault.mend == "constrain to mesh ('a': 4, 'b': 2), which is in force"
+    assert fault.fix == "constrain to mesh ('a': 4, 'b': 2), which is in force"
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])

@@ -115,7 +115,7 @@ def suggestions(tree, patterns):
     with pytest.raises(mylib.PlacementError) as caught:
         mylib.resolve(tree, by_path({**patterns, "**": P()}, ordered=True), mesh=MESH)
     return {
-        fault.request.removeprefix("by_path: "): fault.mend
+        fault.request.removeprefix("by_path: "): fault.fix
         for fault in caught.value.faults
         if "matches none" in fault.reason
     }
@@ -145,8 +145,8 @@ VARIABLES = {
     ],
 )
 def test_what_is_suggested_matches(tree, written, suggested):
-    mend = suggestions(tree, {written: P()})[repr(written)]
-    assert mend == f"did you mean {suggested!r}?"
+    fix = suggestions(tree, {written: P()})[repr(written)]
+    assert fix == f"did you mean {suggested!r}?"
     mylib.resolve(tree, by_path({suggested: P("data"), "**": P()}, ordered=True), mesh=MESH)
 
 
@@ -159,5 +159,5 @@ def test_two_patterns_are_not_sent_to_the_same_place():
 
 
 def test_ends_are_long_enough_to_be_told_apart():
-    mend = suggestions(VARIABLES, {"xyz": P()})["'xyz'"]
-    assert mend == "paths end like these: 'bias.value', 'kernel.value'"
+    fix = suggestions(VARIABLES, {"xyz": P()})["'xyz'"]
+    assert fix == "paths end like these: 'bias.value', 'kernel.value'"

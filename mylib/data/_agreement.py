@@ -19,7 +19,7 @@ from .._processes import (
 from ._request import Tail
 from ._share import Share
 
-_MEND = (
+_FIX = (
     "begin the same loops in the same order in every process; read the rows that "
     "mylib.data.reader_shard names, and make the rest of a batch in the same way"
 )
@@ -47,10 +47,10 @@ def settle(
         return None
     if judgement["difference"] is not None:
         difference = Difference(*judgement["difference"])
-        raise PlacementError(faults_in_full(meet, difference, share.faults, facts, _MEND))
+        raise PlacementError(faults_in_full(meet, difference, share.faults, facts, _FIX))
     fitting = _fitting(share, rows, judgement["rows"])
     if judgement["news"]:
-        different = everybodys_faults(meet, [], fitting.values(), _MEND)
+        different = everybodys_faults(meet, [], fitting.values(), _FIX)
         if different:
             raise PlacementError(different)
         compared.add(kind)
@@ -94,7 +94,7 @@ def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | No
     if "failed" in judgement:
         raise RuntimeError(_no_batch(judgement["failed"]))
     if "ended" in judgement:
-        mend = (
+        fix = (
             "To pad, each process must have had one batch with rows"
             if tail == "pad"
             else "Give all the same number of batches; or write tail='drop', to end with the "
@@ -102,7 +102,7 @@ def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | No
         )
         raise RuntimeError(
             f"the source of {named(judgement['ended'])} has ended, and that of "
-            f"{named(judgement['going'])} has not. {mend}"
+            f"{named(judgement['going'])} has not. {fix}"
         )
     return judgement if "rows" in judgement else None
 

@@ -23,8 +23,8 @@ def present_rows(leaves: Leaves, world: World) -> tuple[Row, ...]:
     """A row for each array leaf."""
     rows: list[Row] = []
     for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True)):
-        known = current_place(x, kind)
-        place = None if known is None else grounded(known, world)
+        sharding = current_place(x, kind)
+        place = None if sharding is None else grounded(sharding, world)
         state = _state_of(x, kind)
         why = f"traced as {jax.typeof(x)}" if state == TRACED else state
         # The dtype that it has: JAX will hold NumPy's 64 bits as 32.

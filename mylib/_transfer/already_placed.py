@@ -16,16 +16,16 @@ def not_there(
     """The positions in `index` of arrays that must be moved to their targets."""
     # Caches which pairs of shardings agree, for this call: most leaves share a few. The shardings
     # are kept alive, because their ids are the keys.
-    known: dict[tuple[int, int, int], tuple[bool, Any]] = {}
+    answers: dict[tuple[int, int, int], tuple[bool, Any]] = {}
     moving: list[int] = []
     for i in index:
         x, target = arrays[i], targets[i]
         if kinds[i] is Kind.DEVICE and x.committed:
-            here = x.sharding
-            key = id(here), id(target), len(x.shape)
-            answer = known.get(key)
+            sharding = x.sharding
+            key = id(sharding), id(target), len(x.shape)
+            answer = answers.get(key)
             if answer is None:
-                answer = known[key] = same_place(here, sharding_of(target), x.ndim), here
+                answer = answers[key] = same_place(sharding, sharding_of(target), x.ndim), sharding
             if answer[0] and _has_layout(x, target):
                 continue
         moving.append(i)
@@ -35,35 +35,35 @@ def not_there(
 def _has_layout(x: Any, target: Target) -> bool:
     if not isinstance(target, Format) or not isinstance(target.layout, Layout):
         return True
-    here, wanted = x.format.layout, target.layout
-    if here is None or here.major_to_minor != wanted.major_to_minor:
+    layout, requested = x.format.layout, target.layout
+    if layout is None or layout.major_to_minor != requested.major_to_minor:
         return False
-    return wanted.tiling is None or here.tiling == wanted.tiling
+    return requested.tiling is None or layout.tiling == requested.tiling
 
 
-def same_place(here: Sharding, wanted: Sharding, ndim: int) -> bool:
-    """Whether an array at `here` is at `wanted`."""
-    if isinstance(here, NamedSharding) or isinstance(wanted, NamedSharding):
+def same_place(source: Sharding, target: Sharding, ndim: int) -> bool:
+    """Whether an array at `source` is at `target`."""
+    if isinstance(source, NamedSharding) or isinstance(target, NamedSharding):
         # `is_equivalent_to` ignores names and types of axes, but arrays that differ in them can't
         # be combined.
-        if not (isinstance(here, NamedSharding) and isinstance(wanted, NamedSharding)):
+        if not (isinstance(source, NamedSharding) and isinstance(target, NamedSharding)):
             return False
-        if here.mesh != wanted.mesh:
+        if source.mesh != target.mesh:
             return False
-        wanted = fill_free(wanted, here, ndim)
-        if AxisType.Explicit in wanted.mesh.axis_types and not same_type(here, wanted, ndim):
+        target = fill_free(target, source, ndim)
+        if AxisType.Explicit in target.mesh.axis_types and not same_type(source, target, ndim):
             return False
-    return memory_kind(here) == memory_kind(wanted) and here.is_equivalent_to(wanted, ndim)
+    return memory_kind(source) == memory_kind(target) and source.is_equivalent_to(target, ndim)
 
 
-def same_type(here: NamedSharding, wanted: NamedSharding, ndim: int) -> bool:
+def same_type(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
     """Whether two shardings over one mesh with Explicit axes give arrays the same type, which
     includes axes of size 1.
     """
 
     def signature(sharding: NamedSharding) -> Any:
         spec = sharding.spec
-        entries = map(axis_names, spec_over(wanted.mesh, sharding, ndim))
+        entries = map(axis_names, spec_over(target.mesh, sharding, ndim))
         return list(entries), spec.unreduced, spec.reduced
 
-    return signature(here) == signature(wanted)
+    return signature(source) == signature(target)

@@ -8,8 +8,8 @@ step, and equal products may share their first step.
 from collections.abc import Iterator, Sequence
 
 from .._compat import names
-from .flow import MOVES
 from .hlo import Instruction
+from .values import MOVES
 
 _MOVED = MOVES | {"get-tuple-element", "tuple"}
 
@@ -42,11 +42,11 @@ def _is_of_product(x: Instruction) -> bool:
 
 def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
     """The permutations whose results are sent, after at most one sum."""
-    found: list[int] = []
+    sources: list[int] = []
     queue = [(x, False) for x in start.inputs()]
     for x, summed in queue:
         if id(x) in number:
-            found.append(number[id(x)])
+            sources.append(number[id(x)])
         elif x.opcode in _MOVED or (x.opcode in ("fusion", "add") and not summed):
             queue += [(y, summed or x.opcode not in _MOVED) for y in x.inputs()]
-    return found
+    return sources

@@ -8,8 +8,8 @@ from jaxtyping import PyTree
 from .._errors import PlacementError, because
 from .._placement import AnyMesh, Placement
 from .._processes import meeting
+from ._agreement import settle, settle_failure
 from ._request import Tail, request_of
-from ._settle import settle, settle_failure
 from ._share import look_through
 
 # The kinds of batches whose numbers have been compared once.
@@ -85,6 +85,6 @@ def to_global(
     settled = settle(share, meet, _compared)
     assert settled is not None
     if settled.is_empty:
-        reason, mend = "all rows are dropped", "leave out such a batch, or write tail='pad'"
-        raise PlacementError([because(reason, mend, "tail='drop'")])
+        reason, fix = "all rows are dropped", "leave out such a batch, or write tail='pad'"
+        raise PlacementError([because(reason, fix, "tail='drop'")])
     return settled.placed()

@@ -1,4 +1,4 @@
-"""A process that is killed while it sends: an error for the one that waits."""
+"""A process that is killed while another one waits for it: an error for the one that waits."""
 
 import signal
 import socket
@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-SCRIPT = """
+COMMON = """
 import os, sys, time
 import jax, numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec as P
@@ -18,13 +18,19 @@ jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(me), cluster_detection_me
 import mylib
 from mylib import mpmd
 
+def wait(x=None):
+    print("waiting\\n", end="", flush=True)
+    time.sleep(600)
+
+def told(error):
+    print(f"{type(error).__name__}: {error}\\n", end="", flush=True)
+    os._exit(7)
+"""
+
+SENDER = """
 first, second = [
     Mesh(np.array(jax.devices())[i : i + 2], ("data",), axis_types=(AxisType.Auto,)) for i in (0, 2)
 ]
-
-def wait(x):
-    print("sending\\n", end="", flush=True)
-    time.sleep(600)
 
 def slow(x):
     return jax.pure_callback(wait, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
@@ -32,42 +38,61 @@ def slow(x):
 x = mylib.filter_device_put(np.ones(8, np.float32), P("data"), mesh=second)
 assert mpmd.fetch(mpmd.transfer(x, P(), mesh=first)).sum() == 8
 y = mpmd.jit(slow, mesh=second, out_shardings=P())(x)
-start = time.monotonic()
 try:
     print(mpmd.fetch(mpmd.transfer(y, P(), mesh=first)))
 except mpmd.TransferError as error:
-    print(f"{time.monotonic() - start:.0f} s {error}\\n", end="", flush=True)
-    os._exit(7)
+    told(error)
+"""
+
+LOADER = """
+def source():
+    for i in range(10):
+        if i == 5 and me == "1":
+            wait()
+        yield {"x": np.ones((2, 2), np.float32), "i": i}
+
+try:
+    for batch in mylib.data.prefetch(source(), P("data"), mesh=mylib.make_mesh(data=-1)):
+        print(batch["i"], flush=True)
+except TimeoutError as error:
+    told(error)
 """
 
 
 @pytest.mark.thorough
-def test_the_sender_is_killed(checkout_env):
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        pytest.param(SENDER, "process 1 broke off", id="sender"),
+        pytest.param(LOADER, "process 1 did not come within 5 s", id="loader"),
+    ],
+)
+def test_the_other_one_is_killed(script, reason, checkout_env):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-    env = {**checkout_env, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "MYLIB_EXCHANGE_TIMEOUT": "5"}
     started = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, port, str(i)],
-            env=env,
+            [sys.executable, "-c", COMMON + script, port, str(i)],
+            env={**checkout_env, **flags},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
         )
         for i in range(2)
     ]
-    receiver, sender = started
+    one, other = started
     try:
-        assert sender.stdout is not None and receiver.stdout is not None
+        assert other.stdout is not None and one.stdout is not None
         # Backends print lines of their own.
-        assert any("sending" in line for line in sender.stdout)
-        sender.send_signal(signal.SIGKILL)
+        assert any("waiting" in line for line in other.stdout)
+        other.send_signal(signal.SIGKILL)
         start = time.monotonic()
-        told = receiver.stdout.read()
-        assert receiver.wait(120) == 7
+        text = one.stdout.read()
+        assert one.wait(120) == 7, text
         assert time.monotonic() - start < 60
-        assert "float32[8]" in told and "process 1 broke off" in told
+        assert reason in text
     finally:
         for process in started:
             process.kill()

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from .._compat import (
-    Pass,
+    GradientPass,
     UnknownParameter,
     axes_of_cast_or_sum,
     names,
@@ -66,9 +66,9 @@ def summed_twice(program: Any) -> list[tuple[Any, str]]:
     if not _has_candidates(program):
         return []
     jaxpr = opened(program)
-    reader = _Reader()
+    reader = _MarksReader()
     try:
-        reader.read(jaxpr, [NONE] * len(jaxpr.invars), Pass.NONE)
+        reader.read(jaxpr, [NONE] * len(jaxpr.invars), GradientPass.NONE)
     except UnknownParameter:
         return []  # newer JAX: a failed check must not cost the result
     return list(dict.fromkeys(reader.found))
@@ -94,12 +94,12 @@ def _has_candidates(program: Any) -> bool:
     return sum(eqn.primitive.name in _SUMS for eqn in equations) > 1
 
 
-class _Reader:
+class _MarksReader:
     def __init__(self):
         self.found: list[tuple[Any, str]] = []
         self._known: dict[Any, tuple[list[Marks], list[tuple[Any, str]]]] = {}
 
-    def read(self, jaxpr: Any, given: list[Marks], around: Pass) -> list[Marks]:
+    def read(self, jaxpr: Any, given: list[Marks], around: GradientPass) -> list[Marks]:
         """The marks of a jaxpr's results, from those of its arguments."""
         # Equal calls are read once. (The program holds the jaxpr, so its id stays valid.)
         key = id(jaxpr), tuple(given), around
@@ -112,7 +112,7 @@ class _Reader:
             self._known[key] = results, self.found[before:]
         return results
 
-    def _read(self, jaxpr: Any, given: list[Marks], around: Pass) -> list[Marks]:
+    def _read(self, jaxpr: Any, given: list[Marks], around: GradientPass) -> list[Marks]:
         # If a future JAX changes the number of arguments, values have no marks; nothing raises.
         marks: dict[int, Marks] = dict(zip(map(id, jaxpr.invars), given, strict=False))
 
@@ -126,7 +126,7 @@ class _Reader:
                     marks[id(x)] = its
         return list(map(of, jaxpr.outvars))
 
-    def _made_by(self, eqn: Any, given: list[Marks], within: Pass) -> list[Marks]:
+    def _made_by(self, eqn: Any, given: list[Marks], within: GradientPass) -> list[Marks]:
         name = eqn.primitive.name
         inner = [] if name in names.KERNELS else list(map(opened, jaxprs_in(eqn)))
         if name in _CALLS and inner and len(inner[0].invars) == len(given):
@@ -139,7 +139,7 @@ class _Reader:
             return [NONE] * len(eqn.outvars)
         if name == names.BARRIER:
             return given
-        transposed = within is Pass.TRANSPOSED
+        transposed = within is GradientPass.TRANSPOSED
         if name == names.PVARY:
             marks = _cast(given[0], axes_of_cast_or_sum(eqn), within)
         elif name == names.PSUM and transposed:
@@ -157,7 +157,7 @@ class _Reader:
         return [marks] * len(eqn.outvars)
 
     def _made_by_branches(
-        self, eqn: Any, inner: list[Any], given: list[Marks], within: Pass
+        self, eqn: Any, inner: list[Any], given: list[Marks], within: GradientPass
     ) -> list[Marks]:
         name = eqn.primitive.name
         if name == names.COND:
@@ -180,7 +180,7 @@ class _Reader:
         constants: list[Marks],
         carried: list[Marks],
         rest: list[Marks],
-        within: Pass,
+        within: GradientPass,
     ) -> list[Marks]:
         """The marks that hold for every iteration of a loop."""
         meet = _meet(within)
@@ -204,15 +204,15 @@ def _of_literal(x: Any) -> Marks:
     return frozenset({CONSTANT, ZERO} if is_zero else {CONSTANT})
 
 
-def _cast(marks: Marks, axes: Iterable[Any], within: Pass) -> Marks:
+def _cast(marks: Marks, axes: Iterable[Any], within: GradientPass) -> Marks:
     for axis in axes:
         summed = ("sum", axis)
         if summed in marks:
-            kind = "local" if within is Pass.TRANSPOSED else "cast"
+            kind = "local" if within is GradientPass.TRANSPOSED else "cast"
             marks = marks - {summed} | {(kind, axis)}
-        elif within is Pass.TRANSPOSED and ZERO not in marks:
+        elif within is GradientPass.TRANSPOSED and ZERO not in marks:
             marks |= {("shared", axis)}
-        elif within is Pass.NONE and CONSTANT in marks and ZERO not in marks:
+        elif within is GradientPass.NONE and CONSTANT in marks and ZERO not in marks:
             marks |= {("local", axis)}
     return marks
 
@@ -264,8 +264,8 @@ def _intersection(several: Iterable[Marks]) -> Marks:
     return first.intersection(*others)
 
 
-def _meet(within: Pass) -> Callable[[Iterable[Marks]], Marks]:
-    return _union if within is Pass.TRANSPOSED else _intersection
+def _meet(within: GradientPass) -> Callable[[Iterable[Marks]], Marks]:
+    return _union if within is GradientPass.TRANSPOSED else _intersection
 
 
 def _joined(given: Iterable[Marks], join: Callable[[Iterable[Marks]], Marks]) -> Marks:

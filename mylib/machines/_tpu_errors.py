@@ -18,10 +18,10 @@ def out_of_memory(
     error. If the error lists no arrays, those of the lowered program are listed.
     """
     text = str(error)
-    found = next(filter(None, (pattern.search(text) for pattern in _EXCEEDED)), None)
-    if "RESOURCE_EXHAUSTED" not in text or found is None:
+    match = next(filter(None, (pattern.search(text) for pattern in _EXCEEDED)), None)
+    if "RESOURCE_EXHAUSTED" not in text or match is None:
         return None
-    *needed, available = (int(float(x[:-1]) * _UNITS[x[-1]]) for x in found.groups())
+    *needed, available = (int(float(x[:-1]) * _UNITS[x[-1]]) for x in match.groups())
     listed = tuple(sorted(_listed(text), key=lambda x: -x.bytes))
     return OutOfMemoryError(
         Fit(

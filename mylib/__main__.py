@@ -1,0 +1,102 @@
+"""`python -m mylib compile module:function --machine "h100 x 64"`"""
+
+import argparse
+import importlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .machines import CompilerError, Machine, OutOfMemoryError
+
+_FUNCTION = """
+module:function, a function that is called with a mylib.machines.Machine and returns a lowered
+function: step.lower(...) of a step of mylib.filter_jit whose arrays are on a mesh of that machine
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Carries out a command line, and returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m mylib")
+    commands = parser.add_subparsers(required=True, metavar="command")
+    about = "Compiles a program for a machine that need not be here, and says what it needs."
+    command = commands.add_parser("compile", description=about, help=about)
+    command.add_argument("function", type=_function, help=_FUNCTION)
+    command.add_argument("--machine", type=_machine, required=True, help="such as 'v5p 4x4x8'")
+    command.add_argument("--save", metavar="FILE", help="where to save it, for load_compiled")
+    return _compile(parser.parse_args(arguments))
+
+
+def _function(text: str) -> Callable[[Machine], Any]:
+    name, _, attribute = text.partition(":")
+    # As `python -m` does.
+    sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise argparse.ArgumentTypeError(f"there is no module {name!r} here") from None
+    if not hasattr(module, attribute):
+        raise argparse.ArgumentTypeError(f"{name} has no function {attribute!r}")
+    return getattr(module, attribute)
+
+
+def _machine(text: str) -> Machine:
+    try:
+        return Machine.of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _compile(options: argparse.Namespace) -> int:
+    machine: Machine = options.machine
+    try:
+        with _told("traced and lowered"):
+            lowered = options.function(machine)
+        with _told(f"compiled for {machine}"):
+            compiled = lowered.compile()
+    except (CompilerError, OutOfMemoryError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    fit = compiled.fits(machine)
+    print(fit)
+    try:
+        report = compiled.audit()
+        print(report, report.estimate(machine), sep="\n")
+    except ValueError as error:
+        # What only reports must not cost the program.
+        print(error)
+    if options.save is not None:
+        compiled.save(options.save)
+        print(f"saved in {options.save}, {os.path.getsize(options.save):,} bytes")
+    return 0 if fit else 1
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Says how long something took; on a terminal also that it goes on."""
+    start, ended = time.monotonic(), threading.Event()
+
+    def tell() -> None:
+        while not ended.wait(1):
+            print(f"\r{time.monotonic() - start:.0f} s", end="", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    if sys.stderr.isatty():
+        thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
+            print("\r", end="", file=sys.stderr, flush=True)
+    print(f"{what} in {time.monotonic() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,258 @@
+"""Follows values backwards and forwards, through tuples, fusions, loops and copies."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from .._errors import AuditError
+from .hlo import Computation, HloModule, Instruction, calls_of
+
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# Operations that only move the values of their first operand, or change their layout or dtype.
+MOVES = frozenset(
+    {
+        "bitcast", "bitcast-convert", "convert", "copy", "copy-done", "copy-start", "dynamic-slice",
+        "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
+        "slice-done", "slice-start", "transpose",
+    }
+)  # fmt: skip
+_WRAPPERS = {
+    "fusion": "calls",
+    "call": "to_apply",
+    "call-start": "to_apply",
+    "async-start": "calls",
+}
+
+
+class Value(NamedTuple):
+    """The result of an instruction, or an element of it if it is a tuple."""
+
+    made_by: Instruction
+    path: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Execution:
+    """A way in which a computation runs: how often in a call of the program (None if unknown),
+    only in which branches of conditions, and in which loops.
+    """
+
+    times: int | None
+    branches: tuple[tuple[str, int], ...] = ()
+    loops: tuple[Instruction, ...] = ()
+    asynchronous: bool = False
+
+
+def runs_of(module: HloModule) -> dict[str, list[Execution]]:
+    """All the ways in which each reachable computation runs."""
+    runs: dict[str, list[Execution]] = {}
+
+    def enter(computation: Computation, run: Execution) -> None:
+        runs.setdefault(computation.name, []).append(run)
+        for x in computation.instructions:
+            for number, (role, name) in enumerate(calls_of(x)):
+                called = module.computations[name]
+                if role == "to_apply" and x.opcode not in ("call", "call-start"):
+                    continue  # the sum of two numbers
+                if x.opcode == "while":
+                    times = trips(x)
+                    if times is not None and role == "condition":
+                        times += 1
+                    product = None if run.times is None or times is None else run.times * times
+                    enter(called, replace(run, times=product, loops=(*run.loops, x)))
+                elif x.opcode == "conditional":
+                    branch = (*run.branches, (x.name, number))
+                    enter(called, replace(run, branches=branch))
+                else:
+                    late = run.asynchronous or x.opcode.endswith("-start")
+                    enter(called, replace(run, asynchronous=late))
+
+    enter(module.entry, Execution(1))
+    return runs
+
+
+def trips(loop: Instruction) -> int | None:
+    """How often the body of a loop runs, or None if that can't be read from the program."""
+    stated = _TRIPS.search(loop.attributes)
+    if stated is not None:
+        return int(stated[1])
+    module = loop.computation.module
+    condition = module.computations[_called(loop, "condition")]
+    test = computed(Value(condition.result)).made_by
+    if test.opcode != "compare":
+        return None
+    left, right = (Value(x) for x in test.inputs())
+    direction = test.attribute("direction")
+    limit = constant(right)
+    if limit is None:
+        left, right, limit = right, left, constant(left)
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction or "")
+    counter = _carried(left, condition)
+    if limit is None or counter is None:
+        return None
+    start = constant(Value(loop.operand(0), counter))
+    step = _step(module.computations[_called(loop, "body")], counter)
+    if start is None or not step:
+        return None
+    distance = limit - start if step > 0 else start - limit
+    if (direction, step > 0) in (("LE", True), ("GE", False)):
+        distance += 1
+    elif (direction, step > 0) not in (("LT", True), ("GT", False)):
+        return None
+    return max(0, -(-distance // abs(step)))
+
+
+def _called(x: Instruction, role: str) -> str:
+    for name, computation in calls_of(x):
+        if name == role:
+            return computation
+    raise AuditError(f"{x} has no {role}")
+
+
+def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:
+    """The index in a loop's carry of a value in the loop's condition or body."""
+    for made_by, path in unchanged(value):
+        if made_by.opcode == "parameter" and made_by.computation is within:
+            return path
+    return None
+
+
+def _step(body: Computation, counter: tuple[int, ...]) -> int | None:
+    """By how much an element of the carry grows in each step of a loop."""
+    after = computed(Value(body.result, counter))
+    if after.made_by.opcode not in ("add", "subtract"):
+        return None
+    left, right = (Value(x) for x in after.made_by.inputs())
+    if after.made_by.opcode == "add" and constant(left) is not None:
+        left, right = right, left
+    step = constant(right)
+    if step is None or _carried(left, body) != counter:
+        return None
+    return step if after.made_by.opcode == "add" else -step
+
+
+def constant(value: Value) -> int | None:
+    """The value as an integer if it is constant, else None."""
+    x = computed(value).made_by
+    if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.rest):
+        return int(x.rest)
+    return None
+
+
+def unchanged(value: Value) -> Iterator[Value]:
+    """The value, and all values that it is only a copy of, back to the one that is computed."""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    current: Value | None = value
+    while current is not None and (id(current.made_by), current.path) not in seen:
+        seen.add((id(current.made_by), current.path))
+        yield current
+        current = before(current)
+
+
+def before(value: Value) -> Value | None:
+    """The same value one instruction earlier, or None where it is computed."""
+    x, path = value
+    match x.opcode:
+        case "get-tuple-element":
+            return Value(x.operand(0), (x.integer("index") or 0, *path))
+        case "tuple" if path:
+            return Value(x.operand(path[0]), path[1:])
+        case "copy" | "bitcast" | "optimization-barrier" | "convert" | "reshape":
+            return Value(x.operand(0), path)
+        case "copy-done":
+            return Value(x.operand(0), (0,))
+        case "copy-start" if path[:1] in ((0,), (1,)):
+            return Value(x.operand(0), path[1:])
+        case "parameter":
+            return _argument(x, path)
+        case "while" if _is_invariant(x, path):
+            return Value(x.operand(0), path)
+        case "custom-call" if path == (0,) and target_of(x) == "AsyncCollectiveStart":
+            return Value(x.operand(0).operand(0))
+        case _ if x.opcode.endswith("-done") and _enters(start_of(x)):
+            return _inside(start_of(x), path)
+        case _ if x.opcode in _WRAPPERS:
+            return _inside(x, path)
+    return None
+
+
+def _inside(x: Instruction, path: tuple[int, ...]) -> Value:
+    role = _WRAPPERS.get(x.opcode, "calls")
+    return Value(x.computation.module.computations[_called(x, role)].result, path)
+
+
+def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
+    """The argument that a computation's parameter stands for where the computation is called."""
+    callers = x.computation.callers
+    if len(callers) != 1:
+        return None
+    (caller,) = callers
+    number = int(x.rest)
+    if caller.opcode == "while":
+        return Value(caller.operand(0), path) if _is_invariant(caller, path) else None
+    if caller.opcode == "conditional":
+        branches = [name for _, name in calls_of(caller)]
+        return Value(caller.operand(1 + branches.index(x.computation.name)), path)
+    return Value(given_to(caller)[number], path) if _enters(caller) else None
+
+
+def _enters(x: Instruction) -> bool:
+    """Whether the computation that an instruction calls has its operands and its result."""
+    # `to_apply` of an `all-reduce-start` is the sum of two numbers, not of its operands.
+    return x.opcode in _WRAPPERS or "calls=" in x.attributes
+
+
+def given_to(x: Instruction) -> list[Instruction]:
+    """The operands of the computation that an instruction calls."""
+    # The SparseCores of a TPU are started before they have operands; an update brings those.
+    updates = () if x.operands else x.computation.users[x.name]
+    return next((y.inputs()[1:] for y in updates if y.opcode.endswith("-update")), x.inputs())
+
+
+def start_of(x: Instruction) -> Instruction:
+    """The instruction that starts what an instruction waits for; itself if it waits for nothing."""
+    while x.opcode.endswith(("-done", "-update")):
+        x = x.operand(0)
+    return x
+
+
+def done_of(x: Instruction) -> Instruction:
+    """The instruction that waits for one that starts an operation; itself if it does both."""
+    if not x.opcode.endswith("-start"):
+        return x
+    return next((user for user in _waiting(x) if user.opcode.endswith("-done")), x)
+
+
+def _waiting(x: Instruction) -> Iterator[Instruction]:
+    for user in x.computation.users[x.name]:
+        if user.opcode.endswith(("-done", "-update")) and user.operand(0) is x:
+            yield user
+            yield from _waiting(user)
+
+
+def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
+    """Whether a loop leaves an element of its carry unchanged."""
+    body = loop.computation.module.computations[_called(loop, "body")]
+    value: Value | None = Value(body.result, path)
+    for _ in range(100):
+        if value is None:
+            return False
+        x = value.made_by
+        if x.opcode == "parameter" and x.computation is body:
+            return value.path == path
+        if x.opcode == "parameter" and x.computation.callers[:1] == [loop]:
+            return False
+        value = before(value)
+    return False
+
+
+def target_of(x: Instruction) -> str:
+    """The target of a custom call."""
+    return (x.attribute("custom_call_target") or "").strip('"')
+
+
+def computed(value: Value) -> Value:
+    """The value that this one is a copy of, where it is computed."""
+    *_, last = unchanged(value)
+    return last

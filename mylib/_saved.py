@@ -1,0 +1,195 @@
+"""Compiled programs in files: what each was compiled for, and its executable.
+
+A file is a line that names its kind, the length and the hash of a header, the header as JSON, and
+the executable as JAX serialises it. JAX's form is a pickle, so all else is read and compared first,
+and only the classes of JAX that belong to an executable are made of it.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ._errors import SavedProgramError
+
+_KIND = b"a program compiled by mylib\n"
+# Files of other forms are refused: raise it when the header or the executable changes.
+_FORM = 1
+_HASH = 32  # bytes of a SHA-256
+_LENGTH = 8  # bytes of the header's length
+# What compiles for a GPU or a TPU, by the packages that bring it.
+_PLUGINS = {
+    "gpu": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    "tpu": ("libtpu",),
+    "cpu": (),
+}
+# The number of simulated devices is compared as such.
+_OF_DEVICES = "--xla_force_host_platform_device_count"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program without its executable.
+
+    **Attributes:**
+
+    - `name`: of the function.
+    - `code`: the hash of its lowered text.
+    - `arguments`, `results`: the arrays that it takes and returns, in words.
+    - `made_for`: everything else that it depends on, in words.
+    """
+
+    name: str
+    code: str
+    arguments: Sequence[str]
+    results: Sequence[str]
+    made_for: dict[str, str]
+
+
+def program_for(
+    name: str, text: str, arguments: Iterable[str], results: Iterable[str], devices: Sequence[Any]
+) -> Program:
+    """What a program with this lowered text, compiled here for these devices, depends on."""
+    code = hashlib.sha256(text.encode()).hexdigest()
+    return Program(name, code, [*arguments], [*results], _made_for(devices))
+
+
+def _made_for(devices: Sequence[Any]) -> dict[str, str]:
+    kind = devices[0].platform
+    found = {
+        "mylib": _version("mylib"),
+        "jax": jax.__version__,
+        "jaxlib": _version("jaxlib"),
+        **{name: _version(name) for name in _PLUGINS.get(kind, ())},
+        "platform": kind,
+        "kind of device": devices[0].device_kind,
+        "number of devices": str(len(devices)),
+        "order of devices": " ".join(str(x.id) for x in devices),
+        "processes of devices": " ".join(str(x.process_index) for x in devices),
+        "XLA_FLAGS": _flags("XLA_FLAGS"),
+    }
+    if kind == "cpu":
+        found["processor"] = _processor()
+    if kind == "tpu":
+        found["coordinates of devices"] = " ".join(str(x.coords).replace(" ", "") for x in devices)
+        found["LIBTPU_INIT_ARGS"] = _flags("LIBTPU_INIT_ARGS")
+    return found
+
+
+def _processor() -> str:
+    """This host's processor and, on Linux, a hash of what it can do: XLA uses all of it."""
+    found = platform.machine()
+    cpus = Path("/proc/cpuinfo")
+    if cpus.exists():
+        features = re.search(r"^(?:flags|Features)\s*: (.*)$", cpus.read_text(), re.MULTILINE)
+        names = " ".join(sorted(features[1].split())) if features else ""
+        found += f" with features {hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def _flags(variable: str) -> str:
+    flags = os.environ.get(variable, "").split()
+    return " ".join(sorted(x for x in flags if not x.startswith(_OF_DEVICES))) or "none"
+
+
+def write(path: str | os.PathLike[str], program: Program, executable: bytes) -> None:
+    """Writes a file in one step, so that several processes may write the same."""
+    about = {"form": _FORM, "size": len(executable), "hash": _hash(executable).hex()}
+    header = json.dumps({**about, **asdict(program)}).encode()
+    target = Path(path)
+    number, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(_KIND + len(header).to_bytes(_LENGTH, "little") + _hash(header) + header)
+            file.write(executable)
+        os.replace(unfinished, target)
+    except BaseException:
+        os.unlink(unfinished)
+        raise
+
+
+def read(path: str | os.PathLike[str]) -> tuple[Program, bytes]:
+    """The program in a file, and its executable."""
+    content = Path(path).read_bytes()
+    if not content.startswith(_KIND):
+        what = "is empty" if not content else "is no program that mylib has saved"
+        raise SavedProgramError(f"{path} {what}")
+    start = len(_KIND) + _LENGTH
+    length = int.from_bytes(content[len(_KIND) : start], "little")
+    end = start + _HASH + length
+    header = content[start + _HASH : end]
+    if len(content) < end or content[start : start + _HASH] != _hash(header):
+        raise _damaged(path)
+    fields = json.loads(header)
+    form, size, expected = (fields.pop(name) for name in ("form", "size", "hash"))
+    if form != _FORM:
+        raise SavedProgramError(
+            f"{path} is of form {form}, and this mylib ({_version('mylib')}) reads form {_FORM}: "
+            f"mylib {fields['made_for']['mylib']} has saved it. Compile it again"
+        )
+    executable = content[end:]
+    if len(executable) != size or _hash(executable).hex() != expected:
+        raise _damaged(path)
+    return Program(**fields), executable
+
+
+def _hash(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
+
+
+def _damaged(path: Any) -> SavedProgramError:
+    return SavedProgramError(
+        f"{path} is damaged: a part of it is missing, or has changed since it was saved. "
+        "Copy it again"
+    )
+
+
+def compare(path: Any, saved: Program, here: Program, check: bool) -> None:
+    """Raises an error that lists all differences between a saved program and the one that would be
+    compiled here. Without `check` the code may differ, in nothing that can be seen from outside.
+    """
+    problems = [
+        f"{name}: {saved.made_for.get(name, 'none')}, and here {here.made_for.get(name, 'none')}"
+        for name in {**saved.made_for, **here.made_for}
+        if saved.made_for.get(name, "none") != here.made_for.get(name, "none")
+    ]
+    problems += _differences("argument", saved.arguments, here.arguments)
+    problems += _differences("result", saved.results, here.results)
+    if not problems and check and saved.code != here.code:
+        problems.append(
+            f"the code: {here.name} has changed, or is given other static arguments or arrays that "
+            "are placed in another way"
+        )
+    if problems:
+        lines = "\n".join(f"  {x}" for x in problems)
+        raise SavedProgramError(
+            f"{path} can't be used, as its program ({saved.name}) was compiled for something "
+            f"else:\n{lines}\nCompile it for what is here, and save that"
+        )
+
+
+_MOST = 10
+
+
+def _differences(what: str, saved: Sequence[str], here: Sequence[str]) -> list[str]:
+    pairs = zip_longest(saved, here, fillvalue="nothing")
+    problems = [f"{what} {i}: {a}, and here {b}" for i, (a, b) in enumerate(pairs) if a != b]
+    rest = len(problems) - _MOST
+    return problems if rest <= 0 else [*problems[:_MOST], f"and {rest} more {what}s"]

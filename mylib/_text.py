@@ -1,0 +1,33 @@
+"""Numbers, sizes, lists and tables as text."""
+
+from collections.abc import Sequence
+
+
+def counted(number: int, one: str, several: str = "") -> str:
+    """`1 array`, `2 arrays`, `3 processes`."""
+    if number == 1:
+        return f"1 {one}"
+    return f"{number} {several or one + ('es' if one.endswith(('s', 'ch', 'sh')) else 's')}"
+
+
+def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    """The first `most` of them: `a, b and 5 more`, or `a; b; and 5 more`."""
+    left = len(texts) - most
+    text = separator.join(texts[:most])
+    return f"{text}{separator.rstrip(', ')} and {left} more" if left > 0 else text
+
+
+def show_bytes(size: float) -> str:
+    """A size in the largest unit that makes the number at least 1: `1.5 MiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.2f} GiB" if abs(size) < 1024 else f"{size / 1024:.2f} TiB"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table, with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    return ["  " + "  ".join(row).rstrip() for row in cells]

@@ -1,0 +1,313 @@
+"""`filter_load`: arrays made from parts, each of which is read where it is needed."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
+
+from .._errors import Fault, PlacementError, because
+from .._placement import (
+    AnyMesh,
+    Placement,
+    Target,
+    current_world,
+    fill_free,
+    has_partial_sums,
+    is_here,
+    leaf_at,
+    resolve_leaves,
+    sharding_of,
+)
+from .._processes import agree, on_the_way, one_call, owners, raised_in_all
+from .._text import counted, show_bytes
+from .._tree import Kind, Leaf, is_of_keys, split
+from .host import aligned, over_key_data
+from .verbs import mesh_of_all
+
+T = TypeVar("T")
+Read = Callable[[Leaf, tuple[slice, ...]], Any]
+
+# As many parts are read at once, unless they are large.
+_READERS = 8
+# In seconds, between two updates of the line on a terminal.
+_INTERVAL = 0.1
+
+
+def filter_load(
+    tree: T, placement: PyTree[Placement], /, read: Read, *, mesh: AnyMesh | None = None
+) -> T:
+    """Makes the arrays of a PyTree from parts: each device's part is read from a file, or from
+    anywhere else, and never the whole of an array that is sharded.
+
+    **Arguments:**
+
+    - `tree`: the shapes, such as those of `equinox.filter_eval_shape`. Arrays count as their
+        shapes, and their values are not used.
+    - `placement`, `mesh`: as in [`mylib.filter_shard`][].
+    - `read`: a function that is called with a [`mylib.Leaf`][] and an index, a tuple of one slice
+        for each dimension (with a start and a stop), and returns that part of the leaf as a NumPy
+        array, of the leaf's dtype. It is called in several threads at once, once for each part
+        that this process needs: a part that several of its devices need is read once, and parts
+        without elements are not. Of typed PRNG keys it returns the key data, with their additional
+        dimension.
+
+    At most two of the largest parts are in host memory at a time, and up to eight smaller ones. On
+    a terminal, a line shows how much has been read.
+
+    **Returns:**
+
+    A tree of the same structure with committed arrays. Leaves with the placement None are returned
+    unchanged.
+
+    **Raises:**
+
+    [`mylib.PlacementError`][] before anything is read, naming every leaf that can't be placed as
+    requested, or that isn't the same in all processes; or if `read` returns another shape or
+    dtype. What `read` raises, with a note that names the leaf. `TypeError` inside of transformed
+    functions.
+
+    !!! Example
+
+        ```python
+        file = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+        tree = {"weight": jax.ShapeDtypeStruct((64, 8), jnp.float32)}
+        mesh = mylib.make_mesh(data=8)
+        loaded = mylib.filter_load(
+            tree, P("data"), lambda leaf, index: file[index], mesh=mesh
+        )
+        assert loaded["weight"].sharding.spec == P("data")
+        ```
+    """
+    world = current_world()
+    if world.staged:
+        raise TypeError(
+            "filter_load reads from files, so it can't be part of a compiled function. Call it "
+            "outside, and pass the arrays as arguments"
+        )
+    if not callable(read):
+        raise TypeError(f"filter_load(tree, placement, read): read is a function, not {read!r}")
+    of_all = mesh_of_all(mesh, world)
+    with one_call(of_all, None):
+        leaves = split(tree)
+        shapes = leaves.with_shapes(leaves.arrays)
+        with raised_in_all(of_all, None):
+            # As values from the host, so that the targets must be devices that are here.
+            from_host = replace(shapes, kinds=[Kind.HOST] * len(shapes.kinds))
+            targets = resolve_leaves(from_host, placement, mesh, world, _refuse)
+        plans = {
+            i: _Plan.of(leaf_at(shapes, i, of_all), sharding_of(target))
+            for i, target in enumerate(targets)
+            if target is not None
+        }
+        if jax.process_count() > 1:
+            agree(shapes, targets, list(plans), [], None)
+        with _told_to_others(targets):
+            _fill(list(plans.values()), read)
+        loaded = list(leaves.arrays)
+        for i, plan in plans.items():
+            loaded[i] = plan.array()
+    return leaves.join(loaded)
+
+
+def _refuse(target: Target) -> Iterator[Fault]:
+    if not is_here(sharding_of(target)):
+        reason = "a machine that is not here can compile, not run: nothing can be put there"
+        yield because(reason, "place the shapes by filter_shard, and compile with those")
+    if isinstance(target, Format) and target.layout is not None:
+        yield because("parts are read in JAX's own layout", "load first, then filter_device_put")
+    if has_partial_sums(sharding_of(target)):
+        yield because("partial sums can't be read", "leave out unreduced= and reduced=")
+
+
+def _told_to_others(targets: Sequence[Target | None]) -> Any:
+    """If this process can't read its share, the next call of the others fails."""
+    if jax.process_count() == 1:
+        return nullcontext()
+    groups = {owners(sharding_of(target)) for target in targets if target is not None}
+    everybody = tuple(sorted({index for group in groups for index in group}))
+    alone = len(everybody) < 2 or jax.process_index() not in everybody
+    return nullcontext() if alone else on_the_way("placement", everybody)
+
+
+@dataclass
+class _Plan:
+    """An array to be made, and the shards of it that are here so far. For keys of the
+    implementation `keys`, that of their numbers.
+    """
+
+    leaf: Leaf
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding
+    keys: Any = None
+    shards: list[jax.Array] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, leaf: Leaf, target: Sharding) -> "_Plan":
+        sharding = fill_free(target, None, leaf.ndim)
+        if not is_of_keys(leaf):
+            return cls(leaf, leaf.shape, leaf.dtype, sharding)
+        impl: list[Any] = []
+
+        def numbers(keys: jax.Array) -> jax.Array:
+            impl.append(jax.random.key_impl(keys))
+            return jax.random.key_data(keys)
+
+        data = jax.eval_shape(numbers, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        sharding = sharding_of(over_key_data(sharding, leaf.ndim))
+        return cls(leaf, data.shape, data.dtype, sharding, *impl)
+
+    def __post_init__(self) -> None:
+        # What may be read: 64 bits become 32 as in `jnp.asarray`. Known before threads read, as JAX
+        # may have 64 bits in this one alone.
+        wide = map(np.dtype, ("float64", "int64", "uint64", "complex128"))
+        narrowed = (d for d in wide if jax.dtypes.canonicalize_dtype(d) == self.dtype)
+        self.dtypes = {self.dtype, *narrowed}
+
+    def parts(self) -> Iterator["_Part"]:
+        devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+            bounds = [
+                slice_.indices(size)[:2]
+                for slice_, size in zip(index or (), self.shape, strict=False)
+            ]
+            devices.setdefault(tuple(bounds), []).append(device)
+        for bounds, holders in sorted(devices.items(), key=lambda item: item[0]):
+            yield _Part(self, tuple(slice(*bound) for bound in bounds), holders)
+
+    def array(self) -> jax.Array:
+        whole = jax.make_array_from_single_device_arrays(
+            self.shape, self.sharding, self.shards, dtype=self.dtype
+        )
+        return whole if self.keys is None else jax.random.wrap_key_data(whole, impl=self.keys)
+
+
+@dataclass
+class _Part:
+    """A part of an array, and the devices of this process that need it."""
+
+    plan: _Plan
+    index: tuple[slice, ...]
+    devices: list[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(s.stop - s.start for s in self.index)
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=int)) * self.plan.dtype.itemsize
+
+    def read(self, read: Read) -> np.ndarray:
+        """The part in host memory, as an array of its own."""
+        if not self.nbytes:
+            return aligned(self.shape, self.plan.dtype)
+        leaf = self.plan.leaf
+        try:
+            # Keys have one dimension less than the numbers that are read.
+            given = read(leaf, self.index[: leaf.ndim])
+            x = np.asarray(jax.random.key_data(given) if _holds_keys(given) else given)
+        except Exception as error:
+            error.add_note(f"(raised by {_called(read)} for {self._name})")
+            raise
+        if x.shape != self.shape or x.dtype not in self.plan.dtypes:
+            raise PlacementError([self._unfit(x, read)])
+        if x.dtype == self.plan.dtype and x.flags.owndata and not isinstance(x, np.memmap):
+            return x
+        # What lies in a mapped file is read here, while other threads read other parts.
+        copy = aligned(self.shape, self.plan.dtype)
+        copy[...] = x
+        return copy
+
+    def put(self, x: np.ndarray) -> None:
+        memory = self.plan.sharding.memory_kind
+        where = [SingleDeviceSharding(device, memory_kind=memory) for device in self.devices]
+        # The memory of a copy may become that of one array in host memory.
+        alias = [None if i == 0 and not x.flags.owndata else False for i in range(len(where))]
+        shards = jax.device_put([x] * len(where), where, may_alias=alias)
+        self.plan.shards += jax.block_until_ready(shards)
+
+    @property
+    def _name(self) -> str:
+        bounds = ", ".join(f"{s.start}:{s.stop}" for s in self.index[: self.plan.leaf.ndim])
+        return f"{self.plan.leaf.name or 'the array'}[{bounds}]" if bounds else self.plan.leaf.name
+
+    def _unfit(self, x: np.ndarray, read: Read) -> Fault:
+        leaf = self.plan.leaf
+        request = f"{_called(read)} for {self._name}"
+        reason = (
+            f"it returned {x.dtype}{list(x.shape)}, and the part is "
+            f"{self.plan.dtype}{list(self.shape)}"
+        )
+        fix = "return file[index], and convert it to the dtype of the leaf: .astype(leaf.dtype)"
+        return Fault(leaf.name or "the array", leaf.shape, request, reason, fix)
+
+
+def _holds_keys(x: Any) -> bool:
+    return isinstance(x, jax.Array) and is_of_keys(x)
+
+
+def _called(read: Read) -> str:
+    return getattr(read, "__qualname__", None) or repr(read)
+
+
+def _fill(plans: Sequence[_Plan], read: Read) -> None:
+    """Reads all parts, with at most two of the largest in memory, or as much of smaller ones."""
+    waiting = deque(part for plan in plans for part in plan.parts())
+    progress = _Progress(len(plans), sum(part.nbytes for part in waiting))
+    most, held = 2 * max((part.nbytes for part in waiting), default=0), 0
+    reading: dict[Future[np.ndarray], _Part] = {}
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="mylib-load") as pool:
+        while waiting or reading:
+            while waiting and len(reading) < _READERS and held + waiting[0].nbytes <= most:
+                part = waiting.popleft()
+                held += part.nbytes
+                reading[pool.submit(part.read, read)] = part
+            done = wait(reading, return_when=FIRST_COMPLETED).done
+            while done:
+                future = done.pop()
+                part = reading.pop(future)
+                part.put(future.result())
+                del future  # It holds the part.
+                held -= part.nbytes
+                progress.add(part.nbytes)
+    progress.end()
+
+
+@dataclass
+class _Progress:
+    """A line on a terminal, from one of the processes."""
+
+    arrays: int
+    total: int
+    read: int = 0
+    start: float = field(default_factory=time.monotonic)
+    shown: float = 0.0
+
+    def add(self, nbytes: int) -> None:
+        self.read += nbytes
+        now = time.monotonic()
+        if now - self.shown >= _INTERVAL:
+            self._show("\r")
+            self.shown = now
+
+    def end(self) -> None:
+        self._show("\n")
+
+    def _show(self, end: str) -> None:
+        if jax.process_index() or not sys.stderr.isatty():
+            return
+        rate = self.read / max(time.monotonic() - self.start, 1e-9)
+        sizes = f"{show_bytes(self.read)} of {show_bytes(self.total)}, {show_bytes(rate)}/s"
+        text = f"loading {counted(self.arrays, 'array')}: {sizes}"
+        print(f"\r{text}".ljust(72), end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,138 @@
+"""`where_present`: placements that also work on meshes with fewer axes, and without a mesh."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from .._errors import Fault
+from .._placement import (
+    AnyMesh,
+    axes_in,
+    axis_names,
+    entries_of,
+    is_rule,
+    lacks_axis,
+    manual_axes,
+)
+from .._tree import Leaf
+from ._rule import AnyRule, Rule, as_rule, free_dimensions, makes_rules, trimmed
+from ._simple import Always
+
+
+@makes_rules("where_present(P('data'))")
+def where_present(rule: AnyRule | PartitionSpec) -> Rule:
+    """Another rule, but mesh axes that the mesh doesn't have are left out of its specs, as if each
+    were of size 1. Without a mesh, arrays are left alone.
+
+    For the code of a model, which then runs on one device and on any mesh:
+
+    ```python
+    def __call__(self, x):
+        x = jax.nn.gelu(x @ self.up)
+        x = mylib.filter_shard(x, where_present(P("data", None, "model")))
+        return x @ self.down
+    ```
+
+    Inside `shard_map` the axes that it maps over count as not there: arrays are already split over
+    them.
+
+    **Arguments:**
+
+    - `rule`: the other rule, or one `PartitionSpec` for all leaves.
+
+    **Returns:**
+
+    A [`mylib.rules.Rule`][]. An axis that is misspelt is left out, too; [`mylib.explain`][] shows
+    what was left out.
+
+    **Raises:**
+
+    `TypeError` if `rule` is neither a rule nor a `PartitionSpec`.
+
+    !!! Example
+
+        ```python
+        rule = mylib.rules.where_present(P("data", "model"))
+        x = jnp.ones((8, 4))
+        assert mylib.filter_shard(x, rule) is x
+        with jax.set_mesh(mylib.make_mesh(data=8)):
+            assert mylib.filter_shard(x, rule).sharding.spec == P("data")
+        ```
+    """
+    if isinstance(rule, PartitionSpec):
+        return WherePresent(Always(rule))
+    if not is_rule(rule):
+        raise TypeError(f"where_present takes a rule or a PartitionSpec, not {rule!r}")
+    return WherePresent(as_rule(rule))
+
+
+@dataclass(frozen=True, repr=False)
+class WherePresent(Rule):
+    rule: Rule
+
+    def __call__(self, leaf: Leaf) -> Any:
+        present = _axes_of(leaf.mesh)
+        if not present:
+            return None
+        placement = self.rule(leaf)
+        if not isinstance(placement, PartitionSpec):
+            return placement
+        return _within(placement, present)
+
+    def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
+        present = _axes_of(leaf.mesh)
+        if not present:
+            return spec
+        filled = self.rule.fill(leaf, spec)
+        # The entries of the other rule are not this one's.
+        added = free_dimensions(spec, leaf.ndim)
+        return _within(filled, present | (axes_in(filled) - _axes_at(filled, added)))
+
+    def why(self, leaf: Leaf) -> str:
+        present = _axes_of(leaf.mesh)
+        if not present:
+            return "left alone, there is no mesh"
+        reason, placement = self.rule.why(leaf), self.rule(leaf)
+        asked = axes_in(placement) if isinstance(placement, PartitionSpec) else set()
+        absent = ", ".join(map(repr, sorted(asked - present)))
+        return f"{reason}; without {absent}, which the mesh doesn't have" if absent else reason
+
+    def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        there = [leaf for leaf in leaves if _axes_of(leaf.mesh)]
+        return [f for f in self.rule.contradictions(there) if not lacks_axis(f)]
+
+    def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
+        return self.rule.unused(leaves)
+
+    def __repr__(self) -> str:
+        return f"where_present({self.rule!r})"
+
+
+def _axes_of(mesh: AnyMesh | None) -> set[Any]:
+    """The axes that can be named here."""
+    return set() if mesh is None else set(mesh.axis_names).difference(manual_axes())
+
+
+def _axes_at(spec: PartitionSpec, dims: Sequence[int]) -> set[Any]:
+    entries = entries_of(spec)
+    return {name for dim in dims if dim < len(entries) for name in axis_names(entries[dim])}
+
+
+def _within(spec: PartitionSpec, present: set[Any]) -> PartitionSpec:
+    """The spec without the axes that are not present."""
+    entries = [_part(entry, present) for entry in entries_of(spec)]
+    return spec.update(
+        partitions=tuple(trimmed(entries)),
+        unreduced=spec.unreduced & present,
+        reduced=spec.reduced & present,
+    )
+
+
+def _part(entry: Any, present: set[Any]) -> Any:
+    wanted = axis_names(entry)
+    kept = tuple(name for name in wanted if name in present)
+    if kept == wanted:
+        return entry
+    return kept[0] if len(kept) == 1 else kept or None

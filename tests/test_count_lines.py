@@ -1,0 +1,43 @@
+"""`tools/count_lines.py`."""
+
+import sys
+
+import _pages
+
+sys.path.append(str(_pages.ROOT / "tools"))
+
+import count_lines  # noqa: E402
+from count_lines import Lines  # noqa: E402
+
+_SOURCE = '''"""A module,
+of two lines."""
+
+# A comment.
+x = """no docstring,
+# and no comment"""
+
+
+class A:  # behind code
+    """One line."""
+
+    def f(self):
+        return (
+            x,
+
+            # inside code
+        )
+'''
+
+
+def test_kinds_of_lines():
+    assert count_lines.count(_SOURCE) == Lines(code=7, docstrings=3, comments=2)
+
+
+def test_table_of_two_commits():
+    now = count_lines.by_room([("mylib/a/x.py", "x = 1\n"), ("mylib/a/y.py", "y = 1\n# why\n")])
+    before = count_lines.by_room([("mylib/b.py", "x = 1\ny = 2\n")])
+    assert now == {"a": Lines(2, 0, 1)} and before == {"b": Lines(2, 0, 0)}
+    told = [line.split() for line in count_lines.table(now, before)]
+    assert told[1] == "a 0 +2 = 2 0 +0 = 0 0 +1 = 1".split()
+    assert told[2] == "b 2 -2 = 0 0 +0 = 0 0 +0 = 0".split()
+    assert told[3] == "all 2 +0 = 2 0 +0 = 0 0 +1 = 1".split()
