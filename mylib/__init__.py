@@ -18,13 +18,8 @@ from ._errors import (
     StaticNumberWarning,
     SummedTwiceWarning,
 )
-from ._functions import (
-    filter_checkpoint,
-    filter_jit,
-    fully_shard,
-    load_compiled,
-    recompute_resharded,
-)
+from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
+from ._jit import filter_jit, load_compiled
 from ._meshes import make_mesh
 from ._per_device import filter_shard_map, opaque, vary
 from ._placement import Placement, Target, resolve

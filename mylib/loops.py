@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from ._per_device import communicates_over
 from ._placement import cast, manual_axes, varying
-from ._tree import Arrays, Outline, first_difference, is_array, is_ref, outlined
+from ._tree import Arrays, Rest, Split, first_difference, is_array, is_ref, outlined
 
 __all__ = ["scan", "while_loop"]
 
@@ -171,7 +171,7 @@ def scan(
     """
     carry = _carried(init)
     rows, of_rows = outlined(xs)
-    of_results: list[Outline] = []
+    of_results: list[Split] = []
 
     def step(carry: _Carry, row: Arrays) -> tuple[_Carry, Arrays]:
         result = f(carry.tree(), of_rows.fill(row))
@@ -235,10 +235,9 @@ class _Path:
 
 
 @dataclass(frozen=True, eq=False)
-class _Form:
+class _Fixed(Rest):
     """The carry without its arrays; the same in all iterations."""
 
-    outline: Outline
     paths: list[str]
 
 
@@ -248,28 +247,28 @@ class _Carry:
     children, and JAX unflattens trees with objects that are not arrays.
     """
 
-    def __init__(self, arrays: Arrays, form: _Form):
+    def __init__(self, arrays: Arrays, rest: _Fixed):
         self.arrays = arrays
-        self.form = form
+        self.rest = rest
 
     def tree(self) -> Any:
-        return self.form.outline.fill(self.arrays)
+        return self.rest.split.fill(self.arrays)
 
     def after(self, tree: Any, function: str, before: str) -> "_Carry":
         """The carry after an iteration. Raises if anything but arrays has changed."""
         leaves, treedef = jtu.tree_flatten(tree)
-        outline = self.form.outline
-        if treedef != outline.treedef:
+        split = self.rest.split
+        if treedef != split.treedef:
             name, was, now = first_difference(self.tree(), tree)
             raise TypeError(
                 f"{function} must return the carry with the same structure as in {before}. "
                 f"{name or 'It'} was {was}, then {now}"
             )
         carried = list(map(_is_carried, leaves))
-        statics = iter(outline.static)
+        statics = iter(split.static)
         changed: list[str] = []
         for path, x, is_carried, was in zip(
-            self.form.paths, leaves, carried, outline.are_arrays, strict=True
+            self.rest.paths, leaves, carried, split.are_arrays, strict=True
         ):
             old = "an array" if was else next(statics)
             if is_carried != was:
@@ -282,24 +281,24 @@ class _Carry:
                 f"{function} must not change leaves of {before} that are not arrays. "
                 f"{', '.join(changed)}"
             )
-        return _Carry(list(compress(leaves, carried)), self.form)
+        return _Carry(list(compress(leaves, carried)), self.rest)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[_Path, Any]], _Form]:
-        paths = compress(self.form.paths, self.form.outline.are_arrays)
-        return list(zip(map(_Path, paths), self.arrays, strict=True)), self.form
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[_Path, Any]], _Fixed]:
+        paths = compress(self.rest.paths, self.rest.split.are_arrays)
+        return list(zip(map(_Path, paths), self.arrays, strict=True)), self.rest
 
-    def tree_flatten(self) -> tuple[Arrays, _Form]:
-        return self.arrays, self.form
+    def tree_flatten(self) -> tuple[Arrays, _Fixed]:
+        return self.arrays, self.rest
 
     @classmethod
-    def tree_unflatten(cls, form: _Form, arrays: Any) -> "_Carry":
-        return cls(list(arrays), form)
+    def tree_unflatten(cls, rest: _Fixed, arrays: Any) -> "_Carry":
+        return cls(list(arrays), rest)
 
 
 def _carried(tree: Any) -> _Carry:
     with_paths, treedef = jtu.tree_flatten_with_path(tree)
     leaves = [x for _, x in with_paths]
     carried = tuple(map(_is_carried, leaves))
-    static = tuple(compress(leaves, map(not_, carried)))
-    form = _Form(Outline(treedef, carried, static), [jtu.keystr(path) for path, _ in with_paths])
-    return _Carry([jnp.asarray(x) for x in compress(leaves, carried)], form)
+    split = Split(treedef, carried, tuple(compress(leaves, map(not_, carried))))
+    arrays = [jnp.asarray(x) for x in compress(leaves, carried)]
+    return _Carry(arrays, _Fixed(split, [jtu.keystr(path) for path, _ in with_paths]))

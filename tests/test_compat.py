@@ -29,7 +29,6 @@ from jax.sharding import (
 import mylib
 import mylib.testing
 from mylib._compat import (
-    INLINING_LOSES_LINES,
     UNCOMMITTED,
     GradientPass,
     UnknownParameter,
@@ -40,6 +39,7 @@ from mylib._compat import (
     closed_or_open,
     coordination_client,
     current_trace,
+    data_of_nodes,
     data_of_shards,
     deserialized,
     devices_of_lowered,
@@ -58,6 +58,7 @@ from mylib._compat import (
     set_label,
     sharding_under,
     start_transfer_server,
+    trace_kind,
     trace_of,
     traces_here,
     weakly_typed,
@@ -65,7 +66,7 @@ from mylib._compat import (
     with_actual_memory_kind,
     without_dead_code,
 )
-from mylib._functions.error_checks import calling, check_p
+from mylib._jit.error_checks import calling, check_p
 from mylib._placement import current_world
 from mylib._programs import all_jaxprs, jaxprs_in
 
@@ -90,7 +91,7 @@ PACKAGE = Path(mylib.__file__).parent
 USES = {
     "equinox._errors._error": (
         "what `equinox.error_if` and `branched_error_if` call with x, pred, index, msgs=, "
-        "on_error= and stack=. mylib/_functions/error_checks.py puts its own in this place"
+        "on_error= and stack=. mylib/_jit/error_checks.py puts its own in this place"
     ),
     "equinox._jit.last_error_info": (
         "the message of the last error that `equinox.error_if` raised, and the stack inside of the "
@@ -111,7 +112,7 @@ USES = {
     ),
     "jax._src.core.ShardingTypeError": (
         "what JAX raises if the result of an operation on Explicit axes could have several "
-        "shardings: tests/functions/test_notes.py"
+        "shardings: tests/jit/test_notes.py"
     ),
     "jax._src.array.ArrayImpl": (
         "the type of arrays, made of an `aval`, a sharding and shards: the only way to give an "
@@ -1004,9 +1005,40 @@ def test_the_peak_of_the_cpus_compiler_lacks_the_temporaries():
     assert 0 <= memory.peak_memory_in_bytes - others < x.size
 
 
+def test_how_calls_run():
+    seen = []
+
+    def look(x):
+        seen.append(trace_kind())
+        return x
+
+    look(1.0), jax.grad(look)(1.0), jax.vmap(look)(jnp.ones(2)), jax.jit(look)(1.0)
+    jax.vmap(jax.jit(look))(jnp.ones(2))
+    told = "see trace_kind in mylib/_compat/private.py"
+    assert seen == ["eager", "transformed", "transformed", "staged", "staged"], told
+
+
+class Data(eqx.Module):
+    x: jax.Array
+    n: object = eqx.field(static=True)
+
+
+def test_data_of_nodes():
+    told = "what PyTreeDef.__getstate__ returns: see data_of_nodes in mylib/_compat/private.py"
+
+    def data(tree):
+        return [x for x in data_of_nodes(jax.tree.structure(tree)) if x in (print, "a", "b", 7)]
+
+    tree = [Data(jnp.ones(2), 7), {"a": 1, "b": (3, None)}, Data(jnp.ones(2), 7.0)]
+    assert list(map(repr, data(tree))) == ["7", "'a'", "'b'", "7.0"], told
+    # Data that is neither a tuple nor a list stays whole.
+    assert data([jax.tree_util.Partial(print), Data(1.0, 7)]) == [print, 7], told
+    assert data_of_nodes(jax.tree.structure([1, (2, None)])) == [], told
+
+
 def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
-    """If this fails, set `INLINING_LOSES_LINES` to what is true; where nothing supported loses
-    lines, remove it, and the call of `evaluate` in `Program`.
+    """Where nothing supported loses lines, `Program._with_checks` may inline what it traced instead
+    of calling `evaluate`.
     """
 
     def sine(x):
@@ -1015,4 +1047,5 @@ def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
     line = inspect.getsourcelines(sine)[1] + 1
     inlined = jax.jit(sine, inline=True)
     text = jax.jit(lambda x: inlined(x)).lower(1.0).as_text(debug_info=True)
-    assert (f'test_compat.py":{line}:' not in text) == INLINING_LOSES_LINES
+    loses = jax.__version_info__ < (0, 12)
+    assert (f'test_compat.py":{line}:' not in text) == loses

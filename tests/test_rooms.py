@@ -19,9 +19,9 @@ def test_arrows_go_down_and_end_at_faces():
     ("room", "source", "told"),
     [
         ("_tree", "from .._placement import resolve", "stands above it"),
-        ("_functions", "from .._tree.leaves import split", "_tree.leaves is inside another room"),
-        ("_functions", "from mylib._tree.leaves import split", "is inside another room"),
-        ("_functions", "import mylib._tree.leaves", "is inside another room"),
+        ("_jit", "from .._tree.leaves import split", "_tree.leaves is inside another room"),
+        ("_jit", "from mylib._tree.leaves import split", "is inside another room"),
+        ("_jit", "import mylib._tree.leaves", "is inside another room"),
         ("data", "def f():\n    from .._transfer.verbs import move", "is inside another room"),
         ("_attic", "from .._tree import split", "_attic has no place"),
     ],

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._compat import argument_of_filter_jit, is_filter_jit
 from .._errors import AuditError
-from .._tree import Outline, is_array, outlined, signature_of
+from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
@@ -123,12 +123,11 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
 
-    def called(arrays: list[Any]) -> tuple[Outline, list[Any]]:
+    def called(arrays: list[Any]) -> tuple[Made]:
         function, bound.arguments = rest.fill(arrays)
-        arrays_of_result, outline = outlined(function(*bound.args, **bound.kwargs))
-        # In another order than that of filter_jit: JAX's cache of compiled programs doesn't tell
+        # In a tuple, other than that of filter_jit: JAX's cache of compiled programs doesn't tell
         # programs apart that differ in their arguments' names alone.
-        return outline, arrays_of_result
+        return (Made.of(function(*bound.args, **bound.kwargs)),)
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
@@ -251,11 +250,9 @@ def _paths_of(structure: Any) -> list[str]:
     numbers = list(map(_ResultNumber, range(structure.num_leaves)))
     tree = jtu.tree_unflatten(structure, numbers)
     match tree:
-        case (Outline() as outline, list(arrays)):
-            tree = outline.fill(arrays)
-        case (list(arrays), Outline() as outline, *checks):
-            checks = jtu.tree_leaves(checks)
-            tree = (outline.fill(arrays), checks) if checks else outline.fill(arrays)
+        case Made() | (Made(),):
+            made = tree if isinstance(tree, Made) else tree[0]
+            tree = made.tree() if made.failed is None else (made.tree(), [made.failed])
     paths = {
         x.number: jtu.keystr(path)
         for path, x in jtu.tree_flatten_with_path(tree)[0]

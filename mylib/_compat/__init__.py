@@ -7,7 +7,6 @@ which says what to do when it moves.
 from . import names as names
 from .private import (
     DELETED_ARRAYS_END_IT as DELETED_ARRAYS_END_IT,
-    INLINING_LOSES_LINES as INLINING_LOSES_LINES,
     UNCOMMITTED as UNCOMMITTED,
     CoordinationClient as CoordinationClient,
     GradientPass as GradientPass,
@@ -22,6 +21,7 @@ from .private import (
     closed_or_open as closed_or_open,
     coordination_client as coordination_client,
     current_trace as current_trace,
+    data_of_nodes as data_of_nodes,
     data_of_shards as data_of_shards,
     describe_cudnn as describe_cudnn,
     deserialized as deserialized,
@@ -59,6 +59,7 @@ from .private import (
     sharding_under as sharding_under,
     start_transfer_server as start_transfer_server,
     tpu_is_here as tpu_is_here,
+    trace_kind as trace_kind,
     trace_of as trace_of,
     traces_here as traces_here,
     type_under as type_under,

@@ -12,8 +12,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from itertools import chain
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import equinox as eqx
 import jax
@@ -129,6 +131,32 @@ def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, l
     `axis` is JAX's data about the axis.
     """
     return batching.batch_jaxpr(program, axis, list(are_mapped), False)
+
+
+def trace_kind() -> Literal["eager", "transformed", "staged"]:
+    """How calls here run: at once, at once under an eager `grad`, `jvp` or `vmap`, or later, as a
+    part of a program.
+    """
+    trace = core.trace_ctx.trace
+    if type(trace) is core.EvalTrace:
+        return "eager"
+    return "staged" if is_staged_trace(trace) else "transformed"
+
+
+def data_of_nodes(treedef: Any) -> list[Any]:
+    """The data of a tree's own nodes: static fields, keys of dicts. `PyTreeDef.walk` would call a
+    Python function for each node.
+    """
+    # What is pickled of each node: its kind, the number of its children, its data, ...
+    data = list(map(_data_of_node, treedef.__getstate__()[1]))
+    if _USUAL.issuperset(map(type, data)):  # each call comes here
+        return list(chain.from_iterable(filter(None, data)))
+    own = [x for x in data if x is not None]
+    return [x for one in own for x in (one if type(one) in _USUAL else (one,))]
+
+
+_data_of_node = itemgetter(2)
+_USUAL = frozenset({type(None), tuple, list})
 
 
 def is_staged_trace(trace: Any) -> bool:
@@ -253,11 +281,6 @@ def label_of(x: Any) -> str:
 # Until JAX 0.11 a program for several devices that is called with a deleted array ends the process
 # (as in https://github.com/openxla/xla/issues/22604). May go once JAX 0.12 is the oldest supported.
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
-
-
-# Until JAX 0.11 the operations of an inlined jit get the line that calls it, on purpose:
-# https://github.com/jax-ml/jax/pull/15665. May go once JAX 0.12 is the oldest supported.
-INLINING_LOSES_LINES = jax.__version_info__ < (0, 12)
 
 
 def weakly_typed(x: jax.Array) -> jax.Array:

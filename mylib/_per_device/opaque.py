@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._placement import AxisSet, cast, manual_axes, union, varying
-from .._tree import Arrays, Outline, outlined, signature_of
+from .._tree import Arrays, Split, outlined, signature_of
 from .hazards import OPAQUE
 
 P = ParamSpec("P")
@@ -134,8 +134,8 @@ class _OpaqueCall:
         self,
         fwd: Callable[..., Any] | None,
         bwd: Callable[..., Any] | None,
-        outline: Outline,
-        by_argument: list[Outline],
+        outline: Split,
+        by_argument: list[Split],
         axes: AxisSet,
     ):
         self._fwd, self._bwd = fwd, bwd
@@ -143,8 +143,8 @@ class _OpaqueCall:
         self._by_argument = by_argument
         self._axes = axes
         # The outlines of the result and the residuals, known after tracing.
-        self._result: Outline | None = None
-        self._kept: Outline | None = None
+        self._result: Split | None = None
+        self._kept: Split | None = None
 
     def __call__(self, arrays: Arrays) -> Any:
         # Only types inside `shard_map` need the seal.
@@ -157,7 +157,7 @@ class _OpaqueCall:
         return self._result_outline.fill(result)
 
     @property
-    def _result_outline(self) -> Outline:
+    def _result_outline(self) -> Split:
         assert self._result is not None
         return self._result
 

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from .._compat import jit, names
 from .._errors import Fault, PlacementError, because
-from .._functions import Function, Jitted, about, captured_by, code_of
+from .._jit import Function, Jitted, Targets, about, captured_by, code_of
 from .._placement import (
     AnyMesh,
     Placement,
@@ -30,14 +30,14 @@ from .._placement import (
     varying,
 )
 from .._transfer import place_leaves
-from .._tree import Arrays, KeyPath, Kind, Leaves, Outline, kind_of, outlined, split
+from .._tree import Arrays, KeyPath, Kind, Leaves, Split, kind_of, outlined, split
 from .hazards import wrong_in
 from .missing_axes import unknown_named
 from .specs import ManualMesh, Specs, refuse_map, spec_in
 from .summed_twice import warn_of_sums
 
 if TYPE_CHECKING:
-    from .._functions import Lowered
+    from .._jit import Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -209,20 +209,24 @@ class Mapped:
         return self if instance is None else eqx.Partial(self, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        with self.options.specs.in_force(current_world()):
-            return self._call(*args, **kwargs)
+        return self.resolved(None, args, kwargs)
 
-    def _call(self, /, *args: Any, **kwargs: Any) -> Any:
+    def resolved(self, targets: Targets | None, args: Any, kwargs: Any) -> Any:
+        """Calls the function. `targets` are those of its arguments, if they are known."""
+        with self.options.specs.in_force(current_world()):
+            return self._call(targets, args, kwargs)
+
+    def _call(self, resolved: Targets | None, args: Any, kwargs: Any) -> Any:
         options, world = self.options, current_world()
         function, specs = options.function, options.specs
         given = specs.inputs.bind(function, args, kwargs)
         region = specs.region(world)
-        asked = specs.targets(given, region, world)
+        asked = specs.targets(given, resolved, region, world)
         if not options.check_vma:
             _refuse_to_forget(function, given, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
         everything = self.fun, given
-        leaves = split(everything, outlined(everything)[1].positions, options.naming)
+        leaves = split(everything, options.naming, abstract=False)
         whole = NamedSharding(region.mesh, PartitionSpec())
         targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
         arrays, in_specs = _enter(options, leaves, targets, region, world)
@@ -293,7 +297,7 @@ class JittedMap(Jitted[P, T]):
 
     def _mesh_in_force(self) -> AbstractContextManager[None]:
         # The data of the tree's root, which is the mapped function.
-        options: MapOptions = self.recipe.fun.treedef.node_data()[1]
+        options: MapOptions = self.program.fun.treedef.node_data()[1]
         return options.specs.in_force(current_world())
 
 
@@ -374,12 +378,12 @@ class _Outputs:
         # JAX reads this list after the function has returned, so `take` can fill it during the
         # trace. Otherwise the function would have to be traced twice.
         self.specs: list[PartitionSpec] = []
-        self.outline = Outline(None, (), ())
+        self.outline = Split(None, (), ())
 
     def take(self, result: Any) -> Arrays:
         arrays, self.outline = outlined(result)
         arrays = [jnp.asarray(x) for x in arrays]
-        leaves = split(result, self.outline.positions, _name_in_result)
+        leaves = split(result, _name_in_result, abstract=False)
         self.specs[:] = self._specs_of(arrays, leaves.with_shapes(arrays))
         return arrays
 

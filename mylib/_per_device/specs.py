@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because
-from .._functions import Function, Inputs, Moves, Targets
+from .._jit import Function, Inputs, Targets
 from .._placement import (
     AnyMesh,
     Decision,
@@ -34,7 +34,7 @@ from .._placement import (
     unusual_memory_kind,
     with_entries,
 )
-from .._tree import Arrays, Kind, Leaves, kind_of, outlined
+from .._tree import Arrays, Kind, Leaves, kind_of
 
 
 @dataclass(frozen=True)
@@ -124,13 +124,8 @@ class Specs:
     reshard: bool
 
     @cached_property
-    def inputs(self) -> Inputs:
-        # Inside a program the program itself places its arguments. It also reshards arrays that are
-        # on the mesh, whatever their shape.
-        moves = Moves(False, self._elsewhere, attrgetter("sharding"))
-        return Inputs(
-            self.placement, self.mesh, self._decide, moves, "in_specs", otherwise=PartitionSpec()
-        )
+    def inputs(self) -> "SpecInputs":
+        return SpecInputs(self.placement, self.mesh, self)
 
     def region(self, world: World) -> ManualMesh:
         function, mesh = self.function, self._mesh_in(world)
@@ -219,43 +214,19 @@ class Specs:
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
 
     def targets(
-        self, given: tuple[Any, Any], region: ManualMesh, world: World
+        self, given: tuple[Any, Any], resolved: Targets | None, region: ManualMesh, world: World
     ) -> list[Target | None]:
-        """The targets of the arrays in (args, kwargs)."""
-        leaves = self.function.split(given, outlined(given)[1].positions)
-        resolved = self.inputs.handed_over()
+        """The targets of the arrays in (args, kwargs), which the call may have resolved already."""
+        leaves = self.function.split(given)
+        # The kinds of arrays that are placed differ, outside and inside of a program.
         if resolved is None or len(resolved) != len(leaves.arrays):
             return self.inputs.resolve(self.function, leaves, *given, world)
-        # The call has resolved them already, but outside of the program, where less is checked.
+        # Outside of the program less is checked.
         here = [None if to is None else NamedSharding(region.mesh, spec_in(to)) for to in resolved]
         decision = decide_each(leaves, here, region.mesh, world, region.unfit_input)
         if decision.faults:
             raise PlacementError(decision.faults)
         return decision.targets
-
-    def _decide(self, leaves: Leaves, prefix: Any, mesh: AnyMesh | None, world: World) -> Decision:
-        region = self.region(world)
-        return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
-
-    def _elsewhere(
-        self, leaves: Leaves, targets: Targets, own: Arrays, world: World
-    ) -> tuple[Targets, Targets]:
-        """The targets of arrays that are not on the mesh."""
-        mesh = self.region(world).mesh
-        elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
-        faults = [
-            leaves.at(i, fault)
-            for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
-            if elsewhere[i]
-            for fault in self.unmovable(x, target)
-        ]
-        if faults:
-            raise PlacementError(faults)
-        whole = NamedSharding(mesh, PartitionSpec())
-        return (
-            [to if away else None for to, away in zip(targets, elsewhere, strict=True)],
-            [None if _is_on(mesh, x) else whole for x in own],
-        )
 
     def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
         """The fault of an array that is not on the mesh and must not be moved."""
@@ -272,6 +243,45 @@ class Specs:
             request, fix = f"{spec_in(target)}", "leave out reshard=False"
             reason += ", and reshard=False"
         yield because(reason, f"move it before, or {fix}", request)
+
+
+@dataclass(frozen=True, eq=False)
+class SpecInputs(Inputs):
+    """The specs of a function's arguments."""
+
+    specs: Specs
+
+    option = "in_specs"
+    otherwise = PartitionSpec()
+    # Inside a program the program itself places its arguments. It also reshards arrays that are on
+    # the mesh.
+    also_staged = False
+    for_function = True
+    decisive = attrgetter("shape", "dtype", "sharding")
+
+    def decide(self, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        region = self.specs.region(world)
+        return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
+
+    def needed(
+        self, leaves: Leaves, targets: Targets, own: Arrays, world: World
+    ) -> tuple[Targets, Targets]:
+        """Moves arrays that are not on the mesh."""
+        mesh = self.specs.region(world).mesh
+        elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
+        faults = [
+            leaves.at(i, fault)
+            for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
+            if elsewhere[i]
+            for fault in self.specs.unmovable(x, target)
+        ]
+        if faults:
+            raise PlacementError(faults)
+        whole = NamedSharding(mesh, PartitionSpec())
+        return (
+            [to if away else None for to, away in zip(targets, elsewhere, strict=True)],
+            [None if _is_on(mesh, x) else whole for x in own],
+        )
 
 
 def _show_types(mesh: AnyMesh) -> str:

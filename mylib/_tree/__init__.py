@@ -16,19 +16,21 @@ from .leaves import (
     parts_of as parts_of,
     split as split,
 )
-from .outline import (
-    Arrays as Arrays,
-    Outline as Outline,
-    outline_of as outline_of,
-    outlined as outlined,
-    parted as parted,
-)
 from .pattern import Pattern as Pattern, joined as joined, spelled as spelled
 from .prefix import (
     MISFIT as MISFIT,
     broadcast_prefix as broadcast_prefix,
     first_difference as first_difference,
     spread_prefix as spread_prefix,
+)
+from .splits import (
+    Arrays as Arrays,
+    Made as Made,
+    Rest as Rest,
+    Split as Split,
+    outline_of as outline_of,
+    outlined as outlined,
+    parted as parted,
 )
 from .structure import (
     named_texts_of as named_texts_of,

@@ -1,6 +1,6 @@
 """Splits a PyTree into array leaves, with their paths, and static leaves, and joins them again."""
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -157,16 +157,17 @@ class Leaves:
 
 
 def split(
-    tree: Any, static: Container[int] = (), naming: Callable[[KeyPath], str] = jtu.keystr
+    tree: Any, naming: Callable[[KeyPath], str] = jtu.keystr, abstract: bool = True
 ) -> Leaves:
-    """Flattens `tree`. The leaves at the positions `static` count as static."""
+    """Flattens `tree`. `jax.ShapeDtypeStruct`s are arrays if `abstract`."""
+    static = (Kind.STATIC,) if abstract else (Kind.STATIC, Kind.ABSTRACT)
     leaves, treedef = jtu.tree_flatten(tree)
     positions: list[int] = []
     arrays: list[Any] = []
     kinds: list[Kind] = []
     for i, x in enumerate(leaves):
         kind = kind_of(x)
-        if kind is not Kind.STATIC and i not in static:
+        if kind not in static:
             positions.append(i)
             arrays.append(x)
             kinds.append(kind)

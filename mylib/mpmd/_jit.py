@@ -11,13 +11,12 @@ from jaxtyping import PyTree
 
 from .._compat import Uncommitted, sharding_under, value_under
 from .._errors import Fault, PlacementError, because, line_of_caller
-from .._functions import Jitted, about, code_of, filter_jit
+from .._jit import Jitted, about, code_of, filter_jit
 from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of
 from .._transfer import filter_device_put
 from .._tree import Kind, Leaves, outline_of, signature_of, split
-from ._stage import fixed_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -192,7 +191,7 @@ class OnMesh(Generic[P, T]):
 def _key(leaves: Leaves) -> Any:
     """Equal for calls with results of the same shapes; None if that can't be said."""
     types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves.arrays)
-    key = fixed_of(outline_of(leaves)), types
+    key = outline_of(leaves), types
     try:
         hash(key)
     except TypeError:

@@ -12,7 +12,7 @@ from .._placement import show, show_mesh
 from .._transfer import same_place
 from .._tree import Arrays, Kind, Leaves, first_difference, outline_of
 from ._schedule import Schedule
-from ._stage import Form, Struct, fixed_of, split_as
+from ._stage import Form, Struct, split_as
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Module:
     def arrays_of(self, stage: Any, faults: list[Fault]) -> Arrays:
         """The arrays of the same stage, given again."""
         leaves = split_as(stage, f"stages[{self.number}]")
-        if fixed_of(outline_of(leaves)) != self.form.fixed:
+        if outline_of(leaves) != self.form.outline:
             faults.append(self._difference(stage))
             return []
         for i, (x, kind, struct) in enumerate(

@@ -192,7 +192,7 @@ class Pipeline:
     def _plan(self, batch: PipelineBatch, targets: PipelineBatch, rows: int) -> "PipelinePlan":
         structs = (*batch.form.structs, *targets.form.structs)
         types = tuple((x.shape, x.dtype, x.sharding) for x in structs)
-        key = batch.form.fixed, targets.form.fixed, types
+        key = batch.form.outline, targets.form.outline, types
         plan = self._plans.get(key)
         if plan is None:
             stages = chain(self._modules, self._loss, self.schedule, batch, targets, rows)

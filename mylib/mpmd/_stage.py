@@ -12,9 +12,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from .._functions import Key
 from .._placement import axis_names, is_described
-from .._tree import Arrays, KeyPath, Leaves, Outline, outlined, split
+from .._tree import Arrays, KeyPath, Leaves, Split, outlined, split
 
 Struct = jax.ShapeDtypeStruct
 
@@ -23,17 +22,8 @@ Struct = jax.ShapeDtypeStruct
 class Form:
     """A tree of arrays of which only shapes, dtypes and shardings are known."""
 
-    outline: Outline
+    outline: Split
     structs: tuple[Struct, ...]
-
-    @cached_property
-    def fixed(self) -> Key:
-        return fixed_of(self.outline)
-
-
-def fixed_of(outline: Outline) -> Key:
-    """Everything of a tree that must not change, other than its arrays."""
-    return Key(outline.treedef, outline.are_arrays, outline.static)
 
 
 def split_as(tree: Any, name: str) -> Leaves:
@@ -47,7 +37,7 @@ def split_as(tree: Any, name: str) -> Leaves:
 class Boundary:
     """What goes from a stage to the next one. Each array has a sharding on both meshes."""
 
-    outline: Outline
+    outline: Split
     sent: tuple[Struct, ...]
     received: tuple[Struct, ...]
 
@@ -119,7 +109,7 @@ class Stage:
 
     def compute(
         self, module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays
-    ) -> tuple[Arrays, Outline]:
+    ) -> tuple[Arrays, Split]:
         """The arrays that the user's function returns, or the last stage's loss, and the tree that
         they are in.
         """
@@ -160,9 +150,9 @@ def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -
     return [next(yes if flag else no) for flag in flags]
 
 
-def shape_of_result(stage: Stage) -> tuple[list[Struct], Outline]:
+def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
     """What a stage computes, as shapes."""
-    outlines: list[Outline] = []
+    outlines: list[Split] = []
 
     def result(*args: Arrays) -> Arrays:
         arrays, outline = stage.compute(*args)
@@ -175,7 +165,7 @@ def shape_of_result(stage: Stage) -> tuple[list[Struct], Outline]:
 
 
 def boundary(
-    structs: Iterable[Struct], outline: Outline, here: Mesh, there: Mesh, rows: int, axes: Any
+    structs: Iterable[Struct], outline: Split, here: Mesh, there: Mesh, rows: int, axes: Any
 ) -> Boundary:
     """How the results of a stage are placed: arrays that have the rows of the microbatch as first
     dimension are split over `axes`, as the batch is; all others are on every device.

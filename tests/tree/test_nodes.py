@@ -130,7 +130,7 @@ def test_a_copy_is_not_compiled_again():
 
 
 def test_a_node_that_is_another_one_when_it_is_made_anew():
-    with pytest.warns(mylib.DonationWarning, match=r"was given <leaf 0> \(8,\)"):
+    with pytest.warns(mylib.DonationWarning, match=r"was given f\[<flat index 0>\] \(8,\)"):
         out = mylib.filter_jit(lambda f: f.x.sum() + f.more.sum(), donate="warn")(
             Filled(jnp.ones(8))
         )

@@ -167,15 +167,15 @@ class TestTrees:
         assert f.traces == 1
 
     def test_it_is_compiled_once_with_the_same_options(self):
-        def recipe(**options):
-            return mylib.filter_jit(add_zero, **options).recipe
+        def program(**options):
+            return mylib.filter_jit(add_zero, **options).program
 
         same = [{"mesh": MESH}, {"compiler_options": {"xla_cpu_enable_fast_math": True}}]
         other = [{"mesh": EXPLICIT}, {"compiler_options": {"xla_cpu_enable_fast_math": 1}}]
         for one, another in zip(same, other, strict=True):
-            assert recipe(**one) is recipe(**one)
-            assert recipe(**one) is not recipe(**another)
-            assert recipe(**one) is not recipe()
+            assert program(**one) is program(**one)
+            assert program(**one) is not program(**another)
+            assert program(**one) is not program()
 
     def test_one_trace_however_an_argument_is_given(self):
         f = counted(lambda x, y: x - y)

@@ -14,14 +14,14 @@ from jax.sharding import NamedSharding
 
 from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
-from .._tree import Arrays, Leaves, Outline, outlined, split
-from .ahead import call_ahead
+from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
-from .explicit import Run, as_written, has_explicit_axes, on_auto_axes
+from .explicit_axes import Run, as_written, has_explicit_axes, on_auto_axes
 from .gather import Route, gather, keep
+from .gradient_dtype import call_with_sinks
+from .prefetch import call_ahead
+from .prefetch_order import Turns
 from .residuals import Residuals
-from .turns import Turns
-from .wide import call_with_sinks
 
 # The field that the classes made here add to those of the original.
 _PLAN = "_fully_shard_plan"
@@ -171,7 +171,7 @@ def _called(
 class _Call:
     """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
-    def __init__(self, method: Callable[..., Any], leaves: Leaves, given: Outline):
+    def __init__(self, method: Callable[..., Any], leaves: Leaves, given: Split):
         self._method, self._leaves, self._given = method, leaves, given
         self._returned = given
 

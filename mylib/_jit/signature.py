@@ -152,6 +152,6 @@ class Function:
         side, key, *rest = path
         return f"{self.slot(key.key if side.idx else key.idx)}{jtu.keystr(tuple(rest))}"
 
-    def split(self, given: Any, static: Any = ()) -> Leaves:
+    def split(self, given: Any, abstract: bool = False) -> Leaves:
         """Flattens (args, kwargs)."""
-        return split(given, static, self.naming)
+        return split(given, self.naming, abstract)

@@ -13,8 +13,10 @@ from jaxtyping import PyTree
 
 from .._compat import names
 from .._errors import Fault, because
+from .._jit import Function, Inputs
 from .._placement import (
     AnyMesh,
+    Decision,
     Placement,
     Target,
     World,
@@ -27,9 +29,7 @@ from .._placement import (
     unusual_memory_kind,
 )
 from .._transfer import constrain_auto_p, place_leaves
-from .._tree import Arrays, outlined
-from .inputs import Inputs
-from .signature import Function
+from .._tree import Arrays, Leaves, outlined
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -259,9 +259,9 @@ class _Checkpointed(eqx.Module):
         if self.in_shardings is None:
             return args, kwargs
         function, world = Function.of(self.fun), current_world()
-        inputs = Inputs(self.in_shardings, self.mesh, _decide)
+        inputs = _Saved(self.in_shardings, self.mesh)
         given = inputs.bind(function, args, kwargs)
-        leaves = function.split(given, outlined(given)[1].positions)
+        leaves = function.split(given)
         targets = inputs.resolve(function, leaves, *given, world)
         if before and world.staged:
             # On Auto axes the constraint must come after the barrier that prevents merging; before
@@ -288,7 +288,11 @@ def _refuse_memory_kinds(target: Target) -> Iterator[Fault]:
         )
 
 
-_decide = functools.partial(decide, refuse=_refuse_memory_kinds)
+class _Saved(Inputs):
+    """Where arguments are saved."""
+
+    def decide(self, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        return decide(leaves, prefix, self.mesh, world, refuse=_refuse_memory_kinds)
 
 
 def _has_another_type(x: Any, target: Target | None, world: World) -> bool:

@@ -23,8 +23,8 @@ from .._placement import entries_of, with_entries
 from .._programs import bind_as, evaluate, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
-from .ahead import tangent_p
 from .gather import Route, gather
+from .prefetch import tangent_p
 
 Values = Sequence[Any]
 

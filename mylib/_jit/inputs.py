@@ -1,11 +1,10 @@
 """Placements for a function's arguments."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from jax.core import Tracer
@@ -18,38 +17,21 @@ from .signature import Function, Slot
 Targets = Sequence[Target | None]
 
 
-@dataclass(frozen=True)
-class Moves:
-    """Which arrays are moved before a call.
+class Resolved:
+    """The targets of a call's arguments, as a static argument of `jax.jit`."""
 
-    - `also_staged`: whether arrays are also moved if the call is part of another program.
-    - `needed`: returns the targets of the arrays that must be moved, and None for the others: for
-        the arguments, and for the arrays of the function itself. It takes the arguments' leaves and
-        targets, the function's arrays, and the world.
-    - `decisive`: the part of an array that decides whether it must move.
-    """
+    def __init__(self, targets: tuple[Target | None, ...]):
+        self.targets = targets
 
-    also_staged: bool
-    needed: Callable[[Leaves, Targets, Arrays, World], tuple[Targets, Targets]]
-    decisive: Callable[[Any], Any]
+    @cached_property
+    def _hash(self) -> int:
+        return hash(self.targets)
 
+    def __hash__(self) -> int:
+        return self._hash
 
-def _all_arguments(
-    leaves: Leaves, targets: Targets, own: Arrays, world: World
-) -> tuple[Targets, Targets]:
-    return targets, [None] * len(own)
-
-
-_ALL = Moves(True, _all_arguments, attrgetter("shape", "dtype", "sharding", "committed"))
-
-
-class _Thread(threading.local):
-    """The targets resolved by the last call in this thread, until its function is traced."""
-
-    resolved: "tuple[Inputs, Targets] | None" = None
-
-
-_thread = _Thread()
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Resolved) and self.targets == other.targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,18 +41,33 @@ class Inputs:
     - `placement`: one for all of them, a tuple with a prefix for each positional argument, or a
         dict from parameter names to prefixes.
     - `mesh`: the mesh for a `PartitionSpec`.
-    - `decide`: finds the targets of the arguments' arrays, given a prefix of (args, kwargs).
-    - `moves`: which arrays are moved before a call.
-    - `option`: what `placement` is called in errors.
-    - `otherwise`: the placement of parameters that it doesn't name.
     """
 
     placement: Any
     mesh: AnyMesh | None
-    decide: Callable[[Leaves, Any, AnyMesh | None, World], Decision] = decide
-    moves: Moves = _ALL
-    option: str = "in_shardings"
-    otherwise: Placement = None
+
+    # What `placement` is called in errors.
+    option: ClassVar[str] = "in_shardings"
+    # The placement of parameters that it doesn't name.
+    otherwise: ClassVar[Placement] = None
+    # Whether arrays are also moved if the call is part of another program.
+    also_staged: ClassVar[bool] = True
+    # Whether the function itself takes the targets.
+    for_function: ClassVar[bool] = False
+    # The part of an array that decides whether it must move.
+    decisive: ClassVar[Callable[[Any], Any]] = attrgetter("shape", "dtype", "sharding", "committed")
+
+    def decide(self, leaves: Leaves, prefix: Any, world: World) -> Decision:
+        """Finds the targets of the arguments' arrays. `prefix` is one of (args, kwargs)."""
+        return decide(leaves, prefix, self.mesh, world)
+
+    def needed(
+        self, leaves: Leaves, targets: Targets, own: Arrays, world: World
+    ) -> tuple[Targets, Targets]:
+        """The targets of the arrays that must be moved before the call, and None for the others: of
+        the arguments, and of the function itself.
+        """
+        return targets, [None] * len(own)
 
     def bind(self, function: Function, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Splits the arguments into positional and keyword ones. Adds defaults that hold arrays and
@@ -85,24 +82,15 @@ class Inputs:
     ) -> list[Target | None]:
         """The targets of the arguments' arrays, `leaves`."""
         prefix = self.prefix(function, args, kwargs)
-        decision = self.decide(leaves, prefix, self.mesh, world)
+        decision = self.decide(leaves, prefix, world)
         if decision.faults:
             raise PlacementError(decision.faults)
         return decision.targets
 
-    def hand_over(self, targets: Targets | None) -> None:
-        """Stores the resolved targets (or None) for the function about to be traced."""
-        _thread.resolved = None if targets is None else (self, targets)
-
-    def handed_over(self) -> Targets | None:
-        """The targets of the call that has led to this trace, once; None if they are unknown."""
-        resolved, _thread.resolved = _thread.resolved, None
-        return resolved[1] if resolved is not None and resolved[0] is self else None
-
     def state_of(self, arrays: Sequence[Any], world: World) -> Any:
         """Equal for arrays that need the same moves; None if unknown."""
         if _are_on_devices(frozenset(map(type, arrays))):
-            return world, list(map(self.moves.decisive, arrays))
+            return world, list(map(type(self).decisive, arrays))
         return None
 
     def prefix(self, function: Function, args: Any, kwargs: Any) -> Any:

@@ -13,12 +13,10 @@ from jaxtyping import PyTree
 from .._compat import lowered_for_a_missing_backend, ran_on_a_description
 from .._errors import NotHereError
 from .._placement import AnyMesh, Placement
-from .._tree import Arrays, Outline, parted
-from .advice import code_of
+from .._tree import Arrays, outlined
 from .inputs import Inputs
-from .key import Key
-from .notes import add_note
-from .recipe import Donate, Recipe, not_here
+from .naming import add_note, code_of
+from .program import Donate, Program, not_here
 from .signature import Function, about
 
 if TYPE_CHECKING:
@@ -166,10 +164,10 @@ class Jitted(Generic[P, T]):
     arrays (a Module's).
     """
 
-    def __init__(self, arrays: Arrays, recipe: Recipe):
+    def __init__(self, arrays: Arrays, program: Program):
         self.arrays = arrays
-        self.recipe = recipe
-        self.__dict__.update(recipe.about)
+        self.program = program
+        self.__dict__.update(program.about)
 
     @classmethod
     def of(
@@ -181,10 +179,9 @@ class Jitted(Generic[P, T]):
         donate: Donate = "none",
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> "Jitted[..., Any]":
-        leaves, treedef = jtu.tree_flatten(fun)
-        arrays, are_arrays, static = parted(leaves)
-        recipe = Recipe(
-            Outline(treedef, are_arrays, static),
+        arrays, split = outlined(fun)
+        program = Program(
+            split,
             code_of(fun),
             about(fun),
             Function.of(fun),
@@ -194,27 +191,27 @@ class Jitted(Generic[P, T]):
             donate,
             options,
         )
-        if inputs is None and out_shardings is None:
-            recipe = recipe.shared(Key(treedef, are_arrays, static))
-        return cls(arrays, recipe)
+        is_shared = inputs is None and out_shardings is None
+        return cls(arrays, program.shared() if is_shared else program)
 
     @property
     def __wrapped__(self) -> Callable[P, T]:
         return self._compiled_function()
 
     def _compiled_function(self) -> Any:
-        return self.recipe.fun.fill(self.arrays)
+        return self.program.fun.fill(self.arrays)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        program = self.program
+        call = program.prepare(self.arrays, args, kwargs)
         try:
-            return self.recipe.prepare(args, kwargs)(self.arrays)
+            return program.call(call)
         except (AttributeError, RuntimeError) as error:
             if not ran_on_a_description(error):
                 raise
-            raise not_here(self.recipe) from error
+            raise not_here(program) from error
         except Exception as error:
-            prepare = functools.partial(self.recipe.prepare, args, kwargs)
-            add_note(error, (args, kwargs), lambda own: prepare().prepared.named(own))
+            add_note(error, call)
             raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
@@ -224,25 +221,26 @@ class Jitted(Generic[P, T]):
         # With it come `audit` and the machines, which most programs don't need.
         from .lowered import lowered_for
 
-        call = self.recipe.prepare(args, kwargs, abstract=True)
+        program = self.program
+        call = program.prepare(self.arrays, args, kwargs, abstract=True)
         try:
-            return lowered_for(call, self.arrays)
+            return lowered_for(call)
         except (AttributeError, RuntimeError) as error:
             if ran_on_a_description(error):
                 raise NotHereError(
-                    f"while {self.recipe.name} was traced, JAX ran a computation on the mesh of "
+                    f"while {program.name} was traced, JAX ran a computation on the mesh of "
                     "jax.set_mesh, whose machine is not here: it can compile, not run. "
                     "Leave out jax.set_mesh, and pass mesh= where it is needed"
                 ) from error
             if lowered_for_a_missing_backend(error):
                 raise NotHereError(
-                    f"{self.recipe.name} calls back into Python (jax.debug.print, pure_callback, "
+                    f"{program.name} calls back into Python (jax.debug.print, pure_callback, "
                     "io_callback), which JAX can't lower for GPUs that are not here. Leave the "
                     "callback out. equinox.error_if can stay: filter_jit makes it a result"
                 ) from error
             raise
         except Exception as error:
-            add_note(error, (args, kwargs), call.prepared.named)
+            add_note(error, call)
             raise
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -252,22 +250,22 @@ class Jitted(Generic[P, T]):
         return f"filter_jit({self.__wrapped__!r})"
 
     def __copy__(self) -> "Jitted[P, T]":
-        return type(self)(list(self.arrays), self.recipe)
+        return type(self)(list(self.arrays), self.program)
 
     def __deepcopy__(self, memo: Any) -> "Jitted[P, T]":
-        return type(self)(copy.deepcopy(self.arrays, memo), self.recipe)
+        return type(self)(copy.deepcopy(self.arrays, memo), self.program)
 
     def __reduce__(self) -> Any:
         # Without the programs. The function is stored whole, because tree structures can't be
         # copied.
-        recipe = self.recipe
-        given = recipe.inputs, recipe.out_shardings, recipe.mesh, recipe.donate
-        return type(self).of, (self._compiled_function(), *given, dict(recipe.options))
+        program = self.program
+        given = program.inputs, program.out_shardings, program.mesh, program.donate
+        return type(self).of, (self._compiled_function(), *given, dict(program.options))
 
-    def tree_flatten(self) -> tuple[tuple[Arrays], Recipe]:
-        return (self.arrays,), self.recipe
+    def tree_flatten(self) -> tuple[tuple[Arrays], Program]:
+        return (self.arrays,), self.program
 
     @classmethod
-    def tree_unflatten(cls, recipe: Recipe, children: Any) -> "Jitted[..., Any]":
+    def tree_unflatten(cls, program: Program, children: Any) -> "Jitted[..., Any]":
         (arrays,) = children
-        return cls(arrays, recipe)
+        return cls(arrays, program)

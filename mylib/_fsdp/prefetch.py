@@ -26,7 +26,7 @@ from .._placement import cast, varying
 from .._programs import evaluate
 from .._tree import Arrays
 from .gather import Targets, keep, on_device
-from .turns import Turns
+from .prefetch_order import Turns
 
 Run = Callable[[Arrays, Arrays], Arrays]
 

@@ -1,6 +1,6 @@
 """Random models and programs of `mylib.fully_shard`, against one device in float64.
 
-By hand: `python tests/functions/random_layers.py --seeds 0-300` runs many, `--only 17` one, whose
+By hand: `python tests/fsdp/random_layers.py --seeds 0-300` runs many, `--only 17` one, whose
 program is printed, and `--only 17 --with way=batch kinds=Mlp` the same with other choices: to find
 out which of them matter.
 """

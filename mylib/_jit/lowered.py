@@ -21,7 +21,7 @@ from .._compat import (
 )
 from .._errors import SavedProgramError
 from .._placement import AnyMesh
-from .._saved import Program, compare, program_for, read, write
+from .._saved import Program as SavedProgram, compare, program_for, read, write
 from .._tree import Arrays
 from ..machines import (
     Argument,
@@ -31,23 +31,30 @@ from ..machines import (
     arguments_of,
     out_of_memory,
 )
-from .notes import add_note
-from .recipe import Call, Prepared, not_here
+from .arguments import Call
+from .naming import add_note, named, names_of
+from .program import Program, not_here
+from .variants import Variant
 
 
 class _Origin(NamedTuple):
-    """A function, its own arrays, and the arguments that it was lowered for."""
+    """A function, and the call that it was lowered for, without its arguments."""
 
-    prepared: Prepared
+    program: Program
+    variant: Variant
     own: Arrays
+    names: list[str]
     arguments: Sequence[Argument]
 
+    def named(self, own: str) -> str:
+        return named(own, self.names, self.variant.donated_from)
 
-def lowered_for(call: Call, own: Arrays) -> "Lowered":
-    """A call of a function, lowered. `own` are the arrays of the function itself."""
-    lowered, arrays = call.lower(own)
-    prepared = call.prepared
-    return Lowered(_Origin(prepared, own, arguments_of(prepared.names, arrays)), lowered)
+
+def lowered_for(call: Call) -> "Lowered":
+    lowered, arrays = call.program.lower(call)
+    known = names_of(call)
+    arguments = arguments_of(known, arrays)
+    return Lowered(_Origin(call.program, call.variant, call.own, known, arguments), lowered)
 
 
 class Lowered:
@@ -83,7 +90,7 @@ class Lowered:
         compare(path, program, _described(self._origin, self.lowered), check)
         devices = devices_of_lowered(self.lowered)
         if is_compile_only(devices[0]):
-            raise not_here(self._origin.prepared.recipe)
+            raise not_here(self._origin.program)
         try:
             compiled = deserialized(executable, self.lowered, devices)
         except pickle.UnpicklingError as error:
@@ -143,9 +150,8 @@ class Compiled:
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
-        prepared = self._origin.prepared
-        mesh = prepared.recipe.mesh if mesh is None else mesh
-        return report_of(self.compiled, prepared.named, mesh=mesh, local=local)
+        mesh = self._origin.program.mesh if mesh is None else mesh
+        return report_of(self.compiled, self._origin.named, mesh=mesh, local=local)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Saves the program in a file, for [`mylib.load_compiled`][] on the machine that it was
@@ -161,7 +167,7 @@ class Compiled:
         `SavedProgramError` if the program calls functions of Python, which can't be saved, or was
         itself read from a file; on CPUs also if JAX has read it from its compilation cache.
         """
-        name = self._origin.prepared.recipe.name
+        name = self._origin.program.name
         if self._file is not None:
             raise SavedProgramError(f"{name} was read from {self._file}: copy that file")
         if host_callbacks(self.compiled):
@@ -183,36 +189,36 @@ class Compiled:
         write(path, _described(self._origin, self._lowered), executable)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        prepared, own, _ = self._origin
-        call = prepared.recipe.read(args, kwargs)
-        if call.key != prepared.key:
+        program, variant, own, *_ = self._origin
+        call, parts = program.read(own, args, kwargs)
+        if not variant.split.is_of(*parts):
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
                 raise TypeError(
-                    f"{prepared.recipe.name} is called with a jax.ShapeDtypeStruct, which "
-                    "has no numbers: it is for compiling only"
+                    f"{program.name} is called with a jax.ShapeDtypeStruct, which has no numbers: "
+                    "it is for compiling only"
                 )
             raise TypeError(
-                f"{prepared.recipe.name} was compiled for other static arguments, or for "
-                "another tree structure: compile it for these, too"
+                f"{program.name} was compiled for other static arguments, or for another tree "
+                "structure: compile it for these, too"
             )
-        call.prepared = prepared
+        call.variant = variant
         first, self._called = not self._called, True
         try:
-            return call(own, self.compiled, first)
+            return program.call(call, self.compiled, first)
         except (AttributeError, RuntimeError) as error:
             if not ran_on_a_description(error):
                 raise
-            raise not_here(prepared.recipe) from error
+            raise not_here(program) from error
         except Exception as error:
-            add_note(error, (args, kwargs), prepared.named)
+            add_note(error, call)
             raise
 
 
-def _described(origin: _Origin, lowered: jax.stages.Lowered) -> Program:
+def _described(origin: _Origin, lowered: jax.stages.Lowered) -> SavedProgram:
     """What the compiled program depends on."""
     names = (x.path for x in origin.arguments)
     return program_for(
-        origin.prepared.recipe.name,
+        origin.program.name,
         lowered.as_text() or "",
         (
             f"{name} {_words(x)}"

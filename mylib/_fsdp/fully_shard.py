@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, because
+from .._jit import expect
 from .._placement import (
     AnyMesh,
     Decision,
@@ -24,12 +25,11 @@ from .._placement import (
 )
 from .._tree import KeyPath, Leaves, name_of, split
 from ..rules import replicated
-from .arrivals import expect
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
 from .layer import Plan, as_layer, is_layer, is_method
+from .prefetch_order import Turns
 from .residuals import Residuals
-from .turns import Turns
 
 T = TypeVar("T")
 Layers = (

@@ -1,0 +1,9 @@
+"""`fully_shard` and `filter_checkpoint`: layers that gather their weights where they run, and what
+is computed again in the backward pass.
+"""
+
+from .checkpoint import (
+    filter_checkpoint as filter_checkpoint,
+    recompute_resharded as recompute_resharded,
+)
+from .fully_shard import fully_shard as fully_shard

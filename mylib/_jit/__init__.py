@@ -1,0 +1,13 @@
+"""`filter_jit`: functions compiled with placements in and out, and checks of errors in programs."""
+
+from typing import TYPE_CHECKING
+
+from .arrivals import expect as expect
+from .inputs import Inputs as Inputs, Targets as Targets
+from .jit import Jitted as Jitted, filter_jit as filter_jit
+from .load import load_compiled as load_compiled
+from .naming import captured_by as captured_by, code_of as code_of
+from .signature import Function as Function, about as about
+
+if TYPE_CHECKING:
+    from .lowered import Lowered as Lowered

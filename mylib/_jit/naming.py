@@ -1,0 +1,367 @@
+"""Notes on errors, and warnings after a compilation, which name the arguments of the call at hand.
+Nothing here changes a result.
+"""
+
+import functools
+import inspect
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import compress
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import AxisType, NamedSharding, Sharding
+
+from .._compat import is_sharding_type_error, names
+from .._errors import (
+    CapturedArrayWarning,
+    DonationWarning,
+    RecompilationWarning,
+    StaticNumberWarning,
+    folded,
+    warn,
+)
+from .._placement import AnyMesh, axis_types, current_world
+from .._programs import all_jaxprs
+from .._text import listed, show_bytes
+from .._tree import Arrays, KeyPath, Kind, Split, is_array, is_of_keys, kind_of
+from .arguments import Call
+
+# Captured arrays of this many bytes or more are reported.
+_LARGE = 2**20
+# The names of arrays in the program, which takes two lists of them.
+_NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
+_IN_ERRORS = re.compile(rf"[Aa]rgument ({_NUMBERED.pattern})")
+_CLASSES = re.compile(r"<class '(.+?)'>")
+
+
+def names_of(call: Call) -> list[str]:
+    """The names of the arrays of a program: those of the arguments, then the function's own."""
+    program = call.program
+    fun = program.fun.fill(call.own)
+    return [
+        *_names_in((call.args, call.kwargs), call.variant.split, program.function.naming),
+        *_names_in(fun, program.fun, lambda path: program.name + jtu.keystr(path)),
+    ]
+
+
+def _names_in(tree: Any, split: Split, naming: Callable[[KeyPath], str]) -> list[str]:
+    paths = [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
+    if len(paths) != len(split.are_arrays):  # a node that changes when it is unflattened
+        return [f"{naming(())}<leaf {i}>" for i in range(split.count)]
+    return list(map(naming, compress(paths, split.are_arrays)))
+
+
+def named(own: str, arrays: list[str], donated_from: int | None) -> str:
+    """The caller's name of an array with this name in the program, among the names of all."""
+    if not (match := _NUMBERED.fullmatch(own)):
+        return own
+    position = {"kept": 0, "donated": donated_from or 0}[match[1]] + int(match[2])
+    return arrays[position] if position < len(arrays) else own
+
+
+def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
+    """The leaves of the arguments, with their names."""
+    for path, x in jtu.tree_flatten_with_path((call.args, call.kwargs))[0]:
+        yield call.program.function.naming(path), x
+
+
+def some(texts: list[str], separator: str = ", ") -> str:
+    return listed(texts, 8, separator)
+
+
+# Notes on errors
+
+
+def add_note(error: Exception, call: Call) -> None:
+    """Adds a note to an error that was raised while a function was traced or called, if it can be
+    explained.
+    """
+    # Notes that a function called by this one has added, about its own arguments.
+    noted = "".join(getattr(error, "__notes__", ()))
+    if is_sharding_type_error(error):
+        note = _about_explicit_axes((call.args, call.kwargs))
+    elif names.TEXT_OTHER_TYPE in str(error):
+        note = _about_layers(str(error))
+    else:
+        found = dict.fromkeys(match[1] for match in _IN_ERRORS.finditer(str(error)))
+        own = [name for name in found if f"{name} is" not in noted]
+        arrays = names_of(call) if own else []
+        start = call.variant.donated_from
+        note = ", ".join(f"{name} is {named(name, arrays, start)}" for name in own)
+        if own and "devices" in str(error):
+            note += ". Place all arguments on the same devices, for example by in_shardings"
+    if note and note not in noted:
+        error.add_note(f"({note})")
+
+
+def _about_layers(text: str) -> str:
+    """The classes that `fully_shard` makes have the names of the originals."""
+    classes = _CLASSES.findall(text)
+    if len(classes) == len(set(classes)):
+        return ""
+    return (
+        f"two classes are called {classes[0]}: one of them is of fully_shard, whose model was "
+        "combined with one from before it. Call fully_shard inside the loss, and update the model "
+        "that the loss is given"
+    )
+
+
+def _about_explicit_axes(given: Any) -> str:
+    """JAX's error says how to give the sharding of a result, not why it doesn't choose one."""
+    meshes: list[AnyMesh] = [current_world().mesh]
+    for x in jtu.tree_leaves(given):
+        if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding):
+            meshes.append(x.sharding.mesh)
+    kinds = {name: kind for mesh in meshes for name, kind in axis_types(mesh).items()}
+    axes = [repr(name) for name, kind in kinds.items() if kind is AxisType.Explicit]
+    if not axes:  # a function inside another one, which knows more
+        return ""
+    what = "is an Explicit axis" if len(axes) == 1 else "are Explicit axes"
+    return (
+        f"{', '.join(axes)} {what}: JAX asks for the sharding of this result, where Auto axes "
+        "leave it to the compiler. Either give it, or place an operand with mylib.filter_shard "
+        "before; or use a mesh of mylib.make_mesh, whose axes are Auto"
+    )
+
+
+def explain(error: Exception, call: Call) -> None:
+    """Adds the names of deleted arguments to JAX's error, and of those that share memory. Checking
+    that before each call would take longer than many a call.
+    """
+    if names.TEXT_DELETED in str(error):
+        _name_deleted(error, call)
+    if names.TEXT_DONATE in str(error):
+        _name_sharing(error, call)
+
+
+def _name_deleted(error: Exception, call: Call) -> None:
+    gone = [name for name, x in _arguments(call) if kind_of(x) is Kind.DEVICE and x.is_deleted()]
+    if gone:
+        error.add_note(
+            f"({call.program.name} was given deleted arrays: {some(gone)}. A call that donates an "
+            "argument deletes its arrays: use what that call returned, or don't donate)"
+        )
+
+
+def _name_sharing(error: Exception, call: Call) -> None:
+    owners: dict[int, str] = {}
+    for name, x in _arguments(call):
+        if kind_of(x) is not Kind.DEVICE or is_of_keys(x) or x.is_deleted():
+            continue
+        for shard in x.addressable_shards:
+            other = owners.setdefault(shard.data.unsafe_buffer_pointer(), name)
+            if other != name:
+                error.add_note(
+                    f"({call.program.name} was given {other} and {name}, which share memory and "
+                    "are donated: pass a copy of one)"
+                )
+                return
+
+
+def unhashable(call: Call) -> str:
+    """The note on the error of a static argument without a hash."""
+    for name, x in _arguments(call):
+        if is_array(x):
+            continue
+        try:
+            hash(x)
+        except TypeError:
+            return (
+                f"({call.program.name} was given {name}, a {type(x).__name__}. Arguments that are "
+                "not arrays are static, and must be hashable)"
+            )
+    return f"(among the arguments of {call.program.name})"
+
+
+# Warnings
+
+
+def about_numbers(call: Call, positions: set[int]) -> None:
+    """Warns about Python numbers, at these positions among the leaves, that compile anew."""
+    arguments = [name for name, _ in _arguments(call)]
+    texts = ", ".join(arguments[i] for i in sorted(positions))
+    warn(
+        f"{call.program.name} is compiled at each call: its argument {texts} is a Python number, "
+        f"which is static, and has a new value each time. Pass jnp.asarray({texts}).",
+        StaticNumberWarning,
+    )
+
+
+class _Thread(threading.local):
+    """The number of our programs, nested in each other, that this thread is tracing."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        # The functions of programs nested in the outermost one, whose captures are its.
+        self.nested: list[Any] = []
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Surrounds the tracing of a program."""
+    if not _thread.depth:
+        _thread.nested = []
+    _thread.depth += 1
+    try:
+        yield
+    finally:
+        _thread.depth -= 1
+
+
+def large_constants(call: Call, closed: Any) -> None:
+    """Finds the large arrays that a traced program has captured."""
+    code = call.program.code
+    if _thread.depth:  # the outermost program is looked at instead
+        _thread.nested.append(code)
+        return
+    constants = (x for jaxpr in all_jaxprs(closed) for x in getattr(jaxpr, "consts", ()))
+    call.variant.large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
+    call.variant.captured = [code, *_thread.nested]
+
+
+def about_captured(call: Call) -> None:
+    """Warns about large arrays that the last trace captured."""
+    variant = call.variant
+    large, variant.large = variant.large, []
+    captured = [known for code in variant.captured for known in captured_by(code)]
+    shown = ", ".join(_show_constant(x, captured) for x in large)
+    warn(
+        f"{call.program.name} captures large arrays: {shown}. They become part of the compiled "
+        "program, whole on every device, and no report of its memory shows them. Pass them as "
+        "arguments.",
+        CapturedArrayWarning,
+    )
+
+
+def about_compiled(call: Call, arrays: Arrays, donated: Arrays, returned: Arrays) -> None:
+    """Warns after a call that compiled the program. Donated arrays come last in `arrays`."""
+    if any(isinstance(x, Tracer) for x in (*arrays, *returned)):
+        return
+    variant = call.variant
+    before, variant.locations = variant.locations, [_location_of(x) for x in arrays]
+    known = variant.returned
+    variant.returned = [weakref.ref(x) for x in returned if isinstance(x, jax.Array)]
+    if call.program.donate.startswith("warn"):
+        _about_not_taken(call, donated)
+    _about_moved(call, arrays, before, {id(ref()) for ref in known})
+
+
+def _about_not_taken(call: Call, donated: Arrays) -> None:
+    left = [isinstance(x, jax.Array) and not x.is_deleted() for x in donated]
+    if any(left):
+        arrays = names_of(call)
+        pairs = zip(arrays[len(arrays) - len(donated) :], donated, strict=True)
+        texts = [f"{name} {tuple(x.shape)}" for name, x in compress(pairs, left)]
+        warn(
+            f"Some donated buffers were not usable: {call.program.name} was given {some(texts)}. "
+            "It does not use them, or returns nothing of the same shape, dtype and sharding that "
+            "could take their memory.",
+            DonationWarning,
+        )
+
+
+def _about_moved(call: Call, arrays: Arrays, before: "list[_Location]", own: set[int]) -> None:
+    locations = call.variant.locations
+    if [x.shape for x in before] != [x.shape for x in locations]:
+        return
+    moves = [
+        (i, _show_move(then, now))
+        for i, (x, then, now) in enumerate(zip(arrays, before, locations, strict=True))
+        if id(x) in own and then != now
+    ]
+    if not moves:
+        return
+    known, moved = names_of(call), dict[str, list[str]]()
+    for i, how in moves:
+        moved.setdefault(how, []).append(known[i])
+    texts = [f"{some(list(folded(those)))}: {how}" for how, those in moved.items()]
+    warn(
+        f"{call.program.name} was compiled twice for the same shapes. Give it in_shardings and "
+        "out_shardings, or place these arguments before the first call, as its results came back "
+        f"with other shardings: {some(texts, '; ')}.",
+        RecompilationWarning,
+    )
+
+
+class _Location(NamedTuple):
+    """An argument's sharding at the last compilation; None for NumPy arrays."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: Sharding | None
+    committed: bool
+
+
+def _location_of(x: Any) -> _Location:
+    on_device = isinstance(x, jax.Array)
+    return _Location(x.shape, x.dtype, x.sharding if on_device else None, on_device and x.committed)
+
+
+def _show_move(then: _Location, now: _Location) -> str:
+    first, second = _show_location(then), _show_location(now)
+    return f"{first}, then {second}" + (" on another mesh" if first == second else "")
+
+
+def _show_location(location: _Location) -> str:
+    if location.sharding is None:
+        return "a NumPy array"
+    from .._show import show_place  # which most programs don't need
+
+    return show_place(location.sharding) + ("" if location.committed else " (not committed)")
+
+
+def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:
+    size = f"{x.dtype}{list(x.shape)}, {show_bytes(x.nbytes)}"
+    name = next((name for name, y in captured if _is_same(x, y)), None)
+    return size if name is None else f"{name} ({size})"
+
+
+def _is_same(constant: Any, x: Any) -> bool:
+    # JAX wraps captured NumPy arrays.
+    return constant is x or (isinstance(x, np.ndarray) and np.may_share_memory(constant, x))
+
+
+def code_of(fun: Any) -> FunctionType | None:
+    """The Python function behind a callable, or None."""
+    fun = inspect.unwrap(fun)
+    while isinstance(fun, functools.partial | eqx.Partial):
+        fun = fun.func
+    if not isinstance(fun, FunctionType | MethodType | type):
+        fun = inspect.unwrap(inspect.getattr_static(type(fun), "__call__"))
+    fun = getattr(fun, "__func__", fun)
+    return fun if isinstance(fun, FunctionType) else None
+
+
+def captured_by(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
+    """The leaves that a function may capture, by name."""
+    for name, value in _variables(code):
+        try:
+            leaves = jtu.tree_flatten_with_path(value)[0]
+        except (TypeError, ValueError):
+            continue  # not a tree: can't have been captured
+        for path, x in leaves:
+            yield name + jtu.keystr(path), x
+
+
+def _variables(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
+    """The closure variables and globals of a function, by name."""
+    if code is None:
+        return
+    for name, cell in zip(code.__code__.co_freevars, code.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            yield name, cell.cell_contents
+    for name in code.__code__.co_names:
+        if name in code.__globals__:
+            yield name, code.__globals__[name]

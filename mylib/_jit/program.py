@@ -1,0 +1,348 @@
+"""A function without its arrays, its options, and the one `jax.jit` that all its calls share."""
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import jax
+import jax.tree_util as jtu
+from jax.core import Tracer
+
+from .._compat import (
+    DELETED_ARRAYS_END_IT,
+    donation_warning,
+    is_staged,
+    jit,
+    names,
+    new_id,
+    readable_error,
+    trace_kind,
+    value_under,
+    with_actual_memory_kind,
+)
+from .._errors import NotHereError, PlacementError
+from .._placement import AnyMesh, current_world, is_described
+from .._programs import evaluate
+from .._transfer import filter_device_put
+from .._tree import Arrays, Made, Rest, Split, outlined, parted
+from .arguments import Call, let_go, place, used_once
+from .arrivals import Kept, compare, expect, expecting
+from .error_checks import Checks, calling, with_checks_as_values
+from .inputs import Inputs, Resolved
+from .naming import (
+    about_captured,
+    about_compiled,
+    about_numbers,
+    explain,
+    large_constants,
+    tracing,
+    unhashable,
+)
+from .placed_after import PlacedAfter
+from .signature import Function
+from .variants import Variant, Variants
+
+Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
+Mode = Literal["eager", "transformed", "staged"]
+
+
+class _Thread(threading.local):
+    """JAX's work in this thread: the number of our programs traced, and of programs compiled."""
+
+    def __init__(self) -> None:
+        self.traced = 0
+        self.compiled = 0
+
+
+_thread = _Thread()
+
+
+def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    if event == names.EVENT_COMPILED:
+        _thread.compiled += 1
+
+
+@functools.cache
+def _listen() -> None:
+    jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+@dataclass(frozen=True, eq=False)
+class _Traced(Rest):
+    """Everything but arrays in what a trace returns."""
+
+    # Where `fully_shard` keeps the arguments.
+    kept: Kept
+    # Whether results are in host memory.
+    in_host_memory: bool
+    checks: Checks | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function without its arrays, and its options."""
+
+    fun: Split
+    code: Any
+    about: Mapping[str, Any]
+    function: Function
+    inputs: Inputs | None
+    out_shardings: Any
+    mesh: AnyMesh | None
+    donate: Donate
+    options: Mapping[str, Any]
+    variants: Variants = field(default_factory=Variants)
+    # Equinox looks for this id on the stack, to show only the frames inside the program.
+    id: bytes = field(default_factory=new_id)
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+    def shared(self) -> "Program":
+        """That of an equal function, if there is one: `filter_jit(filter_grad(f))` is a new object
+        every time, but need not be compiled every time.
+        """
+        options = dict(self.options)
+        compiler = options.pop("compiler_options", {})
+        same = self.fun, self.donate, self.mesh, _exact(options), _exact(compiler)
+        try:
+            return _first_of(_Same(same, self))
+        except TypeError:  # the function holds something unhashable
+            return self
+
+    @functools.cached_property
+    def jitted(self) -> Any:
+        def run(
+            key: Callable[[], Variant],
+            mode: Mode,
+            targets: Resolved | None,
+            kept: Arrays,
+            donated: Arrays,
+        ) -> Made:
+            # `jax.disable_jit` runs this at once, and checks raise at once.
+            if mode == "staged" or not is_staged():
+                return self._trace(key(), targets, [*kept, *donated])
+            return self._with_checks(key, mode, targets, kept, donated)
+
+        _listen()
+        run.__name__ = run.__qualname__ = self.name
+        return jit(run, static_argnums=(0, 1, 2), donate_argnums=4, **self.options)
+
+    def prepare(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
+        """A call with these arguments. If it is only lowered, arrays may be `abstract`."""
+        call, parts = self.read(own, args, kwargs, abstract)
+        latest = self.variants.latest
+        # Usually the same variant is called again, and then nothing need be hashed.
+        if latest is None or not latest.split.is_of(*parts):
+            latest = self._variant(call, Split(*parts), abstract)
+        call.variant = latest
+        return call
+
+    def read(
+        self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False
+    ) -> tuple[Call, tuple[Any, tuple[bool, ...], tuple[Any, ...]]]:
+        """A call with these arguments, of no variant yet, and the parts of their split."""
+        if self.inputs is not None:
+            args, kwargs = self.inputs.bind(self.function, args, kwargs)
+        elif kwargs:
+            args, kwargs = self.function.bind(args, kwargs)
+        # Without keyword arguments a tree of the positional ones (a tuple) is enough.
+        leaves, treedef = jtu.tree_flatten([args, kwargs] if kwargs else args)
+        arrays, are_arrays, static = parted(leaves, abstract)
+        return Call(self, args, kwargs, arrays, own), (treedef, are_arrays, static)
+
+    def _variant(self, call: Call, split: Split, abstract: bool) -> Variant:
+        try:
+            known = self.variants.get(split)
+        except TypeError as error:
+            error.add_note(unhashable(call))
+            raise
+        if known is not None:
+            return known
+        mesh = self.mesh if self.mesh is not None else current_world().devices
+        if not abstract and is_described(mesh) and not is_staged():
+            raise not_here(self)
+        start = _donated_from(self.donate, call.args, abstract)
+        variant, is_full, changing = self.variants.add(split, start)
+        if is_full:
+            self.jitted.clear_cache()
+        if changing:
+            call.variant = variant
+            about_numbers(call, changing)
+        return variant
+
+    def call(self, call: Call, ahead: Any = None, first: bool = False) -> Any:
+        """Calls the function. `ahead` is the program compiled ahead of time, if any, and `first`
+        whether this is its first call.
+        """
+        __equinox_jit_id__ = self.id  # noqa: F841
+        compiled, mode, variant = _thread.compiled, trace_kind(), call.variant
+        placed, own, targets = call.arrays, call.own, None
+        if self.inputs is not None:
+            placed, own, targets = place(call, self.inputs)
+        arrays, donated = placed + own if own else placed, []
+        statics = () if ahead else (variant.key, mode, targets)
+        try:
+            if variant.donated_from is not None:
+                arrays = used_once(call, arrays)
+                donated = arrays[variant.donated_from :]
+            if DELETED_ARRAYS_END_IT and variant.is_parallel and mode == "eager":
+                _refuse_deleted(arrays)
+            made = self._run(call, ahead or self.jitted, statics, arrays, donated)
+            rest: _Traced = made.rest
+            if rest.checks is not None:
+                self._raise_failed(made, rest.checks)
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+                readable = readable_error(error, self.id)
+                if readable is not None:
+                    raise readable from None
+            explain(error, call)
+            raise
+        if rest.in_host_memory:
+            made.arrays = list(map(with_actual_memory_kind, made.arrays))
+        if rest.kept and mode == "staged":
+            # The surrounding program expects what this one does of the arguments that it got.
+            expect([arrays[i] for i in rest.kept], list(rest.kept.values()))
+        if variant.large:
+            about_captured(call)
+        if first or _thread.compiled != compiled:
+            compare(call, rest.kept, arrays)
+            about_compiled(call, arrays, donated, made.arrays)
+            variant.is_parallel |= any(map(_is_on_several_devices, (*arrays, *made.arrays)))
+        if placed is not call.arrays:
+            let_go(call, placed)
+        result = rest.split.fill(made.arrays)
+        return result.placed() if isinstance(result, PlacedAfter) else result
+
+    def lower(self, call: Call) -> tuple[jax.stages.Lowered, Arrays]:
+        """The lowered program, and the arrays that it was lowered for."""
+        __equinox_jit_id__ = self.id  # noqa: F841
+        placed, own, targets = call.arrays, call.own, None
+        if self.inputs is not None:
+            placed, own, targets = place(call, self.inputs, abstract=True)
+        arrays, start = placed + own, call.variant.donated_from
+        donated = [] if start is None else arrays[start:]
+        statics = call.variant.key, "eager", targets
+        lowered = self._run(call, self.jitted.lower, statics, arrays, donated)
+        # Warns about captured arrays now: the program may be called in another process.
+        if call.variant.large:
+            about_captured(call)
+        return lowered, arrays
+
+    def _run(
+        self,
+        call: Call,
+        function: Callable[..., Any],
+        statics: tuple[Any, ...],
+        arrays: Arrays,
+        donated: Arrays,
+    ) -> Any:
+        """`function`, of which the program compiled ahead of time has no static arguments. Donated
+        arrays come last in `arrays`.
+        """
+        traced = _thread.traced
+        kept = arrays[: len(arrays) - len(donated)] if donated else arrays
+        with calling(returns_errors=not statics or statics[1] == "eager"):
+            try:
+                if not donated:
+                    return function(*statics, kept, donated)
+                with donation_warning(silenced=True):
+                    return function(*statics, kept, donated)
+            finally:
+                if _thread.traced != traced:
+                    # JAX still caches the trace.
+                    large_constants(call, self.jitted.trace(*statics, kept, donated).jaxpr)
+                    _thread.traced = traced
+
+    def _trace(self, variant: Variant, targets: Resolved | None, arrays: Arrays) -> Made:
+        with tracing(), expecting(arrays) as kept, donation_warning(silenced=False):
+            returned, split = outlined(self._called(variant.split, targets, arrays))
+        if is_staged():
+            _thread.traced += 1
+        return Made(returned, _Traced(split, kept, any(map(_is_in_host_memory, returned))))
+
+    def _called(self, split: Split, targets: Resolved | None, arrays: Arrays) -> Any:
+        given = split.fill(arrays[: split.count])
+        args, kwargs = given if isinstance(given, list) else (given, {})
+        fun = self.fun.fill(arrays[split.count :])
+        if targets is None:
+            result = fun(*args, **kwargs)
+        else:
+            result = fun.resolved(targets.targets, args, kwargs)
+        if self.out_shardings is None:
+            return result
+        try:
+            placed = filter_device_put(result, self.out_shardings, mesh=self.mesh)
+        except PlacementError as error:
+            error.add_note(f"(the tree is what {self.name} returns, placed by its out_shardings)")
+            raise
+        return PlacedAfter.of(placed, self.out_shardings, self.mesh)
+
+    def _with_checks(
+        self, key: Any, mode: Mode, targets: Resolved | None, kept: Arrays, donated: Arrays
+    ) -> Made:
+        """The traced function, with its checks of errors as values."""
+        traced = self.jitted.trace(key, "staged", targets, kept, donated)
+        arrays = jtu.tree_leaves((kept, donated))
+        checked = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
+        if checked is None:
+            # Not a call that is inlined: until JAX 0.11 its operations get the line of the call.
+            values = evaluate(traced.jaxpr, traced.jaxpr.consts, arrays)
+            return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
+        made = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), checked.values)
+        return Made(made.arrays, replace(made.rest, checks=checked.checks), checked.failed)
+
+    def _raise_failed(self, made: Made, checks: Checks) -> None:
+        if checks.others:
+            jax.block_until_ready([value_under(x) for x in made.arrays])
+        checks.raise_if(made.failed, self.id)
+
+
+def not_here(program: Program) -> NotHereError:
+    return NotHereError(
+        f"{program.name} can't be called: its devices are those of a machine that is not here, "
+        "which can compile, not run. Call .lower(...).compile()"
+    )
+
+
+def _exact(options: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The options as something that can be hashed. Unlike `==` it distinguishes 1 and True."""
+    return tuple((name, type(value), value) for name, value in sorted(options.items()))
+
+
+@dataclass(frozen=True)
+class _Same:
+    key: Any
+    program: Program = field(compare=False)
+
+
+@functools.lru_cache(maxsize=512)
+def _first_of(same: _Same) -> Program:
+    return same.program
+
+
+def _donated_from(donate: Donate, args: Any, abstract: bool) -> int | None:
+    if donate == "none":
+        return None
+    return len(outlined(args[0], abstract)[0]) if donate.endswith("except-first") and args else 0
+
+
+def _refuse_deleted(arrays: Arrays) -> None:
+    """Raises what newer versions of JAX raise."""
+    if any([x.is_deleted() for x in arrays if hasattr(type(x), "is_deleted")]):
+        raise RuntimeError("Array has been deleted.")
+
+
+def _is_on_several_devices(x: Any) -> bool:
+    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
+        return False
+    return x.sharding.num_devices > 1
+
+
+def _is_in_host_memory(x: Any) -> bool:
+    space = getattr(getattr(x, "aval", None), "memory_space", None)
+    return space is jax.memory.Space.Host

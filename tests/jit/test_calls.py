@@ -1,0 +1,84 @@
+"""A function has one `jax.jit`: what a call costs, what is static in a trace, what is let go."""
+
+import gc
+import sys
+import weakref
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from contexts import AUTO as MESH
+from jax.sharding import PartitionSpec as P
+
+import mylib
+
+OURS = str(Path(mylib.__file__).parent)
+
+
+def frames_of(call):
+    """The functions of this package that a call enters."""
+    entered = []
+
+    def look(frame, event, arg):
+        if event == "call" and frame.f_code.co_filename.startswith(OURS):
+            entered.append(frame.f_code.co_qualname)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return entered
+
+
+@pytest.mark.parametrize("depth", [2, 30])
+def test_a_call_enters_few_functions(depth):
+    model, x = eqx.nn.MLP(4, 4, 4, depth, key=jax.random.key(0)), jnp.ones(4)
+    f = mylib.filter_jit(lambda model, x: (model, x + 1))
+    f(model, x), f(model, x)
+    entered = frames_of(lambda: f(model, x))
+    assert len(entered) <= 18, entered
+
+
+def test_static_results_are_those_of_each_trace():
+    f = mylib.filter_jit(lambda x: (x, x.shape[0], isinstance(x, jax.core.Tracer)))
+    for size in (2, 3, 2):
+        assert f(jnp.ones(size))[1] == size
+        assert jax.vmap(lambda x: f(x)[0] * f(x)[1])(jnp.ones((1, size))).sum() == size * size
+        assert jax.jit(lambda x: f(x)[0] * f(x)[1])(jnp.ones(size)).sum() == size * size
+
+
+def test_results_of_a_kind_that_has_no_hash():
+    result = mylib.filter_jit(lambda x: (x, {1, 2}))(jnp.ones(()))
+    assert result[1] == {1, 2}
+
+
+class Name:
+    pass
+
+
+def test_static_leaves_go_with_the_function():
+    """JAX keeps the static arguments of `jax.jit` in caches of its own."""
+    name = Name()
+    f = mylib.filter_jit(lambda x, name: x + 1, out_shardings=P(), mesh=MESH)
+    f(jnp.ones(8), name)
+    gone = weakref.ref(name)
+    del f, name
+    gc.collect()
+    assert gone() is None
+
+
+def test_specs_are_resolved_once():
+    asked = []
+
+    def rule(leaf):
+        asked.append(leaf.name)
+        return P("data")
+
+    f = mylib.filter_shard_map(lambda x: x, mesh=MESH, in_specs=rule, out_specs=P("data"))
+    for size in (8, 8, 16, 8):
+        f(jnp.ones(size))
+    assert len(asked) == 3  # once for each change of shapes
