@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from ._errors import SavedProgramError
+from ._text import counted
 
 _KIND = b"a program compiled by mylib\n"
 # Files of other forms are refused: raise it when the header or the executable changes.
@@ -38,7 +39,7 @@ _OF_DEVICES = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)
-class Program:
+class SavedProgram:
     """A compiled program without its executable.
 
     **Attributes:**
@@ -58,10 +59,10 @@ class Program:
 
 def program_for(
     name: str, text: str, arguments: Iterable[str], results: Iterable[str], devices: Sequence[Any]
-) -> Program:
+) -> SavedProgram:
     """What a program with this lowered text, compiled here for these devices, depends on."""
     code = hashlib.sha256(text.encode()).hexdigest()
-    return Program(name, code, [*arguments], [*results], _made_for(devices))
+    return SavedProgram(name, code, [*arguments], [*results], _made_for(devices))
 
 
 def _made_for(devices: Sequence[Any]) -> dict[str, str]:
@@ -109,7 +110,7 @@ def _flags(variable: str) -> str:
     return " ".join(sorted(x for x in flags if not x.startswith(_OF_DEVICES))) or "none"
 
 
-def write(path: str | os.PathLike[str], program: Program, executable: bytes) -> None:
+def write(path: str | os.PathLike[str], program: SavedProgram, executable: bytes) -> None:
     """Writes a file in one step, so that several processes may write the same."""
     about = {"form": _FORM, "size": len(executable), "hash": _hash(executable).hex()}
     header = json.dumps({**about, **asdict(program)}).encode()
@@ -125,7 +126,7 @@ def write(path: str | os.PathLike[str], program: Program, executable: bytes) -> 
         raise
 
 
-def read(path: str | os.PathLike[str]) -> tuple[Program, bytes]:
+def read(path: str | os.PathLike[str]) -> tuple[SavedProgram, bytes]:
     """The program in a file, and its executable."""
     content = Path(path).read_bytes()
     if not content.startswith(_KIND):
@@ -147,7 +148,7 @@ def read(path: str | os.PathLike[str]) -> tuple[Program, bytes]:
     executable = content[end:]
     if len(executable) != size or _hash(executable).hex() != expected:
         raise _damaged(path)
-    return Program(**fields), executable
+    return SavedProgram(**fields), executable
 
 
 def _hash(content: bytes) -> bytes:
@@ -161,7 +162,7 @@ def _damaged(path: Any) -> SavedProgramError:
     )
 
 
-def compare(path: Any, saved: Program, here: Program, check: bool) -> None:
+def compare(path: Any, saved: SavedProgram, here: SavedProgram, check: bool) -> None:
     """Raises an error that lists all differences between a saved program and the one that would be
     compiled here. Without `check` the code may differ, in nothing that can be seen from outside.
     """
@@ -192,4 +193,4 @@ def _differences(what: str, saved: Sequence[str], here: Sequence[str]) -> list[s
     pairs = zip_longest(saved, here, fillvalue="nothing")
     problems = [f"{what} {i}: {a}, and here {b}" for i, (a, b) in enumerate(pairs) if a != b]
     rest = len(problems) - _MOST
-    return problems if rest <= 0 else [*problems[:_MOST], f"and {rest} more {what}s"]
+    return problems if rest <= 0 else [*problems[:_MOST], f"and {counted(rest, f'more {what}')}"]

@@ -21,7 +21,7 @@ from .._compat import (
 )
 from .._errors import SavedProgramError
 from .._placement import AnyMesh
-from .._saved import Program as SavedProgram, compare, program_for, read, write
+from .._saved import SavedProgram, compare, program_for, read, write
 from .._tree import Arrays
 from ..machines import (
     Argument,
