@@ -1,5 +1,7 @@
 """The rooms of mylib: arrows go down, and nothing reaches past a room's face."""
 
+import ast
+import collections
 import pickle
 import subprocess
 import sys
@@ -60,3 +62,14 @@ def test_neither_importing_nor_launching_imports_pytest(checkout_env):
         "assert 'pytest' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], env=checkout_env, check=True, timeout=240)
+
+
+def test_each_class_has_a_name_of_its_own():
+    found = [
+        (node.name, path.name)
+        for path in rooms.PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    names = collections.Counter(name.strip("_") for name, _ in found)
+    assert [x for x in found if names[x[0].strip("_")] > 1] == []

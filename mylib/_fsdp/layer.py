@@ -152,7 +152,7 @@ def _called(
 ) -> Any:
     route, weights = plan.route.without(stacked), leaves.arrays
     given, outline = outlined((args, kwargs))
-    call = _Call(method, leaves, outline)
+    call = _LayerCall(method, leaves, outline)
     if has_explicit_axes(world.mesh):
         compute, given, types = as_written(call, weights, given, route)
         run = on_auto_axes(_after_gathering(compute, route), types)
@@ -168,7 +168,7 @@ def _called(
     return call.filled(run(weights, given))
 
 
-class _Call:
+class _LayerCall:
     """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
     def __init__(self, method: Callable[..., Any], leaves: Leaves, given: Split):

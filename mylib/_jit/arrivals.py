@@ -21,21 +21,21 @@ from .naming import names_of
 Kept = dict[int, NamedSharding]
 
 
-class _Thread(threading.local):
+class _Expected(threading.local):
     """The programs that this thread is tracing: their arguments, and where these are kept."""
 
     def __init__(self) -> None:
         self.programs: list[tuple[Arrays, Kept]] = []
 
 
-_thread = _Thread()
+_expected = _Expected()
 
 
 def expect(arrays: Sequence[Any], targets: Sequence[Target | None]) -> None:
     """Notes where weights are kept that are arguments of the program that is being traced."""
-    if not _thread.programs:
+    if not _expected.programs:
         return
-    arguments, kept = _thread.programs[-1]
+    arguments, kept = _expected.programs[-1]
     positions = {id(x): i for i, x in enumerate(arguments)}
     for x, target in zip(arrays, targets, strict=True):
         i = positions.get(id(value_under(x)))
@@ -58,11 +58,11 @@ def _can_arrive(kept: NamedSharding, dtype: jnp.dtype) -> bool:
 def expecting(arguments: Arrays) -> Iterator[Kept]:
     """Surrounds the tracing of a program of these arguments. What it returns is then filled."""
     kept: Kept = {}
-    _thread.programs.append((arguments, kept))
+    _expected.programs.append((arguments, kept))
     try:
         yield kept
     finally:
-        _thread.programs.pop()
+        _expected.programs.pop()
 
 
 def compare(call: Call, kept: Kept, arguments: Arrays) -> None:

@@ -37,7 +37,7 @@ from .program import Program, not_here
 from .variants import Variant
 
 
-class _Origin(NamedTuple):
+class _LoweredFrom(NamedTuple):
     """A function, and the call that it was lowered for, without its arguments."""
 
     program: Program
@@ -54,13 +54,13 @@ def lowered_for(call: Call) -> "Lowered":
     lowered, arrays = call.program.lower(call)
     known = names_of(call)
     arguments = arguments_of(known, arrays)
-    return Lowered(_Origin(call.program, call.variant, call.own, known, arguments), lowered)
+    return Lowered(_LoweredFrom(call.program, call.variant, call.own, known, arguments), lowered)
 
 
 class Lowered:
     """A function lowered for some arguments; `lowered` is JAX's own object."""
 
-    def __init__(self, origin: _Origin, lowered: jax.stages.Lowered):
+    def __init__(self, origin: _LoweredFrom, lowered: jax.stages.Lowered):
         self._origin = origin
         self.lowered = lowered
 
@@ -113,7 +113,7 @@ class Compiled:
 
     def __init__(
         self,
-        origin: _Origin,
+        origin: _LoweredFrom,
         lowered: jax.stages.Lowered,
         compiled: jax.stages.Compiled,
         file: str | os.PathLike[str] | None = None,
@@ -214,7 +214,7 @@ class Compiled:
             raise
 
 
-def _described(origin: _Origin, lowered: jax.stages.Lowered) -> SavedProgram:
+def _described(origin: _LoweredFrom, lowered: jax.stages.Lowered) -> SavedProgram:
     """What the compiled program depends on."""
     names = (x.path for x in origin.arguments)
     return program_for(

@@ -196,7 +196,7 @@ def about_numbers(call: Call, positions: set[int]) -> None:
     )
 
 
-class _Thread(threading.local):
+class _Tracing(threading.local):
     """The number of our programs, nested in each other, that this thread is tracing."""
 
     def __init__(self) -> None:
@@ -205,30 +205,30 @@ class _Thread(threading.local):
         self.nested: list[Any] = []
 
 
-_thread = _Thread()
+_tracing = _Tracing()
 
 
 @contextmanager
 def tracing() -> Iterator[None]:
     """Surrounds the tracing of a program."""
-    if not _thread.depth:
-        _thread.nested = []
-    _thread.depth += 1
+    if not _tracing.depth:
+        _tracing.nested = []
+    _tracing.depth += 1
     try:
         yield
     finally:
-        _thread.depth -= 1
+        _tracing.depth -= 1
 
 
 def large_constants(call: Call, closed: Any) -> None:
     """Finds the large arrays that a traced program has captured."""
     code = call.program.code
-    if _thread.depth:  # the outermost program is looked at instead
-        _thread.nested.append(code)
+    if _tracing.depth:  # the outermost program is looked at instead
+        _tracing.nested.append(code)
         return
     constants = (x for jaxpr in all_jaxprs(closed) for x in getattr(jaxpr, "consts", ()))
     call.variant.large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
-    call.variant.captured = [code, *_thread.nested]
+    call.variant.captured = [code, *_tracing.nested]
 
 
 def about_captured(call: Call) -> None:

@@ -48,7 +48,7 @@ Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
 Mode = Literal["eager", "transformed", "staged"]
 
 
-class _Thread(threading.local):
+class _Counts(threading.local):
     """JAX's work in this thread: the number of our programs traced, and of programs compiled."""
 
     def __init__(self) -> None:
@@ -56,12 +56,12 @@ class _Thread(threading.local):
         self.compiled = 0
 
 
-_thread = _Thread()
+_counts = _Counts()
 
 
 def _count(event: str, duration_secs: float, **kwargs: str | int) -> None:
     if event == names.EVENT_COMPILED:
-        _thread.compiled += 1
+        _counts.compiled += 1
 
 
 @functools.cache
@@ -179,7 +179,7 @@ class Program:
         whether this is its first call.
         """
         __equinox_jit_id__ = self.id  # noqa: F841
-        compiled, mode, variant = _thread.compiled, trace_kind(), call.variant
+        compiled, mode, variant = _counts.compiled, trace_kind(), call.variant
         placed, own, targets = call.arrays, call.own, None
         if self.inputs is not None:
             placed, own, targets = place(call, self.inputs)
@@ -209,7 +209,7 @@ class Program:
             expect([arrays[i] for i in rest.kept], list(rest.kept.values()))
         if variant.large:
             about_captured(call)
-        if first or _thread.compiled != compiled:
+        if first or _counts.compiled != compiled:
             compare(call, rest.kept, arrays)
             about_compiled(call, arrays, donated, made.arrays)
             variant.is_parallel |= any(map(_is_on_several_devices, (*arrays, *made.arrays)))
@@ -244,7 +244,7 @@ class Program:
         """`function`, of which the program compiled ahead of time has no static arguments. Donated
         arrays come last in `arrays`.
         """
-        traced = _thread.traced
+        traced = _counts.traced
         kept = arrays[: len(arrays) - len(donated)] if donated else arrays
         with calling(returns_errors=not statics or statics[1] == "eager"):
             try:
@@ -253,16 +253,16 @@ class Program:
                 with donation_warning(silenced=True):
                     return function(*statics, kept, donated)
             finally:
-                if _thread.traced != traced:
+                if _counts.traced != traced:
                     # JAX still caches the trace.
                     large_constants(call, self.jitted.trace(*statics, kept, donated).jaxpr)
-                    _thread.traced = traced
+                    _counts.traced = traced
 
     def _trace(self, variant: Variant, targets: Resolved | None, arrays: Arrays) -> Made:
         with tracing(), expecting(arrays) as kept, donation_warning(silenced=False):
             returned, split = outlined(self._called(variant.split, targets, arrays))
         if is_staged():
-            _thread.traced += 1
+            _counts.traced += 1
         return Made(returned, _Traced(split, kept, any(map(_is_in_host_memory, returned))))
 
     def _called(self, split: Split, targets: Resolved | None, arrays: Arrays) -> Any:

@@ -45,7 +45,7 @@ class Variants:
         self._known: dict[Split, Variant] = {}
         # The one that was called last. Usually it is called again.
         self.latest: Variant | None = None
-        self._row = _Row()
+        self._row = _NumbersInARow()
 
     def __len__(self) -> int:
         return len(self._known)
@@ -68,7 +68,7 @@ class Variants:
         return self.latest, is_full, changed
 
 
-class _Row:
+class _NumbersInARow:
     """Variants added by successive calls that differ only in numbers."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from .._processes import owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
-    Leaf,
+    Shipment,
     array_like,
     assembled,
     described_all,
@@ -25,8 +25,8 @@ from .leaf import (
     set_origin,
     shards_of,
 )
-from .pending import Call
-from .plan import Piece, Region
+from .pending import Delivery
+from .plan import Fragment, Region
 from .program import move_by_program
 
 
@@ -99,7 +99,7 @@ def count_moves(moves: Iterable[Crossing]) -> None:
     """Counts arrays that a program of several processes moves between devices of their own. Nothing
     on their way tells these apart.
     """
-    groups: dict[tuple[int, ...], list[Leaf]] = {}
+    groups: dict[tuple[int, ...], list[Shipment]] = {}
     for move in moves:
         if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
             groups.setdefault(group, []).append(leaf_of(*move))
@@ -107,11 +107,11 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         watch().count("programs", group, f"{described_all(leaves)} in {line_of_caller()}")
 
 
-def _takes_part(leaf: Leaf) -> bool:
+def _takes_part(leaf: Shipment) -> bool:
     return not is_nowhere_here(leaf.x.sharding, leaf.target)
 
 
-def _platform(leaf: Leaf) -> str:
+def _platform(leaf: Shipment) -> str:
     return next(iter(leaf.target.device_set)).platform
 
 
@@ -142,7 +142,7 @@ def _one_thread(places: set[_Place]) -> Iterator[None]:
             _busy.difference_update(places)
 
 
-def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
+def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
     offered, then asked for: so no process waits for one that waits for it.
     """
@@ -163,7 +163,7 @@ def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
     with _one_thread(places):
         pieces, ready = _cut_all(leaves, me)
         arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
-        calls: dict[_Place, Call] = {}
+        calls: dict[_Place, Delivery] = {}
         for place in sorted(places):
             both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
             text = f"{described_all(leaves[i] for i in both)} in {line}"
@@ -177,12 +177,12 @@ def _travel(leaves: Sequence[Leaf]) -> dict[_Key, jax.Array]:
     return arrived
 
 
-def _piece(leaves: Sequence[Leaf], key: _Key) -> Piece:
+def _piece(leaves: Sequence[Shipment], key: _Key) -> Fragment:
     i, j = key
     return leaves[i].plan.pieces[j]
 
 
-def _abstract(leaves: Sequence[Leaf], key: _Key) -> jax.ShapeDtypeStruct:
+def _abstract(leaves: Sequence[Shipment], key: _Key) -> jax.ShapeDtypeStruct:
     piece = _piece(leaves, key)
     place = SingleDeviceSharding(piece.target)
     return jax.ShapeDtypeStruct(piece.shape, leaves[key[0]].x.dtype, sharding=place)
@@ -194,7 +194,7 @@ def _links(platform: str) -> Links:
     return links
 
 
-def _cut_all(leaves: Sequence[Leaf], me: int) -> tuple[dict[_Key, jax.Array], dict[_Key, Any]]:
+def _cut_all(leaves: Sequence[Shipment], me: int) -> tuple[dict[_Key, jax.Array], dict[_Key, Any]]:
     """The pieces that this process gives, and for each an array that is ready when the piece is."""
     pieces: dict[_Key, jax.Array] = {}
     ready: dict[_Key, Any] = {}
@@ -212,7 +212,7 @@ def _cut_all(leaves: Sequence[Leaf], me: int) -> tuple[dict[_Key, jax.Array], di
     return pieces, ready
 
 
-def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:
+def _assemble(leaves: Sequence[Shipment], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:
     me = jax.process_index()
     moved: list[jax.Array] = []
     for i, leaf in enumerate(leaves):
@@ -225,7 +225,7 @@ def _assemble(leaves: Sequence[Leaf], arrived: Mapping[_Key, jax.Array]) -> list
     return moved
 
 
-def _joined(leaf: Leaf, region: Region, pieces: list[jax.Array]) -> jax.Array:
+def _joined(leaf: Shipment, region: Region, pieces: list[jax.Array]) -> jax.Array:
     """A shard of the target, on the first of its devices."""
     if len(pieces) == 1:
         return pieces[0]

@@ -18,7 +18,7 @@ import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
 from .._processes import Processes, TransferError, connected, patience, watch
-from .pending import Call, Transfers
+from .pending import Delivery, Transfers
 
 _LOOPBACK = "127.0.0.1"
 _PLACE = "mylib/links/addresses"
@@ -38,15 +38,17 @@ class Links:
             f"{_PLACE}/{platform}/{self._me}", f"{server.address()} {socket.gethostname()}"
         )
 
-    def count(self, peer: int, text: str) -> Call:
+    def count(self, peer: int, text: str) -> Delivery:
         return self._transfers.count(self._platform, peer, text)
 
-    def offer(self, call: Call, pieces: Sequence[jax.Array], ready: tuple[jax.Array, ...]) -> None:
+    def offer(
+        self, call: Delivery, pieces: Sequence[jax.Array], ready: tuple[jax.Array, ...]
+    ) -> None:
         """Gives pieces to a process, when it asks for them. They are ready when `ready` is."""
         self._server.await_pull(_number(call, self._me, call.peer), list(pieces))
         self._transfers.gives(call, ready)
 
-    def ask(self, call: Call, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def ask(self, call: Delivery, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Pieces of another process. Returns at once: they come when it sends them."""
         arrays = self._connection(call.peer).pull(_number(call, call.peer, self._me), list(pieces))
         self._transfers.takes(call, tuple(arrays))
@@ -178,7 +180,7 @@ def transport(platform: str) -> str:
     return "program" if links_for(platform) is None else "links"
 
 
-def _number(call: Call, giver: int, taker: int) -> int:
+def _number(call: Delivery, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
     said = f"{call.platform} {giver} {taker} {call.number} {call.digest}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1

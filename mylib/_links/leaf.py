@@ -17,7 +17,7 @@ from .._compat import data_of_shards, label_of, set_label, weakly_typed
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
 from .._text import listed
-from .plan import Plan, placed_as, plan
+from .plan import Division, placed_as, plan
 
 # Of more arrays than these, a description has only a checksum.
 _FEW = 8
@@ -28,31 +28,31 @@ _made: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
-class Leaf(NamedTuple):
+class Shipment(NamedTuple):
     x: jax.Array
     target: Sharding
-    plan: Plan
+    plan: Division
     # The same in all processes.
     text: str
 
 
-def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Leaf:
+def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Shipment:
     """`known_as` is the array whose origin it has: itself, unless it is the data of keys."""
     here = x.sharding
     places = f"{placed_as(x.shape, here)}, to {placed_as(x.shape, target)}"
     origin = origin_of(known_as)
     made = f" ({origin})" if origin else ""
     text = f"{x.dtype}{list(x.shape)} {places}{made}"
-    return Leaf(x, target, plan(x.shape, here, target), text)
+    return Shipment(x, target, plan(x.shape, here, target), text)
 
 
-def described_all(leaves: Iterable[Leaf]) -> str:
+def described_all(leaves: Iterable[Shipment]) -> str:
     texts = [leaf.text for leaf in leaves]
     checksum = f" (checksum {digest(texts)})" if len(texts) > _FEW else ""
     return listed(texts, _FEW, "; ") + checksum
 
 
-def assembled(leaf: Leaf, shards: Mapping[Any, jax.Array]) -> jax.Array:
+def assembled(leaf: Shipment, shards: Mapping[Any, jax.Array]) -> jax.Array:
     """The array at its target, made of its shards by device; a handle where this process has none
     of these devices.
     """

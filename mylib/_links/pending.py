@@ -17,7 +17,7 @@ _TOLD = 1.5
 _order = count()
 
 
-class Call(NamedTuple):
+class Delivery(NamedTuple):
     """A call that sends arrays between this process and another one, either way."""
 
     platform: str
@@ -32,7 +32,7 @@ class Call(NamedTuple):
 class Pending:
     """What this process gives or takes in a call."""
 
-    call: Call
+    call: Delivery
     # What it takes; or arrays that are ready when what it gives is, and none once they are: the
     # other process tells only once a second that it has got it. The type of `jax.Array`s does not
     # know `is_ready`.
@@ -79,19 +79,19 @@ class Transfers:
         self._pairs: dict[tuple[str, int], _Pair] = {}
         self._lock = threading.Lock()
 
-    def count(self, platform: str, peer: int, text: str) -> Call:
+    def count(self, platform: str, peer: int, text: str) -> Delivery:
         """The next call between this process and another one, in either direction."""
         stream, processes = f"arrays on {platform}", tuple(sorted((self._watch.me, peer)))
         with self._lock:
             self._pairs.setdefault((platform, peer), _Pair(stream, processes))
         number, digest = self._watch.count(stream, processes, text)
-        return Call(platform, peer, number, digest, text)
+        return Delivery(platform, peer, number, digest, text)
 
-    def gives(self, call: Call, ready: tuple[Any, ...]) -> None:
+    def gives(self, call: Delivery, ready: tuple[Any, ...]) -> None:
         with self._lock:
             self._pairs[call.platform, call.peer].gives[call.number] = Pending(call, ready)
 
-    def takes(self, call: Call, arrays: tuple[Any, ...]) -> None:
+    def takes(self, call: Delivery, arrays: tuple[Any, ...]) -> None:
         with self._lock:
             self._pairs[call.platform, call.peer].takes[call.number] = Pending(call, arrays)
 

@@ -11,7 +11,7 @@ from .._processes import digest, in_short
 from .._text import counted
 
 
-class Piece(NamedTuple):
+class Fragment(NamedTuple):
     """A part of an array that lies in one shard of the source and in one of the target."""
 
     bounds: Bounds
@@ -38,18 +38,18 @@ class Region(NamedTuple):
         return tuple(stop - start for start, stop in self.bounds)
 
 
-class Plan(NamedTuple):
-    pieces: tuple[Piece, ...]
+class Division(NamedTuple):
+    pieces: tuple[Fragment, ...]
     regions: tuple[Region, ...]
 
 
 @lru_cache(maxsize=4096)
-def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Plan:
+def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Division:
     """The same in all processes. Every process of the target receives each part of its shards once,
     however many of its devices hold it.
     """
     held = regions_of(shape, source)
-    pieces: list[Piece] = []
+    pieces: list[Fragment] = []
     regions: list[Region] = []
     for bounds, devices in regions_of(shape, target).items():
         for group in _by_process(devices):
@@ -59,9 +59,9 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Plan:
                 if common is not None:
                     giver = _nearest(givers, group, len(pieces))
                     start = tuple(a[0] - b[0] for a, b in zip(common, there, strict=True))
-                    pieces.append(Piece(common, start, giver, group[0]))
+                    pieces.append(Fragment(common, start, giver, group[0]))
             regions.append(Region(bounds, group, tuple(range(first, len(pieces)))))
-    return Plan(tuple(pieces), tuple(regions))
+    return Division(tuple(pieces), tuple(regions))
 
 
 @lru_cache(maxsize=4096)

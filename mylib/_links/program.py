@@ -16,18 +16,18 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._placement import regions_of
 from .._processes import AbsentError, TransferError, exchange, processes_of
-from .leaf import Leaf, assembled, described_all, shards_of
+from .leaf import Shipment, assembled, described_all, shards_of
 
 _AXIS = "all"
 
 
-class _Route(NamedTuple):
+class _Passage(NamedTuple):
     shape: tuple[int, ...]
     source: Sharding
     target: Sharding
 
 
-def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
+def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
     """Returns handles in processes without devices of the target."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -46,7 +46,7 @@ def move_by_program(leaves: Sequence[Leaf]) -> list[jax.Array]:
     return [moved[i] for i in range(len(leaves))]
 
 
-def _agree(processes: tuple[int, ...], leaves: Sequence[Leaf]) -> None:
+def _agree(processes: tuple[int, ...], leaves: Sequence[Shipment]) -> None:
     purpose = f"transfer of {described_all(leaves)}"
     try:
         exchange(purpose, "", processes, lambda said: "", in_order=True)
@@ -54,26 +54,26 @@ def _agree(processes: tuple[int, ...], leaves: Sequence[Leaf]) -> None:
         raise TransferError(str(error)) from error
 
 
-def _run(devices: tuple[Any, ...], leaves: Sequence[Leaf]) -> list[dict[Any, jax.Array]]:
+def _run(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any, jax.Array]]:
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
     found: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
     full = [i for i, leaf in enumerate(leaves) if leaf.x.size]
-    routes = tuple(_Route(x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
+    routes = tuple(_Passage(x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
     stacked = _move(routes, rows, [_stacked(devices, leaves[i], rows) for i in full])
     for i, x in zip(full, stacked, strict=True):
         found[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}
     return found
 
 
-def _without_elements(leaf: Leaf) -> dict[Any, jax.Array]:
+def _without_elements(leaf: Shipment) -> dict[Any, jax.Array]:
     if leaf.x.size:
         return {}
     empty = np.zeros(leaf.target.shard_shape(leaf.x.shape), leaf.x.dtype)
     return {device: jax.device_put(empty, device) for device in leaf.target.addressable_devices}
 
 
-def _stacked(devices: Sequence[Any], leaf: Leaf, rows: NamedSharding) -> jax.Array:
+def _stacked(devices: Sequence[Any], leaf: Shipment, rows: NamedSharding) -> jax.Array:
     """An array with a row for each device: its shard of the source, or zeros."""
     size = leaf.x.sharding.shard_shape(leaf.x.shape)
     shards = shards_of(leaf.x)
@@ -88,7 +88,7 @@ def _stacked(devices: Sequence[Any], leaf: Leaf, rows: NamedSharding) -> jax.Arr
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _move(
-    routes: tuple[_Route, ...], rows: NamedSharding, stacked: list[jax.Array]
+    routes: tuple[_Passage, ...], rows: NamedSharding, stacked: list[jax.Array]
 ) -> list[jax.Array]:
     moved: list[jax.Array] = []
     for route, given in zip(routes, stacked, strict=True):
@@ -118,7 +118,7 @@ def _of_bits(bits: Sequence[jax.Array], dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits[0], dtype) if bits[0].dtype != dtype else bits[0]
 
 
-def _move_bits(route: _Route, rows: NamedSharding, given: jax.Array) -> jax.Array:
+def _move_bits(route: _Passage, rows: NamedSharding, given: jax.Array) -> jax.Array:
     """`given` has a row for each device: its shard of the source. The result has those of the
     target.
     """

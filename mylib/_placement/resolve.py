@@ -35,12 +35,12 @@ from .context import World, current_world
 from .shardings import AnyMesh, Target, has_partial_sums, sharding_of
 
 
-class _Pass:
+class _Passed:
     def __repr__(self) -> str:
         return "PASS"
 
 
-PASS: Final = _Pass()
+PASS: Final = _Passed()
 """A rule's result for a leaf that it doesn't decide."""
 
 Rule = Callable[[Leaf], Any]

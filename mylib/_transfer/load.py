@@ -105,7 +105,7 @@ def filter_load(
             from_host = replace(shapes, kinds=[Kind.HOST] * len(shapes.kinds))
             targets = resolve_leaves(from_host, placement, mesh, world, _refuse)
         plans = {
-            i: _Plan.of(leaf_at(shapes, i, of_all), sharding_of(target))
+            i: _Assembly.of(leaf_at(shapes, i, of_all), sharding_of(target))
             for i, target in enumerate(targets)
             if target is not None
         }
@@ -140,7 +140,7 @@ def _told_to_others(targets: Sequence[Target | None]) -> Any:
 
 
 @dataclass
-class _Plan:
+class _Assembly:
     """An array to be made, and the shards of it that are here so far. For keys of the
     implementation `keys`, that of their numbers.
     """
@@ -153,7 +153,7 @@ class _Plan:
     shards: list[jax.Array] = field(default_factory=list)
 
     @classmethod
-    def of(cls, leaf: Leaf, target: Sharding) -> "_Plan":
+    def of(cls, leaf: Leaf, target: Sharding) -> "_Assembly":
         sharding = fill_free(target, None, leaf.ndim)
         if not is_of_keys(leaf):
             return cls(leaf, leaf.shape, leaf.dtype, sharding)
@@ -196,7 +196,7 @@ class _Plan:
 class _Part:
     """A part of an array, and the devices of this process that need it."""
 
-    plan: _Plan
+    plan: _Assembly
     index: tuple[slice, ...]
     devices: list[Any]
 
@@ -261,7 +261,7 @@ def _called(read: Read) -> str:
     return getattr(read, "__qualname__", None) or repr(read)
 
 
-def _fill(plans: Sequence[_Plan], read: Read) -> None:
+def _fill(plans: Sequence[_Assembly], read: Read) -> None:
     """Reads all parts, with at most two of the largest in memory, or as much of smaller ones."""
     waiting = deque(part for plan in plans for part in plan.parts())
     progress = _Progress(len(plans), sum(part.nbytes for part in waiting))

@@ -149,7 +149,7 @@ def parted(leaves: list[Any], abstract: bool = False) -> tuple[Arrays, tuple[boo
     """Splits a tree's leaves: the arrays, a flag for each leaf, and the static leaves."""
     partition = _partition_by_type(tuple(map(type, leaves)), abstract)
     if partition is None:
-        partition = _Partition.of(tuple([is_array(x, abstract) for x in leaves]))
+        partition = _Selection.of(tuple([is_array(x, abstract) for x in leaves]))
     are_arrays, arrays_of, static_of = partition
     if static_of is None:
         return leaves, are_arrays, ()
@@ -159,7 +159,7 @@ def parted(leaves: list[Any], abstract: bool = False) -> tuple[Arrays, tuple[boo
 Take = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
-class _Partition(NamedTuple):
+class _Selection(NamedTuple):
     """Flags a tree's array leaves, with functions that pick the array and the static leaves."""
 
     are_arrays: tuple[bool, ...]
@@ -167,7 +167,7 @@ class _Partition(NamedTuple):
     static_of: Take | None
 
     @classmethod
-    def of(cls, are_arrays: tuple[bool, ...]) -> "_Partition":
+    def of(cls, are_arrays: tuple[bool, ...]) -> "_Selection":
         static = [i for i, is_array in enumerate(are_arrays) if not is_array]
         arrays = [i for i, is_array in enumerate(are_arrays) if is_array]
         return cls(are_arrays, _taking(arrays), _taking(static) if static else None)
@@ -180,10 +180,10 @@ def _taking(index: list[int]) -> Take:
 
 
 @lru_cache(maxsize=4096)
-def _partition_by_type(types: tuple[type, ...], abstract: bool) -> _Partition | None:
+def _partition_by_type(types: tuple[type, ...], abstract: bool) -> _Selection | None:
     """How to split leaves of these types, or None if the types don't decide it."""
     are_arrays = which_are_arrays(types, abstract)
-    return None if are_arrays is None else _Partition.of(are_arrays)
+    return None if are_arrays is None else _Selection.of(are_arrays)
 
 
 _FLOATS = {float, complex}

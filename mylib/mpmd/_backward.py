@@ -103,7 +103,7 @@ def pieces(
     made again if that keeps less between the pieces. `kept` are arguments that are held anyway;
     `late` are arguments that the first piece does not get.
     """
-    graph = _Graph(program, kept)
+    graph = _Dependencies(program, kept)
     given_late = graph.depending_on(late)
     effects = [i for i, eqn in enumerate(graph.eqns) if eqn.effects]
     done: set[int] = set()
@@ -133,7 +133,7 @@ class _Cut:
     same: dict[Var, Atom]
 
 
-class _Graph:
+class _Dependencies:
     """Which equations need which."""
 
     def __init__(self, program: Any, kept: Iterable[Var]):

@@ -30,7 +30,7 @@ class Arguments(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class PieceProgram:
     """A compiled piece. The first of its results are `given` back, others are added to `totals`,
     whose memory is reused. Later pieces of the same microbatch may need all but the totals.
     """
@@ -60,7 +60,7 @@ class Programs:
 
     variables: Arguments
     zeros: Any
-    by_pass: dict[Pass, Program]
+    by_pass: dict[Pass, PieceProgram]
 
     @cached_property
     def needed_after(self) -> dict[Pass, frozenset[Var]]:
@@ -168,9 +168,11 @@ class _Compiler:
 
     known: dict[Var, Struct]
 
-    def compile(self, piece: Piece, given: Sequence[Struct], totals: Sequence[Struct]) -> Program:
+    def compile(
+        self, piece: Piece, given: Sequence[Struct], totals: Sequence[Struct]
+    ) -> PieceProgram:
         if not piece.gives and not piece.eqns:
-            return Program((), (), 0, None)
+            return PieceProgram((), (), 0, None)
         first, last = len(given), len(given) + len(totals)
         gives = piece.gives
         # A result that later pieces need, too, is returned once.
@@ -189,7 +191,7 @@ class _Compiler:
         makes = tuple(gives[i] for i in returned)
         for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
             self.known[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
-        return Program(piece.takes, makes, first, compiled)
+        return PieceProgram(piece.takes, makes, first, compiled)
 
 
 def _like(tree: Any, leaves: Sequence[Any]) -> Any:

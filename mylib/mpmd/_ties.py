@@ -34,7 +34,7 @@ def tied_groups(
 
 
 @dataclass(frozen=True)
-class _Mark:
+class _Marked:
     """Stands for an array, to find out which ones `where` takes."""
 
     stage: int
@@ -43,11 +43,13 @@ class _Mark:
 
 def _places(where: Where, modules: Sequence[Module]) -> list[Place]:
     marked = [
-        module.form.outline.fill([_Mark(module.number, i) for i in range(len(module.form.structs))])
+        module.form.outline.fill(
+            [_Marked(module.number, i) for i in range(len(module.form.structs))]
+        )
         for module in modules
     ]
     found = jax.tree.leaves(where(marked))
-    return [(x.stage, x.number) for x in found if isinstance(x, _Mark)]
+    return [(x.stage, x.number) for x in found if isinstance(x, _Marked)]
 
 
 def _tie_faults(
