@@ -400,7 +400,7 @@ class TestPrivateNames:
         assert trace_of(X) is None
 
     def test_executables(self):
-        """tests/saved/test_saved_programs.py shows what may be in one (`names.IN_EXECUTABLES`)."""
+        """tests/saved/test_saved_programs.py shows what may be in one (`names.PICKLED_NAMES`)."""
 
         def calls(x):
             jax.debug.print("{}", x)

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import inspect
 import logging
 import re
@@ -394,13 +395,17 @@ ONLY = {
 ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
 
 
+KINDS = tuple(
+    f"{kind}_" for kind in "ARGUMENT EVENT LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
+)
+
+
 def listed(prefix=""):
     """What `names` has: of primitives, or the constants that begin so."""
     found = {}
     for constant, value in vars(names).items():
-        kinds = ("ARGUMENT_", "MLIR_", "PARAM_", "STACK_", "SCOPE_", "TEXT_", "EVENT_", "LOGGER_")
         if constant.isupper() and (
-            constant.startswith(prefix) if prefix else not constant.startswith(kinds)
+            constant.startswith(prefix) if prefix else not constant.startswith(KINDS)
         ):
             found[constant] = value
     return found
@@ -431,6 +436,17 @@ def advice(name):
         "as long as a supported version has the old one, or in its place. Say in ONLY (here) which "
         "version has which. See in mylib/_compat/names.py what it is used for, and whether the new "
         "one is used alike"
+    )
+
+
+@pytest.mark.parametrize("module", sorted(names.PICKLED_PARTS))
+def test_what_executables_are_made_of(module):
+    """tests/saved/test_saved_programs.py saves programs with each kind of them."""
+    found = vars(importlib.import_module(module))
+    missing = set(names.PICKLED_PARTS[module].split()) - set(found)
+    assert not missing, (
+        f"JAX {jax.__version__} has no {missing} in {module} any more. Print the names that "
+        "`find_class` in mylib/_compat/private.py is asked for, and change the list"
     )
 
 

@@ -226,7 +226,7 @@ MLIR_FILLED = frozenset({"stablehlo.broadcast_in_dim", "stablehlo.constant", "st
 
 # --- serialised executables: what may be made of the pickle ---------------------------------------
 
-_PARTS_OF_EXECUTABLES = {
+PICKLED_PARTS = {
     "jax": "P",
     "jax._src.core": "ManualAxisType MemorySpace ShapedArray",
     "jax._src.interpreters.pxla": "AllArgsInfo UnloadedMeshExecutable",
@@ -251,6 +251,6 @@ _PARTS_OF_EXECUTABLES = {
     "numpy": "dtype ndarray",
     "numpy._core.multiarray": "_reconstruct",
 }
-IN_EXECUTABLES = frozenset(
-    f"{module}.{name}" for module, all in _PARTS_OF_EXECUTABLES.items() for name in all.split()
+PICKLED_NAMES = frozenset(
+    f"{module}.{name}" for module, all in PICKLED_PARTS.items() for name in all.split()
 )

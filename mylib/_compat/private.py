@@ -641,7 +641,7 @@ def lacks_code(compiled: jax.stages.Compiled, content: bytes) -> bool:
 def _unpickler(content: bytes, devices: Sequence[Any], loads: bool) -> Any:
     class Unpickler(serialization._JaxPjrtUnpickler):
         def find_class(self, module: str, name: str) -> Any:
-            if f"{module}.{name}" not in names.IN_EXECUTABLES:
+            if f"{module}.{name}" not in names.PICKLED_NAMES:
                 raise pickle.UnpicklingError(f"{module}.{name} is no part of an executable")
             return super().find_class(module, name)
 
