@@ -1,9 +1,12 @@
 """`python -m mylib compile`."""
 
+import sys
 import textwrap
 
 import pytest
 from scripts import run_python
+
+from mylib.__main__ import main
 
 PROGRAM = """
     import jax, jax.numpy as jnp
@@ -28,11 +31,15 @@ PROGRAM = """
 
 
 @pytest.fixture
-def run(tmp_path, checkout_env):
+def folder(tmp_path):
     (tmp_path / "train.py").write_text(textwrap.dedent(PROGRAM))
+    return tmp_path
 
+
+@pytest.fixture
+def run(folder, checkout_env):
     def run(*arguments):
-        done = run_python("-m", "mylib", "compile", *arguments, env=checkout_env, cwd=tmp_path)
+        done = run_python("-m", "mylib", "compile", *arguments, env=checkout_env, cwd=folder)
         return done.returncode, done.stdout, done.stderr
 
     return run
@@ -47,9 +54,13 @@ def run(tmp_path, checkout_env):
         (["train:lowred", "--machine", "h100 x 8"], "train has no function 'lowred'"),
     ],
 )
-def test_mistakes(run, arguments, told):
-    status, _, err = run(*arguments)
-    assert status == 2 and told in " ".join(err.split())
+def test_mistakes(folder, arguments, told, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["compile", *arguments])
+    assert ended.value.code == 2 and told in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.compilers
