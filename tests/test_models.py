@@ -16,6 +16,7 @@ import mylib
 
 _FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models"
 _PROGRAMS = ["llama", "experts", "adapters", "generate"]
+slow, thorough = pytest.mark.slow, pytest.mark.thorough
 
 
 def program(name):
@@ -29,10 +30,11 @@ def program(name):
 
 
 def strategies(*names):
+    """The first of each program is `slow`, the others `thorough`."""
     return [
-        pytest.param(name, strategy, id=f"{name}-{strategy}")
+        pytest.param(name, strategy, id=f"{name}-{strategy}", marks=thorough if i else slow)
         for name in names
-        for strategy in program(name).STRATEGIES
+        for i, strategy in enumerate(program(name).STRATEGIES)
     ]
 
 
@@ -55,7 +57,6 @@ def on_one_device():
     return losses
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), strategies("llama", "experts", "adapters"))
 def test_training(name, strategy, on_one_device):
     running, how = program("running"), program(name).STRATEGIES[strategy]
@@ -85,7 +86,6 @@ def test_generated_tokens_are_those_without_a_cache(tied):
     assert found.sharding.spec == jax.P("data")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "strategy"), strategies("generate"))
 def test_what_generating_communicates(name, strategy):
     generate, llama = program(name), program("llama")
@@ -94,15 +94,18 @@ def test_what_generating_communicates(name, strategy):
     report.expect(*how.contracts)
 
 
-@pytest.mark.slow
+# The others call the same `running.main`.
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", _PROGRAMS)
+@pytest.mark.parametrize("name", ["adapters", "generate"])
 def test_program(name, checkout_env, cache_env):
     env = {k: v for k, v in (checkout_env | cache_env).items() if k not in ("XLA_FLAGS", "NPROC")}
     printed = printed_by("-W", "error", _FOLDER / f"{name}.py", env=env)
     assert printed.count("\n") == len(program(name).STRATEGIES)
 
 
+# Takes minutes for each program, so .ci/run does not.
+@pytest.mark.thorough
 @pytest.mark.compilers
 @pytest.mark.timeout(900)
 @pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
