@@ -27,11 +27,11 @@ class Call:
     variant: Variant
 
     def __init__(self, program: "Program", args: Any, kwargs: Any, arrays: Arrays, own: Arrays):
-        self.program = program
-        self.args = args
-        self.kwargs = kwargs
-        self.arrays = arrays
-        self.own = own
+        self.program: Program = program
+        self.args: Any = args
+        self.kwargs: Any = kwargs
+        self.arrays: Arrays = arrays
+        self.own: Arrays = own
 
 
 def place(

@@ -20,7 +20,7 @@ class Variant:
 
     def __init__(self, split: Split, donated_from: int | None):
         self.split = split
-        self.key = weakref.ref(self)
+        self.key: weakref.ref[Variant] = weakref.ref(self)
         # The arrays from this one on are donated.
         self.donated_from = donated_from
         # The arguments whose placements were resolved last, and the results.
