@@ -61,7 +61,7 @@ def program_for(
     name: str, text: str, arguments: Iterable[str], results: Iterable[str], devices: Sequence[Any]
 ) -> SavedProgram:
     """What a program with this lowered text, compiled here for these devices, depends on."""
-    code = hashlib.sha256(text.encode()).hexdigest()
+    code = _hash(text.encode()).hex()
     return SavedProgram(name, code, [*arguments], [*results], _made_for(devices))
 
 
@@ -94,7 +94,7 @@ def _processor() -> str:
     if cpus.exists():
         features = re.search(r"^(?:flags|Features)\s*: (.*)$", cpus.read_text(), re.MULTILINE)
         names = " ".join(sorted(features[1].split())) if features else ""
-        found += f" with features {hashlib.sha256(names.encode()).hexdigest()[:8]}"
+        found += f" with features {_hash(names.encode()).hex()[:8]}"
     return found
 
 

@@ -133,7 +133,7 @@ def _device_ids(text: str) -> np.ndarray:
 
 
 def axis_of(name: str) -> str:
-    """The axis of which `"data:(2)4"` or `"~data"` is a part."""
+    """The axis that `"data:(2)4"` or `"~data"` belongs to."""
     return name.lstrip("~").split(":")[0]
 
 

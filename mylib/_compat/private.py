@@ -599,9 +599,14 @@ def devices_of_lowered(lowered: jax.stages.Lowered) -> tuple[Any, ...]:
     return tuple(lowered._lowering._device_list)  # pyright: ignore
 
 
+def _unloaded(compiled: jax.stages.Compiled) -> Any:
+    """What JAX keeps of an executable to serialise it."""
+    return compiled._executable._unloaded_executable  # pyright: ignore
+
+
 def host_callbacks(compiled: jax.stages.Compiled) -> int:
     """How many functions of Python a compiled program calls."""
-    program = compiled._executable._unloaded_executable  # pyright: ignore
+    program = _unloaded(compiled)
     return len(program.host_callbacks) + len(program.keepalive or ())
 
 
@@ -610,8 +615,7 @@ def serialized(compiled: jax.stages.Compiled) -> bytes:
     would not make something that is in it.
     """
     content, _, _ = serialization.serialize(compiled)
-    devices = compiled._executable._unloaded_executable.device_list  # pyright: ignore
-    _unpickler(content, tuple(devices), loads=False).load()
+    _unpickler(content, tuple(_unloaded(compiled).device_list), loads=False).load()
     return content
 
 
@@ -634,7 +638,7 @@ def lacks_code(compiled: jax.stages.Compiled, content: bytes) -> bool:
     """Whether the serialised form of a program for CPUs has no code. A program without loops and
     arithmetic has none, and one that was deserialised before has lost it.
     """
-    device = compiled._executable._unloaded_executable.device_list[0]  # pyright: ignore
+    device = _unloaded(compiled).device_list[0]
     return device.platform == "cpu" and not any(x in content for x in _CODE)
 
 

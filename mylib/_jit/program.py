@@ -241,8 +241,8 @@ class Program:
         arrays: Arrays,
         donated: Arrays,
     ) -> Any:
-        """`function`, of which the program compiled ahead of time has no static arguments. Donated
-        arrays come last in `arrays`.
+        """Calls `function` with these arguments. A program that was compiled ahead of time takes no
+        `statics`. Donated arrays come last in `arrays`.
         """
         traced = _counts.traced
         kept = arrays[: len(arrays) - len(donated)] if donated else arrays

@@ -1,4 +1,4 @@
-"""`filter_load`: arrays made from parts, each of which is read where it is needed."""
+"""`filter_load`: arrays made from parts. A process reads the parts that its devices need."""
 
 import sys
 import time

@@ -20,7 +20,7 @@ Struct = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True, eq=False)
 class Form:
-    """A tree of arrays of which only shapes, dtypes and shardings are known."""
+    """A tree of arrays whose shapes, dtypes and shardings are all that is known."""
 
     outline: Split
     structs: tuple[Struct, ...]
