@@ -17,8 +17,6 @@ Target = Sharding | Format
 requested.
 """
 T = TypeVar("T", bound=Target)
-# Start and stop in every dimension.
-Bounds = tuple[tuple[int, int], ...]
 
 
 def sharding_of(target: Target) -> Sharding:
@@ -55,17 +53,6 @@ def split_over(target: "Target | None") -> list[Any]:
 def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
     # Keeps unreduced and reduced axes.
     return spec.update(partitions=tuple(entries))
-
-
-def regions_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:
-    """The shards of an array, each with the devices that hold it, in the order of their numbers."""
-    regions: dict[Bounds, list[Any]] = {}
-    indices = sharding.devices_indices_map(shape)
-    for device in sorted(indices, key=lambda device: device.id):
-        index = indices[device] or ()
-        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-        regions.setdefault(bounds, []).append(device)
-    return regions
 
 
 def has_partial_sums(placement: Any) -> bool:

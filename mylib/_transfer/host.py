@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._placement import Target, entries_of, sharding_of, with_entries
 from .._tree import Kind, canonical_dtype, is_of_keys, kind_of
+from .positions import put_back
 from .thresholds import ALIGNMENT, WORTH_SHARING
 
 
@@ -24,8 +25,7 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
     placed = list(arrays)
     hosts = [i for i, x in enumerate(arrays) if kind_of(x) is Kind.HOST]
     copies = [on_host(arrays[i], bool(may_alias[i])) for i in hosts]
-    for i, y in zip(hosts, jax.device_put(copies), strict=True):
-        placed[i] = y
+    put_back(placed, hosts, jax.device_put(copies))
     return placed
 
 

@@ -31,7 +31,8 @@ from .._tree import Kind, Leaves, broadcast_prefix, split
 from .already_placed import not_there
 from .eager import Relocation, move
 from .host import to_default_device
-from .primitive import place
+from .positions import pick, put_back
+from .primitive import Routes, place
 from .staged import constrain, transfer_and_constrain
 
 T = TypeVar("T")
@@ -245,15 +246,6 @@ def _place_abstract(
     return placed, rest
 
 
-def _pick(column: Sequence[Any], index: Sequence[int]) -> list[Any]:
-    return [column[i] for i in index]
-
-
-def _put_back(column: list[Any], index: Sequence[int], values: Sequence[Any]) -> None:
-    for i, value in zip(index, values, strict=True):
-        column[i] = value
-
-
 def _move_all(
     leaves: Leaves,
     targets: Sequence[Target | None],
@@ -286,10 +278,9 @@ def _move_all(
             _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
             for i in traced
         ]
-        arrays, requested, alias = (
-            _pick(column, traced) for column in (placed, targets, may_alias)
-        )
-        _put_back(placed, traced, place(arrays, requested, homes, alias, across))
+        requested, alias = (tuple(pick(traced, column)) for column in (targets, may_alias))
+        routes = Routes(requested, tuple(homes), alias, across)
+        put_back(placed, traced, place(pick(traced, placed), routes))
     if moving:
         # An array that occurs in the tree more than once is not donated at one occurrence.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
@@ -302,7 +293,7 @@ def _move_all(
             moves.append(
                 Relocation(placed[i], kind, target, use_up, alias, i in travelling, counted)
             )
-        _put_back(placed, moving, move(moves))
+        put_back(placed, moving, move(moves))
         _label_placed(leaves, targets, moving, placed)
         _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
     return placed
@@ -414,7 +405,7 @@ def _constrain_all(
     how: Callable[[list[Any], list[Target], World], list[jax.Array]] = constrain,
 ) -> list[Any]:
     placed, rest = _place_abstract(leaves, targets)
-    _put_back(placed, rest, how(_pick(placed, rest), _pick(targets, rest), world))
+    put_back(placed, rest, how(pick(rest, placed), pick(rest, targets), world))
     return placed
 
 

@@ -15,7 +15,6 @@ import pytest
 from .._text import counted
 from ._coverage import Coverage
 from ._group import Guard
-from ._names import name_in_processes
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
 from ._reruns import Reruns
@@ -109,8 +108,8 @@ class Controller:
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
         following = None if request.fresh else self._following(item, topology, nextitem)
         result = pool.run(
-            name_in_processes(item),
-            name_in_processes(following) if following else None,
+            _name_of(item),
+            _name_of(following) if following else None,
             timeout=timeout,
             grace=grace,
             talk=self._talk,
@@ -341,6 +340,12 @@ def is_marked(item: pytest.Item) -> bool:
 
 def given_to(item: pytest.Item) -> TopologyRequest:
     return item.stash[_given]
+
+
+def _name_of(item: pytest.Item) -> str:
+    """The name of a test in its processes. pytest-xdist adds groups to `nodeid` here."""
+    assert item.parent is not None
+    return f"{item.parent.nodeid}::{item.name}"
 
 
 def platform_of(config: pytest.Config) -> str:

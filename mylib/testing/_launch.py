@@ -173,7 +173,7 @@ class _Follower:
             except KeyboardInterrupt:
                 # They lead their own sessions, so the terminal's Ctrl-C doesn't reach them.
                 for process in self._processes:
-                    process.signal(signal.SIGINT)
+                    process.popen.send_signal(signal.SIGINT)
                 self._fail(128 + signal.SIGINT)
 
     def close(self) -> None:

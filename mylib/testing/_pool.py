@@ -206,7 +206,7 @@ class Pool:
         a process waits for others or holds the GIL.
         """
         for outcome in outcomes:
-            self._group.processes[outcome.index].signal(signal.SIGUSR1)
+            self._group.processes[outcome.index].popen.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _LOOK_AT
         for outcome in outcomes:
             path = self._group.folder / f"{outcome.index}.stack"
