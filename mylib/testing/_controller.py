@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -112,7 +113,6 @@ class Controller:
             _name_of(following) if following else None,
             timeout=timeout,
             grace=grace,
-            talk=self._talk,
         )
         self._served += 1
         if request.fresh or not result.kept:
@@ -212,6 +212,7 @@ class Controller:
             {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
             str(config.invocation_params.dir),
             self._debugged(),
+            self._terminal,
             config.pluginmanager.hasplugin("cacheprovider"),
             coverage.settings,
         )
@@ -222,20 +223,16 @@ class Controller:
             return option.multihost_debug
         return -1 if option.usepdb else None
 
-    def _talk(self, index: int, text: str | None) -> str:
-        """The terminal of this session, for a debugger in process `index`."""
+    @cached_property
+    def _terminal(self) -> Sequence[int]:
+        """The terminal of this session, for a debugger in one of the processes."""
+        if self._debugged() is None:
+            return ()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
-        if capture is not None:
-            capture.suspend_global_capture(in_=True)
-        try:
-            if text is None:
-                return sys.stdin.readline() or "quit\n"
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            return ""
-        finally:
-            if capture is not None:
-                capture.resume_global_capture()
+        capture.suspend_global_capture(in_=True)
+        files = os.dup(0), os.dup(1)
+        capture.resume_global_capture()
+        return files
 
     def _pass_on(self, result: Result) -> None:
         """Passes on warnings, each once for all processes, and requests to stop."""

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -58,6 +57,7 @@ class Worker:
         self._processes: int = beginning["processes"]
         self._options: dict[str, Any] = beginning["options"]
         self._debug: bool = beginning["debug"]
+        self._terminal: list[int] = beginning["terminal"]
         self._following: str | None = None
         self._ready = self._left = False
         self._printed = (0, 0)
@@ -208,18 +208,16 @@ class Worker:
                 self._interact(call.excinfo, report)
 
     def _interact(self, excinfo: pytest.ExceptionInfo[Any], report: pytest.TestReport) -> None:
-        terminal = _Terminal(self)
-        terminal.write(f"\n{report.longreprtext}\n\n")
-        debugger = pdb.Pdb(stdin=terminal, stdout=terminal, nosigint=True)  # pyright: ignore[reportArgumentType]
+        reads, writes = self._terminal
+        screen = open(writes, "w", closefd=False, buffering=1)
+        screen.write(f"\n{report.longreprtext}\n\n")
+        keys: Any = _Lines(reads)
+        debugger = pdb.Pdb(stdin=keys, stdout=screen, nosigint=True)
         debugger.use_rawinput = False
         debugger.prompt = f"(Pdb, process {self._index}) "
         debugger.reset()
         debugger.interaction(None, excinfo.tb)
         self.say("debugged")
-
-    def ask(self) -> str:
-        self.say("ask")
-        return self._next_message()["line"]
 
     def shared_folder(self) -> Path:
         """A folder for the current test, the same in all processes."""
@@ -308,26 +306,14 @@ def _flush() -> None:
             stream.flush()
 
 
-class _Terminal:
-    """The user's terminal, for a debugger in this process."""
+class _Lines:
+    """Reads lines from a terminal, and no more than that: other processes read from it, too."""
 
-    encoding = "utf-8"
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def write(self, text: str) -> int:
-        self._worker.say("show", text=text)
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+    def __init__(self, file: int) -> None:
+        self._file = os.fdopen(file, "rb", buffering=0, closefd=False)
 
     def readline(self) -> str:
-        return self._worker.ask()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.readline, "")
+        return self._file.readline().decode(errors="replace")
 
 
 def _join(coordinator: str, processes: int, index: int) -> None:
