@@ -229,6 +229,8 @@ class Controller:
         if self._debugged() is None:
             return ()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
+        if capture is None:
+            return os.dup(0), os.dup(1)
         capture.suspend_global_capture(in_=True)
         files = os.dup(0), os.dup(1)
         capture.resume_global_capture()
