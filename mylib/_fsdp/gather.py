@@ -16,7 +16,7 @@ from .._placement import (
     unusual_memory_kind,
     with_entries,
 )
-from .._transfer import transfer_leaves
+from .._transfer import place_leaves, transfer_and_constrain
 from .._tree import split
 from .torus import halfway, is_over_all_devices
 
@@ -69,7 +69,7 @@ def gather(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
 
 def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
     """The arrays at their targets, where they have one."""
-    return transfer_leaves(split(list(arrays)), targets, current_world())
+    return place_leaves(split(list(arrays)), targets, current_world(), transfer_and_constrain)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))

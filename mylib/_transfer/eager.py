@@ -317,14 +317,12 @@ def _may_share(x: jax.Array, source: Sharding, destination: Sharding) -> bool:
 def _reshard(
     leaves: Sequence[tuple[int, jax.Array, Target, bool]],
 ) -> list[tuple[int, jax.Array]]:
-    index, arrays, targets, donate = zip(*leaves, strict=True)
-    donated = [x for x, gone in zip(arrays, donate, strict=True) if gone]
-    lent = [x for x, gone in zip(arrays, donate, strict=True) if not gone]
-    order = [i for i, gone in zip(index, donate, strict=True) if gone]
-    order += [i for i, gone in zip(index, donate, strict=True) if not gone]
-    target_of = dict(zip(index, targets, strict=True))
-    program = _identity(tuple(target_of[i] for i in order))
-    return list(zip(order, program(donated, lent), strict=True))
+    # Donated ones first.
+    ordered = sorted(leaves, key=lambda leaf: not leaf[3])
+    index, arrays, targets, donate = zip(*ordered, strict=True)
+    count = sum(map(bool, donate))
+    moved = _identity(targets)(list(arrays[:count]), list(arrays[count:]))
+    return list(zip(index, moved, strict=True))
 
 
 @lru_cache(maxsize=256)

@@ -36,7 +36,7 @@ _NOISE = (
     "/pluggy/",
     "/pytest/__main__.py",
     "/mylib/testing/_worker.py",
-    "/mylib/testing/_once.py",
+    "/mylib/testing/_process.py",
     "<frozen runpy>",
     "Extension modules:",
     "    @     0x",

@@ -28,9 +28,7 @@ from jax.sharding import get_abstract_mesh
 
 from .._processes import everybody, gather
 from ._coverage import Measured
-from ._forks import Forks
-from ._hostname import why_no_devices
-from ._once import Once
+from ._process import OneOfSeveral, make_devices
 from ._reruns import is_final
 
 # The pool gives up earlier.
@@ -49,7 +47,7 @@ class Worker:
         self._channel = Connection(channel)
         beginning = self._next_message()
         self._measured = Measured(beginning["coverage"])
-        self._forks = Forks()
+        self._as_all = OneOfSeveral()
         self._index: int = beginning["index"]
         self._folder = Path(beginning["folder"])
         self._number = 0
@@ -79,7 +77,7 @@ class Worker:
             os._exit(1)
 
     def say(self, what: str, **more: Any) -> None:
-        self._forks.end_a_child(self._test)
+        self._as_all.end_a_child(self._test)
         try:
             self._channel.send_bytes(json.dumps({"say": what, **more}, default=str).encode())
         except OSError:
@@ -91,21 +89,14 @@ class Worker:
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
         vars(config.option).update(self._options)
-        config.pluginmanager.register(self._forks)
-        config.pluginmanager.register(Once())
-        if config.pluginmanager.hasplugin("hypothesispytest"):
-            draw_the_same_everywhere()
+        config.pluginmanager.register(self._as_all)
 
     def pytest_sessionstart(self) -> None:
         # After the conftest.py files, which may configure backends, and before the tests are
         # imported, which may use them. All processes must do it.
-        try:
-            jax.devices()
-        except RuntimeError as error:
-            cause = why_no_devices(error)
-            if cause is error:
-                raise
-            self.say("ready", trouble=str(cause))
+        trouble = make_devices()
+        if trouble:
+            self.say("ready", trouble=trouble)
             _end(1)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -193,11 +184,6 @@ class Worker:
                     "test": nodeid,
                 },
             )
-
-    @pytest.hookimpl(optionalhook=True, tryfirst=True)
-    def pytest_timeout_set_timer(self) -> bool:
-        # The controller enforces the limit: it can inspect all processes.
-        return True
 
     def pytest_exception_interact(
         self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport
@@ -355,13 +341,3 @@ def _settings() -> dict[str, Any]:
 def _text_of(value: Any) -> str:
     # Devices differ between processes.
     return "a device" if isinstance(value, jax.Device) else str(value)
-
-
-def draw_the_same_everywhere() -> None:
-    from hypothesis import settings
-
-    # A database, or a deadline, would give processes different examples.
-    settings.register_profile(
-        "mylib.testing", settings.default, derandomize=True, database=None, deadline=None
-    )
-    settings.load_profile("mylib.testing")

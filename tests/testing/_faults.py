@@ -20,7 +20,6 @@ from jax.experimental import multihost_utils
 from mylib.testing import all_equal, barrier, gather, info, same_program
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
-hangs = pytest.mark.multihost(timeout=2)
 
 
 def me() -> int:
@@ -228,19 +227,6 @@ def test_second_backend(second_backend):
     assert x.devices() == {second_backend[1]} and float(x.sum()) == 3
 
 
-@pytest.mark.multihost(fresh=True)
-def test_clean_distributed(clean_distributed):
-    assert not jax.distributed.is_initialized()
-    jax.distributed.initialize(
-        clean_distributed,
-        2,
-        1 - int(os.environ["PYTHONHASHSEED"]) % 2,
-        coordinator_bind_address=clean_distributed,
-        cluster_detection_method="deactivate",
-    )
-    assert jax.process_count() == 2
-
-
 def test_clean_distributed_of_shared_processes(clean_distributed):
     pass
 
@@ -285,6 +271,19 @@ def test_the_coordinator_is_killed():
     hang()
 
 
+@pytest.mark.multihost(fresh=True)
+def test_clean_distributed(clean_distributed):
+    assert not jax.distributed.is_initialized()
+    jax.distributed.initialize(
+        clean_distributed,
+        2,
+        1 - int(os.environ["PYTHONHASHSEED"]) % 2,
+        coordinator_bind_address=clean_distributed,
+        cluster_detection_method="deactivate",
+    )
+    assert jax.process_count() == 2
+
+
 # Its first meeting takes a while on a busy machine.
 @pytest.mark.multihost(timeout=8)
 def test_one_sleeps():
@@ -292,12 +291,6 @@ def test_one_sleeps():
     if me() == 1:
         hang()
     meet()
-
-
-@hangs
-def test_one_waits_in_a_collective():
-    if me() == 0:
-        meet()
 
 
 # The limit of pytest-timeout.

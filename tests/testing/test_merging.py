@@ -41,6 +41,9 @@ def test_one_fails_at_the_beginning(broken_beginning):
 def test_one_dies():
     pass
 
+def test_one_waits():
+    pass
+
 @pytest.mark.xfail(reason="known to crash")
 def test_one_dies_as_expected():
     pass
@@ -56,14 +59,19 @@ class Played:
 
     def pytest_runtestloop(self, session):
         for item in session.items:
-            result = Result([self._outcome(item, index) for index in range(2)], timed_out=False)
-            merger = Merger(item, result, timeout=None, grace=1.0, start=0.0)
+            outcomes = [self._outcome(item, index) for index in range(2)]
+            result = Result(outcomes, timed_out="waits" in item.name)
+            merger = Merger(item, result, timeout=2.0, grace=1.0, start=0.0)
             self.merged[item.name] = merger.reports()
         return True
 
     def _outcome(self, item, index):
         if "dies" in item.name and index == 1:
             return Outcome(index, failed_at=1.0, status=3, output="last words\n")
+        if "waits" in item.name and index == 0:
+            return Outcome(
+                index, stack="Thread 1:\n\nThread 2 (most recent call first):\n  in meet"
+            )
         self._monkeypatch.setenv("PLAYED", str(index))
         reports = runtestprotocol(item, log=False)
         failed_at = 0.0 if any(report.failed for report in reports) else None
@@ -86,6 +94,7 @@ CALLS = {
     "test_one_asks_to_exit": "failed",
     "test_one_fails_as_expected": "skipped",
     "test_one_dies": "failed",
+    "test_one_waits": "failed",
     "test_one_dies_as_expected": "skipped",
 }
 FIRST_LINES = {
@@ -93,6 +102,7 @@ FIRST_LINES = {
     "test_one_is_skipped": "the processes disagree: process 1: Skipped: only here; but process 0",
     "test_one_asks_to_exit": "process 1 of 2: SystemExit: 5",
     "test_one_dies": "process 1 of 2 died: exit status 3",
+    "test_one_waits": "process 0 of 2 had not finished after 2 s",
 }
 
 
@@ -118,8 +128,11 @@ def test_one_fails_at_the_beginning(merged):
     ]
 
 
-def test_who_did_not_fail(merged):
+def test_what_is_shown_of_each(merged):
     _, call, _ = merged["test_one_fails_and_the_other_passes"]
     assert "--- process 0 did not fail ---" in call.longreprtext
     _, call, _ = merged["test_one_dies"]
     assert "last words" in call.longreprtext
+    _, call, _ = merged["test_one_waits"]
+    assert "it was here" in call.longreprtext and "in meet" in call.longreprtext
+    assert "Thread 1" not in call.longreprtext and "process 1 did not fail" in call.longreprtext
