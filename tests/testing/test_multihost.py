@@ -672,6 +672,9 @@ def test_a_session_without_such_tests_imports_nothing(small):
 # --- processes that somebody else has started ----------------------------------------------------
 
 
+MEMBER = ["-m", "pytest", *WITHOUT_HYPOTHESIS.split(), "--multihost=member"]
+
+
 @pytest.fixture
 def launched(small, capsys):
     """What a command prints that `launch` runs in two processes, from this one."""
@@ -717,7 +720,7 @@ def test_member_sessions(small, launched):
     small.makepyfile(test_other="def test_unmarked(): pass")
     # Of which neither does anything here.
     others = ["--reruns=1", "--forked"]
-    done = launched("-m", "pytest", "--multihost=member", "-rs", "-v", *others)
+    done = launched(*MEMBER, "-rs", "-v", *others)
     text = done.stdout.str()
     assert done.ret == 1, text
     assert "[0] multihost: process 1 of 2 on" in text and "with 2 of 4 devices (cpu)" in text
@@ -743,7 +746,7 @@ def test_member_sessions_end_together(small, launched):
         def test_never_reached(): pass
         """
     )
-    done = launched("-m", "pytest", "--multihost=member", "-o", "multihost_grace=1")
+    done = launched(*MEMBER, "-o", "multihost_grace=1")
     text = done.stdout.str() + done.stderr.str()
     assert done.ret == 70
     assert "ValueError: in process 1" in text
@@ -762,7 +765,7 @@ def test_member_sessions_that_are_asked_to_stop(small, launched):
             if jax.process_index() == 1: pytest.exit("enough")
         """
     )
-    done = launched("-m", "pytest", "--multihost=member")
+    done = launched(*MEMBER)
     assert done.ret == 70
     assert "pytest was asked to stop" in done.stderr.str() and "enough" in done.stderr.str()
 
