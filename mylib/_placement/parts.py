@@ -45,7 +45,7 @@ def _parts_over_mesh(sharding: NamedSharding, shape: Shape) -> dict[Any, Bounds]
     at = dict(zip(mesh.axis_names, np.indices(mesh.axis_sizes), strict=True))
     spans = [
         _spans(dim, [(at[name], mesh.shape[name]) for name in axis_names(entry)], mesh.size)
-        for dim, entry in zip(shape, spec_over(mesh, sharding, len(shape)), strict=True)
+        for dim, entry in zip(shape, spec_over(mesh, sharding, len(shape)), strict=False)
     ]
     parts = zip(*spans, strict=True) if spans else [()] * mesh.size
     return dict(zip(devices_of(mesh), parts, strict=True))

@@ -33,9 +33,11 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
-def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+def entries_of(spec: PartitionSpec, ndim: int = 0) -> tuple[Any, ...]:
+    """The entries of a spec: at least `ndim`, with None for dimensions that it doesn't name."""
     # Specs with unreduced or reduced axes can't be iterated over.
-    return tuple(spec.partitions)
+    entries = tuple(spec.partitions)
+    return entries if len(entries) >= ndim else entries + (None,) * (ndim - len(entries))
 
 
 def axes_in(spec: PartitionSpec) -> set[Any]:
@@ -91,10 +93,9 @@ def fill_free(target: T, source: Sharding | None, ndim: int) -> T:
 
 def spec_over(mesh: AnyMesh, sharding: object, ndim: int) -> list[Any]:
     """How an array at `sharding` is split over `mesh`, one entry per dimension."""
-    current: list[Any] = [None] * ndim
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        current[: len(sharding.spec)] = entries_of(sharding.spec)
-    return current
+        return list(entries_of(sharding.spec, ndim))
+    return [None] * ndim
 
 
 def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:

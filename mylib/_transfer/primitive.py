@@ -149,7 +149,7 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
             ]
         )
     # The batch dimension keeps its axes, unless other dimensions use them.
-    entries = list(entries_of(target.spec)) + [None] * (x.ndim - 1 - len(target.spec))
+    entries = list(entries_of(target.spec, x.ndim - 1))
     taken = axes_in(target.spec)
     entry = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
     entries.insert(dim, spmd_axes or tuple(n for n in axis_names(entry) if n not in taken) or None)

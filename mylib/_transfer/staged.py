@@ -203,7 +203,7 @@ def _constrain_auto_batch(
 ) -> tuple[Any, Any]:
     (x,), (dim,) = arrays, dims
     if dim is not None:
-        entries = list(entries_of(sharding.spec)) + [None] * (x.ndim - 1 - len(sharding.spec))
+        entries = list(entries_of(sharding.spec, x.ndim - 1))
         types = axis_types(sharding.mesh)
         named = tuple(n for n in axis_names(axis.spmd_name) if types.get(n) == AxisType.Auto)
         entries.insert(dim, named or PartitionSpec.UNCONSTRAINED)

@@ -62,21 +62,10 @@ class Guard:
         self._process.wait(60)
 
 
-class Ports:
-    """Reserved ports: bound but not listening, so the kernel gives them to no other program, and
-    JAX's coordinator, which shares ports, can still bind them.
+def _reserved() -> socket.socket:
+    """A port that is bound, but not listening, so that the kernel gives it to no other program, and
+    JAX's coordinator, which shares ports, can still bind it.
     """
-
-    def __init__(self, count: int) -> None:
-        self._sockets = [_bound() for _ in range(count)]
-        self.numbers: list[int] = [s.getsockname()[1] for s in self._sockets]
-
-    def close(self) -> None:
-        for s in self._sockets:
-            s.close()
-
-
-def _bound() -> socket.socket:
     s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     if hasattr(socket, "SO_REUSEPORT"):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -115,8 +104,8 @@ class Group:
         self._guard = guard
         self.folder = Path(tempfile.mkdtemp(prefix="mylib-processes-"))
         guard.tell(f"{self.folder}")
-        self._ports = Ports(2 + topology.processes)
-        coordinator, another, *self._on_tpu = self._ports.numbers
+        self._ports = [_reserved() for _ in range(2 + topology.processes)]
+        coordinator, another, *self._on_tpu = [port.getsockname()[1] for port in self._ports]
         self.coordinator = f"{HOST}:{coordinator}"
         # For a test's own coordinator: processes may still reach the first one at its address.
         self.another_coordinator = f"{HOST}:{another}"
@@ -159,5 +148,6 @@ class Group:
         for process in self.processes:
             process.status(10)
             self._guard.tell(f"-{process.popen.pid}")
-        self._ports.close()
+        for port in self._ports:
+            port.close()
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,14 +1,13 @@
 """`python -m mylib.testing launch`: runs a script in several processes on this machine."""
 
 import argparse
-import contextlib
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ._group import Group, Guard
 from ._pool import named_status
@@ -129,8 +128,7 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
             lambda index: [sys.executable, "-c", _RUN, *command],
             lambda index: _joining(group, index),
         )
-        with contextlib.closing(_Follower(group)) as watch:
-            return watch.follow()
+        return _Follower(group).follow()
     finally:
         signal.signal(signal.SIGTERM, before)
         group.end()
@@ -176,10 +174,6 @@ class _Follower:
                     process.popen.send_signal(signal.SIGINT)
                 self._fail(128 + signal.SIGINT)
 
-    def close(self) -> None:
-        for screen in self._screens:
-            screen.close()
-
     def _is_over(self) -> bool:
         statuses = [process.status() for process in self._processes]
         ended = None not in statuses
@@ -204,16 +198,15 @@ class _Screen:
     """Shows a process's output file, each line with the process's index in front."""
 
     def __init__(self, index: int, path: Path, where: Any) -> None:
-        self._prefix = f"[{index}] "
-        self._file: BinaryIO = path.open("rb")
-        self._where = where
-        self._rest = b""
-
-    def close(self) -> None:
-        self._file.close()
+        self._prefix, self._path, self._where = f"[{index}] ", path, where
+        self._shown, self._rest = 0, b""
 
     def show(self, all_of_it: bool) -> None:
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        with self._path.open("rb") as file:
+            file.seek(self._shown)
+            new = file.read()
+        self._shown += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
         if all_of_it and self._rest:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from .._compat import CoordinationClient, coordination_client, names
-from .._processes import AbsentError, everybody, gather, named
+from .._compat import names
+from .._processes import AbsentError, connected, everybody, gather, named
 from ._controller import given_to, is_marked
 from ._pool import Outcome, Result
 from ._process import OneOfSeveral, make_devices
@@ -175,7 +175,7 @@ class Member:
         """Runs in a thread: ends this process if another one has ended the session, or if a test
         takes too long.
         """
-        client = _client()
+        client = connected()
         while not self._ended.wait(0.2):
             try:
                 reason = client.key_value_try_get(_ABORT)
@@ -191,7 +191,7 @@ class Member:
                 self._abort(f"{running[0]} has not finished within its limit")
 
     def _abort(self, reason: str) -> NoReturn:
-        _client().key_value_set(_ABORT, f"process {self._me}: {reason}", True)
+        connected().key_value_set(_ABORT, f"process {self._me}: {reason}", True)
         self._die(f"process {self._me}: {reason}")
 
     def _die(self, reason: str) -> NoReturn:
@@ -225,12 +225,6 @@ class Member:
                 f"{first} does not exist on all hosts: set TMPDIR to a folder that they share"
             )
         return first
-
-
-def _client() -> CoordinationClient:
-    client = coordination_client()
-    assert client is not None  # these processes are connected
-    return client
 
 
 def _my_stack() -> str:

@@ -118,9 +118,12 @@ def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, s
         for name in "no_proxy", "NO_PROXY":
             env[name] = ",".join(filter(None, [env.get(name), HOST, "localhost"]))
     env["JAX_PLATFORMS"] = topology.platform
-    env.update(_PLATFORM_ENVIRONMENT[topology.platform](index, topology, ports))
-    env.update(topology.env)
-    return env
+    if topology.platform == "cpu":
+        env |= cpu_settings(topology.devices)
+    else:
+        cuda = topology.platform == "cuda"
+        env |= _cuda(index, topology) if cuda else _tpu(index, topology, ports)
+    return env | dict(topology.env)
 
 
 def cpu_settings(devices: int) -> dict[str, str]:
@@ -136,13 +139,7 @@ def cpu_settings(devices: int) -> dict[str, str]:
     }
 
 
-def _cpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
-    del index, ports
-    return cpu_settings(topology.devices)
-
-
-def _cuda(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
-    del ports
+def _cuda(index: int, topology: Topology) -> dict[str, str]:
     first = index * topology.devices
     mine = chips("cuda")[first : first + topology.devices]
     return {
@@ -178,9 +175,6 @@ def _tpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
         "TPU_VISIBLE_CHIPS": ",".join(chips("tpu")[first : first + topology.devices]),
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
-
-
-_PLATFORM_ENVIRONMENT = {"cpu": _cpu, "cuda": _cuda, "tpu": _tpu}
 
 
 def _is_int(x: Any) -> bool:

@@ -53,9 +53,7 @@ class Worker:
         self._number = 0
         self._test = ""
         self._processes: int = beginning["processes"]
-        self._options: dict[str, Any] = beginning["options"]
-        self._debug: bool = beginning["debug"]
-        self._terminal: list[int] = beginning["terminal"]
+        self._beginning = beginning
         self._following: str | None = None
         self._ready = self._left = False
         self._printed = (0, 0)
@@ -88,7 +86,7 @@ class Worker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
-        vars(config.option).update(self._options)
+        vars(config.option).update(self._beginning["options"])
         config.pluginmanager.register(self._as_all)
 
     def pytest_sessionstart(self) -> None:
@@ -188,13 +186,13 @@ class Worker:
     def pytest_exception_interact(
         self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport
     ) -> None:
-        if self._debug and isinstance(node, pytest.Item) and call.excinfo is not None:
+        if self._beginning["debug"] and isinstance(node, pytest.Item) and call.excinfo is not None:
             self.say("debugger?")
             if self._next_message()["debug"]:
                 self._interact(call.excinfo, report)
 
     def _interact(self, excinfo: pytest.ExceptionInfo[Any], report: pytest.TestReport) -> None:
-        reads, writes = self._terminal
+        reads, writes = self._beginning["terminal"]
         screen = open(writes, "w", closefd=False, buffering=1)
         screen.write(f"\n{report.longreprtext}\n\n")
         keys: Any = _Lines(reads)
