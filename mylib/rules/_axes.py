@@ -234,8 +234,8 @@ def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
 
 
 def _fits(leaf: Leaf) -> Iterator[Fit]:
-    """The number of dimensions in front, and the names of all: by the leaf's annotation, and by each
-    of Equinox's layers that it is in, the outermost first.
+    """The number of dimensions in front, and the names of all: by the leaf's annotation, and by
+    each of Equinox's layers that it is in, the outermost first.
     """
     if leaf.axes is not None:
         yield leaf.in_front, leaf.axes
