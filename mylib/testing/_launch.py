@@ -37,20 +37,18 @@ try:
             "jax.distributed.initialize() before anything else in JAX",
             file=sys.stderr,
         )
+    status = 0
 except SystemExit as end:
-    code = end.code
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        code = 1
-    if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr)
+    status = end.code if isinstance(end.code, int) else int(end.code is not None)
 except BaseException:
     traceback.print_exc()
+    status = 1
+if status:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
 """
 # Seconds that the others may continue after one has failed.
 _GRACE = 3.0

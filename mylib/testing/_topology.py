@@ -50,11 +50,11 @@ class TopologyRequest:
     def __post_init__(self) -> None:
         for name in "processes", "devices_per_process":
             value = getattr(self, name)
-            if value is not None and not (_is_int(value) and value > 0):
+            if value is not None and not (_is(int, value) and value > 0):
                 raise ValueError(f"{name}={value!r}: write a positive number, or leave it out")
         if self.platform not in (None, *PLATFORMS):
             raise ValueError(f"platform={self.platform!r}: write one of {', '.join(PLATFORMS)}")
-        if self.timeout is not None and not (_is_number(self.timeout) and self.timeout > 0):
+        if self.timeout is not None and not (_is(int | float, self.timeout) and self.timeout > 0):
             raise ValueError(f"timeout={self.timeout!r}: write a number of seconds")
         if not isinstance(self.fresh, bool):
             raise ValueError(f"fresh={self.fresh!r}: write True or False")
@@ -177,9 +177,5 @@ def _tpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
     }
 
 
-def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+def _is(kind: Any, x: Any) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool)
