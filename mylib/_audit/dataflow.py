@@ -3,7 +3,7 @@
 The program is evaluated once, with sets in place of numbers. A set is an integer with a bit for
 each source. A collective ends what comes before it: its result depends on the collective, and the
 collective on what is given to it. So the program becomes a small graph of arguments, collectives
-and results, which `sums.py` reads.
+and results, which `flow.py` reads.
 """
 
 import re
@@ -220,13 +220,13 @@ class _Walk:
             target = x.target
             if target == "AsyncCollectiveStart":
                 # What has been given to the collective so far.
-                numbers = [i for i, _, _ in self.sent.get(id(x.operand(0)), ())]
-                bits = [self.graph.bit(Source("collective", i)) for i in numbers[:1]]
+                sent = self.sent.get(id(x.operand(0)), [])[:1]
+                bits = [self.graph.bit(Source("collective", number)) for number, _, _ in sent]
                 before = joined([self.graph.into.get(bit, NOTHING) for bit in bits])
                 return (before, *[inputs[0]] * (len(x.arrays) - 1))
             if target == "AsyncCollectiveDone":
-                sent = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
-                return sent[0] if sent else self._unknown()
+                ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
+                return ends[0] if ends else self._unknown()
             if target in _ROOM:
                 return _shaped(x, NOTHING)
             if target in _MOVES:

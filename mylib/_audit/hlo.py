@@ -248,7 +248,10 @@ class HloModule:
             raise AuditError("the program has no ENTRY computation: the text is cut off")
         self.entry: Computation = entry
         self._check()
-        self.partitions, self.replicas = map(self._number, ("num_partitions", "replica_count"))
+        numbers = dict(re.findall(r"\b(num_partitions|replica_count)=(\d+)", self.header))
+        self.partitions, self.replicas = (
+            int(numbers.get(name, 1)) for name in ("num_partitions", "replica_count")
+        )
         self.devices: int = max(self.partitions, self.replicas)
 
     def _read(self, text: str) -> Computation | None:
@@ -304,10 +307,6 @@ class HloModule:
                         raise AuditError(f"{x} calls %{name}, which is not in the text")
                     x.calls.append((role, self.computations[name]))
                     self.computations[name].callers.append(x)
-
-    def _number(self, name: str) -> int:
-        match = re.search(rf"\b{name}=(\d+)", self.header)
-        return int(match[1]) if match else 1
 
     @cached_property
     def donated(self) -> list[int]:

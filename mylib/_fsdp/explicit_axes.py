@@ -104,10 +104,8 @@ def _at(x: Any, asked: NamedSharding) -> Any:
     if AxisType.Auto in asked.mesh.axis_types:
         # What is asked for axes of one type leaves those of the other as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
-    spec = with_entries(PartitionSpec(), entries)
-    return jax.lax.with_sharding_constraint(
-        x, NamedSharding(jax.sharding.get_abstract_mesh(), spec)
-    )
+    mesh, spec = jax.sharding.get_abstract_mesh(), with_entries(PartitionSpec(), entries)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _untyped(param: Any) -> Any:

@@ -50,8 +50,8 @@ class Route:
 
 
 def gather(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
-    """The weights where they are used, and their sinks (`wide.py`), each None if there is no
-    `reduce_dtype`. Arrays without a gradient are moved, but not cast.
+    """The weights where they are used, and their sinks (`gradient_dtype.py`), each None if there is
+    no `reduce_dtype`. Arrays without a gradient are moved, but not cast.
     """
     moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
     gathered, sinks = list(arrays), [None] * len(arrays)
