@@ -1,8 +1,8 @@
 """Moves arrays whose source and target share no process, or are held by several."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from .._compat import value_under
 from .._errors import line_of_caller
-from .._processes import owners, watch
+from .._processes import Call, count_program, owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
@@ -25,7 +25,6 @@ from .leaf import (
     set_origin,
     shards_of,
 )
-from .pending import Delivery
 from .plan import Fragment, Region
 from .program import move_by_program
 
@@ -104,7 +103,7 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
             groups.setdefault(group, []).append(leaf_of(*move))
     for group, leaves in groups.items():
-        watch().count("programs", group, f"{described_all(leaves)} in {line_of_caller()}")
+        count_program(group, f"{described_all(leaves)} in {line_of_caller()}")
 
 
 def _takes_part(leaf: Shipment) -> bool:
@@ -119,27 +118,6 @@ def _platform(leaf: Shipment) -> str:
 _Key = tuple[int, int]
 # The platform of the target, and the other process.
 _Place = tuple[str, int]
-
-
-# Where a thread is in the middle of a call.
-_busy: set[_Place] = set()
-_lock = threading.Lock()
-
-
-@contextmanager
-def _one_thread(places: set[_Place]) -> Iterator[None]:
-    with _lock:
-        if _busy & places:
-            raise RuntimeError(
-                "two threads send arrays between the same processes at the same time, so their "
-                "order may differ between processes. Let one thread do so"
-            )
-        _busy.update(places)
-    try:
-        yield
-    finally:
-        with _lock:
-            _busy.difference_update(places)
 
 
 def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
@@ -159,20 +137,27 @@ def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
                 gives.setdefault((target.platform, taker), []).append((i, j))
             elif taker == me:
                 takes.setdefault((target.platform, giver), []).append((i, j))
-    places = {*gives, *takes}
-    with _one_thread(places):
+    links = {platform: _links(platform) for platform, _ in (*gives, *takes)}
+    lanes = {(p, peer): links[p].lane(peer) for p, peer in sorted({*gives, *takes})}
+    with ExitStack() as held:
+        for lane in lanes.values():
+            does = "send arrays between the same processes at the same time"
+            lane.only.hold(threading.get_ident(), does)
+            held.callback(lane.only.release)
         pieces, ready = _cut_all(leaves, me)
         arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
-        calls: dict[_Place, Delivery] = {}
-        for place in sorted(places):
+        calls: dict[_Place, Call] = {}
+        for place, lane in lanes.items():
             both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
             text = f"{described_all(leaves[i] for i in both)} in {line}"
-            calls[place] = _links(place[0]).count(place[1], text)
-        for place, keys in gives.items():
+            calls[place] = watch().count(lane, text)
+        for (platform, peer), keys in gives.items():
             flags = tuple({id(ready[key]): ready[key] for key in keys}.values())
-            _links(place[0]).offer(calls[place], [pieces[key] for key in keys], flags)
-        for place, keys in takes.items():
-            pulled = _links(place[0]).ask(calls[place], [_abstract(leaves, key) for key in keys])
+            call = calls[platform, peer]
+            links[platform].offer(call, peer, [pieces[key] for key in keys], flags)
+        for (platform, peer), keys in takes.items():
+            wanted = [_abstract(leaves, key) for key in keys]
+            pulled = links[platform].ask(calls[platform, peer], peer, wanted)
             arrived.update(zip(keys, pulled, strict=True))
     return arrived
 

@@ -19,6 +19,7 @@ from .differences import (
     in_brief as in_brief,
 )
 from .groups import digest as digest, in_short as in_short, named as named
+from .lane import Call as Call, Lane as Lane
 from .meeting import (
     AbsentError as AbsentError,
     Meet as Meet,
@@ -27,7 +28,6 @@ from .meeting import (
     gather as gather,
     meeting as meeting,
     on_the_way as on_the_way,
-    patience as patience,
     processes_of as processes_of,
 )
 from .order import TransferError as TransferError
@@ -39,5 +39,6 @@ from .series import (
     Processes as Processes,
     Series as Series,
     connected as connected,
+    patience as patience,
 )
-from .watch import Watch as Watch, watch as watch
+from .watch import count_program as count_program, watch as watch

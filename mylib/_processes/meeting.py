@@ -6,7 +6,6 @@ named after a timeout; the others don't wait forever.
 
 import functools
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,16 +18,13 @@ import jax
 from .._errors import line_of_caller
 from .groups import digest, named
 from .order import IN_ORDER
-from .series import JUDGED, Conclusion, Judge, Processes, Series
-from .watch import MEETINGS, counted, read_in_order, wait_in_step
+from .series import JUDGED, Conclusion, Judge, Processes, Series, patience
+from .watch import CALLS, MEETINGS, programs_of, read_in_order, wait_in_step
 
 # Sends a message to the other processes, and returns the decision of one of them about all
 # messages.
 Meet = Callable[[str, Judge], str]
 
-# JAX's own timeout for processes to start and end. Hosts that read a checkpoint, or compile for the
-# first time, may be minutes apart.
-_DEFAULT_TIMEOUT = 300.0
 # In seconds. At this interval a waiting process checks whether the deciding one has died.
 _STEP = 10.0
 
@@ -38,9 +34,6 @@ _STEP = 10.0
 _ABSENT = "absent"
 _BROKEN = "broken"
 _VOID = "void"
-
-# The meetings of a program's own calls.
-_CALLS = "calls"
 
 _series: dict[tuple[str, Processes], Series] = {}
 # Ctrl-C can't end a wait for JAX's service, so threads wait, which are kept for later meetings.
@@ -92,11 +85,11 @@ def exchange(
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
-    visit = _Visit(_series_of(_CALLS if in_order else purpose, processes), purpose, alone)
+    visit = _Visit(_series_of(CALLS if in_order else purpose, processes), purpose, alone)
     timeout = patience() if timeout is None else timeout
     if in_order:
         line = line_of_caller()
-        mine = json.dumps([purpose, line, *counted("programs", processes)]) + f"\n{mine}"
+        mine = json.dumps([purpose, line, *programs_of(processes)]) + f"\n{mine}"
         judge = functools.partial(_judge_in_order, judge)
     try:
         conclusion = _waiting.submit(_attend, visit, mine, judge, timeout)
@@ -128,11 +121,10 @@ def on_the_way(purpose: str, processes: Processes, *, alone: bool = False) -> It
     """What is raised before a meeting ends it for the others. If this process may have come
     `alone`, it counts its call, and only Ctrl-C and the like end the meeting, for this call only.
     """
-    series = _series_of(_CALLS, processes)
+    series = _series_of(CALLS, processes)
     visit = _Visit(series, purpose, alone)
-    if series.thread == visit.thread:
-        with series.lock:  # A meeting that was interrupted may take a moment to end.
-            pass
+    if series.only.try_to_hold(visit.thread):  # An interrupted meeting has ended.
+        series.only.release()
     visit.turn = series.turn
     series.calls += alone
     try:
@@ -150,22 +142,20 @@ def _series_of(purpose: str, processes: Processes) -> Series:
         series = Series(place, processes, jax.process_index())
         # Another thread may have been quicker.
         series = _series.setdefault((purpose, processes), series)
-        if purpose == _CALLS:
+        if purpose == CALLS:
             MEETINGS[processes] = series
     return series
 
 
 def _attend(visit: _Visit, mine: str, judge: Judge, timeout: float) -> str:
     series, deadline = visit.series, time.monotonic() + timeout
-    # A meeting that was interrupted may take a moment to end.
-    if not series.lock.acquire(blocking=series.thread == visit.thread):
-        visit.is_over = True
-        raise RuntimeError(
-            f"two threads meet other processes at the same time ({visit.purpose}), so their order "
-            "may differ between processes. Let one thread do so, and pass check=False in the others"
-        )
     try:
-        series.thread = visit.thread
+        does = f"meet other processes at the same time ({visit.purpose})"
+        series.only.hold(visit.thread, does, ", and pass check=False in the others")
+    except RuntimeError:
+        visit.is_over = True
+        raise
+    try:
         if not series.begin():
             raise RuntimeError(
                 f"this process can't compare ({visit.purpose}): it has taken the place of one that "
@@ -183,7 +173,7 @@ def _attend(visit: _Visit, mine: str, judge: Judge, timeout: float) -> str:
             if not _is_of_earlier_call(series, conclusion):
                 raise _failure(visit, conclusion)
     finally:
-        series.lock.release()
+        series.only.release()
 
 
 def _conclusion(
@@ -239,13 +229,13 @@ def _break_off(visit: _Visit, kind: str, error: BaseException) -> None:
         if visit.is_there:
             _conclude(series, kind, error)
             return
-    if series.lock.acquire(blocking=series.thread == visit.thread):
+    if series.only.try_to_hold(visit.thread):
         try:
             if visit.turn in (None, series.turn):
                 _conclude(series, kind, error)
                 series.go_on(judged=False)
         finally:
-            series.lock.release()
+            series.only.release()
 
 
 def _conclude(series: Series, kind: str, error: BaseException) -> None:
@@ -311,7 +301,3 @@ def everybody() -> Processes:
 
 def processes_of(devices: Iterable[Any]) -> Processes:
     return tuple(sorted({device.process_index for device in devices}))
-
-
-def patience() -> float:
-    return float(os.environ.get("MYLIB_EXCHANGE_TIMEOUT", _DEFAULT_TIMEOUT))

@@ -17,7 +17,7 @@ class TransferError(RuntimeError):
     """
 
 
-class Lane:
+class Order:
     """The calls of the same processes, each with a description. All processes must make the same.
 
     Each process compares a running digest with two others, its neighbours. What one finds is passed
@@ -66,7 +66,9 @@ class Lane:
         last, told = common[-1]
         if self._calls[last][0] == told:
             self._equal[neighbour] = last
-            self._forget(min(*self._equal.values(), *self._equal_there.values()))
+            equal = min(*self._equal.values(), *self._equal_there.values())
+            for n in [n for n in self._calls if n <= equal]:
+                del self._calls[n]
             return None
         differs = next(n for n, told in common if self._calls[n][0] != told)
         self._differs[neighbour] = differs, self._calls[differs][1]
@@ -78,11 +80,3 @@ class Lane:
             f"call {differs} of {named(self.processes)} is {text} in process {one}, but {instead} "
             f"in process {other}. {IN_ORDER}"
         )
-
-    def after(self, count: int) -> str:
-        """The description of the call after as many; nothing if this process has not made it."""
-        return self._calls.get(count + 1, ("", ""))[1]
-
-    def _forget(self, last: int) -> None:
-        for n in [n for n in self._calls if n <= last]:
-            del self._calls[n]

@@ -1,0 +1,180 @@
+"""The calls of some processes in one stream, and their arrays that are on their way."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .groups import text_of
+from .order import Order
+from .series import OneThread, Processes, patience
+
+# After as many seconds a process has told others what it has found.
+_TOLD = 1.5
+
+# The account of a process that has made no call.
+NOTHING = {"count": 0, "equal": 0, "digests": [], "differs": None, "arrived": 0, "ready": 0}
+
+
+class Call(NamedTuple):
+    """A call of several processes. The digest is of this and all earlier calls of its lane."""
+
+    lane: "Lane"
+    number: int
+    digest: str
+    text: str
+
+
+@dataclass
+class Pending:
+    """What this process gives or takes in a call."""
+
+    call: Call
+    # What it takes; or arrays that are ready when what it gives is, and none once they are: the
+    # other process tells only once a second that it has got it. The type of `jax.Array`s does not
+    # know `is_ready`.
+    arrays: tuple[Any, ...]
+    since: float = field(default_factory=time.monotonic)
+    # When the other process was known to have it ready.
+    sent: float | None = None
+
+    def is_ready(self) -> bool:
+        return all(x.is_ready() for x in self.arrays)
+
+
+class Lane(Order):
+    """Only lanes of two processes have arrays on their way."""
+
+    def __init__(self, stream: str, processes: Processes, me: int):
+        super().__init__(processes, me)
+        self.stream = stream
+        self.name = lane_name(stream, processes)
+        self.only = OneThread()
+        self._lock = threading.RLock()
+        # By number of the call.
+        self._gives: dict[int, Pending] = {}
+        self._takes: dict[int, Pending] = {}
+        # What the other process has told: how many calls it has made, up to which of them all that
+        # it takes has arrived, and all that it gives is ready.
+        self._told: dict[str, Any] = NOTHING
+        # When a connection broke, and how.
+        self._broken: tuple[float, str] | None = None
+
+    def call(self, text: str) -> Call:
+        with self._lock:
+            self.add(text)
+            return Call(self, self.count, self.digest, text)
+
+    def give(self, call: Call, ready: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._gives[call.number] = Pending(call, ready)
+
+    def take(self, call: Call, arrays: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._takes[call.number] = Pending(call, arrays)
+
+    def stop(self) -> None:
+        """Nothing is on its way any more."""
+        with self._lock:
+            self._gives.clear()
+            self._takes.clear()
+            self._broken = None
+
+    def look(self) -> str | None:
+        """Crosses out what has arrived, and lets go of what can be sent. Returns how a connection
+        broke: late, because if another process has ended it, that tells why.
+        """
+        with self._lock:
+            takes = list(self._takes.values())
+            for one in self._gives.values():
+                one.arrays = () if one.is_ready() else one.arrays
+        for one in takes:
+            if all(_has_come(x, one.call.number <= self._told["ready"]) for x in one.arrays):
+                error = _error_of(one.arrays)
+                with self._lock:
+                    self._takes.pop(one.call.number, None)
+                    if error is not None and self._broken is None:
+                        (peer,) = self.neighbours
+                        text = f"{one.call.text}: process {peer} broke off: {error}"
+                        self._broken = time.monotonic(), text
+        if self._broken is None or time.monotonic() - self._broken[0] <= _TOLD:
+            return None
+        (_, text), self._broken = self._broken, None
+        return text
+
+    def is_settled(self) -> bool:
+        with self._lock:
+            return super().is_settled() and not (self._gives or self._takes or self._broken)
+
+    def account(self, neighbour: int) -> dict[str, Any]:
+        with self._lock:
+            arrived, ready = min(self._takes, default=self.count + 1) - 1, self.done()
+            return {**super().account(neighbour), "arrived": arrived, "ready": ready}
+
+    def done(self, since: float = 0.0) -> int:
+        """How many calls this process has made, up to the first that gives what is not ready. Only
+        calls after a moment can wait for what came then.
+        """
+        with self._lock:
+            gives = self._gives.items()
+            late = [n for n, one in gives if one.since > since and not one.is_ready()]
+            return min(late, default=self.count + 1) - 1
+
+    def oldest(self) -> Pending | None:
+        """What this process has waited for longest."""
+        with self._lock:
+            return min(self._takes.values(), key=lambda one: one.since, default=None)
+
+    def compare(self, neighbour: int, theirs: dict[str, Any]) -> str | None:
+        with self._lock:
+            self._told = theirs
+            for number in [n for n in self._gives if n <= theirs["arrived"]]:
+                del self._gives[number]
+            return super().compare(neighbour, theirs) or self._late(neighbour)
+
+    def _late(self, peer: int) -> str | None:
+        limit, now = patience(), time.monotonic()
+        gives, takes = list(self._gives.values()), list(self._takes.values())
+        for one in takes:
+            if one.call.number <= self._told["ready"]:
+                one.sent = one.sent or now
+
+        def not_made(one: Pending) -> bool:
+            return one.call.number > self._told["count"] and now - one.since > limit
+
+        for late, does, lacks in (
+            (filter(not_made, takes), "waits for", "has not sent it within"),
+            (filter(not_made, gives), "sends", "has not asked for it within"),
+            (
+                (x for x in takes if x.sent is not None and now - x.sent > limit),
+                "waits for",
+                "sent it, but it has not arrived within",
+            ),
+        ):
+            for one in late:
+                return (
+                    f"process {self.me} {does} {one.call.text}, but process {peer} {lacks} "
+                    f"{limit:g} s. All processes must make the same transfers. If one is slow, set "
+                    "MYLIB_EXCHANGE_TIMEOUT to more seconds"
+                )
+        return None
+
+
+def lane_name(stream: str, processes: Processes) -> str:
+    return f"{stream}/{text_of(processes)}"
+
+
+def _has_come(x: Any, is_sent: bool) -> bool:
+    # If the result of the transfer, which may be this array itself, has been donated, nothing here
+    # says whether it has come. It has if the other process could send it.
+    return is_sent if x.is_deleted() else x.is_ready()
+
+
+def _error_of(arrays: tuple[Any, ...]) -> str | None:
+    for x in arrays:
+        try:
+            x.block_until_ready()
+        except RuntimeError as error:
+            if not x.is_deleted():
+                return str(error).splitlines()[0]
+    return None
