@@ -19,7 +19,6 @@ from .differences import (
     in_brief as in_brief,
 )
 from .groups import digest as digest, in_short as in_short, named as named
-from .lane import Call as Call, Lane as Lane
 from .meeting import (
     AbsentError as AbsentError,
     Meet as Meet,
@@ -30,7 +29,7 @@ from .meeting import (
     on_the_way as on_the_way,
     processes_of as processes_of,
 )
-from .order import TransferError as TransferError
+from .order import Call as Call, Lane as Lane, TransferError as TransferError
 from .replicas import check_replicas as check_replicas
 from .series import (
     JUDGED as JUDGED,

@@ -18,8 +18,9 @@ from .._errors import Fault, ReplicaError
 from .._placement import memory_space, regions_of, without_partial_sums
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 from .agreement import described, owners
-from .copies import Found, Held, describe, facts_of, faults_in
-from .differences import Version, compare, faults_between
+from .copies import FIX, Found, Held, details, facts_of, faults_in
+from .differences import Version, compare, faults_in_full
+from .groups import members
 from .meeting import meeting, processes_of
 from .series import Processes
 
@@ -75,14 +76,15 @@ def _faults_between(found: Mapping[str, Found], everybody: Processes) -> list[Fa
     difference = compare(meet, [], facts_of(found, everybody))
     if difference is None:
         return []
-    description = functools.partial(describe, found, everybody)
-    return faults_between(meet, difference, [], description, faults_in)
+    groups = [tuple(members(group)) for group in difference.versions]
+    facts = {group: details(found, everybody, group) for group in groups}
+    return faults_in_full(meet, difference, [], facts, FIX, faults_in)
 
 
 def _faults_here(found: Mapping[str, Found]) -> list[Fault]:
     odd = {name: x for name, x in found.items() if x.odd}
     me = (jax.process_index(),)
-    return list(faults_in({me: [Version(me, describe(odd, me, me, me))]}))
+    return list(faults_in(FIX, {me: [Version(me, details(odd, me, me))]}))
 
 
 def _found(leaves: Leaves) -> dict[str, Found]:

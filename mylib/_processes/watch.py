@@ -20,8 +20,7 @@ import jax
 from .._compat import CoordinationClient, coordination_client
 from .circle import Waiting, circle_through, described
 from .groups import members, text_of
-from .lane import NOTHING, Call, Lane, lane_name
-from .order import TransferError
+from .order import NOTHING, Call, Lane, TransferError, lane_name
 from .series import Processes, Series, Wait, connected
 
 _log = logging.getLogger("mylib")
@@ -75,7 +74,7 @@ class Watch:
         with self._lock:
             name = lane_name(stream, processes)
             if name not in self._lanes:
-                self._lanes[name] = Lane(stream, processes, self.me)
+                self._lanes[name] = Lane(name, processes, self.me)
             return self._lanes[name]
 
     def count(self, lane: Lane, text: str) -> Call:

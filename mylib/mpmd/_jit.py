@@ -130,40 +130,35 @@ class OnMesh(Generic[P, T]):
     def _placed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], Leaves]:
         leaves = split((args, kwargs))
         self._refuse_others(leaves, args, kwargs)
-        if self._places:
-            loose = [
-                _is_loose(x, kind) for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
-            ]
-            if any(loose):
-                everywhere = NamedSharding(self._mesh, PartitionSpec())
-                where = [everywhere if one else None for one in loose]
-                args, kwargs = leaves.join(filter_device_put(list(leaves.arrays), where))
-                leaves = split((args, kwargs))
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        where = [
+            everywhere if self._places and _is_loose(x, kind) else None
+            for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
+        ]
+        if any(where):
+            args, kwargs = leaves.join(filter_device_put(list(leaves.arrays), where))
+            leaves = split((args, kwargs))
         return (args, kwargs), leaves
 
     def _refuse_others(self, leaves: Leaves, args: Any, kwargs: Any) -> None:
-        elsewhere = [
-            i
+        elsewhere = {
+            i: sorted(device.id for device in where)
             for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True))
             if (where := _devices_of(x, kind)) is not None and not where <= self._devices
-        ]
+        }
         if elsewhere:
             bound = signature_of(self._fun).bind(*args, **kwargs)
             named_leaves = split(dict(bound.arguments))
-            raise PlacementError(
-                [self._elsewhere(named_leaves, i, leaves.arrays[i]) for i in elsewhere]
-            )
-
-    def _elsewhere(self, leaves: Leaves, i: int, x: Any) -> Fault:
-        ids = sorted(device.id for device in _devices_of(x, Kind.DEVICE) or ())
-        return leaves.at(
-            i,
-            because(
-                f"it is on devices {ids}, which are not those of this function's mesh",
-                "send it there first, with mylib.mpmd.transfer(..., mesh=mesh)",
-                f"an argument of {self._name}",
-            ),
-        )
+            fix = "send it there first, with mylib.mpmd.transfer(..., mesh=mesh)"
+            faults = [
+                because(
+                    f"it is on devices {ids}, which are not those of this function's mesh",
+                    fix,
+                    f"an argument of {self._name}",
+                )
+                for ids in elsewhere.values()
+            ]
+            raise PlacementError(list(map(named_leaves.at, elsewhere, faults)))
 
     def _results_of(self, leaves: Leaves, given: tuple[Any, Any]) -> Callable[[], Any] | None:
         """Makes what the function returns in a process that doesn't run it; None if only compiling

@@ -78,10 +78,8 @@ class Run:
     def run(self) -> tuple[jax.Array, list[Any]]:
         for kind, s, m in self.plan.order:
             made = self.states[s].run(kind, m) if s in self.states else None
-            if kind is Pass.FORWARD:
-                self._pass_forward(s, m, made)
-            elif kind is Pass.BACKWARD:
-                self._pass_back(s, m, made)
+            if kind is not Pass.WEIGHT:
+                self._pass_on(kind, s, m, made)
         grads = [self._grads(stage) for stage in self.plan.stages]
         for tie in self.plan.ties:
             self._tie(tie, grads)
@@ -96,24 +94,21 @@ class Run:
             for stage, own in zip(self.plan.stages, grads, strict=True)
         ]
 
-    def _pass_forward(self, s: int, m: int, sent: Arrays | None) -> None:
-        after = self.plan.stages[s].after
-        if after is None:
+    def _pass_on(self, kind: Pass, s: int, m: int, made: Arrays | None) -> None:
+        """Sends results to the next stage, or cotangents to the one before."""
+        stage, forward = self.plan.stages[s], kind is Pass.FORWARD
+        between = stage.after if forward else stage.before
+        if between is None:
             return
-        arrived = self._transfer(s, s + 1, sent, after.sent, after.received)
+        here, there = between.sent, between.received
+        if not forward:
+            here, there = (chosen(x, between.floating) for x in (there, here))
+        target = s + 1 if forward else s - 1
+        arrived = self._transfer(s, target, made, here, there)
         if arrived is not None:
-            state = self.states[s + 1]
-            state.deliver(m, state.programs.variables.received, arrived)
-
-    def _pass_back(self, s: int, m: int, back: Arrays | None) -> None:
-        before = self.plan.stages[s].before
-        if before is None:
-            return
-        source, target = (chosen(x, before.floating) for x in (before.received, before.sent))
-        arrived = self._transfer(s, s - 1, back, source, target)
-        if arrived is not None:
-            state = self.states[s - 1]
-            state.deliver(m, state.programs.variables.cotangents, arrived)
+            variables = self.states[target].programs.variables
+            into = variables.received if forward else variables.cotangents
+            self.states[target].deliver(m, into, arrived)
 
     def _transfer(
         self,

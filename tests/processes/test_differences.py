@@ -33,12 +33,7 @@ def outcome(
     brief = {me: differences.in_brief(faults(me), facts(me)) for me in processes}
     difference = differences.difference_of(brief)
     assert difference is not None
-    said = {
-        me: differences.message(
-            me, difference, faults(me), lambda group, alike, me=me: facts(me).get(group, {})
-        )
-        for me in processes
-    }
+    said = {me: differences.message(me, difference, faults(me), facts(me)) for me in processes}
     judgement = differences.judge(difference, EXAMINE, said)
     sent = sum(map(len, said.values()))
     return Outcome(differences.read(judgement), sent, len(judgement))
@@ -137,14 +132,14 @@ def test_faults_that_differ_in_addresses():
         for me in EVERYBODY
     }
     difference = differences.difference_of(brief)
-    assert difference is not None and difference.same_faults == ["0:200:1"]
+    assert difference is not None and difference.versions == {"faults": ["0:200:1"]}
 
 
 def test_copies_of_which_not_all_are_examined():
     """The processes that are left out are named with the shard that they hold."""
 
     def version(processes, number, value):
-        held = {number: {value: differences.named(processes)}}
+        held = {number: {value: [8]}}
         array = ["float32[2] as P()", [2], "P()", "0:4:1", held]
         return differences.Version(processes, {".w": array})
 
@@ -152,10 +147,10 @@ def test_copies_of_which_not_all_are_examined():
         (0, 1, 2): [version((0,), "0", "a"), version((1,), "0", "b")],
         (3, 4): [version((3,), "1", "c"), version((4,), "1", "d")],
     }
-    (found,) = copies.faults_in(versions)
+    (found,) = copies.faults_in("place it again", versions)
     assert found.reason == (
-        "there are 2 values of it: process 0; process 1; 1 more process differs from all of "
-        "these (and 1 more of its shards differs)"
+        "there are 2 values of it: process 0 on device 8; process 1 on device 8; 1 more process "
+        "differs from all of these (and 1 more of its shards differs)"
     )
 
 
