@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from .._compat import value_under
 from .._errors import line_of_caller
@@ -25,7 +25,7 @@ from .leaf import (
     set_origin,
     shards_of,
 )
-from .plan import Fragment, Region
+from .plan import Region
 from .program import move_by_program
 
 
@@ -84,10 +84,14 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
     once. Processes without a device of the target get handles.
     """
     leaves = [leaf_of(*crossing) for crossing in crossings]
-    if any(_takes_part(leaf) and links_for(_platform(leaf)) is None for leaf in leaves):
-        moved = move_by_program(leaves)
+    ours = [leaf for leaf in leaves if not is_nowhere_here(leaf.x.sharding, leaf.target)]
+    platforms = {next(iter(leaf.target.device_set)).platform for leaf in ours}
+    links = {platform: links_for(platform) for platform in sorted(platforms)}
+    known = {platform: found for platform, found in links.items() if found is not None}
+    if len(known) == len(links):
+        moved = _assemble(leaves, _travel(leaves, known))
     else:
-        moved = _assemble(leaves, _travel(leaves))
+        moved = move_by_program(leaves)
     for leaf, y, (_, _, known_as) in zip(leaves, moved, crossings, strict=True):
         if origin_of(known_as):
             set_origin([y], leaf.text)
@@ -106,21 +110,13 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         count_program(group, f"{described_all(leaves)} in {line_of_caller()}")
 
 
-def _takes_part(leaf: Shipment) -> bool:
-    return not is_nowhere_here(leaf.x.sharding, leaf.target)
-
-
-def _platform(leaf: Shipment) -> str:
-    return next(iter(leaf.target.device_set)).platform
-
-
 # A piece of the tree, by the position of its leaf and its own in the leaf's plan.
 _Key = tuple[int, int]
 # The platform of the target, and the other process.
 _Place = tuple[str, int]
 
 
-def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
+def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
     offered, then asked for: so no process waits for one that waits for it.
     """
@@ -129,7 +125,7 @@ def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
     gives: dict[_Place, list[_Key]] = {}
     takes: dict[_Place, list[_Key]] = {}
     for i, leaf in enumerate(leaves):
-        for j, (_, _, source, target) in enumerate(leaf.plan.pieces):
+        for j, (_, _, source, target, _) in enumerate(leaf.plan.pieces):
             giver, taker = source.process_index, target.process_index
             if giver == taker == me:
                 stay[i, j] = target
@@ -137,7 +133,6 @@ def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
                 gives.setdefault((target.platform, taker), []).append((i, j))
             elif taker == me:
                 takes.setdefault((target.platform, giver), []).append((i, j))
-    links = {platform: _links(platform) for platform, _ in (*gives, *takes)}
     lanes = {(p, peer): links[p].lane(peer) for p, peer in sorted({*gives, *takes})}
     with ExitStack() as held:
         for lane in lanes.values():
@@ -156,27 +151,10 @@ def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
             call = calls[platform, peer]
             links[platform].offer(call, peer, [pieces[key] for key in keys], flags)
         for (platform, peer), keys in takes.items():
-            wanted = [_abstract(leaves, key) for key in keys]
+            wanted = [leaves[i].piece(j) for i, j in keys]
             pulled = links[platform].ask(calls[platform, peer], peer, wanted)
             arrived.update(zip(keys, pulled, strict=True))
     return arrived
-
-
-def _piece(leaves: Sequence[Shipment], key: _Key) -> Fragment:
-    i, j = key
-    return leaves[i].plan.pieces[j]
-
-
-def _abstract(leaves: Sequence[Shipment], key: _Key) -> jax.ShapeDtypeStruct:
-    piece = _piece(leaves, key)
-    place = SingleDeviceSharding(piece.target)
-    return jax.ShapeDtypeStruct(piece.shape, leaves[key[0]].x.dtype, sharding=place)
-
-
-def _links(platform: str) -> Links:
-    links = links_for(platform)
-    assert links is not None  # else `move_by_program` was chosen
-    return links
 
 
 def _cut_all(leaves: Sequence[Shipment], me: int) -> tuple[dict[_Key, jax.Array], dict[_Key, Any]]:

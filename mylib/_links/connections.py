@@ -143,10 +143,9 @@ def _break_off(processes: Processes) -> None:
 def get_ready(devices: Iterable[Any]) -> None:
     """Lets other processes find this one, so that their first transfer need not wait for it."""
     if jax.process_count() > 1:
-        platforms = {device.platform for device in devices}
-        for platform in sorted(platforms):
-            if any(device.platform == platform for device in jax.local_devices()):
-                links_for(platform)
+        here = {device.platform for device in jax.local_devices()}
+        for platform in sorted(here.intersection(device.platform for device in devices)):
+            links_for(platform)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Collectives match by order, so the processes compare first what they move, and w
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,8 @@ from .leaf import Shipment, assembled, described_all, shards_of
 _AXIS = "all"
 
 
-class _Passage(NamedTuple):
-    shape: tuple[int, ...]
-    source: Sharding
-    target: Sharding
+# A shape, the source and the target.
+_Passage = tuple[tuple[int, ...], Sharding, Sharding]
 
 
 def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
@@ -59,7 +57,7 @@ def _run(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any,
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
     found: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
     full = [i for i, leaf in enumerate(leaves) if leaf.x.size]
-    routes = tuple(_Passage(x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
+    routes = tuple((x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
     stacked = _move(routes, rows, [_stacked(devices, leaves[i], rows) for i in full])
     for i, x in zip(full, stacked, strict=True):
         found[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}

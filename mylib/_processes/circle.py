@@ -6,11 +6,12 @@ made the call. If all made their calls in one order, there could be no circle: s
 told its part long ago, and is right all the same.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .groups import members
 from .order import IN_ORDER
+from .series import Processes
 
 
 class Waiting(NamedTuple):
@@ -24,35 +25,36 @@ class Waiting(NamedTuple):
     done: Mapping[str, int]
 
 
-def circle_through(me: int, waiting: Mapping[int, Waiting]) -> list[int]:
-    """Processes each of which waits for the next one, and the last for the first; as few as there
-    can be, and none if there is no circle.
-    """
-    paths, seen = [[me]], set[int]()
-    for path in paths:
-        for process in _waited_for(path[-1], waiting):
-            if process == me:
-                first = path.index(min(path))
-                return path[first:] + path[:first]
-            if process not in seen:
-                seen.add(process)
-                paths.append([*path, process])
-    return []
-
-
-def _waited_for(process: int, waiting: Mapping[int, Waiting]) -> Iterator[int]:
-    lane, number, *_ = waiting[process]
-    for other in members(lane.partition("/")[2]):
-        if other != process and other in waiting and waiting[other].done.get(lane, 0) < number:
-            yield other
-
-
-def described(circle: list[int], waiting: Mapping[int, Waiting]) -> str:
+def circle_before(me: int, waiting: Mapping[int, Waiting]) -> tuple[Processes, str] | None:
+    """What is wrong if this process waits for some that wait for each other, and for which ones."""
+    groups = {x.lane: members(x.lane.partition("/")[2]) for x in waiting.values()}
+    waits_for = {
+        process: [
+            other
+            for other in groups[lane]
+            if other != process and other in waiting and waiting[other].done.get(lane, 0) < number
+        ]
+        for process, (lane, number, *_) in waiting.items()
+    }
+    # Who waits for nobody that waits will go on.
+    while free := [process for process, others in waits_for.items() if not others]:
+        for process in free:
+            del waits_for[process]
+        waits_for = {p: [q for q in others if q in waits_for] for p, others in waits_for.items()}
+    if me not in waits_for:
+        return None
+    path = [me]
+    while (following := waits_for[path[-1]][0]) not in path:
+        path.append(following)
+    circle = path[path.index(following) :]
+    first = circle.index(min(circle))
+    circle = circle[first:] + circle[:first]
     steps = [
-        f"process {process} for {waiting[process].what} {following}"
-        for process, following in zip(circle, [*circle[1:], circle[0]], strict=True)
+        f"process {process} for {waiting[process].what} {other}"
+        for process, other in zip(circle, [*circle[1:], circle[0]], strict=True)
     ]
-    return (
+    concerned = {other for process in circle for other in groups[waiting[process].lane]}
+    return tuple(sorted(concerned)), (
         f"processes wait for each other: {'; '.join(steps)}. Each gives what the one before it "
         f"waits for only after that. {IN_ORDER}"
     )

@@ -68,19 +68,16 @@ def details(found: Mapping[str, Found], everybody: Processes, group: Processes) 
 
 def faults_in(fix: str, versions: Versions) -> Iterator[Fault]:
     """The faults in the details of all."""
-    every = [version for them in versions.values() for version in them]
-    for name in names_in(every):
+    for name in dict.fromkeys(name for them in versions.values() for name in names_in(them)):
         yield from list(_different_arrays(name, versions)) or _different_copies(fix, name, versions)
 
 
 def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
     # Different groups of processes may have different arrays of that name.
     for group, them in versions.items():
-        arrays = [version.facts[name] for version in them if name in version.facts]
-        own = [x for x in arrays if tuple(members(x[3])) == group]
-        values = {x.processes: x.facts.get(name, ["no array of that name"])[0] for x in them}
-        texts = texts_of(group, values)
-        if own and texts:
+        own = [x[name] for x in them.values() if name in x and tuple(members(x[name][3])) == group]
+        values = {who: x.get(name, ["no array of that name"])[0] for who, x in them.items()}
+        if own and (texts := texts_of(group, values)):
             reason = f"it is not the same array in all processes: {texts}"
             yield _fault(name, own[0], reason, _FIX_TREE)
 
@@ -89,15 +86,15 @@ def _different_copies(fix: str, name: str, versions: Versions) -> Iterator[Fault
     # For each shard and each of its values, what holds it.
     values: dict[str, dict[str, dict[str, None]]] = {}
     more: dict[str, list[str]] = {}
-    having = [(who, x) for who, them in versions.items() for x in them if name in x.facts]
-    for group, version in having:
-        for number, held in version.facts[name][-1].items():
-            more[number] = more.get(number) or unexamined(
-                group, [x.processes for x in versions[group]]
-            )
-            for value, ids in held.items():
-                holders = _holders(ids, version.processes)
-                values.setdefault(number, {}).setdefault(value, {})[holders] = None
+    array: list[Any] = []
+    for group, them in versions.items():
+        for processes, facts in them.items():
+            array = array or facts.get(name, [])
+            for number, held in facts[name][-1].items() if name in facts else ():
+                more[number] = more.get(number) or unexamined(group, them)
+                for value, ids in held.items():
+                    holders = _holders(ids, processes)
+                    values.setdefault(number, {}).setdefault(value, {})[holders] = None
     differing = [number for number, by_value in values.items() if len(by_value) > 1]
     if differing:
         number, *others = differing
@@ -106,7 +103,7 @@ def _different_copies(fix: str, name: str, versions: Versions) -> Iterator[Fault
         differ = "differs" if len(others) == 1 else "differ"
         rest = f" (and {len(others)} more of its shards {differ})" if others else ""
         reason = f"there are {len(first)} values of it: {texts}{rest}"
-        yield _fault(name, having[0][1].facts[name], reason, fix)
+        yield _fault(name, array, reason, fix)
 
 
 def _holders(ids: list[int], alike: Processes) -> str:

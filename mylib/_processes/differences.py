@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._errors import Fault
+from .._errors import Fault, because
+from .._text import counted
 from .groups import digest, members, named, text_of
 from .meeting import Meet
 from .series import Processes
@@ -54,16 +55,9 @@ class Difference(NamedTuple):
     more_groups: int
 
 
-class Version(NamedTuple):
-    """What these processes of a group agree on, by name, as one of them describes it."""
-
-    processes: Processes
-    facts: Mapping[str, Any]
-
-
-# The versions of the facts of each group.
-Versions = Mapping[Processes, Sequence[Version]]
-# Finds faults, given how to mend them.
+# For each group, the facts of its processes, as the first of those with the same describes them.
+Versions = Mapping[Processes, Mapping[Processes, Mapping[str, Any]]]
+# Finds faults, given how to fix them.
 Examine = Callable[[str, Versions], Iterable[Fault]]
 
 
@@ -79,7 +73,11 @@ def everybodys_faults(
 
 def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | None:
     """None if no process has found a fault, and each fact is equal within its group."""
-    found = json.loads(meet(json.dumps(in_brief(faults, facts)), _judge_briefly))
+
+    def judge(messages: dict[int, str]) -> str:
+        return json.dumps(difference_of({i: json.loads(text) for i, text in messages.items()}))
+
+    found = json.loads(meet(json.dumps(in_brief(faults, facts)), judge))
     return None if found is None else Difference(*found)
 
 
@@ -118,7 +116,7 @@ def disagreements(fix: str, versions: Versions) -> Iterable[Fault]:
     faults: dict[Fault, None] = {}
     for group, them in versions.items():
         for name in names_in(them):
-            values = {x.processes: x.facts.get(name, "nothing of that name") for x in them}
+            values = {who: x.get(name, "nothing of that name") for who, x in them.items()}
             if texts := texts_of(group, values):
                 faults[Fault(name, None, _SAME, f"it differs between them: {texts}", fix)] = None
     return faults
@@ -139,43 +137,38 @@ def faults_in_full(
     if len(difference.versions.get(_FAULTS, ())) == 1:
         return faults  # All have found the same.
     mine = message(jax.process_index(), difference, faults, facts)
-    return read(meet(mine, functools.partial(judge, difference, functools.partial(examine, fix))))
+    return read(meet(mine, functools.partial(judge, difference, fix, examine)))
 
 
 def message(me: int, difference: Difference, faults: Sequence[Fault], facts: Facts) -> str:
     """What process `me` sends to the second meeting; most send nothing."""
-    mine: dict[str, Any] = {}
-    for group, versions in difference.versions.items():
-        if any(members(alike)[0] == me for alike in versions):
-            is_facts = group != _FAULTS
-            mine[group] = (
-                facts.get(tuple(members(group)), {}) if is_facts else list(map(asdict, faults))
-            )
+    known = {text_of(group): values for group, values in facts.items()}
+    known[_FAULTS] = {"": list(map(asdict, faults))}
+    mine = {
+        group: known.get(group, {})
+        for group, versions in difference.versions.items()
+        if any(members(alike)[0] == me for alike in versions)
+    }
     return _packed(mine) if mine else ""
 
 
-def judge(
-    difference: Difference,
-    examine: Callable[[Versions], Iterable[Fault]],
-    messages: Mapping[int, str],
-) -> str:
+def judge(difference: Difference, fix: str, examine: Examine, messages: Mapping[int, str]) -> str:
     """What all processes `read`, from the messages of all."""
     full = {index: _unpacked(text) for index, text in messages.items() if text}
     versions = {
-        group: [
-            Version(processes, full[processes[0]][group])
-            for processes in map(tuple, map(members, alike))
-        ]
+        group: {tuple(members(x)): full[members(x)[0]][group] for x in alike}
         for group, alike in difference.versions.items()
     }
     if _FAULTS in versions:
         return _packed(_found(versions[_FAULTS], len(messages)))
-    faults = examine({tuple(members(group)): them for group, them in versions.items()})
+    faults = examine(fix, {tuple(members(group)): them for group, them in versions.items()})
     return _packed([asdict(fault) for fault in _shortened(list(faults), difference.more_groups)])
 
 
 def read(judgement: str) -> list[Fault]:
-    return [_fault(fields) for fields in _unpacked(judgement)]
+    faults = [Fault(**fields) for fields in _unpacked(judgement)]
+    # JSON has no tuples.
+    return [replace(x, shape=None if x.shape is None else tuple(x.shape)) for x in faults]
 
 
 def _alike(values: Mapping[int, Any]) -> list[str]:
@@ -186,33 +179,27 @@ def _alike(values: Mapping[int, Any]) -> list[str]:
     return [text_of(tuple(indices)) for indices in list(by_value.values())[:_VERSIONS]]
 
 
-def _judge_briefly(messages: dict[int, str]) -> str:
-    return json.dumps(difference_of({i: json.loads(text) for i, text in messages.items()}))
-
-
-def _found(versions: Iterable[Version], count: int) -> list[dict[str, Any]]:
+def _found(
+    versions: Mapping[Processes, Mapping[str, list[Any]]], count: int
+) -> list[dict[str, Any]]:
     """The faults that processes have found, and which of the `count` processes did."""
     found_by: dict[str, list[int]] = {}
-    more = count
-    for processes, faults in versions:
-        more -= len(processes)
-        for fault in dict.fromkeys(map(json.dumps, faults)):
+    for processes, faults in versions.items():
+        for fault in dict.fromkeys(map(json.dumps, faults[""])):
             found_by.setdefault(fault, []).extend(processes)
-    found = [
-        fault
-        if len(by) == count
-        else {**fault, "request": f"{fault['request']} (in {named(sorted(by))})"}
-        for fault, by in ((json.loads(text), by) for text, by in found_by.items())
-    ]
-    if more:
+    found = [json.loads(fault) for fault in found_by]
+    for fault, by in zip(found, found_by.values(), strict=True):
+        if len(by) < count:
+            fault["request"] += f" (in {named(sorted(by))})"
+    if more := count - sum(map(len, versions)):
         who = "process has" if more == 1 else "processes have"
         reason = f"{more} more {who} found others, which are not listed"
-        found.append(asdict(Fault("", None, _SAME, reason, "fix those that are listed first")))
+        found.append(asdict(because(reason, "fix those that are listed first", _SAME)))
     return found
 
 
-def names_in(versions: Iterable[Version]) -> Iterable[str]:
-    return dict.fromkeys(name for version in versions for name in version.facts)
+def names_in(versions: Mapping[Processes, Mapping[str, Any]]) -> Iterable[str]:
+    return dict.fromkeys(name for facts in versions.values() for name in facts)
 
 
 def texts_of(group: Processes, values: Mapping[Processes, str]) -> str:
@@ -235,16 +222,9 @@ def _shortened(faults: list[Fault], more_groups: int) -> list[Fault]:
     rest = f"it differs between processes; only the first {_DESCRIBED} such faults are described"
     faults[_DESCRIBED:] = [replace(fault, reason=rest) for fault in faults[_DESCRIBED:]]
     if more_groups:
-        what = "group" if more_groups == 1 else "groups"
-        reason = f"values differ within {more_groups} more {what} of processes"
-        faults.append(Fault("", None, _SAME, reason, "fix those that are listed first"))
+        reason = f"values differ within {counted(more_groups, 'more group')} of processes"
+        faults.append(because(reason, "fix those that are listed first", _SAME))
     return faults
-
-
-def _fault(fields: dict[str, Any]) -> Fault:
-    # JSON has no tuples.
-    shape = fields["shape"]
-    return Fault(**{**fields, "shape": None if shape is None else tuple(shape)})
 
 
 def _packed(x: Any) -> str:

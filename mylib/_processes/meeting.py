@@ -28,12 +28,10 @@ Meet = Callable[[str, Judge], str]
 # In seconds. At this interval a waiting process checks whether the deciding one has died.
 _STEP = 10.0
 
-# The conclusions of meetings that not all processes attended. ABSENT: some did not come in time.
-# BROKEN: one was interrupted. VOID: each came only to report an error of a call in which others may
-# have had nothing to compare.
-_ABSENT = "absent"
-_BROKEN = "broken"
-_VOID = "void"
+# Conclusions of meetings that not all processes attended. FAILED: some did not come in time, or one
+# was interrupted. VOID: each came only to report an error of a call in which others may have had
+# nothing to compare.
+_FAILED, _VOID = "failed", "void"
 
 _series: dict[tuple[str, Processes], Series] = {}
 # Ctrl-C can't end a wait for JAX's service, so threads wait, which are kept for later meetings.
@@ -92,11 +90,11 @@ class _Visit:
 
     def _conclusion(self, mine: str, judge: Judge, deadline: float, timeout: float) -> Conclusion:
         """That of the current meeting. The series goes on, whatever is raised."""
-        series, conclusion = self.series, Conclusion(_BROKEN, "")
+        series, conclusion = self.series, Conclusion(_FAILED, "")
         try:
             conclusion = self._concluded(mine, judge, deadline, timeout)
         except BaseException as error:
-            self._conclude(_BROKEN, error)
+            self._conclude(_FAILED, error)
             raise
         finally:
             with self.lock:
@@ -126,7 +124,7 @@ class _Visit:
                 missing = [index for index in series.processes if index not in messages]
                 came_for_it = any(not int(text[0]) for text in messages.values())
                 if missing:
-                    kind = _ABSENT if came_for_it else _VOID
+                    kind = _FAILED if came_for_it else _VOID
                     series.conclude(kind, json.dumps([missing, timeout, series.calls]))
                 else:  # one has died after its message, before it was counted
                     series.conclude(JUDGED, judge_all(messages))
@@ -148,7 +146,7 @@ class _Visit:
             text += f"it, and given up. {_advice(purpose)}"
         return AbsentError(text, tuple(who))
 
-    def break_off(self, error: BaseException, kind: str = _BROKEN) -> None:
+    def break_off(self, error: BaseException, kind: str = _FAILED) -> None:
         """Ends the meeting of a caller that does not wait any more."""
         series = self.series
         with self.lock:
@@ -240,7 +238,7 @@ def on_the_way(purpose: str, processes: Processes, *, alone: bool = False) -> It
         yield
     except BaseException as error:
         if not (alone and isinstance(error, Exception)):
-            _waiting.submit(visit.break_off, error, _VOID if alone else _BROKEN).result()
+            _waiting.submit(visit.break_off, error, _VOID if alone else _FAILED).result()
         raise
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from .._compat import CoordinationClient, coordination_client
-from .circle import Waiting, circle_through, described
+from .circle import Waiting, circle_before
 from .groups import members, text_of
 from .order import NOTHING, Call, Lane, TransferError, lane_name
 from .series import Processes, Series, Wait, connected
@@ -58,7 +58,7 @@ class Watch:
         self.break_off: Callable[[Processes], None] = lambda processes: None
         # What is wrong, by the processes that it concerns.
         self.failures: dict[Processes, str] = {}
-        self._lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
         self._news = threading.Condition()
         self._told: dict[str, Any] = {}
@@ -73,9 +73,9 @@ class Watch:
     def lane(self, stream: str, processes: Processes) -> Lane:
         with self._lock:
             name = lane_name(stream, processes)
-            if name not in self._lanes:
-                self._lanes[name] = Lane(name, processes, self.me)
-            return self._lanes[name]
+            if name not in self.lanes:
+                self.lanes[name] = Lane(name, processes, self.me)
+            return self.lanes[name]
 
     def count(self, lane: Lane, text: str) -> Call:
         """Counts a call, unless it can't be the same as that of the other processes."""
@@ -83,11 +83,6 @@ class Watch:
         with self._lock:
             self._busy.set()
             return lane.call(text)
-
-    def programs(self, processes: Processes) -> tuple[int, str]:
-        """The number of programs on devices of these processes, and a digest of them."""
-        lane = self._lanes.get(lane_name(PROGRAMS, processes))
-        return (0, "") if lane is None else (lane.count, lane.digest)
 
     def check(self, processes: Processes) -> None:
         """Raises an error if two of these processes are known to be out of step."""
@@ -122,7 +117,7 @@ class Watch:
             if any({*processes}.issubset(known) for known in self.failures):
                 return
             self.failures[processes] = text
-            broken = [x for x in self._lanes.values() if {*x.processes}.issubset(processes)]
+            broken = [x for x in self.lanes.values() if {*x.processes}.issubset(processes)]
         _log.error("%s", text)
         self._busy.set()
         for lane in broken:
@@ -133,7 +128,7 @@ class Watch:
     def is_idle(self) -> bool:
         """Whether all that has been called and sent here is known to have ended well."""
         waits = any(meeting.waits for meeting in MEETINGS.values())
-        return not waits and all(lane.is_settled() for lane in self._lanes.values())
+        return not waits and all(lane.is_settled() for lane in self.lanes.values())
 
     def _run(self) -> None:
         exchanged = 0.0
@@ -165,7 +160,7 @@ class Watch:
 
     def _known_lanes(self) -> list[Lane]:
         with self._lock:
-            return list(self._lanes.values())
+            return list(self.lanes.values())
 
     def _exchange(self) -> None:
         accounts = self._read(f"{_ACCOUNTS}/{self.me}/")
@@ -197,8 +192,8 @@ class Watch:
         waiting = {who: Waiting(*x) for who, x in self._read(f"{_WAITING}/").items() if x}
         self._reads_next = now + len(waiting) / _READ
         waiting[self.me] = mine
-        if circle := circle_through(self.me, waiting):
-            self.fail(tuple(sorted(circle)), described(circle, waiting))
+        if wrong := circle_before(self.me, waiting):
+            self.fail(*wrong)
 
     def _waits_for(self, lanes: list[Lane]) -> Waiting | None:
         """What this process has waited for longest, if that is long: an array, else a meeting."""
@@ -247,8 +242,9 @@ def count_program(processes: Processes, text: str) -> None:
 
 
 def programs_of(processes: Processes) -> tuple[int, str]:
-    """`Watch.programs`, which is nothing before the first call."""
-    return _watches[0].programs(processes) if _watches else (0, "")
+    """The number of programs on devices of these processes, and a digest of them."""
+    lane = _watches[0].lanes.get(lane_name(PROGRAMS, processes)) if _watches else None
+    return (0, "") if lane is None else (lane.count, lane.digest)
 
 
 def wait_in_step(conclusion: Future[str], meeting: Series, what: str) -> str:

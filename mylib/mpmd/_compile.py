@@ -82,7 +82,7 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
     arguments = Arguments(*stage.arguments, cotangents)
     with jax.set_mesh(stage.mesh):
         traced = flattened(functools.partial(_both_passes, stage), *arguments)
-        variables = Arguments(*_like(arguments, traced.jaxpr.invars))
+        variables = jax.tree.unflatten(jax.tree.structure(arguments), traced.jaxpr.invars)
         parts = _parts(stage, traced, variables, splits, checkpoint)
         structs = jax.tree.leaves(arguments)
         compiler = _Compiler(dict(zip(traced.jaxpr.invars, structs, strict=True)))
@@ -192,7 +192,3 @@ class _Compiler:
         for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
             self.known[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
         return PieceProgram(piece.takes, makes, first, compiled)
-
-
-def _like(tree: Any, leaves: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._compat import Uncommitted, sharding_under, value_under
-from .._errors import Fault, PlacementError, because, line_of_caller
+from .._errors import PlacementError, because, line_of_caller
 from .._jit import Jitted, about, code_of, filter_jit
 from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of

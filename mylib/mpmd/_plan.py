@@ -127,13 +127,10 @@ class PipelinePlan:
     def numbers(self) -> dict[int, list[jax.Array]]:
         """The numbers of the microbatches, on the meshes of the stages that take them."""
         return {
-            s: [_number(m, self.stages[s]) for m in range(self.stages[s].microbatches)]
+            s: [
+                jax.make_array_from_callback((), x.sharding, lambda _, m=m: np.int32(m))
+                for x in self.stages[s].microbatch
+                for m in range(self.stages[s].microbatches)
+            ]
             for s in self.programs
-            if self.stages[s].microbatch
         }
-
-
-def _number(m: int, stage: Stage) -> jax.Array:
-    (struct,) = stage.microbatch
-    value = np.int32(m)
-    return jax.make_array_from_callback((), struct.sharding, lambda _: value, dtype=struct.dtype)

@@ -125,15 +125,13 @@ class Stage:
         return outlined(made)
 
     def _parts(self, arrays: Arrays, microbatch: Arrays) -> Arrays:
-        return [self._part(x, microbatch[0]) for x in arrays]
-
-    def _part(self, x: Any, index: Any) -> Any:
         """A microbatch: every n-th row, so that devices that hold a part of the rows find all of
         their part of each microbatch there.
         """
         n = self.microbatches
-        rows = x.reshape(x.shape[0] // n, n, *x.shape[1:])
-        return jax.lax.dynamic_index_in_dim(rows, index, 1, keepdims=False)
+        rows = [x.reshape(x.shape[0] // n, n, *x.shape[1:]) for x in arrays]
+        take = jax.lax.dynamic_index_in_dim
+        return [take(x, microbatch[0], 1, keepdims=False) for x in rows]
 
 
 def is_floating(x: Any) -> bool:

@@ -15,7 +15,6 @@ from mylib._processes import copies, differences, groups
 
 PROCESSES = 200
 EVERYBODY = tuple(range(PROCESSES))
-EXAMINE = functools.partial(differences.disagreements, "make it equal")
 
 
 class Outcome(NamedTuple):
@@ -34,7 +33,7 @@ def outcome(
     difference = differences.difference_of(brief)
     assert difference is not None
     said = {me: differences.message(me, difference, faults(me), facts(me)) for me in processes}
-    judgement = differences.judge(difference, EXAMINE, said)
+    judgement = differences.judge(difference, "make it equal", differences.disagreements, said)
     sent = sum(map(len, said.values()))
     return Outcome(differences.read(judgement), sent, len(judgement))
 
@@ -138,14 +137,13 @@ def test_faults_that_differ_in_addresses():
 def test_copies_of_which_not_all_are_examined():
     """The processes that are left out are named with the shard that they hold."""
 
-    def version(processes, number, value):
+    def facts(number, value):
         held = {number: {value: [8]}}
-        array = ["float32[2] as P()", [2], "P()", "0:4:1", held]
-        return differences.Version(processes, {".w": array})
+        return {".w": ["float32[2] as P()", [2], "P()", "0:4:1", held]}
 
     versions = {
-        (0, 1, 2): [version((0,), "0", "a"), version((1,), "0", "b")],
-        (3, 4): [version((3,), "1", "c"), version((4,), "1", "d")],
+        (0, 1, 2): {(0,): facts("0", "a"), (1,): facts("0", "b")},
+        (3, 4): {(3,): facts("1", "c"), (4,): facts("1", "d")},
     }
     (found,) = copies.faults_in("place it again", versions)
     assert found.reason == (
