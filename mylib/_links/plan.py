@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jax.sharding import Sharding
 
 from .._placement import Bounds, regions_of
-from .._processes import digest, in_short
-from .._text import counted
+from .._processes import digest
+from .._text import counted, in_short
 
 
 class Fragment(NamedTuple):

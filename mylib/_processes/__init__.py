@@ -18,7 +18,7 @@ from .differences import (
     faults_in_full as faults_in_full,
     in_brief as in_brief,
 )
-from .groups import digest as digest, in_short as in_short, named as named
+from .groups import digest as digest, named as named
 from .meeting import (
     AbsentError as AbsentError,
     Meet as Meet,

@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding, Sharding
 
 from .._errors import Fault, PlacementError, because, in_words
 from .._placement import Target, fill_free, regions_of, sharding_of
+from .._text import in_short
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
 from .differences import Facts, compare, everybodys_faults, faults_in_full
-from .groups import digest, in_short
+from .groups import digest
 from .meeting import meeting, on_the_way, processes_of
 from .series import Processes
 

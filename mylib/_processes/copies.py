@@ -7,8 +7,9 @@ from typing import Any
 import jax
 
 from .._errors import Fault
+from .._text import in_short
 from .differences import Facts, Versions, names_in, texts_of, unexamined
-from .groups import in_short, members, named, text_of
+from .groups import members, named, text_of
 from .series import Processes
 
 FIX = "make it from the same numbers in every process, or place the values of one of them again"

@@ -33,7 +33,6 @@ _STEP = 10.0
 # nothing to compare.
 _FAILED, _VOID = "failed", "void"
 
-_series: dict[tuple[str, Processes], Series] = {}
 # Ctrl-C can't end a wait for JAX's service, so threads wait, which are kept for later meetings.
 _waiting = ThreadPoolExecutor(64, thread_name_prefix="mylib-meetings")
 
@@ -243,14 +242,12 @@ def on_the_way(purpose: str, processes: Processes, *, alone: bool = False) -> It
 
 
 def _series_of(purpose: str, processes: Processes) -> Series:
-    series = _series.get((purpose, processes))
+    series = MEETINGS.get((purpose, processes))
     if series is None:
         place = f"mylib/{purpose}/{digest(processes)}"
         series = Series(place, processes, jax.process_index())
         # Another thread may have been quicker.
-        series = _series.setdefault((purpose, processes), series)
-        if purpose == CALLS:
-            MEETINGS[processes] = series
+        series = MEETINGS.setdefault((purpose, processes), series)
     return series
 
 

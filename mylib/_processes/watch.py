@@ -44,8 +44,8 @@ _WAITING = "mylib/waiting"
 
 # The streams of meetings of a program's own calls, and of its programs on devices of several.
 CALLS, PROGRAMS = "calls", "programs"
-# The meetings of a program's own calls, by the processes that meet.
-MEETINGS: dict[Processes, Series] = {}
+# By purpose, which is CALLS for those of a program's own calls, and by the processes that meet.
+MEETINGS: dict[tuple[str, Processes], Series] = {}
 
 
 class Watch:
@@ -199,8 +199,8 @@ class Watch:
         """What this process has waited for longest, if that is long: an array, else a meeting."""
         long_ago = time.monotonic() - _LONG
         done, at = dict[str, int](), None
-        for who, meeting in list(MEETINGS.items()):
-            name, waits = lane_name(CALLS, who), meeting.waits
+        for stream, meeting in list(MEETINGS.items()):
+            name, waits = lane_name(*stream), meeting.waits
             # A meeting in which it waits is a call that it has made.
             done[name] = waits.number if waits else meeting.turn
             if waits and waits.since < long_ago:

@@ -89,14 +89,10 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
         kinds = list(Pass) if splits else [Pass.FORWARD, Pass.BACKWARD]
         given = {
             Pass.FORWARD: () if after is None else after.sent,
-            Pass.BACKWARD: chosen(stage.before.received, stage.before.floating)
-            if stage.before
-            else (),
+            Pass.BACKWARD: chosen(stage.before.received, stage.before.floating),
         }
-        totals = {
-            Pass.FORWARD: [] if stage.value is None else [stage.value],
-            kinds[-1]: stage.params,
-        }
+        value = [] if stage.value is None else [stage.value]
+        totals = {Pass.FORWARD: value, kinds[-1]: stage.params}
         by_pass = {
             kind: compiler.compile(part, given.get(kind, ()), totals.get(kind, ()))
             for kind, part in zip(kinds, parts, strict=True)
@@ -115,9 +111,7 @@ def _both_passes(
     """What a stage sends, or its share of the loss; the cotangents that it sends back; the
     gradients of its weights.
     """
-    trained, before = stage.floating, stage.before
-    # Nobody waits for the cotangent of a batch.
-    has_cotangent = before.floating if before else [False] * len(stage.received)
+    trained, has_cotangent = stage.floating, stage.before.floating
     fixed = chosen(module, [not x for x in trained])
     others = chosen(arrived, [not x for x in has_cotangent])
 

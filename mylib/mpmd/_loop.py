@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from .._links import handles, next_call, set_origin
-from .._processes import in_short
+from .._text import in_short
 from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Var
@@ -98,7 +98,7 @@ class Run:
         """Sends results to the next stage, or cotangents to the one before."""
         stage, forward = self.plan.stages[s], kind is Pass.FORWARD
         between = stage.after if forward else stage.before
-        if between is None:
+        if between is None or not (forward or between.returns):
             return
         here, there = between.sent, between.received
         if not forward:

@@ -18,7 +18,7 @@ from ._batch import PipelineBatch
 from ._compile import Programs, compile_stage
 from ._modules import Module
 from ._schedule import Schedule
-from ._stage import Stage, Struct, boundary, shape_of_result
+from ._stage import Boundary, Stage, Struct, boundary, shape_of_result
 from ._ties import Place, Tie
 
 Loss = Callable[[Any, Any], jax.Array]
@@ -38,21 +38,14 @@ def chain(
     count = schedule.microbatches
     axes = _batch_axes(batch)
     made: list[Stage] = []
+    before = Boundary(batch.form.outline, (), batch.form.structs, returns=False)
     for module, following in zip(modules, [*modules[1:], None], strict=True):
-        first = not made
-        stage = Stage(
-            module.number,
-            module.mesh,
-            module.form,
-            count,
-            before=None if first else made[-1].after,
-            batch=batch.form if first else None,
-        )
+        stage = Stage(module.number, module.mesh, module.form, count, before)
         with _named(f"while stages[{stage.number}] of a pipeline was traced"):
             if following is not None:
                 structs, outline = shape_of_result(stage)
-                after = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
-                stage = replace(stage, after=after)
+                before = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
+                stage = replace(stage, after=before)
             else:
                 stage = replace(stage, targets=targets.form, loss=loss)
                 stage = replace(stage, value=_value(stage))

@@ -35,23 +35,26 @@ def split_as(tree: Any, name: str) -> Leaves:
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """What goes from a stage to the next one. Each array has a sharding on both meshes."""
+    """What goes from a stage to the next one. Each array has a sharding on both meshes. Of a batch,
+    which no stage sends, nothing `returns`.
+    """
 
     outline: Split
     sent: tuple[Struct, ...]
     received: tuple[Struct, ...]
+    returns: bool = True
 
     @cached_property
     def floating(self) -> tuple[bool, ...]:
         """Which arrays have a cotangent, that goes back."""
-        return tuple(is_floating(x) for x in self.sent)
+        return tuple(self.returns and is_floating(x) for x in self.received)
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """A stage, without its arrays.
 
-    The first one takes microbatches of `batch`, and has no `before`. The last one computes the
+    The first one gets the whole batch, and takes microbatches of it. The last one computes the
     `loss` with microbatches of `targets`, and has no `after`.
     """
 
@@ -59,9 +62,8 @@ class Stage:
     mesh: Mesh
     module: Form
     microbatches: int
-    before: Boundary | None = None
+    before: Boundary
     after: Boundary | None = None
-    batch: Form | None = None
     targets: Form | None = None
     loss: Callable[..., Any] | None = None
     # The type of the loss.
@@ -89,23 +91,16 @@ class Stage:
     @property
     def microbatch(self) -> list[Struct]:
         """The type of the microbatch's number, where it is needed."""
-        if self.batch is None and self.targets is None:
+        if self.number and self.targets is None:
             return []
         return [Struct((), np.int32, sharding=NamedSharding(self.mesh, P()))]
-
-    @property
-    def received(self) -> list[Struct]:
-        """The types of what it gets: the whole batch, or a microbatch from the stage before."""
-        if self.batch is not None:
-            return list(self.batch.structs)
-        assert self.before is not None
-        return list(self.before.received)
 
     @property
     def arguments(self) -> tuple[list[Struct], list[Struct], list[Struct], list[Struct]]:
         """The types of the arguments of `compute`."""
         targets = list(self.targets.structs) if self.targets else []
-        return list(self.module.structs), self.received, targets, self.microbatch
+        received = list(self.before.received)
+        return list(self.module.structs), received, targets, self.microbatch
 
     def compute(
         self, module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays
@@ -114,11 +109,8 @@ class Stage:
         they are in.
         """
         fun: Any = self.module.outline.fill(module)
-        if self.batch is not None:
-            made = fun(self.batch.outline.fill(self._parts(received, microbatch)))
-        else:
-            assert self.before is not None
-            made = fun(self.before.outline.fill(received))
+        arrays = received if self.number else self._parts(received, microbatch)
+        made = fun(self.before.outline.fill(arrays))
         if self.loss is not None:
             assert self.targets is not None
             made = self.loss(made, self.targets.outline.fill(self._parts(targets, microbatch)))

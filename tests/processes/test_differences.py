@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from mylib import Fault, PlacementError
-from mylib._processes import copies, differences, groups
+from mylib._processes import copies, differences
+from mylib._text import in_short
 
 PROCESSES = 200
 EVERYBODY = tuple(range(PROCESSES))
@@ -159,7 +160,7 @@ def test_equal_facts():
 
 @given(st.lists(st.integers(0, 30), max_size=40))
 def test_numbers_in_short(numbers):
-    text, left = groups.in_short(numbers), 0
+    text, left = in_short(numbers), 0
     if match := re.search(r" and (\d+) more$", text):
         text, left = text[: match.start()], int(match[1])
     parts = [list(map(int, part.split(".."))) for part in text.split(", ") if part]
