@@ -35,21 +35,18 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
     for devices, index in groups.items():
         processes = processes_of(devices)
         if jax.process_index() in processes:
-            _agree(processes, [leaves[i] for i in index])
-            rows = _run(devices, [leaves[i] for i in index])
+            here = [leaves[i] for i in index]
+            purpose = f"transfer of {described_all(here)}"
+            try:
+                exchange(purpose, "", processes, lambda said: "", in_order=True)
+            except AbsentError as error:
+                raise TransferError(str(error)) from error
+            rows = _run(devices, here)
         else:
             rows = [{} for _ in index]
         for i, row in zip(index, rows, strict=True):
             moved[i] = assembled(leaves[i], row)
     return [moved[i] for i in range(len(leaves))]
-
-
-def _agree(processes: tuple[int, ...], leaves: Sequence[Shipment]) -> None:
-    purpose = f"transfer of {described_all(leaves)}"
-    try:
-        exchange(purpose, "", processes, lambda said: "", in_order=True)
-    except AbsentError as error:
-        raise TransferError(str(error)) from error
 
 
 def _run(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any, jax.Array]]:

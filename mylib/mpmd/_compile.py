@@ -147,11 +147,9 @@ def _parts(
 
 
 def _zeros(structs: dict[Pass, list[Struct]]) -> Any:
-    def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
-
     where = jax.tree.map(lambda x: x.sharding, structs)
-    return jit(zeros, out_shardings=where).lower().compile()
+    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), structs)
+    return jit(lambda: zeros(), out_shardings=where).lower().compile()
 
 
 @dataclass(frozen=True, eq=False)

@@ -100,10 +100,7 @@ class OnMesh(Generic[P, T]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         given, leaves = self._placed(args, kwargs)
         results = None if self._is_here else self._results_of(leaves, given)
-        if results is None:
-            out = self._run(leaves, *given)
-        else:
-            out = results()
+        out = self._run(leaves, *given) if results is None else results()
         if jax.process_count() > 1:
             maker = f"{self._name}{self._line}, called in {line_of_caller()}"
             # Transfers under `grad` find the values, not the tracers.
@@ -162,12 +159,15 @@ class OnMesh(Generic[P, T]):
 
     def _results_of(self, leaves: Leaves, given: tuple[Any, Any]) -> Callable[[], Any] | None:
         """Makes what the function returns in a process that doesn't run it; None if only compiling
-        it tells.
+        it tells. It is the same for all arguments of the same types, if these can be compared.
         """
         if self._out_shardings is None or Kind.TRACED in leaves.kinds:
             return None
-        key = _key(leaves)
-        if key is None:
+        types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves.arrays)
+        key = outline_of(leaves), types
+        try:
+            hash(key)
+        except TypeError:
             return self._resolved(given)
         if key not in self._known:
             self._known[key] = self._resolved(given)
@@ -181,17 +181,6 @@ class OnMesh(Generic[P, T]):
         if len(known) < len(targets):
             return None
         return lambda: shapes.join(map(handle, shapes.arrays, known))
-
-
-def _key(leaves: Leaves) -> Any:
-    """Equal for calls with results of the same shapes; None if that can't be said."""
-    types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves.arrays)
-    key = outline_of(leaves), types
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _is_loose(x: Any, kind: Kind) -> bool:

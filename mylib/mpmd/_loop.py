@@ -88,7 +88,9 @@ class Run:
         (value,) = handles([last.value]) if own is None else own.totals[Pass.FORWARD]
         if jax.process_count() > 1:
             made = [value, *(x for own in grads for x in own.values())]
-            set_origin(made, next_call(_results(self.plan)))
+            devices = {x.id for stage in self.plan.stages for x in stage.mesh.devices.flat}
+            where = f"{len(self.plan.stages)} stages on devices {in_short(sorted(devices))}"
+            set_origin(made, next_call(f"the results of a pipeline of {where}"))
         return value, [
             stage.module.outline.treedef.unflatten(_in_places(stage, own))
             for stage, own in zip(self.plan.stages, grads, strict=True)
@@ -147,11 +149,6 @@ class Run:
             elif struct.sharding == first.sharding:
                 # One array in two places, as in the processes that have it.
                 grads[t][j] = grads[s][i]
-
-
-def _results(plan: PipelinePlan) -> str:
-    ids = sorted({device.id for stage in plan.stages for device in stage.mesh.devices.flat})
-    return f"the results of a pipeline of {len(plan.stages)} stages on devices {in_short(ids)}"
 
 
 def _in_places(stage: Stage, grads: dict[int, jax.Array]) -> list[Any]:

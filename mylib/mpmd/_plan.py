@@ -1,7 +1,6 @@
 """What a pipeline makes once for batches of one shape: what its stages exchange, and programs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -41,7 +40,7 @@ def chain(
     before = Boundary(batch.form.outline, (), batch.form.structs, returns=False)
     for module, following in zip(modules, [*modules[1:], None], strict=True):
         stage = Stage(module.number, module.mesh, module.form, count, before)
-        with _named(f"while stages[{stage.number}] of a pipeline was traced"):
+        try:
             if following is not None:
                 structs, outline = shape_of_result(stage)
                 before = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
@@ -49,18 +48,11 @@ def chain(
             else:
                 stage = replace(stage, targets=targets.form, loss=loss)
                 stage = replace(stage, value=_value(stage))
+        except Exception as error:  # Perhaps of a user's function.
+            error.add_note(f"while stages[{stage.number}] of a pipeline was traced")
+            raise
         made.append(stage)
     return made
-
-
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Adds to errors of the user's functions where they were."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where)
-        raise
 
 
 def _batch_axes(batch: PipelineBatch) -> Any:

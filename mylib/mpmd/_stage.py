@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._placement import axis_names, is_described
-from .._tree import Arrays, KeyPath, Leaves, Split, outlined, split
+from .._tree import Arrays, Leaves, Split, outlined, split
 
 Struct = jax.ShapeDtypeStruct
 
@@ -27,10 +27,7 @@ class Form:
 
 
 def split_as(tree: Any, name: str) -> Leaves:
-    def named(path: KeyPath) -> str:
-        return f"{name}{jtu.keystr(path)}"
-
-    return split(tree, naming=named)
+    return split(tree, naming=lambda path: f"{name}{jtu.keystr(path)}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +121,10 @@ class Stage:
         rows = [x.reshape(x.shape[0] // n, n, *x.shape[1:]) for x in arrays]
         take = jax.lax.dynamic_index_in_dim
         return [take(x, microbatch[0], 1, keepdims=False) for x in rows]
+
+
+def struct_of(x: Any) -> Struct:
+    return Struct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def is_floating(x: Any) -> bool:
