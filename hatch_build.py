@@ -11,7 +11,9 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_LINK = re.compile(r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?!https?://|mailto:|#)[^)\s]+)\)")
+_LINK = re.compile(
+    r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?!https?://|mailto:|#)[^)\s]+)\)"
+)
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""Draws what each device holds under the placements of the first page and of docs/getting-started.md
+"""Draws what each device holds under the placements of the first page, docs/getting-started.md
 and docs/rules.md: `python tools/draw_placements.py` writes docs/assets/placement-*.svg.
 
 What is drawn is what JAX says of the shardings, over eight simulated devices.
