@@ -47,7 +47,7 @@ FINDS = {
     "profiling": "profiling/",
     "jax.profiler": "profiling/#using-jaxprofiler",
     "compile time": "profiling/#where-compile-time-goes",
-    "recompile": "profiling/#where-compile-time-goes",
+    "recompile": "profiling/#a-step-that-recompiles",
     "throughput": "profiling/#throughput-and-mfu",
     "MFU": "profiling/#throughput-and-mfu",
     "out of memory": "profiling/#out-of-memory-oom",

@@ -21,7 +21,8 @@ vm.runInThisContext(fs.readFileSync(path.join(folder, worker), "utf8"));
 function ask(type, data) {
   return new Promise((done) => {
     answered = done;
-    self.onmessage({ data: { type, data } });
+    // A copy, as a browser makes of each message: the worker changes what it is given.
+    self.onmessage({ data: structuredClone({ type, data }) });
   });
 }
 
