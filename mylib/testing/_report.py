@@ -141,7 +141,8 @@ class Merger:
         skipped = {i: r for i, r in reports.items() if r.skipped}
         expected = {i: r for i, r in reports.items() if hasattr(r, "wasxfail")}
         others = [r for r in reports.values() if r.outcome not in _OUTCOMES]
-        outcome, text, reason = "passed", None, None
+        outcome, text = "passed", None
+        more: dict[str, Any] = {}
         if failed:
             outcome, text = "failed", self._failure(failed)
         elif skipped and len(skipped) < len(reports) and not expected:
@@ -155,7 +156,7 @@ class Merger:
             # An outcome of a plugin, which handles it itself.
             outcome, text = others[0].outcome, others[0].longrepr
         if expected and not failed:
-            reason = next(iter(expected.values())).wasxfail
+            more["wasxfail"] = next(iter(expected.values())).wasxfail
         merged = report_of(
             self._item,
             phase,
@@ -169,8 +170,8 @@ class Merger:
                 for name, written in r.sections
                 if (printed := _without_gloo(written))
             ],
-            properties=self._properties(reports),
-            reason=reason,
+            user_properties=self._properties(reports),
+            **more,
         )
         first = next(iter(reports.values()))
         if not hasattr(first, "context"):
@@ -266,26 +267,20 @@ def report_of(
     *,
     start: float,
     duration: float = 0.0,
-    sections: Sequence[tuple[str, str]] = (),
-    properties: Sequence[tuple[str, object]] = (),
-    reason: str | None = None,
+    **more: Any,
 ) -> pytest.TestReport:
-    report = pytest.TestReport(
+    return pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
         keywords={name: 1 for name in item.keywords},
         outcome=outcome,
         longrepr=text,
         when=when,
-        sections=list(sections),
         duration=duration,
         start=start,
         stop=start + duration,
-        user_properties=list(properties),
+        **more,
     )
-    if reason is not None:
-        report.wasxfail = reason
-    return report
 
 
 def _disorder(reason: str) -> str:

@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import get_abstract_mesh
 
 from .._processes import everybody, gather
-from ._coverage import Measured
+from ._coverage import measure
 from ._process import OneOfSeveral, make_devices
 from ._reruns import is_final
 
@@ -46,7 +46,7 @@ class Worker:
         os.set_inheritable(channel, False)
         self._channel = Connection(channel)
         beginning = self._next_message()
-        self._measured = Measured(beginning["coverage"])
+        self._end_measuring = measure(beginning["coverage"])
         self._as_all = OneOfSeveral()
         self._index: int = beginning["index"]
         self._folder = Path(beginning["folder"])
@@ -272,7 +272,7 @@ class Worker:
             self.leave()
         except jax.errors.JaxRuntimeError as error:
             trouble = f"leaving the others failed: {error}"
-        self._measured.end()
+        self._end_measuring()
         self.say("end", trouble=trouble)
         _end(0)
 
