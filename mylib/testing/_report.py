@@ -18,7 +18,7 @@ Only this module decides what "some failed, some were skipped, one died" means:
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,20 +47,12 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _LAST_WORDS = 4000
 
 
-@dataclass(frozen=True)
-class _Crash:
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
-
-
 class Text:
     """The text of a failure: a line for the summary, and sections."""
 
     def __init__(self, summary: str, sections: Sequence["Section"]) -> None:
         # pytest and its JUnit file read the line from here.
-        self.reprcrash = _Crash(summary)
+        self.reprcrash = SimpleNamespace(message=summary)
         self._sections = sections
 
     def toterminal(self, writer: Any) -> None:
