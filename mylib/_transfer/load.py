@@ -213,7 +213,8 @@ class _Part:
         try:
             # Keys have one dimension less than the numbers that are read.
             given = read(leaf, self.index[: leaf.ndim])
-            x = np.asarray(jax.random.key_data(given) if _holds_keys(given) else given)
+            of_keys = isinstance(given, jax.Array) and is_of_keys(given)
+            x = np.asarray(jax.random.key_data(given) if of_keys else given)
         except Exception as error:
             error.add_note(f"(raised by {_called(read)} for {self._name})")
             raise
@@ -248,10 +249,6 @@ class _Part:
         )
         fix = "return file[index], and convert it to the dtype of the leaf: .astype(leaf.dtype)"
         return Fault(leaf.name or "the array", leaf.shape, request, reason, fix)
-
-
-def _holds_keys(x: Any) -> bool:
-    return isinstance(x, jax.Array) and is_of_keys(x)
 
 
 def _called(read: Read) -> str:

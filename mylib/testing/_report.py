@@ -113,7 +113,11 @@ class Merger:
             merged.append(report_of(self._item, "teardown", "passed", start=self._start))
         if self._result.out_of_step and merged[-1].passed:
             merged[-1].outcome = "failed"
-            merged[-1].longrepr = _disorder(self._result.out_of_step)
+            merged[-1].longrepr = (
+                "the test has left its processes out of step, and they have been killed: "
+                f"{self._result.out_of_step}. All must do the same work, and wait for everything "
+                "that they start"
+            )
         return merged
 
     def by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
@@ -233,7 +237,8 @@ class Merger:
             elif outcome.status is not None:
                 head = f"{name} died: {named_status(outcome.status)}"
                 after = ", after another had failed" if order else ""
-                yield head, (head + after, _last_words(outcome))
+                said = _without_noise(outcome.output + outcome.errors)
+                yield head, (head + after, said[-_LAST_WORDS:].strip())
             elif outcome.trouble:
                 text = outcome.trouble.strip()
                 yield f"{name}: {text.splitlines()[-1]}", (name, text)
@@ -275,13 +280,6 @@ def report_of(
     )
 
 
-def _disorder(reason: str) -> str:
-    return (
-        f"the test has left its processes out of step, and they have been killed: {reason}. "
-        "All must do the same work, and wait for everything that they start"
-    )
-
-
 def _count_subtests(reports: Sequence[pytest.TestReport]) -> None:
     """Makes a test with failed subtests fail. Each process's pytest would do so only when showing
     the test, which it doesn't.
@@ -308,10 +306,6 @@ def _headline(report: pytest.TestReport) -> str:
 def _skip_reason(report: pytest.TestReport) -> str:
     text = report.longrepr
     return str(text[2]) if isinstance(text, tuple | list) else str(text)
-
-
-def _last_words(outcome: Outcome) -> str:
-    return _without_noise(outcome.output + outcome.errors)[-_LAST_WORDS:].strip()
 
 
 def stack_of(text: str) -> str:
