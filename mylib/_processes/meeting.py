@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from .._errors import line_of_caller
+from .._watched import waits
 from .groups import digest, named
 from .order import IN_ORDER
 from .series import JUDGED, Conclusion, Judge, Processes, Series
@@ -70,6 +71,7 @@ class _Visit:
         self.is_there = self.is_over = False
 
 
+@waits("meetings", lambda purpose, mine, processes, *_, **__: (purpose, processes))
 def exchange(
     purpose: str,
     mine: str,

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -57,12 +58,15 @@ class Watch:
         self.client = client
         self.me = jax.process_index()
         self.transfers: OnTheirWay | None = None
+        # What `mylib.watch` tells and reads in this thread.
+        self.also: Callable[[], None] | None = None
         # What is wrong, by the processes that it concerns.
         self.failures: dict[Processes, str] = {}
         self._lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
         self._news = threading.Condition()
         self._told: dict[int, Any] = {}
+        self._exchanged = 0.0
         self._busy = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="mylib-watch", daemon=True)
@@ -136,17 +140,18 @@ class Watch:
         return idle and all(lane.is_settled() for lane in self._lanes.values())
 
     def _run(self) -> None:
-        exchanged = 0.0
         while not self._ended:
             if self._busy.wait(_IDLE):
                 time.sleep(_LOOK)
                 if self.transfers is not None:
                     self.transfers.look()
-                if time.monotonic() - exchanged < _EXCHANGE and not self._ended:
+                if time.monotonic() - self._exchanged < _EXCHANGE and not self._ended:
                     continue
-            exchanged = time.monotonic()
+            self._exchanged = time.monotonic()
             try:
                 self._exchange()
+                if self.also is not None:
+                    self.also()
             except jax.errors.JaxRuntimeError:
                 # The service does not answer. JAX itself ends processes that have lost it.
                 pass
@@ -155,6 +160,11 @@ class Watch:
             with self._lock:
                 if self.is_idle():
                     self._busy.clear()
+
+    def wake(self) -> None:
+        """Makes it tell and read at once."""
+        self._exchanged = 0.0
+        self._busy.set()
 
     def _end_thread(self) -> None:
         """Lets it make a last exchange."""
