@@ -107,7 +107,7 @@ class Lookout:
             return
         # There may be no standard error that is a file.
         with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
-            faulthandler.dump_traceback_later(self.limit + 1, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self.limit, file=sys.__stderr__)
 
     def account(self, full: bool) -> Account:
         """That of this process."""

@@ -68,11 +68,12 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
         + ([(*starting, False, [], "")] if starting else []),
         "waits": [
             (wait.what, named(wait.processes), now - wait.since)
-            for those in [*record.waits.values()]
-            for wait in [*those]
+            for ident in (watched, *loaders)
+            for wait in [*record.waits.get(ident, ())]
         ],
         "in_jax": main is not None and (main.is_in_jax() or main.starts() is not None),
         "callback": next((x.where() for x in callbacks.values()), ""),
+        "loader": next((x.where() for i, x in loaders.items() if not record.waits.get(i)), ""),
         "stacks": ({"stack": main.lines()} if main else {}) | stacks,
     }
 

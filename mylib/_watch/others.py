@@ -28,6 +28,8 @@ _RATE = 200
 # Seconds to leave the others; and for them to end before the process that keeps the service.
 _LAST = 5.0
 _AFTER = 12.0
+# And for a process whose Python is held by C to print its stack.
+_PRINTS = 1.0
 # A process that has used so much of its limit tells all that it knows of itself.
 _SOON = 0.8
 
@@ -218,6 +220,8 @@ class Others:
                 x.record = records.get(x.index, {})
         say(report(accounts, f"no progress for {self._oldest:.0f} s (stuck_after={self._limit:g})"))
         if self._lookout.end:
+            if any(x.silent for x in accounts):
+                time.sleep(_PRINTS)
             self._end()
 
     def _end(self) -> None:

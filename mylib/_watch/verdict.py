@@ -79,8 +79,9 @@ def findings(accounts: Sequence[Account]) -> list[str]:
         *_silent(here),
         *_differences(come),
         *_gone(accounts),
-        *_behind(come),
+        *_behind([x for x in come if not x.silent]),
         *_in_callbacks(here),
+        *_in_loaders(here),
     ]
     return found or [*_in_python(here)]
 
@@ -122,7 +123,8 @@ def _differences(here: Sequence[Account]) -> Iterator[str]:
 
 
 def _behind(here: Sequence[Account]) -> Iterator[str]:
-    for kind in sorted({kind for x in here for kind in x.counts}):
+    kinds = {kind for x in here for kind in x.counts}
+    for kind in sorted(kinds, key=lambda kind: [*_NAMES].index(kind.partition(" ")[0])):
         some = [x for x in here if x.index in _group(kind)]
         most = max(x.counts.get(kind, 0) for x in some)
         first = [x for x in some if x.counts.get(kind, 0) == most]
@@ -142,14 +144,19 @@ _NAMES = {
     "programs": "call",
     "placements": "placement",
     "meetings": "comparison",
-    "batches": "batch",
     "steps": "step",
+    "batches": "batch",
 }
 
 
 def _in_callbacks(here: Sequence[Account]) -> Iterator[str]:
     for where, who in _by(here, lambda x: x.record.get("callback") or None):
         yield f"a callback of {named(who)} has not returned: it is at {where}"
+
+
+def _in_loaders(here: Sequence[Account]) -> Iterator[str]:
+    for where, who in _by(here, lambda x: x.record.get("loader") or None):
+        yield f"the loader of {named(who)} has not made its next batch: it is at {where}"
 
 
 def _in_python(here: Sequence[Account]) -> Iterator[str]:
