@@ -219,7 +219,7 @@ EVENT_COMPILED = "/jax/core/compile/backend_compile_duration"
 # Logs every error of a callback.
 LOGGER_CALLBACK = "jax._src.callback"
 
-# --- files and functions of JAX on the stack --------------------------------------------------------
+# --- files and functions of JAX on the stack ------------------------------------------------------
 
 # What traces a function, what lowers a program, and what compiles one.
 FRAMES_TRACING = frozenset(
@@ -232,7 +232,9 @@ FRAMES_COMPILING = frozenset(
     {("compiler.py", "compile_or_get_cached"), ("mlir.py", "lower_jaxpr_to_module")}
 )
 # What calls a function of Python from a running program.
-FRAMES_CALLBACK = frozenset({("callback.py", "pure_callback_impl"), ("callback.py", "io_callback_impl")})
+FRAMES_CALLBACK = frozenset(
+    {("callback.py", "pure_callback_impl"), ("callback.py", "io_callback_impl")}
+)
 
 # --- lowered programs: the names of MLIR's operations ---------------------------------------------
 

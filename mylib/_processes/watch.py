@@ -173,10 +173,12 @@ class Watch:
         self._thread.join(_IDLE)
 
     def _exchange(self) -> None:
-        found = self.client.key_value_dir_get(f"{_PLACE}/{self.me}/")
-        accounts = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
         with self._lock:
             peers = {peer for lane in self._lanes.values() for peer in lane.neighbours}
+        if not peers:
+            return
+        found = self.client.key_value_dir_get(f"{_PLACE}/{self.me}/")
+        accounts = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
         for peer in peers:
             self._compare(peer, accounts.get(peer, _NOTHING))
         for peer in peers:

@@ -9,8 +9,12 @@ import jax
 
 from .._compat import CoordinationClient, names
 from .._processes import named
+from .._text import listed
 from .record import Record, Started, ended_of
 from .stacks import Thread
+
+# At most as many kinds of collectives of a program are named.
+_COLLECTIVES = 4
 
 _END = "end"
 _TELL = "tell"
@@ -22,7 +26,8 @@ def news_of(record: Record, thread: Thread | None) -> dict[str, Any]:
     last = f"call {calls[-1].number}, {_text(calls[-1])}" if calls else ""
     if starting := _starting(calls, counts, thread):
         kind, number, text = starting
-        counts[kind], last = number, f"call {number}, {text}"
+        last = f"call {number}, {text}" if kind else text
+        counts |= {kind: number} if kind else {}
     return {"counts": counts, "at": thread.where() if thread else "", "last": last}
 
 
@@ -30,17 +35,16 @@ def _starting(
     calls: Sequence[Started], counts: Mapping[str, int], thread: Thread | None
 ) -> tuple[str, int, str] | None:
     """The call that has not returned: its kind, number and text. On CPUs it may run the program.
-    Before it returns nobody knows its devices; they are taken for those of the last one.
+    Before it returns nobody knows its devices; they are taken for those of the last time.
     """
     found = thread and thread.starts()
     programs = [x.witness for x in calls if x.witness.tally and "programs" in x.witness.tally.name]
-    if not found or not programs:
+    if not found:
         return None
     name, line = found
-    same = [x for x in programs if x.name == name] or programs
-    assert same[-1].tally is not None
-    kind = same[-1].tally.name
-    return kind, counts[kind] + 1, f"{name} in {line}"
+    kinds = [x.tally.name for x in programs if x.name == name and x.tally]
+    kind = kinds[-1] if kinds else ""
+    return kind, counts.get(kind, 0) + 1, f"{name} in {line}"
 
 
 def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> dict[str, Any]:
@@ -49,10 +53,12 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
     main = threads.get(watched)
     starting = _starting(calls, record.counts(), main)
     callbacks = {i: x for i, x in threads.items() if x.in_callback()}
-    waits = record.waits.get(watched)
-    loaders = {i: x for i, x in threads.items() if waits and x.name == "mylib.data.prefetch"}
+    for_batch = any(wait.kind == "batches" for wait in record.waits.get(watched, ()))
+    loaders = {i: x for i, x in threads.items() if for_batch and x.name == "mylib.data.prefetch"}
     shown = {"a thread of a callback": callbacks, "the loader's thread": loaders}
-    stacks = {name: x.lines() for name, those in shown.items() for i, x in those.items() if x is not main}
+    stacks = {
+        name: x.lines() for name, those in shown.items() for i, x in those.items() if x is not main
+    }
     return {
         "calls": [
             (
@@ -65,13 +71,14 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
             )
             for call, ended in zip(calls, ended_of(calls), strict=True)
         ]
-        + ([(*starting, False, [], "")] if starting else []),
+        + ([(*starting, False, [], "")] if starting and starting[0] else []),
+        "starting": starting[2] if starting else "",
         "waits": [
             (wait.what, named(wait.processes), now - wait.since)
             for ident in (watched, *loaders)
             for wait in [*record.waits.get(ident, ())]
         ],
-        "in_jax": main is not None and (main.is_in_jax() or main.starts() is not None),
+        "in_jax": main is not None and main.is_in_jax(),
         "callback": next((x.where() for x in callbacks.values()), ""),
         "loader": next((x.where() for i, x in loaders.items() if not record.waits.get(i)), ""),
         "stacks": ({"stack": main.lines()} if main else {}) | stacks,
@@ -85,7 +92,10 @@ def _text(call: Started) -> str:
 def _communicated(call: Started) -> str:
     """What `audit` has found of a program, if it was called."""
     variant = call.witness.variant and call.witness.variant()
-    return "" if variant is None else variant.communicates
+    if variant is None or variant.collectives is None:
+        return ""
+    kinds = (f"{x.kind} over {', '.join(x.axes or '?')}" for x in variant.collectives)
+    return listed([*dict.fromkeys(kinds)], _COLLECTIVES) or "nothing"
 
 
 class Bulletin:

@@ -1,7 +1,7 @@
 """What this process tells the others of a watch, and hears of them.
 
-It goes with the thread that compares the processes' calls (`_processes/watch.py`): that may wait for
-the coordination service, which stops with the process that keeps it.
+It goes with the thread that compares the processes' calls (`_processes/watch.py`): that may wait
+for the coordination service, which stops with the process that keeps it.
 """
 
 import threading
@@ -30,6 +30,8 @@ _LAST = 5.0
 _AFTER = 12.0
 # And for a process whose Python is held by C to print its stack.
 _PRINTS = 1.0
+# So long the report waits for what other processes know of themselves.
+_PATIENCE = 2.0
 # A process that has used so much of its limit tells all that it knows of itself.
 _SOON = 0.8
 
@@ -192,8 +194,9 @@ class Others:
         if not is_stuck(accounts, self._limit):
             self._is_reported = False
         elif not (self._is_reported or any(map(self._speaks, accounts[: self._me]))):
-            late = [x for x in accounts if x.age >= self._limit and x.index != self._me]
-            if all(x.news["recorded"] for x in late if self._speaks(x)):
+            slow = [x for x in accounts if x.age >= self._limit / 2 and x.index != self._me]
+            told = all(x.news["recorded"] for x in slow if self._speaks(x))
+            if told or self._oldest >= self._limit + _PATIENCE:
                 self._is_reported = True
                 self._report(accounts)
 

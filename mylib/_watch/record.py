@@ -107,6 +107,7 @@ class Started(NamedTuple):
 
 
 class Wait(NamedTuple):
+    kind: str
     what: str
     processes: tuple[int, ...]
     since: float
@@ -178,7 +179,7 @@ class Record:
         if kind:
             self._tally(kind, processes).count += 1
         waits = self.waits.setdefault(threading.get_ident(), [])
-        waits.append(Wait(what, processes, time.monotonic()))
+        waits.append(Wait(kind, what, processes, time.monotonic()))
         try:
             yield
         finally:

@@ -45,25 +45,34 @@ def _described(x: Account) -> Iterator[str]:
         yield f"its last news: {x.news.get('last') or 'no call yet'}"
         return
     record = x.record
-    yield from _calls(record.get("calls", []))
+    if not record and x.news.get("last"):
+        yield f"its last call: {x.news['last']}"
+    if record.get("starting") and record["starting"] not in (call[2] for call in _open(record)):
+        yield f"is starting {record['starting']}: that call has not returned"
+    yield from _calls(record)
     for what, processes, _ in record.get("waits", ()):
-        yield f"waits for {what}, together with {processes}"
+        yield f"waits for {what}, of {processes}"
     for name, stack in record.get("stacks", {}).items():
         yield f"{name}, innermost last:"
         yield from (f"  {line}" for line in stack)
 
 
-def _calls(calls: Sequence[Any]) -> Iterator[str]:
-    open_ = [call for call in calls if call[3] is not True]
-    ended = [call for call in calls if call[3] is True]
+def _calls(record: dict[str, Any]) -> Iterator[str]:
+    running = _open(record)
+    ended = [call for call in record.get("calls", ()) if call[3] is True]
     if ended:
         yield f"has ended call {ended[-1][1]}, {ended[-1][2]}"
-    for _, n, text, state, devices, about in open_[:_CALLS]:
+    for _, n, text, state, devices, about in running[:_CALLS]:
         if state is None:
             yield f"has started call {n}, {text}: whether it has ended is unknown"
         else:
             where = f" on {'device' if len(devices) == 1 else 'devices'} {in_short(devices)}"
             told = f". It communicates {about}" if about else ""
             yield f"has not ended call {n}, {text}{where if devices else ''}{told}"
-    if len(open_) > _CALLS:
-        yield f"and {counted(len(open_) - _CALLS, 'later call')}"
+    if len(running) > _CALLS:
+        yield f"and {counted(len(running) - _CALLS, 'later call')}"
+
+
+def _open(record: dict[str, Any]) -> list[Any]:
+    """The calls that are not known to have ended."""
+    return [call for call in record.get("calls", ()) if call[3] is not True]

@@ -8,6 +8,8 @@ from typing import Any
 from .._processes import members, named
 from .._text import counted
 
+# At most as many places are named.
+_PLACES = 4
 # Of a process that is no longer watched.
 GONE = ("left", "ended")
 
@@ -83,7 +85,7 @@ def findings(accounts: Sequence[Account]) -> list[str]:
         *_in_callbacks(here),
         *_in_loaders(here),
     ]
-    return found or [*_in_python(here)]
+    return found or [*_places(here)]
 
 
 def _absent(accounts: Sequence[Account]) -> Iterator[str]:
@@ -137,7 +139,9 @@ def _behind(here: Sequence[Account]) -> Iterator[str]:
                     what = f", and {_have(who)} not come to compare ({waits[0]})" if waits else ""
                 calls = counted(most - count, _NAMES[kind.partition(" ")[0]])
                 others = named([x.index for x in first])
-                yield f"{named(who)} {_is(who)} {calls} behind {others}{what}"
+                places = {x.news.get("at") for x in some if x.index in who}
+                at = f": {_it_is(who)} at {places.pop()}" if len(places) == 1 else ""
+                yield f"{named(who)} {_is(who)} {calls} behind {others}{what}{at}"
 
 
 _NAMES = {
@@ -159,12 +163,18 @@ def _in_loaders(here: Sequence[Account]) -> Iterator[str]:
         yield f"the loader of {named(who)} has not made its next batch: it is at {where}"
 
 
-def _in_python(here: Sequence[Account]) -> Iterator[str]:
-    """Which of them do not wait for devices or other processes."""
-    busy = [x for x in here if x.record and not (x.record["in_jax"] or x.record["waits"])]
-    for where, who in _by(busy, lambda x: x.news.get("at")):
-        yield f"{named(who)} {_is(who)} at {where}, and {'waits' if len(who) == 1 else 'wait'} "\
-            "neither for devices nor for other processes that mylib knows of"
+def _places(here: Sequence[Account]) -> Iterator[str]:
+    """Where they are, those first that do not wait for what mylib knows of."""
+
+    def waits(x: Account) -> bool:
+        return bool(x.record and (x.record["starting"] or x.record["in_jax"] or x.record["waits"]))
+
+    def place(x: Account) -> str:
+        starting = x.record.get("starting")
+        return f"starting {starting}" if starting else f"at {x.news.get('at')}"
+
+    for where, who in _by(sorted(here, key=waits), place)[:_PLACES]:
+        yield f"{named(who)} {_is(who)} {where}"
 
 
 def _by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:
@@ -183,3 +193,7 @@ def _have(who: Sequence[int]) -> str:
 
 def _is(who: Sequence[int]) -> str:
     return "is" if len(who) == 1 else "are"
+
+
+def _it_is(who: Sequence[int]) -> str:
+    return "it is" if len(who) == 1 else "they are"

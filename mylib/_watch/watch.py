@@ -28,8 +28,8 @@ class Watching:
         global _entered
         if _watched.record is not None:
             raise RuntimeError(
-                "another mylib.watch is active in this process: one watches all that it does. Leave "
-                "it first, or use that one"
+                "another mylib.watch is active in this process: one watches all that it does. "
+                "Leave it first, or use that one"
             )
         _entered += 1
         self._everybody = everybody()

@@ -1,6 +1,6 @@
-"""A job of several processes that hangs: `python job.py CASE [SECONDS]`, with a watch of so many seconds.
+"""A job of several processes that hangs: `job.py CASE LIMIT`, the seconds of its watch.
 
-Before it hangs, process 1 prints the time.
+The process that hangs prints the time before.
 """
 
 import ctypes
@@ -70,8 +70,8 @@ def batches():
 
 
 def traced_slowly(x):
-    for _ in range(int(2 * LIMIT / 0.05)):
-        time.sleep(0.05)
+    until = time.monotonic() + 2 * LIMIT
+    while time.monotonic() < until:
         x = x + 1
     return x.sum()
 
@@ -120,8 +120,8 @@ def train(watch: "mylib.Watching") -> None:
         for i in range(20):
             if i == 6 and ME == ODD:
                 hang()
-            state = plain(state)
             watch.step()
+            state = plain(state)
             float(state.addressable_data(0)[0])
         return
     with mylib.data.prefetch(batches(), P("d"), mesh=MESH) as source:
