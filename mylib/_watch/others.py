@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _TELL = 10.0
 _READ = 5.0
 _READERS = 2
+# A process that makes progress looks for orders after as many messages.
+_ORDERS = 3
 # If processes seem to be stuck they tell and read more often, but no more messages a second.
 _OFTEN = 1.0
 _RATE = 200
@@ -113,10 +115,11 @@ class Others:
         if self._lookout.is_asked:
             self._lookout.is_asked = False
             if self._bulletin.order_records(self._orders):
-                self._deadline = now + 1.5 * min(_TELL, self._limit / 5) + 1
+                self._deadline = now + (_ORDERS + 1) * min(_TELL, self._limit / 5) + 1
         if now - self._told >= self._pace():
             self._tell(now)
-            self._obey()
+            if self._seems_stuck() or self._number % _ORDERS == 1:
+                self._obey()
         if self._reads_now(now) or self._takes_over(now):
             self._judge(now)
         self._heard = time.monotonic()
