@@ -32,10 +32,32 @@ def mesh():
     return mylib.make_mesh(d=-1)
 
 
+class _Reports(logging.Handler):
+    """The reports of this process; and whether any process has made one."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.texts = []
+        self._path = path / "reported"
+
+    def emit(self, record):
+        if "mylib.watch" in record.getMessage():
+            self.texts.append(record.getMessage())
+            self._path.touch()
+
+    def wait(self):
+        """Until one has come: so long this process is stuck."""
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not self._path.exists():
+            time.sleep(0.05)
+
+
 @pytest.fixture
-def reports(caplog):
-    caplog.set_level(logging.ERROR, "mylib")
-    return lambda: [x.getMessage() for x in caplog.records if "mylib.watch" in x.getMessage()]
+def reports(multihost_tmp_path):
+    handler = _Reports(multihost_tmp_path)
+    logging.getLogger("mylib").addHandler(handler)
+    yield handler
+    logging.getLogger("mylib").removeHandler(handler)
 
 
 def _keys():
@@ -44,21 +66,21 @@ def _keys():
 
 @processes
 def test_a_process_that_does_not_come_to_a_program(mesh, reports):
-    """Process 1 sleeps, is named by process 0, and goes on."""
+    """Process 1 waits, is named by process 0, and goes on."""
     total = mylib.filter_jit(lambda x: x.sum(), out_shardings=P(), mesh=mesh)
     x = mylib.filter_shard(np.ones(4, np.float32), P("d"), mesh=mesh)
     before = threading.active_count()
     with mylib.watch(stuck_after=1):
         for step in range(3):
             if step == 2 and jax.process_index() == 1:
-                time.sleep(5)
+                reports.wait()
             assert float(total(x)) == 4
         barrier()
-    told = gather(reports())
+    told = gather(reports.texts)
     assert len(told[0]) == 1 and told[1] == []
     first = told[0][0].splitlines()[0]
     assert "process 1 is 1 call behind process 0, and has not made <lambda> in test_w" in first
-    assert re.search(r"it is at test_watch_processes.py:\d+ in test_a_process_that_does", first)
+    assert re.search(r"it is at test_watch_processes.py:\d+ in wait", first)
     # The thread that compares calls, and those of meetings, are there for later ones.
     assert threading.active_count() <= before + 3
     assert not any("lookout" in x.name for x in threading.enumerate())
@@ -70,10 +92,10 @@ def test_a_process_that_does_not_come_to_a_program(mesh, reports):
 def test_a_process_that_does_not_come_to_compare(mesh, reports):
     with mylib.watch(stuck_after=1):
         if jax.process_index() == 0:
-            time.sleep(5)
+            reports.wait()
         mylib.filter_shard(np.ones(4, np.float32), P("d"), mesh=mesh)
         barrier()
-    (text,) = [x for told in gather(reports()) for x in told]
+    (text,) = [x for told in gather(reports.texts) for x in told]
     assert "process 0 is 1 comparison behind process 1, and has not come to compare" in text
 
 
@@ -91,7 +113,7 @@ def test_a_process_that_works_is_waited_for(mesh, reports):
                 time.sleep(0.1)
         assert float(total(x)) == 4
         barrier()
-    assert gather(reports()) == [[], []]
+    assert gather(reports.texts) == [[], []]
 
 
 def _run(case, count, checkout_env):
