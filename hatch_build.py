@@ -1,7 +1,8 @@
 """The README and the addresses that the package index shows.
 
 The address of the repository is only in `pyproject.toml`. While it is empty, links
-to files of the repository, which would lead nowhere, are shown as plain text.
+to files of the repository, which would lead nowhere, are shown as plain text, and
+pictures are left out.
 """
 
 import re
@@ -10,7 +11,9 @@ from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>(?!https?://|mailto:|#)[^)\s]+)\)")
+_LINK = re.compile(
+    r"(?P<picture>!?)\[(?P<text>[^\]]*)\]\((?P<path>(?!https?://|mailto:|#)[^)\s]+)\)"
+)
 _CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -20,7 +23,11 @@ def with_links(text: str, files: str | None) -> str:
     """
 
     def link(match: re.Match[str]) -> str:
-        return match["text"] if files is None else f"[{match['text']}]({files}/{match['path']})"
+        picture = match["picture"]
+        if files is None:
+            return "" if picture else match["text"]
+        place = files.replace("/blob/", "/raw/") if picture else files
+        return f"{picture}[{match['text']}]({place}/{match['path']})"
 
     # Every second part is code, in which nothing is a link.
     parts = _CODE.split(text)

@@ -127,13 +127,9 @@ def machine(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    if item.get_closest_marker("multihost"):
-        from mylib.testing._names import keep_name
-
-        keep_name(item)
-        if item.config.pluginmanager.hasplugin("xdist"):
-            # With --dist=loadgroup one of its workers has all the processes.
-            item.add_marker(pytest.mark.xdist_group("multihost"))
+    if item.get_closest_marker("multihost") and item.config.pluginmanager.hasplugin("xdist"):
+        # With --dist=loadgroup one of its workers has all the processes.
+        item.add_marker(pytest.mark.xdist_group("multihost"))
 
 
 @pytest.hookimpl(trylast=True)

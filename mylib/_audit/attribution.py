@@ -2,14 +2,14 @@
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePath
 from typing import NamedTuple
 
 from .._compat import names as known
-from .hlo import HloModule, Instruction, calls_of, short
+from .hlo import HloModule, Instruction
 from .targets import CALLBACKS
-from .values import MOVES, Value, computed, done_of, target_of, unchanged
+from .values import MOVES, Value, computed, done_of, unchanged
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -34,7 +34,6 @@ class Origin(NamedTuple):
     """Where a collective comes from. Fields are empty if the program doesn't contain them."""
 
     arrays: tuple[str, ...]
-    is_gradient: bool
     primitive: str
     scope: str
     source: str
@@ -43,25 +42,46 @@ class Origin(NamedTuple):
 
 
 def origin_of(x: Instruction, names: Names) -> Origin:
-    named = _own_names(x)
-    primitive = _primitive(named[0]) if named else ""
+    named, primitive = _own_names(x), own_primitive_of(x)
     generated = 'is_spmd_generated="true"' in x.attributes
-    written = _is_written(primitive) and not generated
+    written = re.sub(r"_(start|done)$", "", primitive) in known.COLLECTIVES and not generated
     informed = x if named and primitive not in known.STRUCTURE else next(_informed_users(x), x)
     if not _own_names(informed):
         informed = next(_informed_inputs(x), x)
     around = _own_names(informed)
-    made_by = next(_informed_inputs(x), x)
-    at = (named if written else around or [""])[0]
+    at = named if written else around
     return Origin(
         arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
-        is_gradient="backward" in (phase_of(named), phase_of(_own_names(made_by))),
         primitive=_primitive(at),
-        scope=_scope(at),
+        scope=_scope(at[0] if at else ""),
         source=source_of(x if written else informed) or source_of(x),
         phase=phase_of([*named, *around]),
         inserted=not written,
     )
+
+
+def is_gradient(x: Instruction) -> bool:
+    """Whether a collective is of the backward pass, or given what this computes."""
+    made_by = next(_informed_inputs(x), x)
+    return "backward" in (phase_of(_own_names(x)), phase_of(_own_names(made_by)))
+
+
+def gradients_of(updated: Sequence[int], module: HloModule, names: Names) -> tuple[str, ...]:
+    """The paths of the arguments with these numbers, without those of an optimiser's state, whose
+    paths end like those of the model.
+    """
+    arguments = [module.entry.parameters[i] for i in updated]
+    paths = list(dict.fromkeys(names((x.op_names or [x.name])[0]) for x in arguments))
+    return tuple(p for p in paths if not any(_is_state_of(p, other) for other in paths))
+
+
+def _is_state_of(path: str, other: str) -> bool:
+    inner = re.sub(r"^\w+", "", other)
+    return len(path) > len(other) and path.endswith(inner) and _keys(path) > _keys(other)
+
+
+def _keys(path: str) -> int:
+    return len(re.findall(r"[.\[]", path))
 
 
 def _own_names(x: Instruction) -> list[str]:
@@ -69,14 +89,9 @@ def _own_names(x: Instruction) -> list[str]:
     return [name for name in x.op_names if name.startswith(f"{known.JIT}(") or "/" in name]
 
 
-def _is_written(primitive: str) -> bool:
-    return re.sub(r"_(start|done)$", "", primitive) in known.COLLECTIVES
-
-
 def own_primitive_of(x: Instruction) -> str:
     """The JAX primitive of an instruction, if it has one itself."""
-    named = _own_names(x)
-    return _primitive(named[0]) if named else ""
+    return _primitive(_own_names(x))
 
 
 def line_and_primitive(x: Instruction) -> tuple[str, str]:
@@ -87,27 +102,20 @@ def line_and_primitive(x: Instruction) -> tuple[str, str]:
 
 def primitive_of(x: Instruction) -> str:
     """The JAX primitive of an instruction, or of the nearest one that has one."""
-    for informed in (x, next(_informed_users(x), x)):
-        if names := _own_names(informed):
-            return _primitive(names[0])
-    return ""
+    return own_primitive_of(x) or own_primitive_of(next(_informed_users(x), x))
 
 
-def _primitive(name: str) -> str:
+def _primitive(names: Sequence[str]) -> str:
     # Merged ones: `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
-    last = re.split(r"[/:]", name.rstrip(")"))[-1]
-    return last.split("[")[0]
+    return re.split(r"[/:]", names[0].rstrip(")"))[-1].split("[")[0] if names else ""
 
 
 def _scope(name: str) -> str:
     """The scopes of `jax.named_scope`; each of Equinox's layers is in one."""
     parts = (_TRANSFORMED.sub(r"\1", part) for part in name.split("/")[:-1])
-    return "/".join(part for part in parts if part and not _is_structure(part))
-
-
-def _is_structure(part: str) -> bool:
+    own = [x for x in parts if x not in ("", *_STRUCTURE) and not x.startswith(known.SCOPE_BRANCH)]
     # Several names that were merged into one have a colon.
-    return part in _STRUCTURE or part.startswith(known.SCOPE_BRANCH) or bool(set(part) & set("(:"))
+    return "/".join(x for x in own if set(x).isdisjoint("(:"))
 
 
 def phase_of(names: Sequence[str]) -> str:
@@ -123,7 +131,7 @@ def source_of(x: Instruction) -> str:
     """The innermost line in the user's own files."""
     frames = list(x.computation.module.frames(x))
     in_user_code = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
-    return short((in_user_code or frames or [""])[0])
+    return PurePath((in_user_code or frames or [""])[0]).name
 
 
 def _informed_users(x: Instruction) -> Iterator[Instruction]:
@@ -132,11 +140,7 @@ def _informed_users(x: Instruction) -> Iterator[Instruction]:
     for at in queue:
         if len(queue) > _FAR:
             return
-        if (
-            at is not x
-            and (names := _own_names(at))
-            and _primitive(names[0]) not in known.STRUCTURE
-        ):
+        if at is not x and _own_names(at) and own_primitive_of(at) not in known.STRUCTURE:
             yield at
             continue
         for user in _users(at):
@@ -149,7 +153,7 @@ def _users(x: Instruction) -> Iterator[Instruction]:
     computation = x.computation
     for user in computation.users[x.name]:
         if user.opcode == "fusion":
-            called = computation.module.computations[calls_of(user)[0][1]]
+            called = user.called("calls")
             for number, name in enumerate(user.operands):
                 if name == x.name:
                     yield from called.users[called.parameters[number].name]
@@ -176,19 +180,14 @@ def _arrays(x: Instruction) -> Iterator[str]:
     """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
     over another axis.
     """
-    for made_by in _sources(x.inputs()[: _operands(x)]):
-        yield (made_by.op_names or [made_by.name])[0]
-
-
-def _sources(values: Iterable[Instruction]) -> Iterator[Instruction]:
-    queue = [Value(x) for x in values]
+    operands = x.inputs()
+    queue = [Value(y) for y in (operands[:1] if x.opcode.startswith("ragged") else operands)]
     for value in queue:
         if len(queue) > _FAR:
             return
         made_by = computed(value).made_by
-        module = made_by.computation.module
-        if made_by.opcode == "parameter" and made_by.computation is module.entry:
-            yield made_by
+        if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:
+            yield (made_by.op_names or [made_by.name])[0]
         elif _is_moved(made_by):
             data = made_by.inputs()
             # The start of a slice is not data.
@@ -197,12 +196,8 @@ def _sources(values: Iterable[Instruction]) -> Iterator[Instruction]:
 
 def _is_moved(x: Instruction) -> bool:
     if x.opcode == "custom-call":  # arrays that the TPU's compiler copies to fast memory in pieces
-        return target_of(x) == "ConcatBitcast"
+        return x.target == "ConcatBitcast"
     return x.opcode.removesuffix("-start").removesuffix("-done") in _MOVED
-
-
-def _operands(x: Instruction) -> int:
-    return 1 if x.opcode.startswith("ragged") else len(x.operands)
 
 
 def callbacks_of(text: str) -> list[str]:
@@ -211,6 +206,6 @@ def callbacks_of(text: str) -> list[str]:
         line_and_primitive(x)
         for computation in HloModule(text).computations.values()
         for x in computation.instructions
-        if target_of(x) in CALLBACKS
+        if x.target in CALLBACKS
     )
     return [f"{primitive} at {line}" if line else primitive for line, primitive in calls]

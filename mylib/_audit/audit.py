@@ -1,24 +1,23 @@
 """`audit`: reads a compiled program."""
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from .._compat import argument_of_filter_jit, is_filter_jit
 from .._errors import AuditError
+from .._placement import axis_names, entries_of
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
-from .attribution import Names, origin_of, source_of
+from .attribution import Names, gradients_of, is_gradient, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
-from .gradients import gradients_of
 from .groups import Axes, axes_in
-from .hlo import HloModule
+from .hlo import Array, HloModule
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
 from .work import work_of
@@ -79,38 +78,29 @@ def audit(
         assert report.bytes() == 4  # one float32
         ```
     """
-    if isinstance(fun, str):
-        _no_arguments(args, kwargs)
-        return report_of(fun, mesh=mesh, local=local)
-    inner = getattr(fun, "compiled", fun)
-    if not isinstance(inner, jax.stages.Compiled) and not hasattr(fun, "as_text"):
-        if not callable(fun) and not hasattr(fun, "lower"):
-            raise TypeError(
-                f"audit: a {type(fun).__name__} is no function and no compiled program. Give the "
-                "function and its arguments, audit(step, batch, model), not what it returned"
-            )
-        if not hasattr(fun, "lower"):
-            compiled, names = _compiled(fun, args, kwargs)
-            return report_of(compiled, names, mesh=mesh, local=local)
-        jitted: Any = fun
-        compiled = jitted.lower(*args, **kwargs).compile()
-        if is_filter_jit(jitted):
-            names = _names_of_equinox(jitted, args, kwargs)
-            return report_of(compiled.compiled, names, mesh=mesh, local=local)
-        fun = compiled
+    program: Any = fun
+    names = _plain
+    compiled = isinstance(getattr(fun, "compiled", fun), jax.stages.Compiled)
+    if compiled or isinstance(fun, str) or hasattr(fun, "as_text"):
+        if args or kwargs:
+            raise TypeError("audit: what is compiled already takes no arguments")
+    elif hasattr(fun, "lower"):
+        program = fun.lower(*args, **kwargs).compile()
+        names = _names_of_equinox(fun, args, kwargs) if is_filter_jit(fun) else _plain
+    elif callable(fun):
+        program, names = _compiled(fun, args, kwargs)
     else:
-        _no_arguments(args, kwargs)
-    if hasattr(fun, "audit"):
-        return fun.audit(mesh=mesh, local=local)
-    fun = getattr(fun, "compiled", fun)
-    if not isinstance(fun, jax.stages.Compiled):
-        raise TypeError(f"audit: compile it first: a {type(fun).__name__} is no compiled program")
-    return report_of(fun, mesh=mesh, local=local)
-
-
-def _no_arguments(args: Any, kwargs: Any) -> None:
-    if args or kwargs:
-        raise TypeError("audit: what is compiled already takes no arguments")
+        raise TypeError(
+            f"audit: a {type(fun).__name__} is no function and no compiled program. Give the "
+            "function and its arguments, audit(step, batch, model), not what it returned"
+        )
+    if hasattr(program, "audit"):
+        return program.audit(mesh=mesh, local=local)
+    text_or_compiled = getattr(program, "compiled", program)
+    if not isinstance(text_or_compiled, str | jax.stages.Compiled):
+        kind = type(program).__name__
+        raise TypeError(f"audit: compile it first: a {kind} is no compiled program")
+    return report_of(text_or_compiled, names, mesh=mesh, local=local)
 
 
 def _plain(name: str) -> str:
@@ -146,41 +136,33 @@ def _names_of_equinox(jitted: Any, args: Any, kwargs: Any) -> Names:
     """The names of the leaves that `equinox.filter_jit` numbers."""
     bound = signature_of(jitted).bind(*args, **kwargs)
     bound.apply_defaults()
-    named: dict[str, list[str]] = {"rest": [], "fun": _leaves_of("", jitted)}
+    leaves: list[str] = []
     for name, value in bound.arguments.items():
-        kind = bound.signature.parameters[name].kind
-        several = kind is inspect.Parameter.VAR_POSITIONAL
-        each = value if several else list(value.values()) if kind is _KEYWORDS else [value]
-        prefixes = [f"{name}[{i}]" for i in range(len(each))] if several else [name]
-        prefixes = list(value) if kind is _KEYWORDS else prefixes
-        for prefix, one in zip(prefixes, each, strict=True):
-            part = "rest" if "first" in named or kind in _BY_NAME else "first"
-            named.setdefault(part, []).extend(_leaves_of(prefix, one))
-    return lambda own: _numbered(own, named)
+        by_key = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
+        for key, one in value.items() if by_key else [(name, value)]:
+            leaves += _leaves_of(key, one)
+    first = len(jtu.tree_leaves(bound.args[:1]))
+    named = {"first": leaves[:first], "rest": leaves[first:], "fun": _leaves_of("", jitted)}
 
+    def name_of(own: str) -> str:
+        part, number = argument_of_filter_jit(own) or ("fun", len(named["fun"]))
+        return named[part][number] if number < len(named[part]) else own
 
-_KEYWORDS = inspect.Parameter.VAR_KEYWORD
-_BY_NAME = (_KEYWORDS, inspect.Parameter.KEYWORD_ONLY)
+    return name_of
 
 
 def _leaves_of(name: str, tree: Any) -> list[str]:
     return [name + jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
 
 
-def _numbered(name: str, named: dict[str, list[str]]) -> str:
-    part, number = argument_of_filter_jit(name) or ("", 0)
-    names = named.get(part, [])
-    return names[number] if number < len(names) else name
-
-
-def _meshes_of(compiled: jax.stages.Compiled) -> list[AnyMesh]:
-    shardings = jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings))
-    return list(dict.fromkeys(s.mesh for s in shardings if isinstance(s, NamedSharding)))
-
-
-def _context() -> list[AnyMesh]:
-    mesh = jax.sharding.get_abstract_mesh()
-    return [] if mesh.empty else [mesh]
+def _meshes_of(compiled: jax.stages.Compiled | None) -> list[AnyMesh]:
+    """Those of a program's arguments and results, and the one in force."""
+    shardings: list[Any] = []
+    if compiled is not None:
+        shardings = jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings))
+    meshes = [s.mesh for s in shardings if isinstance(s, NamedSharding)]
+    meshes.append(jax.sharding.get_abstract_mesh())
+    return [mesh for mesh in dict.fromkeys(meshes) if not mesh.empty]
 
 
 def report_of(
@@ -195,20 +177,17 @@ def report_of(
     """
     compiled = None if isinstance(program, str) else program
     module = HloModule(program if isinstance(program, str) else program.as_text() or "")
-    meshes = [mesh] if mesh is not None else _context()
-    if mesh is None and compiled is not None:
-        meshes = [*_meshes_of(compiled), *meshes]
-    devices = max(module.partitions, module.replicas)
-    candidates = [axes for axes in map(Axes.of, meshes) if axes.size == devices]
-    if mesh is not None and not candidates and devices > 1:
+    meshes = [mesh] if mesh is not None else _meshes_of(compiled)
+    candidates = [axes for axes in map(Axes.of, meshes) if axes.size == module.devices]
+    if mesh is not None and not candidates and module.devices > 1:
         raise AuditError(
-            f"the program runs on {devices} devices, and the mesh {dict(mesh.shape)} has "
+            f"the program runs on {module.devices} devices, and the mesh {dict(mesh.shape)} has "
             f"{mesh.size}"
         )
-    candidates = candidates or [axes for axes in axes_in(module.text) if axes.size == devices]
+    candidates = candidates or [x for x in axes_in(module.text) if x.size == module.devices]
     sent = transfers(module, frozenset(local))
     flow = Flow(module, sent)
-    parameters = tuple(_parameters(module, names, compiled))
+    parameters = _parameters(module, names, compiled)
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
         collectives=tuple(_collective(i, t, flow, candidates, names) for i, t in enumerate(sent)),
@@ -217,71 +196,56 @@ def report_of(
         name=module.name,
         parameters=parameters,
         work=work_of(module, sent),
-        results=tuple(_results(module, compiled)),
+        results=_results(module, compiled),
         flow=flow,
     )
 
 
 def _parameters(
     module: HloModule, names: Names, compiled: jax.stages.Compiled | None
-) -> Iterator[Parameter]:
+) -> tuple[Parameter, ...]:
     used = [x for _, x in sorted(module.entry.parameters.items())]
-    shardings = [] if compiled is None else _shardings_of(compiled)
-    # JAX doesn't always know the shardings of all arguments.
-    divided = list(map(_dividing, shardings)) if len(shardings) == len(used) else [None] * len(used)
-    for x, axes in zip(used, divided, strict=True):
-        (array,) = x.arrays
-        path = names((x.op_names or [x.name])[0])
-        yield Parameter(path, array.dtype, array.shape, array.bytes, axes)
+    paths = [names((x.op_names or [x.name])[0]) for x in used]
+    # Those of arguments that the program doesn't use are None, which is no leaf.
+    shardings = [] if compiled is None else jtu.tree_leaves(compiled.input_shardings)
+    if len(shardings) != len(used):  # JAX doesn't always know those of all arguments
+        shardings = [None] * len(used)
+    return _described(paths, [array for x in used for array in x.arrays], shardings)
 
 
-def _results(module: HloModule, compiled: jax.stages.Compiled | None) -> Iterator[Parameter]:
-    root = module.entry.result
+def _results(module: HloModule, compiled: jax.stages.Compiled | None) -> tuple[Parameter, ...]:
+    arrays = module.entry.result.arrays
     shardings = [] if compiled is None else jtu.tree_leaves(compiled.output_shardings)
-    if compiled is None or len(shardings) != len(root.arrays):
-        return
-    paths = _paths_of(compiled.out_tree)
-    for path, array, sharding in zip(paths, root.arrays, shardings, strict=True):
-        yield Parameter(path, array.dtype, array.shape, array.bytes, _dividing(sharding))
+    if compiled is None or len(shardings) != len(arrays):
+        return ()
+    return _described(_paths_of(compiled.out_tree), arrays, shardings)
+
+
+def _described(
+    paths: Sequence[str], arrays: Sequence[Array], shardings: Sequence[Sharding | None]
+) -> tuple[Parameter, ...]:
+    parts = zip(paths, arrays, map(_dividing, shardings), strict=True)
+    return tuple(Parameter(path, a.dtype, a.shape, a.bytes, axes) for path, a, axes in parts)
 
 
 def _paths_of(structure: Any) -> list[str]:
     """The paths of a program's results in what the function returns."""
-    numbers = list(map(_ResultNumber, range(structure.num_leaves)))
-    tree = jtu.tree_unflatten(structure, numbers)
+    marks = [object() for _ in range(structure.num_leaves)]
+    tree = jtu.tree_unflatten(structure, marks)
     match tree:
         case Made() | (Made(),):
             made = tree if isinstance(tree, Made) else tree[0]
             tree = made.tree() if made.failed is None else (made.tree(), [made.failed])
-    paths = {
-        x.number: jtu.keystr(path)
-        for path, x in jtu.tree_flatten_with_path(tree)[0]
-        if isinstance(x, _ResultNumber)
-    }
-    return [paths.get(i, f"result {i}") for i in range(len(numbers))]
+    paths = {id(x): jtu.keystr(path) for path, x in jtu.tree_flatten_with_path(tree)[0]}
+    return [paths.get(id(mark), f"result {i}") for i, mark in enumerate(marks)]
 
 
-@dataclass(frozen=True)
-class _ResultNumber:
-    """Stands for a result of this number."""
-
-    number: int
-
-
-def _shardings_of(compiled: jax.stages.Compiled) -> list[jax.sharding.Sharding]:
-    """The shardings of the arguments that the program uses; the others are None, and dropped."""
-    return jtu.tree_leaves(compiled.input_shardings)
-
-
-def _dividing(sharding: jax.sharding.Sharding) -> tuple[str, ...] | None:
-    if sharding.is_fully_replicated:
+def _dividing(sharding: Sharding | None) -> tuple[str, ...] | None:
+    if sharding is not None and sharding.is_fully_replicated:
         return ()
     if not isinstance(sharding, NamedSharding):
         return None
-    entries = [entry for entry in sharding.spec if entry is not None]
-    return tuple(
-        str(name) for entry in entries for name in (entry if isinstance(entry, tuple) else (entry,))
-    )
+    return tuple(str(name) for entry in entries_of(sharding.spec) for name in axis_names(entry))
 
 
 def _collective(
@@ -289,7 +253,6 @@ def _collective(
 ) -> Collective:
     x = transfer.first
     module = x.computation.module
-    origin = origin_of(x, names)
     loops = transfer.runs[0].loops if transfer.runs else ()
     again = "gathered, then split otherwise" if is_split_again(transfer) else ""
     return Collective(
@@ -299,19 +262,14 @@ def _collective(
         bytes=transfer.bytes,
         wire_bytes=transfer.wire_bytes,
         dtype="/".join(sorted({array.dtype for array in transfer.arrays})),
-        arrays=origin.arrays,
-        gradients=gradients_of(number, flow, module, names) if origin.is_gradient else (),
-        primitive=origin.primitive,
-        scope=origin.scope,
-        source=origin.source,
-        phase=origin.phase,
-        inserted=origin.inserted,
+        gradients=gradients_of(flow.updated(number), module, names) if is_gradient(x) else (),
         overlapped=is_overlapped(transfer),
         sometimes=any(run.branches for run in transfer.runs),
         loops=tuple(source_of(loop) for loop in loops),
         devices=transfer.groups.shape[1],
         spelling=", ".join(filter(None, (transfer.spelling, again))),
         branches=transfer.runs[0].branches if len(transfer.runs) == 1 else (),
+        **origin_of(x, names)._asdict(),
     )
 
 

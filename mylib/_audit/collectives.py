@@ -13,7 +13,7 @@ from .hlo import Array, HloModule, Instruction
 from .opcodes import moves, opcode_of
 from .positions import positions
 from .short_rings import rings_in
-from .values import Execution, Value, computed, done_of, runs_of, target_of, trips, unchanged
+from .values import Execution, Value, computed, done_of, runs_of, trips, unchanged
 
 # Operations that pass a value on unchanged.
 _PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
@@ -59,21 +59,21 @@ class Transfer:
     @property
     def times(self) -> int | None:
         """How often it runs in one call of the program."""
-        total = 0
-        for run in self.runs:
-            if run.times is None:
-                return None
-            total += run.times
-        return total
+        times = [run.times for run in self.runs]
+        return None if None in times else sum(n or 0 for n in times)
 
 
 def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     """All transfers between devices, in the order of the text."""
-    devices = _devices(module)
+    if module.partitions > 1 and module.replicas > 1:
+        raise AuditError(
+            f"the program has {module.replicas} replicas of {module.partitions} partitions. Only "
+            "one of the two is understood"
+        )
     runs = runs_of(module)
     each: list[Transfer] = []
-    started: set[tuple[str, str | None]] = set()
-    repeated: list[tuple[Instruction, tuple[str, str | None]]] = []
+    started: set[tuple[str, str]] = set()
+    repeated: list[tuple[Instruction, tuple[str, str]]] = []
     for name, computation in module.computations.items():
         for x in computation.instructions:
             kind = moves(x, local)
@@ -84,21 +84,11 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
                 repeated.append((x, key))
                 continue
             started.add(key)
-            each += _transfers(kind, x, runs[name], devices)
+            each += _transfers(kind, x, runs[name], module.devices)
     for x, key in repeated:
         if key not in started:
             raise AuditError(f"{x} goes on with a collective that nothing starts")
     return chained(each)
-
-
-def _devices(module: HloModule) -> int:
-    partitions, replicas = module.partitions, module.replicas
-    if partitions > 1 and replicas > 1:
-        raise AuditError(
-            f"the program has {replicas} replicas of {partitions} partitions. Only one of the two "
-            "is understood"
-        )
-    return partitions * replicas
 
 
 def _goes_on(x: Instruction) -> bool:
@@ -107,10 +97,8 @@ def _goes_on(x: Instruction) -> bool:
     """
     if not x.operands or not any(c.opcode == "fusion" for c in x.computation.callers):
         return False
-    return any(
-        value.made_by.opcode == "custom-call" and target_of(value.made_by) == "AsyncCollectiveStart"
-        for value in unchanged(Value(x.operand(0)))
-    )
+    copies = unchanged(Value(x.operand(0)))
+    return any(value.made_by.target == "AsyncCollectiveStart" for value in copies)
 
 
 def _transfers(
@@ -141,22 +129,20 @@ def _transfers(
     for i, users in enumerate(elements):
         by_use.setdefault(_is_scattered(x, users, groups), []).append(i)
     for fused, some in by_use.items():
-        size = sum(arrays[i].bytes for i in some)
-        part = replace(
+        own = tuple(arrays[i] for i in some)
+        sent_as = "reduce-scatter" if fused else "all-reduce"
+        yield replace(
             transfer,
-            arrays=tuple(arrays[i] for i in some),
-            wire_bytes=wire_bytes(kind, size, each),
+            kind="all-reduce" if fused is None else "reduce-scatter",
+            arrays=own,
+            wire_bytes=wire_bytes(sent_as, sum(array.bytes for array in own), each),
+            spelling=_SPELLINGS[fused],
             results=tuple(y for i in some for y in elements[i]),
             elements=tuple(some),
         )
-        if fused is None:
-            yield part
-        else:
-            spelling = "all-reduce-scatter fusion" if fused else "all-reduce + dynamic-slice"
-            wire = wire_bytes("reduce-scatter" if fused else "all-reduce", size, each)
-            yield replace(part, kind="reduce-scatter", wire_bytes=wire, spelling=spelling)
 
 
+_SPELLINGS = {None: "", True: "all-reduce-scatter fusion", False: "all-reduce + dynamic-slice"}
 # XLA's name for the loop into which it makes a matrix product and a collective: in each turn it
 # multiplies one part while it sends another on.
 _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)\b")
@@ -182,35 +168,42 @@ def chained(every: list[Transfer]) -> list[Transfer]:
 
 
 def _chain(steps: list[Transfer], all_steps: list[Transfer]) -> Transfer | None:
+    """The steps in the body of a loop, and those beside it that belong to them."""
     body = steps[0].first.computation
     loop = body.callers[0]
     match = _WINDOWED.search(body.name.replace(".", " "))
     near = [t for t in all_steps if t.first.computation is loop.computation and _touches(t, loop)]
-    members = [*near, *steps]
-    rings = rings_of(members[0].groups)
-    alike = {t.bytes for t in members} == {members[0].bytes}
-    if match is None or rings is None or not alike or any(t.times is None for t in members):
-        return None
     turns = trips(loop)
-    if not turns:
+    if match is None or not turns or any(t.times is None for t in (*near, *steps)):
         return None
     runs = [
         replace(run, times=(run.times or 0) // turns, loops=run.loops[:-1]) for run in steps[0].runs
     ]
+    members = [*near, *steps]
     sent = len(near) + turns * len(steps)
-    each = rings.shape[1]
-    return Transfer(
-        _MEANT[match[1]],
-        members[0].first,
-        runs,
-        rings,
-        tuple(a._replace(shape=(each, *a.shape)) for a in members[0].arrays),
-        sent * members[0].bytes,
-        f"{sent} collective-permutes",
-        True,
-        tuple(y for member in members for y in member.results),
+    one = _as_one(members, members[0], _MEANT[match[1]], sent, sent)
+    results = tuple(y for member in members for y in member.results)
+    ends = (loop,) if match[1] == "rs" else ()
+    return one and replace(one, runs=runs, asynchronous=True, results=results, ends=ends)
+
+
+def _as_one(
+    members: Sequence[Transfer], like: Transfer, kind: str, sent: int, steps: int
+) -> Transfer | None:
+    """Permutations as one collective of this kind, which sends so many parts in so many steps; None
+    if they don't go round rings in equal parts.
+    """
+    rings = rings_of(like.groups)
+    if rings is None or any(t.bytes != like.bytes for t in members):
+        return None
+    return replace(
+        like,
+        kind=kind,
+        groups=rings,
+        arrays=tuple(a._replace(shape=(rings.shape[1], *a.shape)) for a in like.arrays),
+        wire_bytes=sent * like.bytes,
+        spelling=f"{steps} collective-permutes",
         members=tuple(members),
-        ends=(loop,) if match[1] == "rs" else (),
     )
 
 
@@ -218,24 +211,12 @@ def _unrolled(steps: list[Transfer]) -> Iterator[Transfer]:
     seen: set[int] = set()
     for ring, end in rings_in([(t.first, t.done) for t in steps]):
         members = [steps[i] for i in ring if i not in seen]
-        if not members:
+        if not members or any(steps[i].bytes != members[-1].bytes for i in ring):
             continue
-        rings = rings_of(steps[ring[-1]].groups)
-        alike = {steps[i].bytes for i in ring} == {members[-1].bytes}
-        if rings is None or not alike or abs(len(ring) - rings.shape[1]) > 1:
-            continue
-        seen.update(ring)
-        each, last = rings.shape[1], members[-1]
-        yield replace(
-            last,
-            kind="reduce-scatter",
-            groups=rings,
-            arrays=tuple(a._replace(shape=(each, *a.shape)) for a in last.arrays),
-            wire_bytes=len(members) * last.bytes,
-            spelling=f"{len(ring)} collective-permutes",
-            members=tuple(members),
-            ends=(end,),
-        )
+        one = _as_one(members, members[-1], "reduce-scatter", len(members), len(ring))
+        if one is not None and abs(len(ring) - one.groups.shape[1]) <= 1:
+            seen.update(ring)
+            yield replace(one, ends=(end,))
 
 
 def _touches(transfer: Transfer, loop: Instruction) -> bool:
@@ -264,26 +245,24 @@ def _groups(kind: str, x: Instruction, devices: int) -> Groups:
     if kind == "collective-permute":
         return pairs_of(_pairs(x), devices)
     text = x.attribute("replica_groups")
-    if text is None:
+    if not text:
         raise AuditError(f"{x} doesn't say which devices take part in it")
     return groups_of(text, devices)
 
 
 def _pairs(x: Instruction) -> str:
     pairs = x.attribute("source_target_pairs")
-    if pairs is None:
+    if not pairs:
         match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.attributes)
-        pairs = match[1] if match else None
-    if pairs is None:
+        pairs = match[1] if match else ""
+    if not pairs:
         raise AuditError(f"{x} doesn't say which devices it moves data between")
     return pairs
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
-    return any(
-        user.opcode == "custom-call" and target_of(user) == "AsyncCollectiveStart"
-        for user in x.computation.users[x.name]
-    )
+    users = x.computation.users[x.name]
+    return any(user.target == "AsyncCollectiveStart" for user in users)
 
 
 def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
@@ -294,7 +273,7 @@ def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
     users = result.computation.users[result.name]
     if all(user.opcode == "get-tuple-element" for user in users):
         for user in users:
-            elements[user.integer("index") or 0].append(user)
+            elements[user.index].append(user)
     return elements
 
 
@@ -324,16 +303,12 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
             ):
                 queue.append(user)
             elif user.opcode == "fusion":
-                called = user.computation.module.computations[_calls(user)]
+                called = user.called("calls")
                 for number, name in enumerate(user.operands):
                     if name == value.name:
                         queue.append(called.parameters[number])
             else:
                 yield value, user
-
-
-def _calls(x: Instruction) -> str:
-    return (x.attribute("calls") or "").lstrip("%")
 
 
 def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
@@ -395,7 +370,7 @@ def is_overlapped(transfer: Transfer) -> bool:
         return False
     if _is_started_by_fusion(x):
         return any(
-            user.opcode == "fusion" and "async_collective_fusion" in _calls(user)
+            user.opcode == "fusion" and "async_collective_fusion" in user.called("calls").name
             for caller in x.computation.callers
             for element in caller.computation.users[caller.name]
             for user in caller.computation.users[element.name]

@@ -3,7 +3,7 @@
 The program is evaluated once, with sets in place of numbers. A set is an integer with a bit for
 each source. A collective ends what comes before it: its result depends on the collective, and the
 collective on what is given to it. So the program becomes a small graph of arguments, collectives
-and results, which `sums.py` reads.
+and results, which `flow.py` reads.
 """
 
 import re
@@ -17,10 +17,10 @@ import numpy as np
 from .._compat import names
 from .attribution import own_primitive_of, phase_of
 from .collectives import Transfer
-from .hlo import Computation, HloModule, Instruction, calls_of
-from .opcodes import KINDS, opcode_of
+from .hlo import Computation, HloModule, Instruction
+from .opcodes import ELEMENTWISE, KINDS, opcode_of
 from .positions import positions
-from .values import done_of, given_to, target_of
+from .values import done_of, given_to
 
 
 class Mark(NamedTuple):
@@ -104,7 +104,7 @@ def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> 
     )
     result = walk.run(module.entry, parameters)
     many = isinstance(result, tuple) and not isinstance(result, Mark | Concatenated)
-    walk.graph.results = [_all([one]) for one in (result if many else [result])]
+    walk.graph.results = [joined([one]) for one in (result if many else [result])]
     return walk.graph
 
 
@@ -115,14 +115,6 @@ _SAME = {
     "transpose",
 }  # fmt: skip
 _FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "scatter": 1, "pad": 2}
-_ELEMENTWISE = _SAME | set(
-    """
-    abs add and atan2 cbrt ceil clamp compare complex concatenate cosine divide
-    erf exponential exponential-minus-one floor imag is-finite log log-plus-one logistic maximum
-    minimum multiply negate not or power real remainder round-nearest-afz round-nearest-even rsqrt
-    select sign sine sqrt subtract tan tanh xor
-    """.split()
-)
 # Custom calls that pass on what they are given, or make room for a result.
 _MOVES = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
 _ROOM = ("AllocateBuffer", "CreateBuffer")
@@ -133,12 +125,10 @@ class _Walk:
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
         self.module, self.devices = module, devices
         self.graph = Graph()
-        # The transfer of each array that a collective returns, and of each that goes on with one.
-        self.sent: dict[int, list[tuple[int, Transfer]]] = {}
+        # The transfers of each instruction, and the whole that each is a step of, with its number.
+        self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}
         self.channels: dict[tuple[str, str], Instruction] = {}
-        self.chained: set[int] = set()
-        # The steps of sums that are chains, where these end, and what marks them.
-        self.steps: set[int] = set()
+        # Where sums that are chains end, and what marks them.
         self.ends: dict[int, int] = {}
         self.rings = 0
         self.known: dict[tuple[str, object], object] = {}
@@ -148,13 +138,9 @@ class _Walk:
         self.depth = 0
         for i, whole in enumerate(transfers):
             for t in whole.members or (whole,):
-                self.sent.setdefault(id(t.first), []).append((i, t))
-                if whole.members:
-                    self.chained.add(id(t.first))
-                if whole.ends:
-                    self.steps.add(id(t.first))
+                self.sent.setdefault(id(t.first), []).append((i, whole, t))
                 channel = t.first.attribute("channel_id")
-                if channel is not None:
+                if channel:
                     self.channels.setdefault((opcode_of(t.first), channel), t.first)
             self.ends.update((id(x), i) for x in whole.ends)
         # If the program is differentiated, products without a phase are those of an optimiser.
@@ -194,34 +180,27 @@ class _Walk:
                 return self._of_device(x, NOTHING)
             case "get-tuple-element":
                 value = inputs[0]
-                return (
-                    value
-                    if isinstance(value, Mark | Concatenated)
-                    else value[x.integer("index") or 0]
-                )
+                return value if isinstance(value, Mark | Concatenated) else value[x.index]
             case "tuple":
                 return tuple(inputs)
             case "while":
                 return self._loop(x, inputs[0])
             case "conditional":
                 branches = [
-                    self.run(self.module.computations[name], (inputs[1 + i],))
-                    for i, (_, name) in enumerate(calls_of(x))
+                    self.run(called, (inputs[1 + i],)) for i, (_, called) in enumerate(x.calls)
                 ]
-                return _with(reduce(_joined, branches), Mark(_all(inputs[:1]).any))
+                return _with(reduce(_joined, branches), Mark(joined(inputs[:1]).any))
         if opcode_of(x) in KINDS:
             return self._collective(x, inputs)
         if x.opcode.endswith(("-done", "-update")):
             return inputs[0]
-        called = [name for role, name in calls_of(x) if role in ("calls", "to_apply")]
+        called = [own for role, own in x.calls if role in ("calls", "to_apply")]
         if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
             operands = given_to(x)
             input_of = dict(zip(x.operands, inputs, strict=True))
             if any(y.name not in input_of for y in operands):
                 return self._unknown()
-            return self.run(
-                self.module.computations[called[0]], tuple(input_of[y.name] for y in operands)
-            )
+            return self.run(called[0], tuple(input_of[y.name] for y in operands))
         return self._computed(x, inputs)
 
     def _computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
@@ -231,27 +210,30 @@ class _Walk:
             return _shaped(x, self._unknown())
         if opcode == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
-            return Concatenated(tuple(ends), tuple(_all([value]) for value in inputs))
+            return Concatenated(tuple(ends), tuple(joined([value]) for value in inputs))
         if isinstance(inputs[0] if inputs else None, Concatenated):
             if opcode == "slice":
                 return _sliced(inputs[0], x)
             if opcode in _SAME and x.arrays[0].shape == x.operand(0).arrays[0].shape:
                 return inputs[0]
         if opcode == "custom-call":
-            target = target_of(x)
+            target = x.target
             if target == "AsyncCollectiveStart":
-                before = next(iter(self._given(x.operand(0))), NOTHING)
+                # What has been given to the collective so far.
+                sent = self.sent.get(id(x.operand(0)), [])[:1]
+                bits = [self.graph.bit(Source("collective", number)) for number, _, _ in sent]
+                before = joined([self.graph.into.get(bit, NOTHING) for bit in bits])
                 return (before, *[inputs[0]] * (len(x.arrays) - 1))
             if target == "AsyncCollectiveDone":
-                sent = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
-                return sent[0] if sent else self._unknown()
+                ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
+                return ends[0] if ends else self._unknown()
             if target in _ROOM:
                 return _shaped(x, NOTHING)
             if target in _MOVES:
-                return _shaped(x, _all(inputs))
+                return _shaped(x, joined(inputs))
         if len(inputs) == 1 and not isinstance(inputs[0], Mark | Concatenated) and opcode in _SAME:
             return inputs[0]
-        every = _all(inputs)
+        every = joined(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
         # Small products are written as sums.
         if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
@@ -265,44 +247,38 @@ class _Walk:
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
         for operand, value in zip(x.inputs(), inputs, strict=True):
             use = Use(phase, self.depth, sum(array.size for array in operand.arrays))
-            for bit in self.graph.sources_in(_all([value]).near):
+            for bit in self.graph.sources_in(joined([value]).near):
                 self.graph.uses.setdefault(bit, set()).add(use)
 
     def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
-        if opcode in _ELEMENTWISE or opcode in _FIRST or opcode == "copy":
-            return _all(data).near
+        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST or opcode == "copy":
+            return joined(data).near
         if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
             return data[0].near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
         return 0
 
     def _loop(self, x: Instruction, carried: Marks) -> Marks:
-        called = {role: self.module.computations[name] for role, name in calls_of(x)}
+        called = dict(x.calls)
         self.depth += 1
-        carried = self._fixed(called, carried)
+        before: Marks = None
+        while carried != before:
+            before = carried
+            after = _joined(carried, self.run(called["body"], (carried,)))
+            until = joined([self.run(called["condition"], (after,))])
+            carried = _with(after, Mark(until.any))
         self.depth -= 1
         return carried
 
-    def _fixed(self, called: dict[str, Computation], carried: Marks) -> Marks:
-        while True:
-            after = _joined(carried, self.run(called["body"], (carried,)))
-            until = _all([self.run(called["condition"], (after,))])
-            after = _with(after, Mark(until.any))
-            if after == carried:
-                return after
-            carried = after
-
     def _collective(self, x: Instruction, inputs: list[Marks]) -> Marks:
-        if x.opcode.endswith(("-done", "-update")):
-            return inputs[0]
         first = x
         if id(x) not in self.sent:
             channel = x.attribute("channel_id")
-            first = self.channels.get((opcode_of(x), channel or ""), x)
+            first = self.channels.get((opcode_of(x), channel), x)
         if id(first) not in self.sent:  # each device alone
             return inputs[0] if len(inputs) == 1 else tuple(inputs)
         sent = self.sent[id(first)]
-        if id(first) in self.steps:
-            return self._step(_all(inputs), [number for number, _ in sent])
+        if any(whole.ends for _, whole, _ in sent):
+            return self._step(joined(inputs), [number for number, _, _ in sent])
         if (
             len(inputs) == 1
             and isinstance(inputs[0], Concatenated)
@@ -311,53 +287,49 @@ class _Walk:
             return self._row(inputs[0], sent[0][0])
         count = max(1, len(done_of(first).arrays))
         together = count != len(inputs) or opcode_of(x).endswith("all-to-all")
+        is_chain = any(whole.members for _, whole, _ in sent)
         results: list[Mark] = []
         for element in range(count):
-            number = next((i for i, t in sent if element in t.elements), sent[0][0])
-            whole = id(first) in self.chained
-            bit = self.graph.bit(Source("collective", number, 0 if whole else element))
-            mark = _all(inputs) if together else _all(inputs[element : element + 1])
-            if first is x:
-                self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), mark)
-            results.append(Mark(1 << bit, 1 << bit))
+            number = next((i for i, _, t in sent if element in t.elements), sent[0][0])
+            given = joined(inputs if together else inputs[element : element + 1])
+            results.append(
+                self._result(number, given if first is x else NOTHING, 0 if is_chain else element)
+            )
         return results[0] if count == 1 else tuple(results)
+
+    def _result(
+        self, number: int, given: Mark, element: int = 0, part: tuple[int, int] | None = None
+    ) -> Mark:
+        """A result of a collective that is given this."""
+        result = self.source(Source("collective", number, element, part))
+        bit = result.any.bit_length() - 1
+        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), given)
+        return result
 
     def _step(self, operand: Mark, chains: Sequence[int]) -> Mark:
         """A step of sums of several permutations: their result is known where they end. Until then
         it is marked as one of each.
         """
-        bits = sum(1 << self.graph.bit(Source("collective", number, 0)) for number in chains)
+        bits = sum(1 << self.graph.bit(Source("collective", number)) for number in chains)
         self.rings |= bits
         return Mark(operand.any | bits, operand.near, operand.product)
 
     def _row(self, row: Concatenated, number: int) -> Concatenated:
         """A sum of concatenated arrays: one source for each."""
-        marks: list[Mark] = []
-        for start, end, mark in zip((0, *row.ends), row.ends, row.marks, strict=False):
-            bit = self.graph.bit(Source("collective", number, 0, (start, end)))
-            self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), mark)
-            marks.append(Mark(1 << bit, 1 << bit))
+        parts = zip((0, *row.ends), row.ends, row.marks, strict=False)
+        marks = [self._result(number, mark, part=(start, end)) for start, end, mark in parts]
         return Concatenated(row.ends, tuple(marks))
-
-    def _given(self, x: Instruction) -> Iterator[Mark]:
-        """What has been given to a collective so far."""
-        for number, _ in self.sent.get(id(x), ()):
-            bit = self.graph.bit(Source("collective", number, 0))
-            yield self.graph.into.get(bit, NOTHING)
 
     def _ended(self, value: Marks, number: int) -> Marks:
         """The result of a chain of permutations: what was added on the way was sent, too."""
-        bit = self.graph.bit(Source("collective", number, 0))
+        bit = self.graph.bit(Source("collective", number))
         if isinstance(value, Concatenated):
-            value = _all([value])
+            value = joined([value])
         if not isinstance(value, Mark):
             return tuple(self._ended(one, number) for one in value)
         if not value.any >> bit & 1:
             return value
-        sum_ = 1 << bit
-        sent = Mark(*(mask & ~self.rings for mask in value))
-        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), sent)
-        return Mark(sum_, sum_)
+        return self._result(number, Mark(*(mask & ~self.rings for mask in value)))
 
     def _unknown(self) -> Mark:
         return self.source(Source("unknown"))
@@ -381,12 +353,12 @@ class _Walk:
 
 def _sliced(row: Concatenated, x: Instruction) -> Mark:
     """The arrays that a slice takes out of a row."""
-    bounds = re.fullmatch(r"\{\[(\d+):(\d+)(:\d+)?\]\}", x.attribute("slice") or "")
+    bounds = re.fullmatch(r"\{\[(\d+):(\d+)(:\d+)?\]\}", x.attribute("slice"))
     if bounds is None:
-        return _all(row.marks)
+        return joined(row.marks)
     first, last = int(bounds[1]), int(bounds[2])
     parts = zip((0, *row.ends), row.ends, row.marks, strict=False)
-    return _all([mark for start, end, mark in parts if start < last and first < end])
+    return joined([mark for start, end, mark in parts if start < last and first < end])
 
 
 def _flat(value: Marks) -> Iterator[Mark]:
@@ -399,7 +371,7 @@ def _flat(value: Marks) -> Iterator[Mark]:
             yield from _flat(one)
 
 
-def _all(values: Sequence[Marks]) -> Mark:
+def joined(values: Sequence[Marks]) -> Mark:
     return reduce(_joined, (mark for value in values for mark in _flat(value)), NOTHING)
 
 
@@ -409,7 +381,7 @@ def _joined(a: Marks, b: Marks) -> Marks:
     if isinstance(a, Concatenated) and isinstance(b, Concatenated) and a.ends == b.ends:
         return Concatenated(a.ends, tuple(map(_joined, a.marks, b.marks)))
     if isinstance(a, Mark | Concatenated) or isinstance(b, Mark | Concatenated):
-        return _joined(_all([a]), _all([b]))
+        return _joined(joined([a]), joined([b]))
     return tuple(map(_joined, a, b))
 
 
@@ -417,7 +389,7 @@ def _with(value: Marks, mark: Mark) -> Marks:
     if not mark.any:
         return value
     if isinstance(value, Mark | Concatenated):
-        return _joined(_all([value]), mark)
+        return _joined(joined([value]), mark)
     return tuple(_with(one, mark) for one in value)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from .attribution import line_and_primitive
 from .collectives import Transfer
-from .dataflow import Graph, Mark, Source, graph_of
+from .dataflow import NOTHING, Graph, Source, graph_of, joined
 from .groups import Groups
 from .hlo import Array, HloModule
 from .opcodes import KINDS, opcode_of
@@ -23,7 +23,7 @@ class Flow:
     def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
         self._module = module
         self._transfers = transfers
-        self.devices: int = max(module.partitions, module.replicas)
+        self.devices = module.devices
 
     @cached_property
     def graph(self) -> Graph:
@@ -72,26 +72,20 @@ class Flow:
         transfer = self._transfers[self.graph.sources[bit].number]
         if transfer.members:
             return True
-        called = (transfer.first.attribute("to_apply") or "").lstrip("%")
-        return called != "" and self._module.computations[called].result.opcode == "add"
+        return any(
+            role == "to_apply" and called.result.opcode == "add"
+            for role, called in transfer.first.calls
+        )
 
-    def reaching(self, mask: int) -> int:
-        """All sources that values depend on, directly or through collectives."""
-        return self._closure(mask, lambda mark: mark.any)
-
-    def reaching_by_copies(self, mask: int) -> int:
-        """All sources that values combine element by element, directly or through collectives."""
-        return self._closure(mask, lambda mark: mark.near)
-
-    def _closure(self, mask: int, of_collective: Callable[[Mark], int]) -> int:
-        """These sources, and those that the collectives among them are given."""
+    def reaching(self, mask: int, copies: bool = False) -> int:
+        """All sources that values depend on, directly or through collectives; if `copies` only
+        those that they combine element by element.
+        """
         reached, new = 0, mask
         while new:
             reached |= new
-            after = 0
-            for bit in self.graph.sources_in(new):
-                after |= of_collective(self.graph.into.get(bit, Mark()))
-            new = after & ~reached
+            given = joined([self.graph.into.get(b, NOTHING) for b in self.graph.sources_in(new)])
+            new = (given.near if copies else given.any) & ~reached
         return reached
 
     @cached_property
@@ -100,7 +94,7 @@ class Flow:
         or through collectives.
         """
         near = [mark.near for mark in self.graph.results]
-        return [(mask, self.reaching_by_copies(mask)) for mask in near]
+        return [(mask, self.reaching(mask, copies=True)) for mask in near]
 
     def updated(self, number: int) -> list[int]:
         """The parameters that are combined with what a collective returns into a result."""
@@ -117,16 +111,7 @@ class Flow:
         The others sum gradients, or serve the optimiser.
         """
         sinks = [*self.graph.results, *self.graph.into.values()]
-        activations = 0
-        for mark in sinks:
-            activations |= mark.product
-        while True:
-            before = activations
-            for bit, mark in self.graph.into.items():
-                if activations >> bit & 1:
-                    activations |= mark.any
-            if activations == before:
-                return activations
+        return self.reaching(joined(sinks).product)
 
     def labels(self, of_parameter: Callable[[int], Labels]) -> Callable[[int], Labels]:
         """For a set of sources, which devices have the same value, if the parameters are so."""

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -16,24 +17,21 @@ Groups = np.ndarray
 _IOTA = re.compile(r"\[([\d,]+)\](?:<=\[([\d,]+)\])?(?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"mesh\[(?P<axes>.*?)\](?:, device_ids=\((?P<devices>.*)\))? \{(?P<used>.*)\}")
 _AXIS = re.compile(r"'?([^',=]+)'?=(\d+)")
-_USED = re.compile(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?(?:,|$)")
 
 
 def groups_of(text: str, devices: int) -> Groups:
     """The groups of a `replica_groups` attribute, in any of its spellings."""
     if text.startswith("{"):
         rows = [_integers(row) for row in re.findall(r"\{([\d, ]*)\}", text[1:-1])]
-        if not rows:
-            rows = [list(range(devices))]
+        rows = rows or [list(range(devices))]
         if len({len(row) for row in rows}) != 1:
             raise AuditError(f"the groups are of different sizes: replica_groups={text}")
         groups = np.array(rows)
-    elif text.startswith("["):
-        groups = _of_iota(text)
-    elif text.startswith("mesh["):
-        groups = _of_mesh(text)
     else:
-        raise AuditError(f"replica_groups={text} is not understood")
+        try:
+            groups = _of_mesh(text) if text.startswith("mesh[") else _of_iota(text)
+        except ValueError as error:
+            raise AuditError(f"replica_groups={text} is not understood") from error
     if groups.ndim != 2 or sorted(groups.ravel()) != list(range(devices)):
         raise AuditError(
             f"replica_groups={text} doesn't name each of the program's {devices} devices once"
@@ -78,58 +76,50 @@ def _integers(text: str) -> list[int]:
     return [int(n) for n in text.split(",") if n.strip()]
 
 
-def _of_iota(text: str) -> Groups:
-    match = _IOTA.fullmatch(text)
-    if match is None:
-        raise AuditError(f"replica_groups={text} is not understood")
-    shape, dims, order = (_integers(part or "") for part in match.groups())
-    if math.prod(shape) != math.prod(dims) or (order and sorted(order) != list(range(len(dims)))):
-        raise AuditError(f"replica_groups={text} is not understood")
-    devices = np.arange(math.prod(dims)).reshape(dims)
-    return (devices.transpose(order) if order else devices).reshape(shape)
+def _of_iota(text: str) -> np.ndarray:
+    """What `[4,2]<=[2,4]T(1,0)` stands for. Raises a `ValueError` if it stands for nothing."""
+    shape, dims, order = (_integers(part or "") for part in _matched(_IOTA, text).groups())
+    devices = np.arange(math.prod(shape)).reshape(dims or shape)
+    return devices.transpose(order or range(devices.ndim)).reshape(shape)
 
 
 def _of_mesh(text: str) -> Groups:
-    match = _MESH.fullmatch(text)
-    if match is None:
-        raise AuditError(f"replica_groups={text} is not understood")
-    sizes = {name: int(size) for name, size in _AXIS.findall(match["axes"])}
-    if match["devices"]:
-        devices = _device_ids(match["devices"])
-    else:
-        devices = np.arange(math.prod(sizes.values()))
-    used = [
-        (name, int(pre or 1), int(size or 0)) for name, pre, size in _USED.findall(match["used"])
-    ]
-    if not {name for name, _, _ in used} <= set(sizes) or not used:
-        raise AuditError(f"replica_groups={text} is not understood")
+    match = _matched(_MESH, text)
+    groups = Axes.read(match["axes"]).groups(match["used"].replace("'", "").split(","))
+    if not match["devices"]:
+        return groups
+    is_list = re.fullmatch(r"[\d, ]+", match["devices"])
+    ids = np.array(_integers(match["devices"])) if is_list else _of_iota(match["devices"])
+    if ids.size != groups.size:
+        raise ValueError(text)
+    return ids.ravel()[groups]
+
+
+def _along_parts(sizes: Sequence[int], parts: Sequence[tuple[int, int, int]]) -> Groups:
+    """The groups along parts of axes. A part is the number of an axis, the number of blocks that
+    this is divided into, and the number of devices in each.
+    """
     shape: list[int] = []
-    position: dict[tuple[str, int], int] = {}
-    for name, size in sizes.items():
+    position: dict[tuple[int, int], int] = {}
+    for axis, whole in enumerate(sizes):
         before = 1
-        for _, pre, part in sorted(x for x in used if x[0] == name):
-            if pre > before:
-                shape.append(pre // before)
-            position[name, pre] = len(shape)
-            shape.append(part or size)
-            before = pre * (part or size)
-        if before < size:
-            shape.append(size // before)
-    if devices.size != math.prod(shape):
-        raise AuditError(f"replica_groups={text} is not understood")
-    grouped = [position[name, pre] for name, pre, _ in used]
+        for _, blocks, size in sorted(part for part in parts if part[0] == axis):
+            position[axis, blocks] = len(shape) + 1
+            shape += [blocks // before, size]
+            before = blocks * size
+        shape.append(whole // before)
+    grouped = [position[axis, blocks] for axis, blocks, _ in parts]
     others = [i for i in range(len(shape)) if i not in grouped]
     each = math.prod(shape[i] for i in grouped)
-    return devices.reshape(shape).transpose(others + grouped).reshape(-1, each)
+    devices = np.arange(math.prod(sizes)).reshape(shape)
+    return devices.transpose(others + grouped).reshape(-1, each)
 
 
-def _device_ids(text: str) -> np.ndarray:
-    match = _IOTA.fullmatch(text)
+def _matched(pattern: re.Pattern[str], text: str) -> re.Match[str]:
+    match = pattern.fullmatch(text)
     if match is None:
-        return np.array(_integers(text))
-    dims, _, order = (_integers(part or "") for part in match.groups())
-    devices = np.arange(math.prod(dims)).reshape(dims)
-    return (devices.transpose(order) if order else devices).ravel()
+        raise ValueError(text)
+    return match
 
 
 def axis_of(name: str) -> str:
@@ -146,6 +136,12 @@ class Axes(NamedTuple):
     @classmethod
     def of(cls, mesh: Mesh | AbstractMesh) -> "Axes":
         return cls(tuple(map(str, mesh.axis_names)), tuple(mesh.axis_sizes))
+
+    @classmethod
+    def read(cls, text: str) -> "Axes":
+        """Those of `'x'=2,'y'=4`."""
+        axes = _AXIS.findall(text)
+        return cls(tuple(name for name, _ in axes), tuple(int(size) for _, size in axes))
 
     @property
     def size(self) -> int:
@@ -173,7 +169,7 @@ class Axes(NamedTuple):
             before, _, size = part.partition(")")
             i = self.names.index(axis)
             chosen.append((i, int(before or 1), int(size or self.sizes[i])))
-        return self._split(chosen)
+        return _along_parts(self.sizes, chosen)
 
     def along(self, pairs: Groups) -> tuple[str, ...]:
         """The axes along which data moves from the first device of each pair to the second."""
@@ -184,37 +180,21 @@ class Axes(NamedTuple):
     def _parts(self, groups: Groups, axes: Sequence[int]) -> tuple[str, ...]:
         """The names of a group that has only parts of some axes."""
         expected = set(map(frozenset, groups.tolist()))
-        choices = [[(i, 1, self.sizes[i]), *_parts_of(i, self.sizes[i])] for i in axes]
+        choices = [_parts_of(i, self.sizes[i]) for i in axes]
         for chosen in _products(choices, groups.shape[1]):
-            if set(map(frozenset, self._split(chosen).tolist())) == expected:
+            if set(map(frozenset, _along_parts(self.sizes, chosen).tolist())) == expected:
                 return tuple(
                     self.names[i] if size == self.sizes[i] else f"{self.names[i]}:({pre}){size}"
                     for i, pre, size in chosen
                 )
         return ()
 
-    def _split(self, chosen: Sequence[tuple[int, int, int]]) -> Groups:
-        shape: list[int] = []
-        grouped: list[int] = []
-        parts = {i: (pre, size) for i, pre, size in chosen}
-        for i, whole in enumerate(self.sizes):
-            pre, size = parts.get(i, (whole, 1))
-            if i in parts:
-                grouped.append(len(shape) + 1)
-            shape += [pre, size, whole // pre // size]
-        others = [i for i in range(len(shape)) if i not in grouped]
-        each = math.prod(shape[i] for i in grouped)
-        return np.arange(self.size).reshape(shape).transpose(others + grouped).reshape(-1, each)
-
 
 def _parts_of(axis: int, size: int) -> list[tuple[int, int, int]]:
+    """All of an axis, and its parts."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
-    return [
-        (axis, pre, part)
-        for pre in divisors
-        for part in divisors
-        if 1 < part < size and size // pre % part == 0
-    ]
+    pairs = product(divisors, divisors[:0:-1])
+    return [(axis, blocks, part) for blocks, part in pairs if size % (blocks * part) == 0]
 
 
 def _products(
@@ -230,9 +210,6 @@ def _products(
 
 def axes_in(text: str) -> list[Axes]:
     """The meshes in a program's text, unless XLA has invented their names."""
-    meshes: dict[Axes, None] = {}
-    for match in re.finditer(r"replica_groups=mesh\[([^\]]*)\](,?)", text):
-        sizes = _AXIS.findall(match[1])
-        if not match[2] and not all(re.fullmatch(r"axis_\d+", name) for name, _ in sizes):
-            meshes[Axes(tuple(n for n, _ in sizes), tuple(int(size) for _, size in sizes))] = None
-    return list(meshes)
+    found = re.findall(r"replica_groups=mesh\[([^\]]*)\](?!,)", text)
+    meshes = dict.fromkeys(map(Axes.read, found))
+    return [x for x in meshes if not all(re.fullmatch(r"axis_\d+", name) for name in x.names)]

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import PurePath
+from itertools import pairwise
 from typing import NamedTuple
 
 from .._errors import AuditError
@@ -90,46 +90,30 @@ def arrays_of(type_: str) -> list[Array]:
     ]
 
 
+def elements_of(type_: str) -> list[str]:
+    """The types of the elements of a tuple."""
+    depths = _depths(type_, 0)
+    ends = [i for i, depth in depths if depth == 0 or (depth == 1 and type_[i] == ",")]
+    return [type_[begin + 1 : end] for begin, end in pairwise([0, *ends])]
+
+
 class Instruction:
     """One instruction. Only its name, type, opcode and operands are parsed immediately."""
 
-    __slots__ = (
-        "attributes",
-        "calls",
-        "computation",
-        "found",
-        "name",
-        "named",
-        "opcode",
-        "operands",
-        "rest",
-        "type",
-    )
-
     def __init__(self, computation: "Computation", match: re.Match[str]):
-        self.computation: Computation = computation
-        self.name: str = match["name"]
-        self.type: str = match["type"]
-        self.opcode: str = match["opcode"]
-        rest = match["rest"]
+        self.computation = computation
+        self.name, self.type, self.opcode, rest = match.group("name", "type", "opcode", "rest")
         end = _closing(rest)
         self.rest: str = rest[:end]  # the text in the parentheses
         self.attributes: str = rest[end + 1 :]
-        self.calls: list[tuple[str, str]] | None = None
-        self.found: list[Array] | None = None
-        self.named: list[str] | None = None
         self.operands: list[str] = [] if self.opcode == "constant" else _NAME.findall(self.rest)
+        # The computations that it calls, with the attributes that name them.
+        self.calls: list[tuple[str, Computation]] = []
 
-    @property
+    @cached_property
     def arrays(self) -> list[Array]:
         """The arrays of its result, which may be a tuple."""
-        if self.found is None:
-            self.found = arrays_of(self.type)
-        return self.found
-
-    @property
-    def bytes(self) -> int:
-        return sum(array.bytes for array in self.arrays)
+        return arrays_of(self.type)
 
     def operand(self, index: int) -> "Instruction":
         return self.computation.named[self.operands[index]]
@@ -137,34 +121,46 @@ class Instruction:
     def inputs(self) -> "list[Instruction]":
         return [self.computation.named[name] for name in self.operands]
 
-    def attribute(self, name: str) -> str | None:
-        """The text of an attribute, such as `{0,1}` or `7`."""
+    def called(self, role: str) -> "Computation":
+        """The computation that an attribute names."""
+        found = next((computation for name, computation in self.calls if name == role), None)
+        if found is None:
+            raise AuditError(f"{self} has no {role}")
+        return found
+
+    def attribute(self, name: str) -> str:
+        """The text of an attribute, such as `{0,1}` or `7`; empty if it has none."""
         # The first match: strings come later, in metadata and the backend's settings.
         match = re.search(rf"(?:^|, ){name}=", self.attributes)
         if match is None:
-            return None
+            return ""
         return self.attributes[match.end() : _end_of_value(self.attributes, match.end())]
 
-    def integer(self, name: str) -> int | None:
-        text = self.attribute(name)
-        if text is None:
-            return None
+    @property
+    def index(self) -> int:
+        """Which element of a tuple it takes."""
+        text = self.attribute("index") or "0"
         if not text.isdigit():
-            raise AuditError(f"{name}={text} of {self} is not a number")
+            raise AuditError(f"index={text} of {self} is not a number")
         return int(text)
 
     @property
+    def target(self) -> str:
+        """The target of a custom call; empty for others."""
+        if self.opcode != "custom-call":
+            return ""
+        return self.attribute("custom_call_target").strip('"')
+
+    @cached_property
     def op_names(self) -> list[str]:
         """JAX's names for its origin. Merged instructions have several."""
-        if self.named is None:
-            start = self.attributes.find('op_name="')
-            match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
-            self.named = re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
-        return self.named
+        start = self.attributes.find('op_name="')
+        match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
+        return re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
 
     @property
     def is_root(self) -> bool:
-        return self.computation.root is self
+        return self.computation.result is self
 
     def __repr__(self) -> str:
         return f"%{self.name} = {self.type} {self.opcode}(...) in %{self.computation.name}"
@@ -211,12 +207,15 @@ def _depths(text: str, depth: int, start: int = 0) -> Iterator[tuple[int, int]]:
 class Computation:
     """A named list of instructions, in the order in which they run."""
 
+    result: Instruction
+
     def __init__(self, module: "HloModule", name: str):
         self.module = module
         self.name = name
         self.instructions: list[Instruction] = []
         self.named: dict[str, Instruction] = {}
-        self.root: Instruction | None = None
+        # The instructions that call it.
+        self.callers: list[Instruction] = []
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
@@ -231,17 +230,6 @@ class Computation:
                 users[name].append(x)
         return users
 
-    @property
-    def result(self) -> Instruction:
-        if self.root is None:
-            raise AuditError(f"the computation %{self.name} has no ROOT: the text is damaged")
-        return self.root
-
-    @property
-    def callers(self) -> list[Instruction]:
-        """The instructions that call this computation."""
-        return self.module.callers.get(self.name, [])
-
 
 class HloModule:
     """A compiled program."""
@@ -254,15 +242,23 @@ class HloModule:
         self.text = text
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-        self._entry: str | None = None
-        self.callers: dict[str, list[Instruction]] = {}
         self._stacks: dict[int, list[str]] = {}
-        self._read(text)
+        entry = self._read(text)
+        if entry is None:
+            raise AuditError("the program has no ENTRY computation: the text is cut off")
+        self.entry: Computation = entry
         self._check()
+        numbers = dict(re.findall(r"\b(num_partitions|replica_count)=(\d+)", self.header))
+        self.partitions, self.replicas = (
+            int(numbers.get(name, 1)) for name in ("num_partitions", "replica_count")
+        )
+        self.devices: int = max(self.partitions, self.replicas)
 
-    def _read(self, text: str) -> None:
+    def _read(self, text: str) -> Computation | None:
+        """Reads the lines, and returns the computation that the program begins with."""
         table: dict[int, str] | None = None
         current: Computation | None = None
+        entry: Computation | None = None
         for line in _whole_lines(text):
             if current is not None:
                 match = _INSTRUCTION.match(line)
@@ -271,7 +267,7 @@ class HloModule:
                     current.instructions.append(x)
                     current.named[x.name] = x
                     if match["root"]:
-                        current.root = x
+                        current.result = x
                 elif line.startswith("}"):
                     current = None
                 elif line.strip():
@@ -283,23 +279,22 @@ class HloModule:
                 if current.name in self.computations:
                     raise AuditError(f"there are two computations %{current.name}")
                 self.computations[current.name] = current
-                if match["entry"]:
-                    self._entry = current.name
+                entry = current if match["entry"] else entry
             elif table is not None and (match := _NUMBERED.match(line)):
                 table[int(match[1])] = match[2]
             elif line.strip() and not line.startswith("HloModule "):
                 raise AuditError(f"a line is not understood: {line.strip()[:120]}")
         if current is not None:
             raise AuditError(f"the computation %{current.name} is not closed: the text is cut off")
+        return entry
 
     def _check(self) -> None:
-        if self._entry is None:
-            raise AuditError("the program has no ENTRY computation: the text is cut off")
+        """Checks that what instructions name is there, and finds what they call."""
         for computation in self.computations.values():
             named = computation.named
             if len(named) != len(computation.instructions):
                 raise AuditError(f"%{computation.name} has two instructions of one name")
-            if computation.root is None:
+            if not hasattr(computation, "result"):
                 raise AuditError(f"%{computation.name} has no ROOT: the text is damaged")
             for x in computation.instructions:
                 for name in x.operands:
@@ -307,27 +302,11 @@ class HloModule:
                         raise AuditError(f"{x} uses %{name}, which is not in the text")
                 if not x.operands and x.rest and x.opcode not in ("constant", "parameter"):
                     raise AuditError(f"the operands of {x} are not understood: ({x.rest[:80]})")
-                for _, called in calls_of(x):
-                    if called not in self.computations:
-                        raise AuditError(f"{x} calls %{called}, which is not in the text")
-                    self.callers.setdefault(called, []).append(x)
-
-    @property
-    def entry(self) -> Computation:
-        assert self._entry is not None
-        return self.computations[self._entry]
-
-    @property
-    def partitions(self) -> int:
-        return self._number("num_partitions")
-
-    @property
-    def replicas(self) -> int:
-        return self._number("replica_count")
-
-    def _number(self, name: str) -> int:
-        match = re.search(rf"\b{name}=(\d+)", self.header)
-        return int(match[1]) if match else 1
+                for role, name in _calls_in(x.attributes):
+                    if name not in self.computations:
+                        raise AuditError(f"{x} calls %{name}, which is not in the text")
+                    x.calls.append((role, self.computations[name]))
+                    self.computations[name].callers.append(x)
 
     @cached_property
     def donated(self) -> list[int]:
@@ -344,10 +323,6 @@ class HloModule:
         """The name of the function that was compiled."""
         return re.split(r"[ ,]", self.header)[1].removeprefix("jit_")
 
-    @property
-    def is_scheduled(self) -> bool:
-        return "is_scheduled=true" in self.header
-
     def frames(self, x: Instruction) -> Iterator[str]:
         """The lines of Python of its traceback, as `path:line`, the innermost first."""
         if 'source_file="' in x.attributes:
@@ -363,10 +338,8 @@ class HloModule:
         if frame not in self._stacks:
             lines: list[str] = []
             self._stacks[frame] = lines
-            entry = _fields(self._tables["StackFrames"].get(frame, ""))
-            location = _fields(
-                self._tables["FileLocations"].get(entry.get("file_location_id", 0), "")
-            )
+            entry = self._fields("StackFrames", frame)
+            location = self._fields("FileLocations", entry.get("file_location_id", 0))
             name = self._tables["FileNames"].get(location.get("file_name_id", 0), "")
             if name:
                 lines.append(f"{name.strip(chr(34))}:{location.get('line', 0)}")
@@ -374,15 +347,15 @@ class HloModule:
             lines += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
         return self._stacks[frame]
 
+    def _fields(self, table: str, row: int) -> dict[str, int]:
+        pairs = re.findall(r"(\w+)=(\d+)", self._tables[table].get(row, ""))
+        return {name: int(value) for name, value in pairs}
+
 
 _NOT_ONE_PROGRAM = (
     "this is not the text of one compiled program: it has {} lines that begin with HloModule. Pass "
     "what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`"
 )
-
-
-def _fields(text: str) -> dict[str, int]:
-    return {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", text)}
 
 
 def _whole_lines(text: str) -> Iterator[str]:
@@ -407,14 +380,8 @@ def _left_open(line: str) -> int:
     return line.count("{") - line.count("}")
 
 
-def calls_of(x: Instruction) -> list[tuple[str, str]]:
-    """The computations that an instruction calls, with the attributes that name them."""
-    if x.calls is None:
-        x.calls = _read_calls(x.attributes)
-    return x.calls
-
-
-def _read_calls(attributes: str) -> list[tuple[str, str]]:
+def _calls_in(attributes: str) -> list[tuple[str, str]]:
+    """The names of computations, with the attributes that name them."""
     if "=%" not in attributes and "={%" not in attributes:
         return []
     metadata = attributes.find(", metadata={")
@@ -424,8 +391,3 @@ def _read_calls(attributes: str) -> list[tuple[str, str]]:
         for role, names in _CALLS.findall(before_metadata)
         for name in re.findall(r"[\w.\-]+", names)
     ]
-
-
-def short(path: str) -> str:
-    """Shortens a whole path to `file.py:31`."""
-    return PurePath(path).name

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..machines import Machine, coordinates, shape_of
+from ..machines import Chip, Machine, coordinates, shape_of
 from .groups import Axes
 
 # In a host: the share of a GPU's links that a collective reaches with 2, 4 and 8 GPUs, and how long
@@ -52,22 +52,26 @@ def seconds(message: Message, axes: Mapping[str, int], machine: Machine) -> tupl
     return _on_hosts(message, mesh, machine)
 
 
+def stated(chip: Chip, what: str, value: float | None) -> float:
+    """A figure of the data sheet, which must be there."""
+    if not value:
+        raise ValueError(f"the data sheet of {chip.name} has no {what}")
+    return value
+
+
 def _on_hosts(message: Message, mesh: Axes, machine: Machine) -> tuple[float, str]:
     chip, over = machine.chip, ", ".join(message.axes)
     groups = mesh.groups(message.axes)
     hosts, ranks = _spread(tuple(map(tuple, groups.tolist())), machine.shape[-1])
     if hosts == 1:
-        if not chip.links or not chip.link_bandwidth:
-            raise ValueError(f"the data sheet of {chip.name} has no links")
+        links = stated(chip, "links", (chip.links or 0) * (chip.link_bandwidth or 0))
         shares, starts = _IN_HOST.get(message.kind, _OTHERWISE)
         count = groups.shape[1]
-        rate = float(np.interp(count, _GPUS, shares)) * chip.links * chip.link_bandwidth
+        rate = float(np.interp(count, _GPUS, shares)) * links
         start = float(np.interp(count, _GPUS, starts))
         return start + message.wire_bytes / rate, f"{over} is within a host, over all its links"
-    if chip.network_bandwidth is None:
-        raise ValueError(f"the data sheet of {chip.name} has no network bandwidth")
     text = f"{over} crosses {hosts} hosts, over the network of {ranks} of each host's GPUs"
-    rate = chip.network_bandwidth
+    rate = stated(chip, "network bandwidth", chip.network_bandwidth)
     if message.kind in _ALL_TO_ALL:
         rate *= 1 - 0.44 / hosts
     elif message.kind != "collective-permute":
@@ -88,10 +92,8 @@ def _spread(groups: tuple[tuple[int, ...], ...], per_host: int) -> tuple[int, in
 
 def _on_torus(message: Message, mesh: Axes, machine: Machine) -> tuple[float, str]:
     chip, over = machine.chip, ", ".join(message.axes)
-    if chip.link_bandwidth is None:
-        raise ValueError(f"the data sheet of {chip.name} has no link bandwidth")
+    link = _LINK * stated(chip, "link bandwidth", chip.link_bandwidth)
     directions, cores, longest = _directions(mesh, message.axes, machine)
-    link = _LINK * chip.link_bandwidth
     if not directions:  # the two cores of a chip share its memory
         rate = (chip.memory_bandwidth or math.inf) / 2
         return _HOP + message.wire_bytes / rate, f"{over} is within a chip"

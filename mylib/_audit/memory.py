@@ -92,15 +92,12 @@ _SMALL = 1024
 
 
 def _alive(buffers: list[Buffer]) -> tuple[Alive, ...]:
-    alike: dict[tuple[str, tuple[int, ...], str, str], int] = {}
-    sizes: dict[tuple[str, tuple[int, ...], str, str], int] = {}
+    alike: dict[tuple[str, tuple[int, ...], str, str], list[int]] = {}
     for buffer in buffers:
-        if buffer.bytes < _SMALL:
-            continue
-        x = buffer.made_by
-        array = next(a for a in x.arrays if a.padded_bytes == buffer.bytes)
-        key = array.dtype, array.shape, primitive_of(x), source_of(x)
-        alike[key] = alike.get(key, 0) + 1
-        sizes[key] = sizes.get(key, 0) + buffer.bytes
-    arrays = [Alive(sizes[key], count, *key) for key, count in alike.items()]
+        if buffer.bytes >= _SMALL:
+            x = buffer.made_by
+            array = next(a for a in x.arrays if a.padded_bytes == buffer.bytes)
+            key = array.dtype, array.shape, primitive_of(x), source_of(x)
+            alike.setdefault(key, []).append(buffer.bytes)
+    arrays = [Alive(sum(sizes), len(sizes), *key) for key, sizes in alike.items()]
     return tuple(sorted(arrays, key=lambda x: -x.bytes))

@@ -5,7 +5,6 @@ from typing import NamedTuple, TypeVar
 
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
-from .values import target_of
 
 
 class Begin(NamedTuple):
@@ -64,15 +63,15 @@ def _outermost(x: Instruction) -> Iterator[Instruction]:
         yield from _outermost(caller)
 
 
-def _key(x: Instruction) -> tuple[str, str | None]:
+def _key(x: Instruction) -> tuple[str, str]:
     return x.opcode, x.attribute("channel_id")
 
 
-def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
+def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str], Instruction]]:
     """The TPU's compiler starts a collective in one fusion, and waits for it in a later one."""
     for computation in module.computations.values():
         for x in computation.instructions:
-            if x.opcode == "custom-call" and target_of(x) == "AsyncCollectiveDone":
+            if x.target == "AsyncCollectiveDone":
                 for y in x.inputs():
-                    if y.attribute("channel_id") is not None:
+                    if y.attribute("channel_id"):
                         yield from ((_key(y), caller) for caller in _outermost(x))

@@ -5,7 +5,6 @@ import json
 from .._errors import AuditError
 from .hlo import Instruction
 from .targets import LOCAL
-from .values import target_of
 
 # Opcodes, with their names in a report.
 KINDS = {
@@ -19,22 +18,27 @@ KINDS = {
     "send": "collective-permute",
 }
 
-_LOCAL = frozenset(
+# Those that combine their operands element by element.
+ELEMENTWISE = frozenset(
     """
-    abs acos acosh add add-dependency after-all and asin asinh atan2 atan atanh batch-norm-grad
-    batch-norm-inference batch-norm-training bitcast bitcast-convert broadcast call cbrt ceil
-    cholesky clamp compare complex concatenate conditional constant convert convolution copy cosh
-    cosine count-leading-zeros divide domain dot dynamic-reshape dynamic-slice
-    dynamic-update-slice erf exponential exponential-minus-one fft floor fusion gather
-    get-dimension-size get-tuple-element imag iota is-finite log log-plus-one logistic map maximum
-    minimum mulhi multiply multiply-add negate not opt-barrier optimization-barrier or pad parameter
-    partition-id popcnt power ragged-dot real reduce reduce-precision reduce-window remainder
-    replica-id reshape reverse rng rng-bit-generator rng-get-and-update-state
-    round-nearest-afz round-nearest-even rsqrt scaled-dot scan scatter select select-and-scatter
-    set-dimension-size shift-left shift-right-arithmetic shift-right-logical sign sine sinh slice
-    sort sqrt stochastic-convert subtract tan tanh topk transpose triangular-solve tuple while xor
-    infeed outfeed async copy-start copy-done slice-start slice-done dynamic-slice-start
-    dynamic-update-slice-start async-start async-update async-done
+    abs add and atan2 cbrt ceil clamp compare complex concatenate cosine divide erf exponential
+    exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply
+    negate not or power real remainder round-nearest-afz round-nearest-even rsqrt select sign sine
+    sqrt subtract tan tanh xor
+    """.split()
+)
+_LOCAL = ELEMENTWISE | set(
+    """
+    acos acosh add-dependency after-all asin asinh atan atanh batch-norm-grad batch-norm-inference
+    batch-norm-training bitcast bitcast-convert broadcast call cholesky conditional constant convert
+    convolution copy cosh count-leading-zeros domain dot dynamic-reshape dynamic-slice
+    dynamic-update-slice fft fusion gather get-dimension-size get-tuple-element iota map mulhi
+    multiply-add opt-barrier optimization-barrier pad parameter partition-id popcnt ragged-dot
+    reduce reduce-precision reduce-window replica-id reshape reverse rng rng-bit-generator
+    rng-get-and-update-state scaled-dot scan scatter select-and-scatter set-dimension-size
+    shift-left shift-right-arithmetic shift-right-logical sinh slice sort stochastic-convert topk
+    transpose triangular-solve tuple while infeed outfeed async copy-start copy-done slice-start
+    slice-done dynamic-slice-start dynamic-update-slice-start async-start async-update async-done
     """.split()
 )
 
@@ -54,7 +58,8 @@ def moves(x: Instruction, local: frozenset[str]) -> str | None:
     """
     opcode = opcode_of(x)
     if opcode in KINDS:
-        return None if opcode == "send" and _to_host(x) else KINDS[opcode]
+        to_host = opcode == "send" and x.attribute("is_host_transfer") == "true"
+        return None if to_host else KINDS[opcode]
     if opcode in _LOCAL:
         # A TPU's SparseCores run a part of the program in parallel, which is started by a call.
         is_local = x.opcode in _LOCAL or x.opcode == "call-start" or "calls" in x.attributes
@@ -77,12 +82,8 @@ def moves(x: Instruction, local: frozenset[str]) -> str | None:
     )
 
 
-def _to_host(x: Instruction) -> bool:
-    return x.attribute("is_host_transfer") == "true"
-
-
 def _check_target(x: Instruction, local: frozenset[str]) -> None:
-    target = target_of(x)
+    target = x.target
     if target in local:
         return
     if target not in LOCAL:

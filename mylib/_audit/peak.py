@@ -3,10 +3,11 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from .._errors import AuditError
-from .hlo import Array, Computation, HloModule, Instruction, arrays_of, calls_of
+from .hlo import Array, Computation, HloModule, Instruction, arrays_of, elements_of
 from .values import Value, unchanged
 
 # Operations whose results are in the memory of their first operand.
@@ -38,7 +39,7 @@ def peak_of(module: HloModule) -> Peak:
 
     `AuditError` if the program's instructions are not in the order in which they run.
     """
-    if not module.is_scheduled:
+    if "is_scheduled=true" not in module.header:
         raise AuditError("the program's instructions are not in the order in which they run")
     entry = module.entry
     arguments = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
@@ -59,7 +60,6 @@ class _Lifetimes:
         self.computation = computation
         self.held: dict[str, list[Buffer]] = dict(parameters)
         self.inner: dict[str, Peak] = {}
-        self.bounds: dict[str, list[tuple[int, int]]] = {}
         self.outside = {id(b) for buffers in parameters.values() for b in buffers}
         for x in computation.instructions:
             if x.name not in self.held:
@@ -76,18 +76,16 @@ class _Lifetimes:
             case "tuple":
                 return [b for buffers in operands for b in buffers]
             case "get-tuple-element":
-                start, end = self._bounds(x.operand(0))[x.integer("index") or 0]
+                start, end = _bounds(x.operand(0).type)[x.index]
                 return operands[0][start:end]
             case "constant":
                 return [Buffer(0, x) for _ in sizes]  # it is part of the program
-            case "while":
-                self._enter(x, operands[0])
-                return operands[0]
-            case "call" | "conditional":
-                for _, name in calls_of(x):
-                    called = x.computation.module.computations[name]
-                    arguments = operands if x.opcode == "call" else operands[1:]
-                    self._enter_one(x, called, arguments)
+            case "while" | "call" | "conditional":
+                arguments = operands[1:] if x.opcode == "conditional" else operands
+                for _, called in x.calls:
+                    self._enter(x, called, arguments)
+                if x.opcode == "while":
+                    return operands[0]
             case _ if x.opcode in _SAME and len(operands[:1]) == 1:
                 return operands[0]
             case _ if x.opcode.endswith("-done"):
@@ -96,19 +94,7 @@ class _Lifetimes:
                 return self._of_start(x, operands)
         return [self._in_place(x, i) or Buffer(size, x) for i, size in enumerate(sizes)]
 
-    def _bounds(self, x: Instruction) -> list[tuple[int, int]]:
-        """The range of a tuple's arrays that belongs to each of its elements."""
-        if x.name not in self.bounds:
-            starts = [0, *accumulate(len(arrays_of(part)) for part in _elements(x.type))]
-            self.bounds[x.name] = list(pairwise(starts))
-        return self.bounds[x.name]
-
-    def _enter(self, loop: Instruction, carried: list[Buffer]) -> None:
-        for _, name in calls_of(loop):
-            called = loop.computation.module.computations[name]
-            self._enter_one(loop, called, [carried])
-
-    def _enter_one(
+    def _enter(
         self, x: Instruction, called: Computation, arguments: Sequence[list[Buffer]]
     ) -> None:
         arguments = arguments if len(called.parameters) == len(arguments) else [[], *arguments]
@@ -146,7 +132,7 @@ class _Lifetimes:
         """The memory of the operand that an update is written into."""
         value = Value(x, (index,) if len(x.arrays) > 1 else ())
         if x.opcode == "fusion":
-            called = x.computation.module.computations[calls_of(x)[0][1]]
+            called = x.called("calls")
             value = Value(called.result, value.path)
             *_, value = _within(value, called)
             if value.made_by.opcode != "dynamic-update-slice":
@@ -195,6 +181,12 @@ class _Lifetimes:
         # Results are needed until the end.
         last.update((id(b), len(order)) for b in self.held[self.computation.result.name])
         return last
+
+
+@lru_cache(maxsize=1000)
+def _bounds(type_: str) -> list[tuple[int, int]]:
+    """The range of a tuple's arrays that belongs to each of its elements."""
+    return list(pairwise([0, *accumulate(len(arrays_of(x)) for x in elements_of(type_))]))
 
 
 class _Heap:
@@ -250,15 +242,3 @@ def _may_share(x: Instruction) -> bool:
 
 def _size(array: Array) -> int:
     return 0 if _NEAR.search(array.layout) or array.on_host else array.padded_bytes
-
-
-def _elements(type_: str) -> Iterator[str]:
-    depth, begin = 0, 1
-    for i, c in enumerate(type_):
-        if c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-        if (c == "," and depth == 1) or (c == ")" and depth == 0):
-            yield type_[begin:i]
-            begin = i + 1

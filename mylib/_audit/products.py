@@ -9,7 +9,7 @@ import numpy as np
 
 from .._compat import names
 from .hlo import Array, Instruction
-from .values import Value, computed, target_of
+from .values import Value, computed
 
 _NARROW = re.compile(r"f(\d)(e\w+)")
 _WORDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
@@ -18,7 +18,7 @@ _WORDS = {"f": "float", "s": "int", "u": "uint", "c": "complex"}
 def dtype_of(x: Instruction) -> str:
     """JAX's name of the dtype that is multiplied: that of the wider operand."""
     # A kernel may take tables of indices first.
-    factors = [] if target_of(x) == "tpu_custom_call" else x.inputs()[:2]
+    factors = [] if x.target == "tpu_custom_call" else x.inputs()[:2]
     both = [array for y in factors for array in y.arrays[:1]] or x.arrays[:1]
     return _named(max(both, key=lambda array: array.bytes / max(1, array.size)).dtype)
 
@@ -60,27 +60,27 @@ def _is_product(x: Instruction) -> bool:
 
 
 def _called(x: Instruction) -> int | None:
-    target = target_of(x)
+    target = x.target
     count = next((f for pattern, f in _KERNELS if re.fullmatch(pattern, target)), None)
     if count is not None:
         return count(x)
     return 0 if _BOUND_BY_MEMORY.fullmatch(target) else None
 
 
-def _dot(x: Instruction, contracted: str | None) -> int:
+def _dot(x: Instruction, contracted: str) -> int:
     size = x.arrays[0].size
-    for dim in re.findall(r"\d+", contracted or ""):
+    for dim in re.findall(r"\d+", contracted):
         size *= x.operand(0).arrays[0].shape[int(dim)]
     return size
 
 
 def _gemm(x: Instruction) -> int:
     match = re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', x.attributes)
-    return _dot(x, match[1] if match else None)
+    return _dot(x, match[1] if match else "")
 
 
 def _convolution(x: Instruction, input: Instruction, kernel: Instruction, result: Instruction):
-    labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels") or "")
+    labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels"))
     assert labels is not None
     lhs, rhs, out = (
         dict(zip(text, y.arrays[0].shape, strict=True))
@@ -88,7 +88,7 @@ def _convolution(x: Instruction, input: Instruction, kernel: Instruction, result
     )
     # A channel may be split into two dimensions, the second of which is called `?`.
     size = out["b"] * math.prod(out[c] for c in out if c in "f?") * rhs["i"]
-    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", x.attribute("window") or ""))
+    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", x.attribute("window")))
     for i in range(sum(c.isdigit() for c in out)):
         stride, dilation, holes = (
             int(window[name].split("x")[i]) if name in window else 1
@@ -123,9 +123,9 @@ def _meetings(
 def _cudnn_convolution(x: Instruction) -> int:
     """A gradient has the window and the labels of the convolution that it belongs to."""
     first, second, result = x.operand(0), x.operand(1), x
-    if "BackwardInput" in target_of(x):
+    if "BackwardInput" in x.target:
         return _convolution(x, result, second, first)
-    if "BackwardFilter" in target_of(x):
+    if "BackwardFilter" in x.target:
         return _convolution(x, first, result, second)
     return _convolution(x, first, second, result)
 
@@ -137,7 +137,7 @@ def _attention(x: Instruction) -> int | None:
         return None
     scores = math.prod(int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
     size = scores * x.operand(0).arrays[0].shape[-1]
-    size *= 5 if "Backward" in target_of(x) else 2
+    size *= 5 if "Backward" in x.target else 2
     return size // 2 if "CAUSAL" in config.get("mask_type", "") else size
 
 

@@ -1,5 +1,6 @@
 """The result of an audit, and how it is printed."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,7 +219,11 @@ class Report:
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        lines = [_title(self)]
+        if self.collectives:
+            lines += table([_COLUMNS, *map(_row, _by_layer(self.collectives))])
+        lines.append(_sum(self))
+        return "\n".join([*lines, *(self.memory.lines() if self.memory is not None else [])])
 
     def __repr__(self) -> str:
         return str(self)
@@ -282,17 +287,6 @@ def _title(report: Report) -> str:
     return f"{report.name} on {axes or 'devices of an unknown mesh'}"
 
 
-def _lines(report: Report) -> list[str]:
-    lines = [_title(report)]
-    if report.collectives:
-        rows = [_COLUMNS, *(_row(several) for several in _by_layer(report.collectives))]
-        lines += table(rows)
-    lines.append(_sum(report))
-    if report.memory is not None:
-        lines += report.memory.lines()
-    return lines
-
-
 def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
     """Groups collectives that differ only in their layer, and sorts them by kind, axes and bytes
     sent.
@@ -301,14 +295,10 @@ def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
     for c in collectives:
         same = c.kind, c.axes, c.bytes, c.dtype, c.inserted, c.phase, c.source, c.times
         same += c.primitive, c.scope
-        paths = (tuple(map(without_indices, paths)) for paths in (c.arrays, c.gradients))
+        # Without numbers, which differ between layers.
+        paths = (tuple(re.sub(r"\d", "#", x) for x in paths) for paths in (c.arrays, c.gradients))
         alike.setdefault((*same, *paths), []).append(c)
     return sorted(alike.values(), key=lambda group: (group[0].kind, group[0].axes or ()))
-
-
-def without_indices(path: str) -> str:
-    """A path without its numbers, which is the same for every layer."""
-    return "".join("#" if c.isdigit() else c for c in path)
 
 
 def _row(group: Sequence[Collective]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..machines import Chip, Machine
 from .groups import axis_of
-from .links import Message, seconds
+from .links import Message, seconds, stated
 from .moments import Begin, End
 from .work import Loop, Operation, Step, Work
 
@@ -170,9 +170,8 @@ def _ideal(chip: Chip, work: Work) -> tuple[_Speed, list[str]]:
             assumed.append(f"{dtype} is multiplied as {instead}")
     if rates and all(map(math.isinf, rates.values())):
         raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(rates)}")
-    if chip.memory_bandwidth is None:
-        raise ValueError(f"the data sheet of {chip.name} has no memory bandwidth")
-    return _Speed(rates, chip.memory_bandwidth / chip.devices), assumed
+    memory = stated(chip, "memory bandwidth", chip.memory_bandwidth)
+    return _Speed(rates, memory / chip.devices), assumed
 
 
 # The dtype that a chip multiplies instead, if it has no rate for one.

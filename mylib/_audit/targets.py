@@ -6,8 +6,6 @@ JAX's own are those that it registers (`jaxlib.lapack`, `jaxlib.gpu_solver` and 
 compilers' are in the programs that they write.
 """
 
-from collections.abc import Iterator
-
 _REAL, _COMPLEX = "sd", "cz"
 _LAPACK = {
     "gees geev gehrd geqp3 geqrf gesdd gesvd getrf gtsv potrf trsm": _REAL + _COMPLEX,
@@ -67,13 +65,12 @@ _OTHERS = """
 CALLBACKS = frozenset(f"{name}_{x}_callback" for name in _PYTHON.split() for x in ("cpu", "gpu"))
 
 
-def _local() -> Iterator[str]:
-    for routines, letters in _LAPACK.items():
-        yield from (f"lapack_{x}{name}_ffi" for name in routines.split() for x in letters)
-    yield from (f"{vendor}{name}" for name in _GPU.split() for vendor in ("cu", "hip"))
-    yield from CALLBACKS
-    yield from (f"__cudnn$fmha{name}" for name in _ATTENTION.split())
-    yield from _OTHERS.split()
-
-
-LOCAL = frozenset(_local())
+LOCAL = frozenset(
+    [
+        *(f"lapack_{x}{n}_ffi" for names, xs in _LAPACK.items() for n in names.split() for x in xs),
+        *(f"{vendor}{name}" for name in _GPU.split() for vendor in ("cu", "hip")),
+        *CALLBACKS,
+        *(f"__cudnn$fmha{name}" for name in _ATTENTION.split()),
+        *_OTHERS.split(),
+    ]
+)

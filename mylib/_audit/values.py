@@ -3,10 +3,10 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
-from .._errors import AuditError
-from .hlo import Computation, HloModule, Instruction, calls_of
+from .hlo import Computation, HloModule, Instruction
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 # Operations that only move the values of their first operand, or change their layout or dtype.
@@ -51,8 +51,7 @@ def runs_of(module: HloModule) -> dict[str, list[Execution]]:
     def enter(computation: Computation, run: Execution) -> None:
         runs.setdefault(computation.name, []).append(run)
         for x in computation.instructions:
-            for number, (role, name) in enumerate(calls_of(x)):
-                called = module.computations[name]
+            for number, (role, called) in enumerate(x.calls):
                 if role == "to_apply" and x.opcode not in ("call", "call-start"):
                     continue  # the sum of two numbers
                 if x.opcode == "while":
@@ -77,8 +76,7 @@ def trips(loop: Instruction) -> int | None:
     stated = _TRIPS.search(loop.attributes)
     if stated is not None:
         return int(stated[1])
-    module = loop.computation.module
-    condition = module.computations[_called(loop, "condition")]
+    condition = loop.called("condition")
     test = computed(Value(condition.result)).made_by
     if test.opcode != "compare":
         return None
@@ -87,12 +85,12 @@ def trips(loop: Instruction) -> int | None:
     limit = constant(right)
     if limit is None:
         left, right, limit = right, left, constant(left)
-        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction or "")
+        direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, "")
     counter = _carried(left, condition)
     if limit is None or counter is None:
         return None
     start = constant(Value(loop.operand(0), counter))
-    step = _step(module.computations[_called(loop, "body")], counter)
+    step = _step(loop.called("body"), counter)
     if start is None or not step:
         return None
     distance = limit - start if step > 0 else start - limit
@@ -101,13 +99,6 @@ def trips(loop: Instruction) -> int | None:
     elif (direction, step > 0) not in (("LT", True), ("GT", False)):
         return None
     return max(0, -(-distance // abs(step)))
-
-
-def _called(x: Instruction, role: str) -> str:
-    for name, computation in calls_of(x):
-        if name == role:
-            return computation
-    raise AuditError(f"{x} has no {role}")
 
 
 def _carried(value: Value, within: Computation) -> tuple[int, ...] | None:
@@ -155,7 +146,7 @@ def before(value: Value) -> Value | None:
     x, path = value
     match x.opcode:
         case "get-tuple-element":
-            return Value(x.operand(0), (x.integer("index") or 0, *path))
+            return Value(x.operand(0), (x.index, *path))
         case "tuple" if path:
             return Value(x.operand(path[0]), path[1:])
         case "copy" | "bitcast" | "optimization-barrier" | "convert" | "reshape":
@@ -168,7 +159,7 @@ def before(value: Value) -> Value | None:
             return _argument(x, path)
         case "while" if _is_invariant(x, path):
             return Value(x.operand(0), path)
-        case "custom-call" if path == (0,) and target_of(x) == "AsyncCollectiveStart":
+        case "custom-call" if path == (0,) and x.target == "AsyncCollectiveStart":
             return Value(x.operand(0).operand(0))
         case _ if x.opcode.endswith("-done") and _enters(start_of(x)):
             return _inside(start_of(x), path)
@@ -178,8 +169,7 @@ def before(value: Value) -> Value | None:
 
 
 def _inside(x: Instruction, path: tuple[int, ...]) -> Value:
-    role = _WRAPPERS.get(x.opcode, "calls")
-    return Value(x.computation.module.computations[_called(x, role)].result, path)
+    return Value(x.called(_WRAPPERS.get(x.opcode, "calls")).result, path)
 
 
 def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
@@ -192,8 +182,8 @@ def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
     if caller.opcode == "while":
         return Value(caller.operand(0), path) if _is_invariant(caller, path) else None
     if caller.opcode == "conditional":
-        branches = [name for _, name in calls_of(caller)]
-        return Value(caller.operand(1 + branches.index(x.computation.name)), path)
+        branches = [called for _, called in caller.calls]
+        return Value(caller.operand(1 + branches.index(x.computation)), path)
     return Value(given_to(caller)[number], path) if _enters(caller) else None
 
 
@@ -233,23 +223,13 @@ def _waiting(x: Instruction) -> Iterator[Instruction]:
 
 def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
     """Whether a loop leaves an element of its carry unchanged."""
-    body = loop.computation.module.computations[_called(loop, "body")]
-    value: Value | None = Value(body.result, path)
-    for _ in range(100):
-        if value is None:
+    body = loop.called("body")
+    for made_by, found in islice(unchanged(Value(body.result, path)), 100):
+        if made_by.opcode == "parameter" and made_by.computation is body:
+            return found == path
+        if made_by.opcode == "parameter" and made_by.computation.callers[:1] == [loop]:
             return False
-        x = value.made_by
-        if x.opcode == "parameter" and x.computation is body:
-            return value.path == path
-        if x.opcode == "parameter" and x.computation.callers[:1] == [loop]:
-            return False
-        value = before(value)
     return False
-
-
-def target_of(x: Instruction) -> str:
-    """The target of a custom call."""
-    return (x.attribute("custom_call_target") or "").strip('"')
 
 
 def computed(value: Value) -> Value:

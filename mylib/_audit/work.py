@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .collectives import Transfer
-from .hlo import Array, Computation, HloModule, Instruction, calls_of
+from .hlo import Array, Computation, HloModule, Instruction
 from .moments import Begin, End, Moments, moments_of
 from .opcodes import KINDS, opcode_of
 from .products import dtype_of, products_of
-from .values import done_of, target_of, trips
+from .values import done_of, trips
 
 # Instructions that move nothing themselves.
 _FREE = frozenset(
@@ -140,16 +140,15 @@ class _ScheduleReader:
         return self._known[computation.name]
 
     def _own(self, x: Instruction) -> tuple[Sequence[Step], int]:
-        module = x.computation.module
-        roles = [role for role, _ in _run_by(x)]
-        called = [self.read(module.computations[name]) for _, name in _run_by(x)]
+        runs = x.calls if opcode_of(x) in ("while", "conditional", "call", "async") else []
+        called = [self.read(computation) for _, computation in runs]
         parts = [steps for steps, _ in called]
         # Of all branches: one that can't be counted costs too little to be chosen.
         unknown = sum(each for _, each in called)
         match opcode_of(x):
             case "while":
                 turns = trips(x)
-                by_role = dict(zip(roles, parts, strict=True))
+                by_role = {role: part for (role, _), part in zip(runs, parts, strict=True)}
                 turn = *by_role["condition"], *by_role["body"]
                 return [Loop(1 if turns is None else turns, turn)], unknown + (turns is None)
             case "conditional":
@@ -160,7 +159,7 @@ class _ScheduleReader:
                 opcode in _FREE or opcode in KINDS or x.opcode.endswith(("-done", "-update"))
             ):
                 return [], 0
-            case "custom-call" if target_of(x) in _RESERVES:
+            case "custom-call" if x.target in _RESERVES:
                 return [], 0
         return _operation(x)
 
@@ -172,10 +171,6 @@ class _ScheduleReader:
         return [step for step in steps if not isinstance(step, End)]
 
 
-def _run_by(x: Instruction) -> list[tuple[str, str]]:
-    return calls_of(x) if opcode_of(x) in ("while", "conditional", "call", "async") else []
-
-
 def _operation(x: Instruction) -> tuple[list[Step], int]:
     flops: Counter[str] = Counter()
     unknown = 0
@@ -183,7 +178,7 @@ def _operation(x: Instruction) -> tuple[list[Step], int]:
     for y in _fused(x):
         products = products_of(y)
         unknown += products is None
-        is_kernel = is_kernel or _KERNEL.fullmatch(target_of(y)) is not None
+        is_kernel = is_kernel or _KERNEL.fullmatch(y.target) is not None
         if products:
             flops[dtype_of(y)] += 2 * products
     moved = _read(x) + _written(x)
@@ -194,13 +189,9 @@ def _fused(x: Instruction) -> Iterator[Instruction]:
     """The instruction, and those in the fusions that it calls."""
     yield x
     if opcode_of(x) == "fusion":
-        for _, name in calls_of(x):
-            for y in x.computation.module.computations[name].instructions:
+        for _, called in x.calls:
+            for y in called.instructions:
                 yield from _fused(y)
-
-
-def _body(x: Instruction) -> Computation:
-    return x.computation.module.computations[dict(calls_of(x))["calls"]]
 
 
 def _read(x: Instruction) -> int:
@@ -217,7 +208,7 @@ def _read_of_operand(x: Instruction, index: int) -> int:
     if index == 0 and opcode in _PUTS:
         return 0
     if opcode == "fusion":
-        return _uses(_body(x).parameters[index])
+        return _uses(x.called("calls").parameters[index])
     return sum(array.padded_bytes for array in x.operand(index).arrays)
 
 
@@ -237,13 +228,13 @@ def _uses(x: Instruction) -> int:
 
 def _written(x: Instruction) -> int:
     arrays = done_of(x).arrays
-    last = _body(x).result if opcode_of(x) == "fusion" else x
+    last = x.called("calls").result if opcode_of(x) == "fusion" else x
     if _sends(last):
         return 0
     each = last.inputs() if last.opcode == "tuple" else [last]
     if len(each) == len(arrays):
         return sum(min(_bytes(array), _put(y)) for array, y in zip(arrays, each, strict=True))
-    if last.opcode == "custom-call" and target_of(last).startswith(("__cublas", "__cudnn")):
+    if last.opcode == "custom-call" and last.target.startswith(("__cublas", "__cudnn")):
         arrays = [array for array in arrays if array.dtype not in _WORKSPACE]
     return sum(map(_bytes, arrays))
 
@@ -258,7 +249,7 @@ def _put(x: Instruction) -> int:
         update = x.operand(1 if x.opcode == "dynamic-update-slice" else len(x.operands) - 1)
         return sum(array.padded_bytes for array in update.arrays)
     if x.opcode == "fusion":
-        return _put(_body(x).result)
+        return _put(x.called("calls").result)
     return sum(array.padded_bytes for array in done_of(x).arrays)
 
 
@@ -266,7 +257,7 @@ def _sends(x: Instruction) -> bool:
     """Whether a part of a fusion belongs to a collective. The TPU's compiler goes on with one in
     each fusion that runs in the meantime, whose results are its buffers as well.
     """
-    return opcode_of(x) in KINDS or target_of(x).startswith("AsyncCollective")
+    return opcode_of(x) in KINDS or x.target.startswith("AsyncCollective")
 
 
 @functools.lru_cache(maxsize=10_000)

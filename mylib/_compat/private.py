@@ -95,18 +95,14 @@ def mesh_with_devices() -> Mesh:
     return mesh_lib.thread_resources.env.physical_mesh if mesh.empty else mesh
 
 
-def current_trace() -> Any:
-    """The current trace."""
-    return core.trace_ctx.trace
-
-
 def is_eager(trace: Any) -> bool:
     """Whether the current trace is outside all transformations."""
     return isinstance(trace, core.EvalTrace)
 
 
-def vmapped_axes(trace: Any) -> Iterator[Any]:
+def vmapped_axes() -> Iterator[Any]:
     """JAX's data about the axis of each surrounding `vmap`."""
+    trace = core.trace_ctx.trace
     while trace is not None:
         if isinstance(trace, batching.BatchTrace):
             yield trace.axis_data
@@ -140,7 +136,7 @@ def trace_kind() -> Literal["eager", "transformed", "staged"]:
     trace = core.trace_ctx.trace
     if type(trace) is core.EvalTrace:
         return "eager"
-    return "staged" if is_staged_trace(trace) else "transformed"
+    return "staged" if _is_staged_trace(trace) else "transformed"
 
 
 def data_of_nodes(treedef: Any) -> list[Any]:
@@ -159,7 +155,7 @@ _data_of_node = itemgetter(2)
 _USUAL = frozenset({type(None), tuple, list})
 
 
-def is_staged_trace(trace: Any) -> bool:
+def _is_staged_trace(trace: Any) -> bool:
     """Whether a trace records a program that runs later."""
     # An eager `grad`, `jvp` or `vmap` computes at once, so the trace below it decides. Every other
     # trace records a program.
@@ -346,7 +342,7 @@ def is_staged() -> bool:
     """Whether calls here become part of a program that runs later."""
     trace = core.trace_ctx.trace
     # Fast path: every call needs this, and usually nothing is traced.
-    return type(trace) is not core.EvalTrace and is_staged_trace(trace)
+    return type(trace) is not core.EvalTrace and _is_staged_trace(trace)
 
 
 def opened(jaxpr: Any) -> Any:

@@ -29,7 +29,7 @@ from .._placement import (
     unusual_memory_kind,
 )
 from .._transfer import constrain_auto_p, place_leaves
-from .._tree import Arrays, Leaves, outlined
+from .._tree import Arrays, Leaves, Made, outlined
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -93,11 +93,6 @@ class _RecomputeResharded:
         return self.policy(primitive, *avals, **params)
 
 
-def _always(avals: Any, params: Any) -> bool:
-    del avals, params
-    return True
-
-
 def _is_gathered(avals: Any, params: Any) -> bool:
     """Whether each device has at least as much as before, and nothing was summed."""
     here, there = avals[0].sharding, params[names.PARAM_DST_SHARDING]
@@ -113,10 +108,6 @@ def _is_to_device(avals: Any, params: Any) -> bool:
     )
 
 
-def _is_no_narrower(avals: Any, params: Any) -> bool:
-    return params[names.PARAM_NEW_DTYPE].itemsize >= avals[0].dtype.itemsize
-
-
 def _is_large_part(avals: Any, params: Any) -> bool:
     """Whether the slice is large, like one of several weights that are gathered as one array."""
     bounds = zip(params[names.PARAM_STARTS], params[names.PARAM_LIMITS], strict=True)
@@ -126,10 +117,13 @@ def _is_large_part(avals: Any, params: Any) -> bool:
 # By primitive name: when its results are not saved, because they are its operands, moved or
 # rearranged.
 _MADE_AGAIN: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(names.ONLY_MOVED | {constrain_auto_p.name}, _always),
+    **dict.fromkeys(names.ONLY_MOVED | {constrain_auto_p.name}, lambda avals, params: True),
     names.RESHARD: _is_gathered,
     names.DEVICE_PUT: _is_to_device,
-    names.CONVERT: _is_no_narrower,
+    # No narrower.
+    names.CONVERT: lambda avals, params: (
+        params[names.PARAM_NEW_DTYPE].itemsize >= avals[0].dtype.itemsize
+    ),
     names.SLICE: _is_large_part,
 }
 
@@ -242,17 +236,13 @@ class _Checkpointed(eqx.Module):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         arrays, given = outlined(self._kept(args, kwargs, before=True))
-        outline = given
 
-        def computed(arrays: Arrays) -> Arrays:
-            nonlocal outline
+        def computed(arrays: Arrays) -> Made:
             args, kwargs = self._kept(*given.fill(arrays))
-            returned, outline = outlined(self.fun(*args, **kwargs))
-            return returned
+            return Made.of(self.fun(*args, **kwargs))
 
         checkpoint = jax.checkpoint(computed, prevent_cse=self.prevent_cse, policy=self.policy)
-        returned = checkpoint(arrays)
-        return outline.fill(returned)
+        return checkpoint(arrays).tree()
 
     def _kept(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:
         """The arguments, sharded as they are to be saved; `before` or inside the checkpoint."""
@@ -278,21 +268,22 @@ class _Checkpointed(eqx.Module):
         return hash((self.fun, self.prevent_cse, self.policy))
 
 
-def _refuse_memory_kinds(target: Target) -> Iterator[Fault]:
+def refuse_memory_kinds(target: Target, otherwise: str = "") -> Iterator[Fault]:
     kind = unusual_memory_kind(target)
     if kind is not None:
-        yield because(
-            f"programs can't compute in {kind} memory",
-            "use a policy that offloads saved values (jax.checkpoint_policies.offload_...), or "
-            "call mylib.filter_device_put before, and in the function",
-        )
+        fix = "use a policy that offloads saved values (jax.checkpoint_policies.offload_...)"
+        yield because(f"programs can't compute in {kind} memory", fix + otherwise)
 
 
 class _Saved(Inputs):
     """Where arguments are saved."""
 
+    def _refuse(self, target: Target) -> Iterator[Fault]:
+        or_move = ", or call mylib.filter_device_put before, and in the function"
+        return refuse_memory_kinds(target, or_move)
+
     def decide(self, leaves: Leaves, prefix: Any, world: World) -> Decision:
-        return decide(leaves, prefix, self.mesh, world, refuse=_refuse_memory_kinds)
+        return decide(leaves, prefix, self.mesh, world, self._refuse)
 
 
 def _has_another_type(x: Any, target: Target | None, world: World) -> bool:

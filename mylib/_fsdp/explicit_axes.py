@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
 from .._placement import entries_of, with_entries
-from .._programs import bind_as, evaluate, jaxprs_in
+from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
 from .gather import Route, gather
@@ -46,7 +46,7 @@ def as_written(run: Run, weights: Arrays, given: Arrays, route: Route) -> tuple[
     count = len(program.consts)
 
     def untyped(weights: Arrays, given: Arrays) -> Arrays:
-        return _run(program, given[:count], [*weights, *given[count:]])
+        return _run(program, [*weights, *given[count:]], given[:count])
 
     return untyped, [*program.consts, *given], program.out_avals
 
@@ -58,13 +58,14 @@ def on_auto_axes(run: Run, types: Sequence[Any]) -> Run:
     return jax.jit(jax.sharding.auto_axes(run, out_sharding=specs))
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
-    """An abstract array with the type of a value in a program."""
+def _struct(aval: Any, typed: bool = True) -> jax.ShapeDtypeStruct:
+    """An abstract array with the type of a value in a program, or without its sharding."""
     weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding, weak_type=weak)
+    sharding = aval.sharding if typed else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
 
-def _run(program: Any, constants: Values, args: Values) -> Arrays:
+def _run(program: Any, args: Values, constants: Values | None = None) -> Arrays:
     """Runs a program that was traced on Explicit axes where these axes are Auto."""
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -74,11 +75,7 @@ def _run(program: Any, constants: Values, args: Values) -> Arrays:
             # Literals of a program may be arrays, too.
             return _call(eqn, [_untyped_constant(x) for x in args])
 
-    return evaluate(program, constants, args, call)
-
-
-def _run_nested(program: Any, args: Values) -> Arrays:
-    return _run(program, getattr(program, "consts", ()), args)
+    return interpret(program, args, call, constants)
 
 
 def _call(eqn: Any, args: Values) -> Arrays:
@@ -107,12 +104,8 @@ def _at(x: Any, asked: NamedSharding) -> Any:
     if AxisType.Auto in asked.mesh.axis_types:
         # What is asked for axes of one type leaves those of the other as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
-    spec = with_entries(PartitionSpec(), entries)
-    return jax.lax.with_sharding_constraint(x, NamedSharding(_mesh(), spec))
-
-
-def _mesh() -> Any:
-    return jax.sharding.get_abstract_mesh()
+    mesh, spec = jax.sharding.get_abstract_mesh(), with_entries(PartitionSpec(), entries)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _untyped(param: Any) -> Any:
@@ -121,7 +114,7 @@ def _untyped(param: Any) -> Any:
         # What an operation's result is split over becomes a constraint behind it.
         return None if has_explicit_axes(param.mesh) else param
     if isinstance(param, ShapedArray):
-        return param.update(sharding=jax.typeof(_untyped_struct(param)).sharding)
+        return param.update(sharding=jax.typeof(_struct(param, typed=False)).sharding)
     if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
         return _untyped_program(param)
     if isinstance(param, list) or type(param) is tuple:
@@ -132,14 +125,9 @@ def _untyped(param: Any) -> Any:
 
 
 def _untyped_program(program: Any) -> Any:
-    like = [_untyped_struct(x.aval) for x in opened(program).invars]
-    traced = jax.make_jaxpr(lambda *xs: _run_nested(program, xs))(*like)
+    like = [_struct(x.aval, typed=False) for x in opened(program).invars]
+    traced = jax.make_jaxpr(lambda *xs: _run(program, xs))(*like)
     return closed_or_open(traced, program)
-
-
-def _untyped_struct(aval: Any) -> jax.ShapeDtypeStruct:
-    weak = getattr(aval, "weak_type", False)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak)
 
 
 def _untyped_constant(x: Any) -> Any:
@@ -157,7 +145,7 @@ def _untyped_constant(x: Any) -> Any:
 
 def _inlined(eqn: Any, args: Values) -> Arrays:
     (inner,) = jaxprs_in(eqn)
-    return _run_nested(inner, args)
+    return _run(inner, args)
 
 
 def _jit(eqn: Any, args: Values) -> Arrays:
@@ -165,7 +153,7 @@ def _jit(eqn: Any, args: Values) -> Arrays:
     args = _all_constrained(args, params[names.PARAM_IN_SHARDINGS])
 
     def run(*args: Any) -> Arrays:
-        return _run_nested(params[names.PARAM_JAXPR], args)
+        return _run(params[names.PARAM_JAXPR], args)
 
     run.__name__ = params[names.PARAM_NAME]
     made = jax.jit(run, inline=params[names.PARAM_INLINE])(*args)
@@ -177,12 +165,6 @@ def _all_constrained(xs: Values, asked: Values) -> Arrays:
         _constrained(x, s) if isinstance(s, NamedSharding) else x
         for x, s in zip(xs, asked, strict=True)
     ]
-
-
-def _checkpoint(eqn: Any, args: Values) -> Arrays:
-    inner = eqn.params[names.PARAM_JAXPR]
-    options = {key: eqn.params[key] for key in (names.PARAM_POLICY, names.PARAM_PREVENT_CSE)}
-    return jax.checkpoint(lambda *xs: _run_nested(inner, xs), **options)(*args)
 
 
 def _constraint(eqn: Any, args: Values) -> Arrays:
@@ -249,7 +231,7 @@ def _traced_again(
     with eqn.ctx.manager:
         program = jax.make_jaxpr(traced)(*[_struct(types[i]) for i in index])
     with jax.sharding.use_abstract_mesh(mesh):
-        made = iter(_run_nested(program, [args[i] for i in index]))
+        made = iter(_run(program, [args[i] for i in index]))
     return [next(made) if given else None for given in is_given], program.out_avals
 
 
@@ -267,7 +249,7 @@ def _prefetched(eqn: Any, args: Values) -> Arrays:
 
 def _typed(eqn: Any, args: Values) -> Arrays:
     """Calls an operation that knows the types of its results, on Explicit axes as it was traced."""
-    mesh, shardings = _mesh(), [x.aval.sharding for x in eqn.invars]
+    mesh, shardings = jax.sharding.get_abstract_mesh(), [x.aval.sharding for x in eqn.invars]
     with eqn.ctx.manager:
         there = [
             # A constant of the program may have come here as an argument of a nested one.
@@ -284,7 +266,7 @@ def _typed(eqn: Any, args: Values) -> Arrays:
 def _shard_map(eqn: Any, args: Values) -> Arrays:
     params = eqn.params
     run = jax.shard_map(
-        lambda *xs: _run_nested(params[names.PARAM_JAXPR], xs),
+        lambda *xs: _run(params[names.PARAM_JAXPR], xs),
         in_specs=tuple(params[names.PARAM_IN_SPECS]),
         out_specs=list(params[names.PARAM_OUT_SPECS]),
         axis_names=set(params[names.PARAM_MANUAL_AXES]),
@@ -301,7 +283,7 @@ _CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
     names.CUSTOM_VJP_CALL: _custom_vjp,
     names.HI_CALL: _typed,
     names.JIT: _jit,
-    names.REMAT: _checkpoint,
+    names.REMAT: lambda eqn, args: checkpointed(eqn, lambda *xs: _inlined(eqn, xs), args),
     names.SHARD_MAP: _shard_map,
     tangent_p.name: _prefetched,
 }

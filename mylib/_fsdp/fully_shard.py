@@ -232,11 +232,7 @@ def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
         return lambda x, path: next((n for cls, n in table.items() if isinstance(x, cls)), None)
     if callable(layers) and not isinstance(layers, eqx.Module):
         return lambda x, path: _CALL if layers(x, path) else None
-    raise _selects_nothing(layers)
-
-
-def _selects_nothing(layers: Any) -> TypeError:
-    return TypeError(
+    raise TypeError(
         f"fully_shard: layers={layers!r} does not select Modules. Give a class, a "
         "tuple of classes, a mapping from classes to names of methods, or a function of a Module "
         "and its path. The model comes first: fully_shard(model, Block, kept)"
@@ -251,9 +247,7 @@ def _flatten(model: Any, methods: _Methods) -> tuple[list[_Node], Any]:
     chosen: dict[str, Sequence[str]] = {}
 
     def ends(path: Any, x: Any) -> bool:
-        if not isinstance(x, eqx.Module):
-            return False
-        found = methods(x, jtu.keystr(path))
+        found = methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
         if found is not None:
             chosen[jtu.keystr(path)] = found
         return found is not None

@@ -20,7 +20,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 
 from .._compat import names, scan_sizes
-from .._programs import bind_as, evaluate, jaxprs_in
+from .._programs import bind_as, checkpointed, interpret, jaxprs_in, scanned
 
 Values = list[Any]
 
@@ -33,7 +33,7 @@ def call_with_sinks(
     """
     program = jax.make_jaxpr(fun)(weights, given)
     views = [_view(x, sink) for x, sink in zip(weights, sinks, strict=True)]
-    return _values(evaluate(program, program.consts, [*views, *given], _call))
+    return _values(interpret(program, [*views, *given], _call))
 
 
 class View(eqx.Module):
@@ -67,7 +67,7 @@ def _call(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
     if name in (names.JIT, names.CLOSED_CALL):
         return _inside(eqn)(args)
     if name == names.REMAT:
-        return _checkpoint(eqn, args)
+        return checkpointed(eqn, lambda *args: _inside(eqn)(args), args)
     if name == names.SCAN:
         return _scan(eqn, args)
     if name in names.PRODUCTS:
@@ -83,12 +83,7 @@ def _call(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
 
 def _inside(eqn: Any) -> Callable[[Sequence[Any]], list[Any]]:
     (inner,) = jaxprs_in(eqn)
-    return lambda args: evaluate(inner, getattr(inner, "consts", ()), args, _call)
-
-
-def _checkpoint(eqn: Any, args: Sequence[Any]) -> Values:
-    options = {key: eqn.params[key] for key in (names.PARAM_POLICY, names.PARAM_PREVENT_CSE)}
-    return jax.checkpoint(_inside(eqn), **options)(args)
+    return lambda args: interpret(inner, args, _call)
 
 
 def _scan(eqn: Any, args: Sequence[Any]) -> Values:
@@ -100,9 +95,7 @@ def _scan(eqn: Any, args: Sequence[Any]) -> Values:
         made = _values(run([*args[:constants], *carry, *xs]))
         return made[:carried], made[carried:]
 
-    keys = (names.PARAM_LENGTH, names.PARAM_REVERSE, names.PARAM_UNROLL)
-    options = {key: eqn.params[key] for key in keys}
-    carry, ys = jax.lax.scan(turn, _values(args[constants:first]), args[first:], **options)
+    carry, ys = scanned(eqn, turn, _values(args[constants:first]), args[first:])
     return [*carry, *ys]
 
 
@@ -155,6 +148,10 @@ def _abstract(*avals: Any, program: Any) -> Any:
 @product_p.def_impl
 def _narrow(sink: Any, *others: Any, program: Any) -> Any:
     weight = sink.astype(program.in_avals[0].dtype)
+    return _multiplied(program, weight, *others)
+
+
+def _multiplied(program: Any, weight: Any, *others: Any) -> Any:
     return jaxpr_as_fun(program)(weight, *others)[0]
 
 
@@ -170,20 +167,18 @@ def _transpose(cotangent: Any, sink: Any, *others: Any, program: Any) -> Values:
 
     def transposed(cotangent: Any, *others: Any) -> Any:
         def product(weight: Any) -> Any:
-            return jaxpr_as_fun(program)(weight, *others)[0]
+            return _multiplied(program, weight, *others)
 
         return jax.linear_transpose(product, program.in_avals[0])(cotangent)
 
     backward = jax.make_jaxpr(transposed)(cotangent, *others)
     wide = sink.aval.dtype
-    made = evaluate(backward, backward.consts, [cotangent, *others], partial(_with_wide, wide))
+    made = interpret(backward, [cotangent, *others], partial(_with_wide, wide))
     return [made[0].astype(wide), *[None] * len(others)]
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, program: Any) -> tuple[Any, int]:
-    def product(weight: Any, *others: Any) -> Any:
-        return jaxpr_as_fun(program)(weight, *others)[0]
-
+    product = partial(_multiplied, program)
     weight = jax.eval_shape(lambda sink: sink.astype(program.in_avals[0].dtype), args[0])
     batched = jax.make_jaxpr(jax.vmap(product, in_axes=tuple(dims)))(weight, *args[1:])
     return product_p.bind(*args, program=batched), 0

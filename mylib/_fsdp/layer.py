@@ -2,8 +2,8 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import InitVar, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from itertools import combinations
 from typing import Any
 
@@ -135,9 +135,13 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def called(layer: Any, /, *args: Any, **kwargs: Any) -> Any:
         fields, plan = _split_fields(layer)
-        leaves, world = split(_make(cls, fields)), current_world()
+        layer = _make(cls, fields)
+        leaves = split(layer, naming=lambda path: cls.__qualname__ + jtu.keystr(path))
+        world = current_world()
         stacked = _stacked(plan, leaves, world)
-        _refuse(plan, leaves, stacked, world)
+        faults = [*_refuse(plan, leaves, stacked, world)]
+        if faults:
+            raise PlacementError(faults)
         residual = plan.residuals and plan.residuals.residual(args, cls.__qualname__)
         if residual is None:
             return _called(plan, leaves, stacked, world, method, args, kwargs)
@@ -219,9 +223,9 @@ def _stacked(plan: Plan, leaves: Leaves, world: World) -> Removed:
         reason = f"its arrays are not {ours}: it has {len(now)}, and had {count}"
         raise PlacementError([because(reason, fix, request)])
     # `shard_map` cuts weights.
-    shapes = now if world.manual_axes and _same_ranks(plan.shapes, now) else plan.shapes
+    are_cut = world.manual_axes and list(map(len, now)) == list(map(len, plan.shapes))
+    shapes = now if are_cut else plan.shapes
     found = [_ways(shape, x) for shape, x in zip(shapes, now, strict=True)]
-    leaves = replace(leaves, naming=lambda path: name + jtu.keystr(path))
     faults: list[Fault] = []
     for i, ways in enumerate(found):
         if not ways:
@@ -235,10 +239,6 @@ def _stacked(plan: Plan, leaves: Leaves, world: World) -> Removed:
         raise PlacementError(faults)
     removed = tuple(ways[0] for ways in found)
     return removed if any(removed) else ()
-
-
-def _same_ranks(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
-    return list(map(len, xs)) == list(map(len, ys))
 
 
 def _ways(shape: tuple[int, ...], now: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -256,20 +256,15 @@ def _ways(shape: tuple[int, ...], now: tuple[int, ...]) -> list[tuple[int, ...]]
     ]
 
 
-def _refuse(plan: Plan, leaves: Leaves, stacked: Removed, world: World) -> None:
-    faults: list[Fault] = []
+def _refuse(plan: Plan, leaves: Leaves, stacked: Removed, world: World) -> Iterator[Fault]:
     if stacked and plan.turns is not None:
-        faults.append(
-            because(
-                "the layers are stacked, and called in one place: no layer comes before another",
-                "leave out prefetch= for them. In a loop write jax.lax.scan(..., unroll=2): it "
-                "gathers the next layer's weights ahead. An ensemble under jax.vmap gathers the "
-                "weights of all members together",
-                "fully_shard(..., prefetch=...)",
-            )
+        yield because(
+            "the layers are stacked, and called in one place: no layer comes before another",
+            "leave out prefetch= for them. In a loop write jax.lax.scan(..., unroll=2): it "
+            "gathers the next layer's weights ahead. An ensemble under jax.vmap gathers the "
+            "weights of all members together",
+            "fully_shard(..., prefetch=...)",
         )
-    cls = type(leaves.tree).__qualname__
-    leaves = replace(leaves, naming=lambda path: cls + jtu.keystr(path))
     for i, target in [*enumerate(plan.route.kept), *enumerate(plan.route.used)]:
         sharding = None if target is None else sharding_of(target)
         if not isinstance(sharding, NamedSharding):
@@ -278,24 +273,19 @@ def _refuse(plan: Plan, leaves: Leaves, stacked: Removed, world: World) -> None:
         dims = stacked[i] if stacked else ()
         taken = [a for dim in dims for a in axis_names(spec.get(dim))]
         manual = sorted(axes_in(sharding.spec) & world.manual_axes)
-        if not (taken or manual):
-            continue
-        asked = show(sharding, None)
         if taken:
             stacked_too = because(
                 f"{taken[0]!r} splits them by layer: each step of the loop would gather all layers",
                 "shard another dimension: fsdp(..., stacked=...) with the class of the layers "
                 "never takes the first",
-                f"{asked}, of the stacked layers",
+                f"{show(sharding, None)}, of the stacked layers",
             )
-            faults.append(leaves.at(i, stacked_too))
+            yield leaves.at(i, stacked_too)
         if manual:
             in_map = because(
                 f"the layer is called inside shard_map, where {manual[0]!r} is Manual: the "
                 "compiler can't gather over it",
                 "leave the axis Auto (axis_names= of filter_shard_map), or gather by hand",
-                asked,
+                show(sharding, None),
             )
-            faults.append(leaves.at(i, in_map))
-    if faults:
-        raise PlacementError(faults)
+            yield leaves.at(i, in_map)

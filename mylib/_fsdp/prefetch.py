@@ -23,7 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 from .._compat import batched, is_staged
 from .._placement import cast, varying
-from .._programs import evaluate
+from .._programs import interpret
 from .._tree import Arrays
 from .gather import Targets, keep, on_device
 from .prefetch_order import Turns
@@ -43,7 +43,7 @@ def call_ahead(run: Run, weights: Arrays, given: Arrays, kept: Targets, turns: T
     others, start = [*traced.consts, *given], len(traced.consts)
 
     def computed(weights: Arrays, others: Arrays) -> Arrays:
-        return evaluate(traced, others[:start], [*weights, *others[start:]])
+        return interpret(traced, [*weights, *others[start:]], constants=others[:start])
 
     # Both without constants: rules must not refer to values of a trace.
     program = jax.make_jaxpr(computed)(weights, others)
@@ -82,7 +82,7 @@ class _Layer:
     moving: Sequence[bool] = ()
 
     def __call__(self, given: Arrays) -> Arrays:
-        return evaluate(self.program, self.program.consts, given)
+        return interpret(self.program, given)
 
     def split(self, given: Arrays) -> tuple[Arrays, Arrays]:
         """The weights, and the other arrays."""
@@ -91,7 +91,7 @@ class _Layer:
 
     def wait(self, weights: Arrays, token: Any) -> tuple[Arrays, Any]:
         def run(weights: Arrays, token: Any) -> Arrays:
-            return evaluate(self.after, self.after.consts, [*weights, token])
+            return interpret(self.after, [*weights, token])
 
         # In an eager `vmap` with an axis name JAX can't reshard, as it calls `jax.set_mesh`.
         *weights, token = (run if is_staged() else jax.jit(run))(weights, token)
@@ -126,7 +126,9 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
         moving = [not isinstance(x, SymbolicZero) for x in tangents]
         results, differentiated = call(*primals), replace(layer, moving=moving)
         moved = iter(tangent_p.bind(*given, *compress(tangents, moving), layer=differentiated))
-        return results, [next(moved) if _is_float(x) else _nothing(x) for x in results]
+        types = [jax.typeof(x).to_tangent_aval() for x in results]
+        pairs = zip(results, types, strict=True)
+        return results, [next(moved) if _is_float(x) else SymbolicZero(t) for x, t in pairs]
 
     call.defjvp(rule, symbolic_zeros=True)
     return call
@@ -200,11 +202,6 @@ def _batch(
     moved = tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
     pairs = zip(layer.program.out_avals, results, strict=True)
     return moved, [0 if is_batched else None for x, is_batched in pairs if _is_float(x)]
-
-
-def _nothing(x: Any) -> Any:
-    """The tangent of an array that has none."""
-    return SymbolicZero(jax.typeof(x).to_tangent_aval())
 
 
 def _is_float(x: Any) -> bool:

@@ -26,11 +26,11 @@ from .._placement import (
     entries_of,
     is_placement_leaf,
     sharding_of,
-    unusual_memory_kind,
     with_entries,
 )
 from .._transfer import place_leaves
 from .._tree import split
+from .checkpoint import refuse_memory_kinds
 
 Targets = Sequence[Target | None]
 
@@ -99,25 +99,25 @@ class Residual:
         """The results as they are saved. On Explicit axes with the input's type, because the carry
         of a scan must keep its type.
         """
-        leaves = split(self._results_at(self.saved, results))
-        inputs = self._inputs_like(leaves.arrays)
-        return leaves.join(
-            x if i is None else _of_type(x, self.types[i])
-            for x, i in zip(leaves.arrays, inputs, strict=True)
-        )
+        return self._results_at(self.saved, results, with_types=True)
 
-    def _results_at(self, targets: Targets, results: Any) -> Any:
-        inputs = self._inputs_like(split(results).arrays)
-        return _moved(results, [None if i is None else targets[i] for i in inputs])
-
-    def _inputs_like(self, results: Sequence[Any]) -> list[int | None]:
-        """For each result the first input that has its shape and dtype and is saved in parts."""
+    def _results_at(self, targets: Targets, results: Any, with_types: bool = False) -> Any:
+        """Places each result as the first input that has its shape and dtype and is saved in parts,
+        if there is one.
+        """
         of_inputs = [
             (x.shape, x.dtype) if target is not None else None
             for x, target in zip(self.types, self.saved, strict=True)
         ]
-        of_results = [(x.shape, x.dtype) for x in results]
-        return [of_inputs.index(x) if x in of_inputs else None for x in of_results]
+        leaves = split(results)
+        of_results = [(x.shape, x.dtype) for x in leaves.arrays]
+        inputs = [of_inputs.index(x) if x in of_inputs else None for x in of_results]
+        placed = [None if i is None else targets[i] for i in inputs]
+        arrays = place_leaves(leaves, placed, current_world())
+        if with_types:
+            pairs = zip(arrays, inputs, strict=True)
+            arrays = [x if i is None else _of_type(x, self.types[i]) for x, i in pairs]
+        return leaves.join(arrays)
 
 
 def _of_type(x: Any, like: Any) -> Any:
@@ -150,11 +150,8 @@ def _without(target: Target, axes: frozenset[Any]) -> NamedSharding:
 def _refuse(target: Target) -> Iterator[Fault]:
     if not isinstance(sharding_of(target), NamedSharding):
         yield because("it splits nothing", "write a PartitionSpec or a NamedSharding")
-    elif (kind := unusual_memory_kind(target)) is not None:
-        yield because(
-            f"programs can't compute in {kind} memory",
-            "use a policy that offloads saved values (jax.checkpoint_policies.offload_...)",
-        )
+        return
+    yield from refuse_memory_kinds(target)
 
 
 def _splits_nothing(layer: str, prefix: Any, axes: frozenset[Any]) -> Fault:

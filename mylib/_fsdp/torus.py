@@ -3,7 +3,10 @@
 XLA turns one all-gather over all devices of such a slice into an all-reduce, which sends twice as
 much, if there are 64 devices or more; and likewise a reduce-scatter. Two gathers in a row, each
 over a part of the devices, stay gathers, and so do gathers over fewer devices or on
-two-dimensional tori.
+two-dimensional tori. Others have met this, too: https://github.com/pytorch/xla/pull/6528.
+
+Needed with JAX 0.12.0. May go once `test_where_one_gather_is_an_all_reduce` of the tests
+fails for a v5p of 4x4x4.
 """
 
 import functools

@@ -37,7 +37,7 @@ from .._compat import (
 )
 from .._links import is_handle
 from .._placement import axes_of_type, cast, manual_axes, union, varying
-from .._programs import bind_as, in_place_of, jaxprs_in
+from .._programs import bind_as, in_place_of, interpret, jaxprs_in, scanned
 
 # Whether a call of a program made by `filter_jit` is being traced, lowered or run here: None, or
 # whether that call returns errors. JAX doesn't use one trace for several values, so that a function
@@ -72,10 +72,6 @@ class Check:
     @property
     def line(self) -> str:
         return next((piece for piece in self.stack if isinstance(piece, str)), "")
-
-
-def check_of(eqn: Any) -> Check:
-    return eqn.params[_CHECK]
 
 
 def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: Any) -> Any:
@@ -287,43 +283,36 @@ class _Rewriting:
         return self._inside[id(eqn)][1]
 
     def run(self, program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
-        jaxpr = opened(program)
-        values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-        values.update(zip(jaxpr.constvars, getattr(program, "consts", ()), strict=True))
+        numbers = [_none()]
 
-        def value_of(x: Any) -> Any:
-            return x.val if hasattr(x, "val") else values[x]
+        def call(eqn: Any, args: Sequence[Any]) -> list[Any]:
+            if not self._is_concerned(eqn):
+                return bind_as(eqn, args)
+            *made, failed = self._call(eqn, list(args))
+            numbers.append(failed)
+            return made
 
-        failed = _none()
-        for eqn in jaxpr.eqns:
-            given = [value_of(x) for x in eqn.invars]
-            with in_place_of(eqn):
-                concerned = self._is_concerned(eqn)
-                made, new = self._call(eqn, given) if concerned else (bind_as(eqn, given), None)
-            if new is not None:
-                failed = _first(failed, _on_mesh_in_force(new))
-            values.update(zip(eqn.outvars, made, strict=True))
-        return [value_of(x) for x in jaxpr.outvars], failed
+        values = interpret(program, args, call)
+        # Not in the place of an equation, which may be on other axes than the program.
+        return values, functools.reduce(_first, map(_on_mesh_in_force, numbers))
 
-    def _call(self, eqn: Any, args: list[Any]) -> tuple[list[Any], Any]:
+    def _call(self, eqn: Any, args: list[Any]) -> Sequence[Any]:
         function = self._function_of(eqn)
         if function is not None:
             # Traced again, because its values have other types inside `shard_map`.
-            return self.run(_traced(function, list(map(jax.typeof, args))), args)
-        call = _CALLS.get(eqn.primitive.name)
-        if call is None:
-            for inner in jaxprs_in(eqn):
-                self._leave(inner, f"a {eqn.primitive.name}")
-            return bind_as(eqn, args), _none()
-        values = list(call(self, eqn, args))
-        return values[:-1], values[-1]
+            return self._function(_traced(function, list(map(jax.typeof, args))))(*args)
+        if eqn.primitive.name in _CALLS:
+            return _CALLS[eqn.primitive.name](self, eqn, args)
+        for inner in jaxprs_in(eqn):
+            self._leave(inner, f"a {eqn.primitive.name}")
+        return [*bind_as(eqn, args), _none()]
 
     def _leave(self, program: Any, where: str) -> None:
         if not self.has_check(program):
             return
         for eqn in opened(program).eqns:
             if eqn.primitive is check_p:
-                check_of(eqn).stuck_in = where
+                eqn.params[_CHECK].stuck_in = where
                 self.checks.others = True
             for inner in jaxprs_in(eqn):
                 self._leave(inner, where)
@@ -337,7 +326,7 @@ class _Rewriting:
 
     def check(self, eqn: Any, args: list[Any]) -> list[Any]:
         pred, index, *arrays = args
-        check = check_of(eqn)
+        check = eqn.params[_CHECK]
         last = np.int32(len(check.messages) - 1)
         chosen = jax.lax.clamp(np.int32(0), jnp.asarray(index, jnp.int32), last)
         number = cast(self.checks.number_of(check) + chosen, manual_axes())
@@ -351,23 +340,11 @@ class _Rewriting:
             run = self._function(inner)
             run.__name__ = run.__qualname__ = name
             params = eqn.params
+            placed_at = _places(eqn, names.PARAM_OUT_SHARDINGS, names.PARAM_OUT_LAYOUTS)
             jitted = self._jitted[id(inner)] = jit(
                 run,
-                in_shardings=tuple(
-                    map(
-                        _placement_from,
-                        params[names.PARAM_IN_SHARDINGS],
-                        params[names.PARAM_IN_LAYOUTS],
-                    )
-                ),
-                out_shardings=[
-                    *map(
-                        _placement_from,
-                        params[names.PARAM_OUT_SHARDINGS],
-                        params[names.PARAM_OUT_LAYOUTS],
-                    ),
-                    None,
-                ],
+                in_shardings=_places(eqn, names.PARAM_IN_SHARDINGS, names.PARAM_IN_LAYOUTS),
+                out_shardings=[*placed_at, None],
                 donate_argnums=[i for i, used in enumerate(params[names.PARAM_DONATED]) if used],
                 keep_unused=params[names.PARAM_KEEP_UNUSED],
                 inline=params[names.PARAM_INLINE],
@@ -386,8 +363,7 @@ class _Rewriting:
 
     def scan(self, eqn: Any, args: list[Any]) -> list[Any]:
         constants, carried = scan_sizes(eqn)
-        params = eqn.params
-        inner = params[names.PARAM_JAXPR]
+        inner = eqn.params[names.PARAM_JAXPR]
 
         def turn(state: Any, xs: list[Any]) -> Any:
             failed, carry = state
@@ -396,14 +372,7 @@ class _Rewriting:
             return (failed, values[:carried]), values[carried:]
 
         carry, xs = args[constants : constants + carried], args[constants + carried :]
-        (failed, carry), ys = jax.lax.scan(
-            turn,
-            (_none(), carry),
-            xs,
-            length=params[names.PARAM_LENGTH],
-            reverse=params[names.PARAM_REVERSE],
-            unroll=params[names.PARAM_UNROLL],
-        )
+        (failed, carry), ys = scanned(eqn, turn, (_none(), carry), xs)
         return [*carry, *ys, failed]
 
     def while_(self, eqn: Any, args: list[Any]) -> list[Any]:
@@ -564,6 +533,8 @@ def _traced(fun: Callable[..., Any], types: Sequence[Any]) -> Any:
     return jit(fun).trace(*types).jaxpr
 
 
-def _placement_from(sharding: Any, layout: Any) -> Any:
-    known = sharding if isinstance(sharding, Sharding) else None
-    return known if layout is None else Format(layout, known)
+def _places(eqn: Any, shardings: str, layouts: str) -> tuple[Any, ...]:
+    """The placements in these parameters of a call of `jax.jit`."""
+    known = (x if isinstance(x, Sharding) else None for x in eqn.params[shardings])
+    pairs = zip(known, eqn.params[layouts], strict=True)
+    return tuple(x if layout is None else Format(layout, x) for x, layout in pairs)

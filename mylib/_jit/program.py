@@ -25,7 +25,7 @@ from .._compat import (
 )
 from .._errors import NotHereError, PlacementError
 from .._placement import AnyMesh, current_world, is_described
-from .._programs import evaluate
+from .._programs import interpret
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined, parted
 from .arguments import Call, let_go, place, used_once
@@ -296,7 +296,7 @@ class Program:
         checked = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
         if checked is None:
             # Not a call that is inlined: until JAX 0.11 its operations get the line of the call.
-            values = evaluate(traced.jaxpr, traced.jaxpr.consts, arrays)
+            values = interpret(traced.jaxpr, arrays)
             return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         made = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), checked.values)
         return Made(made.arrays, replace(made.rest, checks=checked.checks), checked.failed)

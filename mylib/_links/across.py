@@ -1,18 +1,18 @@
 """Moves arrays whose source and target share no process, or are held by several."""
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from .._compat import value_under
 from .._errors import line_of_caller
-from .._processes import owners, watch
+from .._processes import Call, count_program, owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
@@ -25,8 +25,7 @@ from .leaf import (
     set_origin,
     shards_of,
 )
-from .pending import Delivery
-from .plan import Fragment, Region
+from .plan import Region
 from .program import move_by_program
 
 
@@ -85,10 +84,14 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
     once. Processes without a device of the target get handles.
     """
     leaves = [leaf_of(*crossing) for crossing in crossings]
-    if any(_takes_part(leaf) and links_for(_platform(leaf)) is None for leaf in leaves):
-        moved = move_by_program(leaves)
+    ours = [leaf for leaf in leaves if not is_nowhere_here(leaf.x.sharding, leaf.target)]
+    platforms = {next(iter(leaf.target.device_set)).platform for leaf in ours}
+    links = {platform: links_for(platform) for platform in sorted(platforms)}
+    known = {platform: found for platform, found in links.items() if found is not None}
+    if len(known) == len(links):
+        moved = _assemble(leaves, _travel(leaves, known))
     else:
-        moved = _assemble(leaves, _travel(leaves))
+        moved = move_by_program(leaves)
     for leaf, y, (_, _, known_as) in zip(leaves, moved, crossings, strict=True):
         if origin_of(known_as):
             set_origin([y], leaf.text)
@@ -104,15 +107,7 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
             groups.setdefault(group, []).append(leaf_of(*move))
     for group, leaves in groups.items():
-        watch().count("programs", group, f"{described_all(leaves)} in {line_of_caller()}")
-
-
-def _takes_part(leaf: Shipment) -> bool:
-    return not is_nowhere_here(leaf.x.sharding, leaf.target)
-
-
-def _platform(leaf: Shipment) -> str:
-    return next(iter(leaf.target.device_set)).platform
+        count_program(group, f"{described_all(leaves)} in {line_of_caller()}")
 
 
 # A piece of the tree, by the position of its leaf and its own in the leaf's plan.
@@ -121,28 +116,7 @@ _Key = tuple[int, int]
 _Place = tuple[str, int]
 
 
-# Where a thread is in the middle of a call.
-_busy: set[_Place] = set()
-_lock = threading.Lock()
-
-
-@contextmanager
-def _one_thread(places: set[_Place]) -> Iterator[None]:
-    with _lock:
-        if _busy & places:
-            raise RuntimeError(
-                "two threads send arrays between the same processes at the same time, so their "
-                "order may differ between processes. Let one thread do so"
-            )
-        _busy.update(places)
-    try:
-        yield
-    finally:
-        with _lock:
-            _busy.difference_update(places)
-
-
-def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
+def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
     offered, then asked for: so no process waits for one that waits for it.
     """
@@ -151,7 +125,7 @@ def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
     gives: dict[_Place, list[_Key]] = {}
     takes: dict[_Place, list[_Key]] = {}
     for i, leaf in enumerate(leaves):
-        for j, (_, _, source, target) in enumerate(leaf.plan.pieces):
+        for j, (_, _, source, target, _) in enumerate(leaf.plan.pieces):
             giver, taker = source.process_index, target.process_index
             if giver == taker == me:
                 stay[i, j] = target
@@ -159,39 +133,28 @@ def _travel(leaves: Sequence[Shipment]) -> dict[_Key, jax.Array]:
                 gives.setdefault((target.platform, taker), []).append((i, j))
             elif taker == me:
                 takes.setdefault((target.platform, giver), []).append((i, j))
-    places = {*gives, *takes}
-    with _one_thread(places):
+    lanes = {(p, peer): links[p].lane(peer) for p, peer in sorted({*gives, *takes})}
+    with ExitStack() as held:
+        for lane in lanes.values():
+            does = "send arrays between the same processes at the same time"
+            lane.only.hold(threading.get_ident(), does)
+            held.callback(lane.only.release)
         pieces, ready = _cut_all(leaves, me)
         arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
-        calls: dict[_Place, Delivery] = {}
-        for place in sorted(places):
+        calls: dict[_Place, Call] = {}
+        for place, lane in lanes.items():
             both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
             text = f"{described_all(leaves[i] for i in both)} in {line}"
-            calls[place] = _links(place[0]).count(place[1], text)
-        for place, keys in gives.items():
+            calls[place] = watch().count(lane, text)
+        for (platform, peer), keys in gives.items():
             flags = tuple({id(ready[key]): ready[key] for key in keys}.values())
-            _links(place[0]).offer(calls[place], [pieces[key] for key in keys], flags)
-        for place, keys in takes.items():
-            pulled = _links(place[0]).ask(calls[place], [_abstract(leaves, key) for key in keys])
+            call = calls[platform, peer]
+            links[platform].offer(call, peer, [pieces[key] for key in keys], flags)
+        for (platform, peer), keys in takes.items():
+            wanted = [leaves[i].piece(j) for i, j in keys]
+            pulled = links[platform].ask(calls[platform, peer], peer, wanted)
             arrived.update(zip(keys, pulled, strict=True))
     return arrived
-
-
-def _piece(leaves: Sequence[Shipment], key: _Key) -> Fragment:
-    i, j = key
-    return leaves[i].plan.pieces[j]
-
-
-def _abstract(leaves: Sequence[Shipment], key: _Key) -> jax.ShapeDtypeStruct:
-    piece = _piece(leaves, key)
-    place = SingleDeviceSharding(piece.target)
-    return jax.ShapeDtypeStruct(piece.shape, leaves[key[0]].x.dtype, sharding=place)
-
-
-def _links(platform: str) -> Links:
-    links = links_for(platform)
-    assert links is not None  # else `move_by_program` was chosen
-    return links
 
 
 def _cut_all(leaves: Sequence[Shipment], me: int) -> tuple[dict[_Key, jax.Array], dict[_Key, Any]]:

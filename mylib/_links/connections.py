@@ -17,8 +17,7 @@ from typing import Any
 import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
-from .._processes import Processes, TransferError, connected, patience, watch
-from .pending import Delivery, Transfers
+from .._processes import Call, Lane, Processes, TransferError, connected, patience, watch
 
 _LOOPBACK = "127.0.0.1"
 _PLACE = "mylib/links/addresses"
@@ -27,31 +26,31 @@ _PLACE = "mylib/links/addresses"
 class Links:
     """The connections for arrays of one platform (cpu, cuda, ...)."""
 
-    def __init__(self, server: TransferServer, platform: str, transfers: Transfers):
+    def __init__(self, server: TransferServer, platform: str):
         self._server = server
         self._platform = platform
         self._me = jax.process_index()
-        self._transfers = transfers
         self._connections: dict[int, Any] = {}
         self.client = connected()
         self.client.key_value_set(
             f"{_PLACE}/{platform}/{self._me}", f"{server.address()} {socket.gethostname()}"
         )
 
-    def count(self, peer: int, text: str) -> Delivery:
-        return self._transfers.count(self._platform, peer, text)
+    def lane(self, peer: int) -> Lane:
+        processes = tuple(sorted((self._me, peer)))
+        return watch().lane(f"arrays on {self._platform}", processes)
 
     def offer(
-        self, call: Delivery, pieces: Sequence[jax.Array], ready: tuple[jax.Array, ...]
+        self, call: Call, peer: int, pieces: Sequence[jax.Array], ready: tuple[jax.Array, ...]
     ) -> None:
         """Gives pieces to a process, when it asks for them. They are ready when `ready` is."""
-        self._server.await_pull(_number(call, self._me, call.peer), list(pieces))
-        self._transfers.gives(call, ready)
+        self._server.await_pull(_number(call, self._me, peer), list(pieces))
+        call.lane.give(call, ready)
 
-    def ask(self, call: Delivery, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def ask(self, call: Call, peer: int, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Pieces of another process. Returns at once: they come when it sends them."""
-        arrays = self._connection(call.peer).pull(_number(call, call.peer, self._me), list(pieces))
-        self._transfers.takes(call, tuple(arrays))
+        arrays = self._connection(peer).pull(_number(call, peer, self._me), list(pieces))
+        call.lane.take(call, tuple(arrays))
         return arrays
 
     def break_off(self, peers: Processes) -> None:
@@ -131,16 +130,9 @@ def links_for(platform: str) -> Links | None:
             server = start_transfer_server(jax.local_devices(backend=platform)[0].client, _host[0])
             if server is None:
                 return None
-            links = _links[platform] = Links(server, platform, _transfers())
+            links = _links[platform] = Links(server, platform)
+            watch().break_off = _break_off
         return links
-
-
-def _transfers() -> Transfers:
-    """One account of the arrays of all platforms, for the processes that are connected now."""
-    found = watch()
-    if not isinstance(found.transfers, Transfers):
-        found.transfers = Transfers(found, _break_off)
-    return found.transfers
 
 
 def _break_off(processes: Processes) -> None:
@@ -151,10 +143,9 @@ def _break_off(processes: Processes) -> None:
 def get_ready(devices: Iterable[Any]) -> None:
     """Lets other processes find this one, so that their first transfer need not wait for it."""
     if jax.process_count() > 1:
-        platforms = {device.platform for device in devices}
-        for platform in sorted(platforms):
-            if any(device.platform == platform for device in jax.local_devices()):
-                links_for(platform)
+        here = {device.platform for device in jax.local_devices()}
+        for platform in sorted(here.intersection(device.platform for device in devices)):
+            links_for(platform)
 
 
 @contextmanager
@@ -180,7 +171,7 @@ def transport(platform: str) -> str:
     return "program" if links_for(platform) is None else "links"
 
 
-def _number(call: Delivery, giver: int, taker: int) -> int:
+def _number(call: Call, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
-    said = f"{call.platform} {giver} {taker} {call.number} {call.digest}".encode()
+    said = f"{call.lane.name} {giver} {taker} {call.number} {call.digest}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1

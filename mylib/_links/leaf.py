@@ -35,6 +35,11 @@ class Shipment(NamedTuple):
     # The same in all processes.
     text: str
 
+    def piece(self, j: int) -> jax.ShapeDtypeStruct:
+        piece = self.plan.pieces[j]
+        place = SingleDeviceSharding(piece.target)
+        return jax.ShapeDtypeStruct(piece.shape, self.x.dtype, sharding=place)
+
 
 def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Shipment:
     """`known_as` is the array whose origin it has: itself, unless it is the data of keys."""

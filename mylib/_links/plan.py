@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from jax.sharding import Sharding
 
 from .._placement import Bounds, regions_of
-from .._processes import digest, in_short
-from .._text import counted
+from .._processes import digest
+from .._text import counted, in_short
 
 
 class Fragment(NamedTuple):
@@ -20,10 +20,7 @@ class Fragment(NamedTuple):
     source: Any
     target: Any
     """The devices that give and receive it."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.bounds)
+    shape: tuple[int, ...]
 
 
 class Region(NamedTuple):
@@ -32,10 +29,7 @@ class Region(NamedTuple):
     bounds: Bounds
     devices: tuple[Any, ...]
     pieces: tuple[int, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in self.bounds)
+    shape: tuple[int, ...]
 
 
 class Division(NamedTuple):
@@ -59,8 +53,9 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Division
                 if common is not None:
                     giver = _nearest(givers, group, len(pieces))
                     start = tuple(a[0] - b[0] for a, b in zip(common, there, strict=True))
-                    pieces.append(Fragment(common, start, giver, group[0]))
-            regions.append(Region(bounds, group, tuple(range(first, len(pieces)))))
+                    pieces.append(Fragment(common, start, giver, group[0], _shape(common)))
+            numbers = tuple(range(first, len(pieces)))
+            regions.append(Region(bounds, group, numbers, _shape(bounds)))
     return Division(tuple(pieces), tuple(regions))
 
 
@@ -75,6 +70,10 @@ def placed_as(shape: tuple[int, ...], sharding: Sharding) -> str:
     part = "x".join(map(str, sharding.shard_shape(shape))) or "()"
     parts = f"in {counted(len(regions), 'part')} of {part}"
     return f"{parts} on devices {in_short(ids)} (checksum {digest(sorted(order))[:6]})"
+
+
+def _shape(bounds: Bounds) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in bounds)
 
 
 def _by_process(devices: Iterable[Any]) -> list[tuple[Any, ...]]:

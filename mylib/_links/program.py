@@ -6,7 +6,7 @@ Collectives match by order, so the processes compare first what they move, and w
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,8 @@ from .leaf import Shipment, assembled, described_all, shards_of
 _AXIS = "all"
 
 
-class _Passage(NamedTuple):
-    shape: tuple[int, ...]
-    source: Sharding
-    target: Sharding
+# A shape, the source and the target.
+_Passage = tuple[tuple[int, ...], Sharding, Sharding]
 
 
 def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
@@ -37,8 +35,13 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
     for devices, index in groups.items():
         processes = processes_of(devices)
         if jax.process_index() in processes:
-            _agree(processes, [leaves[i] for i in index])
-            rows = _run(devices, [leaves[i] for i in index])
+            here = [leaves[i] for i in index]
+            purpose = f"transfer of {described_all(here)}"
+            try:
+                exchange(purpose, "", processes, lambda said: "", in_order=True)
+            except AbsentError as error:
+                raise TransferError(str(error)) from error
+            rows = _run(devices, here)
         else:
             rows = [{} for _ in index]
         for i, row in zip(index, rows, strict=True):
@@ -46,20 +49,12 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
     return [moved[i] for i in range(len(leaves))]
 
 
-def _agree(processes: tuple[int, ...], leaves: Sequence[Shipment]) -> None:
-    purpose = f"transfer of {described_all(leaves)}"
-    try:
-        exchange(purpose, "", processes, lambda said: "", in_order=True)
-    except AbsentError as error:
-        raise TransferError(str(error)) from error
-
-
 def _run(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any, jax.Array]]:
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
     found: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
     full = [i for i, leaf in enumerate(leaves) if leaf.x.size]
-    routes = tuple(_Passage(x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
+    routes = tuple((x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
     stacked = _move(routes, rows, [_stacked(devices, leaves[i], rows) for i in full])
     for i, x in zip(full, stacked, strict=True):
         found[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}

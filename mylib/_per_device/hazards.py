@@ -2,9 +2,10 @@
 same on all devices, and deadlocks.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from functools import cached_property
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
+from itertools import compress
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.extend.core import Literal
 
 from .._compat import names, opened, type_under
 from .._placement import AxisSet, axes_of_type, union
-from .._programs import all_jaxprs, is_opaque, jaxprs_in
+from .._programs import all_equations, all_jaxprs, is_opaque, jaxprs_in
 
 # Primitives that name mesh axes without communicating.
 _SILENT = (names.AXIS_INDEX, names.PVARY)
@@ -22,10 +23,7 @@ _SILENT = (names.AXIS_INDEX, names.PVARY)
 def communicates_over(program: Any) -> AxisSet:
     """The mesh axes along which a jaxpr communicates."""
     return union(
-        axes_named_by(eqn)
-        for jaxpr in all_jaxprs(program)
-        for eqn in opened(jaxpr).eqns
-        if eqn.primitive.name not in _SILENT
+        axes_named_by(eqn) for eqn in all_equations(program) if eqn.primitive.name not in _SILENT
     )
 
 
@@ -45,10 +43,9 @@ def wrong_in(program: Any) -> list[str]:
     although their types say they don't.
     """
     looked_into = {id(opened(jaxpr)) for jaxpr in all_jaxprs(program, without=_is_sealed)}
-    constants = _Constants(program)
+    constants = cache(partial(_constants_in, program))
     found: list[str] = []
     for jaxpr in map(opened, all_jaxprs(program)):
-        values = _Values(jaxpr)
         for eqn in jaxpr.eqns:
             axes = _differs_over(eqn)
             if not axes:
@@ -57,7 +54,7 @@ def wrong_in(program: Any) -> list[str]:
             if stuck:
                 found.append(_would_wait(eqn, stuck))
             elif id(jaxpr) in looked_into:
-                found += _mistakes(eqn, axes, values, constants)
+                found += _mistakes(eqn, axes, jaxpr, constants)
     return list(dict.fromkeys(found))
 
 
@@ -79,7 +76,7 @@ def _indices_read_in(eqn: Any) -> AxisSet:
     """The axes whose index a call reads."""
     if eqn.primitive.name in names.KERNELS:
         return frozenset()  # kernels also name axes of their own
-    inside = (e for jaxpr in _jaxprs_inside(eqn) for e in opened(jaxpr).eqns)
+    inside = (e for jaxpr in jaxprs_in(eqn) for e in all_equations(jaxpr))
     return union(axes_named_by(e) for e in inside if e.primitive.name == names.AXIS_INDEX)
 
 
@@ -94,22 +91,25 @@ def _branches(eqn: Any) -> list[Any]:
     return list(eqn.params.get(names.PARAM_BRANCHES, ()))
 
 
-def _mistakes(eqn: Any, axes: AxisSet, values: "_Values", constants: "_Constants") -> Iterator[str]:
+def _mistakes(
+    eqn: Any, axes: AxisSet, jaxpr: Any, constants: Callable[[], set[int]]
+) -> Iterator[str]:
     alike: list[int] = []
     if eqn.primitive.name == names.COND:
         alike = [
             i
             for i, x in enumerate(eqn.invars[1:])
-            if _is_differentiable(x) and axes - _of_types([x]) and not constants.has(x)
+            if _is_differentiable(x) and axes - _of_types([x]) and not _is_known(x, constants())
         ]
         if any(_casts(branch, alike, axes) for branch in _branches(eqn)):
             yield _would_add_up(eqn, axes)
             return
     # An opaque call may also write to references among its arguments.
-    written = filter(_is_reference, eqn.invars) if is_opaque(eqn) else ()
+    written = [x for x in eqn.invars if type_under(x.aval) is not None] if is_opaque(eqn) else []
     mistaken = [x for x in (*eqn.outvars, *written) if axes - _of_types([x])]
     # A `pcast` of the result afterwards makes the result's type right, but not its gradient.
-    if any(alike or not values.are_cast(x, axes - _of_types([x])) for x in mistaken):
+    uncast = (_uncast_outputs(jaxpr, {id(x)}, axes - _of_types([x])) for x in mistaken)
+    if mistaken and (alike or any(outputs != set() for outputs in uncast)):
         yield _is_mistaken(eqn, axes)
 
 
@@ -122,113 +122,70 @@ def _casts(branch: Any, alike: list[int], axes: AxisSet) -> bool:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == names.STOP_GRADIENT or not any(id(x) in given for x in eqn.invars):
             continue
-        inner = [e for jaxpr in _jaxprs_inside(eqn) for e in opened(jaxpr).eqns]
+        inner = [e for jaxpr in jaxprs_in(eqn) for e in all_equations(jaxpr)]
         if any(_cast_to(e) & axes for e in (eqn, *inner)):
             return True
         given |= {id(x) for x in eqn.outvars if _is_differentiable(x)}
     return False
 
 
-def _jaxprs_inside(eqn: Any) -> list[Any]:
-    return [jaxpr for inner in jaxprs_in(eqn) for jaxpr in all_jaxprs(inner)]
-
-
-def _is_reference(x: Any) -> bool:
-    return type_under(x.aval) is not None
-
-
 def _is_differentiable(x: Any) -> bool:
     return jnp.issubdtype(getattr(x.aval, "dtype", jnp.int32), jnp.inexact)
 
 
-class _Constants:
+def _is_known(x: Any, known: set[int]) -> bool:
+    return isinstance(x, Literal) or id(x) in known
+
+
+def _constants_in(program: Any) -> set[int]:
     """The values in a program that don't depend on its arguments: they have no gradient."""
-
-    def __init__(self, program: Any):
-        self._program = program
-
-    def has(self, x: Any) -> bool:
-        return isinstance(x, Literal) or id(x) in self._known
-
-    @cached_property
-    def _known(self) -> set[int]:
-        calls = Counter(
-            id(opened(inner))
-            for jaxpr in all_jaxprs(self._program)
-            for eqn in opened(jaxpr).eqns
-            for inner in jaxprs_in(eqn)
-        )
-        known: set[int] = set()
-        queue = [opened(self._program)]
-        while queue:
-            jaxpr = queue.pop()
-            known |= set(map(id, jaxpr.constvars))
-            for eqn in jaxpr.eqns:
-                are_known = [isinstance(x, Literal) or id(x) in known for x in eqn.invars]
-                if all(are_known):
-                    known |= set(map(id, eqn.outvars))
-                for inner in map(opened, jaxprs_in(eqn)):
-                    # A jaxpr with several callers may have other arguments there.
-                    if eqn.primitive.name in _PASS_ON and calls[id(inner)] == 1:
-                        given = are_known[len(eqn.invars) - len(inner.invars) :]
-                        pairs = zip(inner.invars, given, strict=True)
-                        known |= {id(x) for x, is_known in pairs if is_known}
-                        queue.append(inner)
-        return known
+    inside = (inner for eqn in all_equations(program) for inner in jaxprs_in(eqn))
+    calls = Counter(id(opened(inner)) for inner in inside)
+    known: set[int] = set()
+    queue = [opened(program)]
+    for jaxpr in queue:
+        known |= set(map(id, jaxpr.constvars))
+        for eqn in jaxpr.eqns:
+            are_known = [_is_known(x, known) for x in eqn.invars]
+            if all(are_known):
+                known |= set(map(id, eqn.outvars))
+            for inner in map(opened, jaxprs_in(eqn)):
+                # A jaxpr with several callers may have other arguments there.
+                if eqn.primitive.name in _PASS_ON and calls[id(inner)] == 1:
+                    given = are_known[len(eqn.invars) - len(inner.invars) :]
+                    known |= set(map(id, compress(inner.invars, given)))
+                    queue.append(inner)
+    return known
 
 
 # Equations that pass their operands on to their jaxprs (a cond all but the first).
 _PASS_ON = (names.JIT, names.SHARD_MAP, names.COND, names.REMAT, names.CUSTOM_JVP_CALL)
 
 
-class _Values:
-    """Finds the values of a jaxpr that are cast to varying before their first use."""
-
-    def __init__(self, jaxpr: Any):
-        self._jaxpr = jaxpr
-
-    @cached_property
-    def _uses(self) -> dict[int, list[Any]]:
-        uses: dict[int, list[Any]] = defaultdict(list)
-        for eqn in self._jaxpr.eqns:
-            for x in eqn.invars:
-                uses[id(x)].append(eqn)
-        return uses
-
-    def are_cast(self, x: Any, axes: AxisSet) -> bool:
-        return self._uncast_outputs(x, axes) == set()
-
-    def _uncast_outputs(self, x: Any, axes: AxisSet) -> set[int] | None:
-        """The outputs that `x`, or a value computed from it, reaches without a `pcast`; None if an
-        equation depends on the missing cast.
-        """
-        returned: set[int] = set()
-        queue, seen = [x], {id(x)}
-        while queue:
-            x = queue.pop()
-            returned |= {i for i, y in enumerate(self._jaxpr.outvars) if x is y}
-            for eqn in self._uses[id(x)]:
-                made = [] if axes <= _cast_to(eqn) else self._made_of(x, eqn, axes)
-                if made is None:
-                    return None
-                queue += [y for y in made if id(y) not in seen]
-                seen |= set(map(id, made))
-        return returned
-
-    def _made_of(self, x: Any, eqn: Any, axes: AxisSet) -> list[Any] | None:
-        inner = jaxprs_in(eqn)
-        if not inner or eqn.primitive.name in names.ELEMENTWISE:
-            return eqn.outvars
-        if eqn.primitive.name not in (names.JIT, names.CUSTOM_JVP_CALL):
+def _uncast_outputs(jaxpr: Any, reached: set[int], axes: AxisSet) -> set[int] | None:
+    """The outputs that these values, or values computed from them, reach without a `pcast`; None if
+    an equation depends on the missing cast.
+    """
+    reached = {*reached}
+    for eqn in jaxpr.eqns:
+        index = [i for i, x in enumerate(eqn.invars) if id(x) in reached]
+        made = [] if not index or axes <= _cast_to(eqn) else _made_of(index, eqn, axes)
+        if made is None:
             return None
-        called = opened(inner[0])
-        returned: set[int] = set()
-        for given, own in zip(eqn.invars, called.invars, strict=True):
-            uncast = _Values(called)._uncast_outputs(own, axes) if given is x else set[int]()
-            if uncast is None:
-                return None
-            returned |= uncast
-        return [eqn.outvars[i] for i in returned]
+        reached |= set(map(id, made))
+    return {i for i, x in enumerate(jaxpr.outvars) if id(x) in reached}
+
+
+def _made_of(index: list[int], eqn: Any, axes: AxisSet) -> list[Any] | None:
+    """The results of an equation that are computed from these operands."""
+    inner = jaxprs_in(eqn)
+    if not inner or eqn.primitive.name in names.ELEMENTWISE:
+        return eqn.outvars
+    if eqn.primitive.name not in (names.JIT, names.CUSTOM_JVP_CALL):
+        return None
+    called = opened(inner[0])
+    outputs = _uncast_outputs(called, {id(called.invars[i]) for i in index}, axes)
+    return None if outputs is None else [eqn.outvars[i] for i in outputs]
 
 
 def _cast_to(eqn: Any) -> AxisSet:
@@ -241,31 +198,35 @@ def _of_types(values: Iterable[Any]) -> AxisSet:
 
 
 def _would_wait(eqn: Any, axes: AxisSet) -> str:
-    name = eqn.primitive.name
     return (
-        f"{_BRANCHING[name]} {where(eqn)} differs between the devices along {_show(axes)}, "
-        f"and its branches communicate along it: some devices would wait forever\n"
-        f"    instead: {_AGREE[name]}"
+        f"{_differing(eqn, axes)}, and its branches communicate along it: some devices would wait "
+        f"forever\n    instead: {_AGREE[eqn.primitive.name]}"
     )
 
 
 def _would_add_up(eqn: Any, axes: AxisSet) -> str:
     return (
-        f"{_BRANCHING[names.COND]} {where(eqn)} differs between the devices along {_show(axes)}, "
-        "and its branches use arrays that are the same on all of them: a gradient would be summed "
-        "over devices that took another branch\n"
+        f"{_differing(eqn, axes)}, and its branches use arrays that are the same on all of them: a "
+        "gradient would be summed over devices that took another branch\n"
         "    instead: use mylib.vary(array, axis) in the branches, made before the cond"
     )
 
 
 def _is_mistaken(eqn: Any, axes: AxisSet) -> str:
-    name = OPAQUE if _is_sealed(eqn) else eqn.primitive.name
-    what = _BRANCHING.get(name, f"the input of the {name}")
     return (
-        f"{what} {where(eqn)} differs between the devices along {_show(axes)}, and JAX assumes "
-        "that its results are the same on all of them\n"
-        f"    instead: {_FIXES.get(name, _FIX_OF_CALLS)}"
+        f"{_differing(eqn, axes)}, and JAX assumes that its results are the same on all of them\n"
+        f"    instead: {_FIXES.get(_name(eqn), _FIX_OF_CALLS)}"
     )
+
+
+def _differing(eqn: Any, axes: AxisSet) -> str:
+    what = _BRANCHING.get(_name(eqn), f"the input of the {_name(eqn)}")
+    along = ", ".join(map(repr, sorted(axes, key=str)))
+    return f"{what} {where(eqn)} differs between the devices along {along}"
+
+
+def _name(eqn: Any) -> str:
+    return OPAQUE if _is_sealed(eqn) else eqn.primitive.name
 
 
 def where(eqn: Any) -> str:
@@ -292,7 +253,3 @@ _FIXES = {
     OPAQUE: "pass it as an argument",
 }
 _FIX_OF_CALLS = "wrap the function that makes this call with mylib.opaque"
-
-
-def _show(axes: AxisSet) -> str:
-    return ", ".join(map(repr, sorted(axes, key=str)))

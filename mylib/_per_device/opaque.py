@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -127,81 +128,68 @@ def opaque(
     return wrapped
 
 
+@dataclass(eq=False)
 class _OpaqueCall:
     """One call of an opaque function, as functions of arrays that all vary over `axes`."""
 
-    def __init__(
-        self,
-        fwd: Callable[..., Any] | None,
-        bwd: Callable[..., Any] | None,
-        outline: Split,
-        by_argument: list[Split],
-        axes: AxisSet,
-    ):
-        self._fwd, self._bwd = fwd, bwd
-        self._outline = outline
-        self._by_argument = by_argument
-        self._axes = axes
-        # The outlines of the result and the residuals, known after tracing.
-        self._result: Split | None = None
-        self._kept: Split | None = None
+    fwd: Callable[..., Any] | None
+    bwd: Callable[..., Any] | None
+    outline: Split
+    by_argument: list[Split]
+    axes: AxisSet
+    # The outlines of the result and the residuals, known after tracing.
+    result: Any = None
+    kept: Any = None
 
     def __call__(self, arrays: Arrays) -> Any:
-        # Only types inside `shard_map` need the seal.
-        seal = _sealed if manual_axes() else _bare
-        run = seal(self._run)
-        if self._fwd is not None:
+        run = _sealed(self._run)
+        if self.fwd is not None:
             run = jax.custom_vjp(run)
-            run.defvjp(seal(self._forward), seal(self._backward))
+            run.defvjp(_sealed(self._forward), _sealed(self._backward))
         result = run(arrays)
-        return self._result_outline.fill(result)
-
-    @property
-    def _result_outline(self) -> Split:
-        assert self._result is not None
-        return self._result
+        return self.result.fill(result)
 
     def _cast(self, arrays: Arrays) -> Arrays:
-        return cast(arrays, self._axes)
+        return cast(arrays, self.axes)
 
     def _filled(self, arrays: Arrays) -> Any:
         # JAX differentiates Python numbers as objects that are not quite arrays.
-        return self._outline.fill(map(jnp.asarray, arrays))
+        return self.outline.fill(map(jnp.asarray, arrays))
 
     def _run(self, arrays: Arrays) -> Arrays:
         fun, args, kwargs = self._filled(arrays)
-        result, self._result = outlined(fun(*args, **kwargs))
+        result, self.result = outlined(fun(*args, **kwargs))
         return self._cast(result)
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
-        assert self._fwd is not None
+        assert self.fwd is not None
         _, args, _ = self._filled(arrays)
-        returned = self._fwd(*args)
+        returned = self.fwd(*args)
         if not isinstance(returned, tuple) or len(returned) != 2:
             raise TypeError(
                 "opaque: fwd must return a pair, the result and the residuals for bwd, but "
                 f"returned {returned!r}"
             )
         result, kept = returned
-        if self._result is None:
+        if not self.result:
             jax.eval_shape(self._run, arrays)
         result, outline = outlined(result)
-        if outline.treedef != self._result_outline.treedef:
+        if outline.treedef != self.result.treedef:
             raise TypeError(
                 "opaque: fwd must return the function's result, "
-                f"{self._result_outline.treedef}, and residuals; it returned {outline.treedef}"
+                f"{self.result.treedef}, and residuals; it returned {outline.treedef}"
             )
-        kept, self._kept = outlined(kept)
+        kept, self.kept = outlined(kept)
         return self._cast(result), self._cast(kept)
 
     def _backward(self, kept: Arrays, cotangents: Arrays) -> tuple[Arrays]:
-        assert self._bwd is not None and self._kept is not None
-        found = self._bwd(self._kept.fill(kept), self._result_outline.fill(cotangents))
+        assert self.bwd is not None
+        found = self.bwd(self.kept.fill(kept), self.result.fill(cotangents))
         return (self._cast(self._by_array(found)),)
 
     def _by_array(self, cotangents: Any) -> Arrays:
         """A cotangent, or None, for each array among the arguments."""
-        args = self._by_argument
+        args = self.by_argument
         if not isinstance(cotangents, tuple) or len(cotangents) != len(args):
             raise TypeError(
                 f"opaque: bwd must return a tuple with a cotangent for each of the {len(args)} "
@@ -223,12 +211,10 @@ class _OpaqueCall:
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
 
 
-def _bare(function: Callable[..., Any]) -> Any:
-    return function
-
-
 def _sealed(function: Callable[..., Any]) -> Any:
     """Marks a function whose types `filter_shard_map` can trust: its results are cast."""
+    if not manual_axes():
+        return function  # there are no such types
 
     def sealed(*args: Any) -> Any:
         return function(*args)

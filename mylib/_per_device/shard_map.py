@@ -146,9 +146,9 @@ def filter_shard_map(
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
     manual = None if axis_names is None else _names(axis_names)
-    specs = Specs(Function.of(fun), in_specs, mesh, manual, reshard)
+    specs = Specs(in_specs, mesh, Function.of(fun), manual, reshard)
     mapped = Mapped(fun, MapOptions(about(fun), specs, out_specs, check_vma))
-    return JittedMap.of(mapped, specs.inputs) if jit else mapped
+    return JittedMap.of(mapped, specs) if jit else mapped
 
 
 def _names(axis_names: Collection[Any]) -> frozenset[Any]:
@@ -219,7 +219,7 @@ class Mapped:
     def _call(self, resolved: Targets | None, args: Any, kwargs: Any) -> Any:
         options, world = self.options, current_world()
         function, specs = options.function, options.specs
-        given = specs.inputs.bind(function, args, kwargs)
+        given = specs.bind(function, args, kwargs)
         region = specs.region(world)
         asked = specs.targets(given, resolved, region, world)
         if not options.check_vma:
@@ -243,37 +243,32 @@ class Mapped:
         # axes of the outer one as well, which XLA rejects. With a checkpoint only arguments are
         # saved.
         body = jax.checkpoint(on_each_device) if nested else on_each_device
-        returned = self._map(body, arrays, in_specs, outputs.specs, region, world)
-        return outputs.outline.fill(returned)
-
-    def _map(
-        self,
-        body: Callable[[Arrays], Arrays],
-        arrays: Arrays,
-        in_specs: list[PartitionSpec],
-        out_specs: list[PartitionSpec],
-        region: ManualMesh,
-        world: World,
-    ) -> Arrays:
-        options = self.options
         mapped = jax.shard_map(
             body,
             mesh=None if not world.mesh.empty else region.mesh,
             in_specs=(in_specs,),
-            out_specs=out_specs,
+            out_specs=outputs.specs,
             axis_names=set(region.names),
             check_vma=options.check_vma,
         )
-        if not options.check_vma or not world.staged:
+        returned = self._mapped(mapped, arrays, world)
+        return outputs.outline.fill(returned)
+
+    def _mapped(self, mapped: Callable[[Arrays], Arrays], arrays: Arrays, world: World) -> Arrays:
+        if not self.options.check_vma or not world.staged:
             with _captured_named(self.fun):
                 return mapped(arrays)
-        mapped = jit(mapped)
+        function, jitted = self.options.function, jit(mapped)
         with _captured_named(self.fun):
-            traced = mapped.trace(arrays)
-        _check(options.function, traced.jaxpr)
+            program = jitted.trace(arrays).jaxpr
+        wrong = wrong_in(program)
+        if wrong:
+            raise ValueError(
+                "\n  ".join([f"{function.name} can't run on several devices:", *wrong])
+            )
         if not world.manual_axes:  # else the surrounding program is checked
-            warn_of_sums(options.function.name, traced.jaxpr)
-        return mapped(arrays)
+            warn_of_sums(function.name, program)
+        return jitted(arrays)
 
 
 @jtu.register_pytree_node_class
@@ -383,7 +378,7 @@ class _Outputs:
     def take(self, result: Any) -> Arrays:
         arrays, self.outline = outlined(result)
         arrays = [jnp.asarray(x) for x in arrays]
-        leaves = split(result, _name_in_result, abstract=False)
+        leaves = split(result, lambda path: "the result" + jtu.keystr(path), abstract=False)
         self.specs[:] = self._specs_of(arrays, leaves.with_shapes(arrays))
         return arrays
 
@@ -423,13 +418,3 @@ class _Outputs:
                 f"name {along} in its spec{given} or make it the same everywhere: "
                 "jax.lax.psum, pmean, all_gather(..., to='invarying')",
             )
-
-
-def _name_in_result(path: KeyPath) -> str:
-    return "the result" + jtu.keystr(path)
-
-
-def _check(function: Function, program: Any) -> None:
-    wrong = wrong_in(program)
-    if wrong:
-        raise ValueError("\n  ".join([f"{function.name} can't run on several devices:", *wrong]))

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -55,12 +55,10 @@ class ManualMesh:
         return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
 
     def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
-        reasons = list(self._unfit(target))
-        yield from reasons or unfit_shape(target, shape)
+        yield from list(self._unfit(target)) or unfit_shape(target, shape)
 
     def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
-        reasons = list(self._unfit(target))
-        yield from reasons or unfit_rank(spec_in(target), shape)
+        yield from list(self._unfit(target)) or unfit_rank(spec_in(target), shape)
 
     def _unfit(self, target: Target) -> Iterator[Fault]:
         if not isinstance(target, NamedSharding):
@@ -114,18 +112,20 @@ def refuse_map(function: Function, reason: str, fix: str) -> NoReturn:
 
 
 @dataclass(frozen=True, eq=False)
-class Specs:
+class Specs(Inputs):
     """How the arguments of a function are split over the axes `manual` (None: all)."""
 
     function: Function
-    placement: Any
-    mesh: AnyMesh | None
     manual: frozenset[Any] | None
     reshard: bool
 
-    @cached_property
-    def inputs(self) -> "SpecInputs":
-        return SpecInputs(self.placement, self.mesh, self)
+    option = "in_specs"
+    otherwise = PartitionSpec()
+    # Inside a program the program itself places its arguments. It also reshards arrays that are on
+    # the mesh.
+    also_staged = False
+    for_function = True
+    decisive = attrgetter("shape", "dtype", "sharding")
 
     def region(self, world: World) -> ManualMesh:
         function, mesh = self.function, self._mesh_in(world)
@@ -189,22 +189,16 @@ class Specs:
             return given
         return around if devices is None else devices
 
-    @contextmanager
-    def in_force(self, world: World) -> Iterator[None]:
+    def in_force(self, world: World) -> AbstractContextManager[None]:
         """Sets the given mesh if the current one differs only in its axis types: an explicit
         `mesh=` takes precedence, as in `filter_shard`.
         """
         around = world.mesh
         given = None if around.empty or not world.clean else self._given
-        if (
-            isinstance(given, Mesh)
-            and same_axes(given, around)
-            and given.axis_types != around.axis_types
-        ):
-            with jax.set_mesh(given):
-                yield
-        else:
-            yield
+        if isinstance(given, Mesh) and same_axes(given, around):
+            if given.axis_types != around.axis_types:
+                return jax.set_mesh(given)
+        return nullcontext()
 
     @cached_property
     def _given(self) -> AnyMesh | None:
@@ -220,7 +214,7 @@ class Specs:
         leaves = self.function.split(given)
         # The kinds of arrays that are placed differ, outside and inside of a program.
         if resolved is None or len(resolved) != len(leaves.arrays):
-            return self.inputs.resolve(self.function, leaves, *given, world)
+            return self.resolve(self.function, leaves, *given, world)
         # Outside of the program less is checked.
         here = [None if to is None else NamedSharding(region.mesh, spec_in(to)) for to in resolved]
         decision = decide_each(leaves, here, region.mesh, world, region.unfit_input)
@@ -244,36 +238,21 @@ class Specs:
             reason += ", and reshard=False"
         yield because(reason, f"move it before, or {fix}", request)
 
-
-@dataclass(frozen=True, eq=False)
-class SpecInputs(Inputs):
-    """The specs of a function's arguments."""
-
-    specs: Specs
-
-    option = "in_specs"
-    otherwise = PartitionSpec()
-    # Inside a program the program itself places its arguments. It also reshards arrays that are on
-    # the mesh.
-    also_staged = False
-    for_function = True
-    decisive = attrgetter("shape", "dtype", "sharding")
-
     def decide(self, leaves: Leaves, prefix: Any, world: World) -> Decision:
-        region = self.specs.region(world)
+        region = self.region(world)
         return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
 
     def needed(
         self, leaves: Leaves, targets: Targets, own: Arrays, world: World
     ) -> tuple[Targets, Targets]:
         """Moves arrays that are not on the mesh."""
-        mesh = self.specs.region(world).mesh
+        mesh = self.region(world).mesh
         elsewhere = [not _is_on(mesh, x) for x in leaves.arrays]
         faults = [
             leaves.at(i, fault)
             for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True))
             if elsewhere[i]
-            for fault in self.specs.unmovable(x, target)
+            for fault in self.unmovable(x, target)
         ]
         if faults:
             raise PlacementError(faults)

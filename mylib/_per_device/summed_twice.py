@@ -33,7 +33,7 @@ from .._compat import (
     while_body,
 )
 from .._errors import SummedTwiceWarning, warn
-from .._programs import all_jaxprs, is_opaque, jaxprs_in
+from .._programs import all_equations, is_opaque, jaxprs_in
 from .hazards import axes_named_by, where
 
 Mark = tuple[str, Any]
@@ -90,8 +90,7 @@ def warn_of_sums(name: str, program: Any) -> None:
 
 def _has_candidates(program: Any) -> bool:
     """Whether the program has two sums, one of which may be JAX's own. Most programs have none."""
-    equations = (eqn for jaxpr in all_jaxprs(program) for eqn in opened(jaxpr).eqns)
-    return sum(eqn.primitive.name in _SUMS for eqn in equations) > 1
+    return sum(eqn.primitive.name in _SUMS for eqn in all_equations(program)) > 1
 
 
 class _MarksReader:
@@ -147,10 +146,10 @@ class _MarksReader:
         elif name in _SUMS:
             marks = self._summed_by_user(eqn, given[0], axes_named_by(eqn))
         elif given and all(CONSTANT in its for its in given):
-            marks = _joined(given, _union)
+            marks = _joined(given, frozenset.union)
         elif transposed:
             # Linear in all operands, or in one of two; the other one has no marks.
-            marks = _union(given) - {CONSTANT, ZERO}
+            marks = NONE.union(*given) - {CONSTANT, ZERO}
             marks |= {("shared", axis) for axis in axes_named_by(eqn)}
         else:
             marks = _of_gradients(eqn, given)
@@ -232,9 +231,9 @@ def _of_gradients(eqn: Any, given: list[Marks]) -> Marks:
     if name in names.LINEAR_IN_ONE or (name == names.REDUCE_SUM and eqn.outvars[0].aval.shape):
         return _gradient(given[0])
     if name in names.LINEAR_IN_ALL:
-        return _gradient(_joined(given, _intersection))
+        return _gradient(_joined(given, frozenset.intersection))
     if name == names.SELECT:
-        return _scaled(_joined(given[1:], _intersection), given[0])
+        return _scaled(_joined(given[1:], frozenset.intersection), given[0])
     if name == names.DIV:
         return _scaled(given[0], given[1])
     if name == names.MUL:
@@ -255,23 +254,14 @@ def _gradient(marks: Marks) -> Marks:
     return frozenset(m for m in marks if m[0] in ("sum", "cast"))
 
 
-def _union(several: Iterable[Marks]) -> Marks:
-    return NONE.union(*several)
+def _meet(within: GradientPass) -> Callable[..., Marks]:
+    return frozenset.union if within is GradientPass.TRANSPOSED else frozenset.intersection
 
 
-def _intersection(several: Iterable[Marks]) -> Marks:
-    first, *others = several
-    return first.intersection(*others)
-
-
-def _meet(within: GradientPass) -> Callable[[Iterable[Marks]], Marks]:
-    return _union if within is GradientPass.TRANSPOSED else _intersection
-
-
-def _joined(given: Iterable[Marks], join: Callable[[Iterable[Marks]], Marks]) -> Marks:
+def _joined(given: Iterable[Marks], join: Callable[..., Marks]) -> Marks:
     """Constants remove no marks from the values that they are joined with."""
     several = list(given)
     others = [marks for marks in several if CONSTANT not in marks]
     if others:
-        return join(others)
-    return _union(several) if all(ZERO in its for its in several) else _union(several) - {ZERO}
+        return join(*others)
+    return NONE.union(*several) - (NONE if all(ZERO in its for its in several) else {ZERO})

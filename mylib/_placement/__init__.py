@@ -9,6 +9,14 @@ from .checks import (
     unfit_spec as unfit_spec,
 )
 from .context import World as World, current_world as current_world
+from .parts import (
+    Bounds as Bounds,
+    Shape as Shape,
+    Span as Span,
+    devices_of as devices_of,
+    parts_of as parts_of,
+    regions_of as regions_of,
+)
 from .resolve import (
     PASS as PASS,
     Decision as Decision,
@@ -25,7 +33,6 @@ from .resolve import (
 )
 from .shardings import (
     AnyMesh as AnyMesh,
-    Bounds as Bounds,
     Target as Target,
     axes_in as axes_in,
     axis_names as axis_names,
@@ -41,7 +48,6 @@ from .shardings import (
     memory_kind as memory_kind,
     memory_space as memory_space,
     mesh_in_force as mesh_in_force,
-    regions_of as regions_of,
     same_axes as same_axes,
     sharding_of as sharding_of,
     spec_over as spec_over,

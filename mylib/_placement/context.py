@@ -9,7 +9,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._compat import current_trace, is_eager, is_staged_trace, mesh_with_devices, vmapped_axes
+from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ class World:
 
 
 def current_world() -> World:
-    mesh, concrete, trace = jax.sharding.get_abstract_mesh(), mesh_with_devices(), current_trace()
-    if is_eager(trace):
+    mesh, concrete, kind = jax.sharding.get_abstract_mesh(), mesh_with_devices(), trace_kind()
+    if kind == "eager":
         return _eager_world(mesh, concrete)
-    batches = list(vmapped_axes(trace))
+    batches = list(vmapped_axes())
     return World(
-        staged=is_staged_trace(trace),
+        staged=kind == "staged",
         batch_axes=_named(batch.explicit_mesh_axis for batch in batches),
         spmd_axes=_named(batch.spmd_name for batch in batches),
         mesh=mesh,

@@ -1,7 +1,7 @@
 """`resolve`: turns a placement into a target for every array leaf, or reports all faults."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Final
 
@@ -198,30 +198,26 @@ def _faults_of_spec(spec: PartitionSpec, mesh: AnyMesh) -> Sequence[Fault]:
     return tuple(unfit_spec(spec, mesh))
 
 
+@dataclass
 class _Resolver:
     """The state of one `resolve`."""
 
-    def __init__(
-        self,
-        leaves: Leaves,
-        mesh: AnyMesh | None,
-        world: World,
-        refuse: Refusal | None,
-        fit: Fit,
-    ):
-        self.leaves = leaves
-        self.world = world
-        self.refuse = refuse
-        self.fit = fit
-        self.mesh = _mesh_of_specs(mesh, world)
-        self.mesh_given = mesh is not None
-        self.asked: dict[int, tuple[Any, list[Leaf]]] = {}
-        # Trees are repetitive, so each pair of a placement and a shape is checked once. Keyed by
-        # id, since hashing a sharding costs more; `alive` keeps the keyed objects alive.
-        self.verdicts: dict[Any, Verdict] = {}
-        self.alive: list[Any] = []
-        # Rules return the same few specs again and again.
-        self.specs: dict[PartitionSpec, PartitionSpec] = {}
+    leaves: Leaves
+    mesh: AnyMesh | None
+    world: World
+    refuse: Refusal | None
+    fit: Fit
+    asked: dict[int, tuple[Any, list[Leaf]]] = field(default_factory=dict)
+    # Trees are repetitive, so each pair of a placement and a shape is checked once. Keyed by id,
+    # since hashing a sharding costs more; `alive` keeps the keyed objects alive.
+    verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    alive: list[Any] = field(default_factory=list)
+    # Rules return the same few specs again and again.
+    specs: dict[PartitionSpec, PartitionSpec] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.mesh_given = self.mesh is not None
+        self.mesh = _mesh_of_specs(self.mesh, self.world)
 
     def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
         faults, faulty = list(misfits), set[int]()

@@ -17,8 +17,6 @@ Target = Sharding | Format
 requested.
 """
 T = TypeVar("T", bound=Target)
-# Start and stop in every dimension.
-Bounds = tuple[tuple[int, int], ...]
 
 
 def sharding_of(target: Target) -> Sharding:
@@ -35,9 +33,11 @@ def axis_names(entry: Any) -> tuple[Any, ...]:
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
-def entries_of(spec: PartitionSpec) -> tuple[Any, ...]:
+def entries_of(spec: PartitionSpec, ndim: int = 0) -> tuple[Any, ...]:
+    """The entries of a spec: at least `ndim`, with None for dimensions that it doesn't name."""
     # Specs with unreduced or reduced axes can't be iterated over.
-    return tuple(spec.partitions)
+    entries = tuple(spec.partitions)
+    return entries if len(entries) >= ndim else entries + (None,) * (ndim - len(entries))
 
 
 def axes_in(spec: PartitionSpec) -> set[Any]:
@@ -55,17 +55,6 @@ def split_over(target: "Target | None") -> list[Any]:
 def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
     # Keeps unreduced and reduced axes.
     return spec.update(partitions=tuple(entries))
-
-
-def regions_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Bounds, list[Any]]:
-    """The shards of an array, each with the devices that hold it, in the order of their numbers."""
-    regions: dict[Bounds, list[Any]] = {}
-    indices = sharding.devices_indices_map(shape)
-    for device in sorted(indices, key=lambda device: device.id):
-        index = indices[device] or ()
-        bounds = tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-        regions.setdefault(bounds, []).append(device)
-    return regions
 
 
 def has_partial_sums(placement: Any) -> bool:
@@ -104,10 +93,9 @@ def fill_free(target: T, source: Sharding | None, ndim: int) -> T:
 
 def spec_over(mesh: AnyMesh, sharding: object, ndim: int) -> list[Any]:
     """How an array at `sharding` is split over `mesh`, one entry per dimension."""
-    current: list[Any] = [None] * ndim
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        current[: len(sharding.spec)] = entries_of(sharding.spec)
-    return current
+        return list(entries_of(sharding.spec, ndim))
+    return [None] * ndim
 
 
 def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:

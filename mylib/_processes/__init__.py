@@ -33,10 +33,9 @@ from .meeting import (
     gather as gather,
     meeting as meeting,
     on_the_way as on_the_way,
-    patience as patience,
     processes_of as processes_of,
 )
-from .order import TransferError as TransferError
+from .order import Call as Call, Lane as Lane, TransferError as TransferError
 from .replicas import check_replicas as check_replicas
 from .series import (
     JUDGED as JUDGED,
@@ -45,5 +44,6 @@ from .series import (
     Processes as Processes,
     Series as Series,
     connected as connected,
+    patience as patience,
 )
-from .watch import Watch as Watch, watch as watch
+from .watch import count_program as count_program, watch as watch

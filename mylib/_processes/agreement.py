@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, PlacementError, because, in_words
 from .._placement import Target, fill_free, regions_of, sharding_of
+from .._text import in_short
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
 from .differences import Facts, compare, everybodys_faults, faults_in_full
-from .groups import digest, in_short
+from .groups import digest
 from .meeting import meeting, on_the_way, processes_of
 from .series import Processes
 
@@ -24,6 +25,7 @@ _UNNAMED = because(
     "make the tree in the same way in every process, or place with check=False",
     "the same in all processes",
 )
+_FIX_CODE = "fix the code that raised it, such as a rule; its process shows the traceback"
 
 
 def agree(
@@ -84,7 +86,9 @@ def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
         if not others:
             raise
         is_ours = isinstance(error, PlacementError)
-        mine = error.faults if is_ours else [_raised(error)]
+        reason = f"resolving it raised an error: {in_words(error)}"
+        foreign = because(reason, _FIX_CODE, "a placement for each array")
+        mine = error.faults if is_ours else [foreign]
         try:
             faults = everybodys_faults(meeting("placement", others, alone=True), mine, {})
         except TimeoutError as absence:
@@ -100,15 +104,8 @@ def _others(mesh: Any, check: bool | None) -> Processes:
     """The processes of a mesh, if they are several, and this one is among them."""
     if check is False or not isinstance(mesh, Mesh) or jax.process_count() == 1:
         return ()
-    others = _processes_of(mesh)
+    others = owners(NamedSharding(mesh, PartitionSpec()))
     return others if len(others) > 1 and jax.process_index() in others else ()
-
-
-def _raised(error: Exception) -> Fault:
-    """A fault for the other processes that describes a foreign error, such as a rule's."""
-    fix = "fix the code that raised it, such as a rule; its process shows the traceback"
-    reason = f"resolving it raised an error: {in_words(error)}"
-    return because(reason, fix, "a placement for each array")
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:
@@ -137,11 +134,6 @@ def _facts(leaves: Leaves, targets: Mapping[int, Target], groups: Mapping[int, P
                 shared = facts.setdefault(sharers, {})
                 shared[name] = f"{shared.get(name, dtype)} (checksum {numbers})"
     return {group: values for group, values in facts.items() if len(group) > 1}
-
-
-@functools.lru_cache(maxsize=64)
-def _processes_of(mesh: Mesh) -> Processes:
-    return processes_of(mesh.devices.flat)
 
 
 @functools.lru_cache(maxsize=1024)

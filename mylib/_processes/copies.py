@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from .._errors import Fault
-from .differences import Facts, Versions, unexamined
-from .groups import in_short, members, named, text_of
+from .._text import in_short
+from .differences import Facts, Versions, names_in, texts_of, unexamined
+from .groups import members, named, text_of
 from .series import Processes
 
-_FIX = "make it from the same numbers in every process, or place the values of one of them again"
+FIX = "make it from the same numbers in every process, or place the values of one of them again"
 _FIX_TREE = "give all processes the same tree, with its arrays at the same places"
 
 # The ids of this process's devices that hold copies of a shard, by the copies' checksums.
@@ -55,66 +56,46 @@ def facts_of(found: Mapping[str, Found], everybody: Processes) -> Facts:
     return {group: values for group, values in facts.items() if len(group) > 1}
 
 
-def describe(
-    found: Mapping[str, Found], everybody: Processes, group: Processes, alike: Processes
-) -> dict[str, Any]:
-    """The arrays, and the copies of shards that are held by the group. `alike` hold the same."""
+def details(found: Mapping[str, Found], everybody: Processes, group: Processes) -> dict[str, Any]:
+    """The arrays, and the copies of shards that are held by the group."""
     arrays: dict[str, Any] = {}
     for name, x in found.items():
         numbers = [n for n, holders in x.holders.items() if holders == group]
         numbers += x.odd if group == everybody else []
-        held = {
-            number: {value: _holders(ids, alike) for value, ids in x.held[number].items()}
-            for number in numbers
-        }
+        held = {number: x.held[number] for number in numbers}
         arrays[name] = [x.what, x.shape, x.request, text_of(x.owners), held]
     return arrays
 
 
-def _holders(ids: list[int], alike: Processes) -> str:
-    if len(alike) > 1:
-        return f"{named(alike)} on all their devices that hold it"
-    return f"{named(alike)} on device{'s' * (len(ids) > 1)} {in_short(sorted(ids))}"
-
-
-def faults_in(versions: Versions) -> Iterator[Fault]:
-    """The faults in the descriptions of all."""
-    names = dict.fromkeys(
-        name for them in versions.values() for version in them for name in version.facts
-    )
-    for name in names:
-        faults = list(_different_arrays(name, versions)) or _different_copies(name, versions)
-        yield from faults
+def faults_in(fix: str, versions: Versions) -> Iterator[Fault]:
+    """The faults in the details of all."""
+    for name in dict.fromkeys(name for them in versions.values() for name in names_in(them)):
+        yield from list(_different_arrays(name, versions)) or _different_copies(fix, name, versions)
 
 
 def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
     # Different groups of processes may have different arrays of that name.
     for group, them in versions.items():
-        arrays = [version.facts.get(name) for version in them]
-        own = [x for x in arrays if x is not None and tuple(members(x[3])) == group]
-        by_text: dict[str, list[int]] = {}
-        for x, version in zip(arrays, them, strict=True):
-            text = "no array of that name" if x is None else x[0]
-            by_text.setdefault(text, []).extend(version.processes)
-        if own and len(by_text) > 1:
-            texts = [f"{named(sorted(indices))}: {text}" for text, indices in by_text.items()]
-            reason = "; ".join([*texts, *unexamined(group, them)])
-            reason = f"it is not the same array in all processes: {reason}"
+        own = [x[name] for x in them.values() if name in x and tuple(members(x[name][3])) == group]
+        values = {who: x.get(name, ["no array of that name"])[0] for who, x in them.items()}
+        if own and (texts := texts_of(group, values)):
+            reason = f"it is not the same array in all processes: {texts}"
             yield _fault(name, own[0], reason, _FIX_TREE)
 
 
-def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
+def _different_copies(fix: str, name: str, versions: Versions) -> Iterator[Fault]:
     # For each shard and each of its values, what holds it.
     values: dict[str, dict[str, dict[str, None]]] = {}
-    arrays: list[Any] = []
     more: dict[str, list[str]] = {}
+    array: list[Any] = []
     for group, them in versions.items():
-        having = [version.facts[name] for version in them if name in version.facts]
-        arrays += having
-        for number, held in ((n, h) for x in having for n, h in x[4].items()):
-            more[number] = more.get(number) or unexamined(group, them)
-            for value, holders in held.items():
-                values.setdefault(number, {}).setdefault(value, {})[holders] = None
+        for processes, facts in them.items():
+            array = array or facts.get(name, [])
+            for number, held in facts[name][-1].items() if name in facts else ():
+                more[number] = more.get(number) or unexamined(group, them)
+                for value, ids in held.items():
+                    holders = _holders(ids, processes)
+                    values.setdefault(number, {}).setdefault(value, {})[holders] = None
     differing = [number for number, by_value in values.items() if len(by_value) > 1]
     if differing:
         number, *others = differing
@@ -122,7 +103,14 @@ def _different_copies(name: str, versions: Versions) -> Iterator[Fault]:
         texts = "; ".join([*(" and ".join(holders) for holders in first.values()), *more[number]])
         differ = "differs" if len(others) == 1 else "differ"
         rest = f" (and {len(others)} more of its shards {differ})" if others else ""
-        yield _fault(name, arrays[0], f"there are {len(first)} values of it: {texts}{rest}", _FIX)
+        reason = f"there are {len(first)} values of it: {texts}{rest}"
+        yield _fault(name, array, reason, fix)
+
+
+def _holders(ids: list[int], alike: Processes) -> str:
+    if len(alike) > 1:
+        return f"{named(alike)} on all their devices that hold it"
+    return f"{named(alike)} on device{'s' * (len(ids) > 1)} {in_short(sorted(ids))}"
 
 
 def _fault(name: str, array: list[Any], reason: str, fix: str) -> Fault:

@@ -16,13 +16,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from .._errors import Fault
+from .._errors import Fault, because
+from .._text import counted
 from .groups import digest, members, named, text_of
 from .meeting import Meet
 from .series import Processes
 
 # Values that must be equal in all processes of a group, by name.
-Facts = Mapping[Processes, Mapping[str, str]]
+Facts = Mapping[Processes, Mapping[str, Any]]
 
 # As many groups are looked at closely, and as many versions of each group's facts.
 _GROUPS = 8
@@ -38,33 +39,26 @@ _FIX = (
 )
 
 
+# Stands for the faults that processes have found, beside groups of processes.
+_FAULTS = "faults"
+
+
 class Difference(NamedTuple):
     """Where processes differ. Groups of processes are texts, as `text_of` writes them.
 
-    `same_faults` are groups of processes that have found the same faults, or none; there are no
-    such groups if no process has found a fault. `versions` are, for each group whose facts differ,
-    its processes with the same facts. `more_groups` is the number of other groups whose facts
-    differ.
+    `versions` are, for each group whose facts differ, its processes with the same facts. If a
+    process has found a fault, they are those that have found the same ones, and nothing else.
+    `more_groups` is the number of other groups whose facts differ.
     """
 
-    same_faults: list[str]
     versions: dict[str, list[str]]
     more_groups: int
 
 
-class Version(NamedTuple):
-    """What these processes of a group agree on, by name, as one of them describes it."""
-
-    processes: Processes
-    facts: Mapping[str, Any]
-
-
-# The versions of the facts of each group.
-Versions = Mapping[Processes, Sequence[Version]]
-# Describes a group's facts, for the processes that have the same.
-Describe = Callable[[Processes, Processes], Mapping[str, Any]]
-# Finds the faults.
-Examine = Callable[[Versions], Iterable[Fault]]
+# For each group, the facts of its processes, as the first of those with the same describes them.
+Versions = Mapping[Processes, Mapping[Processes, Mapping[str, Any]]]
+# Finds faults, given how to fix them.
+Examine = Callable[[str, Versions], Iterable[Fault]]
 
 
 def everybodys_faults(
@@ -79,7 +73,11 @@ def everybodys_faults(
 
 def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | None:
     """None if no process has found a fault, and each fact is equal within its group."""
-    found = json.loads(meet(json.dumps(in_brief(faults, facts)), _judge_briefly))
+
+    def judge(messages: dict[int, str]) -> str:
+        return json.dumps(difference_of({i: json.loads(text) for i, text in messages.items()}))
+
+    found = json.loads(meet(json.dumps(in_brief(faults, facts)), judge))
     return None if found is None else Difference(*found)
 
 
@@ -99,7 +97,7 @@ def difference_of(brief: Mapping[int, Mapping[str, Any]]) -> Difference | None:
     """Compares what the processes have sent `in_brief`."""
     if any(b["faults"] for b in brief.values()):
         # A process with faults may not know yet what it would place.
-        return Difference(_alike({i: b["faults"] for i, b in brief.items()}), {}, 0)
+        return Difference({_FAULTS: _alike({i: b["faults"] for i, b in brief.items()})}, 0)
     groups = dict.fromkeys(group for b in brief.values() for group in b["sums"])
     sums = {
         group: {i: brief[i]["sums"].get(group) for i in members(group) if i in brief}
@@ -110,7 +108,18 @@ def difference_of(brief: Mapping[int, Mapping[str, Any]]) -> Difference | None:
         return None
     differing.sort(key=lambda group: -len(sums[group]))
     versions = {group: _alike(sums[group]) for group in differing[:_GROUPS]}
-    return Difference([], versions, len(differing) - len(versions))
+    return Difference(versions, len(differing) - len(versions))
+
+
+def disagreements(fix: str, versions: Versions) -> Iterable[Fault]:
+    """A fault for each fact that differs."""
+    faults: dict[Fault, None] = {}
+    for group, them in versions.items():
+        for name in names_in(them):
+            values = {who: x.get(name, "nothing of that name") for who, x in them.items()}
+            if texts := texts_of(group, values):
+                faults[Fault(name, None, _SAME, f"it differs between them: {texts}", fix)] = None
+    return faults
 
 
 def faults_in_full(
@@ -119,62 +128,47 @@ def faults_in_full(
     faults: Sequence[Fault],
     facts: Facts,
     fix: str = _FIX,
-) -> list[Fault]:
-    """`everybodys_faults`, once the difference is known."""
-
-    def describe(group: Processes, alike: Processes) -> Mapping[str, Any]:
-        return facts.get(group, {})
-
-    examine = functools.partial(disagreements, fix)
-    return faults_between(meet, difference, faults, describe, examine)
-
-
-def faults_between(
-    meet: Meet,
-    difference: Difference,
-    faults: Sequence[Fault],
-    describe: Describe,
-    examine: Examine,
+    examine: Examine = disagreements,
 ) -> list[Fault]:
     """The faults that processes have found or, if there are none, those that `examine` finds in
-    their descriptions. All processes get the same list.
+    their facts. All processes get the same list.
     """
     faults = list(map(_without_addresses, faults))
-    if len(difference.same_faults) == 1:
+    if len(difference.versions.get(_FAULTS, ())) == 1:
         return faults  # All have found the same.
-    mine = message(jax.process_index(), difference, faults, describe)
-    return read(meet(mine, functools.partial(judge, difference, examine)))
+    mine = message(jax.process_index(), difference, faults, facts)
+    return read(meet(mine, functools.partial(judge, difference, fix, examine)))
 
 
-def message(me: int, difference: Difference, faults: Sequence[Fault], describe: Describe) -> str:
+def message(me: int, difference: Difference, faults: Sequence[Fault], facts: Facts) -> str:
     """What process `me` sends to the second meeting; most send nothing."""
-    mine: dict[str, Any] = {}
-    if _led_by(me, difference.same_faults):
-        mine["faults"] = [asdict(fault) for fault in faults]
-    for group, versions in difference.versions.items():
-        for alike in _led_by(me, versions):
-            mine[group] = describe(tuple(members(group)), tuple(members(alike)))
+    known = {text_of(group): values for group, values in facts.items()}
+    known[_FAULTS] = {"": list(map(asdict, faults))}
+    mine = {
+        group: known.get(group, {})
+        for group, versions in difference.versions.items()
+        if any(members(alike)[0] == me for alike in versions)
+    }
     return _packed(mine) if mine else ""
 
 
-def judge(difference: Difference, examine: Examine, messages: Mapping[int, str]) -> str:
+def judge(difference: Difference, fix: str, examine: Examine, messages: Mapping[int, str]) -> str:
     """What all processes `read`, from the messages of all."""
     full = {index: _unpacked(text) for index, text in messages.items() if text}
-
-    def versions(key: str, groups: Iterable[str]) -> list[Version]:
-        alike = [tuple(members(group)) for group in groups]
-        return [Version(processes, full[processes[0]][key]) for processes in alike]
-
-    if difference.same_faults:
-        return _packed(_found(versions("faults", difference.same_faults), len(messages)))
-    faults = examine(
-        {tuple(members(group)): versions(group, of) for group, of in difference.versions.items()}
-    )
+    versions = {
+        group: {tuple(members(x)): full[members(x)[0]][group] for x in alike}
+        for group, alike in difference.versions.items()
+    }
+    if _FAULTS in versions:
+        return _packed(_found(versions[_FAULTS], len(messages)))
+    faults = examine(fix, {tuple(members(group)): them for group, them in versions.items()})
     return _packed([asdict(fault) for fault in _shortened(list(faults), difference.more_groups)])
 
 
 def read(judgement: str) -> list[Fault]:
-    return [_fault(fields) for fields in _unpacked(judgement)]
+    faults = [Fault(**fields) for fields in _unpacked(judgement)]
+    # JSON has no tuples.
+    return [replace(x, shape=None if x.shape is None else tuple(x.shape)) for x in faults]
 
 
 def _alike(values: Mapping[int, Any]) -> list[str]:
@@ -185,55 +179,41 @@ def _alike(values: Mapping[int, Any]) -> list[str]:
     return [text_of(tuple(indices)) for indices in list(by_value.values())[:_VERSIONS]]
 
 
-def _led_by(me: int, groups: Iterable[str]) -> list[str]:
-    """The groups whose first process is `me`."""
-    return [group for group in groups if members(group)[0] == me]
-
-
-def _judge_briefly(messages: dict[int, str]) -> str:
-    return json.dumps(difference_of({i: json.loads(text) for i, text in messages.items()}))
-
-
-def _found(versions: Iterable[Version], count: int) -> list[dict[str, Any]]:
+def _found(
+    versions: Mapping[Processes, Mapping[str, list[Any]]], count: int
+) -> list[dict[str, Any]]:
     """The faults that processes have found, and which of the `count` processes did."""
     found_by: dict[str, list[int]] = {}
-    more = count
-    for processes, faults in versions:
-        more -= len(processes)
-        for fault in dict.fromkeys(map(json.dumps, faults)):
+    for processes, faults in versions.items():
+        for fault in dict.fromkeys(map(json.dumps, faults[""])):
             found_by.setdefault(fault, []).extend(processes)
-    found = [
-        fault
-        if len(by) == count
-        else {**fault, "request": f"{fault['request']} (in {named(sorted(by))})"}
-        for fault, by in ((json.loads(text), by) for text, by in found_by.items())
-    ]
-    if more:
+    found = [json.loads(fault) for fault in found_by]
+    for fault, by in zip(found, found_by.values(), strict=True):
+        if len(by) < count:
+            fault["request"] += f" (in {named(sorted(by))})"
+    if more := count - sum(map(len, versions)):
         who = "process has" if more == 1 else "processes have"
         reason = f"{more} more {who} found others, which are not listed"
-        found.append(asdict(Fault("", None, _SAME, reason, "fix those that are listed first")))
+        found.append(asdict(because(reason, "fix those that are listed first", _SAME)))
     return found
 
 
-def disagreements(fix: str, versions: Versions) -> Iterable[Fault]:
-    """A fault for each fact that differs."""
-    faults: dict[Fault, None] = {}
-    for group, them in versions.items():
-        for name in dict.fromkeys(name for version in them for name in version.facts):
-            by_value: dict[str, list[int]] = {}
-            for version in them:
-                value = version.facts.get(name, "nothing of that name")
-                by_value.setdefault(value, []).extend(version.processes)
-            if len(by_value) > 1:
-                texts = [f"{named(sorted(by))}: {value}" for value, by in by_value.items()]
-                reason = f"it differs between them: {'; '.join([*texts, *unexamined(group, them)])}"
-                faults[Fault(name, None, _SAME, reason, fix)] = None
-    return faults
+def names_in(versions: Mapping[Processes, Mapping[str, Any]]) -> Iterable[str]:
+    return dict.fromkeys(name for facts in versions.values() for name in facts)
 
 
-def unexamined(group: Processes, versions: Iterable[Version]) -> list[str]:
+def texts_of(group: Processes, values: Mapping[Processes, str]) -> str:
+    """Each value, with the processes that have it; empty if all of the group have the same."""
+    by_value: dict[str, list[int]] = {}
+    for processes, value in values.items():
+        by_value.setdefault(value, []).extend(processes)
+    texts = [f"{named(sorted(by))}: {value}" for value, by in by_value.items()]
+    return "; ".join([*texts, *unexamined(group, values)]) if len(texts) > 1 else ""
+
+
+def unexamined(group: Processes, examined: Iterable[Processes]) -> list[str]:
     """How many of the group's processes have other versions, which are not examined, as text."""
-    count = len(group) - sum(len(version.processes) for version in versions)
+    count = len(group) - sum(map(len, examined))
     who = "process differs" if count == 1 else "processes differ"
     return [f"{count} more {who} from all of these"] if count else []
 
@@ -242,16 +222,9 @@ def _shortened(faults: list[Fault], more_groups: int) -> list[Fault]:
     rest = f"it differs between processes; only the first {_DESCRIBED} such faults are described"
     faults[_DESCRIBED:] = [replace(fault, reason=rest) for fault in faults[_DESCRIBED:]]
     if more_groups:
-        what = "group" if more_groups == 1 else "groups"
-        reason = f"values differ within {more_groups} more {what} of processes"
-        faults.append(Fault("", None, _SAME, reason, "fix those that are listed first"))
+        reason = f"values differ within {counted(more_groups, 'more group')} of processes"
+        faults.append(because(reason, "fix those that are listed first", _SAME))
     return faults
-
-
-def _fault(fields: dict[str, Any]) -> Fault:
-    # JSON has no tuples.
-    shape = fields["shape"]
-    return Fault(**{**fields, "shape": None if shape is None else tuple(shape)})
 
 
 def _packed(x: Any) -> str:

@@ -1,14 +1,12 @@
-"""Writes groups of processes as text, and reads them; and shortens lists of numbers for readers."""
+"""Writes groups of processes as text, and reads them."""
 
 import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from .._text import in_short
 from .series import Processes
-
-# A list of more numbers is written as ranges, and ends after as many of them.
-_LONG = 8
 
 
 def text_of(processes: Processes) -> str:
@@ -29,23 +27,6 @@ def text_of(processes: Processes) -> str:
 def members(group: str) -> list[int]:
     runs = [map(int, run.split(":")) for run in group.split(" ")]
     return [index for run in runs for index in range(*run)]
-
-
-def in_short(numbers: Sequence[int]) -> str:
-    """The numbers in their order: `0, 1, 5`, many as `0..511, 2048..2559`, and very many ranges as
-    the first of them `and 4000 more`.
-    """
-    if len(numbers) <= _LONG:
-        return ", ".join(map(str, numbers))
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges[:_LONG])
-    left = sum(b - a + 1 for a, b in ranges[_LONG:])
-    return f"{text} and {left} more" if left else text
 
 
 def named(indices: Sequence[int]) -> str:

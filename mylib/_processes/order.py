@@ -1,14 +1,22 @@
-"""The calls that processes make together, in their order, and what is wrong with them."""
+"""The calls that processes make together, in their order, and the arrays that they send in them."""
 
-from typing import Any
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from .groups import digest, named
-from .series import Processes
+from .groups import digest, named, text_of
+from .series import OneThread, Processes, patience
 
 IN_ORDER = "All processes must make the same calls in the same order"
 
 # As many calls are remembered until the other processes are known to have made the same.
 _KEPT = 1000
+# After as many seconds a process has told others what it has found.
+_TOLD = 1.5
+
+# The account of a process that has made no call.
+NOTHING = {"count": 0, "equal": 0, "digests": [], "differs": None, "arrived": 0, "ready": 0}
 
 
 class TransferError(RuntimeError):
@@ -17,72 +25,206 @@ class TransferError(RuntimeError):
     """
 
 
+class Call(NamedTuple):
+    """A call of several processes. The digest is of this and all earlier calls of its lane."""
+
+    lane: "Lane"
+    number: int
+    digest: str
+    text: str
+
+
+@dataclass
+class Pending:
+    """What this process gives or takes in a call."""
+
+    call: Call
+    # What it takes; or arrays that are ready when what it gives is, and none once they are: the
+    # other process tells only once a second that it has got it. The type of `jax.Array`s does not
+    # know `is_ready`.
+    arrays: tuple[Any, ...]
+    since: float = field(default_factory=time.monotonic)
+    # When the other process was known to have it ready.
+    sent: float | None = None
+
+    def is_ready(self) -> bool:
+        return all(x.is_ready() for x in self.arrays)
+
+
 class Lane:
     """The calls of the same processes, each with a description. All processes must make the same.
 
     Each process compares a running digest with two others, its neighbours. What one finds is passed
-    on, so it costs as much for many processes as for three.
+    on, so it costs as much for many processes as for three. Only two processes send arrays.
     """
 
-    def __init__(self, processes: Processes, me: int):
+    def __init__(self, name: str, processes: Processes, me: int):
+        self.name = name
         self.processes = processes
         self.me = me
+        self.only = OneThread()
         place = processes.index(me)
         self.neighbours = {processes[place - 1], processes[(place + 1) % len(processes)]}
         self.count, self.digest = 0, ""
-        # By number: the digest of all calls so far, and the description.
-        self._calls: dict[int, tuple[str, str]] = {}
+        self._lock = threading.RLock()
+        self._calls: dict[int, Call] = {}
         # By neighbour: the last call that is known to be equal, here and there.
         self._equal = dict.fromkeys(self.neighbours, 0)
         self._equal_there = dict.fromkeys(self.neighbours, 0)
         # By neighbour: the first call that is another one there, and its description here.
         self._differs: dict[int, tuple[int, str]] = {}
+        # By number of the call, until the other process has got it, and until it has come.
+        self._gives: dict[int, Pending] = {}
+        self._takes: dict[int, Pending] = {}
+        # What the other process has told: how many calls it has made, up to which of them all that
+        # it takes has arrived, and all that it gives is ready.
+        self._told: dict[str, Any] = NOTHING
+        # When a connection broke, and how.
+        self._broken: tuple[float, str] | None = None
 
-    def add(self, text: str) -> None:
-        self.count, self.digest = self.count + 1, digest([self.digest, text])[:16]
-        self._calls[self.count] = self.digest, text
-        self._calls.pop(self.count - _KEPT, None)
+    def call(self, text: str) -> Call:
+        with self._lock:
+            self.count, self.digest = self.count + 1, digest([self.digest, text])[:16]
+            self._calls[self.count] = call = Call(self, self.count, self.digest, text)
+            self._calls.pop(self.count - _KEPT, None)
+            return call
+
+    def give(self, call: Call, ready: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._gives[call.number] = Pending(call, ready)
+
+    def take(self, call: Call, arrays: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._takes[call.number] = Pending(call, arrays)
+
+    def stop(self) -> None:
+        """Forgets what is on its way."""
+        with self._lock:
+            self._gives.clear()
+            self._takes.clear()
+            self._broken = None
+
+    def look(self) -> str | None:
+        """Crosses out what has arrived, and lets go of what can be sent. Returns how a connection
+        broke: late, because if another process has ended it, that tells why.
+        """
+        with self._lock:
+            takes = list(self._takes.values())
+            for one in self._gives.values():
+                one.arrays = () if one.is_ready() else one.arrays
+        for one in takes:
+            if all(_has_come(x, one.call.number <= self._told["ready"]) for x in one.arrays):
+                error = _error_of(one.arrays)
+                with self._lock:
+                    self._takes.pop(one.call.number, None)
+                    if error is not None and self._broken is None:
+                        text = f"{one.call.text}: process {min(self.neighbours)} broke off: {error}"
+                        self._broken = time.monotonic(), text
+        if self._broken is None or time.monotonic() - self._broken[0] <= _TOLD:
+            return None
+        (_, text), self._broken = self._broken, None
+        return text
 
     def is_settled(self) -> bool:
-        known = {*self._equal.values(), *self._equal_there.values()}
-        return known == {self.count}
+        with self._lock:
+            known = {*self._equal.values(), *self._equal_there.values()}
+            return known == {self.count} and not (self._gives or self._takes or self._broken)
+
+    def done(self, since: float = 0.0) -> int:
+        """How many calls this process has made, up to the first that gives what is not ready. Only
+        calls after a moment can wait for what came then.
+        """
+        with self._lock:
+            gives = self._gives.items()
+            late = [n for n, one in gives if one.since > since and not one.is_ready()]
+            return min(late, default=self.count + 1) - 1
+
+    def oldest(self) -> Pending | None:
+        """What this process has waited for longest."""
+        with self._lock:
+            return min(self._takes.values(), key=lambda one: one.since, default=None)
 
     def account(self, neighbour: int) -> dict[str, Any]:
         """What a neighbour has to know of the calls here."""
-        first = self._equal_there[neighbour]
-        return {
-            "count": self.count,
-            "equal": self._equal[neighbour],
-            "digests": [(n, call[0]) for n, call in self._calls.items() if n > first],
-            "differs": self._differs.get(neighbour),
-        }
+        with self._lock:
+            first = self._equal_there[neighbour]
+            return {
+                "count": self.count,
+                "equal": self._equal[neighbour],
+                "digests": [(n, call.digest) for n, call in self._calls.items() if n > first],
+                "differs": self._differs.get(neighbour),
+                "arrived": min(self._takes, default=self.count + 1) - 1,
+                "ready": self.done(),
+            }
 
     def compare(self, neighbour: int, theirs: dict[str, Any]) -> str | None:
-        """What is wrong, once both have told each other which call differs."""
+        """What is wrong. Of calls that differ, once both have told each other which these are."""
+        with self._lock:
+            self._told = theirs
+            for number in [n for n in self._gives if n <= theirs["arrived"]]:
+                del self._gives[number]
+            return self._differing(neighbour, theirs) or self._late(neighbour)
+
+    def _differing(self, neighbour: int, theirs: dict[str, Any]) -> str | None:
         self._equal_there[neighbour] = theirs["equal"]
         common = [(n, told) for n, told in theirs["digests"] if n in self._calls]
-        if not common:
+        differs = next((n for n, told in common if self._calls[n].digest != told), None)
+        if differs is None:
+            self._equal[neighbour] = common[-1][0] if common else self._equal[neighbour]
+            equal = min(*self._equal.values(), *self._equal_there.values())
+            for n in [n for n in self._calls if n <= equal]:
+                del self._calls[n]
             return None
-        last, told = common[-1]
-        if self._calls[last][0] == told:
-            self._equal[neighbour] = last
-            self._forget(min(*self._equal.values(), *self._equal_there.values()))
-            return None
-        differs = next(n for n, told in common if self._calls[n][0] != told)
-        self._differs[neighbour] = differs, self._calls[differs][1]
+        self._differs[neighbour] = differs, self._calls[differs].text
         if theirs["differs"] is None or theirs["differs"][0] != differs:
             return None
-        made = {self.me: self._calls[differs][1], neighbour: theirs["differs"][1]}
+        made = {self.me: self._calls[differs].text, neighbour: theirs["differs"][1]}
         (one, text), (other, instead) = sorted(made.items())
         return (
             f"call {differs} of {named(self.processes)} is {text} in process {one}, but {instead} "
             f"in process {other}. {IN_ORDER}"
         )
 
-    def after(self, count: int) -> str:
-        """The description of the call after as many; nothing if this process has not made it."""
-        return self._calls.get(count + 1, ("", ""))[1]
+    def _late(self, peer: int) -> str | None:
+        limit, now = patience(), time.monotonic()
+        gives, takes = self._gives.values(), self._takes.values()
+        for one in takes:
+            if one.call.number <= self._told["ready"]:
+                one.sent = one.sent or now
 
-    def _forget(self, last: int) -> None:
-        for n in [n for n in self._calls if n <= last]:
-            del self._calls[n]
+        def not_made(one: Pending) -> bool:
+            return one.call.number > self._told["count"] and now - one.since > limit
+
+        lost = (x for x in takes if x.sent is not None and now - x.sent > limit)
+        for late, does, lacks in (
+            (filter(not_made, takes), "waits for", "has not sent it within"),
+            (filter(not_made, gives), "sends", "has not asked for it within"),
+            (lost, "waits for", "sent it, but it has not arrived within"),
+        ):
+            for one in late:
+                return (
+                    f"process {self.me} {does} {one.call.text}, but process {peer} {lacks} "
+                    f"{limit:g} s. All processes must make the same transfers. If one is slow, set "
+                    "MYLIB_EXCHANGE_TIMEOUT to more seconds"
+                )
+        return None
+
+
+def lane_name(stream: str, processes: Processes) -> str:
+    return f"{stream}/{text_of(processes)}"
+
+
+def _has_come(x: Any, is_sent: bool) -> bool:
+    # If the result of the transfer, which may be this array itself, has been donated, nothing here
+    # says whether it has come. It has if the other process could send it.
+    return is_sent if x.is_deleted() else x.is_ready()
+
+
+def _error_of(arrays: tuple[Any, ...]) -> str | None:
+    for x in arrays:
+        try:
+            x.block_until_ready()
+        except RuntimeError as error:
+            if not x.is_deleted():
+                return str(error).splitlines()[0]
+    return None

@@ -4,7 +4,6 @@ import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,8 +17,9 @@ from .._errors import Fault, ReplicaError
 from .._placement import memory_space, regions_of, without_partial_sums
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 from .agreement import described, owners
-from .copies import Found, Held, describe, facts_of, faults_in
-from .differences import Version, compare, faults_between
+from .copies import FIX, Found, Held, details, facts_of, faults_in
+from .differences import compare, faults_in_full
+from .groups import members
 from .meeting import meeting, processes_of
 from .series import Processes
 
@@ -75,14 +75,15 @@ def _faults_between(found: Mapping[str, Found], everybody: Processes) -> list[Fa
     difference = compare(meet, [], facts_of(found, everybody))
     if difference is None:
         return []
-    description = functools.partial(describe, found, everybody)
-    return faults_between(meet, difference, [], description, faults_in)
+    groups = [tuple(members(group)) for group in difference.versions]
+    facts = {group: details(found, everybody, group) for group in groups}
+    return faults_in_full(meet, difference, [], facts, FIX, faults_in)
 
 
 def _faults_here(found: Mapping[str, Found]) -> list[Fault]:
     odd = {name: x for name, x in found.items() if x.odd}
     me = (jax.process_index(),)
-    return list(faults_in({me: [Version(me, describe(odd, me, me, me))]}))
+    return list(faults_in(FIX, {me: {me: details(odd, me, me)}}))
 
 
 def _found(leaves: Leaves) -> dict[str, Found]:
@@ -90,31 +91,27 @@ def _found(leaves: Leaves) -> dict[str, Found]:
     arrays = dict(_arrays(leaves))
     copies = {name: _copies(x.sharding, tuple(x.shape)) for name, x in arrays.items()}
     # All transfers start before the first one is read.
-    to_read = {name: _to_read(x) for name, x in arrays.items() if copies[name].number_on}
+    to_read = {name: _to_read(x) for name, x in arrays.items() if copies[name][0]}
     found: dict[str, Found] = {}
     devices: dict[Sharding, list[int]] = {}
     for name, x in arrays.items():
+        number_on, holders = copies[name]
         by_number: dict[int, list[tuple[int, jax.Array]]] = {}
-        for device, data in _by_device(to_read[name], devices) if name in to_read else ():
-            number = copies[name].number_on.get(device)
-            if number is not None:
-                by_number.setdefault(number, []).append((device, data))
+        if (data := to_read.get(name)) is not None:
+            if data.sharding not in devices:
+                devices[data.sharding] = [s.device.id for s in data.addressable_shards]
+            for device, shard in zip(devices[data.sharding], data_of_shards(data), strict=True):
+                if device in number_on:
+                    by_number.setdefault(number_on[device], []).append((device, shard))
         found[name] = Found(
             what=f"{_dtype_name(x.dtype)}{list(x.shape)} as {described(x.sharding)}",
             shape=tuple(x.shape),
             request=_request(x.sharding),
             owners=owners(x.sharding),
             held={number: _compared(data) for number, data in by_number.items()},
-            holders=copies[name].holders,
+            holders=holders,
         )
     return found
-
-
-def _by_device(x: jax.Array, devices: dict[Sharding, list[int]]) -> Iterator[tuple[int, jax.Array]]:
-    """What each device holds of an array, by the device's id. `devices` are known from others."""
-    if x.sharding not in devices:
-        devices[x.sharding] = [shard.device.id for shard in x.addressable_shards]
-    return zip(devices[x.sharding], data_of_shards(x), strict=True)
 
 
 def _arrays(leaves: Leaves) -> Iterator[tuple[str, jax.Array]]:
@@ -132,18 +129,13 @@ def _arrays(leaves: Leaves) -> Iterator[tuple[str, jax.Array]]:
             yield name if times[name] == 1 else f"{name} ({times[name]})", x
 
 
-@dataclass(frozen=True)
-class _Copies:
+@functools.lru_cache(maxsize=4096)
+def _copies(
+    sharding: Sharding, shape: tuple[int, ...]
+) -> tuple[Mapping[int, int], Mapping[int, Processes]]:
     """The shards of an array that several devices hold, by number: the shard on each device of this
     process, and the processes that hold each shard.
     """
-
-    number_on: Mapping[int, int]
-    holders: Mapping[int, Processes]
-
-
-@functools.lru_cache(maxsize=4096)
-def _copies(sharding: Sharding, shape: tuple[int, ...]) -> _Copies:
     terms = _terms(sharding)
     if isinstance(sharding, NamedSharding) and terms:
         sharding = without_partial_sums(sharding)
@@ -159,7 +151,7 @@ def _copies(sharding: Sharding, shape: tuple[int, ...]) -> _Copies:
         if len(devices) > 1 and own:
             number_on |= dict.fromkeys(own, number)
             holders[number] = processes_of(devices)
-    return _Copies(number_on, holders)
+    return number_on, holders
 
 
 def _terms(sharding: Sharding) -> dict[Any, Any]:

@@ -1,5 +1,6 @@
 """Meetings of processes through JAX's coordination service: on the host, without their devices."""
 
+import os
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,12 +16,58 @@ Judge = Callable[[dict[int, str]], str]
 
 JUDGED = "judged"
 
+# JAX's own timeout for processes to start and end. Hosts that read a checkpoint, or compile for the
+# first time, may be minutes apart.
+_DEFAULT_TIMEOUT = 300.0
+
+
+def patience() -> float:
+    """For how many seconds processes wait for each other."""
+    return float(os.environ.get("MYLIB_EXCHANGE_TIMEOUT", _DEFAULT_TIMEOUT))
+
+
+class OneThread:
+    """Held by the thread that makes calls with other processes: the calls of two threads could come
+    in another order in each process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0
+
+    def hold(self, thread: int, does: str, advice: str = "") -> None:
+        if not self.try_to_hold(thread):
+            raise RuntimeError(
+                f"two threads {does}, so their order may differ between processes. Let one thread "
+                f"do so{advice}"
+            )
+
+    def try_to_hold(self, thread: int) -> bool:
+        # A call of this thread that was interrupted may take a moment to end.
+        if not self._lock.acquire(blocking=self._thread == thread):
+            return False
+        self._thread = thread
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
 
 class Conclusion(NamedTuple):
     """The result of a meeting: its kind, and a text."""
 
     kind: str
     text: str
+
+
+class Wait(NamedTuple):
+    """A call that waits in a meeting: since when, the number of this or of an earlier meeting, and
+    what is compared.
+    """
+
+    since: float
+    number: int
+    what: str
 
 
 class Series:
@@ -36,13 +83,11 @@ class Series:
         self.place = place
         self.processes = processes
         self.turn = 0
-        # Held during a meeting, for this thread.
-        self.lock = threading.Lock()
-        self.thread = 0
+        self.only = OneThread()
         # Calls of this process that would meet the others if they had something to compare.
         self.calls = 0
-        # What this process has waited for here for a while, if anything.
-        self.waits_for = ""
+        # The meeting in which a call of this process waits.
+        self.waits: Wait | None = None
         self._me = me
         self._begun = False
         # The first meeting whose keys the service may still hold.

@@ -8,18 +8,20 @@ reads what they have. Nothing is told twice, or of what has ended everywhere.
 import atexit
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, Protocol
+from concurrent.futures import Future, wait
+from typing import Any
 
 import jax
 
 from .._compat import CoordinationClient, coordination_client
-from .groups import members, named, text_of
-from .order import IN_ORDER, Lane, TransferError
-from .series import Processes, Series, connected
+from .circle import Waiting, circle_before
+from .groups import members, text_of
+from .order import NOTHING, Call, Lane, TransferError, lane_name
+from .series import Processes, Series, Wait, connected
 
 _log = logging.getLogger("mylib")
 
@@ -32,23 +34,18 @@ _IDLE = 5.0
 # As long as it takes two processes to tell each other which of their calls differ.
 _EXPLAINS = 5.0
 
-# After as many seconds in a meeting others are told that this process waits there.
+# After as many seconds of waiting others are told what this process waits for.
 _LONG = 1.0
+# All that wait read what all of them have told: as many a second.
+_READ = 100
 
-_PLACE = "mylib/accounts"
+_ACCOUNTS = "mylib/accounts"
+_WAITING = "mylib/waiting"
 
-# The meetings of a program's own calls, by the processes that meet.
-MEETINGS: dict[Processes, Series] = {}
-
-
-class OnTheirWay(Protocol):
-    """Arrays on their way between this process and others."""
-
-    def look(self) -> None: ...
-    def is_idle(self) -> bool: ...
-    def account(self, peer: int) -> Any: ...
-    def compare(self, peer: int, theirs: Any) -> None: ...
-    def fail(self, processes: Processes) -> None: ...
+# The streams of meetings of a program's own calls, and of its programs on devices of several.
+CALLS, PROGRAMS = "calls", "programs"
+# By purpose, which is CALLS for those of a program's own calls, and by the processes that meet.
+MEETINGS: dict[tuple[str, Processes], Series] = {}
 
 
 class Watch:
@@ -57,16 +54,17 @@ class Watch:
     def __init__(self, client: CoordinationClient):
         self.client = client
         self.me = jax.process_index()
-        self.transfers: OnTheirWay | None = None
+        # Ends the connections to some processes, so that waiting for their arrays raises.
+        self.break_off: Callable[[Processes], None] = lambda processes: None
         # What `mylib.watch` tells and reads in this thread.
         self.also: Callable[[], None] | None = None
         # What is wrong, by the processes that it concerns.
         self.failures: dict[Processes, str] = {}
-        self._lanes: dict[str, Lane] = {}
+        self.lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
         self._news = threading.Condition()
-        self._told: dict[int, Any] = {}
-        self._exchanged = 0.0
+        self._told: dict[str, Any] = {}
+        self._exchanged = self._reads_next = 0.0
         self._busy = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="mylib-watch", daemon=True)
@@ -74,22 +72,19 @@ class Watch:
         # Before JAX leaves the other processes: they must know what has arrived here.
         atexit.register(self._end_thread)
 
-    def count(self, stream: str, processes: Processes, text: str) -> tuple[int, str]:
-        """Counts a call. Returns its number, and a digest of all so far, equal in all processes."""
-        self.check(processes)
+    def lane(self, stream: str, processes: Processes) -> Lane:
         with self._lock:
-            name = _name(stream, processes)
-            if name not in self._lanes:
-                self._lanes[name] = Lane(processes, self.me)
-            lane = self._lanes[name]
-            lane.add(text)
-            self._busy.set()
-            return lane.count, lane.digest
+            name = lane_name(stream, processes)
+            if name not in self.lanes:
+                self.lanes[name] = Lane(name, processes, self.me)
+            return self.lanes[name]
 
-    def counted(self, stream: str, processes: Processes) -> tuple[int, str]:
-        """The number of the last call, and the digest."""
-        lane = self._lanes.get(_name(stream, processes))
-        return (0, "") if lane is None else (lane.count, lane.digest)
+    def count(self, lane: Lane, text: str) -> Call:
+        """Counts a call, unless it can't be the same as that of the other processes."""
+        self.check(lane.processes)
+        with self._lock:
+            self._busy.set()
+            return lane.call(text)
 
     def check(self, processes: Processes) -> None:
         """Raises an error if two of these processes are known to be out of step."""
@@ -100,21 +95,18 @@ class Watch:
         known = list(self.failures.items())
         return next((t for some, t in known if len({*some}.intersection(processes)) > 1), None)
 
-    def wait(self, conclusion: Future[str], meeting: Series, what: str) -> str:
+    def wait(self, conclusion: Future[str], meeting: Series) -> str:
         """Waits in a meeting, and raises once two of its processes are known to be out of step."""
 
         def has_ended() -> bool:
             return conclusion.done() or self._wrong(meeting.processes) is not None
 
         conclusion.add_done_callback(lambda _: self._tell_waiting())
-        try:
-            with self._news:
-                if not self._news.wait_for(has_ended, _LONG):
-                    meeting.waits_for = what
-                    self._busy.set()
-                    self._news.wait_for(has_ended)
-        finally:
-            meeting.waits_for = ""
+        with self._news:
+            since = meeting.waits.since if meeting.waits else time.monotonic()
+            if not self._news.wait_for(has_ended, since + _LONG - time.monotonic()):
+                self._busy.set()
+                self._news.wait_for(has_ended)
         self.check(meeting.processes)
         return conclusion.result()
 
@@ -127,24 +119,26 @@ class Watch:
             if any({*processes}.issubset(known) for known in self.failures):
                 return
             self.failures[processes] = text
+            broken = [x for x in self.lanes.values() if {*x.processes}.issubset(processes)]
         _log.error("%s", text)
         self._busy.set()
-        if self.transfers is not None:
-            self.transfers.fail(processes)
+        for lane in broken:
+            lane.stop()
+        self.break_off(processes)
         self._tell_waiting()
 
     def is_idle(self) -> bool:
         """Whether all that has been called and sent here is known to have ended well."""
-        idle = self.transfers is None or self.transfers.is_idle()
-        idle = idle and not any(meeting.waits_for for meeting in MEETINGS.values())
-        return idle and all(lane.is_settled() for lane in self._lanes.values())
+        waits = any(meeting.waits for meeting in MEETINGS.values())
+        return not waits and all(lane.is_settled() for lane in self.lanes.values())
 
     def _run(self) -> None:
         while not self._ended:
             if self._busy.wait(_IDLE):
                 time.sleep(_LOOK)
-                if self.transfers is not None:
-                    self.transfers.look()
+                for lane in self._known_lanes():
+                    if text := lane.look():
+                        self.fail(lane.processes, text)
                 if time.monotonic() - self._exchanged < _EXCHANGE and not self._ended:
                     continue
             self._exchanged = time.monotonic()
@@ -172,74 +166,68 @@ class Watch:
         self._busy.set()
         self._thread.join(_IDLE)
 
+    def _known_lanes(self) -> list[Lane]:
+        with self._lock:
+            return list(self.lanes.values())
+
     def _exchange(self) -> None:
-        with self._lock:
-            peers = {peer for lane in self._lanes.values() for peer in lane.neighbours}
-        if not peers:
+        lanes = self._known_lanes()
+        peers = {peer for lane in lanes for peer in lane.neighbours}
+        accounts = self._read(f"{_ACCOUNTS}/{self.me}/") if peers else {}
+        for peer in peers:
+            theirs = accounts.get(peer, {"failures": {}, "lanes": {}})
+            for who, text in theirs["failures"].items():
+                self.fail(tuple(members(who)), text)
+            for lane in lanes:
+                if peer in lane.neighbours and lane.processes not in self.failures:
+                    if text := lane.compare(peer, theirs["lanes"].get(lane.name, NOTHING)):
+                        self.fail(lane.processes, text)
+        # Before it is told: what waits for a connection that is broken off must know why.
+        self._refuse_circle(lanes)
+        for peer in peers:
+            wrong = {text_of(who): t for who, t in self.failures.items() if peer in who}
+            told = {lane.name: lane.account(peer) for lane in lanes if peer in lane.neighbours}
+            self._tell(f"{_ACCOUNTS}/{peer}/{self.me}", {"failures": wrong, "lanes": told})
+
+    def _refuse_circle(self, lanes: list[Lane]) -> None:
+        if self.failures:
+            return  # What was told last stays true, and others may not have read it yet.
+        mine = self._waits_for(lanes)
+        self._tell(f"{_WAITING}/{self.me}", mine)
+        now = time.monotonic()
+        if mine is None or now < self._reads_next:
             return
-        found = self.client.key_value_dir_get(f"{_PLACE}/{self.me}/")
-        accounts = {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
-        for peer in peers:
-            self._compare(peer, accounts.get(peer, _NOTHING))
-        for peer in peers:
-            text = json.dumps(self._account(peer))
-            if text != self._told.get(peer):
-                key = f"{_PLACE}/{peer}/{self.me}"
-                self.client.key_value_set(key, text, allow_overwrite=True)
-                self._told[peer] = text
+        waiting = {who: Waiting(*x) for who, x in self._read(f"{_WAITING}/").items() if x}
+        self._reads_next = now + len(waiting) / _READ
+        waiting[self.me] = mine
+        if wrong := circle_before(self.me, waiting):
+            self.fail(*wrong)
 
-    def _account(self, peer: int) -> dict[str, Any]:
-        with self._lock:
-            lanes = {n: lane for n, lane in self._lanes.items() if peer in lane.neighbours}
-            return {
-                "failures": {text_of(who): t for who, t in self.failures.items() if peer in who},
-                "meets": {
-                    text_of(who): (meeting.turn, meeting.waits_for)
-                    for who, meeting in list(MEETINGS.items())
-                    if meeting.waits_for and peer in who
-                },
-                "lanes": {name: lane.account(peer) for name, lane in lanes.items()},
-                "arrays": {} if self.transfers is None else self.transfers.account(peer),
-            }
+    def _waits_for(self, lanes: list[Lane]) -> Waiting | None:
+        """What this process has waited for longest, if that is long: an array, else a meeting."""
+        long_ago = time.monotonic() - _LONG
+        done, at = dict[str, int](), None
+        for stream, meeting in list(MEETINGS.items()):
+            name, waits = lane_name(*stream), meeting.waits
+            # A meeting in which it waits is a call that it has made.
+            done[name] = waits.number if waits else meeting.turn
+            if waits and waits.since < long_ago:
+                at = name, waits.number, f"{waits.what}, to compare it with process"
+        takes = [one for lane in lanes if (one := lane.oldest()) and one.since < long_ago]
+        if takes:
+            lane, number, _, text = min(takes, key=lambda one: one.since).call
+            at = lane.name, number, f"{text}, call {number}, from process"
+        since = min((one.since for one in takes), default=math.inf)
+        return Waiting(*at, done | {lane.name: lane.done(since) for lane in lanes}) if at else None
 
-    def _compare(self, peer: int, theirs: dict[str, Any]) -> None:
-        wrong = {tuple(members(who)): text for who, text in theirs["failures"].items()}
-        with self._lock:
-            for name, told in theirs["lanes"].items():
-                lane = self._lanes.get(name)
-                if lane is None:
-                    continue
-                if text := lane.compare(peer, told) or _overtaken(
-                    lane, peer, told, theirs["meets"]
-                ):
-                    wrong[lane.processes] = text
-        for processes, text in wrong.items():
-            self.fail(processes, text)
-        if self.transfers is not None:
-            self.transfers.compare(peer, theirs["arrays"])
+    def _read(self, place: str) -> dict[int, Any]:
+        found = self.client.key_value_dir_get(place)
+        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
 
-
-def _overtaken(lane: Lane, peer: int, told: dict[str, Any], meets: dict[str, Any]) -> str | None:
-    """What is wrong if another process waits in a meeting to which this one has not come, and has
-    not made a call that this one has made.
-    """
-    call = lane.after(told["count"])
-    for group, (turn, what) in meets.items():
-        meeting = MEETINGS.get(tuple(members(group)))
-        if call and (meeting is None or meeting.turn <= turn):
-            return (
-                f"process {peer} waits for process {lane.me} to compare ({what}), but that has "
-                f"first made call {told['count'] + 1} of {named(lane.processes)}, which process "
-                f"{peer} has not: {call}. {IN_ORDER}"
-            )
-    return None
-
-
-_NOTHING: dict[str, Any] = {"failures": {}, "meets": {}, "lanes": {}, "arrays": {}}
-
-
-def _name(stream: str, processes: Processes) -> str:
-    return f"{stream} {text_of(processes)}"
+    def _tell(self, key: str, told: Any) -> None:
+        if told != self._told.get(key):
+            self.client.key_value_set(key, json.dumps(told), allow_overwrite=True)
+            self._told[key] = told
 
 
 _watches: list[Watch] = []
@@ -255,14 +243,31 @@ def watch() -> Watch:
         return _watches[0]
 
 
-def counted(stream: str, processes: Processes) -> tuple[int, str]:
-    """`Watch.counted`, which is nothing before the first call."""
-    return _watches[0].counted(stream, processes) if _watches else (0, "")
+def count_program(processes: Processes, text: str) -> None:
+    """Counts a program on devices of several processes, which nothing on its way tells apart."""
+    found = watch()
+    found.count(found.lane(PROGRAMS, processes), text)
+
+
+def programs_of(processes: Processes) -> tuple[int, str]:
+    """The number of programs on devices of these processes, and a digest of them."""
+    lane = _watches[0].lanes.get(lane_name(PROGRAMS, processes)) if _watches else None
+    return (0, "") if lane is None else (lane.count, lane.digest)
 
 
 def wait_in_step(conclusion: Future[str], meeting: Series, what: str) -> str:
-    """`Watch.wait`, which is nothing before the first call."""
-    return _watches[0].wait(conclusion, meeting, what) if _watches else conclusion.result()
+    """`Watch.wait`, which is nothing before the first call, unless it takes long. `what` is empty
+    if the other processes may never come.
+    """
+    meeting.waits = Wait(time.monotonic(), meeting.turn + 1, what) if what else None
+    try:
+        if not _watches:
+            wait([conclusion], _LONG if what else None)
+            if conclusion.done():
+                return conclusion.result()
+        return watch().wait(conclusion, meeting)
+    finally:
+        meeting.waits = None
 
 
 def read_in_order(processes: Processes, text: str) -> str:

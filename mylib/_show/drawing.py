@@ -4,8 +4,9 @@ from typing import Any
 
 from jax.sharding import NamedSharding, Sharding
 
+from .._placement import Bounds, Shape
 from .grids import LEFT_OUT, Grid, grids_of, more
-from .parts import Part, Partition, Shape, partition_of
+from .parts import Partition, partition_of
 from .text import DIM, Paint, pastel, show_numbers
 
 
@@ -45,7 +46,7 @@ def processes(cut: Partition) -> list[str]:
     return [f"process {', process '.join(texts)}"]
 
 
-def _draw_grid(grid: Grid[Part], cut: Partition, paint: Paint) -> list[str]:
+def _draw_grid(grid: Grid[Bounds], cut: Partition, paint: Paint) -> list[str]:
     texts = [[f" {_holders(cut, part)} " for part in line] for line in grid.cells]
     heads, names = [*map(_framed, grid.columns)], [*map(_framed, grid.rows)]
     widths = [max(map(len, column)) for column in zip(heads, *texts, strict=True)]
@@ -68,7 +69,7 @@ def _draw_grid(grid: Grid[Part], cut: Partition, paint: Paint) -> list[str]:
     return [*lines, ruled("└", "┴", "┘")]
 
 
-def _holders(cut: Partition, part: Part | None) -> str:
+def _holders(cut: Partition, part: Bounds | None) -> str:
     return LEFT_OUT if part is None else show_numbers(cut.holders[part])
 
 

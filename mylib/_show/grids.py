@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .parts import Part, Partition, Shape, Span, show_span
+from .._placement import Bounds, Shape, Span
+from .parts import Partition, show_span
 
 ROWS, COLUMNS, PANELS = 16, 8, 8
 """How many rows, columns and grids are drawn."""
@@ -27,12 +28,12 @@ class Grid(NamedTuple, Generic[T]):
         return Grid(self.title, self.rows, self.columns, cells)
 
 
-def grids_of(cut: Partition, shape: Shape) -> list[Grid[Part]]:
+def grids_of(cut: Partition, shape: Shape) -> list[Grid[Bounds]]:
     """The first grids of an array, whose cells are its parts."""
     return [_grid(cut, panel, shape) for panel in cut.all_panels()[:PANELS]]
 
 
-def _grid(cut: Partition, panel: tuple[Span, ...], shape: Shape) -> Grid[Part]:
+def _grid(cut: Partition, panel: tuple[Span, ...], shape: Shape) -> Grid[Bounds]:
     rows, columns = shortened(cut.along(cut.down), ROWS), shortened(cut.along(cut.across), COLUMNS)
     cells = [
         [None if ... in (row, column) else cut.cell(panel, row, column) for column in columns]

@@ -1,7 +1,9 @@
 """Writes HTML and SVG for notebooks: escaped, without scripts, and with nothing from elsewhere."""
 
 from collections.abc import Sequence
+from functools import cache
 from html import escape
+from pathlib import Path
 
 
 class Html(str):
@@ -30,7 +32,14 @@ def _escaped(text: str) -> str:
 
 def page(*inside: str) -> Html:
     """A page for notebooks."""
-    return tag("div", tag("style", Html(_STYLE)), *inside, class_="mylib-show")
+    return tag("div", tag("style", _style()), *inside, class_="mylib-show")
+
+
+@cache
+def _style() -> Html:
+    rules = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+    # Without the comment at the start.
+    return Html(rules.partition("*/")[2])
 
 
 def table(
@@ -59,43 +68,3 @@ def _cells(header: Sequence[str], cells: Sequence[str], classes: Sequence[str]) 
         tag("td", cell, class_=class_ if cell else f"{class_} empty", data_name=name)
         for name, cell, class_ in zip(header, cells, classes, strict=True)
     ]
-
-
-# Text and lines have the colours of the notebook, so that they suit any theme; what is coloured is
-# light, with black text on it. Twice the class: notebooks have rules for tables of their own.
-_STYLE = """
-.mylib-show { container-type: inline-size; font: 13px/1.45 system-ui, sans-serif; color: inherit; }
-.mylib-show p { margin: 0.2em 0; overflow-wrap: anywhere; white-space: pre-wrap; }
-.mylib-show .strong { font-weight: 600; }
-.mylib-show .faint { opacity: 0.75; font-size: 12px; }
-.mylib-show .figures { display: flex; flex-wrap: wrap; gap: 1em 2em; margin: 0.8em 0; }
-.mylib-show .figure { margin: 0; max-width: 100%; min-width: 0; }
-.mylib-show .caption { margin-bottom: 0.4em; overflow-wrap: anywhere; }
-.mylib-show .panels { display: flex; flex-wrap: wrap; gap: 0.6em 1em; }
-.mylib-show svg { display: block; max-width: 100%; height: auto; font: 11px system-ui, sans-serif; }
-.mylib-show svg .label { fill: currentColor; opacity: 0.75; }
-.mylib-show svg .name { fill: #111; pointer-events: none; }
-.mylib-show svg rect { stroke: rgb(17 17 17 / 0.35); stroke-width: 1; }
-.mylib-show svg rect.track { fill: rgb(127 127 127 / 0.2); stroke: none; }
-.mylib-show.mylib-show table { border-collapse: collapse; width: auto; max-width: 100%;
-  margin: 0.8em 0; font: inherit; color: inherit; border: none; display: table; }
-.mylib-show.mylib-show th, .mylib-show.mylib-show td { padding: 0.25em 1em 0.25em 0; border: none;
-  border-bottom: 1px solid rgb(127 127 127 / 0.35); text-align: left; vertical-align: baseline;
-  white-space: normal; overflow-wrap: anywhere; min-width: 0; font-weight: inherit; }
-.mylib-show.mylib-show th { font-weight: 600; white-space: nowrap; overflow-wrap: normal; }
-.mylib-show.mylib-show .number { text-align: right; font-variant-numeric: tabular-nums; }
-.mylib-show.mylib-show td[data-name="array"] { font-family: ui-monospace, monospace;
-  font-size: 12px; }
-@container (max-width: 720px) {
-  .mylib-show.mylib-show thead { display: none; }
-  .mylib-show.mylib-show table, .mylib-show.mylib-show tbody { display: block; width: 100%; }
-  .mylib-show.mylib-show tr { display: flex; flex-wrap: wrap; gap: 0 1.2em; padding: 0.4em 0;
-    border-bottom: 1px solid rgb(127 127 127 / 0.35); }
-  .mylib-show.mylib-show td { display: block; padding: 0; border: none; text-align: left; }
-  .mylib-show.mylib-show td:first-child { flex-basis: 100%; font-weight: 600; }
-  .mylib-show.mylib-show td.empty { display: none; }
-  .mylib-show.mylib-show td.number::before, .mylib-show.mylib-show td[data-name="before"]::before,
-  .mylib-show.mylib-show td[data-name="after"]::before { content: attr(data-name) " ";
-    opacity: 0.75; }
-}
-"""

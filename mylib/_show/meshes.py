@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from jax.sharding import NamedSharding, Sharding
 
-from .._placement import AnyMesh, axis_types, show_mesh
-from .parts import devices_of
+from .._placement import AnyMesh, axis_types, devices_of, show_mesh
 from .rows import Row
 from .text import show_devices
 

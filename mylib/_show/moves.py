@@ -7,9 +7,9 @@ from typing import Any
 
 import jax.tree_util as jtu
 
-from .._placement import memory_kind
+from .._placement import Bounds, memory_kind, parts_of
 from .._tree import KeyPath, canonical_dtype
-from .parts import Part, overlap, parts_of, size_of
+from .parts import overlap, size_of
 from .rows import DELETED, NUMPY, Row, meaning
 
 HOST = "host memory"
@@ -93,7 +93,7 @@ class Move:
         return self.what, self.nbytes, *rows
 
 
-def _held(row: Row) -> dict[tuple[Any, str | None], Part] | None:
+def _held(row: Row) -> dict[tuple[Any, str | None], Bounds] | None:
     """The part of a leaf that is in each memory; None if that isn't known."""
     whole = tuple((0, dim) for dim in row.leaf.shape)
     if row.state == NUMPY:

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from jax.sharding import NamedSharding, Sharding
 
-from .._placement import AnyMesh
+from .._placement import AnyMesh, Bounds, Shape, devices_of
 from .._text import show_bytes
 from .grids import LEFT_OUT, PANELS, ROWS, Grid, grids_of, more, shortened
 from .html import Html, joined, tag
-from .parts import Part, Shape, devices_of, partition_of, show_part
+from .parts import partition_of, show_part
 from .text import number_of, show_device, show_devices, show_numbers
 
 # How many columns of a mesh are drawn; and of a mesh of one axis, how many devices a line.
@@ -134,7 +134,7 @@ def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
     """The parts of an array, with the devices that hold them."""
     cut = partition_of(place, shape)
 
-    def cell(part: Part) -> Cell:
+    def cell(part: Bounds) -> Cell:
         holders = cut.holders[part]
         hover = f"array{show_part(part, shape)}\n{show_bytes(nbytes)} on {show_devices(holders)}"
         return Cell(show_numbers(holders), hover, fill_of(cut.number(part), len(cut.holders)))

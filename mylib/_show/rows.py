@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import zip_longest
 from typing import Any
 
 from jax.experimental.layout import Format
@@ -92,8 +91,8 @@ class Row:
             return math.prod(self.place.shard_shape(self.leaf.shape)) * self.leaf.dtype.itemsize
         # Not `shard_shape`: it raises inside shard_map.
         size, mesh = self.leaf.dtype.itemsize, self.place.mesh
-        entries = entries_of(self.place.spec)
-        for dim, entry in zip_longest(self.leaf.shape, entries[: self.leaf.ndim]):
+        entries = entries_of(self.place.spec, self.leaf.ndim)
+        for dim, entry in zip(self.leaf.shape, entries, strict=False):
             size *= -(-dim // math.prod(mesh.shape[name] for name in axis_names(entry)))
         return size
 

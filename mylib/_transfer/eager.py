@@ -106,17 +106,16 @@ def _move(moves: Sequence[Relocation]) -> list[jax.Array]:
         if isinstance(sharding, NamedSharding) and has_partial_sums(sharding):
             partial.append((i, sharding))
             target = without_partial_sums(sharding)
+        there = sharding_of(target)
         if not several_processes or kind is not Kind.DEVICE:
             work.add(i, x, kind, target, donate, bool(may_alias))
-        elif across or crosses(x, sharding_of(target)):
+        elif across or crosses(x, there):
             work.add_crossing(i, x, target, whole)
-        elif is_nowhere_here(x.sharding, sharding_of(target)):
-            work.add_elsewhere(i, x, target)
+        elif is_nowhere_here(x.sharding, there):
+            work.elsewhere.append((i, handle(x, fill_free(there, None, x.ndim))))
         else:
-            if counted and x.sharding.device_set == sharding_of(target).device_set:
-                work.counted.append(
-                    Crossing(x, fill_free(sharding_of(target), None, x.ndim), whole)
-                )
+            if counted and x.sharding.device_set == there.device_set:
+                work.counted.append(Crossing(x, fill_free(there, None, x.ndim), whole))
             work.add(i, x, kind, target, donate, bool(may_alias))
     for i, y in work.carry_out():
         moved[i] = y
@@ -152,9 +151,6 @@ class _Relocations:
         self.crossings.append((i, Crossing(x, sharding_of(target), known_as)))
         if isinstance(target, Format) and target.layout is not None:
             self.layouts.append((i, target, True))
-
-    def add_elsewhere(self, i: int, x: jax.Array, target: Target) -> None:
-        self.elsewhere.append((i, handle(x, fill_free(sharding_of(target), None, x.ndim))))
 
     def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
         destination, simple = self.read(target)
@@ -317,14 +313,12 @@ def _may_share(x: jax.Array, source: Sharding, destination: Sharding) -> bool:
 def _reshard(
     leaves: Sequence[tuple[int, jax.Array, Target, bool]],
 ) -> list[tuple[int, jax.Array]]:
-    index, arrays, targets, donate = zip(*leaves, strict=True)
-    donated = [x for x, gone in zip(arrays, donate, strict=True) if gone]
-    lent = [x for x, gone in zip(arrays, donate, strict=True) if not gone]
-    order = [i for i, gone in zip(index, donate, strict=True) if gone]
-    order += [i for i, gone in zip(index, donate, strict=True) if not gone]
-    target_of = dict(zip(index, targets, strict=True))
-    program = _identity(tuple(target_of[i] for i in order))
-    return list(zip(order, program(donated, lent), strict=True))
+    # Donated ones first.
+    ordered = sorted(leaves, key=lambda leaf: not leaf[3])
+    index, arrays, targets, donate = zip(*ordered, strict=True)
+    count = sum(map(bool, donate))
+    moved = _identity(targets)(list(arrays[:count]), list(arrays[count:]))
+    return list(zip(index, moved, strict=True))
 
 
 @lru_cache(maxsize=256)

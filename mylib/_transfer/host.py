@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._placement import Target, entries_of, sharding_of, with_entries
 from .._tree import Kind, canonical_dtype, is_of_keys, kind_of
+from .positions import put_back
 from .thresholds import ALIGNMENT, WORTH_SHARING
 
 
@@ -24,8 +25,7 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
     placed = list(arrays)
     hosts = [i for i, x in enumerate(arrays) if kind_of(x) is Kind.HOST]
     copies = [on_host(arrays[i], bool(may_alias[i])) for i in hosts]
-    for i, y in zip(hosts, jax.device_put(copies), strict=True):
-        placed[i] = y
+    put_back(placed, hosts, jax.device_put(copies))
     return placed
 
 
@@ -93,24 +93,18 @@ class LocalData(NamedTuple):
 def assemble(all_data: Sequence[LocalData], may_alias: bool) -> list[jax.Array]:
     """Makes arrays that may reach beyond this process, each from this process's data."""
     with allow_transfers():
-        return [_assemble_one(*data, may_alias) for data in all_data]
+        return [_assemble_one(data, may_alias) for data in all_data]
 
 
-def _assemble_one(
-    local: Any,
-    shape: tuple[int, ...],
-    sharding: Sharding,
-    within: Callable[[Any], Any],
-    may_alias: bool,
-) -> jax.Array:
-    numbers = local
-    if is_of_keys(local):
-        numbers = jax.random.key_data(local)
+def _assemble_one(data: LocalData, may_alias: bool) -> jax.Array:
+    numbers, shape, sharding = data.own, data.shape, data.wanted
+    if is_of_keys(numbers):
+        numbers = jax.random.key_data(numbers)
         sharding = sharding_of(over_key_data(sharding, len(shape)))
         shape += numbers.shape[len(shape) :]
     numbers = on_host(numbers, may_alias)
-    y = put_pieces(lambda index: numbers[within(index)], shape, sharding, numbers.dtype)
-    return as_keys(y, local) if is_of_keys(local) else y
+    y = put_pieces(lambda index: numbers[data.within(index)], shape, sharding, numbers.dtype)
+    return as_keys(y, data.own) if is_of_keys(data.own) else y
 
 
 def allow_transfers() -> AbstractContextManager[None]:

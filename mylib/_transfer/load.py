@@ -25,6 +25,7 @@ from .._placement import (
     has_partial_sums,
     is_here,
     leaf_at,
+    regions_of,
     resolve_leaves,
     sharding_of,
 )
@@ -175,15 +176,11 @@ class _Assembly:
         self.dtypes = {self.dtype, *narrowed}
 
     def parts(self) -> Iterator["_Part"]:
-        devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
-        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
-            bounds = [
-                slice_.indices(size)[:2]
-                for slice_, size in zip(index or (), self.shape, strict=False)
-            ]
-            devices.setdefault(tuple(bounds), []).append(device)
-        for bounds, holders in sorted(devices.items(), key=lambda item: item[0]):
-            yield _Part(self, tuple(slice(*bound) for bound in bounds), holders)
+        here = self.sharding.addressable_devices
+        for bounds, devices in sorted(regions_of(self.shape, self.sharding).items()):
+            holders = [device for device in devices if device in here]
+            if holders:
+                yield _Part(self, tuple(slice(*ends) for ends in bounds), holders)
 
     def array(self) -> jax.Array:
         whole = jax.make_array_from_single_device_arrays(

@@ -5,7 +5,8 @@ under `vmap`, and `with_sharding_constraint` rejects arrays on other devices.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,62 +35,63 @@ from .._tree import Kind, kind_of
 from .already_placed import not_there
 from .eager import Relocation, move
 from .host import uncommitted
+from .positions import pick, put_back
 from .staged import constrain
 
 place_p = Primitive("place")
 place_p.multiple_results = True
 
 
-def place(
-    arrays: Sequence[Any],
-    targets: Sequence[Target | Uncommitted],
-    sources: Sequence[Sharding | Uncommitted | None],
-    may_alias: Sequence[bool | None],
-    across: bool = False,
-) -> list[Any]:
-    """Moves arrays under an eager transformation. Cotangents go back to `sources`, or stay if that
-    is None. `across` is whether an array on devices of a single process is the same one in all.
+class Routes(NamedTuple):
+    """Where arrays go, and where their cotangents go back to; None if these stay. `across` is
+    whether an array on devices of a single process is the same one in all.
     """
-    return place_p.bind(
-        *arrays,
-        targets=tuple(targets),
-        sources=tuple(sources),
-        may_alias=tuple(may_alias),
-        across=across,
-    )
+
+    targets: tuple[Target | Uncommitted, ...]
+    sources: tuple[Sharding | Uncommitted | None, ...]
+    may_alias: tuple[bool | None, ...]
+    across: bool
+
+    @property
+    def back(self) -> "Routes":
+        return self._replace(targets=self.sources, sources=self.targets)
+
+    def of(self, index: Sequence[int]) -> "Routes":
+        columns = (tuple(pick(index, column)) for column in self[:3])
+        return Routes(*columns, self.across)
+
+
+def place(arrays: Sequence[Any], routes: Routes) -> list[Any]:
+    """Moves arrays under an eager transformation."""
+    return place_p.bind(*arrays, routes=routes)
 
 
 @place_p.def_impl
-def _impl(
-    *arrays: Any, targets: Any, sources: Any, may_alias: Any, across: bool
-) -> list[jax.Array]:
-    del sources
+def _impl(*arrays: Any, routes: Routes) -> list[jax.Array]:
     # JAX differentiates Python numbers as objects that are not quite arrays.
     arrays = tuple(
         x if isinstance(x, np.ndarray | np.generic) or hasattr(x, "sharding") else jnp.asarray(x)
         for x in arrays
     )
     placed = list(arrays)
-    homeless = [i for i, target in enumerate(targets) if target is UNCOMMITTED]
-    for i, y in zip(homeless, uncommitted([arrays[i] for i in homeless]), strict=True):
-        placed[i] = y
+    homeless = [i for i, target in enumerate(routes.targets) if target is UNCOMMITTED]
+    put_back(placed, homeless, uncommitted(pick(homeless, arrays)))
     kinds = [kind_of(x) for x in arrays]
-    placeable = [i for i in range(len(arrays)) if targets[i] is not UNCOMMITTED]
-    moving = not_there(arrays, kinds, targets, placeable)
+    placeable = [i for i, target in enumerate(routes.targets) if target is not UNCOMMITTED]
+    moving = not_there(arrays, kinds, routes.targets, placeable)
     moves: list[Relocation] = []
     for i in moving:
-        x, kind, target = arrays[i], kinds[i], targets[i]
-        travels = kind is Kind.DEVICE and crosses(x, sharding_of(target), always=across)
-        moves.append(Relocation(x, kind, target, may_alias=may_alias[i], across=travels))
-    for i, y in zip(moving, move(moves), strict=True):
-        placed[i] = y
+        x, kind, target = arrays[i], kinds[i], routes.targets[i]
+        assert not isinstance(target, Uncommitted)
+        travels = kind is Kind.DEVICE and crosses(x, sharding_of(target), always=routes.across)
+        moves.append(Relocation(x, kind, target, may_alias=routes.may_alias[i], across=travels))
+    put_back(placed, moving, move(moves))
     return placed
 
 
 @place_p.def_abstract_eval
-def _abstract(*avals: Any, targets: Any, sources: Any, may_alias: Any, across: bool) -> list[Any]:
-    del sources, may_alias, across
-    return [_aval_at(aval, target) for aval, target in zip(avals, targets, strict=True)]
+def _abstract(*avals: Any, routes: Routes) -> list[Any]:
+    return [_aval_at(aval, target) for aval, target in zip(avals, routes.targets, strict=True)]
 
 
 def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
@@ -104,66 +106,31 @@ def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
 
 
 def _jvp(
-    primals: Sequence[Any],
-    tangents: Sequence[Any],
-    *,
-    targets: Any,
-    sources: Any,
-    may_alias: Any,
-    across: bool,
+    primals: Sequence[Any], tangents: Sequence[Any], *, routes: Routes
 ) -> tuple[list[Any], list[Any]]:
-    out = place(primals, targets, sources, may_alias, across)
+    out = place(primals, routes)
     moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
     out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
-    if not moving:
-        return out, out_tangents
-    moved = place(*_pick(moving, tangents, targets, sources, may_alias), across=across)
-    for i, tangent in zip(moving, moved, strict=True):
-        out_tangents[i] = tangent
+    if moving:
+        put_back(out_tangents, moving, place(pick(moving, tangents), routes.of(moving)))
     return out, out_tangents
 
 
-def _transpose(
-    cotangents: Sequence[Any],
-    *arrays: Any,
-    targets: Any,
-    sources: Any,
-    may_alias: Any,
-    across: bool,
-) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *arrays: Any, routes: Routes) -> list[Any]:
     results = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
-    moving = [i for i, ct in enumerate(results) if ct is not None and sources[i] is not None]
+    moving = [i for i, ct in enumerate(results) if ct is not None and routes.sources[i] is not None]
     if moving:
-        moved = place(*_pick(moving, results, sources, targets, may_alias), across=across)
-        for i, ct in zip(moving, moved, strict=True):
-            results[i] = ct
+        put_back(results, moving, place(pick(moving, results), routes.of(moving).back))
     return results
 
 
-def _pick(index: Sequence[int], *columns: Sequence[Any]) -> list[list[Any]]:
-    return [[column[i] for i in index] for column in columns]
-
-
 def _batch(
-    axis: Any,
-    arrays: Sequence[Any],
-    dims: Sequence[Any],
-    *,
-    targets: Any,
-    sources: Any,
-    may_alias: Any,
-    across: bool,
+    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, routes: Routes
 ) -> tuple[list[Any], Sequence[Any]]:
     spmd_axes = () if axis.spmd_name is None else axis_names(axis.spmd_name)
-    batched_targets = [
-        _with_batch(target, dim, x, spmd_axes)
-        for target, dim, x in zip(targets, dims, arrays, strict=True)
-    ]
-    batched_sources = [
-        _with_batch(source, dim, x, ())
-        for source, dim, x in zip(sources, dims, arrays, strict=True)
-    ]
-    return place(arrays, batched_targets, batched_sources, may_alias, across), dims
+    targets = map(_with_batch, routes.targets, dims, arrays, repeat(spmd_axes))
+    sources = map(_with_batch, routes.sources, dims, arrays, repeat(()))
+    return place(arrays, routes._replace(targets=tuple(targets), sources=tuple(sources))), dims
 
 
 def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]) -> Any:
@@ -182,25 +149,23 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
             ]
         )
     # The batch dimension keeps its axes, unless other dimensions use them.
-    entries = list(entries_of(target.spec)) + [None] * (x.ndim - 1 - len(target.spec))
+    entries = list(entries_of(target.spec, x.ndim - 1))
     taken = axes_in(target.spec)
     entry = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
     entries.insert(dim, spmd_axes or tuple(n for n in axis_names(entry) if n not in taken) or None)
     return target.update(spec=with_entries(target.spec, entries))
 
 
-def _lower(*arrays: Any, targets: Any, sources: Any, may_alias: Any, across: bool) -> list[Any]:
+def _lower(*arrays: Any, routes: Routes) -> list[Any]:
     # Called when the linear part of an eager `linearize` or `vjp` is put under `jit` later.
-    del sources, may_alias, across
     placed = list(arrays)
-    index = [i for i, target in enumerate(targets) if target is not UNCOMMITTED]
-    operands, requested = _pick(index, arrays, targets)
+    index = [i for i, target in enumerate(routes.targets) if target is not UNCOMMITTED]
+    operands, requested = pick(index, arrays), pick(index, routes.targets)
     _refuse_host_memory(operands, requested)
     filled = [
         fill_free(target, None, x.ndim) for x, target in zip(operands, requested, strict=True)
     ]
-    for i, y in zip(index, constrain(operands, filled, current_world()), strict=True):
-        placed[i] = y
+    put_back(placed, index, constrain(operands, filled, current_world()))
     return placed
 
 

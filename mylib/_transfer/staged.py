@@ -28,6 +28,7 @@ from .._placement import (
     without_partial_sums,
 )
 from .._tree import Kind, kind_of
+from .positions import pick, put_back
 
 
 def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) -> list[jax.Array]:
@@ -37,12 +38,8 @@ def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) ->
     shardings = _in_force([sharding_of(target) for target in targets], world)
     plain = [i for i, s in enumerate(shardings) if s is not None and not _has_explicit_axes(s)]
     # One call for all is cheaper than one for each.
-    for i, y in zip(
-        plain,
-        jax.lax.with_sharding_constraint([arrays[i] for i in plain], [shardings[i] for i in plain]),
-        strict=True,
-    ):
-        constrained[i] = y
+    values, wanted = pick(plain, arrays), pick(plain, shardings)
+    put_back(constrained, plain, jax.lax.with_sharding_constraint(values, wanted))
     for i, sharding in enumerate(shardings):
         if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
             constrained[i] = _to_explicit(arrays[i], sharding, world)
@@ -206,7 +203,7 @@ def _constrain_auto_batch(
 ) -> tuple[Any, Any]:
     (x,), (dim,) = arrays, dims
     if dim is not None:
-        entries = list(entries_of(sharding.spec)) + [None] * (x.ndim - 1 - len(sharding.spec))
+        entries = list(entries_of(sharding.spec, x.ndim - 1))
         types = axis_types(sharding.mesh)
         named = tuple(n for n in axis_names(axis.spmd_name) if types.get(n) == AxisType.Auto)
         entries.insert(dim, named or PartitionSpec.UNCONSTRAINED)

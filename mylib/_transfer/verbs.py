@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from types import EllipsisType
 from typing import Any, TypeVar
 
@@ -32,10 +33,13 @@ from .._tree import Kind, Leaves, broadcast_prefix, split
 from .already_placed import not_there
 from .eager import Relocation, move
 from .host import to_default_device
-from .primitive import place
+from .positions import pick, put_back
+from .primitive import Routes, place
 from .staged import constrain, transfer_and_constrain
 
 T = TypeVar("T")
+Constrain = Callable[[list[Any], list[Target], World], list[jax.Array]]
+Refusal = Callable[[Target], Iterator[Fault]]
 
 
 def filter_shard(
@@ -92,30 +96,55 @@ def filter_shard(
             batch = mylib.filter_shard(np.zeros((32, 8)), P("data"))
         ```
     """
+    return _placed(tree, placement, mesh, check, _refuse_memory_kinds, constrain)
+
+
+def _placed(
+    tree: T,
+    placement: PyTree[Placement],
+    mesh: AnyMesh | None,
+    check: bool | None,
+    refuse: Refusal,
+    how: Constrain,
+    options: Callable[[Leaves], dict[str, Any]] = lambda leaves: {},
+) -> T:
+    """The tree with its arrays moved to their targets, or constrained by `how`, if `refuse` has no
+    objection to that.
+    """
     world = current_world()
-    refuse = _refuse_memory_kinds if world.staged else None
     of_all = mesh_of_all(mesh, world)
     with one_call(of_all, check):
         leaves = split(tree)
+        moving = options(leaves)
         with raised_in_all(of_all, check):
-            targets = resolve_leaves(leaves, placement, mesh, world, refuse)
-        if world.staged:
-            _refuse_check(check)
-        placed = place_leaves(leaves, targets, world, check=check)
-    return _checked(leaves.join(placed), check)
+            refusal = refuse if world.staged else None
+            targets = resolve_leaves(leaves, placement, mesh, world, refusal)
+        if world.staged and check:
+            raise TypeError(
+                "check=True compares values, and inside a transformed function there are none yet. "
+                "Leave it out there, and call mylib.check_replicas on the results"
+            )
+        placed = leaves.join(place_leaves(leaves, targets, world, how, check=check, **moving))
+    if check:
+        check_replicas(placed)
+    return placed
 
 
 def place_leaves(
     leaves: Leaves,
     targets: Sequence[Target | None],
     world: World,
-    may_alias: Sequence[bool | None] | None = None,
-    check: bool | None = None,
+    how: Constrain = constrain,
+    **moving: Any,
 ) -> list[Any]:
-    """The array leaves, moved to their targets, in the world that they were resolved for."""
-    if world.staged:
-        return _constrain_all(leaves, targets, world)
-    return _move_all(leaves, targets, may_alias=may_alias, check=check)
+    """The array leaves at their targets, in the world that these were resolved for: constrained by
+    `how` in a compiled program, or else moved, with these options of `_move_all`.
+    """
+    if not world.staged:
+        return _move_all(leaves, targets, **moving)
+    placed, rest = _place_abstract(leaves, targets)
+    put_back(placed, rest, how(pick(rest, placed), pick(rest, targets), world))
+    return placed
 
 
 def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
@@ -129,13 +158,6 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
     leaves = split(tree)
     targets = resolve_leaves(leaves, placement, mesh, world)
     return leaves.join(_move_all(leaves, targets, across=True))
-
-
-def transfer_leaves(leaves: Leaves, targets: Sequence[Target | None], world: World) -> list[Any]:
-    """[`place_leaves`][] that moves between memory kinds in compiled programs, too."""
-    if world.staged:
-        return _constrain_all(leaves, targets, world, transfer_and_constrain)
-    return _move_all(leaves, targets)
 
 
 def filter_device_put(
@@ -184,25 +206,11 @@ def filter_device_put(
         state = mylib.filter_device_put(state, P("data"), mesh=mesh, donate=True)
         ```
     """
-    world = current_world()
-    leaves = split(tree)
-    gone = broadcast_prefix(donate, leaves, _is_flag)
-    alias = broadcast_prefix(may_alias, leaves, _is_flag)
-    sources = broadcast_prefix(src, leaves, _is_source)
-    if not (src is None and donate is False and _is_flag(may_alias)):
-        _check_options(leaves, sources, gone, alias)
+    options = partial(_options, src=src, donate=donate, may_alias=may_alias)
     if placement is ...:
-        return leaves.join(to_default_device(leaves.arrays, alias))
-    refuse = _refuse_unpinned if world.staged else None
-    of_all = mesh_of_all(mesh, world)
-    with one_call(of_all, check):
-        with raised_in_all(of_all, check):
-            targets = resolve_leaves(leaves, placement, mesh, world, refuse)
-        if world.staged:
-            _refuse_check(check)
-            return leaves.join(transfer_leaves(leaves, targets, world))
-        placed = _move_all(leaves, targets, sources, gone, alias, check)
-    return _checked(leaves.join(placed), check)
+        leaves = split(tree)
+        return leaves.join(to_default_device(leaves.arrays, options(leaves)["may_alias"]))
+    return _placed(tree, placement, mesh, check, _refuse_unpinned, transfer_and_constrain, options)
 
 
 def mesh_of_all(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
@@ -210,20 +218,6 @@ def mesh_of_all(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
     if world.staged:
         return None
     return world.devices if mesh is None else mesh
-
-
-def _refuse_check(check: bool | None) -> None:
-    if check:
-        raise TypeError(
-            "check=True compares values, and inside a transformed function there are none yet. "
-            "Leave it out there, and call mylib.check_replicas on the results"
-        )
-
-
-def _checked(tree: T, check: bool | None) -> T:
-    if check:
-        check_replicas(tree)
-    return tree
 
 
 def _place_abstract(
@@ -244,15 +238,6 @@ def _place_abstract(
         else:
             rest.append(i)
     return placed, rest
-
-
-def _pick(column: Sequence[Any], index: Sequence[int]) -> list[Any]:
-    return [column[i] for i in index]
-
-
-def _put_back(column: list[Any], index: Sequence[int], values: Sequence[Any]) -> None:
-    for i, value in zip(index, values, strict=True):
-        column[i] = value
 
 
 def _move_all(
@@ -287,10 +272,9 @@ def _move_all(
             _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
             for i in traced
         ]
-        arrays, requested, alias = (
-            _pick(column, traced) for column in (placed, targets, may_alias)
-        )
-        _put_back(placed, traced, place(arrays, requested, homes, alias, across))
+        requested, alias = (tuple(pick(traced, column)) for column in (targets, may_alias))
+        routes = Routes(requested, tuple(homes), alias, across)
+        put_back(placed, traced, place(pick(traced, placed), routes))
     if moving:
         # An array that occurs in the tree more than once is not donated at one occurrence.
         times = Counter(map(id, leaves.arrays)) if any(donate) else {}
@@ -303,7 +287,7 @@ def _move_all(
             moves.append(
                 Relocation(placed[i], kind, target, use_up, alias, i in travelling, counted)
             )
-        _put_back(placed, moving, move(moves))
+        put_back(placed, moving, move(moves))
         if _watched.record is not None:
             _watched.record.placed([placed[i] for i in moving])
         _label_placed(leaves, targets, moving, placed)
@@ -410,17 +394,6 @@ def _out_of_reach(x: jax.Array, sharding: Sharding) -> bool:
     return not readable and x.sharding.device_set != sharding.device_set
 
 
-def _constrain_all(
-    leaves: Leaves,
-    targets: Sequence[Target | None],
-    world: World,
-    how: Callable[[list[Any], list[Target], World], list[jax.Array]] = constrain,
-) -> list[Any]:
-    placed, rest = _place_abstract(leaves, targets)
-    _put_back(placed, rest, how(_pick(placed, rest), _pick(targets, rest), world))
-    return placed
-
-
 def _refuse_memory_kinds(target: Target) -> Iterator[Fault]:
     kind = unusual_memory_kind(target)
     if kind is not None:
@@ -442,24 +415,33 @@ def _refuse_unpinned(target: Target) -> Iterator[Fault]:
         )
 
 
-def _check_options(
+def _options(
+    leaves: Leaves, src: PyTree[Any], donate: PyTree[Any], may_alias: PyTree[Any]
+) -> dict[str, Any]:
+    """The options of each array."""
+    sources = broadcast_prefix(src, leaves, _is_source)
+    gone, alias = (broadcast_prefix(flags, leaves, _is_flag) for flags in (donate, may_alias))
+    if not (src is None and donate is False and _is_flag(may_alias)):
+        faults = list(_unfit_options(leaves, sources, gone, alias))
+        if faults:
+            raise PlacementError(faults)
+    return {"sources": sources, "donate": gone, "may_alias": alias}
+
+
+def _unfit_options(
     leaves: Leaves, sources: Sequence[Any], donate: Sequence[Any], may_alias: Sequence[Any]
-) -> None:
-    faults: list[Fault] = []
+) -> Iterator[Fault]:
     for i, (source, gone, alias) in enumerate(zip(sources, donate, may_alias, strict=True)):
         flags = f"donate={gone!r}, may_alias={alias!r}"
         if not (_is_flag(gone) and _is_flag(alias)):
             fix = "write True or False, or a prefix of them"
-            faults.append(leaves.at(i, because("these are flags", fix, flags)))
+            yield leaves.at(i, because("these are flags", fix, flags))
         elif gone and alias:
             reason = "a donated array can't share its memory: it is deleted"
-            faults.append(leaves.at(i, because(reason, "give one of the two", flags)))
+            yield leaves.at(i, because(reason, "give one of the two", flags))
         if not _is_source(source):
             reason = "src is the device or sharding of the source"
-            fix = "give a device or a Sharding"
-            faults.append(leaves.at(i, because(reason, fix, f"src={source!r}")))
-    if faults:
-        raise PlacementError(faults)
+            yield leaves.at(i, because(reason, "give a device or a Sharding", f"src={source!r}"))
 
 
 def _is_flag(x: Any) -> bool:

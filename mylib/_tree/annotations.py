@@ -150,12 +150,10 @@ def _filled_in(annotation: Any, arguments: Mapping[Any, Any]) -> Any:
 
 
 def _alternatives(annotation: Any) -> list[Any]:
-    if isinstance(annotation, typing.TypeVar):
-        return _alternatives(annotation.__bound__)
-    if hasattr(annotation, "__supertype__"):  # NewType("Weight", Float[Array, "out in"])
-        return _alternatives(annotation.__supertype__)
-    if hasattr(annotation, "__value__"):  # type Weight = Float[Array, "out in"]
-        return _alternatives(annotation.__value__)
+    # A TypeVar; NewType("Weight", Float[Array, "out in"]); type Weight = Float[Array, "out in"].
+    for name in ("__bound__", "__supertype__", "__value__"):
+        if hasattr(annotation, name):
+            return _alternatives(getattr(annotation, name))
     if typing.get_origin(annotation) in (typing.Annotated, typing.Final):
         return _alternatives(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):

@@ -1,5 +1,6 @@
 """Splits a PyTree into array leaves, with their paths, and static leaves, and joins them again."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -251,10 +252,7 @@ class Leaf:
 
     @property
     def size(self) -> int:
-        size = 1
-        for dim in self.shape:
-            size *= dim
-        return size
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:

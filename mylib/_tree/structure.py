@@ -72,11 +72,8 @@ def _text(x: Any) -> str:
         inner = ", ".join(map(_text, x))
         return f"({inner})" if kind is tuple else f"[{inner}]"
     if kind is dict:
-        return (
-            "{"
-            + ", ".join(sorted(f"{_text(key)}: {_text(value)}" for key, value in x.items()))
-            + "}"
-        )
+        items = sorted(f"{_text(key)}: {_text(value)}" for key, value in x.items())
+        return f"{{{', '.join(items)}}}"
     if kind in (set, frozenset):
         return f"{kind.__name__} of {', '.join(sorted(map(_text, x)))}"
     if isinstance(x, Enum):

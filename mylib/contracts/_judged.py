@@ -74,10 +74,8 @@ class Judged:
     def _labels_of(self, number: int) -> np.ndarray:
         split = axes_of(self.report.parameters[number])
         places = np.unravel_index(np.arange(self.mesh.size), self.mesh.sizes)
-        labels = np.zeros(self.mesh.size, int)
-        for name, size, place in zip(self.mesh.names, self.mesh.sizes, places, strict=True):
-            labels = labels * size + (place if name in split else 0)
-        return labels
+        own = [place * (name in split) for name, place in zip(self.mesh.names, places, strict=True)]
+        return np.ravel_multi_index(own, self.mesh.sizes)
 
     def varies(self, mask: int) -> bool:
         """Whether devices along the axis have different values."""
@@ -87,9 +85,7 @@ class Judged:
     @cached_property
     def data(self) -> int:
         """The arguments that are data, and split over the axis."""
-        data = self.roles.data
-        split = [i for i in data if self.axis in axes_of(self.report.parameters[i])]
-        return self.flow.parameters(split)
+        return self.flow.parameters(filter(self._is_split, self.roles.data))
 
     def gradients(self) -> Iterator[Violation]:
         """The faults of weights whose gradient isn't summed once over the axis."""
@@ -120,10 +116,8 @@ class Judged:
             if i in trained or self.axis in axes_of(r):
                 continue
             if self.varies(self.flow.graph.results[i].any):
-                yield Violation(
-                    (f"result {r.path}".rstrip(),),
-                    f"it differs between devices along {self.axis}, which should return the same",
-                )
+                text = f"it differs between devices along {self.axis}, which should return the same"
+                yield Violation((f"result {r.path}".rstrip(),), text)
 
     def without_data(self) -> Iterator[Violation]:
         if not self.data and self._trained_by_data:
@@ -148,15 +142,10 @@ class Judged:
         """The faults of results that are not sharded over the axis as their arguments are."""
         for i, number in self.roles.returned.items():
             argument, r = self.report.parameters[number], self.report.results[i]
-            if number in must_equal and (self.axis in axes_of(r)) != (
-                self.axis in axes_of(argument)
-            ):
-                how = "sharded" if self.axis in axes_of(argument) else "whole"
-                other = "whole" if how == "sharded" else "sharded"
-                yield Violation(
-                    (argument.path,),
-                    f"given {how} over {self.axis}, and returned {other} ({r.path})",
-                )
+            hows = ["sharded" if self.axis in axes_of(p) else "whole" for p in (argument, r)]
+            if number in must_equal and hows[0] != hows[1]:
+                text = f"given {hows[0]} over {self.axis}, and returned {hows[1]} ({r.path})"
+                yield Violation((argument.path,), text)
 
     def state(self) -> Iterator[Violation]:
         """The faults of an optimiser's state that is not sharded as its weights are."""
@@ -190,11 +179,9 @@ class Judged:
             if not self._is_split(i) and (
                 (fits and large) or (held > 1.1 * share and i in factors)
             ):
-                yield Violation(
-                    (f"{p.path} {list(p.shape)}",),
-                    f"not sharded over {self.axis}: {size} devices hold the same "
-                    f"{show_bytes(p.bytes)}",
-                )
+                held_by = f"{size} devices hold the same {show_bytes(p.bytes)}"
+                text = f"not sharded over {self.axis}: {held_by}"
+                yield Violation((f"{p.path} {list(p.shape)}",), text)
 
     def _is_split(self, number: int) -> bool:
         return self.axis in axes_of(self.report.parameters[number])
@@ -231,7 +218,7 @@ class Judged:
 
     def _copied(self, bit: int) -> list[int]:
         """The weights that a collective moves."""
-        copied = self.flow.reaching_by_copies(1 << bit)
+        copied = self.flow.reaching(1 << bit, copies=True)
         return [i for i in self.roles.weights if self.flow.parameters([i]) & copied]
 
     def _leaves(self) -> dict[int, dict[int, None]]:
@@ -302,7 +289,8 @@ class Judged:
         """The numbers of the weights that are factors of a product, which tables, biases and norms
         are not.
         """
-        factors = self.flow.reaching_by_copies(sum(1 << bit for bit in self.flow.graph.uses))
+        uses = sum(1 << bit for bit in self.flow.graph.uses)
+        factors = self.flow.reaching(uses, copies=True)
         return [i for i in self.roles.weights if self.flow.parameters([i]) & factors]
 
     def ungathered(self) -> Iterator[Violation]:

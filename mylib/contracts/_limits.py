@@ -1,7 +1,7 @@
 """Contracts about kinds, numbers and sizes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import fields
 
 from .._audit import Contract, ProgramMemory, Report, bytes_of
@@ -173,14 +173,12 @@ def memory(**limits: Size) -> Contract:
     def faults(report: Report) -> list[str]:
         if report.memory is None:
             return ["the memory is unknown: audit the compiled program, not its text"]
-        wrong: list[str] = []
-        for name, limit in allowed.items():
-            found = getattr(report.memory, name)
-            if found > limit:
-                wrong.append(
-                    f"{name}: {show_bytes(found)}, and at most {show_bytes(limit)} expected"
-                )
-        return wrong
+        found = {name: getattr(report.memory, name) for name in allowed}
+        return [
+            f"{name}: {show_bytes(found[name])}, and at most {show_bytes(limit)} expected"
+            for name, limit in allowed.items()
+            if found[name] > limit
+        ]
 
     return faults
 
@@ -212,24 +210,18 @@ def sharded(
     """
 
     def faults(report: Report) -> list[str]:
-        roles = Roles(report, argument)
-        return not_sharded(roles, [axis] if axis is not None else list(report.axes), within)
+        axes = [axis] if axis is not None else list(report.axes)
+        arrays = [report.parameters[i] for i in Roles(report, argument).weights]
+        split = {p.path: parts(report, p, axes) for p in arrays}
+        devices = math.prod(size_of(report, axis) for axis in axes)
+        share = sum(p.bytes * split[p.path] / devices for p in arrays)
+        if sum(p.bytes for p in arrays) <= share * (1 + within):
+            return []
+        whole = [p for p in arrays if split[p.path] < devices]
+        return [
+            f"{p.path} {list(p.shape)} is not sharded over {show(axes)}: "
+            f"{devices // split[p.path]} devices hold the same {show_bytes(p.bytes)}"
+            for p in sorted(whole, key=lambda p: -p.bytes)[:10]
+        ]
 
     return faults
-
-
-def not_sharded(roles: Roles, axes: Sequence[str], within: float) -> list[str]:
-    """The faults of arrays that are not sharded, if a device holds more than its share."""
-    report = roles.report
-    arrays = [report.parameters[i] for i in roles.weights]
-    split = {p.path: parts(report, p, axes) for p in arrays}
-    devices = math.prod(size_of(report, axis) for axis in axes)
-    share = sum(p.bytes * split[p.path] / devices for p in arrays)
-    if sum(p.bytes for p in arrays) <= share * (1 + within):
-        return []
-    whole = [p for p in arrays if split[p.path] < devices]
-    return [
-        f"{p.path} {list(p.shape)} is not sharded over {show(axes)}: "
-        f"{devices // split[p.path]} devices hold the same {show_bytes(p.bytes)}"
-        for p in sorted(whole, key=lambda p: -p.bytes)[:10]
-    ]

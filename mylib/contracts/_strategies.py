@@ -45,13 +45,8 @@ def data_parallel(
         report.expect(mylib.contracts.data_parallel("data"))
         ```
     """
-
     limit = bytes_in(activations)
-
-    def faults(report: Report) -> list[str]:
-        return told(_of_data_parallel(Judged(report, axis, argument), pieces, limit))
-
-    return faults
+    return lambda report: told(_of_data_parallel(Judged(report, axis, argument), pieces, limit))
 
 
 def fsdp(
@@ -151,13 +146,8 @@ def tensor_parallel(
         report.expect(mylib.contracts.tensor_parallel("model", forward=1))
         ```
     """
-
     limit = bytes_in(activations)
-
-    def faults(report: Report) -> list[str]:
-        return told(_of_tensor_parallel(Judged(report, axis, argument), forward, limit))
-
-    return faults
+    return lambda report: told(_of_tensor_parallel(Judged(report, axis, argument), forward, limit))
 
 
 def two_d(
@@ -303,21 +293,14 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     summing = {"all-reduce", "reduce-scatter"}
     gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in some) else set[str]()
     yield from judged.bounded([m for m in some if m.c.kind not in summing | gathers], limit)
-    sums = sum(times_of(m.c) for m in judged.moved if _sums_forward(m))
+    forwards = [m for m in some if m.c.kind in summing and m.c.phase in ("forward", "")]
+    sums = sum(times_of(m.c) for m in forwards)
     if forward is not None and sums != forward:
         yield Violation(
             (),
             f"activations are summed {sums} times over {axis} in the forward pass, and {forward} "
             "expected",
         )
-
-
-def _sums_forward(m: Moved) -> bool:
-    return (
-        m.role in ("activation", "result")
-        and m.c.kind in ("all-reduce", "reduce-scatter")
-        and m.c.phase in ("forward", "")
-    )
 
 
 def _wrong_in_tensor_parallel(judged: Judged, m: Moved) -> str:

@@ -37,11 +37,10 @@ def told(faults: Iterable[Violation]) -> list[str]:
     alike: dict[str, list[str]] = {}
     for fault in faults:
         alike.setdefault(fault.text, []).extend(fault.leaves)
-    return [f"{_listed(leaves)}{text}" for text, leaves in alike.items()]
-
-
-def _listed(leaves: Sequence[str]) -> str:
-    return f"{listed([*folded(leaves)], _SHOWN)}: " if leaves else ""
+    return [
+        f"{listed([*folded(leaves)], _SHOWN)}: {text}" if leaves else text
+        for text, leaves in alike.items()
+    ]
 
 
 _SHOWN = 3

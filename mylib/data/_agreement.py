@@ -8,7 +8,6 @@ from typing import Any
 from .._errors import PlacementError, in_words
 from .._processes import (
     Difference,
-    Judge,
     Meet,
     difference_of,
     everybodys_faults,
@@ -65,7 +64,7 @@ def settle_end(tail: Tail, meet: Meet) -> None:
 def settle_failure(error: Exception, tail: Tail, meet: Meet) -> None:
     """Reports to the other processes why there is no batch."""
     try:
-        meet(json.dumps({"failed": in_words(error)}), _judge_for(tail))
+        meet(json.dumps({"failed": in_words(error)}), functools.partial(_judge, tail))
     except TimeoutError:
         # No other process is waiting.
         pass
@@ -90,7 +89,7 @@ def _fitting(share: Share, least: int, rows: int | None) -> Share:
 
 def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:
     """What to do next, None to end. Raises the same error in all processes."""
-    judgement = json.loads(meet(json.dumps(mine), _judge_for(tail)))
+    judgement = json.loads(meet(json.dumps(mine), functools.partial(_judge, tail)))
     if "failed" in judgement:
         raise RuntimeError(_no_batch(judgement["failed"]))
     if "ended" in judgement:
@@ -105,10 +104,6 @@ def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | No
             f"{named(judgement['going'])} has not. {fix}"
         )
     return judgement if "rows" in judgement else None
-
-
-def _judge_for(tail: Tail) -> Judge:
-    return functools.partial(_judge, tail)
 
 
 def _judge(tail: Tail, messages: dict[int, str]) -> str:

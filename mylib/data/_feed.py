@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -100,52 +100,52 @@ class _BatchQueue:
         return self._idle + (0.0 if since is None else time.perf_counter() - since)
 
 
+@dataclass
 class _Maker:
     """Makes batches from a source, one by one, in step with the other processes."""
 
-    def __init__(self, source: Iterator[Any], request: BatchRequest, channel: Channel):
-        self._source = source
-        self._request = request
-        self._channel = channel
-        self._compared: set[str] = set()
-        self._has_ended = False
-        # To fill up the last batches: the number of rows of the first one, and, after the end of
-        # the source, the leaves without rows of the last one.
-        self._rows = 0
-        self._nothing: Share | None = None
+    source: Iterator[Any]
+    request: BatchRequest
+    channel: Channel
+    compared: set[str] = field(default_factory=set)
+    has_ended: bool = False
+    # To fill up the last batches: the number of rows of the first one, and, after the end of the
+    # source, the leaves without rows of the last one.
+    rows: int = 0
+    nothing: Share | None = None
 
     def make(self) -> Item | None:
         """The next item; None for a batch without any rows left."""
         share, ended = self._read()
         if share is None:
-            settle_end(self._request.tail, self._channel.meet)
+            settle_end(self.request.tail, self.channel.meet)
             return Item(is_last=True)
-        settled = settle(share, self._channel.meet, self._compared, self._rows, ended)
+        settled = settle(share, self.channel.meet, self.compared, self.rows, ended)
         if settled is None:
             return Item(is_last=True)
         if settled.is_empty:
             return None
-        if self._request.tail == "pad":
-            self._rows = self._rows or settled.rows or 0
-            self._nothing = None if self._request.is_alone else share.emptied()
+        if self.request.tail == "pad":
+            self.rows = self.rows or settled.rows or 0
+            self.nothing = None if self.request.is_alone else share.emptied()
         batch = settled.placed()
-        if not self._request.may_alias:
+        if not self.request.may_alias:
             # Leaves that are not placed would still belong to the source.
             batch = jtu.tree_map(own, batch)
-        return Item(batch, state_of(self._source))
+        return Item(batch, state_of(self.source))
 
     def _read(self) -> tuple[Share | None, bool]:
         """This process's share of the next batch, and whether its source has ended. After the end
         the share has no rows; it is None if it isn't needed.
         """
-        if self._has_ended:
-            return self._nothing, True
+        if self.has_ended:
+            return self.nothing, True
         try:
-            batch = next(self._source)
+            batch = next(self.source)
         except StopIteration:
-            self._has_ended = True
-            return self._nothing, True
-        return look_through(batch, self._request), False
+            self.has_ended = True
+            return self.nothing, True
+        return look_through(batch, self.request), False
 
 
 class Feed:
@@ -253,17 +253,13 @@ def _fill_one(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> bool:
 def _made(maker: _Maker) -> Item | None:
     try:
         return maker.make()
-    except StopIteration as error:
-        # A loop would take StopIteration as its end.
-        return Item(is_last=True, error=_caused_by(error))
     except BaseException as error:
-        return Item(is_last=True, error=error)
-
-
-def _caused_by(cause: BaseException) -> RuntimeError:
-    error = RuntimeError("a batch could not be made")
-    error.__cause__ = cause
-    return error
+        if not isinstance(error, StopIteration):
+            return Item(is_last=True, error=error)
+        # A loop would take StopIteration as its end.
+        caused = RuntimeError("a batch could not be made")
+        caused.__cause__ = error
+        return Item(is_last=True, error=caused)
 
 
 @dataclass(frozen=True)

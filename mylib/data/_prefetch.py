@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from jaxtyping import PyTree
@@ -85,12 +84,7 @@ class Prefetch(Iterator[Any]):
     def __enter__(self) -> "Prefetch":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:

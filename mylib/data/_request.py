@@ -62,17 +62,15 @@ def request_of(
         raise TypeError(f"{flags}: each is True or False, for the whole batch")
     patterns = tuple(map(Pattern, names))
     mesh = current_world().devices if mesh is None else mesh
-    if jax.process_count() == 1:
-        # Without other processes nothing must be known before the first batch.
-        return BatchRequest(placement, mesh, tail, patterns, may_alias, check, (), (0,))
-    # Their faults are found with the first batch, and reported to all processes.
-    shardings, _ = shardings_in(placement, mesh)
-    processes = _processes_in(placement, mesh, shardings)
-    if jax.process_index() not in processes:
-        raise PlacementError([no_device(placement, mesh)])
-    return BatchRequest(
-        placement, mesh, tail, patterns, may_alias, check, tuple(shardings), processes
-    )
+    request = BatchRequest(placement, mesh, tail, patterns, may_alias, check, (), (0,))
+    # Without other processes nothing must be known before the first batch.
+    if jax.process_count() > 1:
+        # Their faults are found with the first batch, and reported to all processes.
+        request.shardings = tuple(shardings_in(placement, mesh)[0])
+        request.processes = _processes_in(placement, mesh, request.shardings)
+        if jax.process_index() not in request.processes:
+            raise PlacementError([no_device(placement, mesh)])
+    return request
 
 
 def _processes_in(

@@ -29,6 +29,7 @@ from .._placement import (
     entries_of,
     is_placement_leaf,
     is_rule,
+    parts_of,
     sharding_of,
     show,
 )
@@ -245,7 +246,4 @@ def _blocks_of_devices(sharding: Sharding, count: int) -> dict[Any, range]:
     if not isinstance(sharding, NamedSharding):
         return dict.fromkeys(sharding.device_set, range(count))
     rows = NamedSharding(sharding.mesh, PartitionSpec(row_entry(sharding)))
-    return {
-        device: range(count)[index[0]]
-        for device, index in rows.devices_indices_map((count,)).items()
-    }
+    return {device: range(*span) for device, (span,) in parts_of(rows, (count,)).items()}

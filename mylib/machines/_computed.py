@@ -30,7 +30,7 @@ def computed(lowered: jax.stages.Lowered) -> tuple[Alive, ...]:
 
 
 def _arrays(lowered: jax.stages.Lowered) -> Iterator[Alive]:
-    for operation in _operations(_module(lowered).operation):
+    for operation in _operations(lowered.compiler_ir("stablehlo").operation):
         if operation.name in names.MLIR_FILLED:  # the compiler joins them with what uses them
             continue
         for result in operation.results:
@@ -40,10 +40,6 @@ def _arrays(lowered: jax.stages.Lowered) -> Iterator[Alive]:
                 bits = max(8, int(match[4])) * (2 if match[2] else 1)
                 size = math.prod(shape) * bits // 8
                 yield Alive(size, 1, match[3], shape, *_origin(operation))
-
-
-def _module(lowered: jax.stages.Lowered) -> Any:
-    return lowered.compiler_ir("stablehlo")
 
 
 def _operations(around: Any) -> Iterator[Any]:

@@ -118,10 +118,8 @@ class Machine:
         return f"{self.chip.name} x {self.count}"
 
     def __repr__(self) -> str:
-        chip, lines = (
-            self.chip,
-            [f"{self}: {counted(self.count, 'device')} on {counted(self.hosts, 'host')}"],
-        )
+        chip, devices, hosts = self.chip, counted(self.count, "device"), counted(self.hosts, "host")
+        lines = [f"{self}: {devices} on {hosts}"]
         if self.memory is not None:
             lines.append(f"memory     {show_bytes(self.memory)} on each device")
         if chip.memory_bandwidth is not None:

@@ -4,6 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Template
 from types import MappingProxyType
 from typing import Any
 
@@ -59,58 +60,33 @@ def _chip(name: str, sheet: dict[str, Any]) -> Chip:
     del sheet["sources"]
     kind, memory, bandwidth = sheet["kinds"][0], sheet["memory"], sheet["memory_bandwidth"]
     if "target" in sheet:
-        sheet["target"] = _target(kind, memory, bandwidth, **sheet["target"])
+        sheet["target"] = _target(kind, memory, bandwidth, sheet["target"])
     sheet |= {"flops": MappingProxyType(sheet["flops"]), "kinds": tuple(sheet["kinds"])}
     if "largest" in sheet:
         sheet["largest"] = tuple(sheet["largest"])
     return Chip(name, **sheet)
 
 
-def _target(
-    kind: str,
-    memory: int,
-    bandwidth: float,
-    *,
-    capability: int,
-    cores: int,
-    fpus: int,
-    shared: int,
-    cache: int,
-    clock: float,
-) -> str:
+def _target(kind: str, memory: int, bandwidth: float, numbers: Mapping[str, float]) -> str:
     # Instructions that exist on one generation only, such as Hopper's matrix multiplication.
-    accelerated = "feature_extension: ACCELERATED_FEATURES" if capability > 8 else ""
-    return f"""
-gpu_device_info {{
-  cuda_compute_capability {{ major: {capability} {accelerated} }}
-  core_count: {cores}
-  fpus_per_core: {fpus}
-  clock_rate_ghz: {clock}
-  device_memory_size: {memory}
-  memory_bandwidth: {int(bandwidth)}
-  l2_cache_size: {cache}
-  shared_memory_per_core: {shared}
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {shared - 1024}
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  threads_per_core_limit: 2048
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-runtime_version {{ major: 12 minor: 8 }}
-device_description_str: "{kind}"
-"""
+    newest = "feature_extension: ACCELERATED_FEATURES" if numbers["capability"] > 8 else ""
+    return Template(_text("gpu_target.textproto")).substitute(
+        numbers,
+        kind=kind,
+        memory=memory,
+        bandwidth=int(bandwidth),
+        accelerated=newest,
+        optin=numbers["shared"] - 1024,
+    )
+
+
+def _text(file: str) -> str:
+    return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
 def _read() -> dict[str, Chip]:
-    text = Path(__file__).with_name("chips.toml").read_text(encoding="utf-8")
-    return {name: _chip(name, sheet) for name, sheet in tomllib.loads(text).items()}
+    sheets = tomllib.loads(_text("chips.toml"))
+    return {name: _chip(name, sheet) for name, sheet in sheets.items()}
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(_read())

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .._compat import names, opened, without_dead_code
-from .._programs import bind_as, evaluate, in_place_of, jaxprs_in
+from .._programs import bind_as, in_place_of, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 
 # Variables and literals of a jaxpr.
@@ -65,7 +65,7 @@ _CALLS = (
 
 
 def _inlined(program: Any, args: Sequence[Any]) -> list[Any]:
-    return evaluate(program, getattr(program, "consts", ()), args, _call)
+    return interpret(program, args, _call)
 
 
 def _call(eqn: Any, args: Sequence[Any]) -> list[Any]:

@@ -82,21 +82,17 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
     arguments = Arguments(*stage.arguments, cotangents)
     with jax.set_mesh(stage.mesh):
         traced = flattened(functools.partial(_both_passes, stage), *arguments)
-        variables = Arguments(*_like(arguments, traced.jaxpr.invars))
+        variables = jax.tree.unflatten(jax.tree.structure(arguments), traced.jaxpr.invars)
         parts = _parts(stage, traced, variables, splits, checkpoint)
         structs = jax.tree.leaves(arguments)
         compiler = _Compiler(dict(zip(traced.jaxpr.invars, structs, strict=True)))
         kinds = list(Pass) if splits else [Pass.FORWARD, Pass.BACKWARD]
         given = {
             Pass.FORWARD: () if after is None else after.sent,
-            Pass.BACKWARD: chosen(stage.before.received, stage.before.floating)
-            if stage.before
-            else (),
+            Pass.BACKWARD: chosen(stage.before.received, stage.before.floating),
         }
-        totals = {
-            Pass.FORWARD: [] if stage.value is None else [stage.value],
-            kinds[-1]: stage.params,
-        }
+        value = [] if stage.value is None else [stage.value]
+        totals = {Pass.FORWARD: value, kinds[-1]: stage.params}
         by_pass = {
             kind: compiler.compile(part, given.get(kind, ()), totals.get(kind, ()))
             for kind, part in zip(kinds, parts, strict=True)
@@ -115,9 +111,7 @@ def _both_passes(
     """What a stage sends, or its share of the loss; the cotangents that it sends back; the
     gradients of its weights.
     """
-    trained, before = stage.floating, stage.before
-    # Nobody waits for the cotangent of a batch.
-    has_cotangent = before.floating if before else [False] * len(stage.received)
+    trained, has_cotangent = stage.floating, stage.before.floating
     fixed = chosen(module, [not x for x in trained])
     others = chosen(arrived, [not x for x in has_cotangent])
 
@@ -153,11 +147,9 @@ def _parts(
 
 
 def _zeros(structs: dict[Pass, list[Struct]]) -> Any:
-    def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), structs)
-
     where = jax.tree.map(lambda x: x.sharding, structs)
-    return jit(zeros, out_shardings=where).lower().compile()
+    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), structs)
+    return jit(lambda: zeros(), out_shardings=where).lower().compile()
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +184,3 @@ class _Compiler:
         for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
             self.known[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
         return PieceProgram(piece.takes, makes, first, compiled)
-
-
-def _like(tree: Any, leaves: Sequence[Any]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), leaves)

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
 
 from .._show import html
 from ._actions import Action, Pass
@@ -20,32 +19,35 @@ _LIGHT, _DARKER, _DARKEST = 84, 9, 57
 _INK, _FAINT, _PAPER, _IDLE = "#111111", "#555555", "#ffffff", "#e8e8e8"
 
 
-# What is drawn, and the mesh that does it.
-_Drawn: TypeAlias = tuple[Timed, int]
+class _Picture:
+    """What is drawn, on which mesh, and how long a unit of time is, in pixels."""
 
-
-class _Scale(NamedTuple):
-    """Where the time begins and ends, and how long a unit of it is, in pixels."""
-
-    left: float
-    unit: float
-    end: float
+    def __init__(self, lines: Sequence[Sequence[Timed]]):
+        every = sorted((timed, mesh) for mesh, line in enumerate(lines) for timed in line)
+        self.count, self.drawn = len(every), every[:_MOST]
+        self.names = [f"mesh {mesh}" for mesh in range(len(lines))]
+        self.end = max(end for (_, end, _), _ in self.drawn)
+        shortest = min(end - start for (start, end, _), _ in self.drawn)
+        self.unit = min(_STEP / shortest, _LONGEST / self.end)
+        self.shortest = shortest * self.unit
+        self.left = _EDGE + _LETTER * max(map(len, self.names)) + 8
 
     def at(self, time: float) -> float:
         return self.left + self.unit * time
 
+    def chunk(self, action: Action) -> int:
+        """The number of its stage among those of its mesh."""
+        return action.stage // len(self.names)
+
 
 def draw_svg(title: str, notes: str, lines: Sequence[Sequence[Timed]]) -> str:
     """The SVG of a timeline. With too many actions, the first are drawn, and a note says so."""
-    every = sorted((timed, mesh) for mesh, line in enumerate(lines) for timed in line)
-    drawn = every[:_MOST]
-    if len(drawn) < len(every):
-        notes += f"; the first {len(drawn)} of {len(every)} actions"
-    names = [f"mesh {mesh}" for mesh in range(len(lines))]
-    scale = _scale(drawn, max(map(len, names)))
+    picture = _Picture(lines)
+    if len(picture.drawn) < picture.count:
+        notes += f"; the first {len(picture.drawn)} of {picture.count} actions"
     bottom = _top(len(lines))
-    legend, legend_end = _legend(drawn, len(lines), bottom + 34)
-    ends = [scale.at(scale.end) + _LETTER, legend_end]
+    legend, legend_end = _legend(picture, bottom + 34)
+    ends = [picture.at(picture.end) + _LETTER, legend_end]
     ends += [_EDGE + 9 * len(title), _EDGE + _LETTER * len(notes)]
     width, height = _EDGE + max(ends), bottom + 34 + 12 + _EDGE
     return html.tag(
@@ -54,9 +56,9 @@ def draw_svg(title: str, notes: str, lines: Sequence[Sequence[Timed]]) -> str:
         _box(0.5, 0.5, width - 1, height - 1, fill=_PAPER, rx=8),
         _text(title, _EDGE, 26, font_size=14, font_weight="bold"),
         _text(notes, _EDGE, 45, fill=_FAINT),
-        *_rows(names, scale),
-        *_actions(drawn, scale, len(lines)),
-        *_axis(scale, bottom),
+        *_rows(picture),
+        *_actions(picture),
+        *_axis(picture, bottom),
         *legend,
         xmlns="http://www.w3.org/2000/svg",
         viewBox=f"0 0 {width:g} {height:g}",
@@ -70,62 +72,43 @@ def draw_svg(title: str, notes: str, lines: Sequence[Sequence[Timed]]) -> str:
     )
 
 
-def _scale(drawn: Sequence[_Drawn], letters: int) -> _Scale:
-    end = max(end for (_, end, _), _ in drawn)
-    unit = min(_STEP / _shortest(drawn), _LONGEST / end)
-    return _Scale(_EDGE + _LETTER * letters + 8, unit, end)
+def _rows(picture: _Picture) -> Iterator[html.Html]:
+    for i, name in enumerate(picture.names):
+        yield _text(name, picture.left - 8, _top(i) + _ROW / 2 + 4, text_anchor="end")
+        length = picture.unit * picture.end
+        yield _box(picture.left, _top(i) + 2, length, _ROW - 4, fill=_IDLE)
 
 
-def _rows(names: Sequence[str], scale: _Scale) -> Iterator[html.Html]:
-    for i, name in enumerate(names):
-        yield _text(name, scale.left - 8, _top(i) + _ROW / 2 + 4, text_anchor="end")
-        yield _box(scale.left, _top(i) + 2, scale.unit * scale.end, _ROW - 4, fill=_IDLE)
-
-
-def _actions(drawn: Sequence[_Drawn], scale: _Scale, meshes: int) -> Iterator[html.Html]:
-    """A group of boxes for each colour, and their labels."""
+def _actions(picture: _Picture) -> Iterator[html.Html]:
+    """A group of boxes for each colour, and their labels: the same for all of them, as much as
+    fits.
+    """
     groups: dict[str, list[html.Html]] = {}
-    for (start, end, action), mesh in drawn:
+    texts: list[html.Html] = []
+    longest = max(len(str(action.microbatch)) for (_, _, action), _ in picture.drawn)
+    letters = (picture.shortest - 2) / _LETTER
+    for (start, end, action), mesh in picture.drawn:
         hover = html.tag("title", f"{action}: {start:g} to {end:g}")
-        fill = _fill(action.kind, action.stage // meshes)
-        box = (scale.at(start), _top(mesh) + 2, scale.unit * (end - start), _ROW - 4)
-        groups.setdefault(fill, []).append(_box(*box, hover))
+        box = (picture.at(start), _top(mesh) + 2, picture.unit * (end - start), _ROW - 4)
+        groups.setdefault(_fill(action.kind, picture.chunk(action)), []).append(_box(*box, hover))
+        if longest <= letters:
+            kind = action.kind if longest + 1 <= letters else ""
+            middle = picture.at((start + end) / 2), _top(mesh) + _ROW / 2 + 4
+            texts.append(_text(f"{kind}{action.microbatch}", *middle))
     for fill, boxes in groups.items():
         yield html.tag("g", *boxes, fill=fill, stroke=_FAINT, stroke_width=0.5)
-    label = _label([action for (_, _, action), _ in drawn], _shortest(drawn) * scale.unit)
-    texts = [
-        _text(
-            label.format(kind=action.kind, microbatch=action.microbatch),
-            scale.at((start + end) / 2),
-            _top(mesh) + _ROW / 2 + 4,
-        )
-        for (start, end, action), mesh in drawn
-        if label
-    ]
     yield html.tag("g", *texts, text_anchor="middle", pointer_events="none")
-
-
-def _shortest(drawn: Sequence[_Drawn]) -> float:
-    return min(end - start for (start, end, _), _ in drawn)
 
 
 def _top(mesh: int) -> float:
     return _TOP + _ROW * mesh
 
 
-def _label(actions: Sequence[Action], width: float) -> str:
-    """The text in an action, as a format: the same for all of them, as much as fits."""
-    longest = max(len(str(action.microbatch)) for action in actions)
-    if _LETTER * (longest + 1) + 2 <= width:
-        return "{kind}{microbatch}"
-    return "{microbatch}" if _LETTER * longest + 2 <= width else ""
-
-
-def _axis(scale: _Scale, y: float) -> Iterator[html.Html]:
-    yield _text("time", scale.left - 8, y + 16, fill=_FAINT, text_anchor="end")
-    tick = _tick(48 / scale.unit)
-    for i in range(math.floor(scale.end / tick + 1e-9) + 1):
-        x = scale.at(i * tick)
+def _axis(picture: _Picture, y: float) -> Iterator[html.Html]:
+    yield _text("time", picture.left - 8, y + 16, fill=_FAINT, text_anchor="end")
+    tick = _tick(48 / picture.unit)
+    for i in range(math.floor(picture.end / tick + 1e-9) + 1):
+        x = picture.at(i * tick)
         yield _box(x - 0.5, y, 1, 4, _FAINT)
         yield _text(f"{i * tick:g}", x, y + 16, fill=_FAINT, text_anchor="middle")
 
@@ -136,9 +119,9 @@ def _tick(least: float) -> float:
     return next(power * step for step in (1, 2, 5, 10) if power * step >= least * (1 - 1e-9))
 
 
-def _legend(drawn: Sequence[_Drawn], meshes: int, y: float) -> tuple[list[html.Html], float]:
+def _legend(picture: _Picture, y: float) -> tuple[list[html.Html], float]:
     """The meanings of the colours, and where they end."""
-    actions = [action for (_, _, action), _ in drawn]
+    actions = [action for (_, _, action), _ in picture.drawn]
     kinds = {action.kind for action in actions}
     split = Pass.WEIGHT in kinds
     names = {
@@ -147,7 +130,7 @@ def _legend(drawn: Sequence[_Drawn], meshes: int, y: float) -> tuple[list[html.H
         Pass.WEIGHT: "gradient of the weights",
     }
     entries = [(_fill(kind, 0), f"{kind}: {names[kind]}") for kind in Pass if kind in kinds]
-    if latest := max(action.stage // meshes for action in actions):
+    if latest := max(map(picture.chunk, actions)):
         entries.append((_fill(Pass.FORWARD, latest), "darker: later stages of a mesh"))
     pieces, x = list[html.Html](), float(_EDGE)
     for fill, name in [*entries, (_IDLE, "idle")]:

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from .._compat import Uncommitted, sharding_under, value_under
-from .._errors import Fault, PlacementError, because, line_of_caller
+from .._errors import PlacementError, because, line_of_caller
 from .._jit import Jitted, about, code_of, filter_jit
 from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
@@ -100,10 +100,7 @@ class OnMesh(Generic[P, T]):
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
         given, leaves = self._placed(args, kwargs)
         results = None if self._is_here else self._results_of(leaves, given)
-        if results is None:
-            out = self._run(leaves, *given)
-        else:
-            out = results()
+        out = self._run(leaves, *given) if results is None else results()
         if jax.process_count() > 1:
             maker = f"{self._name}{self._line}, called in {line_of_caller()}"
             # Transfers under `grad` find the values, not the tracers.
@@ -130,49 +127,47 @@ class OnMesh(Generic[P, T]):
     def _placed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], Leaves]:
         leaves = split((args, kwargs))
         self._refuse_others(leaves, args, kwargs)
-        if self._places:
-            loose = [
-                _is_loose(x, kind) for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
-            ]
-            if any(loose):
-                everywhere = NamedSharding(self._mesh, PartitionSpec())
-                where = [everywhere if one else None for one in loose]
-                args, kwargs = leaves.join(filter_device_put(list(leaves.arrays), where))
-                leaves = split((args, kwargs))
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        where = [
+            everywhere if self._places and _is_loose(x, kind) else None
+            for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
+        ]
+        if any(where):
+            args, kwargs = leaves.join(filter_device_put(list(leaves.arrays), where))
+            leaves = split((args, kwargs))
         return (args, kwargs), leaves
 
     def _refuse_others(self, leaves: Leaves, args: Any, kwargs: Any) -> None:
-        elsewhere = [
-            i
+        elsewhere = {
+            i: sorted(device.id for device in where)
             for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True))
             if (where := _devices_of(x, kind)) is not None and not where <= self._devices
-        ]
+        }
         if elsewhere:
             bound = signature_of(self._fun).bind(*args, **kwargs)
             named_leaves = split(dict(bound.arguments))
-            raise PlacementError(
-                [self._elsewhere(named_leaves, i, leaves.arrays[i]) for i in elsewhere]
-            )
-
-    def _elsewhere(self, leaves: Leaves, i: int, x: Any) -> Fault:
-        ids = sorted(device.id for device in _devices_of(x, Kind.DEVICE) or ())
-        return leaves.at(
-            i,
-            because(
-                f"it is on devices {ids}, which are not those of this function's mesh",
-                "send it there first, with mylib.mpmd.transfer(..., mesh=mesh)",
-                f"an argument of {self._name}",
-            ),
-        )
+            fix = "send it there first, with mylib.mpmd.transfer(..., mesh=mesh)"
+            faults = [
+                because(
+                    f"it is on devices {ids}, which are not those of this function's mesh",
+                    fix,
+                    f"an argument of {self._name}",
+                )
+                for ids in elsewhere.values()
+            ]
+            raise PlacementError(list(map(named_leaves.at, elsewhere, faults)))
 
     def _results_of(self, leaves: Leaves, given: tuple[Any, Any]) -> Callable[[], Any] | None:
         """Makes what the function returns in a process that doesn't run it; None if only compiling
-        it tells.
+        it tells. It is the same for all arguments of the same types, if these can be compared.
         """
         if self._out_shardings is None or Kind.TRACED in leaves.kinds:
             return None
-        key = _key(leaves)
-        if key is None:
+        types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves.arrays)
+        key = outline_of(leaves), types
+        try:
+            hash(key)
+        except TypeError:
             return self._resolved(given)
         if key not in self._known:
             self._known[key] = self._resolved(given)
@@ -186,17 +181,6 @@ class OnMesh(Generic[P, T]):
         if len(known) < len(targets):
             return None
         return lambda: shapes.join(map(handle, shapes.arrays, known))
-
-
-def _key(leaves: Leaves) -> Any:
-    """Equal for calls with results of the same shapes; None if that can't be said."""
-    types = tuple((x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves.arrays)
-    key = outline_of(leaves), types
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _is_loose(x: Any, kind: Kind) -> bool:

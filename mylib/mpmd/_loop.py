@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from .._links import handles, next_call, set_origin
-from .._processes import in_short
+from .._text import in_short
 from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Var
@@ -78,10 +78,8 @@ class Run:
     def run(self) -> tuple[jax.Array, list[Any]]:
         for kind, s, m in self.plan.order:
             made = self.states[s].run(kind, m) if s in self.states else None
-            if kind is Pass.FORWARD:
-                self._pass_forward(s, m, made)
-            elif kind is Pass.BACKWARD:
-                self._pass_back(s, m, made)
+            if kind is not Pass.WEIGHT:
+                self._pass_on(kind, s, m, made)
         grads = [self._grads(stage) for stage in self.plan.stages]
         for tie in self.plan.ties:
             self._tie(tie, grads)
@@ -90,30 +88,29 @@ class Run:
         (value,) = handles([last.value]) if own is None else own.totals[Pass.FORWARD]
         if jax.process_count() > 1:
             made = [value, *(x for own in grads for x in own.values())]
-            set_origin(made, next_call(_results(self.plan)))
+            devices = {x.id for stage in self.plan.stages for x in stage.mesh.devices.flat}
+            where = f"{len(self.plan.stages)} stages on devices {in_short(sorted(devices))}"
+            set_origin(made, next_call(f"the results of a pipeline of {where}"))
         return value, [
             stage.module.outline.treedef.unflatten(_in_places(stage, own))
             for stage, own in zip(self.plan.stages, grads, strict=True)
         ]
 
-    def _pass_forward(self, s: int, m: int, sent: Arrays | None) -> None:
-        after = self.plan.stages[s].after
-        if after is None:
+    def _pass_on(self, kind: Pass, s: int, m: int, made: Arrays | None) -> None:
+        """Sends results to the next stage, or cotangents to the one before."""
+        stage, forward = self.plan.stages[s], kind is Pass.FORWARD
+        between = stage.after if forward else stage.before
+        if between is None or not (forward or between.returns):
             return
-        arrived = self._transfer(s, s + 1, sent, after.sent, after.received)
+        here, there = between.sent, between.received
+        if not forward:
+            here, there = (chosen(x, between.floating) for x in (there, here))
+        target = s + 1 if forward else s - 1
+        arrived = self._transfer(s, target, made, here, there)
         if arrived is not None:
-            state = self.states[s + 1]
-            state.deliver(m, state.programs.variables.received, arrived)
-
-    def _pass_back(self, s: int, m: int, back: Arrays | None) -> None:
-        before = self.plan.stages[s].before
-        if before is None:
-            return
-        source, target = (chosen(x, before.floating) for x in (before.received, before.sent))
-        arrived = self._transfer(s, s - 1, back, source, target)
-        if arrived is not None:
-            state = self.states[s - 1]
-            state.deliver(m, state.programs.variables.cotangents, arrived)
+            variables = self.states[target].programs.variables
+            into = variables.received if forward else variables.cotangents
+            self.states[target].deliver(m, into, arrived)
 
     def _transfer(
         self,
@@ -152,11 +149,6 @@ class Run:
             elif struct.sharding == first.sharding:
                 # One array in two places, as in the processes that have it.
                 grads[t][j] = grads[s][i]
-
-
-def _results(plan: PipelinePlan) -> str:
-    ids = sorted({device.id for stage in plan.stages for device in stage.mesh.devices.flat})
-    return f"the results of a pipeline of {len(plan.stages)} stages on devices {in_short(ids)}"
 
 
 def _in_places(stage: Stage, grads: dict[int, jax.Array]) -> list[Any]:

@@ -12,7 +12,7 @@ from .._placement import show, show_mesh
 from .._transfer import same_place
 from .._tree import Arrays, Kind, Leaves, first_difference, outline_of
 from ._schedule import Schedule
-from ._stage import Form, Struct, split_as
+from ._stage import Form, Struct, split_as, struct_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +80,10 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
     if faults:
         raise PlacementError(faults)
     return [
-        Module(s, mesh, Form(outline_of(leaves), tuple(map(_struct, leaves.arrays))))
+        Module(s, mesh, Form(outline_of(leaves), tuple(map(struct_of, leaves.arrays))))
         for s, (mesh, leaves) in enumerate(zip(meshes, read, strict=True))
         if mesh is not None
     ]
-
-
-def _struct(x: Any) -> Struct:
-    return Struct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _mesh_of(s: int, leaves: Leaves, faults: list[Fault]) -> Mesh | None:

@@ -156,11 +156,8 @@ class Pipeline:
         `jax.ShapeDtypeStruct`s. Returns those of this process by pass and stage, for
         [`mylib.audit`][]. The meshes may be of machines that are not here.
         """
-        faults: list[Fault] = []
-        batch, targets, rows = self._read(x, y, faults)
-        if faults:
-            raise PlacementError(faults)
-        return self._plan(batch, targets, rows).compiled()
+        plan, *_ = self._planned(x, y, [])
+        return plan.compiled()
 
     def __call__(
         self, stages: Sequence[Any], x: PyTree[Any], y: PyTree[Any], /
@@ -176,29 +173,24 @@ class Pipeline:
         arrays = [
             module.arrays_of(stage, faults) for module, stage in zip(modules, stages, strict=True)
         ]
-        batch, targets, rows = self._read(x, y, faults)
-        if faults:
-            raise PlacementError(faults)
-        plan = self._plan(batch, targets, rows)
+        plan, batch, targets = self._planned(x, y, faults)
         return Run(plan, arrays, batch, targets).run()
 
-    def _read(
+    def _planned(
         self, x: Any, y: Any, faults: list[Fault]
-    ) -> tuple[PipelineBatch, PipelineBatch, int]:
+    ) -> tuple[PipelinePlan, PipelineBatch, PipelineBatch]:
         batch = read_batch(x, "x", self._modules[0].mesh, faults)
         targets = read_batch(y, "y", self._modules[-1].mesh, faults)
-        return batch, targets, check_rows(batch, targets, self.schedule.microbatches, faults)
-
-    def _plan(self, batch: PipelineBatch, targets: PipelineBatch, rows: int) -> "PipelinePlan":
+        rows = check_rows(batch, targets, self.schedule.microbatches, faults)
+        if faults:
+            raise PlacementError(faults)
         structs = (*batch.form.structs, *targets.form.structs)
         types = tuple((x.shape, x.dtype, x.sharding) for x in structs)
         key = batch.form.outline, targets.form.outline, types
-        plan = self._plans.get(key)
-        if plan is None:
+        if key not in self._plans:
             stages = chain(self._modules, self._loss, self.schedule, batch, targets, rows)
-            plan = PipelinePlan.of(stages, self.schedule, self._tied, self._checkpoint)
-            self._plans[key] = plan
-        return plan
+            self._plans[key] = PipelinePlan.of(stages, self.schedule, self._tied, self._checkpoint)
+        return self._plans[key], batch, targets
 
 
 def _refuse_tracers(*trees: Any) -> None:

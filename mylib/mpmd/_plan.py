@@ -1,7 +1,6 @@
 """What a pipeline makes once for batches of one shape: what its stages exchange, and programs."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -18,7 +17,7 @@ from ._batch import PipelineBatch
 from ._compile import Programs, compile_stage
 from ._modules import Module
 from ._schedule import Schedule
-from ._stage import Stage, Struct, boundary, shape_of_result
+from ._stage import Boundary, Stage, Struct, boundary, shape_of_result
 from ._ties import Place, Tie
 
 Loss = Callable[[Any, Any], jax.Array]
@@ -38,36 +37,22 @@ def chain(
     count = schedule.microbatches
     axes = _batch_axes(batch)
     made: list[Stage] = []
+    before = Boundary(batch.form.outline, (), batch.form.structs, returns=False)
     for module, following in zip(modules, [*modules[1:], None], strict=True):
-        first = not made
-        stage = Stage(
-            module.number,
-            module.mesh,
-            module.form,
-            count,
-            before=None if first else made[-1].after,
-            batch=batch.form if first else None,
-        )
-        with _named(f"while stages[{stage.number}] of a pipeline was traced"):
+        stage = Stage(module.number, module.mesh, module.form, count, before)
+        try:
             if following is not None:
                 structs, outline = shape_of_result(stage)
-                after = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
-                stage = replace(stage, after=after)
+                before = boundary(structs, outline, stage.mesh, following.mesh, rows // count, axes)
+                stage = replace(stage, after=before)
             else:
                 stage = replace(stage, targets=targets.form, loss=loss)
                 stage = replace(stage, value=_value(stage))
+        except Exception as error:  # Perhaps of a user's function.
+            error.add_note(f"while stages[{stage.number}] of a pipeline was traced")
+            raise
         made.append(stage)
     return made
-
-
-@contextmanager
-def _named(where: str) -> Iterator[None]:
-    """Adds to errors of the user's functions where they were."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(where)
-        raise
 
 
 def _batch_axes(batch: PipelineBatch) -> Any:
@@ -127,13 +112,10 @@ class PipelinePlan:
     def numbers(self) -> dict[int, list[jax.Array]]:
         """The numbers of the microbatches, on the meshes of the stages that take them."""
         return {
-            s: [_number(m, self.stages[s]) for m in range(self.stages[s].microbatches)]
+            s: [
+                jax.make_array_from_callback((), x.sharding, lambda _, m=m: np.int32(m))
+                for x in self.stages[s].microbatch
+                for m in range(self.stages[s].microbatches)
+            ]
             for s in self.programs
-            if self.stages[s].microbatch
         }
-
-
-def _number(m: int, stage: Stage) -> jax.Array:
-    (struct,) = stage.microbatch
-    value = np.int32(m)
-    return jax.make_array_from_callback((), struct.sharding, lambda _: value, dtype=struct.dtype)

@@ -175,15 +175,14 @@ class Schedule:
         SVG, as text. It has a white background, so that it suits dark pages, too.
         """
         lines = self.timeline(forward, backward, weight, send)
-        notes = f"bubble {idle_share(lines):.1%}, {_most_live(self.live())}"
-        return draw_svg(self._title, notes, lines)
+        return draw_svg(self._title, self._notes(lines), lines)
 
     def _repr_svg_(self) -> str:
         return self.draw()
 
     def __str__(self) -> str:
-        notes = f"bubble {self.bubble():.1%}, {_most_live(self.live())}"
         steps = self.timeline(1.0, 1.0, 1.0)
+        notes = self._notes(self.timeline())
         return f"{self._title}\n{notes}\n\n{table(steps, self.stages == self.meshes)}"
 
     def __repr__(self) -> str:
@@ -196,6 +195,6 @@ class Schedule:
         where = f"{stages} on {counted(self.meshes, 'mesh')}"
         return f"{self.name}: {where}, {counted(self.microbatches, 'microbatch')}"
 
-
-def _most_live(live: tuple[int, ...]) -> str:
-    return f"at most {counted(max(live), 'activation')} on a mesh"
+    def _notes(self, lines: list[list[Timed]]) -> str:
+        live = counted(max(self.live()), "activation")
+        return f"bubble {idle_share(lines):.1%}, at most {live} on a mesh"

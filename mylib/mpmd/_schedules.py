@@ -31,7 +31,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
         assert schedule.live() == (8, 8, 8, 8)
         ```
     """
-    rows = [_alternating(*_passes(stage, microbatches), microbatches) for stage in range(stages)]
+    rows = [_row(stage, stages, microbatches, microbatches) for stage in range(stages)]
     return Schedule("GPipe", stages, stages, microbatches, tuple(rows))
 
 
@@ -59,7 +59,7 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
         assert schedule.live() == (4, 3, 2, 1)
         ```
     """
-    rows = [_one_f_one_b(stage, stages, microbatches) for stage in range(stages)]
+    rows = [_row(stage, stages, microbatches, stages - 1 - stage) for stage in range(stages)]
     return Schedule("1F1B", stages, stages, microbatches, tuple(rows))
 
 
@@ -103,7 +103,13 @@ def interleaved(meshes: int, microbatches: int, chunks: int) -> Schedule:
             f"stages of a mesh take turns after every {meshes} microbatches; use a multiple, or "
             "one_f_one_b"
         )
-    rows = [_interleaved(mesh, meshes, microbatches, chunks) for mesh in range(meshes)]
+    # With several stages, one more forward pass for each mesh after this one: the transfers there
+    # and back then have the time of a pass.
+    more = [0 if chunks == 1 else meshes - 1 - i + (chunks - 1) * meshes for i in range(meshes)]
+    rows = [
+        _row(mesh, meshes, microbatches, meshes - 1 - mesh + more[mesh], chunks)
+        for mesh in range(meshes)
+    ]
     return Schedule("interleaved 1F1B", meshes * chunks, meshes, microbatches, tuple(rows))
 
 
@@ -138,51 +144,34 @@ def zero_bubble(stages: int, microbatches: int) -> Schedule:
     return Schedule("ZB-H1", stages, stages, microbatches, tuple(rows))
 
 
-_Row = list[Action]
+_Row = tuple[Action, ...]
 
 
-def _passes(stage: int, microbatches: int) -> tuple[_Row, _Row]:
-    """A stage's forward passes and backward passes."""
-    forward = [Action(Pass.FORWARD, stage, i) for i in range(microbatches)]
-    return forward, [Action(Pass.BACKWARD, stage, i) for i in range(microbatches)]
-
-
-def _alternating(forward: _Row, backward: _Row, warmup: int) -> tuple[Action, ...]:
+def _row(mesh: int, meshes: int, microbatches: int, warmup: int, chunks: int = 1) -> _Row:
     """First `warmup` forward passes, then one forward and one backward in turns, then the rest."""
+
+    # Groups of as many microbatches as meshes run through all of a mesh's stages before the next.
+    def turns(kind: Pass, order: Sequence[int]) -> list[Action]:
+        return [
+            Action(kind, chunk * meshes + mesh, i)
+            for first in range(0, microbatches, meshes)
+            for chunk in order
+            for i in range(first, min(first + meshes, microbatches))
+        ]
+
+    forward = turns(Pass.FORWARD, range(chunks))
+    backward = turns(Pass.BACKWARD, range(chunks)[::-1])
     pairs = list(zip(forward[warmup:], backward, strict=False))
     alternating = [action for pair in pairs for action in pair]
     return (*forward[:warmup], *alternating, *backward[len(pairs) :])
 
 
-def _one_f_one_b(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
-    return _alternating(*_passes(stage, microbatches), stages - 1 - stage)
-
-
-def _interleaved(mesh: int, meshes: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
-    # Groups of as many microbatches as meshes run through all of a mesh's stages before the next.
-    def turns(kind: Pass, order: Sequence[int]) -> _Row:
-        return [
-            Action(kind, chunk * meshes + mesh, first + i)
-            for first in range(0, microbatches, meshes)
-            for chunk in order
-            for i in range(meshes)
-        ]
-
-    forward = turns(Pass.FORWARD, range(chunks))
-    backward = turns(Pass.BACKWARD, range(chunks)[::-1])
-    after = meshes - 1 - mesh
-    # With several stages, one more forward pass for each mesh after this one: the transfers there
-    # and back then have the time of a pass.
-    warmup = after if chunks == 1 else 2 * after + (chunks - 1) * meshes
-    return _alternating(forward, backward, warmup)
-
-
-def _zero_bubble(stage: int, stages: int, microbatches: int) -> tuple[Action, ...]:
+def _zero_bubble(stage: int, stages: int, microbatches: int) -> _Row:
     """1F1B's row. Stage `s` is `s` weight passes late: it has as many forward passes fewer in its
     warm-up than the first stage, and so holds as many activations.
     """
-    row: _Row = []
-    for action in _one_f_one_b(stage, stages, microbatches):
+    row: list[Action] = []
+    for action in _row(stage, stages, microbatches, stages - 1 - stage):
         row.append(action)
         if action.kind is Pass.BACKWARD and action.microbatch >= stage:
             row.append(Action(Pass.WEIGHT, stage, action.microbatch - stage))

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._placement import axis_names, is_described
-from .._tree import Arrays, KeyPath, Leaves, Split, outlined, split
+from .._tree import Arrays, Leaves, Split, outlined, split
 
 Struct = jax.ShapeDtypeStruct
 
@@ -27,31 +27,31 @@ class Form:
 
 
 def split_as(tree: Any, name: str) -> Leaves:
-    def named(path: KeyPath) -> str:
-        return f"{name}{jtu.keystr(path)}"
-
-    return split(tree, naming=named)
+    return split(tree, naming=lambda path: f"{name}{jtu.keystr(path)}")
 
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """What goes from a stage to the next one. Each array has a sharding on both meshes."""
+    """What goes from a stage to the next one. Each array has a sharding on both meshes. Of a batch,
+    which no stage sends, nothing `returns`.
+    """
 
     outline: Split
     sent: tuple[Struct, ...]
     received: tuple[Struct, ...]
+    returns: bool = True
 
     @cached_property
     def floating(self) -> tuple[bool, ...]:
         """Which arrays have a cotangent, that goes back."""
-        return tuple(is_floating(x) for x in self.sent)
+        return tuple(self.returns and is_floating(x) for x in self.received)
 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
     """A stage, without its arrays.
 
-    The first one takes microbatches of `batch`, and has no `before`. The last one computes the
+    The first one gets the whole batch, and takes microbatches of it. The last one computes the
     `loss` with microbatches of `targets`, and has no `after`.
     """
 
@@ -59,9 +59,8 @@ class Stage:
     mesh: Mesh
     module: Form
     microbatches: int
-    before: Boundary | None = None
+    before: Boundary
     after: Boundary | None = None
-    batch: Form | None = None
     targets: Form | None = None
     loss: Callable[..., Any] | None = None
     # The type of the loss.
@@ -89,23 +88,16 @@ class Stage:
     @property
     def microbatch(self) -> list[Struct]:
         """The type of the microbatch's number, where it is needed."""
-        if self.batch is None and self.targets is None:
+        if self.number and self.targets is None:
             return []
         return [Struct((), np.int32, sharding=NamedSharding(self.mesh, P()))]
-
-    @property
-    def received(self) -> list[Struct]:
-        """The types of what it gets: the whole batch, or a microbatch from the stage before."""
-        if self.batch is not None:
-            return list(self.batch.structs)
-        assert self.before is not None
-        return list(self.before.received)
 
     @property
     def arguments(self) -> tuple[list[Struct], list[Struct], list[Struct], list[Struct]]:
         """The types of the arguments of `compute`."""
         targets = list(self.targets.structs) if self.targets else []
-        return list(self.module.structs), self.received, targets, self.microbatch
+        received = list(self.before.received)
+        return list(self.module.structs), received, targets, self.microbatch
 
     def compute(
         self, module: Arrays, received: Arrays, targets: Arrays, microbatch: Arrays
@@ -114,26 +106,25 @@ class Stage:
         they are in.
         """
         fun: Any = self.module.outline.fill(module)
-        if self.batch is not None:
-            made = fun(self.batch.outline.fill(self._parts(received, microbatch)))
-        else:
-            assert self.before is not None
-            made = fun(self.before.outline.fill(received))
+        arrays = received if self.number else self._parts(received, microbatch)
+        made = fun(self.before.outline.fill(arrays))
         if self.loss is not None:
             assert self.targets is not None
             made = self.loss(made, self.targets.outline.fill(self._parts(targets, microbatch)))
         return outlined(made)
 
     def _parts(self, arrays: Arrays, microbatch: Arrays) -> Arrays:
-        return [self._part(x, microbatch[0]) for x in arrays]
-
-    def _part(self, x: Any, index: Any) -> Any:
         """A microbatch: every n-th row, so that devices that hold a part of the rows find all of
         their part of each microbatch there.
         """
         n = self.microbatches
-        rows = x.reshape(x.shape[0] // n, n, *x.shape[1:])
-        return jax.lax.dynamic_index_in_dim(rows, index, 1, keepdims=False)
+        rows = [x.reshape(x.shape[0] // n, n, *x.shape[1:]) for x in arrays]
+        take = jax.lax.dynamic_index_in_dim
+        return [take(x, microbatch[0], 1, keepdims=False) for x in rows]
+
+
+def struct_of(x: Any) -> Struct:
+    return Struct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def is_floating(x: Any) -> bool:

@@ -17,21 +17,20 @@ def table(lines: Sequence[Sequence[Timed]], short: bool) -> str:
     for row, line in zip(cells, lines, strict=True):
         for start, _, action in line:
             row[round(start)] = f"{action.kind}{action.microbatch}" if short else str(action)
-    names = [f"mesh {mesh}" for mesh in range(len(lines))]
-    margin = max(map(len, names))
-    column = 1 + max(len(cell) for row in cells for cell in row)
-    per_block = max(1, (_WIDTH - margin) // column)
+    width = max(len(cell) for row in cells for cell in row)
+    rows = {f"mesh {mesh}": row for mesh, row in enumerate(cells)}
+    margin = max(map(len, rows))
+    per_block = max(1, (_WIDTH - margin) // (1 + width))
     starts = range(0, steps, per_block)
-    blocks: list[str] = []
-    for start in starts[:_BLOCKS]:
-        heads = [str(step) for step in range(start, min(start + per_block, steps))]
-        body = [row[start : start + per_block] for row in cells]
-        texts = zip(["step", *names], [heads, *body], strict=True)
-        blocks.append("\n".join(_line(name.ljust(margin), row, column) for name, row in texts))
+    blocks = [
+        "\n".join(
+            " ".join(
+                [name.ljust(margin), *(x.ljust(width) for x in row[start:][:per_block])]
+            ).rstrip()
+            for name, row in {"step": list(map(str, range(steps))), **rows}.items()
+        )
+        for start in starts[:_BLOCKS]
+    ]
     if len(starts) > _BLOCKS:
         blocks.append(f"and {steps - _BLOCKS * per_block} more steps")
     return "\n\n".join(blocks)
-
-
-def _line(name: str, row: Sequence[str], column: int) -> str:
-    return (name + "".join(f" {cell:<{column - 1}}" for cell in row)).rstrip()

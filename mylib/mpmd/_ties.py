@@ -9,7 +9,7 @@ import jax
 from .._compat import jit
 from .._errors import Fault, PlacementError, because
 from ._modules import Module
-from ._stage import Stage, Struct, is_floating
+from ._stage import Stage, Struct, is_floating, struct_of
 
 Where = Callable[[Sequence[Any]], Any]
 # A stage, and the number of one of its arrays.
@@ -33,23 +33,12 @@ def tied_groups(
     return groups
 
 
-@dataclass(frozen=True)
-class _Marked:
-    """Stands for an array, to find out which ones `where` takes."""
-
-    stage: int
-    number: int
-
-
 def _places(where: Where, modules: Sequence[Module]) -> list[Place]:
-    marked = [
-        module.form.outline.fill(
-            [_Marked(module.number, i) for i in range(len(module.form.structs))]
-        )
-        for module in modules
-    ]
-    found = jax.tree.leaves(where(marked))
-    return [(x.stage, x.number) for x in found if isinstance(x, _Marked)]
+    # Objects in the arrays' places show which ones `where` takes.
+    marks = [[object() for _ in module.form.structs] for module in modules]
+    places = {id(x): (s, i) for s, own in enumerate(marks) for i, x in enumerate(own)}
+    marked = [module.form.outline.fill(own) for module, own in zip(modules, marks, strict=True)]
+    return [places[id(x)] for x in jax.tree.leaves(where(marked)) if id(x) in places]
 
 
 def _tie_faults(
@@ -97,7 +86,7 @@ class Tie:
     def of(cls, places: list[Place], stages: Sequence[Stage]) -> "Tie":
         structs = [stages[s].module.structs[i] for s, i in places]
         first = structs[0]
-        given = [Struct(first.shape, first.dtype, sharding=first.sharding) for _ in places]
+        given = [struct_of(first) for _ in places]
         add = None
         if stages[places[0][0]].is_here:
             program = jit(lambda *grads: sum(grads[1:], grads[0]), out_shardings=first.sharding)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from .._errors import Fault, because
 from .._placement import PASS, axis_names
-from .._tree import Leaf, Pattern, joined, name_dimensions
+from .._tree import Fit, Leaf, Pattern, joined, name_dimensions
 from ._rule import Axes, Rule, makes_rules, trimmed
 
 ClassNames = Mapping[type, Mapping[str, str]]
@@ -229,32 +229,30 @@ class ByAxes(Rule):
 
 def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
     entry = next(iter(given), None)
-    if entry is None and leaf.axes is not None:
-        return leaf.axes
-    entry = entry or next(_EQUINOX.fitting(leaf), None)
-    fit = None if entry is None else name_dimensions(entry.names, leaf.ndim)
+    fit = next(_fits(leaf), None) if entry is None else name_dimensions(entry.names, leaf.ndim)
     return None if fit is None else fit[1]
 
 
-def namings(leaf: Leaf) -> Iterator[Names]:
-    """The names of a leaf's dimensions: by its annotation, and by each of Equinox's layers that it
-    is in, the outermost first.
+def _fits(leaf: Leaf) -> Iterator[Fit]:
+    """The number of dimensions in front, and the names of all: by the leaf's annotation, and by
+    each of Equinox's layers that it is in, the outermost first.
     """
     if leaf.axes is not None:
-        yield leaf.axes
+        yield leaf.in_front, leaf.axes
     for entry in _EQUINOX.fitting(leaf):
         fit = name_dimensions(entry.names, leaf.ndim)
         if fit is not None:
-            yield fit[1]
+            yield fit
+
+
+def namings(leaf: Leaf) -> Iterator[Names]:
+    """All names of a leaf's dimensions."""
+    return (names for _, names in _fits(leaf))
 
 
 def dimensions_in_front(leaf: Leaf) -> int:
     """The number of dimensions before those that the leaf's annotation, or Equinox, names."""
-    if leaf.axes is not None:
-        return leaf.in_front
-    entry = next(_EQUINOX.fitting(leaf), None)
-    fit = None if entry is None else name_dimensions(entry.names, leaf.ndim)
-    return 0 if fit is None else fit[0]
+    return next(_fits(leaf), (0, ()))[0]
 
 
 def _missing(axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int) -> Iterator[Fault]:

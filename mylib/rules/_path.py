@@ -83,10 +83,9 @@ class ByPath(Rule):
         return value(leaf) if isinstance(value, Rule) else value
 
     def why(self, leaf: Leaf) -> str:
-        matching = self._matching(leaf)
-        if not matching:
+        pattern, value = next(self._matching(leaf), (None, None))
+        if pattern is None:
             return "no pattern matches" + ("" if leaf.ndim else "; a leaf of rank 0")
-        pattern, value = matching[0]
         match = f"pattern {pattern.text!r}"
         return f"{match}: {value.why(leaf)}" if isinstance(value, Rule) else match
 
@@ -98,7 +97,7 @@ class ByPath(Rule):
         found: list[Fault] = []
         if not self.ordered:
             for leaf in leaves:
-                matching = self._matching(leaf)
+                matching = list(self._matching(leaf))
                 if any(not _same(value, matching[0][1]) for _, value in matching):
                     found.append(_conflict(leaf, matching))
         for rule, asked in self._nested(leaves):
@@ -127,22 +126,16 @@ class ByPath(Rule):
         values = ((self._value(leaf), leaf) for leaf in leaves)
         return leaves_by_rule((value, leaf) for value, leaf in values if isinstance(value, Rule))
 
-    def _matching(self, leaf: Leaf) -> list[tuple[Pattern, Any]]:
-        path, odd = joined(leaf.parts), self._name_odd_keys
-        return [
-            (pattern, value)
-            for pattern, value in self.patterns
-            if (pattern.ends(path) or (odd and _is_end_of(pattern, leaf)))
-            and not _is_too_long(value, leaf)
-        ]
-
-    def _value(self, leaf: Leaf) -> Any:
+    def _matching(self, leaf: Leaf) -> Iterator[tuple[Pattern, Any]]:
         path, odd = joined(leaf.parts), self._name_odd_keys
         for pattern, value in self.patterns:
-            if (pattern.ends(path) or (odd and _is_end_of(pattern, leaf))) and not _is_too_long(
-                value, leaf
-            ):
-                return value
+            ends = pattern.ends(path) or (odd and _is_end_of(pattern, leaf))
+            if ends and not _is_too_long(value, leaf):
+                yield pattern, value
+
+    def _value(self, leaf: Leaf) -> Any:
+        for _, value in self._matching(leaf):
+            return value
         return PASS if leaf.ndim else PartitionSpec()
 
     @cached_property

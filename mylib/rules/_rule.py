@@ -277,14 +277,12 @@ def used_axes(spec: PartitionSpec) -> frozenset[Any]:
 @lru_cache
 def free_dimensions(spec: PartitionSpec, ndim: int) -> Sequence[int]:
     """The dimensions that `spec` leaves whole."""
-    entries = entries_of(spec)
-    return [dim for dim in range(ndim) if dim >= len(entries) or entries[dim] is None]
+    return [dim for dim, entry in enumerate(entries_of(spec, ndim)[:ndim]) if entry is None]
 
 
 @lru_cache
 def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
-    entries = list(entries_of(spec))
-    entries += [None] * (dim + 1 - len(entries))
+    entries = list(entries_of(spec, dim + 1))
     entries[dim] = entry
     return with_entries(spec, entries)
 
@@ -300,7 +298,7 @@ def _merge(leaf: Leaf, spec: PartitionSpec, more: Any) -> PartitionSpec:
     if not isinstance(more, PartitionSpec):
         return spec
     for dim in free_dimensions(spec, leaf.ndim):
-        entry = entries_of(more)[dim] if dim < len(more) else None
+        entry = entries_of(more, leaf.ndim)[dim]
         names = axis_names(entry)
         if names and not used_axes(spec).intersection(names):
             spec = with_entry(spec, dim, entry)

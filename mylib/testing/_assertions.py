@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, Sharding
 from jaxtyping import PyTree
 
 from .._compat import sharding_under
-from .._errors import Fault, listed
+from .._errors import listed
 from .._links import is_handle
 from .._placement import (
     AnyMesh,
@@ -159,7 +159,7 @@ def assert_same_everywhere(tree: PyTree[Any], /) -> None:
     meet = meeting("assert_same_everywhere", all_of_them)
     faults = everybodys_faults(meet, [], {all_of_them: facts})
     if faults:
-        raise AssertionError("\n".join(map(_line, faults)))
+        raise AssertionError("\n".join(f"{fault.path}: {fault.reason}" for fault in faults))
     check_replicas(tree)
 
 
@@ -175,7 +175,3 @@ def _said_of(x: Any) -> str:
     if isinstance(x, jax.Array) and is_of_keys(x):
         return f"keys of {jax.random.key_impl(x)}, {_said_of(jax.random.key_data(x))}"
     return f"{x.dtype}{list(x.shape)}, checksum {checksum([np.asarray(x)], x.dtype)}"
-
-
-def _line(fault: Fault) -> str:
-    return f"{fault.path}: {fault.reason}"

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ import pytest
 from .._text import counted
 from ._coverage import Coverage
 from ._group import Guard
-from ._names import name_in_processes
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
 from ._reruns import Reruns
@@ -109,11 +109,10 @@ class Controller:
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
         following = None if request.fresh else self._following(item, topology, nextitem)
         result = pool.run(
-            name_in_processes(item),
-            name_in_processes(following) if following else None,
+            _name_of(item),
+            _name_of(following) if following else None,
             timeout=timeout,
             grace=grace,
-            talk=self._talk,
         )
         self._served += 1
         if request.fresh or not result.kept:
@@ -213,6 +212,7 @@ class Controller:
             {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
             str(config.invocation_params.dir),
             self._debugged(),
+            self._terminal,
             config.pluginmanager.hasplugin("cacheprovider"),
             coverage.settings,
         )
@@ -223,20 +223,18 @@ class Controller:
             return option.multihost_debug
         return -1 if option.usepdb else None
 
-    def _talk(self, index: int, text: str | None) -> str:
-        """The terminal of this session, for a debugger in process `index`."""
+    @cached_property
+    def _terminal(self) -> Sequence[int]:
+        """The terminal of this session, for a debugger in one of the processes."""
+        if self._debugged() is None:
+            return ()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
-        if capture is not None:
-            capture.suspend_global_capture(in_=True)
-        try:
-            if text is None:
-                return sys.stdin.readline() or "quit\n"
-            sys.stdout.write(text)
-            sys.stdout.flush()
-            return ""
-        finally:
-            if capture is not None:
-                capture.resume_global_capture()
+        if capture is None:
+            return os.dup(0), os.dup(1)
+        capture.suspend_global_capture(in_=True)
+        files = os.dup(0), os.dup(1)
+        capture.resume_global_capture()
+        return files
 
     def _pass_on(self, result: Result) -> None:
         """Passes on warnings, each once for all processes, and requests to stop."""
@@ -341,6 +339,12 @@ def is_marked(item: pytest.Item) -> bool:
 
 def given_to(item: pytest.Item) -> TopologyRequest:
     return item.stash[_given]
+
+
+def _name_of(item: pytest.Item) -> str:
+    """The name of a test in its processes. pytest-xdist adds groups to `nodeid` here."""
+    assert item.parent is not None
+    return f"{item.parent.nodeid}::{item.name}"
 
 
 def platform_of(config: pytest.Config) -> str:

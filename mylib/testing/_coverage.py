@@ -32,7 +32,7 @@ class Coverage:
         if self._session is None:
             return
         self._folder = Path(tempfile.mkdtemp(prefix="mylib-coverage-"))
-        guard.remove(self._folder)
+        guard.tell(f"{self._folder}")
         self.settings = {
             "data_file": str(self._folder / "data"),
             "config_file": plugin.options.cov_config,

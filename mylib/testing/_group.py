@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ._topology import HOST, Topology, environment
@@ -24,7 +25,7 @@ for line in sys.stdin:
     what, name = line[0], line[1:-1]
     if what == "+": groups.add(int(name))
     elif what == "-": groups.discard(int(name))
-    else: folders.append(name)
+    else: folders.append(line[:-1])
 for group in groups:
     try: os.killpg(group, signal.SIGKILL)
     except OSError: pass
@@ -45,16 +46,8 @@ class Guard:
             text=True,
         )
 
-    def watch(self, group: int) -> None:
-        self._tell(f"+{group}")
-
-    def forget(self, group: int) -> None:
-        self._tell(f"-{group}")
-
-    def remove(self, folder: Path) -> None:
-        self._tell(f"/{folder}")
-
-    def _tell(self, line: str) -> None:
+    def tell(self, line: str) -> None:
+        """`+12` to watch a process group, `-12` to forget it, `/tmp/a` to remove a folder."""
         stdin = self._process.stdin
         assert stdin is not None
         # If the guard was killed, tests must not fail.
@@ -69,21 +62,10 @@ class Guard:
         self._process.wait(60)
 
 
-class Ports:
-    """Reserved ports: bound but not listening, so the kernel gives them to no other program, and
-    JAX's coordinator, which shares ports, can still bind them.
+def _reserved() -> socket.socket:
+    """A port that is bound, but not listening, so that the kernel gives it to no other program, and
+    JAX's coordinator, which shares ports, can still bind it.
     """
-
-    def __init__(self, count: int) -> None:
-        self._sockets = [_bound() for _ in range(count)]
-        self.numbers: list[int] = [s.getsockname()[1] for s in self._sockets]
-
-    def close(self) -> None:
-        for s in self._sockets:
-            s.close()
-
-
-def _bound() -> socket.socket:
     s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     if hasattr(socket, "SO_REUSEPORT"):
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -91,50 +73,27 @@ def _bound() -> socket.socket:
     return s
 
 
+@dataclass(frozen=True)
 class Process:
-    """One process of a group. It leads its own session, so that it can be killed with all its
-    subprocesses, and a terminal's Ctrl-C doesn't reach it.
+    """One process of a group, and the files that it prints to. It leads its own session, so that it
+    can be killed with all its subprocesses, and a terminal's Ctrl-C doesn't reach it.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        env: dict[str, str],
-        output: Path,
-        errors: Path,
-        cwd: str | None = None,
-        keep: Sequence[int] = (),
-    ) -> None:
-        self.output, self.errors = output, errors
-        with output.open("ab") as out, errors.open("ab") as err:
-            self._popen = subprocess.Popen(
-                command,
-                env=env,
-                cwd=cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                pass_fds=keep,
-                start_new_session=True,
-            )
-        self.pid = self._popen.pid
+    popen: "subprocess.Popen[bytes]"
+    output: Path
+    errors: Path
 
     def status(self, timeout: float = 0.0) -> int | None:
         """The exit status as in `subprocess`, or None while the process lives."""
         try:
-            return self._popen.wait(timeout)
+            return self.popen.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
     def kill(self) -> None:
         # Even if the process itself has ended: its subprocesses are in its group.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-
-    def signal(self, number: int) -> None:
-        if self._popen.poll() is None:
-            self._popen.send_signal(number)
+            os.killpg(self.popen.pid, signal.SIGKILL)
 
 
 class Group:
@@ -144,9 +103,9 @@ class Group:
         self.topology = topology
         self._guard = guard
         self.folder = Path(tempfile.mkdtemp(prefix="mylib-processes-"))
-        guard.remove(self.folder)
-        self._ports = Ports(2 + topology.processes)
-        coordinator, another, *self._on_tpu = self._ports.numbers
+        guard.tell(f"{self.folder}")
+        self._ports = [_reserved() for _ in range(2 + topology.processes)]
+        coordinator, another, *self._on_tpu = [port.getsockname()[1] for port in self._ports]
         self.coordinator = f"{HOST}:{coordinator}"
         # For a test's own coordinator: processes may still reach the first one at its address.
         self.another_coordinator = f"{HOST}:{another}"
@@ -163,16 +122,20 @@ class Group:
     ) -> None:
         for index in range(self.topology.processes):
             env = environment(index, self.topology, self._on_tpu) | extra(index)
-            process = Process(
-                command(index),
-                env={name: value for name, value in env.items() if name not in without},
-                output=self.folder / f"{index}.out",
-                errors=self.folder / f"{index}.err",
-                cwd=cwd,
-                keep=keep(index),
-            )
-            self._guard.watch(process.pid)
-            self.processes.append(process)
+            output, errors = self.folder / f"{index}.out", self.folder / f"{index}.err"
+            with output.open("ab") as out, errors.open("ab") as err:
+                popen = subprocess.Popen(
+                    command(index),
+                    env={name: value for name, value in env.items() if name not in without},
+                    cwd=cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    pass_fds=keep(index),
+                    start_new_session=True,
+                )
+            self._guard.tell(f"+{popen.pid}")
+            self.processes.append(Process(popen, output, errors))
 
     def end(self, timeout: float = 0.0) -> None:
         """Kills processes that haven't ended by then, and all subprocesses."""
@@ -184,6 +147,7 @@ class Group:
             process.kill()
         for process in self.processes:
             process.status(10)
-            self._guard.forget(process.pid)
-        self._ports.close()
+            self._guard.tell(f"-{process.popen.pid}")
+        for port in self._ports:
+            port.close()
         shutil.rmtree(self.folder, ignore_errors=True)

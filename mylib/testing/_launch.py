@@ -1,14 +1,13 @@
 """`python -m mylib.testing launch`: runs a script in several processes on this machine."""
 
 import argparse
-import contextlib
 import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from ._group import Group, Guard
 from ._pool import named_status
@@ -38,20 +37,18 @@ try:
             "jax.distributed.initialize() before anything else in JAX",
             file=sys.stderr,
         )
+    status = 0
 except SystemExit as end:
-    code = end.code
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        code = 1
-    if code:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    if isinstance(end.code, str):
+        print(end.code, file=sys.stderr)
+    status = end.code if isinstance(end.code, int) else int(end.code is not None)
 except BaseException:
     traceback.print_exc()
+    status = 1
+if status:
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(status)
 """
 # Seconds that the others may continue after one has failed.
 _GRACE = 3.0
@@ -129,8 +126,7 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
             lambda index: [sys.executable, "-c", _RUN, *command],
             lambda index: _joining(group, index),
         )
-        with contextlib.closing(_Follower(group)) as watch:
-            return watch.follow()
+        return _Follower(group).follow()
     finally:
         signal.signal(signal.SIGTERM, before)
         group.end()
@@ -173,12 +169,8 @@ class _Follower:
             except KeyboardInterrupt:
                 # They lead their own sessions, so the terminal's Ctrl-C doesn't reach them.
                 for process in self._processes:
-                    process.signal(signal.SIGINT)
+                    process.popen.send_signal(signal.SIGINT)
                 self._fail(128 + signal.SIGINT)
-
-    def close(self) -> None:
-        for screen in self._screens:
-            screen.close()
 
     def _is_over(self) -> bool:
         statuses = [process.status() for process in self._processes]
@@ -204,16 +196,15 @@ class _Screen:
     """Shows a process's output file, each line with the process's index in front."""
 
     def __init__(self, index: int, path: Path, where: Any) -> None:
-        self._prefix = f"[{index}] "
-        self._file: BinaryIO = path.open("rb")
-        self._where = where
-        self._rest = b""
-
-    def close(self) -> None:
-        self._file.close()
+        self._prefix, self._path, self._where = f"[{index}] ", path, where
+        self._shown, self._rest = 0, b""
 
     def show(self, all_of_it: bool) -> None:
-        *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+        with self._path.open("rb") as file:
+            file.seek(self._shown)
+            new = file.read()
+        self._shown += len(new)
+        *lines, self._rest = (self._rest + new).split(b"\n")
         if all_of_it and self._rest:
             lines, self._rest = [*lines, self._rest], b""
         for line in lines:

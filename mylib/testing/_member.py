@@ -19,15 +19,12 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from .._compat import CoordinationClient, coordination_client, names
-from .._processes import AbsentError, everybody, gather, named
+from .._compat import names
+from .._processes import AbsentError, connected, everybody, gather, named
 from ._controller import given_to, is_marked
-from ._forks import Forks
-from ._hostname import why_no_devices
-from ._once import Once
 from ._pool import Outcome, Result
+from ._process import OneOfSeveral, make_devices
 from ._report import Merger, stack_of
-from ._worker import draw_the_same_everywhere
 
 _ABORT = "mylib/member/abort"
 # Not one of pytest's own.
@@ -58,20 +55,14 @@ class Member:
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
-        config.pluginmanager.register(Forks())
-        config.pluginmanager.register(Once())
+        config.pluginmanager.register(OneOfSeveral())
         # All processes exchange their devices here, at the same time.
-        try:
-            self._me, self._count = jax.process_index(), jax.process_count()
-        except RuntimeError as error:
-            cause = why_no_devices(error)
-            if cause is error:
-                raise
-            raise pytest.UsageError(str(cause)) from error
+        trouble = make_devices()
+        if trouble:
+            raise pytest.UsageError(trouble)
+        self._me, self._count = jax.process_index(), jax.process_count()
         self._timeout = float(config.getini("multihost_timeout"))
         self._grace = float(config.getini("multihost_grace"))
-        if config.pluginmanager.hasplugin("hypothesispytest"):
-            draw_the_same_everywhere()
         self._header = self._gather("header", _where(), self._timeout)
         if self._me:
             # Process 0 prints the same.
@@ -133,11 +124,6 @@ class Member:
         finally:
             self._running = None
 
-    @pytest.hookimpl(optionalhook=True, tryfirst=True)
-    def pytest_timeout_set_timer(self) -> bool:
-        # pytest-timeout would end one process; here all must end.
-        return True
-
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> Any:
         report = yield
@@ -189,7 +175,7 @@ class Member:
         """Runs in a thread: ends this process if another one has ended the session, or if a test
         takes too long.
         """
-        client = _client()
+        client = connected()
         while not self._ended.wait(0.2):
             try:
                 reason = client.key_value_try_get(_ABORT)
@@ -205,7 +191,7 @@ class Member:
                 self._abort(f"{running[0]} has not finished within its limit")
 
     def _abort(self, reason: str) -> NoReturn:
-        _client().key_value_set(_ABORT, f"process {self._me}: {reason}", True)
+        connected().key_value_set(_ABORT, f"process {self._me}: {reason}", True)
         self._die(f"process {self._me}: {reason}")
 
     def _die(self, reason: str) -> NoReturn:
@@ -239,12 +225,6 @@ class Member:
                 f"{first} does not exist on all hosts: set TMPDIR to a folder that they share"
             )
         return first
-
-
-def _client() -> CoordinationClient:
-    client = coordination_client()
-    assert client is not None  # these processes are connected
-    return client
 
 
 def _my_stack() -> str:

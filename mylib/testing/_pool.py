@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -86,6 +86,8 @@ class Session:
     directory: str
     # The index of the process that opens a debugger when a test fails; -1 for the first that fails.
     debug: int | None
+    # The files that a debugger reads from and writes to.
+    terminal: Sequence[int]
     # Whether pytest's cache is used; each process then has its own.
     cached: bool
     # The options for measuring coverage, or None.
@@ -118,7 +120,7 @@ class Pool:
                     },
                     without=VARIABLES if session.coverage else (),
                     cwd=session.directory,
-                    keep=lambda index: [channels[index]],
+                    keep=lambda index: [channels[index], *session.terminal],
                 )
             for index in range(topology.processes):
                 self.tell(index, self._beginning(index, session))
@@ -146,6 +148,7 @@ class Pool:
             "options": session.options,
             "coverage": session.coverage,
             "debug": session.debug in (index, -1),
+            "terminal": session.terminal,
         }
 
     def run(
@@ -155,15 +158,12 @@ class Pool:
         *,
         timeout: float | None,
         grace: float,
-        talk: Callable[[int, str | None], str],
     ) -> Result:
         """Runs one test in all processes. `following` is their next test. `timeout` limits the
         whole test, `grace` the other processes after one has failed.
-
-        `talk` serves a debugger in a process: it shows a text, or reads a line.
         """
         self._tests += 1
-        run = _RunningTest(self, timeout, grace, talk)
+        run = _RunningTest(self, timeout, grace)
         for index in range(self.topology.processes):
             message = {"do": "test", "test": test, "following": following, "number": self._tests}
             if not self.tell(index, message):
@@ -206,7 +206,7 @@ class Pool:
         a process waits for others or holds the GIL.
         """
         for outcome in outcomes:
-            self._group.processes[outcome.index].signal(signal.SIGUSR1)
+            self._group.processes[outcome.index].popen.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + _LOOK_AT
         for outcome in outcomes:
             path = self._group.folder / f"{outcome.index}.stack"
@@ -296,18 +296,12 @@ class Pool:
 class _RunningTest:
     """One test while it runs."""
 
-    def __init__(
-        self,
-        pool: Pool,
-        timeout: float | None,
-        grace: float,
-        talk: Callable[[int, str | None], str],
-    ) -> None:
+    def __init__(self, pool: Pool, timeout: float | None, grace: float) -> None:
         count = pool.topology.processes
         self.outcomes = [Outcome(index) for index in range(count)]
         # The positions up to which each process's stdout and stderr files have been read.
         self.printed = [(0, 0)] * count
-        self._pool, self._grace, self._talk = pool, grace, talk
+        self._pool, self._grace = pool, grace
         self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
         self._running = set(range(count))
         # The process that may open a debugger, and whether it is open.
@@ -365,10 +359,6 @@ class _RunningTest:
                 if self._debugging:
                     self._debugger = index
                 self._pool.tell(index, {"debug": self._debugging})
-            case "show":
-                self._talk(index, message["text"])
-            case "ask":
-                self._pool.tell(index, {"line": self._talk(index, None)})
             case "debugged":
                 self._debugging = False
                 # The others were waiting while the user typed.

@@ -36,7 +36,7 @@ _NOISE = (
     "/pluggy/",
     "/pytest/__main__.py",
     "/mylib/testing/_worker.py",
-    "/mylib/testing/_once.py",
+    "/mylib/testing/_process.py",
     "<frozen runpy>",
     "Extension modules:",
     "    @     0x",
@@ -173,9 +173,10 @@ class Merger:
             reason=reason,
         )
         first = next(iter(reports.values()))
-        if hasattr(first, "context"):
-            return _as_subtest(first, merged)
-        return merged
+        if not hasattr(first, "context"):
+            return merged
+        first.outcome, first.longrepr, first.sections = outcome, text, merged.sections
+        return first
 
     def _properties(self, reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, object]]:
         pairs = [tuple(pair) for r in reports.values() for pair in r.user_properties]
@@ -292,12 +293,6 @@ def _disorder(reason: str) -> str:
         f"the test has left its processes out of step, and they have been killed: {reason}. "
         "All must do the same work, and wait for everything that they start"
     )
-
-
-def _as_subtest(subtest: pytest.TestReport, merged: pytest.TestReport) -> pytest.TestReport:
-    subtest.outcome, subtest.longrepr = merged.outcome, merged.longrepr
-    subtest.sections = merged.sections
-    return subtest
 
 
 def _count_subtests(reports: Sequence[pytest.TestReport]) -> None:

@@ -50,11 +50,11 @@ class TopologyRequest:
     def __post_init__(self) -> None:
         for name in "processes", "devices_per_process":
             value = getattr(self, name)
-            if value is not None and not (_is_int(value) and value > 0):
+            if value is not None and not (_is(int, value) and value > 0):
                 raise ValueError(f"{name}={value!r}: write a positive number, or leave it out")
         if self.platform not in (None, *PLATFORMS):
             raise ValueError(f"platform={self.platform!r}: write one of {', '.join(PLATFORMS)}")
-        if self.timeout is not None and not (_is_number(self.timeout) and self.timeout > 0):
+        if self.timeout is not None and not (_is(int | float, self.timeout) and self.timeout > 0):
             raise ValueError(f"timeout={self.timeout!r}: write a number of seconds")
         if not isinstance(self.fresh, bool):
             raise ValueError(f"fresh={self.fresh!r}: write True or False")
@@ -118,9 +118,12 @@ def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, s
         for name in "no_proxy", "NO_PROXY":
             env[name] = ",".join(filter(None, [env.get(name), HOST, "localhost"]))
     env["JAX_PLATFORMS"] = topology.platform
-    env.update(_PLATFORM_ENVIRONMENT[topology.platform](index, topology, ports))
-    env.update(topology.env)
-    return env
+    if topology.platform == "cpu":
+        env |= cpu_settings(topology.devices)
+    else:
+        cuda = topology.platform == "cuda"
+        env |= _cuda(index, topology) if cuda else _tpu(index, topology, ports)
+    return env | dict(topology.env)
 
 
 def cpu_settings(devices: int) -> dict[str, str]:
@@ -136,13 +139,7 @@ def cpu_settings(devices: int) -> dict[str, str]:
     }
 
 
-def _cpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
-    del index, ports
-    return cpu_settings(topology.devices)
-
-
-def _cuda(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
-    del ports
+def _cuda(index: int, topology: Topology) -> dict[str, str]:
     first = index * topology.devices
     mine = chips("cuda")[first : first + topology.devices]
     return {
@@ -180,12 +177,5 @@ def _tpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
     }
 
 
-_PLATFORM_ENVIRONMENT = {"cpu": _cpu, "cuda": _cuda, "tpu": _tpu}
-
-
-def _is_int(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool)
+def _is(kind: Any, x: Any) -> bool:
+    return isinstance(x, kind) and not isinstance(x, bool)

@@ -16,7 +16,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,9 +28,7 @@ from jax.sharding import get_abstract_mesh
 
 from .._processes import everybody, gather
 from ._coverage import Measured
-from ._forks import Forks
-from ._hostname import why_no_devices
-from ._once import Once
+from ._process import OneOfSeveral, make_devices
 from ._reruns import is_final
 
 # The pool gives up earlier.
@@ -50,14 +47,13 @@ class Worker:
         self._channel = Connection(channel)
         beginning = self._next_message()
         self._measured = Measured(beginning["coverage"])
-        self._forks = Forks()
+        self._as_all = OneOfSeveral()
         self._index: int = beginning["index"]
         self._folder = Path(beginning["folder"])
         self._number = 0
         self._test = ""
         self._processes: int = beginning["processes"]
-        self._options: dict[str, Any] = beginning["options"]
-        self._debug: bool = beginning["debug"]
+        self._beginning = beginning
         self._following: str | None = None
         self._ready = self._left = False
         self._printed = (0, 0)
@@ -79,7 +75,7 @@ class Worker:
             os._exit(1)
 
     def say(self, what: str, **more: Any) -> None:
-        self._forks.end_a_child(self._test)
+        self._as_all.end_a_child(self._test)
         try:
             self._channel.send_bytes(json.dumps({"say": what, **more}, default=str).encode())
         except OSError:
@@ -90,22 +86,15 @@ class Worker:
     @pytest.hookimpl(tryfirst=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
-        vars(config.option).update(self._options)
-        config.pluginmanager.register(self._forks)
-        config.pluginmanager.register(Once())
-        if config.pluginmanager.hasplugin("hypothesispytest"):
-            draw_the_same_everywhere()
+        vars(config.option).update(self._beginning["options"])
+        config.pluginmanager.register(self._as_all)
 
     def pytest_sessionstart(self) -> None:
         # After the conftest.py files, which may configure backends, and before the tests are
         # imported, which may use them. All processes must do it.
-        try:
-            jax.devices()
-        except RuntimeError as error:
-            cause = why_no_devices(error)
-            if cause is error:
-                raise
-            self.say("ready", trouble=str(cause))
+        trouble = make_devices()
+        if trouble:
+            self.say("ready", trouble=trouble)
             _end(1)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -194,32 +183,25 @@ class Worker:
                 },
             )
 
-    @pytest.hookimpl(optionalhook=True, tryfirst=True)
-    def pytest_timeout_set_timer(self) -> bool:
-        # The controller enforces the limit: it can inspect all processes.
-        return True
-
     def pytest_exception_interact(
         self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport
     ) -> None:
-        if self._debug and isinstance(node, pytest.Item) and call.excinfo is not None:
+        if self._beginning["debug"] and isinstance(node, pytest.Item) and call.excinfo is not None:
             self.say("debugger?")
             if self._next_message()["debug"]:
                 self._interact(call.excinfo, report)
 
     def _interact(self, excinfo: pytest.ExceptionInfo[Any], report: pytest.TestReport) -> None:
-        terminal = _Terminal(self)
-        terminal.write(f"\n{report.longreprtext}\n\n")
-        debugger = pdb.Pdb(stdin=terminal, stdout=terminal, nosigint=True)  # pyright: ignore[reportArgumentType]
+        reads, writes = self._beginning["terminal"]
+        screen = open(writes, "w", closefd=False, buffering=1)
+        screen.write(f"\n{report.longreprtext}\n\n")
+        keys: Any = _Lines(reads)
+        debugger = pdb.Pdb(stdin=keys, stdout=screen, nosigint=True)
         debugger.use_rawinput = False
         debugger.prompt = f"(Pdb, process {self._index}) "
         debugger.reset()
         debugger.interaction(None, excinfo.tb)
         self.say("debugged")
-
-    def ask(self) -> str:
-        self.say("ask")
-        return self._next_message()["line"]
 
     def shared_folder(self) -> Path:
         """A folder for the current test, the same in all processes."""
@@ -308,26 +290,14 @@ def _flush() -> None:
             stream.flush()
 
 
-class _Terminal:
-    """The user's terminal, for a debugger in this process."""
+class _Lines:
+    """Reads lines from a terminal, and no more than that: other processes read from it, too."""
 
-    encoding = "utf-8"
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def write(self, text: str) -> int:
-        self._worker.say("show", text=text)
-        return len(text)
-
-    def flush(self) -> None:
-        pass
+    def __init__(self, file: int) -> None:
+        self._file = os.fdopen(file, "rb", buffering=0, closefd=False)
 
     def readline(self) -> str:
-        return self._worker.ask()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.readline, "")
+        return self._file.readline().decode(errors="replace")
 
 
 def _join(coordinator: str, processes: int, index: int) -> None:
@@ -369,13 +339,3 @@ def _settings() -> dict[str, Any]:
 def _text_of(value: Any) -> str:
     # Devices differ between processes.
     return "a device" if isinstance(value, jax.Device) else str(value)
-
-
-def draw_the_same_everywhere() -> None:
-    from hypothesis import settings
-
-    # A database, or a deadline, would give processes different examples.
-    settings.register_profile(
-        "mylib.testing", settings.default, derandomize=True, database=None, deadline=None
-    )
-    settings.load_profile("mylib.testing")

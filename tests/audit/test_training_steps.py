@@ -8,6 +8,7 @@ import re
 
 import jax
 import pytest
+from matrix import pairwise
 from training_steps import MODELS, SABOTAGES, STRATEGIES, Step
 
 # Where each weight is on all devices, none is sharded by a rule.
@@ -17,7 +18,7 @@ _FSDP_ANYWAY = ("convolutions-fsdp_tp-adamw-list-no fully_shard",)
 
 
 def right_steps():
-    """Every model and strategy, and ways to train, pairwise."""
+    """Every model and strategy, each with two of the ways to train."""
     ways = itertools.cycle(
         [
             {},
@@ -57,8 +58,15 @@ assert {str(step) for step in itertools.chain(right_steps(), wrong_steps())} >= 
 
 
 def some(steps):
-    marks = {True: [], False: pytest.mark.thorough}
-    return [pytest.param(s, marks=marks[str(s) in EVERYDAY], id=str(s)) for s in steps]
+    steps = list(steps)
+    chosen = {str(step) for step in pairwise(steps)}
+
+    def mark(step):
+        if str(step) in EVERYDAY:
+            return []
+        return pytest.mark.thorough if str(step) in chosen else pytest.mark.exhaustive
+
+    return [pytest.param(step, marks=mark(step), id=str(step)) for step in steps]
 
 
 def found_in(step, devices):

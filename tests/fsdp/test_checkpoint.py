@@ -64,10 +64,10 @@ STACKINGS = pytest.mark.parametrize("stacking", ["scan", UNROLLED])
 
 
 EVERY_DAY = [
-    ("auto", "scan", "everything"),
     ("explicit", "scan", "dots"),
 ]
 SLOW = [
+    ("auto", "scan", "everything"),
     ("explicit", "scan", "everything"),
     ("shard_map", "scan", "everything"),
     ("auto", "scan", "nothing"),

@@ -192,6 +192,7 @@ def test_a_layer_that_prints(capfd):
     assert "here is layer 3" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_same_layers_twice():
     def value(layers, x):
         return jnp.mean(through(layers, through(layers, x)) ** 2)
@@ -294,6 +295,7 @@ def test_where_another_axis_is_manual():
     assert_close(found, eqx.filter_grad(value_of)(LAYERS, X))
 
 
+@pytest.mark.slow
 def test_each_layer_in_a_vmap_of_its_own():
     def value(layers, x):
         return each_alone(jax.vmap, layers, x)
@@ -340,7 +342,7 @@ def traced_twice(layers, x):
     "model",
     [
         skipping,
-        twice_and_backwards,
+        pytest.param(twice_and_backwards, id="twice_and_backwards", marks=pytest.mark.slow),
         pytest.param(in_parts, id="in_parts", marks=pytest.mark.slow),
         pytest.param(traced_twice, id="traced_twice", marks=pytest.mark.slow),
     ],
@@ -497,6 +499,7 @@ def _derivative(name, derivative, *marks):
         _derivative(
             "reverse over reverse",
             lambda f, x: jax.grad(lambda x: jnp.vdot(jax.grad(f)(x), jnp.cos(x)))(x),
+            pytest.mark.slow,
         ),
     ],
 )
@@ -518,6 +521,7 @@ def test_forward_mode_by_weights():
     assert_close(directional(sharded), expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_ensemble_of_models():
     def loss(layers, x):
         return value_of(mylib.fully_shard(layers, Layer, KEPT, mesh=AUTO, prefetch=1), x)

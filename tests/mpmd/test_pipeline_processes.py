@@ -90,7 +90,7 @@ def test_of_a_transformer():
 
 
 @FOUR
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_of_four_processes(tied):
     pairs = [(lambda stages: stages[0].bias, lambda stages: stages[-1].bias)] if tied else ()
     schedule = mpmd.one_f_one_b(4, MICROBATCHES)

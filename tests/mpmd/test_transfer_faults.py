@@ -16,7 +16,6 @@ from stopping import stopped_for
 
 import mylib
 from mylib import mpmd
-from mylib._links.pending import Transfers
 from mylib._processes import watch
 from mylib.testing import all_equal, barrier
 
@@ -48,10 +47,10 @@ def seconds(monkeypatch):
     return lambda count: monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", str(count))
 
 
-def _next_error() -> str:
+def _next_error(*between: Mesh) -> str:
     """The error of the first transfer after the one that failed."""
-    first, second = _meshes()
-    mine, other = (first, second) if jax.process_index() == 0 else (second, first)
+    first, second = between or _meshes()
+    mine, other = (second, first) if jax.process_index() and not between else (first, second)
     until = time.monotonic() + 60
     # Not by trying: that would be another transfer without its other side.
     while not watch().failures and time.monotonic() < until:
@@ -195,8 +194,65 @@ def test_a_circle_with_a_meeting():
     assert time.monotonic() - start < 10
     text = str(caught.value)
     all_equal(text)
-    assert "process 0 waits for process 1 to compare (placement in test_transfer_faults" in text
-    assert "which process 0 has not: float32[8]" in text
+    assert "process 0 for placement in test_transfer_faults.py:" in text
+    assert "to compare it with process 1; process 1 for float32[8] in " in text
+    assert "from process 0. Each gives" in text
+
+
+@pytest.mark.slow
+@pytest.mark.multihost(processes=3, devices_per_process=2, fresh=True)
+def test_a_circle_of_meetings():
+    """Of every two processes, before anything has been sent."""
+    me, devices = jax.process_index(), np.array(jax.devices()).reshape(3, 2)
+    barrier()
+    start = time.monotonic()
+    with pytest.raises(mpmd.TransferError) as caught:
+        for other in ((me + 1) % 3, (me + 2) % 3):
+            both = Mesh(devices[sorted((me, other))].reshape(4), ("data",))
+            mylib.filter_shard(X, P(), mesh=both)
+    assert time.monotonic() - start < 10
+    text = str(caught.value)
+    all_equal(text)
+    assert text.startswith("processes wait for each other: process 0 for placement in test_transf")
+    assert "to compare it with process 1; process 1 for placement in " in text
+
+
+@pytest.mark.slow
+@pytest.mark.multihost(processes=3, devices_per_process=2, fresh=True)
+@pytest.mark.parametrize("everybody", [False, True])
+def test_a_circle_of_meetings_and_arrays(everybody, seconds):
+    """One process waits for another one to place values together, that one for an array of a third
+    one, and this for an array of the first, or to place values together with both.
+    """
+    me, devices = jax.process_index(), np.array(jax.devices()).reshape(3, 2)
+    meshes = [Mesh(d, ("data",), axis_types=(AxisType.Auto,)) for d in devices]
+    x = [mylib.filter_device_put(X, P("data"), mesh=mesh) for mesh in meshes]
+    for i in range(3):
+        mpmd.fetch(mpmd.transfer(x[i], P(), mesh=meshes[(i + 1) % 3]))
+    some = mylib.make_mesh(data=-1) if everybody else Mesh(devices[:2].reshape(4), ("data",))
+    barrier()
+    seconds(5)
+    start = time.monotonic()
+
+    def place() -> None:
+        mylib.filter_shard(X, P(), mesh=some)
+
+    def wait(i: int) -> None:
+        np.asarray(mpmd.transfer(x[i], P("data"), mesh=meshes[me]).addressable_data(0))
+
+    calls = [
+        [place, lambda: mpmd.transfer(x[0], P("data"), mesh=meshes[2])],
+        [lambda: wait(2), place],
+        [place if everybody else lambda: wait(0), lambda: mpmd.transfer(x[2], P(), mesh=meshes[1])],
+    ]
+    with pytest.raises((mpmd.TransferError, jax.errors.JaxRuntimeError)) as caught:
+        for call in calls[me]:
+            call()
+    assert time.monotonic() - start < 10
+    if me == 0 or (me == 2 and everybody):
+        assert str(caught.value).startswith("processes wait for each other")
+    text = _next_error(meshes[me], meshes[(me + 1) % 3])
+    assert "to compare it with process 1" in text and "process 1 for float32[8] in " in text
 
 
 def test_two_threads():
@@ -274,11 +330,10 @@ def test_arrays_of_two_platforms_are_accounted_for_together(seconds):
     """Those of the second one as that would: there is one platform here."""
     x, first, second = _connected()
     seconds(2)
-    me, transfers = jax.process_index(), watch().transfers
-    assert isinstance(transfers, Transfers)
+    lane = watch().lane("arrays on another", (0, 1))
     for _ in range(4):
-        call = transfers.count("another", 1 - me, "an array")
-        (transfers.gives if me == 0 else transfers.takes)(call, (jnp.zeros(()),))
+        call = watch().count(lane, "an array")
+        (lane.give if jax.process_index() == 0 else lane.take)(call, (jnp.zeros(()),))
         np.testing.assert_array_equal(mpmd.fetch(mpmd.transfer(x, P(), mesh=second)), X)
         time.sleep(1)
     until = time.monotonic() + 60

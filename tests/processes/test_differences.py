@@ -11,11 +11,11 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from mylib import Fault, PlacementError
-from mylib._processes import copies, differences, groups
+from mylib._processes import copies, differences
+from mylib._text import in_short
 
 PROCESSES = 200
 EVERYBODY = tuple(range(PROCESSES))
-EXAMINE = functools.partial(differences.disagreements, "make it equal")
 
 
 class Outcome(NamedTuple):
@@ -33,13 +33,8 @@ def outcome(
     brief = {me: differences.in_brief(faults(me), facts(me)) for me in processes}
     difference = differences.difference_of(brief)
     assert difference is not None
-    said = {
-        me: differences.message(
-            me, difference, faults(me), lambda group, alike, me=me: facts(me).get(group, {})
-        )
-        for me in processes
-    }
-    judgement = differences.judge(difference, EXAMINE, said)
+    said = {me: differences.message(me, difference, faults(me), facts(me)) for me in processes}
+    judgement = differences.judge(difference, "make it equal", differences.disagreements, said)
     sent = sum(map(len, said.values()))
     return Outcome(differences.read(judgement), sent, len(judgement))
 
@@ -137,25 +132,24 @@ def test_faults_that_differ_in_addresses():
         for me in EVERYBODY
     }
     difference = differences.difference_of(brief)
-    assert difference is not None and difference.same_faults == ["0:200:1"]
+    assert difference is not None and difference.versions == {"faults": ["0:200:1"]}
 
 
 def test_copies_of_which_not_all_are_examined():
     """The processes that are left out are named with the shard that they hold."""
 
-    def version(processes, number, value):
-        held = {number: {value: differences.named(processes)}}
-        array = ["float32[2] as P()", [2], "P()", "0:4:1", held]
-        return differences.Version(processes, {".w": array})
+    def facts(number, value):
+        held = {number: {value: [8]}}
+        return {".w": ["float32[2] as P()", [2], "P()", "0:4:1", held]}
 
     versions = {
-        (0, 1, 2): [version((0,), "0", "a"), version((1,), "0", "b")],
-        (3, 4): [version((3,), "1", "c"), version((4,), "1", "d")],
+        (0, 1, 2): {(0,): facts("0", "a"), (1,): facts("0", "b")},
+        (3, 4): {(3,): facts("1", "c"), (4,): facts("1", "d")},
     }
-    (found,) = copies.faults_in(versions)
+    (found,) = copies.faults_in("place it again", versions)
     assert found.reason == (
-        "there are 2 values of it: process 0; process 1; 1 more process differs from all of "
-        "these (and 1 more of its shards differs)"
+        "there are 2 values of it: process 0 on device 8; process 1 on device 8; 1 more process "
+        "differs from all of these (and 1 more of its shards differs)"
     )
 
 
@@ -166,7 +160,7 @@ def test_equal_facts():
 
 @given(st.lists(st.integers(0, 30), max_size=40))
 def test_numbers_in_short(numbers):
-    text, left = groups.in_short(numbers), 0
+    text, left = in_short(numbers), 0
     if match := re.search(r" and (\d+) more$", text):
         text, left = text[: match.start()], int(match[1])
     parts = [list(map(int, part.split(".."))) for part in text.split(", ") if part]

@@ -196,7 +196,7 @@ def arrays(tree):
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
-EVERYDAY = {"convolutions": ["fsdp"], "transformer": ["fsdp", "both"], "scanned": []}
+EVERYDAY = {"convolutions": ["fsdp"], "transformer": ["both"], "scanned": []}
 TRAINED = [
     pytest.param(
         name,

@@ -20,7 +20,6 @@ from jax.experimental import multihost_utils
 from mylib.testing import all_equal, barrier, gather, info, same_program
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
-hangs = pytest.mark.multihost(timeout=2)
 
 
 def me() -> int:
@@ -123,10 +122,6 @@ def test_is_asserted_with_values():
 # --- one does something else ---------------------------------------------------------------------
 
 
-def test_one_fails_and_the_other_passes():
-    assert me() == 0, "only process 1"
-
-
 def test_one_raises_and_the_other_waits_for_it():
     if me() == 1:
         raise ValueError("process 1 raises")
@@ -136,21 +131,6 @@ def test_one_raises_and_the_other_waits_for_it():
 def test_one_is_skipped():
     if me() == 1:
         pytest.skip("only here")
-
-
-@pytest.mark.xfail(reason="known")
-def test_one_fails_as_expected():
-    assert me() == 0
-
-
-@pytest.fixture
-def broken_beginning():
-    if me() == 1:
-        raise RuntimeError("the beginning fails in one")
-
-
-def test_one_fails_at_the_beginning(broken_beginning):
-    meet()
 
 
 def test_processes_disagree():
@@ -164,8 +144,9 @@ def test_processes_disagree():
 
 
 # With one device the computation would be waited for.
-@pytest.mark.multihost(devices_per_process=2)
+@pytest.mark.multihost(devices_per_process=2, env={"FRUIT": "apple"})
 def test_one_leaves_something_running():
+    assert os.environ["FRUIT"] == "apple"
     if me() == 1:
         jax.jit(lambda x: jnp.sum(x))(_over_all())
 
@@ -204,22 +185,10 @@ def test_what_was_printed_before_is_not_kept():
     pytest.fail("to be shown")
 
 
-# --- one dies, or does not end -------------------------------------------------------------------
-
-
-def test_one_exits():
-    meet()
-    if me() == 1:
-        print("last words", flush=True)
-        os._exit(3)
-    meet()
-
-
-def test_one_forks_and_its_child_returns():
-    if me() == 1:
-        child = os.fork()
-        if child:
-            os.waitpid(child, 0)
+def test_a_child_returns():
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
 
 
 def test_a_child_fails_and_returns():
@@ -228,93 +197,10 @@ def test_a_child_fails_and_returns():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_one_exits_and_leaves_a_child_that_holds_its_pipe():
-    if me() == 1:
-        if os.fork() == 0:
-            time.sleep(30)
-            os._exit(0)
-        os._exit(4)
-    meet()
-
-
-def test_all_leave_each_other():
-    jax.distributed.shutdown()
-
-
-def test_one_asks_to_exit():
-    if me() == 1:
-        sys.exit(5)
-
-
-def test_one_is_killed():
-    # And with it what it has started.
-    children = [subprocess.Popen(["sleep", "1000"])]
-    with open(os.environ["CHILDREN"], "a") as file:
-        file.write("".join(f"{child.pid}\n" for child in children))
-    meet()
-    if me() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    hang()
-
-
-def test_one_segfaults():
-    if me() == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
-    hang()
-
-
-def test_the_coordinator_is_killed():
-    if me() == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
-    hang()
-
-
-# Its first meeting takes a while on a busy machine.
-@pytest.mark.multihost(timeout=8)
-def test_one_sleeps():
-    meet()
-    if me() == 1:
-        hang()
-    meet()
-
-
-@hangs
-def test_one_spins():
-    if me() == 1:
-        while True:
-            pass
-    meet()
-
-
-@hangs
-def test_one_waits_in_a_collective():
-    if me() == 0:
-        meet()
-
-
-@hangs
-def test_one_stops_answering():
-    if me() == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    meet()
-
-
-@pytest.mark.xfail(reason="known to crash")
-def test_one_crashes_as_expected():
-    if me() == 1:
-        os._exit(1)
-    meet()
-
-
 @pytest.mark.multihost(timeout=60)
 @pytest.mark.timeout(1)
 def test_the_mark_wins_over_pytest_timeout():
     time.sleep(1.5)
-
-
-@pytest.mark.timeout(2)
-def test_pytest_timeout_is_heeded():
-    hang()
 
 
 # --- fixtures ------------------------------------------------------------------------------------
@@ -341,6 +227,50 @@ def test_second_backend(second_backend):
     assert x.devices() == {second_backend[1]} and float(x.sum()) == 3
 
 
+def test_clean_distributed_of_shared_processes(clean_distributed):
+    pass
+
+
+def test_passes_last():
+    meet()
+
+
+# --- one dies, or does not end -------------------------------------------------------------------
+
+
+def test_one_exits():
+    meet()
+    if me() == 1:
+        # Its child holds its end of the pipe.
+        if os.fork() == 0:
+            time.sleep(30)
+            os._exit(0)
+        print("last words", flush=True)
+        os._exit(3)
+    meet()
+
+
+def test_all_leave_each_other():
+    jax.distributed.shutdown()
+
+
+def test_one_segfaults():
+    if me() == 1:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    hang()
+
+
+def test_the_coordinator_is_killed():
+    # And with it what it has started.
+    child = subprocess.Popen(["sleep", "1000"])
+    with open(os.environ["CHILDREN"], "a") as file:
+        file.write(f"{child.pid}\n")
+    meet()
+    if me() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
+
+
 @pytest.mark.multihost(fresh=True)
 def test_clean_distributed(clean_distributed):
     assert not jax.distributed.is_initialized()
@@ -354,14 +284,19 @@ def test_clean_distributed(clean_distributed):
     assert jax.process_count() == 2
 
 
-def test_clean_distributed_of_shared_processes(clean_distributed):
-    pass
-
-
-@pytest.mark.multihost(env={"FRUIT": "apple"})
-def test_environment():
-    assert os.environ["FRUIT"] == "apple"
-
-
-def test_passes_last():
+# Its first meeting takes a while on a busy machine.
+@pytest.mark.multihost(timeout=8)
+def test_one_sleeps():
     meet()
+    if me() == 1:
+        hang()
+    meet()
+
+
+# The limit of pytest-timeout.
+@pytest.mark.timeout(2)
+def test_one_spins_and_the_other_stops_answering():
+    if me() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        pass

@@ -61,7 +61,9 @@ def reports(multihost_tmp_path):
 
 
 def _keys():
-    return coordination_client().key_value_dir_get("mylib/watch/")
+    client = coordination_client()
+    assert client is not None
+    return client.key_value_dir_get("mylib/watch/")
 
 
 @processes

@@ -1,0 +1,60 @@
+"""Finds processes that wait for each other in a circle.
+
+A process that has waited for a while tells what it waits for, and how many calls of each lane it
+has made, or can make, before that comes. Each waits for the one that it names, and that has not
+made the call. If all made their calls in one order, there could be no circle: so a process may have
+told its part long ago, and is right all the same.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from .groups import members
+from .order import IN_ORDER
+from .series import Processes
+
+
+class Waiting(NamedTuple):
+    """What a process has told: the lane and the number of the call that it waits for, what that is
+    (the number of another process follows), and how many calls of each lane it has made.
+    """
+
+    lane: str
+    number: int
+    what: str
+    done: Mapping[str, int]
+
+
+def circle_before(me: int, waiting: Mapping[int, Waiting]) -> tuple[Processes, str] | None:
+    """What is wrong if this process waits for some that wait for each other, and for which ones."""
+    groups = {x.lane: members(x.lane.partition("/")[2]) for x in waiting.values()}
+    waits_for = {
+        process: [
+            other
+            for other in groups[lane]
+            if other != process and other in waiting and waiting[other].done.get(lane, 0) < number
+        ]
+        for process, (lane, number, *_) in waiting.items()
+    }
+    # Who waits for nobody that waits will go on.
+    while free := [process for process, others in waits_for.items() if not others]:
+        for process in free:
+            del waits_for[process]
+        waits_for = {p: [q for q in others if q in waits_for] for p, others in waits_for.items()}
+    if me not in waits_for:
+        return None
+    path = [me]
+    while (following := waits_for[path[-1]][0]) not in path:
+        path.append(following)
+    circle = path[path.index(following) :]
+    first = circle.index(min(circle))
+    circle = circle[first:] + circle[:first]
+    steps = [
+        f"process {process} for {waiting[process].what} {other}"
+        for process, other in zip(circle, [*circle[1:], circle[0]], strict=True)
+    ]
+    concerned = {other for process in circle for other in groups[waiting[process].lane]}
+    return tuple(sorted(concerned)), (
+        f"processes wait for each other: {'; '.join(steps)}. Each gives what the one before it "
+        f"waits for only after that. {IN_ORDER}"
+    )
