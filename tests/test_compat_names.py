@@ -398,7 +398,8 @@ ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
 
 
 KINDS = tuple(
-    f"{kind}_" for kind in "ARGUMENT EVENT LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
+    f"{kind}_"
+    for kind in "ARGUMENT EVENT FRAMES LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
 )
 
 

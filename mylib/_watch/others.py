@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _TELL = 10.0
 _READ = 5.0
 _READERS = 2
+# On a busy machine a process may be silent for so long.
+_SILENT = 2.0
 # A process that makes progress looks for orders after as many messages.
 _ORDERS = 3
 # If processes seem to be stuck they tell and read more often, but no more messages a second.
@@ -93,7 +95,7 @@ class Others:
 
     def _quiet(self) -> float:
         """Who has told nothing for longer is silent."""
-        return min(2.5 * min(_TELL, self._limit / 5) + 3, self._limit / 2)
+        return min(2.5 * min(_TELL, self._limit / 5) + 3, max(_SILENT, self._limit / 2))
 
     def _is_due(self, now: float) -> bool:
         return now - self._told >= self._pace() or self._reads_now(now)

@@ -106,7 +106,7 @@ class Started(NamedTuple):
             return []
 
 
-class Wait(NamedTuple):
+class Halt(NamedTuple):
     kind: str
     what: str
     processes: tuple[int, ...]
@@ -123,7 +123,7 @@ class Record:
         self._ended: dict[tuple[int, ...], Any] = {}
         self._over = 0
         # By thread.
-        self.waits: dict[int, list[Wait]] = {}
+        self.waits: dict[int, list[Halt]] = {}
 
     def started(self, call: Any, memo: list[Any], arrays: Sequence[Any]) -> None:
         if not memo or memo[0].owner is not self._lock:
@@ -179,7 +179,7 @@ class Record:
         if kind:
             self._tally(kind, processes).count += 1
         waits = self.waits.setdefault(threading.get_ident(), [])
-        waits.append(Wait(kind, what, processes, time.monotonic()))
+        waits.append(Halt(kind, what, processes, time.monotonic()))
         try:
             yield
         finally:

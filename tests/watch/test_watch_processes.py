@@ -72,7 +72,7 @@ def test_a_process_that_does_not_come_to_a_program(mesh, reports):
     total = mylib.filter_jit(lambda x: x.sum(), out_shardings=P(), mesh=mesh)
     x = mylib.filter_shard(np.ones(4, np.float32), P("d"), mesh=mesh)
     before = threading.active_count()
-    with mylib.watch(stuck_after=1):
+    with mylib.watch(stuck_after=2):
         for step in range(3):
             if step == 2 and jax.process_index() == 1:
                 reports.wait()
@@ -92,7 +92,7 @@ def test_a_process_that_does_not_come_to_a_program(mesh, reports):
 
 @processes
 def test_a_process_that_does_not_come_to_compare(mesh, reports):
-    with mylib.watch(stuck_after=1):
+    with mylib.watch(stuck_after=2):
         if jax.process_index() == 0:
             reports.wait()
         mylib.filter_shard(np.ones(4, np.float32), P("d"), mesh=mesh)
@@ -106,10 +106,10 @@ def test_a_process_that_works_is_waited_for(mesh, reports):
     total = mylib.filter_jit(lambda x: x.sum(), out_shardings=P(), mesh=mesh)
     x = mylib.filter_shard(np.ones(4, np.float32), P("d"), mesh=mesh)
     mine = mylib.filter_jit(lambda x: x + 1)
-    with mylib.watch(stuck_after=1):
+    with mylib.watch(stuck_after=2):
         float(total(x))
         if jax.process_index() == 1:
-            until = time.monotonic() + 3
+            until = time.monotonic() + 5
             while time.monotonic() < until:
                 float(mine(1.0 * np.ones(())))
                 time.sleep(0.1)
