@@ -6,7 +6,9 @@ import importlib
 import inspect
 import logging
 import re
+import sys
 import textwrap
+import traceback
 import warnings
 from pathlib import Path
 
@@ -396,7 +398,8 @@ ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
 
 
 KINDS = tuple(
-    f"{kind}_" for kind in "ARGUMENT EVENT LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
+    f"{kind}_"
+    for kind in "ARGUMENT EVENT FRAMES LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
 )
 
 
@@ -670,6 +673,42 @@ class TestEventsAndLoggers:
 
     def test_each_is_looked_for(self):
         assert set(listed("EVENT_") | listed("LOGGER_")) == {"EVENT_COMPILED", "LOGGER_CALLBACK"}
+
+
+class TestFrames:
+    """The functions of JAX that are on the stack while it traces, lowers, compiles, calls back."""
+
+    def test_each_is_entered(self):
+        entered = set()
+
+        def look(frame, event, arg):
+            if event == "call" and "jax" in frame.f_code.co_filename:
+                entered.add((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+
+        def called(x):
+            entered.add("traced")
+            return jax.pure_callback(heard, LIKE, x) + io_callback(heard, LIKE, x)
+
+        def heard(x):
+            found = {(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()}
+            entered.update(found & names.FRAMES_CALLBACK)
+            return x
+
+        before = sys.getprofile()
+        sys.setprofile(look)
+        try:
+            compiled = jax.jit(called)
+            compiled(X)
+        finally:
+            sys.setprofile(before)
+        jax.block_until_ready(compiled(X))
+        assert entered & names.FRAMES_TRACING, advice("FRAMES_TRACING")
+        assert entered >= names.FRAMES_COMPILING, advice("FRAMES_COMPILING")
+        assert entered >= names.FRAMES_CALLBACK, advice("FRAMES_CALLBACK")
+
+    def test_each_is_looked_for(self):
+        told = {"FRAMES_TRACING", "FRAMES_COMPILING", "FRAMES_CALLBACK"}
+        assert set(listed("FRAMES_")) == told
 
 
 def literal_names(source):

@@ -219,6 +219,23 @@ EVENT_COMPILED = "/jax/core/compile/backend_compile_duration"
 # Logs every error of a callback.
 LOGGER_CALLBACK = "jax._src.callback"
 
+# --- files and functions of JAX on the stack ------------------------------------------------------
+
+# What traces a function, what lowers a program, and what compiles one.
+FRAMES_TRACING = frozenset(
+    {
+        ("partial_eval.py", "trace_to_jaxpr"), ("partial_eval.py", "trace_to_jaxpr_dynamic"),
+        ("partial_eval.py", "trace_to_jaxpr_nocache"),
+    }
+)  # fmt: skip
+FRAMES_COMPILING = frozenset(
+    {("compiler.py", "compile_or_get_cached"), ("mlir.py", "lower_jaxpr_to_module")}
+)
+# What calls a function of Python from a running program.
+FRAMES_CALLBACK = frozenset(
+    {("callback.py", "pure_callback_impl"), ("callback.py", "io_callback_impl")}
+)
+
 # --- lowered programs: the names of MLIR's operations ---------------------------------------------
 
 # Operations that fill an array with what needs no memory itself.

@@ -151,7 +151,9 @@ class Compiled:
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
         mesh = self._origin.program.mesh if mesh is None else mesh
-        return report_of(self.compiled, self._origin.named, mesh=mesh, local=local)
+        report = report_of(self.compiled, self._origin.named, mesh=mesh, local=local)
+        self._origin.variant.collectives = report.collectives
+        return report
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Saves the program in a file, for [`mylib.load_compiled`][] on the machine that it was

@@ -10,6 +10,7 @@ import jax
 import jax.tree_util as jtu
 from jax.core import Tracer
 
+from .. import _watched
 from .._compat import (
     DELETED_ARRAYS_END_IT,
     donation_warning,
@@ -78,6 +79,8 @@ class _Traced(Rest):
     # Whether results are in host memory.
     in_host_memory: bool
     checks: Checks | None = None
+    # What `mylib.watch` needs to know only once.
+    watched: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,6 +196,8 @@ class Program:
                 _refuse_deleted(arrays)
             made = self._run(call, ahead or self.jitted, statics, arrays, donated)
             rest: _Traced = made.rest
+            if _watched.record is not None and mode == "eager":
+                _watched.record.started(call, rest.watched, made.arrays)
             if rest.checks is not None:
                 self._raise_failed(made, rest.checks)
         except (RuntimeError, ValueError) as error:

@@ -36,6 +36,8 @@ class Variant:
         # The arguments' shardings at the last compilation, and the results of that call.
         self.locations: list[Any] = []
         self.returned: list[weakref.ref[Any]] = []
+        # What `audit` has found, if it was asked; for `mylib.watch`.
+        self.collectives: Any = None
 
 
 class Variants:
