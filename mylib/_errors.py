@@ -203,7 +203,8 @@ class CapturedArrayWarning(MylibWarning):
 
 class DonationWarning(MylibWarning):
     """A function with `donate="warn"` or `"warn-except-first"` was given an array whose memory no
-    result could reuse.
+    result could reuse; or one with `donate="all-except-first"` returns new versions of several
+    arguments, and the first, which keeps its memory, is one of them.
     """
 
 

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from .arrivals import expect as expect
+from .donation import Donate as Donate
 from .inputs import Inputs as Inputs, Targets as Targets
 from .jit import Jitted as Jitted, filter_jit as filter_jit
 from .load import load_compiled as load_compiled

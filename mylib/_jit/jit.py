@@ -14,9 +14,10 @@ from .._compat import lowered_for_a_missing_backend, ran_on_a_description
 from .._errors import NotHereError
 from .._placement import AnyMesh, Placement
 from .._tree import Arrays, outlined
+from .donation import Donate, checked
 from .inputs import Inputs
 from .naming import add_note, code_of
-from .program import Donate, Program, not_here
+from .program import Program, not_here
 from .signature import Function, about
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_DONATE = ("all", "all-except-first", "warn", "warn-except-first", "none")
 
 
 @overload
@@ -82,9 +82,10 @@ def filter_jit(
         created there: with `filter_jit(Model, out_shardings=rule)(key)` no device ever holds more
         than its share of the model.
     - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`.
-    - `donate`: whether the arguments' memory may be used for the results: `"all"`,
-        `"all-except-first"` (the first argument isn't donated), or `"none"`. `"warn"` and
-        `"warn-except-first"` also warn about arrays that could not be reused. An array that occurs
+    - `donate`: which arguments' memory may be used for the results: a tuple with the names of
+        parameters, such as `("model", "state")`, `"all"`, `"all-except-first"` (the first argument
+        isn't donated), or `"none"`. `"warn"` and `"warn-except-first"` also warn about arrays that
+        could not be reused. An array that occurs
         twice among the arguments is copied, so that it is donated only once, or not at all if it is
         also an argument that isn't donated.
     - `inline`, `keep_unused`, `compiler_options`: as for `jax.jit`.
@@ -97,8 +98,8 @@ def filter_jit(
     **Raises:**
 
     `TypeError` for arguments of `jax.jit` that have no meaning here, saying what to use instead;
-    `ValueError` if `donate` is none of its values. Calls raise [`mylib.PlacementError`][] before
-    the function runs.
+    `ValueError` if `donate` is neither one of its words nor names of parameters. Calls raise
+    [`mylib.PlacementError`][] before the function runs.
 
     !!! Example
 
@@ -132,10 +133,6 @@ def filter_jit(
             donate=donate,
             **options,
         )
-    if donate not in _DONATE:
-        raise ValueError(
-            f"filter_jit: donate={donate!r} is none of {', '.join(map(repr, _DONATE))}"
-        )
     inputs = None if in_shardings is None else Inputs(in_shardings, mesh)
     given = {name: value for name, value in options.items() if value not in (None, False)}
     return Jitted.of(fun, inputs, out_shardings, mesh, donate, given)
@@ -145,8 +142,8 @@ def filter_jit(
 _INSTEAD = {
     "static_argnums": "leave it out: everything that is not an array is static",
     "static_argnames": "leave it out: everything that is not an array is static",
-    "donate_argnums": "write donate='all', or donate='all-except-first'",
-    "donate_argnames": "write donate='all', or donate='all-except-first'",
+    "donate_argnums": "write donate='all', or the names of parameters: donate=('model', 'state')",
+    "donate_argnames": "write donate=('model', 'state')",
     "device": "write in_shardings=device, which may be any placement",
     "backend": "write in_shardings=jax.devices(backend)[0], which may be any placement",
 }
@@ -180,15 +177,16 @@ class Jitted(Generic[P, T]):
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> "Jitted[..., Any]":
         arrays, split = outlined(fun)
+        function = Function.of(fun)
         program = Program(
             split,
             code_of(fun),
             about(fun),
-            Function.of(fun),
+            function,
             inputs,
             out_shardings,
             mesh,
-            donate,
+            checked(donate, function),
             options,
         )
         is_shared = inputs is None and out_shardings is None

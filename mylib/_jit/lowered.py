@@ -47,7 +47,7 @@ class _LoweredFrom(NamedTuple):
     arguments: Sequence[Argument]
 
     def named(self, own: str) -> str:
-        return named(own, self.names, self.variant.donated_from)
+        return named(own, self.names, self.variant.donated)
 
 
 def lowered_for(call: Call) -> "Lowered":

@@ -145,7 +145,7 @@ class TestOptions:
             ("static_argnums", "leave it out: everything that is not an array is static"),
             ("static_argnames", "leave it out: everything that is not an array is static"),
             ("donate_argnums", "write donate='all'"),
-            ("donate_argnames", "write donate='all'"),
+            ("donate_argnames", "write donate="),
             ("device", "write in_shardings=device"),
             ("backend", "write in_shardings=jax.devices"),
             ("inlined", "unexpected keyword argument 'inlined'$"),
