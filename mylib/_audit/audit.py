@@ -9,8 +9,9 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._compat import argument_of_filter_jit, is_filter_jit
+from .._compat import argument_of_filter_jit, is_filter_jit, without_dead_code
 from .._errors import AuditError
+from .._products import products_in
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, origin_of, source_of
@@ -21,7 +22,7 @@ from .groups import Axes, axes_in
 from .hlo import HloModule
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
-from .work import work_of
+from .work import Work, work_of
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -90,9 +91,13 @@ def audit(
                 "function and its arguments, audit(step, batch, model), not what it returned"
             )
         if not hasattr(fun, "lower"):
-            compiled, names = _compiled(fun, args, kwargs)
-            return report_of(compiled, names, mesh=mesh, local=local)
+            compiled, names, traced = _compiled(fun, args, kwargs)
+            return report_of(compiled, names, mesh=mesh, local=local, traced=traced)
         jitted: Any = fun
+        if hasattr(fun, "trace"):  # of jax.jit
+            traced = jitted.trace(*args, **kwargs)
+            compiled = traced.lower().compile()
+            return report_of(compiled, mesh=mesh, local=local, traced=traced.jaxpr)
         compiled = jitted.lower(*args, **kwargs).compile()
         if is_filter_jit(jitted):
             names = _names_of_equinox(jitted, args, kwargs)
@@ -117,8 +122,8 @@ def _plain(name: str) -> str:
     return name
 
 
-def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names]:
-    """A function, compiled for these arguments, and their names."""
+def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names, Any]:
+    """A function, compiled for these arguments, their names, and the traced program."""
     bound = signature_of(fun).bind(*args, **kwargs)
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
@@ -132,7 +137,8 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
     name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
-    return jax.jit(called).lower(arrays).compile(), lambda name: name_of.get(name, name)
+    traced = jax.jit(called).trace(arrays)
+    return traced.lower().compile(), lambda name: name_of.get(name, name), traced.jaxpr
 
 
 def _called(path: Any) -> str:
@@ -189,9 +195,10 @@ def report_of(
     *,
     mesh: AnyMesh | None,
     local: Iterable[str],
+    traced: Any = None,
 ) -> Report:
     """`audit` for a compiled program. `names` maps the arguments' names in the program to their
-    paths.
+    paths; `traced` is the program before it was compiled, if it is known.
     """
     compiled = None if isinstance(program, str) else program
     module = HloModule(program if isinstance(program, str) else program.as_text() or "")
@@ -209,6 +216,7 @@ def report_of(
     sent = transfers(module, frozenset(local))
     flow = Flow(module, sent)
     parameters = tuple(_parameters(module, names, compiled))
+    work = work_of(module, sent)
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
         collectives=tuple(_collective(i, t, flow, candidates, names) for i, t in enumerate(sent)),
@@ -216,10 +224,19 @@ def report_of(
         axes=dict(zip(candidates[0].names, candidates[0].sizes, strict=True)) if candidates else {},
         name=module.name,
         parameters=parameters,
-        work=work_of(module, sent),
+        work=work,
         results=tuple(_results(module, compiled)),
         flow=flow,
+        share=_share(work, traced),
     )
+
+
+def _share(work: Work, traced: Any) -> float | None:
+    """The part of a traced program's products that each device computes."""
+    if traced is None or work.unknown:
+        return None
+    found = products_in(without_dead_code(traced), each_turn=True)
+    return sum(work.flops.values()) / (2 * found.products) if found and found.products else None
 
 
 def _parameters(

@@ -1,5 +1,6 @@
 """The result of an audit, and how it is printed."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +115,8 @@ class Report:
         program uses.
     - `results`: the same for its results; empty if only text was given.
     - `flow`: what its results and collectives depend on, which contracts judge by.
+    - `share`: the part of the function's products that each device computes: 1 if they are not
+        divided. None if that is unknown, as for a program without its function, or with kernels.
     """
 
     collectives: tuple[Collective, ...]
@@ -124,6 +127,7 @@ class Report:
     work: Work
     results: tuple[Parameter, ...]
     flow: Flow = field(repr=False, compare=False)
+    share: float | None = None
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """How many collectives run in a call of the program. Of the branches of a condition only
@@ -226,7 +230,8 @@ class Report:
     def _repr_html_(self) -> str:
         groups = _by_layer(self.collectives)
         rows = [Sent(_row(group), _sent(group)) for group in groups]
-        return report_page(_title(self), [_sum(self)], _COLUMNS, rows, self.memory)
+        notes = [_sum(self), *_divided(self)]
+        return report_page(_title(self), notes, _COLUMNS, rows, self.memory)
 
 
 def _check_sheet(machine: Machine) -> None:
@@ -288,9 +293,21 @@ def _lines(report: Report) -> list[str]:
         rows = [_COLUMNS, *(_row(several) for several in _by_layer(report.collectives))]
         lines += table(rows)
     lines.append(_sum(report))
+    lines += _divided(report)
     if report.memory is not None:
         lines += report.memory.lines()
     return lines
+
+
+def _divided(report: Report) -> list[str]:
+    """How much each of several devices computes."""
+    share, devices = report.share, math.prod(report.axes.values())
+    if share is None or devices == 1:
+        return []
+    parts = round(1 / share)
+    if abs(share * parts - 1) < 0.02:
+        return [f"  each device does {'all' if parts == 1 else f'1/{parts}'} of the products"]
+    return [f"  each device does {share:.0%} of the products"]
 
 
 def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:

@@ -2,12 +2,13 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from .._compat import lowered_for_a_missing_backend, ran_on_a_description
@@ -56,7 +57,7 @@ def filter_jit(
 
 def filter_jit(
     fun: Callable[..., Any] | None = None,
-    *,
+    *by_position: Any,
     in_shardings: PyTree[Placement] = None,
     out_shardings: PyTree[Placement] = None,
     mesh: AnyMesh | None = None,
@@ -117,6 +118,7 @@ def filter_jit(
         y = predict(model, np.ones((16, 64), np.float32))
         ```
     """
+    refuse_by_position("filter_jit", fun, by_position)
     if others:
         raise TypeError(_refused(others))
     options = {
@@ -136,6 +138,17 @@ def filter_jit(
     inputs = None if in_shardings is None else Inputs(in_shardings, mesh)
     given = {name: value for name, value in options.items() if value not in (None, False)}
     return Jitted.of(fun, inputs, out_shardings, mesh, donate, given)
+
+
+def refuse_by_position(name: str, fun: Any, others: Sequence[Any]) -> None:
+    """Raises if anything but the function is given by position, such as a mesh."""
+    wrong = [x for x in (fun, *others) if isinstance(x, Mesh | AbstractMesh)] or list(others)
+    if wrong:
+        option = "mesh=" if isinstance(wrong[0], Mesh | AbstractMesh) else "its options"
+        raise TypeError(
+            f"{name} takes the function by position, and nothing else: write {option} by keyword, "
+            f"{name}(f, mesh=mesh)"
+        )
 
 
 # Options of `jax.jit` and what to write instead.

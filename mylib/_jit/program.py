@@ -43,6 +43,7 @@ from .naming import (
     unhashable,
 )
 from .placed_after import PlacedAfter
+from .replicated import about_replicated
 from .signature import Function
 from .variants import Variant, Variants
 
@@ -215,6 +216,9 @@ class Program:
         if first or _counts.compiled != compiled:
             compare(call, rest.kept, arrays)
             about_compiled(call, arrays, donated, made.arrays)
+            if mode == "eager" and not ahead:
+                traced = self.jitted.trace(*statics, kept, donated)
+                about_replicated(call, arrays, made.arrays, traced)
             variant.is_parallel |= any(map(_is_on_several_devices, (*arrays, *made.arrays)))
         if placed is not call.arrays and variant.donated is not None:
             let_go(call, placed, variant.donated)
@@ -225,8 +229,8 @@ class Program:
             about_spared(call, result)
         return result
 
-    def lower(self, call: Call) -> tuple[jax.stages.Lowered, Arrays]:
-        """The lowered program, and the arrays that it was lowered for."""
+    def lower(self, call: Call) -> tuple[jax.stages.Lowered, Any, Arrays]:
+        """The program lowered, and as a jaxpr; and the arrays that it was lowered for."""
         __equinox_jit_id__ = self.id  # noqa: F841
         placed, own, targets = call.arrays, call.own, None
         if self.inputs is not None:
@@ -238,7 +242,7 @@ class Program:
         # Warns about captured arrays now: the program may be called in another process.
         if call.variant.large:
             about_captured(call)
-        return lowered, arrays
+        return lowered, self.jitted.trace(*statics, kept, donated).jaxpr, arrays
 
     def _run(
         self,

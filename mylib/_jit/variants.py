@@ -45,6 +45,8 @@ class Variants:
         self._known: dict[Split, Variant] = {}
         # The one that was called last. Usually it is called again.
         self.latest: Variant | None = None
+        # Whether it has been told that all devices compute the same.
+        self.is_replicated_told = False
         self._row = _NumbersInARow()
 
     def __len__(self) -> int:

@@ -56,12 +56,18 @@ def place():
     step(mylib.filter_shard(model, P(), mesh=MESH), jnp.ones(8))
 
 
+def replicate():
+    x = mylib.filter_shard(jnp.ones((512, 512)), P(), mesh=MESH)
+    mylib.filter_jit(lambda x: x @ x)(x)
+
+
 CASES = {
     mylib.CapturedArrayWarning: capture,
     mylib.DonationWarning: donate,
     mylib.PlacementWarning: place,
     mylib.PrefetchWarning: prefetch,
     mylib.RecompilationWarning: recompile,
+    mylib.ReplicatedWarning: replicate,
     mylib.StaticNumberWarning: count,
 }
 
