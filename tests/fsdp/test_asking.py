@@ -211,3 +211,17 @@ def test_arrays_that_are_no_slices():
 def test_layers_after_the_placement(layers):
     with pytest.raises(TypeError, match=r"the layers \(Linear.*come before where weights are kept"):
         mylib.fully_shard(Called(), KEPT, layers, mesh=AUTO)
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("wrap", [lambda f: f, mylib.filter_jit], ids=["eager", "jit"])
+def test_forward_mode(wrap, checkpoint):
+    model = mylib.filter_shard(Called(), KEPT, mesh=AUTO)
+
+    def loss(model):
+        layers = mylib.fully_shard(model, Called, KEPT, mesh=AUTO, checkpoint=checkpoint)
+        return jnp.sum(layers(jnp.ones(16)))
+
+    with pytest.raises(TypeError, match="forward-mode") as caught:
+        wrap(lambda model: eqx.filter_jvp(loss, (model,), (model,)))(model)
+    assert "reverse mode only" in str(caught.value.__notes__)
