@@ -179,8 +179,8 @@ def _forward_mode_explained() -> Iterator[None]:
         if names.TEXT_FORWARD_MODE in str(error):
             error.add_note(
                 "(a layer of fully_shard has gradients in reverse mode only: take jax.jvp or "
-                "jax.jacfwd of the loss without fully_shard, or forward mode of its gradient, as in "
-                "jax.jvp(jax.grad(loss), ...))"
+                "jax.jacfwd of the loss without fully_shard, or forward mode of its gradient, as "
+                "in jax.jvp(jax.grad(loss), ...))"
             )
         raise
 
