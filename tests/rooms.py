@@ -36,6 +36,7 @@ ORDER = (
     "rules",
     "_placement",
     "_tree",
+    "_products",
     "_programs",
     "machines",
     "_meshes",

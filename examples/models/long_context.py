@@ -41,7 +41,7 @@ class Size:
 
 
 SMALL = Size(2, width=32, heads=4, vocab=64, time=64, rows=4)
-LARGE = Size(8, width=1024, heads=8, vocab=32768, time=32768, rows=4)
+LARGE = Size(8, width=1024, heads=8, vocab=32768, time=16384, rows=2)
 
 Part = Float[Array, "time heads size"]
 
