@@ -8,6 +8,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._compat import without_dead_code
 from .._errors import ReplicatedWarning, warn
 from .._placement import current_world
 from .._products import Products, products_in
@@ -35,7 +36,7 @@ def about_replicated(call: Call, arrays: Arrays, returned: Arrays, traced: Any) 
     positions = _whole(arrays[: call.variant.split.count], devices)
     if not positions:
         return
-    found = products_in(traced.jaxpr, each_turn=False)
+    found = products_in(without_dead_code(traced.jaxpr), each_turn=False)
     if found is None or not _are_worth_dividing(found, devices):
         return
     flops = (traced.lower().compile().cost_analysis() or {}).get("flops", 0)
@@ -44,14 +45,14 @@ def about_replicated(call: Call, arrays: Arrays, returned: Arrays, traced: Any) 
     call.program.variants.is_replicated_told = True
     known = names_of(call)
     leaves = [known[i] for i in positions]
-    parameters = list(dict.fromkeys(re.split(r"[.\[]", name)[0] for name in leaves))
-    i = positions[0]
-    axis = _axis_for(arrays, arrays[i].shape[0] if arrays[i].ndim else 1)
+    parameter = re.split(r"[.\[]", leaves[0])[0]
+    first = arrays[positions[0]]
+    axis = _axis_for(arrays, first.shape[0])
     rule = f"mylib.rules.batch({axis!r})"
     warn(
-        f"{call.program.name}: all {devices} devices compute the same, because no array that it is "
-        f"given divides its products among them. {some(leaves)} {_state(arrays[i])}. Write "
-        f"in_shardings={{{parameters[0]!r}: {rule}}}, or place the batch before the call, by "
+        f"{call.program.name}: all {devices} devices compute the same, as {some(leaves)} "
+        f"{_state(first)}. Write "
+        f"in_shardings={{{parameter!r}: {rule}}}, or place the batch before the call, by "
         f"mylib.filter_shard(batch, {rule}, mesh=mesh)",
         ReplicatedWarning,
     )
