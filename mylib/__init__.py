@@ -14,6 +14,7 @@ from ._errors import (
     PrefetchWarning,
     RecompilationWarning,
     ReplicaError,
+    ReplicatedWarning,
     SavedProgramError,
     StaticNumberWarning,
     SummedTwiceWarning,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from . import contracts, data, machines, mpmd, testing
     from ._audit import Collective, Report, audit
     from ._show import Changes, Explanation, Overview, explain, show
+    from ._watch import Watching, watch
 
 __version__ = "0.1.0"
 
@@ -51,12 +53,14 @@ __all__ = [
     "PlacementWarning",
     "PrefetchWarning",
     "RecompilationWarning",
+    "ReplicatedWarning",
     "ReplicaError",
     "Report",
     "SavedProgramError",
     "StaticNumberWarning",
     "SummedTwiceWarning",
     "Target",
+    "Watching",
     "audit",
     "check_replicas",
     "contracts",
@@ -81,6 +85,7 @@ __all__ = [
     "show",
     "testing",
     "vary",
+    "watch",
 ]
 
 if not TYPE_CHECKING:  # type checkers would take any name for one of them
@@ -90,6 +95,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
             "": "contracts data machines mpmd testing",
             "_audit": "Collective Report audit",
             "_show": "Changes Explanation Overview explain show",
+            "_watch": "Watching watch",
         }.items()
         for name in names.split()
     }

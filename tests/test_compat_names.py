@@ -6,7 +6,9 @@ import importlib
 import inspect
 import logging
 import re
+import sys
 import textwrap
+import traceback
 import warnings
 from pathlib import Path
 
@@ -396,7 +398,8 @@ ELSEWHERE = ONLY["0.10.2" if NEWER else "0.12.0.1"]
 
 
 KINDS = tuple(
-    f"{kind}_" for kind in "ARGUMENT EVENT LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
+    f"{kind}_"
+    for kind in "ARGUMENT EVENT FRAMES LOGGER MLIR PARAM PICKLED SCOPE STACK TEXT".split()
 )
 
 
@@ -483,6 +486,7 @@ PARAMS = {
     "PARAM_COND_NCONSTS": ("while",),
     "PARAM_DEVICES": ("device_put",),
     "PARAM_DIFFERENTIATED": ("remat2",),
+    "PARAM_DIMENSIONS": ("conv_general_dilated", "dot_general"),
     "PARAM_DONATED": ("jit",),
     "PARAM_DST_SHARDING": ("reshard",),
     "PARAM_FT_IN": ("scan",) if NEWER else (),
@@ -493,6 +497,7 @@ PARAMS = {
     "PARAM_JAXPR": CALLS,
     "PARAM_KEEP_UNUSED": ("jit",),
     "PARAM_LENGTH": ("scan",),
+    "PARAM_LHS_DILATION": ("conv_general_dilated",),
     "PARAM_LIMITS": ("slice",),
     "PARAM_MANUAL_AXES": ("shard_map",),
     "PARAM_MESH": ("shard_map",),
@@ -505,12 +510,15 @@ PARAMS = {
     "PARAM_OUT_SHARDINGS": ("jit",),
     "PARAM_OUT_SPECS": ("shard_map",),
     "PARAM_OUT_TREES": ("custom_vjp_call",),
+    "PARAM_PADDING": ("conv_general_dilated",),
     "PARAM_POLICY": ("remat2",),
     "PARAM_PREFERRED": ("conv_general_dilated", "dot_general", "ragged_dot_general"),
     "PARAM_PREVENT_CSE": ("remat2",),
     "PARAM_REVERSE": ("scan",),
+    "PARAM_RHS_DILATION": ("conv_general_dilated",),
     "PARAM_SHARDING": ("broadcast_in_dim", "reshape", "sharding_constraint"),
     "PARAM_STARTS": ("slice",),
+    "PARAM_STRIDES": ("conv_general_dilated",),
     "PARAM_SYMBOLIC_ZEROS": ("custom_jvp_call", "custom_vjp_call"),
     "PARAM_UNROLL": ("scan",),
 }
@@ -580,11 +588,18 @@ def other_type():
     jax.tree.map(jnp.add, [1.0], (1.0,))
 
 
+def forward_mode():
+    f = jax.custom_vjp(lambda x: x)
+    f.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    jax.jvp(f, (X,), (X,))
+
+
 # Programs that fail with an error in which the text is.
 ERRORS = {
     "TEXT_DELETED": donated_again,
     "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,
+    "TEXT_FORWARD_MODE": forward_mode,
     "TEXT_OTHER_MESH": other_mesh,
     "TEXT_OTHER_TYPE": other_type,
 }
@@ -670,6 +685,42 @@ class TestEventsAndLoggers:
 
     def test_each_is_looked_for(self):
         assert set(listed("EVENT_") | listed("LOGGER_")) == {"EVENT_COMPILED", "LOGGER_CALLBACK"}
+
+
+class TestFrames:
+    """The functions of JAX that are on the stack while it traces, lowers, compiles, calls back."""
+
+    def test_each_is_entered(self):
+        entered = set()
+
+        def look(frame, event, arg):
+            if event == "call" and "jax" in frame.f_code.co_filename:
+                entered.add((Path(frame.f_code.co_filename).name, frame.f_code.co_name))
+
+        def called(x):
+            entered.add("traced")
+            return jax.pure_callback(heard, LIKE, x) + io_callback(heard, LIKE, x)
+
+        def heard(x):
+            found = {(Path(frame.filename).name, frame.name) for frame in traceback.extract_stack()}
+            entered.update(found & names.FRAMES_CALLBACK)
+            return x
+
+        before = sys.getprofile()
+        sys.setprofile(look)
+        try:
+            compiled = jax.jit(called)
+            compiled(X)
+        finally:
+            sys.setprofile(before)
+        jax.block_until_ready(compiled(X))
+        assert entered & names.FRAMES_TRACING, advice("FRAMES_TRACING")
+        assert entered >= names.FRAMES_COMPILING, advice("FRAMES_COMPILING")
+        assert entered >= names.FRAMES_CALLBACK, advice("FRAMES_CALLBACK")
+
+    def test_each_is_looked_for(self):
+        told = {"FRAMES_TRACING", "FRAMES_COMPILING", "FRAMES_CALLBACK"}
+        assert set(listed("FRAMES_")) == told
 
 
 def literal_names(source):

@@ -47,7 +47,7 @@ def test_it_changes_nothing(checkout_env):
 def test_rooms_that_most_programs_don_t_use_are_not_loaded(checkout_env):
     script = (
         "import sys, mylib\n"
-        "lazy = {'_audit', '_show', 'contracts', 'data', 'machines', 'mpmd', 'testing'}\n"
+        "lazy = {'_audit', '_show', '_watch', 'contracts', 'data', 'machines', 'mpmd', 'testing'}\n"
         "print(sorted(name for name in lazy if f'mylib.{name}' in sys.modules))\n"
         "mylib.filter_jit(lambda x: x + 1)(1.0), mylib.make_mesh(data=-1)\n"
         "print(sorted(name for name in lazy if f'mylib.{name}' in sys.modules))\n"

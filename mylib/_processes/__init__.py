@@ -18,7 +18,13 @@ from .differences import (
     faults_in_full as faults_in_full,
     in_brief as in_brief,
 )
-from .groups import digest as digest, named as named
+from .groups import (
+    digest as digest,
+    in_short as in_short,
+    members as members,
+    named as named,
+    text_of as text_of,
+)
 from .meeting import (
     AbsentError as AbsentError,
     Meet as Meet,

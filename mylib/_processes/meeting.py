@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from .._errors import line_of_caller
+from .._watched import waits
 from .groups import digest, named
 from .order import IN_ORDER
 from .series import JUDGED, Conclusion, Judge, Processes, Series, patience
@@ -169,6 +170,7 @@ class _Visit:
             self.series.conclude(kind, json.dumps(about))
 
 
+@waits("meetings", lambda purpose, mine, processes, *_, **__: (purpose, processes))
 def exchange(
     purpose: str,
     mine: str,

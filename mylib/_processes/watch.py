@@ -56,13 +56,15 @@ class Watch:
         self.me = jax.process_index()
         # Ends the connections to some processes, so that waiting for their arrays raises.
         self.break_off: Callable[[Processes], None] = lambda processes: None
+        # What `mylib.watch` tells and reads in this thread.
+        self.also: Callable[[], None] | None = None
         # What is wrong, by the processes that it concerns.
         self.failures: dict[Processes, str] = {}
         self.lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
         self._news = threading.Condition()
         self._told: dict[str, Any] = {}
-        self._reads_next = 0.0
+        self._exchanged = self._reads_next = 0.0
         self._busy = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="mylib-watch", daemon=True)
@@ -131,18 +133,19 @@ class Watch:
         return not waits and all(lane.is_settled() for lane in self.lanes.values())
 
     def _run(self) -> None:
-        exchanged = 0.0
         while not self._ended:
             if self._busy.wait(_IDLE):
                 time.sleep(_LOOK)
                 for lane in self._known_lanes():
                     if text := lane.look():
                         self.fail(lane.processes, text)
-                if time.monotonic() - exchanged < _EXCHANGE and not self._ended:
+                if time.monotonic() - self._exchanged < _EXCHANGE and not self._ended:
                     continue
-            exchanged = time.monotonic()
+            self._exchanged = time.monotonic()
             try:
                 self._exchange()
+                if self.also is not None:
+                    self.also()
             except jax.errors.JaxRuntimeError:
                 # The service does not answer. JAX itself ends processes that have lost it.
                 pass
@@ -151,6 +154,11 @@ class Watch:
             with self._lock:
                 if self.is_idle():
                     self._busy.clear()
+
+    def wake(self) -> None:
+        """Makes it tell and read at once."""
+        self._exchanged = 0.0
+        self._busy.set()
 
     def _end_thread(self) -> None:
         """Lets it make a last exchange."""
@@ -163,9 +171,9 @@ class Watch:
             return list(self.lanes.values())
 
     def _exchange(self) -> None:
-        accounts = self._read(f"{_ACCOUNTS}/{self.me}/")
         lanes = self._known_lanes()
         peers = {peer for lane in lanes for peer in lane.neighbours}
+        accounts = self._read(f"{_ACCOUNTS}/{self.me}/") if peers else {}
         for peer in peers:
             theirs = accounts.get(peer, {"failures": {}, "lanes": {}})
             for who, text in theirs["failures"].items():
@@ -176,8 +184,9 @@ class Watch:
                         self.fail(lane.processes, text)
         # Before it is told: what waits for a connection that is broken off must know why.
         self._refuse_circle(lanes)
+        failures = list(self.failures.items())
         for peer in peers:
-            wrong = {text_of(who): t for who, t in self.failures.items() if peer in who}
+            wrong = {text_of(who): text for who, text in failures if peer in who}
             told = {lane.name: lane.account(peer) for lane in lanes if peer in lane.neighbours}
             self._tell(f"{_ACCOUNTS}/{peer}/{self.me}", {"failures": wrong, "lanes": told})
 

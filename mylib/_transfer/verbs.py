@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from .. import _watched
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because, line_of_caller
 from .._links import crosses, is_nowhere_here, next_call, origin_of, set_origin
@@ -287,6 +288,8 @@ def _move_all(
                 Relocation(placed[i], kind, target, use_up, alias, i in travelling, counted)
             )
         put_back(placed, moving, move(moves))
+        if _watched.record is not None:
+            _watched.record.placed([placed[i] for i in moving])
         _label_placed(leaves, targets, moving, placed)
         _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
     return placed

@@ -15,6 +15,7 @@ import jax
 
 from .._compat import coordination_client
 from .._processes import JUDGED, Conclusion, Judge, Processes, Series, digest, named
+from .._watched import waits
 
 # The conclusion of a meeting that a process does not attend.
 _LEFT = "left"
@@ -35,7 +36,7 @@ class Channel:
     """
 
     def __init__(self, processes: Processes):
-        self._processes = processes
+        self.processes = processes
         # Read now: when Python exits, JAX may already be shut down.
         self.me = jax.process_index()
         self._open()
@@ -45,11 +46,12 @@ class Channel:
         self._ending, self._ended = threading.RLock(), False
         self._since: float | None = None
 
+    @waits("", lambda channel, *_: ("their next batch", channel.processes))
     def meet(self, mine: str, judge: Judge) -> str:
         """Sends a message to the others, and returns the conclusion that the last one to come draws
         from all messages.
         """
-        if len(self._processes) == 1:
+        if len(self.processes) == 1:
             return judge({self.me: mine})
         self._since = time.monotonic()
         kind, text = self._meet(mine, judge)
@@ -98,14 +100,14 @@ class Channel:
     def missing(self) -> str:
         """Names the processes that have not come yet."""
         come = self._series.messages()
-        return named([i for i in self._processes if i not in come] or self._processes)
+        return named([i for i in self.processes if i not in come] or self.processes)
 
     def _open(self) -> None:
         with _opening:
-            _opened[self._processes] += 1
-            number = _opened[self._processes]
-        place = f"mylib/prefetch/{digest(self._processes)}/{number}"
-        self._series = Series(place, self._processes, self.me)
+            _opened[self.processes] += 1
+            number = _opened[self.processes]
+        place = f"mylib/prefetch/{digest(self.processes)}/{number}"
+        self._series = Series(place, self.processes, self.me)
 
     def _may_pass_over(self, kind: str) -> bool:
         return kind == _LEFT and self._series.turn == 0 and not self._has_left
@@ -138,11 +140,11 @@ class Channel:
 
     def _close(self) -> None:
         # The last process deletes the keys.
-        if self._series.count("closed") == len(self._processes):
+        if self._series.count("closed") == len(self.processes):
             self._series.forget()
 
     def _quietly(self, tell: Callable[[], object]) -> None:
-        if len(self._processes) > 1 and coordination_client() is not None:
+        if len(self.processes) > 1 and coordination_client() is not None:
             try:
                 tell()
             except jax.errors.JaxRuntimeError:

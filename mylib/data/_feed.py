@@ -22,6 +22,7 @@ import jax.tree_util as jtu
 
 from .._placement import current_world
 from .._processes import patience
+from .._watched import waits
 from ._agreement import farewell, in_words, settle, settle_end
 from ._arrays import own
 from ._channel import Channel
@@ -173,6 +174,7 @@ class Feed:
             raise
         _feeds.add(self)
 
+    @waits("batches", lambda feed: ("the loader's next batch", feed.channel.processes))
     def take(self) -> Item:
         begun, limit = time.monotonic(), patience()
         while True:

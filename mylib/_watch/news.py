@@ -1,0 +1,153 @@
+"""What this process tells the others, and where."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from .._compat import CoordinationClient, names
+from .._processes import named
+from .._text import listed
+from .record import Record, Started, ended_of
+from .stacks import Thread
+
+# At most as many kinds of collectives of a program are named.
+_COLLECTIVES = 4
+
+_END = "end"
+_TELL = "tell"
+
+
+def news_of(record: Record, thread: Thread | None) -> dict[str, Any]:
+    """What is told regularly: short."""
+    calls, counts = record.calls(), record.counts()
+    last = f"call {calls[-1].number}, {_text(calls[-1])}" if calls else ""
+    if starting := _starting(calls, counts, thread):
+        kind, number, text = starting
+        last = f"call {number}, {text}" if kind else text
+        counts |= {kind: number} if kind else {}
+    return {"counts": counts, "at": thread.where() if thread else "", "last": last}
+
+
+def _starting(
+    calls: Sequence[Started], counts: Mapping[str, int], thread: Thread | None
+) -> tuple[str, int, str] | None:
+    """The call that has not returned: its kind, number and text. On CPUs it may run the program.
+    Before it returns nobody knows its devices; they are taken for those of the last time.
+    """
+    found = thread and thread.starts()
+    programs = [x.witness for x in calls if x.witness.tally and "programs" in x.witness.tally.name]
+    if not found:
+        return None
+    name, line = found
+    kinds = [x.tally.name for x in programs if x.name == name and x.tally]
+    kind = kinds[-1] if kinds else ""
+    return kind, counts.get(kind, 0) + 1, f"{name} in {line}"
+
+
+def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> dict[str, Any]:
+    """What is told by a process that is stuck."""
+    calls, now = record.calls(), time.monotonic()
+    main = threads.get(watched)
+    starting = _starting(calls, record.counts(), main)
+    callbacks = {i: x for i, x in threads.items() if x.in_callback()}
+    for_batch = any(wait.kind == "batches" for wait in record.waits.get(watched, ()))
+    loaders = {i: x for i, x in threads.items() if for_batch and x.name == "mylib.data.prefetch"}
+    shown = {"a thread of a callback": callbacks, "the loader's thread": loaders}
+    stacks = {
+        name: x.lines() for name, those in shown.items() for i, x in those.items() if x is not main
+    }
+    return {
+        "calls": [
+            (
+                call.witness.tally.name if call.witness.tally else "",
+                call.number,
+                _text(call),
+                ended,
+                [] if ended else call.busy(),
+                "" if ended else _communicated(call),
+            )
+            for call, ended in zip(calls, ended_of(calls), strict=True)
+        ]
+        + ([(*starting, False, [], "")] if starting and starting[0] else []),
+        "starting": starting[2] if starting else "",
+        "waits": [
+            (wait.what, named(wait.processes), now - wait.since)
+            for ident in (watched, *loaders)
+            for wait in [*record.waits.get(ident, ())]
+        ],
+        "in_jax": main is not None and main.is_in_jax(),
+        "callback": next((x.where() for x in callbacks.values()), ""),
+        "loader": next((x.where() for i, x in loaders.items() if not record.waits.get(i)), ""),
+        "stacks": ({"stack": main.lines()} if main else {}) | stacks,
+    }
+
+
+def _text(call: Started) -> str:
+    return f"{call.witness.name} in {call.line()}"
+
+
+def _communicated(call: Started) -> str:
+    """What `audit` has found of a program, if it was called."""
+    variant = call.witness.variant and call.witness.variant()
+    if variant is None or variant.collectives is None:
+        return ""
+    kinds = (f"{x.kind} over {', '.join(x.axes or '?')}" for x in variant.collectives)
+    return listed([*dict.fromkeys(kinds)], _COLLECTIVES) or "nothing"
+
+
+class Bulletin:
+    """Where the processes of a watch tell their news: keys of JAX's coordination service."""
+
+    def __init__(self, client: CoordinationClient, number: int, me: int):
+        self._client = client
+        self._place = f"mylib/watch/{number}"
+        self._me = me
+
+    def tell(self, kind: str, content: Mapping[str, Any]) -> None:
+        key = f"{self._place}/{kind}/{self._me}"
+        self._client.key_value_set(key, json.dumps(content), allow_overwrite=True)
+
+    def read(self, kind: str) -> dict[int, dict[str, Any]]:
+        found = self._client.key_value_dir_get(f"{self._place}/{kind}/")
+        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+
+    def read_one(self, kind: str, index: int) -> dict[str, Any] | None:
+        try:
+            return json.loads(self._client.key_value_try_get(f"{self._place}/{kind}/{index}"))
+        except jax.errors.JaxRuntimeError as error:
+            if names.TEXT_NOT_FOUND not in str(error):
+                raise
+            return None
+
+    def orders(self) -> tuple[int | None, int]:
+        """The process that has ended all of them, if any; and how often all were asked for their
+        records.
+        """
+        found = dict(self._client.key_value_dir_get(f"{self._place}/orders/"))
+        ends = [int(who) for key, who in found.items() if key.endswith(_END)]
+        return (ends[0] if ends else None), len(found) - len(ends)
+
+    def order_end(self) -> bool:
+        """False if another process was faster."""
+        return self._set_once(_END)
+
+    def order_records(self, number: int) -> bool:
+        """Asks all for their records. False if another process was faster."""
+        return self._set_once(f"{_TELL}-{number}")
+
+    def _set_once(self, order: str) -> bool:
+        try:
+            self._client.key_value_set(f"{self._place}/orders/{order}", str(self._me))
+        except jax.errors.JaxRuntimeError as error:
+            if names.TEXT_ALREADY_EXISTS not in str(error):
+                raise
+            return False
+        return True
+
+    def leave(self, count: int) -> None:
+        """The last one deletes the keys."""
+        if self._client.key_value_increment(f"{self._place}/left", 1) == count:
+            self._client.key_value_delete(f"{self._place}/")

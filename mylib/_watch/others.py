@@ -1,0 +1,249 @@
+"""What this process tells the others of a watch, and hears of them.
+
+It goes with the thread that compares the processes' calls (`_processes/watch.py`): that may wait
+for the coordination service, which stops with the process that keeps it.
+"""
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from .._processes import connected, watch as watch_of_calls
+from .ending import leave_python, say
+from .news import Bulletin
+from .report import report
+from .verdict import GONE, Account, is_stuck
+
+if TYPE_CHECKING:
+    from .lookout import Lookout
+
+# In seconds: the longest time between two messages of a process, and between two readings of all of
+# them, which only the first two processes do.
+_TELL = 10.0
+_READ = 5.0
+_READERS = 2
+# On a busy machine a process may be silent for so long.
+_SILENT = 2.0
+# A process that makes progress looks for orders after as many messages.
+_ORDERS = 3
+# If processes seem to be stuck they tell and read more often, but no more messages a second.
+_OFTEN = 1.0
+_RATE = 200
+# Seconds to leave the others; and for them to end before the process that keeps the service.
+_LAST = 5.0
+_AFTER = 12.0
+# And for a process whose Python is held by C to print its stack.
+_PRINTS = 1.0
+# So long the report waits for what other processes know of themselves.
+_PATIENCE = 2.0
+# A process that has used so much of its limit tells all that it knows of itself.
+_SOON = 0.8
+
+
+class Others:
+    """The other processes."""
+
+    def __init__(self, lookout: "Lookout", number: int):
+        self._lookout = lookout
+        self._limit = lookout.limit
+        self._me, self._count = lookout.me, lookout.count
+        self._bulletin = Bulletin(connected(), number, self._me)
+        self._began = self._heard = time.monotonic()
+        self._told = self._read = float("-inf")
+        self._number = 0
+        # The last news of each, and when they came.
+        self._seen: dict[int, tuple[dict[str, Any], float]] = {}
+        # The longest time without progress of any of them.
+        self._oldest = 0.0
+        self._is_reported = False
+        # The standstill whose record has been told.
+        self._recorded: Any = None
+        # How often all were asked for their records; and until when this process waits for them.
+        self._orders = 0
+        self._deadline: float | None = None
+        self._why: str | None = None
+        self._has_left = threading.Event()
+        self._watch = watch_of_calls()
+        self._watch.also = self._exchange
+
+    def leave(self, why: str) -> None:
+        self._why = why
+        self._watch.wake()
+        self._has_left.wait(_LAST)
+        self._watch.also = None
+
+    def remind(self, now: float) -> None:
+        """Lets the other thread send what is due. If it can't, this process reports alone."""
+        lookout = self._lookout
+        if lookout.is_asked or self._is_due(now):
+            self._watch.wake()
+        silence = now - self._heard
+        if lookout.age >= self._limit and silence > max(_LAST, 2.5 * self._pace()):
+            lookout.conclude(
+                f"no progress for {lookout.age:.0f} s, and the coordination service, which process "
+                f"0 keeps, has not answered for {silence:.0f} s: it may be stopped or cut off. The "
+                "others could not be asked"
+            )
+
+    def _pace(self) -> float:
+        if self._seems_stuck():
+            return max(min(_OFTEN, self._limit / 8), self._count / _RATE)
+        return min(_TELL, self._limit / 5)
+
+    def _seems_stuck(self) -> bool:
+        return max(self._lookout.age, self._oldest) >= self._limit / 2
+
+    def _quiet(self) -> float:
+        """Who has told nothing for longer is silent."""
+        return min(2.5 * min(_TELL, self._limit / 5) + 3, max(_SILENT, self._limit / 2))
+
+    def _is_due(self, now: float) -> bool:
+        return now - self._told >= self._pace() or self._reads_now(now)
+
+    def _reads_now(self, now: float) -> bool:
+        often = self._pace() if self._seems_stuck() else min(_READ, self._limit / 10)
+        return self._me < _READERS and now - self._read >= often
+
+    def _exchange(self) -> None:
+        """In the other thread."""
+        now = time.monotonic()
+        if self._why is not None:
+            self._tell_record()
+            self._tell(now, "left")
+            self._bulletin.leave(self._count)
+            self._has_left.set()
+            self._watch.also = None
+            return
+        if self._lookout.is_asked:
+            self._lookout.is_asked = False
+            if self._bulletin.order_records(self._orders):
+                self._deadline = now + (_ORDERS + 1) * min(_TELL, self._limit / 5) + 1
+        if now - self._told >= self._pace():
+            self._tell(now)
+            if self._seems_stuck() or self._number % _ORDERS == 1:
+                self._obey()
+        if self._reads_now(now) or self._takes_over(now):
+            self._judge(now)
+        self._heard = time.monotonic()
+
+    def _tell(self, now: float, state: str = "") -> None:
+        lookout, self._number, self._told = self._lookout, self._number + 1, now
+        account = lookout.account(full=False)
+        if lookout.age >= _SOON * self._limit and self._recorded != lookout.progress:
+            self._tell_record()
+        more = {
+            "number": self._number,
+            "age": lookout.age,
+            "state": state or account.state,
+            "why": self._why or "",
+            "recorded": self._recorded == lookout.progress,
+        }
+        self._bulletin.tell("news", account.news | more)
+
+    def _tell_record(self) -> None:
+        self._recorded = self._lookout.progress
+        record = self._lookout.account(full=True).record
+        self._bulletin.tell("record", record | {"orders": self._orders})
+
+    def _obey(self) -> None:
+        ended_by, orders = self._bulletin.orders()
+        if ended_by is not None:
+            say(f"mylib.watch: process {ended_by} has reported who is stuck, and ends this one")
+            self._end()
+        if orders > self._orders:
+            self._orders = orders
+            self._tell_record()
+
+    def _takes_over(self, now: float) -> bool:
+        """Whether this process reads everybody's news, as those that usually do are silent."""
+        if self._me < _READERS:
+            return False
+        if self._deadline is not None:
+            return True
+        if self._lookout.age < self._limit / 2:
+            return False
+        for i in range(_READERS):
+            news = self._bulletin.read_one("news", i)
+            if news is not None:
+                self._observe(i, news, now)
+        return all(not self._speaks(self._account(i, now)) for i in range(_READERS))
+
+    def _observe(self, index: int, news: dict[str, Any], now: float) -> None:
+        before = self._seen.get(index)
+        if before is None or before[0]["number"] != news["number"]:
+            self._seen[index] = news, now
+
+    def _account(self, index: int, now: float) -> Account:
+        if index == self._me:
+            return self._lookout.account(full=False)
+        if index not in self._seen:
+            return Account(index, now - self._began, state="absent")
+        news, came = self._seen[index]
+        state, since = news["state"], now - came
+        silent = since if since > self._quiet() and state not in GONE else 0.0
+        at_work = state == "paused" or state == "compiling" and not silent
+        age = 0.0 if at_work or state in GONE else news["age"] + since
+        return Account(index, age, silent, state, news)
+
+    def _speaks(self, account: Account) -> bool:
+        return not (account.silent or account.state in GONE or account.state == "absent")
+
+    def _judge(self, now: float) -> None:
+        self._read = now
+        for i, news in self._bulletin.read("news").items():
+            self._observe(i, news, now)
+        accounts = [self._account(i, now) for i in range(self._count)]
+        self._oldest = max(x.age for x in accounts)
+        if self._deadline is not None:
+            self._answer(accounts, now)
+        if not is_stuck(accounts, self._limit):
+            self._is_reported = False
+        elif not (self._is_reported or any(map(self._speaks, accounts[: self._me]))):
+            slow = [x for x in accounts if x.age >= self._limit / 2 and x.index != self._me]
+            told = all(x.news["recorded"] for x in slow if self._speaks(x))
+            if told or self._oldest >= self._limit + _PATIENCE:
+                self._is_reported = True
+                self._report(accounts)
+
+    def _answer(self, accounts: list[Account], now: float) -> None:
+        """Reports what a signal has asked for, once all have told it."""
+        records = self._bulletin.read("record")
+        for x in accounts:
+            found = records.get(x.index, {})
+            if found.get("orders", 0) > self._orders - 1 and self._orders:
+                x.record = found
+        assert self._deadline is not None
+        if now >= self._deadline or all(x.record for x in accounts if self._speaks(x)):
+            self._deadline = None
+            say(report(accounts, "asked for by a signal"))
+
+    def _report(self, accounts: list[Account]) -> None:
+        if self._lookout.end and not self._bulletin.order_end():
+            return  # another process was faster, and reports
+        records = self._bulletin.read("record")
+        for x in accounts:
+            if x.index == self._me:
+                x.record = self._lookout.account(full=True).record
+            elif x.news.get("recorded") and not x.silent:
+                x.record = records.get(x.index, {})
+        say(report(accounts, f"no progress for {self._oldest:.0f} s (stuck_after={self._limit:g})"))
+        if self._lookout.end:
+            if any(x.silent for x in accounts):
+                time.sleep(_PRINTS)
+            self._end()
+
+    def _end(self) -> None:
+        now = until = time.monotonic()
+        self._tell(now, "ended")
+        if self._me == 0:
+            # JAX ends the others in its own way when the service ends.
+            until += _AFTER
+        while time.monotonic() < until and self._are_others_here():
+            time.sleep(_OFTEN / 2)
+        leave_python()
+
+    def _are_others_here(self) -> bool:
+        now = time.monotonic()
+        for i, news in self._bulletin.read("news").items():
+            self._observe(i, news, now)
+        return any(self._speaks(self._account(i, now)) for i in range(1, self._count))

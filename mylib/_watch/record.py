@@ -1,0 +1,236 @@
+"""What this process has started, and what of it has ended.
+
+A call costs a few hundred nanoseconds and keeps at most 4 KiB alive. Nothing waits for devices:
+results are asked whether they are ready.
+"""
+
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+
+from .._compat import data_of_shards
+from .._processes import owners, text_of
+from .._text import counted
+from .._tree import is_of_keys
+
+# The most calls that are remembered, and the bytes of each that may be kept alive.
+_CALLS = 64
+_BYTES = 4096
+# As many results of a call are candidates for that, or are asked if none is small.
+_ASKED = 4
+# Of a placement, at most as many arrays are looked at.
+_LAST = 16
+
+
+def _folder_of(module: Any) -> str:
+    return str(Path(module.__file__).parent)
+
+
+# Between the line that makes a call and the record.
+_PASSED_THROUGH = (str(Path(__file__).parent.parent), _folder_of(jax), _folder_of(eqx))
+
+
+class Tally:
+    """How many calls of one kind have been started by these processes together."""
+
+    __slots__ = ("count", "name")
+
+    def __init__(self, name: str):
+        self.name = name
+        self.count = 0
+
+
+class Witness:
+    """Which results of a program tell whether it has ended."""
+
+    __slots__ = ("devices", "name", "others", "owner", "small", "tally", "variant")
+
+    def __init__(self, owner: object, name: str, variant: Any):
+        # The record that it is for.
+        self.owner = owner
+        self.name = name
+        # A weak reference to what `audit` may know about.
+        self.variant = variant
+        self.tally: Tally | None = None
+        self.devices: tuple[int, ...] = ()
+        # The smallest results that may be kept, the first of which is, and others, if there are
+        # none.
+        self.small: list[int] = []
+        self.others: list[int] = []
+
+
+class Started(NamedTuple):
+    """A call, and the results that tell whether it has ended."""
+
+    witness: Witness
+    number: int
+    code: CodeType
+    instruction: int
+    # The result that is kept, and its position; or weak references to some.
+    position: int
+    kept: Any
+    references: Sequence[weakref.ref[Any]]
+
+    def line(self) -> str:
+        return f"{Path(self.code.co_filename).name}:{line_in(self.code, self.instruction)}"
+
+    def results(self) -> list[Any]:
+        """Those that still exist."""
+        found = [ref() for ref in self.references] if self.kept is None else [self.kept]
+        return [x for x in found if x is not None and not x.is_deleted()]
+
+    def has_ended(self) -> bool | None:
+        """None if nothing tells."""
+        try:
+            results = self.results()
+            return all(x.is_ready() for x in results) if results else None
+        except RuntimeError:  # deleted meanwhile
+            return None
+
+    def busy(self) -> list[int]:
+        """The devices of this process that have not ended it."""
+        try:
+            shards = [x for result in self.results() for x in data_of_shards(result)]
+            return sorted({x.device.id for x in shards if not x.is_ready()})
+        except RuntimeError:
+            return []
+
+
+class Halt(NamedTuple):
+    kind: str
+    what: str
+    processes: tuple[int, ...]
+    since: float
+
+
+class Record:
+    """What this process does, as told by the rooms that do it."""
+
+    def __init__(self) -> None:
+        self._calls: deque[tuple[Any, ...]] = deque(maxlen=_CALLS)
+        self._tallies: dict[tuple[str, tuple[int, ...]], Tally] = {}
+        self._lock = threading.Lock()
+        self._ended: dict[tuple[int, ...], Any] = {}
+        self._over = 0
+        # By thread.
+        self.waits: dict[int, list[Halt]] = {}
+
+    def started(self, call: Any, memo: list[Any], arrays: Sequence[Any]) -> None:
+        if not memo or memo[0].owner is not self._lock:
+            memo[:] = [self._witness("programs", call.program.name, call.variant.key, arrays)]
+        self._add(memo[0], arrays)
+
+    def placed(self, arrays: Sequence[Any]) -> None:
+        name = f"placement of {counted(len(arrays), 'array')}"
+        last = arrays[-_LAST:]
+        self._add(self._witness("placements", name, None, last), last)
+
+    def _add(self, witness: Witness, arrays: Sequence[Any]) -> None:
+        tally = witness.tally
+        if tally is None:
+            return  # nothing of it is here
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename.startswith(_PASSED_THROUGH) and frame.f_back is not None:
+            frame = frame.f_back
+        tally.count = number = tally.count + 1
+        position, kept, references = -1, None, ()
+        if witness.small:
+            position = witness.small[0]
+            kept = arrays[position]
+        else:
+            references = [weakref.ref(arrays[i]) for i in witness.others]
+        line = frame.f_code, frame.f_lasti
+        self._calls.append((witness, number, *line, position, kept, references))
+
+    def _witness(self, kind: str, name: str, variant: Any, arrays: Sequence[Any]) -> Witness:
+        found = Witness(self._lock, name, variant)
+        sizes = sorted(
+            (_bytes_here(x), i)
+            for i, x in enumerate(arrays)
+            if isinstance(x, jax.Array) and not is_of_keys(x) and x.sharding.addressable_devices
+        )
+        if sizes:
+            sharding = arrays[sizes[0][1]].sharding
+            found.tally = self._tally(kind, owners(sharding))
+            found.devices = tuple(sorted(d.id for d in sharding.addressable_devices))
+            found.small = [i for size, i in sizes[:_ASKED] if size <= _BYTES]
+            found.others = [i for _, i in sizes[:_ASKED]]
+        return found
+
+    def _tally(self, kind: str, processes: tuple[int, ...]) -> Tally:
+        with self._lock:
+            found = self._tallies.get((kind, processes))
+            if found is None:
+                found = self._tallies[kind, processes] = Tally(f"{kind} {text_of(processes)}")
+            return found
+
+    @contextmanager
+    def waiting(self, kind: str, what: str, processes: tuple[int, ...]) -> Iterator[None]:
+        if kind:
+            self._tally(kind, processes).count += 1
+        waits = self.waits.setdefault(threading.get_ident(), [])
+        waits.append(Halt(kind, what, processes, time.monotonic()))
+        try:
+            yield
+        finally:
+            waits.pop()
+            self._over += 1
+
+    def step(self, processes: tuple[int, ...]) -> None:
+        self._tally("steps", processes).count += 1
+
+    def counts(self) -> dict[str, int]:
+        with self._lock:
+            return {tally.name: tally.count for tally in self._tallies.values()}
+
+    def calls(self) -> list[Started]:
+        return [Started(*call) for call in self._calls.copy()]
+
+    def look(self) -> tuple[Any, ...]:
+        """Another value than before if there has been progress."""
+        ended: dict[tuple[int, ...], Any] = {}
+        for call in self.calls():
+            witness = call.witness
+            if call.has_ended():
+                ended[witness.devices] = witness.tally, call.number
+            elif call.kept is not None and call.kept.is_deleted():
+                # It was donated to a later call. Next time another one is kept.
+                witness.small = [i for i in witness.small if i != call.position]
+        self._ended |= ended
+        return tuple(self.counts().values()), tuple(self._ended.items()), self._over
+
+
+def ended_of(calls: Sequence[Started]) -> list[bool | None]:
+    """Whether each call has ended: devices run their programs in order, so what is before one that
+    has ended has ended, too. None if it is unknown.
+    """
+    ended: list[bool | None] = []
+    last: set[tuple[int, ...]] = set()
+    for call in reversed(calls):
+        one = True if call.witness.devices in last else call.has_ended()
+        if one:
+            last.add(call.witness.devices)
+        ended.append(one)
+    return ended[::-1]
+
+
+def line_in(code: CodeType, instruction: int) -> int:
+    lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
+    return next(lines, None) or code.co_firstlineno
+
+
+def _bytes_here(x: jax.Array) -> int:
+    size = x.dtype.itemsize * len(x.sharding.addressable_devices)
+    for n in x.sharding.shard_shape(x.shape):
+        size *= n
+    return size

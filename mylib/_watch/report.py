@@ -1,0 +1,78 @@
+"""The report of who is stuck, as text."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from .._processes import in_short, named
+from .._text import counted
+from .verdict import GONE, Account, findings
+
+# The most groups of processes that are described, and calls of each.
+_GROUPS = 8
+_CALLS = 4
+
+
+def report(accounts: Sequence[Account], title: str) -> str:
+    """What is odd, and where each process is. Processes that are at the same place are described
+    together.
+    """
+    found = findings(accounts)
+    lines = [f"mylib.watch: {title}{found and f': {found[0]}' or ''}"]
+    lines += [f"  {text}" for text in found[1:]]
+    groups: dict[tuple[str, ...], list[Account]] = {}
+    for x in accounts:
+        groups.setdefault(tuple(_described(x)), []).append(x)
+    for text, those in list(groups.items())[:_GROUPS]:
+        head, *rest = text
+        who = named([x.index for x in those])
+        lines += [f"{who[0].upper()}{who[1:]} {head}", *(f"  {line}" for line in rest)]
+    left = [x for those in list(groups.values())[_GROUPS:] for x in those]
+    lines += [f"and {counted(len(left), 'more process', 'more processes')}"] if left else []
+    return "\n".join(lines)
+
+
+def _described(x: Account) -> Iterator[str]:
+    if x.state == "absent":
+        yield "has told nothing"
+        return
+    where = x.news.get("at") or "an unknown line"
+    if x.state in GONE:
+        yield f"was at {where} when it left"
+        return
+    doing = {"paused": ", paused", "compiling": ", compiling"}.get(x.state, "")
+    yield f"{'was' if x.silent else 'is'} at {where}{doing}"
+    if x.silent:
+        yield f"its last news: {x.news.get('last') or 'no call yet'}"
+        return
+    record = x.record
+    if not record and x.news.get("last"):
+        yield f"its last call: {x.news['last']}"
+    if record.get("starting") and record["starting"] not in (call[2] for call in _open(record)):
+        yield f"is starting {record['starting']}: that call has not returned"
+    yield from _calls(record)
+    for what, processes, _ in record.get("waits", ()):
+        yield f"waits for {what}, of {processes}"
+    for name, stack in record.get("stacks", {}).items():
+        yield f"{name}, innermost last:"
+        yield from (f"  {line}" for line in stack)
+
+
+def _calls(record: dict[str, Any]) -> Iterator[str]:
+    running = _open(record)
+    ended = [call for call in record.get("calls", ()) if call[3] is True]
+    if ended:
+        yield f"has ended call {ended[-1][1]}, {ended[-1][2]}"
+    for _, n, text, state, devices, about in running[:_CALLS]:
+        if state is None:
+            yield f"has started call {n}, {text}: whether it has ended is unknown"
+        else:
+            where = f" on {'device' if len(devices) == 1 else 'devices'} {in_short(devices)}"
+            told = f". It communicates {about}" if about else ""
+            yield f"has not ended call {n}, {text}{where if devices else ''}{told}"
+    if len(running) > _CALLS:
+        yield f"and {counted(len(running) - _CALLS, 'later call')}"
+
+
+def _open(record: dict[str, Any]) -> list[Any]:
+    """The calls that are not known to have ended."""
+    return [call for call in record.get("calls", ()) if call[3] is not True]

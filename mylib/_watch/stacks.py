@@ -1,0 +1,128 @@
+"""Where the threads of this process are, as text. The files themselves are not read: their disk may
+be what hangs.
+"""
+
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import jax
+
+from .._compat import names
+
+# The most frames of a thread that are shown.
+_SHOWN = 12
+_JAX = str(Path(jax.__file__).parent)
+_OURS = str(Path(__file__).parent.parent)
+# Python's own modules that are no files.
+_FROZEN = "<frozen"
+_LIBRARIES = (
+    _JAX,
+    _OURS,
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    _FROZEN,
+)
+# Threads whose stacks say nothing: they only send messages.
+_HELPERS = ("mylib-",)
+
+
+class Thread(NamedTuple):
+    """Where a thread is."""
+
+    name: str
+    frames: list[FrameType]  # the innermost first
+
+    def where(self) -> str:
+        """The innermost line of the user's own."""
+        return _line(self._own() or self.frames[0])
+
+    def _own(self) -> FrameType | None:
+        return next((x for x in self.frames if _is_own(x)), None)
+
+    def is_in_jax(self) -> bool:
+        """Whether the user's innermost line has called JAX, which may wait for devices there."""
+        own = self._own()
+        inside = self.frames[: self.frames.index(own)] if own else self.frames
+        return any(x.f_code.co_filename.startswith(_JAX) for x in inside)
+
+    def starts(self) -> tuple[str, str] | None:
+        """The function of `filter_jit` whose call has not returned, and the line of the call."""
+        name = ""
+        for frame in self.frames:
+            code = frame.f_code
+            if code.co_qualname == "Program.call" and code.co_filename.startswith(_OURS):
+                name = frame.f_locals["self"].name
+            elif name and _is_own(frame):
+                return name, f"{Path(code.co_filename).name}:{frame.f_lineno}"
+        return None
+
+    def is_in(self, functions: frozenset[tuple[str, str]]) -> bool:
+        return any(
+            (Path(x.f_code.co_filename).name, x.f_code.co_name) in functions
+            and x.f_code.co_filename.startswith(_JAX)
+            for x in self.frames
+        )
+
+    def in_callback(self) -> bool:
+        return self.is_in(names.FRAMES_CALLBACK)
+
+    def position(self) -> tuple[tuple[int, int], ...]:
+        """Another value when the thread has moved."""
+        return tuple((id(x.f_code), x.f_lasti) for x in self.frames)
+
+    def lines(self) -> list[str]:
+        """The frames of the user's own, and between them only the innermost of a library; the
+        outermost first.
+        """
+        shown = [
+            x
+            for x, inner in zip(self.frames, [None, *self.frames], strict=False)
+            if (_is_own(x) or inner is None or _is_own(inner)) and not _is_frozen(x)
+        ]
+        # What has started Python's program or thread.
+        while len(shown) > 1 and not _is_own(shown[-1]):
+            shown.pop()
+        return [_line(x) for x in shown[:_SHOWN]][::-1]
+
+
+def threads() -> dict[int, Thread]:
+    """The threads that run Python, but those that only send messages, and this one."""
+    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        ident: Thread(known.get(ident, ""), list(_frames(frame)))
+        for ident, frame in sys._current_frames().items()
+        if ident != threading.get_ident() and not known.get(ident, "").startswith(_HELPERS)
+    }
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_own(frame: FrameType) -> bool:
+    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+
+
+def _is_frozen(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_FROZEN)
+
+
+def _line(frame: FrameType) -> str:
+    code = frame.f_code
+    file = Path(code.co_filename).name if _is_own(frame) else _short(code.co_filename)
+    return f"{file}:{frame.f_lineno} in {code.co_name}"
+
+
+def _short(file: str) -> str:
+    """A file of a library, from its package on."""
+    for folder in sorted(filter(None, _LIBRARIES), key=len, reverse=True):
+        if file.startswith(folder):
+            root = Path(folder).name if folder in (_JAX, _OURS) else ""
+            return str(Path(root, file[len(folder) :].lstrip("/")))
+    return file

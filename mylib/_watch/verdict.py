@@ -1,0 +1,199 @@
+"""Who is stuck, and what tells it apart from the others: judged from what each process has told."""
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._processes import members, named
+from .._text import counted
+
+# At most as many places are named.
+_PLACES = 4
+# Of a process that is no longer watched.
+GONE = ("left", "ended")
+
+
+@dataclass
+class Account:
+    """What is known about one process."""
+
+    index: int
+    # Seconds without progress, and since it was last heard of, if that is unusually long.
+    age: float
+    silent: float = 0.0
+    # "running", "compiling", "paused"; "absent" before it has been heard of; or one of `GONE`.
+    state: str = "running"
+    # What it tells regularly: its calls, by kind and processes, and where it is.
+    news: dict[str, Any] = field(default_factory=dict)
+    # What it tells if it is stuck: its last calls, what it waits for, stacks.
+    record: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        return self.news.get("counts", {})
+
+    @property
+    def calls(self) -> Mapping[tuple[str, int], str]:
+        """Its last calls: their names and lines."""
+        return {(kind, n): text for kind, n, text, *_ in self.record.get("calls", ())}
+
+
+def is_stuck(accounts: Sequence[Account], limit: float) -> bool:
+    """Whether a process has made no progress for so long, and waits for nobody who makes progress.
+
+    It may wait for each process that has not made more calls than itself.
+    """
+    here = [x for x in accounts if x.state not in GONE]
+    kinds = {kind for x in here for kind in x.counts}
+    late = {_place(x, kinds) for x in here if x.age >= limit}
+    moving = {_place(x, kinds) for x in here if x.age < limit}
+    return any(all(_is_ahead(one, x) for one in moving) for x in late)
+
+
+# The numbers of a process's calls of each kind that it takes part in.
+_Place = frozenset[tuple[str, int]]
+
+
+def _place(account: Account, kinds: Iterable[str]) -> _Place:
+    mine = (kind for kind in kinds if account.index in _group(kind))
+    return frozenset((kind, account.counts.get(kind, 0)) for kind in mine)
+
+
+def _is_ahead(one: _Place, other: _Place) -> bool:
+    theirs = dict(other)
+    pairs = [(n, theirs[kind]) for kind, n in one if kind in theirs]
+    return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
+
+
+@functools.lru_cache(maxsize=1024)
+def _group(kind: str) -> frozenset[int]:
+    """The processes of a kind of calls, such as `programs 0:4:1`."""
+    return frozenset(members(kind.partition(" ")[2]))
+
+
+def findings(accounts: Sequence[Account]) -> list[str]:
+    """What is odd about some of the processes, the most telling first."""
+    here = [x for x in accounts if x.state not in GONE]
+    come = [x for x in accounts if x.state != "absent"]
+    found = [
+        *_absent(accounts),
+        *_silent(here),
+        *_differences(come),
+        *_gone(accounts),
+        *_behind([x for x in come if not x.silent]),
+        *_in_callbacks(here),
+        *_in_loaders(here),
+    ]
+    return found or [*_places(here)]
+
+
+def _absent(accounts: Sequence[Account]) -> Iterator[str]:
+    absent = [x.index for x in accounts if x.state == "absent"]
+    if absent:
+        yield f"{named(absent)} {_have(absent)} not come to this mylib.watch"
+
+
+def _gone(accounts: Sequence[Account]) -> Iterator[str]:
+    for why, who in _by(accounts, lambda x: x.news.get("why", "") if x.state in GONE else None):
+        yield f"{named(who)} {_have(who)} left this mylib.watch{why and f' by {why}'}"
+
+
+def _silent(here: Sequence[Account]) -> Iterator[str]:
+    silent = [x for x in here if x.silent]
+    if silent:
+        seconds = min(x.silent for x in silent)
+        who = [x.index for x in silent]
+        yield (
+            f"{named(who)} {_have(who)} not been heard of for {seconds:.0f} s: stopped, dead, cut "
+            "off, or held by a call that keeps Python's lock"
+        )
+
+
+def _differences(here: Sequence[Account]) -> Iterator[str]:
+    """The first call of each kind that is another one in some processes."""
+    known = [(x, x.calls) for x in here if x.record]
+    kinds = sorted({kind for _, calls in known for kind, _ in calls})
+    for kind in kinds:
+        numbers = sorted({n for _, calls in known for k, n in calls if k == kind})
+        for n in numbers:
+            made = _by(here, lambda x, n=n, kind=kind: x.calls.get((kind, n)))
+            if len(made) > 1:
+                texts = ", but ".join(f"{text} in {named(who)}" for text, who in made[:3])
+                yield f"call {n} of {named(sorted(_group(kind)))} is {texts}"
+                break
+
+
+def _behind(here: Sequence[Account]) -> Iterator[str]:
+    kinds = {kind for x in here for kind in x.counts}
+    for kind in sorted(kinds, key=lambda kind: [*_NAMES].index(kind.partition(" ")[0])):
+        some = [x for x in here if x.index in _group(kind)]
+        most = max(x.counts.get(kind, 0) for x in some)
+        first = [x for x in some if x.counts.get(kind, 0) == most]
+        for count, who in _by(some, lambda x, kind=kind: x.counts.get(kind, 0)):
+            if count < most:
+                texts = {x.calls.get((kind, count + 1)) for x in first} - {None}
+                what = f", and {_have(who)} not made {texts.pop()}" if texts else ""
+                if kind.startswith("meetings"):
+                    waits = [w for x in first for w, _, _ in x.record.get("waits", ())]
+                    what = f", and {_have(who)} not come to compare ({waits[0]})" if waits else ""
+                calls = counted(most - count, _NAMES[kind.partition(" ")[0]])
+                others = named([x.index for x in first])
+                places = {x.news.get("at") for x in some if x.index in who}
+                at = f": {_it_is(who)} at {places.pop()}" if len(places) == 1 else ""
+                yield f"{named(who)} {_is(who)} {calls} behind {others}{what}{at}"
+
+
+_NAMES = {
+    "programs": "call",
+    "placements": "placement",
+    "meetings": "comparison",
+    "steps": "step",
+    "batches": "batch",
+}
+
+
+def _in_callbacks(here: Sequence[Account]) -> Iterator[str]:
+    for where, who in _by(here, lambda x: x.record.get("callback") or None):
+        yield f"a callback of {named(who)} has not returned: it is at {where}"
+
+
+def _in_loaders(here: Sequence[Account]) -> Iterator[str]:
+    for where, who in _by(here, lambda x: x.record.get("loader") or None):
+        yield f"the loader of {named(who)} has not made its next batch: it is at {where}"
+
+
+def _places(here: Sequence[Account]) -> Iterator[str]:
+    """Where they are, those first that do not wait for what mylib knows of."""
+
+    def waits(x: Account) -> bool:
+        return bool(x.record and (x.record["starting"] or x.record["in_jax"] or x.record["waits"]))
+
+    def place(x: Account) -> str:
+        starting = x.record.get("starting")
+        return f"starting {starting}" if starting else f"at {x.news.get('at')}"
+
+    for where, who in _by(sorted(here, key=waits), place)[:_PLACES]:
+        yield f"{named(who)} {_is(who)} {where}"
+
+
+def _by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:
+    """The processes by something, for those that have it."""
+    found: dict[Any, list[int]] = {}
+    for x in accounts:
+        value = key(x)
+        if value is not None:
+            found.setdefault(value, []).append(x.index)
+    return list(found.items())
+
+
+def _have(who: Sequence[int]) -> str:
+    return "has" if len(who) == 1 else "have"
+
+
+def _is(who: Sequence[int]) -> str:
+    return "is" if len(who) == 1 else "are"
+
+
+def _it_is(who: Sequence[int]) -> str:
+    return "it is" if len(who) == 1 else "they are"

@@ -1,0 +1,40 @@
+"""Wakes up a thread: to end it, or by a signal."""
+
+import signal
+import socket
+
+
+class Wakeup:
+    """The thread waits here. Python's own handlers run in the main thread, which may hang in C; but
+    what C knows of a signal, it writes into a socket at once.
+    """
+
+    def __init__(self, signum: int | None):
+        self._signum = signum
+        self._reads, self._writes = socket.socketpair()
+        self._is_closed = False
+        if signum is not None:
+            self._writes.setblocking(False)
+            self._handler = signal.signal(signum, lambda *_: None)
+            self._former = signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
+
+    def wait(self, seconds: float) -> bool | None:
+        """Whether the signal has come, within this time; None at the end."""
+        self._reads.settimeout(seconds)
+        try:
+            found = self._reads.recv(64)
+        except TimeoutError:
+            return False
+        return None if self._is_closed else self._signum in found
+
+    def close(self) -> None:
+        if self._signum is not None:
+            signal.set_wakeup_fd(self._former, warn_on_full_buffer=False)
+            signal.signal(self._signum, self._handler)
+        self._is_closed = True
+        self._writes.send(b"\0")
+
+    def free(self) -> None:
+        """After the thread has ended."""
+        self._reads.close()
+        self._writes.close()
