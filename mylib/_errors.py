@@ -203,14 +203,17 @@ class CapturedArrayWarning(MylibWarning):
 
 class DonationWarning(MylibWarning):
     """A function with `donate="warn"` or `"warn-except-first"` was given an array whose memory no
-    result could reuse.
+    result could reuse; or one with `donate="all-except-first"` returns new versions of several
+    arguments, and the first, which keeps its memory, is one of them.
     """
 
 
 class PlacementWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] is given weights that are placed otherwise than
     `kept` of its [`mylib.fully_shard`][] says, such as replicated ones. They take memory on each
-    device that `fully_shard` is there to save.
+    device that `fully_shard` is there to save. Or `jax.vmap` maps a function of
+    [`mylib.filter_shard_map`][] over a dimension that is split over devices, which is gathered:
+    `spmd_axis_name` avoids that.
     """
 
 
@@ -223,6 +226,13 @@ class PrefetchWarning(MylibWarning):
 class RecompilationWarning(MylibWarning):
     """A function was compiled a second time for the same shapes, because its results, passed back
     in, have other shardings than its first arguments.
+    """
+
+
+class ReplicatedWarning(MylibWarning):
+    """A function compiled by [`mylib.filter_jit`][] computes the same on all devices: its matrix
+    products and convolutions are not divided among them. Usually a batch is not placed, such as a
+    NumPy array without `in_shardings`.
     """
 
 

@@ -37,6 +37,7 @@ ORDER = (
     "rules",
     "_placement",
     "_tree",
+    "_products",
     "_programs",
     "machines",
     "_meshes",

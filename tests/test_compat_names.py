@@ -486,6 +486,7 @@ PARAMS = {
     "PARAM_COND_NCONSTS": ("while",),
     "PARAM_DEVICES": ("device_put",),
     "PARAM_DIFFERENTIATED": ("remat2",),
+    "PARAM_DIMENSIONS": ("conv_general_dilated", "dot_general"),
     "PARAM_DONATED": ("jit",),
     "PARAM_DST_SHARDING": ("reshard",),
     "PARAM_FT_IN": ("scan",) if NEWER else (),
@@ -496,6 +497,7 @@ PARAMS = {
     "PARAM_JAXPR": CALLS,
     "PARAM_KEEP_UNUSED": ("jit",),
     "PARAM_LENGTH": ("scan",),
+    "PARAM_LHS_DILATION": ("conv_general_dilated",),
     "PARAM_LIMITS": ("slice",),
     "PARAM_MANUAL_AXES": ("shard_map",),
     "PARAM_MESH": ("shard_map",),
@@ -508,12 +510,15 @@ PARAMS = {
     "PARAM_OUT_SHARDINGS": ("jit",),
     "PARAM_OUT_SPECS": ("shard_map",),
     "PARAM_OUT_TREES": ("custom_vjp_call",),
+    "PARAM_PADDING": ("conv_general_dilated",),
     "PARAM_POLICY": ("remat2",),
     "PARAM_PREFERRED": ("conv_general_dilated", "dot_general", "ragged_dot_general"),
     "PARAM_PREVENT_CSE": ("remat2",),
     "PARAM_REVERSE": ("scan",),
+    "PARAM_RHS_DILATION": ("conv_general_dilated",),
     "PARAM_SHARDING": ("broadcast_in_dim", "reshape", "sharding_constraint"),
     "PARAM_STARTS": ("slice",),
+    "PARAM_STRIDES": ("conv_general_dilated",),
     "PARAM_SYMBOLIC_ZEROS": ("custom_jvp_call", "custom_vjp_call"),
     "PARAM_UNROLL": ("scan",),
 }
@@ -583,11 +588,18 @@ def other_type():
     jax.tree.map(jnp.add, [1.0], (1.0,))
 
 
+def forward_mode():
+    f = jax.custom_vjp(lambda x: x)
+    f.defvjp(lambda x: (x, None), lambda _, g: (g,))
+    jax.jvp(f, (X,), (X,))
+
+
 # Programs that fail with an error in which the text is.
 ERRORS = {
     "TEXT_DELETED": donated_again,
     "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,
+    "TEXT_FORWARD_MODE": forward_mode,
     "TEXT_OTHER_MESH": other_mesh,
     "TEXT_OTHER_TYPE": other_type,
 }

@@ -1,6 +1,6 @@
 """The programs of examples/models: the numbers of one device, and what each strategy may send."""
 
-import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -13,9 +13,14 @@ import pytest
 from scripts import printed_by
 
 import mylib
+from mylib._jit import replicated
 
-_FOLDER = Path(__file__).resolve().parent.parent / "examples" / "models"
-_PROGRAMS = ["llama", "experts", "adapters", "generate"]
+_ROOT = Path(__file__).resolve().parent.parent
+_FOLDER = _ROOT / "examples" / "models"
+_TRAINED = ["llama", "experts", "adapters", "vit", "state_space", "long_context"]
+# Those with a step of their own.
+_OTHERS = ["unet", "gan"]
+_PROGRAMS = [*_TRAINED, *_OTHERS, "generate"]
 slow, thorough = pytest.mark.slow, pytest.mark.thorough
 
 
@@ -38,9 +43,18 @@ def strategies(*names):
     ]
 
 
-def task_of(name, size="SMALL"):
-    module = program(name)
-    return module.task(getattr(module, size, None) or getattr(program("llama"), size))
+def size_of(name, size="SMALL"):
+    return getattr(program(name), size, None) or getattr(program("llama"), size)
+
+
+def task_of(name, how=None, size="SMALL"):
+    return program(name).task(size_of(name, size), **(how.options if how else {}))
+
+
+@pytest.fixture(autouse=True)
+def all_products_are_worth_dividing(monkeypatch):
+    """`ReplicatedWarning` is silent in all of them, and warnings are errors here."""
+    monkeypatch.setattr(replicated, "_FEW", 1)
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +65,33 @@ def on_one_device():
         if name not in known:
             running = program("running")
             mesh = mylib.make_mesh(data=1, devices=jax.devices()[:1])
-            known[name] = running.train(task_of(name), running.ONE_DEVICE, mesh, 3)
+            if name in _OTHERS:
+                of_size = program(name).train, size_of(name)
+            else:
+                of_size = running.train, task_of(name)
+            known[name] = of_size[0](of_size[1], running.ONE_DEVICE, mesh, 3)
         return known[name]
 
     return losses
 
 
-@pytest.mark.parametrize(("name", "strategy"), strategies("llama", "experts", "adapters"))
+@pytest.mark.parametrize(("name", "strategy"), strategies(*_TRAINED))
 def test_training(name, strategy, on_one_device):
     running, how = program("running"), program(name).STRATEGIES[strategy]
     mesh = mylib.make_mesh(**how.axes)
-    losses = running.train(task_of(name), how, mesh, 3)
+    losses = running.train(task_of(name, how), how, mesh, 3)
     np.testing.assert_allclose(losses, on_one_device(name), rtol=1e-4)
-    running.report(task_of(name), how, mesh).expect(*how.contracts)
+    running.report(task_of(name, how), how, mesh).expect(*how.contracts)
+
+
+@pytest.mark.parametrize(("name", "strategy"), strategies(*_OTHERS))
+def test_training_with_a_step_of_its_own(name, strategy, on_one_device):
+    module = program(name)
+    how, size = module.STRATEGIES[strategy], size_of(name)
+    mesh = mylib.make_mesh(**how.axes)
+    losses = module.train(size, how, mesh, 3)
+    np.testing.assert_allclose(losses, on_one_device(name), rtol=1e-3)
+    module.report(size, how, mesh).expect(*how.contracts)
 
 
 @pytest.mark.slow
@@ -97,7 +125,7 @@ def test_what_generating_communicates(name, strategy):
 # The others call the same `running.main`.
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["adapters", "generate"])
+@pytest.mark.parametrize("name", ["adapters", "generate", "unet", "gan"])
 def test_program(name, checkout_env, cache_env):
     env = {k: v for k, v in (checkout_env | cache_env).items() if k not in ("XLA_FLAGS", "NPROC")}
     printed = printed_by("-W", "error", _FOLDER / f"{name}.py", env=env)
@@ -117,7 +145,41 @@ def test_on_machines(name, machine):
         mesh = machine.mesh(**how.axes)
         if name == "generate":
             report = module.report(how, mesh)
+        elif name in _OTHERS:
+            report = module.report(module.LARGE, how, mesh)
         else:
-            report = running.report(task_of(name, "LARGE"), how, mesh)
+            report = running.report(task_of(name, how, "LARGE"), how, mesh)
         fit = report.memory.fits(machine)
         assert fit, f"{strategy}: {fit}"
+
+
+@pytest.mark.compilers
+@pytest.mark.timeout(300)
+@pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
+def test_a_row_of_the_table(machine):
+    """docs/models.md, for the smallest model: within a tenth, as versions of XLA differ."""
+    table = imported(_ROOT / "benchmarks" / "models.py")
+    found = table.measured("llama", "FSDP", str(machine), "SMALL")
+    (row,) = (x for x in table.rows_of(table.PAGE.read_text()) if x[:3] == found[:3])
+    for name in ("memory", "temporaries", "sent", "memory_by_hand", "sent_by_hand"):
+        known, now = (bytes_in(getattr(x, name)) for x in (row, found))
+        assert now == pytest.approx(known, rel=0.1), name
+
+
+def imported(path):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def bytes_in(text):
+    number, unit = text.split()
+    return float(number) * 1024 ** ["B", "KiB", "MiB", "GiB"].index(unit)
+
+
+def test_the_table_names_programs_that_are_there():
+    table = imported(_ROOT / "benchmarks" / "models.py")
+    for row in table.rows_of(table.PAGE.read_text()):
+        assert row.strategy in program(row.model.removesuffix(", small")).STRATEGIES, row

@@ -120,7 +120,7 @@ def draw(picture: Picture) -> str:
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-            'font-family="sans-serif" font-size="13">',
+            f'width="{width}" height="{height}" font-family="sans-serif" font-size="13">',
             f"<title>{escape(picture.title)}</title>",
             f"<style>{_STYLE}</style>",
             f'<rect class="page" width="{width}" height="{height}" rx="8"/>',

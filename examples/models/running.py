@@ -17,11 +17,11 @@ os.environ["JAX_PLATFORMS"] = (
 
 import argparse
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
-import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec as P
 
@@ -35,7 +35,7 @@ OPTIMISER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-3, eps=1e
 
 class Strategy(NamedTuple):
     """The axes of the mesh, how the weights are kept and used, which axes the rows of a batch are
-    split over, and what a step may communicate.
+    split over, what a step may communicate, and what else the model is made with.
     """
 
     axes: dict[str, int]
@@ -43,6 +43,7 @@ class Strategy(NamedTuple):
     used: Rule
     rows: str | tuple[str, ...]
     contracts: tuple[Contract, ...]
+    options: Mapping[str, Any] = MappingProxyType({})
 
 
 ONE_DEVICE = Strategy({"data": 1}, replicated(), replicated(), "data", ())
@@ -55,13 +56,17 @@ class Task(NamedTuple):
 
     make: Callable[[jax.Array], Any]
     loss: Callable[[Any, Any], jax.Array]
-    batch: Callable[[int], np.ndarray]
+    batch: Callable[[int], Any]
     layers: type | tuple[type, ...]
     trained: Callable[[Any], Any] = lambda model: jax.tree.map(eqx.is_inexact_array, model)
 
 
-def training(task: Task, strategy: Strategy, mesh: Mesh) -> tuple[Callable, Callable]:
-    """Two compiled functions: one makes the model and the optimiser's state, one is a step."""
+def training(
+    task: Task, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
+) -> tuple[Callable, Callable]:
+    """Two compiled functions: one makes the model and the optimiser's state, one is a step. `shard`
+    has its layers gather their weights.
+    """
     kept, used = strategy.kept, strategy.used
 
     def make(key: jax.Array) -> Any:
@@ -73,7 +78,7 @@ def training(task: Task, strategy: Strategy, mesh: Mesh) -> tuple[Callable, Call
 
         def loss_of(weights: Any) -> jax.Array:
             model = eqx.combine(weights, rest)
-            model = mylib.fully_shard(model, task.layers, kept, used, mesh=mesh)
+            model = shard(model, task.layers, kept, used, mesh=mesh)
             return task.loss(model, batch)
 
         loss, grads = eqx.filter_value_and_grad(loss_of)(weights)
@@ -84,7 +89,7 @@ def training(task: Task, strategy: Strategy, mesh: Mesh) -> tuple[Callable, Call
         step,
         in_shardings={"batch": rows(strategy.rows)},
         out_shardings=(kept, kept, P()),
-        donate="all-except-first",
+        donate=("model", "state"),
         mesh=mesh,
     )
     return mylib.filter_jit(make, out_shardings=kept, mesh=mesh), compiled
@@ -107,14 +112,16 @@ def fit(task: Task, strategy: Strategy, mesh: Mesh, steps: int) -> tuple[Any, li
     return model, losses
 
 
-def report(task: Task, strategy: Strategy, mesh: Mesh) -> mylib.Report:
+def report(
+    task: Task, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
+) -> mylib.Report:
     """What a step communicates and needs, compiled from shapes: nothing is moved or run."""
-    make, step = training(task, strategy, mesh)
+    make, step = training(task, strategy, mesh, shard)
     key, numbers = jax.eval_shape(lambda: jax.random.key(0)), task.batch(0)
     with jax.set_mesh(mesh):
         model, state = eqx.filter_eval_shape(make, key)
         model, state = mylib.filter_shard((model, state), strategy.kept, mesh)
-        batch = jax.ShapeDtypeStruct(numbers.shape, numbers.dtype)
+        batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), numbers)
         batch = mylib.filter_shard(batch, rows(strategy.rows), mesh)
         return mylib.audit(step, batch, model, state)
 

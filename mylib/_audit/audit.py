@@ -8,9 +8,10 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
-from .._compat import argument_of_filter_jit, is_filter_jit
+from .._compat import argument_of_filter_jit, is_filter_jit, without_dead_code
 from .._errors import AuditError
 from .._placement import axis_names, entries_of
+from .._products import products_in
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
 from .attribution import Names, gradients_of, is_gradient, origin_of, source_of
@@ -20,7 +21,7 @@ from .groups import Axes, axes_in
 from .hlo import Array, HloModule
 from .memory import ProgramMemory
 from .report import Collective, Parameter, Report
-from .work import work_of
+from .work import Work, work_of
 
 AnyMesh = Mesh | AbstractMesh
 
@@ -79,16 +80,19 @@ def audit(
         ```
     """
     program: Any = fun
-    names = _plain
+    names, traced = _plain, None
     compiled = isinstance(getattr(fun, "compiled", fun), jax.stages.Compiled)
     if compiled or isinstance(fun, str) or hasattr(fun, "as_text"):
         if args or kwargs:
             raise TypeError("audit: what is compiled already takes no arguments")
+    elif hasattr(fun, "trace"):  # of jax.jit
+        traced = program.trace(*args, **kwargs)
+        program, traced = traced.lower().compile(), traced.jaxpr
     elif hasattr(fun, "lower"):
-        program = fun.lower(*args, **kwargs).compile()
+        program = program.lower(*args, **kwargs).compile()
         names = _names_of_equinox(fun, args, kwargs) if is_filter_jit(fun) else _plain
     elif callable(fun):
-        program, names = _compiled(fun, args, kwargs)
+        program, names, traced = _compiled(fun, args, kwargs)
     else:
         raise TypeError(
             f"audit: a {type(fun).__name__} is no function and no compiled program. Give the "
@@ -100,15 +104,15 @@ def audit(
     if not isinstance(text_or_compiled, str | jax.stages.Compiled):
         kind = type(program).__name__
         raise TypeError(f"audit: compile it first: a {kind} is no compiled program")
-    return report_of(text_or_compiled, names, mesh=mesh, local=local)
+    return report_of(text_or_compiled, names, mesh=mesh, local=local, traced=traced)
 
 
 def _plain(name: str) -> str:
     return name
 
 
-def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names]:
-    """A function, compiled for these arguments, and their names."""
+def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names, Any]:
+    """A function, compiled for these arguments, their names, and the traced program."""
     bound = signature_of(fun).bind(*args, **kwargs)
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
@@ -122,7 +126,8 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
     name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
-    return jax.jit(called).lower(arrays).compile(), lambda name: name_of.get(name, name)
+    traced = jax.jit(called).trace(arrays)
+    return traced.lower().compile(), lambda name: name_of.get(name, name), traced.jaxpr
 
 
 def _called(path: Any) -> str:
@@ -171,9 +176,10 @@ def report_of(
     *,
     mesh: AnyMesh | None,
     local: Iterable[str],
+    traced: Any = None,
 ) -> Report:
     """`audit` for a compiled program. `names` maps the arguments' names in the program to their
-    paths.
+    paths; `traced` is the program before it was compiled, if it is known.
     """
     compiled = None if isinstance(program, str) else program
     module = HloModule(program if isinstance(program, str) else program.as_text() or "")
@@ -188,6 +194,7 @@ def report_of(
     sent = transfers(module, frozenset(local))
     flow = Flow(module, sent)
     parameters = _parameters(module, names, compiled)
+    work = work_of(module, sent)
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
         collectives=tuple(_collective(i, t, flow, candidates, names) for i, t in enumerate(sent)),
@@ -195,10 +202,19 @@ def report_of(
         axes=dict(zip(candidates[0].names, candidates[0].sizes, strict=True)) if candidates else {},
         name=module.name,
         parameters=parameters,
-        work=work_of(module, sent),
+        work=work,
         results=_results(module, compiled),
         flow=flow,
+        share=_share(work, traced),
     )
+
+
+def _share(work: Work, traced: Any) -> float | None:
+    """The part of a traced program's products that each device computes."""
+    if traced is None or work.unknown:
+        return None
+    found = products_in(without_dead_code(traced), each_turn=True)
+    return sum(work.flops.values()) / (2 * found.products) if found and found.products else None
 
 
 def _parameters(

@@ -1,13 +1,11 @@
 """Counts the products of one instruction: the pairs of numbers that are multiplied and added."""
 
-import functools
 import json
 import math
 import re
 
-import numpy as np
-
 from .._compat import names
+from .._products import meetings
 from .hlo import Array, Instruction
 from .values import Value, computed
 
@@ -96,28 +94,8 @@ def _convolution(x: Instruction, input: Instruction, kernel: Instruction, result
         )
         low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
         place = str(i)
-        size *= _meetings(out[place], stride, rhs[place], dilation, lhs[place], holes, low)
+        size *= meetings(out[place], stride, rhs[place], dilation, lhs[place], holes, low)
     return size
-
-
-@functools.lru_cache(maxsize=1000)
-def _meetings(
-    results: int, stride: int, window: int, dilation: int, inputs: int, holes: int, low: int
-) -> int:
-    """How many pairs of a result and a place in its window meet an input, in one direction, and
-    neither padding nor one of the zeros between dilated inputs. XLA writes batches as dilated
-    inputs, too, of whose window one place meets something.
-    """
-    few, step, many, other = results, stride, window, dilation
-    if few > many:
-        few, step, many, other = many, other, few, step
-    places = np.arange(many) * other - low
-    last = (inputs - 1) * holes
-    total = 0
-    for i in range(few):
-        at = places + i * step
-        total += np.count_nonzero((at >= 0) & (at <= last) & (at % holes == 0))
-    return int(total)
 
 
 def _cudnn_convolution(x: Instruction) -> int:

@@ -1,5 +1,6 @@
 """The result of an audit, and how it is printed."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ class Report:
         program uses.
     - `results`: the same for its results; empty if only text was given.
     - `flow`: what its results and collectives depend on, which contracts judge by.
+    - `share`: the part of the function's products that each device computes: 1 if they are not
+        divided. None if that is unknown, as for a program without its function, or with kernels.
     """
 
     collectives: tuple[Collective, ...]
@@ -125,6 +128,7 @@ class Report:
     work: Work
     results: tuple[Parameter, ...]
     flow: Flow = field(repr=False, compare=False)
+    share: float | None = None
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """How many collectives run in a call of the program. Of the branches of a condition only
@@ -222,7 +226,7 @@ class Report:
         lines = [_title(self)]
         if self.collectives:
             lines += table([_COLUMNS, *map(_row, _by_layer(self.collectives))])
-        lines.append(_sum(self))
+        lines += [_sum(self), *_divided(self)]
         return "\n".join([*lines, *(self.memory.lines() if self.memory is not None else [])])
 
     def __repr__(self) -> str:
@@ -231,7 +235,8 @@ class Report:
     def _repr_html_(self) -> str:
         groups = _by_layer(self.collectives)
         rows = [Sent(_row(group), _sent(group)) for group in groups]
-        return report_page(_title(self), [_sum(self)], _COLUMNS, rows, self.memory)
+        notes = [_sum(self), *_divided(self)]
+        return report_page(_title(self), notes, _COLUMNS, rows, self.memory)
 
 
 def _check_sheet(machine: Machine) -> None:
@@ -285,6 +290,17 @@ _COLUMNS = ("times", "collective", "over", "bytes", "sent", "who", "pass", "what
 def _title(report: Report) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in report.axes.items())
     return f"{report.name} on {axes or 'devices of an unknown mesh'}"
+
+
+def _divided(report: Report) -> list[str]:
+    """How much each of several devices computes."""
+    share, devices = report.share, math.prod(report.axes.values())
+    if share is None or devices == 1:
+        return []
+    parts = round(1 / share)
+    if abs(share * parts - 1) < 0.02:
+        return [f"  each device does {'all' if parts == 1 else f'1/{parts}'} of the products"]
+    return [f"  each device does {share:.0%} of the products"]
 
 
 def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:

@@ -55,6 +55,7 @@ from .private import (
     serialized as serialized,
     set_label as set_label,
     sharding_under as sharding_under,
+    split_by_vmap as split_by_vmap,
     start_transfer_server as start_transfer_server,
     tpu_is_here as tpu_is_here,
     trace_kind as trace_kind,

@@ -81,6 +81,8 @@ CONVERT = "convert_element_type"
 DEVICE_PUT = "device_put"
 DIV = "div"
 DOT = "dot_general"
+CONVOLUTION = "conv_general_dilated"
+RAGGED_DOT = "ragged_dot_general"
 MUL = "mul"
 REDUCE_SUM = "reduce_sum"
 RESHARD = "reshard"
@@ -89,7 +91,7 @@ SLICE = "slice"
 STOP_GRADIENT = "stop_gradient"
 
 # Sums of products, whose result may be of a wider dtype than their operands.
-PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
+PRODUCTS = frozenset({CONVOLUTION, DOT, RAGGED_DOT})
 
 REARRANGES = frozenset(
     {"broadcast_in_dim", "copy", "reshape", "rev", "split", "squeeze", "transpose"}
@@ -166,13 +168,18 @@ PARAM_POLICY = "policy"
 PARAM_PREVENT_CSE = "prevent_cse"
 # Parameters of single operations.
 PARAM_DEVICES = "devices"
+PARAM_DIMENSIONS = "dimension_numbers"
 PARAM_DST_SHARDING = "dst_sharding"
+PARAM_LHS_DILATION = "lhs_dilation"
 PARAM_LIMITS = "limit_indices"
 PARAM_NEW_DTYPE = "new_dtype"
 PARAM_OUT_SHARDING = "out_sharding"
+PARAM_PADDING = "padding"
 PARAM_PREFERRED = "preferred_element_type"
+PARAM_RHS_DILATION = "rhs_dilation"
 PARAM_SHARDING = "sharding"
 PARAM_STARTS = "start_indices"
+PARAM_STRIDES = "window_strides"
 
 # --- arguments of the functions of `jax.lax`, as their frames on the stack name them --------------
 
@@ -203,6 +210,8 @@ TEXT_NOT_DONATED = "Some donated buffers were not usable"
 TEXT_OTHER_MESH = "should match the mesh of sharding"
 # Two trees don't match, because of the classes of two nodes.
 TEXT_OTHER_TYPE = "different type"
+# Forward mode meets a function that has only a rule for reverse mode.
+TEXT_FORWARD_MODE = "forward-mode"
 # The library for collectives on the CPU fails to start.
 TEXT_GLOO = "gloo"
 # The error of Equinox's callback.

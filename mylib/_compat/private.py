@@ -192,6 +192,23 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
     return None
 
 
+def split_by_vmap(x: Any) -> Any:
+    """The mesh axes over which a dimension is split that an eager `vmap` without `spmd_axis_name`
+    maps; None if there is none.
+    """
+    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
+        if not isinstance(x, batching.BatchTracer):
+            x = x.primal
+            continue
+        sharding, dim = sharding_under(x.val), x.batch_dim
+        if dim is not None and x._trace.axis_data.spmd_name is None:
+            entries = sharding.spec if isinstance(sharding, NamedSharding) else ()
+            if dim < len(entries) and entries[dim]:
+                return entries[dim]
+        x = x.val
+    return None
+
+
 def value_under(x: Any) -> Any:
     """The concrete value behind `x` in an eager transformation."""
     while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):

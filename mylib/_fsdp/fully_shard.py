@@ -141,6 +141,7 @@ def fully_shard(
         assert grads.layers[0].weight.sharding.spec == P("data")
         ```
     """
+    _check_order(layers, kept)
     _check_dtypes(dtype, reduce_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
     if saved is not None and not checkpoint:
@@ -181,6 +182,16 @@ def fully_shard(
     for position, x in zip(at_top.values(), gathered, strict=True):
         made[position] = x
     return jtu.tree_unflatten(treedef, made)
+
+
+def _check_order(layers: Any, kept: Any) -> None:
+    classes = kept if isinstance(kept, tuple) and kept else (kept,)
+    if all(isinstance(x, type) and issubclass(x, eqx.Module) for x in classes):
+        shown = ", ".join(cls.__qualname__ for cls in classes)
+        raise TypeError(
+            f"fully_shard: the layers ({shown}) come before where weights are kept: write "
+            "fully_shard(model, layers, kept)"
+        )
 
 
 def _check_dtypes(dtype: Any, reduce_dtype: Any) -> None:

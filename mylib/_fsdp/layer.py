@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from itertools import combinations
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
+from .._compat import names
 from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
 from .._tree import Arrays, Leaves, Split, outlined, split
@@ -169,7 +171,22 @@ def _called(
     if plan.checkpoint:
         policy = None if plan.policy is None else recompute_resharded(plan.policy)
         run = jax.checkpoint(run, policy=policy)
-    return call.filled(run(weights, given))
+    with _forward_mode_explained():
+        return call.filled(run(weights, given))
+
+
+@contextmanager
+def _forward_mode_explained() -> Iterator[None]:
+    try:
+        yield
+    except TypeError as error:
+        if names.TEXT_FORWARD_MODE in str(error):
+            error.add_note(
+                "(a layer of fully_shard has gradients in reverse mode only: take jax.jvp or "
+                "jax.jacfwd of the loss without fully_shard, or forward mode of its gradient, as "
+                "in jax.jvp(jax.grad(loss), ...))"
+            )
+        raise
 
 
 class _LayerCall:

@@ -13,6 +13,7 @@ from .._placement import Target, World, current_world
 from .._processes import one_call, raised_in_all
 from .._transfer import mesh_of_all, place_leaves
 from .._tree import Arrays, Leaves, canonical_dtype, split as split_tree
+from .donation import Donated
 from .inputs import Inputs, Resolved
 from .variants import Variant
 
@@ -90,29 +91,28 @@ def _abstract(x: Any, target: Target | None) -> Any:
     return jax.ShapeDtypeStruct(x.shape, dtype, sharding=target, weak_type=weak)
 
 
-def used_once(call: Call, arrays: Arrays) -> Arrays:
-    """The arrays, with a copy of each donated one that occurs twice or is also passed without being
-    donated: JAX refuses to donate those.
+def used_once(call: Call, arrays: Arrays, which: Donated) -> tuple[Arrays, Arrays]:
+    """The arrays that are kept and those that are donated, with a copy of each donated one that
+    occurs twice or is also passed without being donated: JAX refuses to donate those.
     """
-    start = call.variant.donated_from or 0
-    taken = {*map(id, arrays[:start]), *map(id, call.arrays[:start])}
-    if len(taken.union(map(id, arrays[start:]))) == len(taken) + len(arrays) - start:
-        return arrays
-    arrays = list(arrays)
-    for i, x in enumerate(arrays[start:], start):
+    kept, donated = which.parted(arrays)
+    taken = {*map(id, kept), *map(id, which.parted(call.arrays)[0])}
+    if len(taken.union(map(id, donated))) == len(taken) + len(donated):
+        return kept, donated
+    for i, x in enumerate(donated):
         if isinstance(x, jax.Array) and not isinstance(x, Tracer) and id(x) in taken:
-            arrays[i] = jax.device_put(x, may_alias=False)
+            donated[i] = jax.device_put(x, may_alias=False)
         taken.add(id(x))
-    return arrays
+    return kept, donated
 
 
-def let_go(call: Call, placed: Arrays) -> None:
+def let_go(call: Call, placed: Arrays, which: Donated) -> None:
     """After a successful call, deletes donated arrays that had to be moved before it."""
-    start = call.variant.donated_from
-    if start is None or any(isinstance(x, Tracer) for x in call.arrays):
+    if any(isinstance(x, Tracer) for x in call.arrays):
         return
-    kept = set(map(id, call.arrays[:start]))
-    for x, y in zip(call.arrays[start:], placed[start:], strict=True):
-        if isinstance(x, jax.Array) and x is not y and id(x) not in kept:
+    kept, donated = which.parted(call.arrays)
+    still = set(map(id, kept))
+    for x, y in zip(donated, which.parted(placed)[1], strict=True):
+        if isinstance(x, jax.Array) and x is not y and id(x) not in still:
             if not x.is_deleted():
                 x.delete()

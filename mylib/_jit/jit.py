@@ -2,21 +2,23 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
 from .._compat import lowered_for_a_missing_backend, ran_on_a_description
 from .._errors import NotHereError
 from .._placement import AnyMesh, Placement
 from .._tree import Arrays, outlined
+from .donation import Donate, checked
 from .inputs import Inputs
 from .naming import add_note, code_of
-from .program import Donate, Program, not_here
+from .program import Program, not_here
 from .signature import Function, about
 
 if TYPE_CHECKING:
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_DONATE = ("all", "all-except-first", "warn", "warn-except-first", "none")
 
 
 @overload
@@ -56,7 +57,7 @@ def filter_jit(
 
 def filter_jit(
     fun: Callable[..., Any] | None = None,
-    *,
+    *by_position: Any,
     in_shardings: PyTree[Placement] = None,
     out_shardings: PyTree[Placement] = None,
     mesh: AnyMesh | None = None,
@@ -82,9 +83,10 @@ def filter_jit(
         created there: with `filter_jit(Model, out_shardings=rule)(key)` no device ever holds more
         than its share of the model.
     - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`.
-    - `donate`: whether the arguments' memory may be used for the results: `"all"`,
-        `"all-except-first"` (the first argument isn't donated), or `"none"`. `"warn"` and
-        `"warn-except-first"` also warn about arrays that could not be reused. An array that occurs
+    - `donate`: which arguments' memory may be used for the results: a tuple with the names of
+        parameters, such as `("model", "state")`, `"all"`, `"all-except-first"` (the first argument
+        isn't donated), or `"none"`. `"warn"` and `"warn-except-first"` also warn about arrays that
+        could not be reused. An array that occurs
         twice among the arguments is copied, so that it is donated only once, or not at all if it is
         also an argument that isn't donated.
     - `inline`, `keep_unused`, `compiler_options`: as for `jax.jit`.
@@ -97,8 +99,8 @@ def filter_jit(
     **Raises:**
 
     `TypeError` for arguments of `jax.jit` that have no meaning here, saying what to use instead;
-    `ValueError` if `donate` is none of its values. Calls raise [`mylib.PlacementError`][] before
-    the function runs.
+    `ValueError` if `donate` is neither one of its words nor names of parameters. Calls raise
+    [`mylib.PlacementError`][] before the function runs.
 
     !!! Example
 
@@ -116,6 +118,7 @@ def filter_jit(
         y = predict(model, np.ones((16, 64), np.float32))
         ```
     """
+    refuse_by_position("filter_jit", fun, by_position)
     if others:
         raise TypeError(_refused(others))
     options = {
@@ -132,21 +135,28 @@ def filter_jit(
             donate=donate,
             **options,
         )
-    if donate not in _DONATE:
-        raise ValueError(
-            f"filter_jit: donate={donate!r} is none of {', '.join(map(repr, _DONATE))}"
-        )
     inputs = None if in_shardings is None else Inputs(in_shardings, mesh)
     given = {name: value for name, value in options.items() if value not in (None, False)}
     return Jitted.of(fun, inputs, out_shardings, mesh, donate, given)
+
+
+def refuse_by_position(name: str, fun: Any, others: Sequence[Any]) -> None:
+    """Raises if anything but the function is given by position, such as a mesh."""
+    wrong = [x for x in (fun, *others) if isinstance(x, Mesh | AbstractMesh)] or list(others)
+    if wrong:
+        option = "mesh=" if isinstance(wrong[0], Mesh | AbstractMesh) else "its options"
+        raise TypeError(
+            f"{name} takes the function by position, and nothing else: write {option} by keyword, "
+            f"{name}(f, mesh=mesh)"
+        )
 
 
 # Options of `jax.jit` and what to write instead.
 _INSTEAD = {
     "static_argnums": "leave it out: everything that is not an array is static",
     "static_argnames": "leave it out: everything that is not an array is static",
-    "donate_argnums": "write donate='all', or donate='all-except-first'",
-    "donate_argnames": "write donate='all', or donate='all-except-first'",
+    "donate_argnums": "write donate='all', or the names of parameters: donate=('model', 'state')",
+    "donate_argnames": "write donate=('model', 'state')",
     "device": "write in_shardings=device, which may be any placement",
     "backend": "write in_shardings=jax.devices(backend)[0], which may be any placement",
 }
@@ -180,15 +190,16 @@ class Jitted(Generic[P, T]):
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> "Jitted[..., Any]":
         arrays, split = outlined(fun)
+        function = Function.of(fun)
         program = Program(
             split,
             code_of(fun),
             about(fun),
-            Function.of(fun),
+            function,
             inputs,
             out_shardings,
             mesh,
-            donate,
+            checked(donate, function),
             options,
         )
         is_shared = inputs is None and out_shardings is None

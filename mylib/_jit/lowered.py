@@ -45,16 +45,19 @@ class _LoweredFrom(NamedTuple):
     own: Arrays
     names: list[str]
     arguments: Sequence[Argument]
+    # The program before it is compiled, as a jaxpr.
+    traced: Any
 
     def named(self, own: str) -> str:
-        return named(own, self.names, self.variant.donated_from)
+        return named(own, self.names, self.variant.donated)
 
 
 def lowered_for(call: Call) -> "Lowered":
-    lowered, arrays = call.program.lower(call)
+    lowered, traced, arrays = call.program.lower(call)
     known = names_of(call)
     arguments = arguments_of(known, arrays)
-    return Lowered(_LoweredFrom(call.program, call.variant, call.own, known, arguments), lowered)
+    origin = _LoweredFrom(call.program, call.variant, call.own, known, arguments, traced)
+    return Lowered(origin, lowered)
 
 
 class Lowered:
@@ -151,8 +154,11 @@ class Compiled:
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
         mesh = self._origin.program.mesh if mesh is None else mesh
-        report = report_of(self.compiled, self._origin.named, mesh=mesh, local=local)
-        self._origin.variant.collectives = report.collectives
+        origin = self._origin
+        report = report_of(
+            self.compiled, origin.named, mesh=mesh, local=local, traced=origin.traced
+        )
+        origin.variant.collectives = report.collectives
         return report
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -32,8 +32,9 @@ from .._errors import (
 from .._placement import AnyMesh, axis_types, current_world
 from .._programs import all_jaxprs
 from .._text import listed, show_bytes
-from .._tree import Arrays, KeyPath, Kind, Split, is_array, is_of_keys, kind_of
+from .._tree import Arrays, KeyPath, Kind, Split, is_array, is_of_keys, kind_of, outlined
 from .arguments import Call
+from .donation import Donated, spares_the_first, warns
 
 # Captured arrays of this many bytes or more are reported.
 _LARGE = 2**20
@@ -60,12 +61,13 @@ def _names_in(tree: Any, split: Split, naming: Callable[[KeyPath], str]) -> list
     return list(map(naming, compress(paths, split.are_arrays)))
 
 
-def named(own: str, arrays: list[str], donated_from: int | None) -> str:
+def named(own: str, arrays: list[str], donated: Donated | None) -> str:
     """The caller's name of an array with this name in the program, among the names of all."""
     if not (match := _NUMBERED.fullmatch(own)):
         return own
-    position = {"kept": 0, "donated": donated_from or 0}[match[1]] + int(match[2])
-    return arrays[position] if position < len(arrays) else own
+    kept, gone = (arrays, []) if donated is None else donated.parted(arrays)
+    among, position = {"kept": kept, "donated": gone}[match[1]], int(match[2])
+    return among[position] if position < len(among) else own
 
 
 def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
@@ -95,8 +97,8 @@ def add_note(error: Exception, call: Call) -> None:
         found = dict.fromkeys(match[1] for match in _IN_ERRORS.finditer(str(error)))
         own = [name for name in found if f"{name} is" not in noted]
         arrays = names_of(call) if own else []
-        start = call.variant.donated_from
-        note = ", ".join(f"{name} is {named(name, arrays, start)}" for name in own)
+        donated = call.variant.donated
+        note = ", ".join(f"{name} is {named(name, arrays, donated)}" for name in own)
         if own and "devices" in str(error):
             note += ". Place all arguments on the same devices, for example by in_shardings"
     if note and note not in noted:
@@ -139,7 +141,7 @@ def explain(error: Exception, call: Call) -> None:
     """
     if names.TEXT_DELETED in str(error):
         _name_deleted(error, call)
-    if names.TEXT_DONATE in str(error):
+    elif names.TEXT_DONATE in str(error):
         _name_sharing(error, call)
 
 
@@ -246,23 +248,22 @@ def about_captured(call: Call) -> None:
 
 
 def about_compiled(call: Call, arrays: Arrays, donated: Arrays, returned: Arrays) -> None:
-    """Warns after a call that compiled the program. Donated arrays come last in `arrays`."""
+    """Warns after a call that compiled the program."""
     if any(isinstance(x, Tracer) for x in (*arrays, *returned)):
         return
     variant = call.variant
     before, variant.locations = variant.locations, [_location_of(x) for x in arrays]
     known = variant.returned
     variant.returned = [weakref.ref(x) for x in returned if isinstance(x, jax.Array)]
-    if call.program.donate.startswith("warn"):
-        _about_not_taken(call, donated)
+    if variant.donated is not None and warns(call.program.donate):
+        _about_not_taken(call, donated, variant.donated)
     _about_moved(call, arrays, before, {id(ref()) for ref in known})
 
 
-def _about_not_taken(call: Call, donated: Arrays) -> None:
+def _about_not_taken(call: Call, donated: Arrays, which: Donated) -> None:
     left = [isinstance(x, jax.Array) and not x.is_deleted() for x in donated]
     if any(left):
-        arrays = names_of(call)
-        pairs = zip(arrays[len(arrays) - len(donated) :], donated, strict=True)
+        pairs = zip(which.parted(names_of(call))[1], donated, strict=True)
         texts = [f"{name} {tuple(x.shape)}" for name, x in compress(pairs, left)]
         warn(
             f"Some donated buffers were not usable: {call.program.name} was given {some(texts)}. "
@@ -270,6 +271,37 @@ def _about_not_taken(call: Call, donated: Arrays) -> None:
             "could take their memory.",
             DonationWarning,
         )
+
+
+def about_spared(call: Call, result: Any) -> None:
+    """Warns after a compilation that a model is the one argument that is not donated: the first
+    one, of which the function returns a new version, as it does of an optimiser's state.
+    """
+    args, returned = call.args, result if isinstance(result, tuple) else ()
+    if not (spares_the_first(call.program.donate) and len(args) > 1 and len(returned) > 1):
+        return
+    first, *others = map(_form_of, args)
+    made = list(map(_form_of, returned))
+    if jtu.treedef_is_leaf(first[0]) or first not in made:
+        return
+    made.remove(first)
+    slot = call.program.function.slot
+    states = [slot(i).parameter for i, x in enumerate(others, 1) if x[1] and x in made]
+    if states and not any(isinstance(x, Tracer) for x in (*call.arrays, *jtu.tree_leaves(result))):
+        model, donate = slot(0).parameter, call.program.donate
+        size = sum(x.nbytes for x in outlined(args[0])[0])
+        warn(
+            f"{call.program.name} returns a new {model}, and donate={donate!r} keeps the old one "
+            f"beside it: {show_bytes(size)} in all. Write donate={(model, *states)!r}, or "
+            f"donate={tuple(states)!r} if the old one is still needed.",
+            DonationWarning,
+        )
+
+
+def _form_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The structure of a tree, and the shapes and dtypes of its arrays."""
+    arrays, split = outlined(tree)
+    return split.treedef, [(x.shape, x.dtype) for x in arrays]
 
 
 def _about_moved(call: Call, arrays: Arrays, before: "list[_Location]", own: set[int]) -> None:

@@ -30,22 +30,24 @@ from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined, parted
 from .arguments import Call, let_go, place, used_once
 from .arrivals import Kept, compare, expect, expecting
+from .donation import Donate, Donated
 from .error_checks import Checks, calling, with_checks_as_values
 from .inputs import Inputs, Resolved
 from .naming import (
     about_captured,
     about_compiled,
     about_numbers,
+    about_spared,
     explain,
     large_constants,
     tracing,
     unhashable,
 )
 from .placed_after import PlacedAfter
+from .replicated import about_replicated
 from .signature import Function
 from .variants import Variant, Variants
 
-Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
 Mode = Literal["eager", "transformed", "staged"]
 
 
@@ -127,7 +129,7 @@ class Program:
         ) -> Made:
             # `jax.disable_jit` runs this at once, and checks raise at once.
             if mode == "staged" or not is_staged():
-                return self._trace(key(), targets, [*kept, *donated])
+                return self._trace(key(), targets, kept, donated)
             return self._with_checks(key, mode, targets, kept, donated)
 
         _listen()
@@ -168,8 +170,10 @@ class Program:
         mesh = self.mesh if self.mesh is not None else current_world().devices
         if not abstract and is_described(mesh) and not is_staged():
             raise not_here(self)
-        start = _donated_from(self.donate, call.args, abstract)
-        variant, is_full, changing = self.variants.add(split, start)
+        donated = Donated.of(
+            self.donate, self.function, call.args, call.kwargs, self.fun.count, abstract
+        )
+        variant, is_full, changing = self.variants.add(split, donated)
         if is_full:
             self.jitted.clear_cache()
         if changing:
@@ -186,15 +190,15 @@ class Program:
         placed, own, targets = call.arrays, call.own, None
         if self.inputs is not None:
             placed, own, targets = place(call, self.inputs)
-        arrays, donated = placed + own if own else placed, []
+        arrays = kept = placed + own if own else placed
+        donated: Arrays = []
         statics = () if ahead else (variant.key, mode, targets)
         try:
-            if variant.donated_from is not None:
-                arrays = used_once(call, arrays)
-                donated = arrays[variant.donated_from :]
+            if variant.donated is not None:
+                kept, donated = used_once(call, arrays, variant.donated)
             if DELETED_ARRAYS_END_IT and variant.is_parallel and mode == "eager":
                 _refuse_deleted(arrays)
-            made = self._run(call, ahead or self.jitted, statics, arrays, donated)
+            made = self._run(call, ahead or self.jitted, statics, kept, donated)
             rest: _Traced = made.rest
             if _watched.record is not None and mode == "eager":
                 _watched.record.started(call, rest.watched, made.arrays)
@@ -217,40 +221,46 @@ class Program:
         if first or _counts.compiled != compiled:
             compare(call, rest.kept, arrays)
             about_compiled(call, arrays, donated, made.arrays)
+            if mode == "eager" and not ahead:
+                traced = self.jitted.trace(*statics, kept, donated)
+                about_replicated(call, arrays, made.arrays, traced)
             variant.is_parallel |= any(map(_is_on_several_devices, (*arrays, *made.arrays)))
-        if placed is not call.arrays:
-            let_go(call, placed)
+        if placed is not call.arrays and variant.donated is not None:
+            let_go(call, placed, variant.donated)
         result = rest.split.fill(made.arrays)
-        return result.placed() if isinstance(result, PlacedAfter) else result
+        if isinstance(result, PlacedAfter):
+            result = result.placed()
+        if first or _counts.compiled != compiled:
+            about_spared(call, result)
+        return result
 
-    def lower(self, call: Call) -> tuple[jax.stages.Lowered, Arrays]:
-        """The lowered program, and the arrays that it was lowered for."""
+    def lower(self, call: Call) -> tuple[jax.stages.Lowered, Any, Arrays]:
+        """The program lowered, and as a jaxpr; and the arrays that it was lowered for."""
         __equinox_jit_id__ = self.id  # noqa: F841
         placed, own, targets = call.arrays, call.own, None
         if self.inputs is not None:
             placed, own, targets = place(call, self.inputs, abstract=True)
-        arrays, start = placed + own, call.variant.donated_from
-        donated = [] if start is None else arrays[start:]
+        arrays, which = placed + own, call.variant.donated
+        kept, donated = (arrays, []) if which is None else which.parted(arrays)
         statics = call.variant.key, "eager", targets
-        lowered = self._run(call, self.jitted.lower, statics, arrays, donated)
+        lowered = self._run(call, self.jitted.lower, statics, kept, donated)
         # Warns about captured arrays now: the program may be called in another process.
         if call.variant.large:
             about_captured(call)
-        return lowered, arrays
+        return lowered, self.jitted.trace(*statics, kept, donated).jaxpr, arrays
 
     def _run(
         self,
         call: Call,
         function: Callable[..., Any],
         statics: tuple[Any, ...],
-        arrays: Arrays,
+        kept: Arrays,
         donated: Arrays,
     ) -> Any:
         """Calls `function` with these arguments. A program that was compiled ahead of time takes no
-        `statics`. Donated arrays come last in `arrays`.
+        `statics`.
         """
         traced = _counts.traced
-        kept = arrays[: len(arrays) - len(donated)] if donated else arrays
         with calling(returns_errors=not statics or statics[1] == "eager"):
             try:
                 if not donated:
@@ -263,12 +273,16 @@ class Program:
                     large_constants(call, self.jitted.trace(*statics, kept, donated).jaxpr)
                     _counts.traced = traced
 
-    def _trace(self, variant: Variant, targets: Resolved | None, arrays: Arrays) -> Made:
-        with tracing(), expecting(arrays) as kept, donation_warning(silenced=False):
+    def _trace(
+        self, variant: Variant, targets: Resolved | None, kept: Arrays, donated: Arrays
+    ) -> Made:
+        which = variant.donated
+        arrays = kept if which is None else which.joined(kept, donated)
+        with tracing(), expecting(arrays) as expected, donation_warning(silenced=False):
             returned, split = outlined(self._called(variant.split, targets, arrays))
         if is_staged():
             _counts.traced += 1
-        return Made(returned, _Traced(split, kept, any(map(_is_in_host_memory, returned))))
+        return Made(returned, _Traced(split, expected, any(map(_is_in_host_memory, returned))))
 
     def _called(self, split: Split, targets: Resolved | None, arrays: Arrays) -> Any:
         given = split.fill(arrays[: split.count])
@@ -328,12 +342,6 @@ class _Same:
 @functools.lru_cache(maxsize=512)
 def _first_of(same: _Same) -> Program:
     return same.program
-
-
-def _donated_from(donate: Donate, args: Any, abstract: bool) -> int | None:
-    if donate == "none":
-        return None
-    return len(outlined(args[0], abstract)[0]) if donate.endswith("except-first") and args else 0
 
 
 def _refuse_deleted(arrays: Arrays) -> None:

@@ -4,6 +4,7 @@ import weakref
 from typing import Any
 
 from .._tree import Split
+from .donation import Donated
 
 # The most variants that are kept for a function.
 _MOST = 256
@@ -18,11 +19,10 @@ class Variant:
     weak reference keeps no static leaves alive.
     """
 
-    def __init__(self, split: Split, donated_from: int | None):
+    def __init__(self, split: Split, donated: Donated | None):
         self.split = split
         self.key: weakref.ref[Variant] = weakref.ref(self)
-        # The arrays from this one on are donated.
-        self.donated_from = donated_from
+        self.donated = donated
         # The arguments whose placements were resolved last, and the results.
         self.resolved: tuple[Any, Any] | None = None
         # The state of the last arguments that needed no moves, and their targets.
@@ -47,6 +47,8 @@ class Variants:
         self._known: dict[Split, Variant] = {}
         # The one that was called last. Usually it is called again.
         self.latest: Variant | None = None
+        # Whether it has been told that all devices compute the same.
+        self.is_replicated_told = False
         self._row = _NumbersInARow()
 
     def __len__(self) -> int:
@@ -58,7 +60,7 @@ class Variants:
             self.latest = variant
         return variant
 
-    def add(self, split: Split, donated_from: int | None) -> tuple[Variant, bool, set[int]]:
+    def add(self, split: Split, donated: Donated | None) -> tuple[Variant, bool, set[int]]:
         """A new variant, or that of another thread, which was faster; whether there were so many
         that all others were let go; and, once, the leaves whose numbers change at each call.
         """
@@ -66,7 +68,7 @@ class Variants:
         is_full = len(self._known) >= _MOST
         if is_full:
             self._known = {}
-        self.latest = self._known.setdefault(split, Variant(split, donated_from))
+        self.latest = self._known.setdefault(split, Variant(split, donated))
         return self.latest, is_full, changed
 
 

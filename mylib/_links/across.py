@@ -139,7 +139,7 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
             does = "send arrays between the same processes at the same time"
             lane.only.hold(threading.get_ident(), does)
             held.callback(lane.only.release)
-        pieces, ready = _cut_all(leaves, me)
+        pieces = _cut_all(leaves, me)
         arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
         calls: dict[_Place, Call] = {}
         for place, lane in lanes.items():
@@ -147,9 +147,7 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
             text = f"{described_all(leaves[i] for i in both)} in {line}"
             calls[place] = watch().count(lane, text)
         for (platform, peer), keys in gives.items():
-            flags = tuple({id(ready[key]): ready[key] for key in keys}.values())
-            call = calls[platform, peer]
-            links[platform].offer(call, peer, [pieces[key] for key in keys], flags)
+            links[platform].offer(calls[platform, peer], peer, [pieces[key] for key in keys])
         for (platform, peer), keys in takes.items():
             wanted = [leaves[i].piece(j) for i, j in keys]
             pulled = links[platform].ask(calls[platform, peer], peer, wanted)
@@ -157,10 +155,9 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
     return arrived
 
 
-def _cut_all(leaves: Sequence[Shipment], me: int) -> tuple[dict[_Key, jax.Array], dict[_Key, Any]]:
-    """The pieces that this process gives, and for each an array that is ready when the piece is."""
+def _cut_all(leaves: Sequence[Shipment], me: int) -> dict[_Key, jax.Array]:
+    """The pieces that this process gives."""
     pieces: dict[_Key, jax.Array] = {}
-    ready: dict[_Key, Any] = {}
     for i, leaf in enumerate(leaves):
         by_device: dict[Any, list[int]] = {}
         for j, piece in enumerate(leaf.plan.pieces):
@@ -169,10 +166,8 @@ def _cut_all(leaves: Sequence[Shipment], me: int) -> tuple[dict[_Key, jax.Array]
         shards = shards_of(leaf.x) if by_device else {}
         for device, numbers in by_device.items():
             parts = tuple((leaf.plan.pieces[j].start, leaf.plan.pieces[j].shape) for j in numbers)
-            *made, flag = cut(parts, shards[device])
-            for j, piece in zip(numbers, made, strict=True):
-                pieces[i, j], ready[i, j] = piece, flag
-    return pieces, ready
+            pieces.update(zip(((i, j) for j in numbers), cut(parts, shards[device]), strict=True))
+    return pieces
 
 
 def _assemble(leaves: Sequence[Shipment], arrived: Mapping[_Key, jax.Array]) -> list[jax.Array]:

@@ -40,12 +40,10 @@ class Links:
         processes = tuple(sorted((self._me, peer)))
         return watch().lane(f"arrays on {self._platform}", processes)
 
-    def offer(
-        self, call: Call, peer: int, pieces: Sequence[jax.Array], ready: tuple[jax.Array, ...]
-    ) -> None:
-        """Gives pieces to a process, when it asks for them. They are ready when `ready` is."""
+    def offer(self, call: Call, peer: int, pieces: Sequence[jax.Array]) -> None:
+        """Gives pieces to a process, when it asks for them."""
         self._server.await_pull(_number(call, self._me, peer), list(pieces))
-        call.lane.give(call, ready)
+        call.lane.give(call, tuple(pieces))
 
     def ask(self, call: Call, peer: int, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Pieces of another process. Returns at once: they come when it sends them."""

@@ -39,9 +39,8 @@ class Pending:
     """What this process gives or takes in a call."""
 
     call: Call
-    # What it takes; or arrays that are ready when what it gives is, and none once they are: the
-    # other process tells only once a second that it has got it. The type of `jax.Array`s does not
-    # know `is_ready`.
+    # What it takes; or what it gives, and nothing once that is ready: the other process tells only
+    # once a second that it has got it. The type of `jax.Array`s does not know `is_ready`.
     arrays: tuple[Any, ...]
     since: float = field(default_factory=time.monotonic)
     # When the other process was known to have it ready.

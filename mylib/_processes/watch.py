@@ -184,8 +184,9 @@ class Watch:
                         self.fail(lane.processes, text)
         # Before it is told: what waits for a connection that is broken off must know why.
         self._refuse_circle(lanes)
+        failures = list(self.failures.items())
         for peer in peers:
-            wrong = {text_of(who): t for who, t in self.failures.items() if peer in who}
+            wrong = {text_of(who): text for who, text in failures if peer in who}
             told = {lane.name: lane.account(peer) for lane in lanes if peer in lane.neighbours}
             self._tell(f"{_ACCOUNTS}/{peer}/{self.me}", {"failures": wrong, "lanes": told})
 

@@ -74,7 +74,9 @@ class Relocation(NamedTuple):
 
 def move(moves: Sequence[Relocation]) -> list[jax.Array]:
     """Moves the arrays to their targets."""
-    wide = {i for i, one in enumerate(moves) if one.kind is Kind.DEVICE and _is_wide(one.x)}
+    on_devices = [i for i, one in enumerate(moves) if one.kind is Kind.DEVICE]
+    # Those of 64 bits, made under `jax.enable_x64`, while JAX makes only arrays of 32.
+    wide = {i for i in on_devices if canonical_dtype(moves[i].x) != moves[i].x.dtype}
     if not wide:
         return _move(moves)
     # Without 64 bits, JAX moves the shards of such an array as 32 bits, but not its dtype.
@@ -82,11 +84,6 @@ def move(moves: Sequence[Relocation]) -> list[jax.Array]:
         of_64_bits = iter(_move([moves[i] for i in sorted(wide)]))
     rest = iter(_move([one for i, one in enumerate(moves) if i not in wide]))
     return [next(of_64_bits if i in wide else rest) for i in range(len(moves))]
-
-
-def _is_wide(x: jax.Array) -> bool:
-    """Whether it has 64 bits, made under `jax.enable_x64`, while JAX makes only arrays of 32."""
-    return canonical_dtype(x) != x.dtype
 
 
 def _move(moves: Sequence[Relocation]) -> list[jax.Array]:

@@ -213,7 +213,8 @@ class _Part:
         try:
             # Keys have one dimension less than the numbers that are read.
             given = read(leaf, self.index[: leaf.ndim])
-            x = np.asarray(jax.random.key_data(given) if _holds_keys(given) else given)
+            of_keys = isinstance(given, jax.Array) and is_of_keys(given)
+            x = np.asarray(jax.random.key_data(given) if of_keys else given)
         except Exception as error:
             error.add_note(f"(raised by {_called(read)} for {self._name})")
             raise
@@ -250,10 +251,6 @@ class _Part:
         return Fault(leaf.name or "the array", leaf.shape, request, reason, fix)
 
 
-def _holds_keys(x: Any) -> bool:
-    return isinstance(x, jax.Array) and is_of_keys(x)
-
-
 def _called(read: Read) -> str:
     return getattr(read, "__qualname__", None) or repr(read)
 
@@ -261,7 +258,7 @@ def _called(read: Read) -> str:
 def _fill(plans: Sequence[_Assembly], read: Read) -> None:
     """Reads all parts, with at most two of the largest in memory, or as much of smaller ones."""
     waiting = deque(part for plan in plans for part in plan.parts())
-    progress = _Progress(len(plans), sum(part.nbytes for part in waiting))
+    progress = _line_of_progress(len(plans), sum(part.nbytes for part in waiting))
     most, held = 2 * max((part.nbytes for part in waiting), default=0), 0
     reading: dict[Future[np.ndarray], _Part] = {}
     with ThreadPoolExecutor(_READERS, thread_name_prefix="mylib-load") as pool:
@@ -277,34 +274,23 @@ def _fill(plans: Sequence[_Assembly], read: Read) -> None:
                 part.put(future.result())
                 del future  # It holds the part.
                 held -= part.nbytes
-                progress.add(part.nbytes)
-    progress.end()
+                progress(part.nbytes)
+    progress(0, "\n")
 
 
-@dataclass
-class _Progress:
-    """A line on a terminal, from one of the processes."""
+def _line_of_progress(arrays: int, total: int) -> Callable[..., None]:
+    """A line on a terminal, from one of the processes, that counts the bytes that were read."""
+    start, read, shown = time.monotonic(), 0, 0.0
 
-    arrays: int
-    total: int
-    read: int = 0
-    start: float = field(default_factory=time.monotonic)
-    shown: float = 0.0
-
-    def add(self, nbytes: int) -> None:
-        self.read += nbytes
-        now = time.monotonic()
-        if now - self.shown >= _INTERVAL:
-            self._show("\r")
-            self.shown = now
-
-    def end(self) -> None:
-        self._show("\n")
-
-    def _show(self, end: str) -> None:
-        if jax.process_index() or not sys.stderr.isatty():
+    def add(nbytes: int, end: str = "\r") -> None:
+        nonlocal read, shown
+        read, now = read + nbytes, time.monotonic()
+        too_soon = end == "\r" and now - shown < _INTERVAL
+        if too_soon or jax.process_index() or not sys.stderr.isatty():
             return
-        rate = self.read / max(time.monotonic() - self.start, 1e-9)
-        sizes = f"{show_bytes(self.read)} of {show_bytes(self.total)}, {show_bytes(rate)}/s"
-        text = f"loading {counted(self.arrays, 'array')}: {sizes}"
+        shown, rate = now, read / max(now - start, 1e-9)
+        sizes = f"{show_bytes(read)} of {show_bytes(total)}, {show_bytes(rate)}/s"
+        text = f"loading {counted(arrays, 'array')}: {sizes}"
         print(f"\r{text}".ljust(72), end=end, file=sys.stderr, flush=True)
+
+    return add

@@ -190,7 +190,7 @@ def name_of(path: KeyPath) -> str:
 
 def parts_of(path: KeyPath) -> tuple[str, ...]:
     """A path as the texts of its keys: `("layers", "0", "weight")`."""
-    return tuple(_key_text(key) for key in path)
+    return tuple(_KEY_TEXTS.get(type(key), str)(key) for key in path)
 
 
 _KEY_TEXTS: dict[type, Callable[[Any], str]] = {
@@ -199,10 +199,6 @@ _KEY_TEXTS: dict[type, Callable[[Any], str]] = {
     jtu.DictKey: lambda key: str(key.key),
     jtu.FlattenedIndexKey: lambda key: str(key.key),
 }
-
-
-def _key_text(key: Any) -> str:
-    return _KEY_TEXTS.get(type(key), str)(key)
 
 
 @dataclass(frozen=True)

@@ -231,6 +231,10 @@ def prefetch(
                 print(batch["x"].sharding, batches.timing)
         ```
     """
+    if not isinstance(source, Iterable) and not hasattr(source, "__getitem__"):
+        name = getattr(source, "__name__", type(source).__name__)
+        call = f": pass what it returns, prefetch({name}(), ...)" if callable(source) else ""
+        raise TypeError(f"prefetch: {name} is no iterable of batches{call}")
     if not isinstance(buffer, Integral) or buffer < 1:
         raise ValueError(f"buffer={buffer!r}: give a number of batches, at least 1")
     request = request_of(placement, mesh, tail, arrays, may_alias, check)

@@ -84,12 +84,8 @@ def _text(file: str) -> str:
     return Path(__file__).with_name(file).read_text(encoding="utf-8")
 
 
-def _read() -> dict[str, Chip]:
-    sheets = tomllib.loads(_text("chips.toml"))
-    return {name: _chip(name, sheet) for name, sheet in sheets.items()}
-
-
-CHIPS: Mapping[str, Chip] = MappingProxyType(_read())
+_SHEETS = tomllib.loads(_text("chips.toml"))
+CHIPS: Mapping[str, Chip] = MappingProxyType({name: _chip(name, x) for name, x in _SHEETS.items()})
 """The data sheets of the chips that [`mylib.machines.gpu`][] and [`mylib.machines.tpu`][] know by
 name.
 """

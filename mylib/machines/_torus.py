@@ -1,8 +1,8 @@
 """Where the devices of a mesh are in a slice of TPUs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,19 +10,6 @@ from .._meshes import ordered
 
 if TYPE_CHECKING:
     from ._machine import Machine
-
-
-@dataclass(frozen=True)
-class _Place:
-    """What JAX orders the devices of a mesh by. The compiler need not be installed."""
-
-    id: int
-    coords: tuple[int, ...]
-    core_on_chip: int
-    device_kind: str
-    process_index: int
-    platform: str = "tpu"
-    slice_index: int = 0
 
 
 def shape_of(machine: "Machine") -> tuple[int, ...]:
@@ -41,11 +28,17 @@ def coordinates(machine: "Machine", sizes: Sequence[int]) -> np.ndarray:
     return np.array([(*d.coords, d.core_on_chip) for d in ordered(devices, tuple(sizes)).flat])
 
 
-def _places(machine: "Machine") -> list[_Place]:
-    """In the compiler's order: hosts of 2 x 2 chips, the first direction fastest."""
+def _places(machine: "Machine") -> list[Any]:
+    """What JAX orders the devices of a mesh by: the compiler need not be installed. As there, hosts
+    have 2 x 2 chips, and the first direction is the fastest.
+    """
     chip, size = machine.chip, (*machine.shape, 1)[:3]
     places = [(*at, core) for at in np.ndindex(*size) for core in range(chip.devices)]
     places.sort(key=lambda at: (at[2], at[1] // 2, at[0] // 2, at[1] % 2, at[0] % 2, at[3]))
     kind = (*chip.kinds, chip.name)[0]
-    per_host = chip.host * chip.devices
-    return [_Place(i, at[:3], at[3], kind, i // per_host) for i, at in enumerate(places)]
+    alike = {"device_kind": kind, "platform": "tpu", "slice_index": 0}
+    host = chip.host * chip.devices
+    return [
+        SimpleNamespace(id=i, coords=at[:3], core_on_chip=at[3], process_index=i // host, **alike)
+        for i, at in enumerate(places)
+    ]

@@ -1,7 +1,7 @@
 """`mpmd.jit`: functions that run on one mesh, and are called in all processes."""
 
 from collections.abc import Callable
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._compat import Uncommitted, sharding_under, value_under
 from .._errors import PlacementError, because, line_of_caller
-from .._jit import Jitted, about, code_of, filter_jit
+from .._jit import Donate, Jitted, about, code_of, filter_jit
 from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of
@@ -20,7 +20,6 @@ from .._tree import Kind, Leaves, outline_of, signature_of, split
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"]
 
 
 def jit(

@@ -156,8 +156,7 @@ class Pipeline:
         `jax.ShapeDtypeStruct`s. Returns those of this process by pass and stage, for
         [`mylib.audit`][]. The meshes may be of machines that are not here.
         """
-        plan, *_ = self._planned(x, y, [])
-        return plan.compiled()
+        return self._planned(x, y, [])[0].compiled()
 
     def __call__(
         self, stages: Sequence[Any], x: PyTree[Any], y: PyTree[Any], /

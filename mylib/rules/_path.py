@@ -3,7 +3,6 @@
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -127,9 +126,11 @@ class ByPath(Rule):
         return leaves_by_rule((value, leaf) for value, leaf in values if isinstance(value, Rule))
 
     def _matching(self, leaf: Leaf) -> Iterator[tuple[Pattern, Any]]:
-        path, odd = joined(leaf.parts), self._name_odd_keys
+        path = joined(leaf.parts)
         for pattern, value in self.patterns:
-            ends = pattern.ends(path) or (odd and _is_end_of(pattern, leaf))
+            ends = pattern.ends(path)
+            if pattern.names_odd_keys:
+                ends = ends or pattern.ends_as_it_stands(leaf.path)
             if ends and not _is_too_long(value, leaf):
                 yield pattern, value
 
@@ -138,17 +139,9 @@ class ByPath(Rule):
             return value
         return PASS if leaf.ndim else PartitionSpec()
 
-    @cached_property
-    def _name_odd_keys(self) -> bool:
-        return any(pattern.names_odd_keys for pattern, _ in self.patterns)
-
     def __repr__(self) -> str:
         patterns = ", ".join(f"{pattern.text!r}: {value!r}" for pattern, value in self.patterns)
         return f"by_path({{{patterns}}}{', ordered=True' if self.ordered else ''})"
-
-
-def _is_end_of(pattern: Pattern, leaf: Leaf) -> bool:
-    return pattern.names_odd_keys and pattern.ends_as_it_stands(leaf.path)
 
 
 def _is_too_long(value: Any, leaf: Leaf) -> bool:

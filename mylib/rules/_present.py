@@ -87,8 +87,11 @@ class WherePresent(Rule):
             return spec
         filled = self.rule.fill(leaf, spec)
         # The entries of the other rule are not this one's.
-        added = free_dimensions(spec, leaf.ndim)
-        return _within(filled, present | (axes_in(filled) - _axes_at(filled, added)))
+        entries = entries_of(filled, leaf.ndim)
+        added = {
+            name for dim in free_dimensions(spec, leaf.ndim) for name in axis_names(entries[dim])
+        }
+        return _within(filled, present | (axes_in(filled) - added))
 
     def why(self, leaf: Leaf) -> str:
         present = _axes_of(leaf.mesh)
@@ -113,11 +116,6 @@ class WherePresent(Rule):
 def _axes_of(mesh: AnyMesh | None) -> set[Any]:
     """The axes that can be named here."""
     return set() if mesh is None else set(mesh.axis_names).difference(manual_axes())
-
-
-def _axes_at(spec: PartitionSpec, dims: Sequence[int]) -> set[Any]:
-    entries = entries_of(spec)
-    return {name for dim in dims if dim < len(entries) for name in axis_names(entries[dim])}
 
 
 def _within(spec: PartitionSpec, present: set[Any]) -> PartitionSpec:

@@ -8,6 +8,7 @@ before pytest-cov reports. No files of processes appear in the user's folder.
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,24 +64,21 @@ class Coverage:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class Measured:
-    """A process's side."""
+def measure(settings: dict[str, Any] | None) -> Callable[[], None]:
+    """A process's side. Returns what ends it."""
+    if settings is None:
+        return lambda: None
+    import coverage
 
-    def __init__(self, settings: dict[str, Any] | None) -> None:
-        self._coverage: Any = None
-        if settings is None:
-            return
-        import coverage
+    measured = coverage.Coverage(data_suffix=True, **settings)
+    # No process runs everything, so only the session reports missing lines.
+    measured.set_option(
+        "run:disable_warnings", ["no-data-collected", "module-not-imported", "already-imported"]
+    )
+    measured.start()
 
-        self._coverage = coverage.Coverage(data_suffix=True, **settings)
-        # No process runs everything, so only the session reports missing lines.
-        self._coverage.set_option(
-            "run:disable_warnings",
-            ["no-data-collected", "module-not-imported", "already-imported"],
-        )
-        self._coverage.start()
+    def end() -> None:
+        measured.stop()
+        measured.save()
 
-    def end(self) -> None:
-        if self._coverage is not None:
-            self._coverage.stop()
-            self._coverage.save()
+    return end

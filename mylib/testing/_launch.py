@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--print",
         dest="engine",
-        choices=_ENGINES,
+        choices=["slurm", "mpi"],
         help="run nothing: print the command that starts the same processes under this engine",
     )
     rest = argparse.REMAINDER
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str]) -> int:
     if devices is None and options.platform == "cpu":
         devices = 1
     if options.engine:
-        print(_ENGINES[options.engine](command, options.processes, devices, options.platform))
+        print(_under(options.engine, command, options.processes, devices, options.platform))
         return 0
     try:
         topology = TopologyRequest(options.processes, devices).topology(options.platform)
@@ -90,7 +90,15 @@ def main(arguments: Sequence[str]) -> int:
     return _launch(command, topology)
 
 
-def _slurm(command: Sequence[str], processes: int, devices: int | None, platform: str) -> str:
+def _under(
+    engine: str, command: Sequence[str], processes: int, devices: int | None, platform: str
+) -> str:
+    settings = {"JAX_PLATFORMS": platform}
+    if platform == "cpu":
+        settings |= cpu_settings(devices or 1)
+    script = shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), "python", *command])
+    if engine == "mpi":
+        return f"mpirun -n {processes} {script}"
     gpus = ""
     if platform == "cuda":
         # Under SLURM, JAX gives each task the one GPU of its number on the node. So there is a task
@@ -98,22 +106,7 @@ def _slurm(command: Sequence[str], processes: int, devices: int | None, platform
         processes *= devices or 1
         gpus = f" --gpus={processes}"
     # Without the last option the others wait for a task that has failed.
-    options = f"--ntasks={processes}{gpus} --kill-on-bad-exit=1"
-    return f"srun {options} {_with_settings(command, devices, platform)}"
-
-
-def _mpi(command: Sequence[str], processes: int, devices: int | None, platform: str) -> str:
-    return f"mpirun -n {processes} {_with_settings(command, devices, platform)}"
-
-
-_ENGINES = {"slurm": _slurm, "mpi": _mpi}
-
-
-def _with_settings(command: Sequence[str], devices: int | None, platform: str) -> str:
-    settings = {"JAX_PLATFORMS": platform}
-    if platform == "cpu":
-        settings |= cpu_settings(devices or 1)
-    return shlex.join(["env", *(f"{k}={v}" for k, v in settings.items()), "python", *command])
+    return f"srun --ntasks={processes}{gpus} --kill-on-bad-exit=1 {script}"
 
 
 def _launch(command: Sequence[str], topology: Topology) -> int:

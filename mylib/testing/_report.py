@@ -18,7 +18,7 @@ Only this module decides what "some failed, some were skipped, one died" means:
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,20 +47,12 @@ _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _LAST_WORDS = 4000
 
 
-@dataclass(frozen=True)
-class _Crash:
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
-
-
 class Text:
     """The text of a failure: a line for the summary, and sections."""
 
     def __init__(self, summary: str, sections: Sequence["Section"]) -> None:
         # pytest and its JUnit file read the line from here.
-        self.reprcrash = _Crash(summary)
+        self.reprcrash = SimpleNamespace(message=summary)
         self._sections = sections
 
     def toterminal(self, writer: Any) -> None:
@@ -121,7 +113,11 @@ class Merger:
             merged.append(report_of(self._item, "teardown", "passed", start=self._start))
         if self._result.out_of_step and merged[-1].passed:
             merged[-1].outcome = "failed"
-            merged[-1].longrepr = _disorder(self._result.out_of_step)
+            merged[-1].longrepr = (
+                "the test has left its processes out of step, and they have been killed: "
+                f"{self._result.out_of_step}. All must do the same work, and wait for everything "
+                "that they start"
+            )
         return merged
 
     def by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
@@ -141,7 +137,8 @@ class Merger:
         skipped = {i: r for i, r in reports.items() if r.skipped}
         expected = {i: r for i, r in reports.items() if hasattr(r, "wasxfail")}
         others = [r for r in reports.values() if r.outcome not in _OUTCOMES]
-        outcome, text, reason = "passed", None, None
+        outcome, text = "passed", None
+        more: dict[str, Any] = {}
         if failed:
             outcome, text = "failed", self._failure(failed)
         elif skipped and len(skipped) < len(reports) and not expected:
@@ -155,7 +152,7 @@ class Merger:
             # An outcome of a plugin, which handles it itself.
             outcome, text = others[0].outcome, others[0].longrepr
         if expected and not failed:
-            reason = next(iter(expected.values())).wasxfail
+            more["wasxfail"] = next(iter(expected.values())).wasxfail
         merged = report_of(
             self._item,
             phase,
@@ -169,8 +166,8 @@ class Merger:
                 for name, written in r.sections
                 if (printed := _without_gloo(written))
             ],
-            properties=self._properties(reports),
-            reason=reason,
+            user_properties=self._properties(reports),
+            **more,
         )
         first = next(iter(reports.values()))
         if not hasattr(first, "context"):
@@ -240,7 +237,8 @@ class Merger:
             elif outcome.status is not None:
                 head = f"{name} died: {named_status(outcome.status)}"
                 after = ", after another had failed" if order else ""
-                yield head, (head + after, _last_words(outcome))
+                said = _without_noise(outcome.output + outcome.errors)
+                yield head, (head + after, said[-_LAST_WORDS:].strip())
             elif outcome.trouble:
                 text = outcome.trouble.strip()
                 yield f"{name}: {text.splitlines()[-1]}", (name, text)
@@ -266,32 +264,19 @@ def report_of(
     *,
     start: float,
     duration: float = 0.0,
-    sections: Sequence[tuple[str, str]] = (),
-    properties: Sequence[tuple[str, object]] = (),
-    reason: str | None = None,
+    **more: Any,
 ) -> pytest.TestReport:
-    report = pytest.TestReport(
+    return pytest.TestReport(
         nodeid=item.nodeid,
         location=item.location,
         keywords={name: 1 for name in item.keywords},
         outcome=outcome,
         longrepr=text,
         when=when,
-        sections=list(sections),
         duration=duration,
         start=start,
         stop=start + duration,
-        user_properties=list(properties),
-    )
-    if reason is not None:
-        report.wasxfail = reason
-    return report
-
-
-def _disorder(reason: str) -> str:
-    return (
-        f"the test has left its processes out of step, and they have been killed: {reason}. "
-        "All must do the same work, and wait for everything that they start"
+        **more,
     )
 
 
@@ -321,10 +306,6 @@ def _headline(report: pytest.TestReport) -> str:
 def _skip_reason(report: pytest.TestReport) -> str:
     text = report.longrepr
     return str(text[2]) if isinstance(text, tuple | list) else str(text)
-
-
-def _last_words(outcome: Outcome) -> str:
-    return _without_noise(outcome.output + outcome.errors)[-_LAST_WORDS:].strip()
 
 
 def stack_of(text: str) -> str:

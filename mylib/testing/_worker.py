@@ -27,7 +27,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import get_abstract_mesh
 
 from .._processes import everybody, gather
-from ._coverage import Measured
+from ._coverage import measure
 from ._process import OneOfSeveral, make_devices
 from ._reruns import is_final
 
@@ -46,7 +46,7 @@ class Worker:
         os.set_inheritable(channel, False)
         self._channel = Connection(channel)
         beginning = self._next_message()
-        self._measured = Measured(beginning["coverage"])
+        self._end_measuring = measure(beginning["coverage"])
         self._as_all = OneOfSeveral()
         self._index: int = beginning["index"]
         self._folder = Path(beginning["folder"])
@@ -233,8 +233,9 @@ class Worker:
 
     def _changed(self) -> dict[str, str]:
         """The settings that have changed since before the first test."""
-        now = _settings().items()
-        return {k: _text_of(v) for k, v in now if self._settings.get(k, v) != v}
+        changed = {k: v for k, v in _settings().items() if self._settings.get(k, v) != v}
+        # Devices differ between processes.
+        return {k: "a device" if isinstance(v, jax.Device) else str(v) for k, v in changed.items()}
 
     def _pending(self, number: int) -> str | None:
         """Checks for a collective left behind by the test: it would be mistaken for this one, in
@@ -272,7 +273,7 @@ class Worker:
             self.leave()
         except jax.errors.JaxRuntimeError as error:
             trouble = f"leaving the others failed: {error}"
-        self._measured.end()
+        self._end_measuring()
         self.say("end", trouble=trouble)
         _end(0)
 
@@ -334,8 +335,3 @@ def _settings() -> dict[str, Any]:
     """The settings that must be equal in all processes for them to run the same programs."""
     mesh = get_abstract_mesh()
     return {**jax.config.values, "the mesh in force": None if mesh.empty else str(mesh)}
-
-
-def _text_of(value: Any) -> str:
-    # Devices differ between processes.
-    return "a device" if isinstance(value, jax.Device) else str(value)

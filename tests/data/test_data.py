@@ -1084,3 +1084,15 @@ def test_a_process_dies(checkout_env):
         out, err = survivor.communicate(timeout=_LIMIT)
         assert other.wait(timeout=_LIMIT) == -signal.SIGKILL, err
     assert "process 1 did not come within 6 s" in out and out.startswith("5 "), (out, err)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (lambda: [np.ones(8)], r"<lambda> is no iterable of batches: .* prefetch\(<lambda>\(\)"),
+        (3, "int is no iterable of batches$"),
+    ],
+)
+def test_a_source_that_is_no_iterable(source, told):
+    with pytest.raises(TypeError, match=told):
+        prefetch(source, P())

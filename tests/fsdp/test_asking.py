@@ -205,3 +205,23 @@ def test_arrays_that_are_no_slices():
     other = eqx.tree_at(lambda x: x.weight, layer, jnp.ones((5, 32)))
     with pytest.raises(mylib.PlacementError, match=r"not a slice .* of shape \(4, 16, 32\)"):
         other(jnp.ones((8, 5)))
+
+
+@pytest.mark.parametrize("layers", [eqx.nn.Linear, (eqx.nn.Linear, Called)])
+def test_layers_after_the_placement(layers):
+    with pytest.raises(TypeError, match=r"the layers \(Linear.*come before where weights are kept"):
+        mylib.fully_shard(Called(), KEPT, layers, mesh=AUTO)
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_forward_mode(checkpoint):
+    """Outside `jit`; in it, JAX raises its error only when the program is lowered."""
+    model = mylib.filter_shard(Called(), KEPT, mesh=AUTO)
+
+    def loss(model):
+        layers = mylib.fully_shard(model, Called, KEPT, mesh=AUTO, checkpoint=checkpoint)
+        return jnp.sum(layers(jnp.ones(16)))
+
+    with pytest.raises(TypeError, match="forward-mode") as caught:
+        eqx.filter_jvp(loss, (model,), (model,))
+    assert "reverse mode only" in str(caught.value.__notes__)

@@ -4,6 +4,7 @@ import concurrent.futures
 import threading
 import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -202,3 +203,131 @@ def test_a_donated_array_again_over_several_devices(spec, ahead):
         assert "was given deleted arrays: tree['" in str(caught.value.__notes__)
     again, _ = f(again, count)
     np.testing.assert_array_equal(again["x"], np.ones(8))
+
+
+class TestNames:
+    """`donate=("model", "state")`."""
+
+    @pytest.mark.parametrize("ahead", [False, True])
+    @pytest.mark.parametrize("by_keyword", [False, True])
+    def test_only_these_are_donated(self, ahead, by_keyword):
+        @mylib.filter_jit(donate=("model", "state"))
+        def step(model, batch, state, *, scale):
+            return model + batch * scale, state + 1
+
+        model, batch, state, scale = (jnp.full(8, float(i)) for i in range(4))
+        args, kwargs = (model, batch, state), {"scale": scale}
+        if by_keyword:
+            args, kwargs = (model,), {"scale": scale, "state": state, "batch": batch}
+        call = step.lower(*args, **kwargs).compile() if ahead else step
+        new, count = call(*args, **kwargs)
+        assert jnp.all(new == 3) and jnp.all(count == 3)
+        assert [x.is_deleted() for x in (model, batch, state, scale)] == [True, False, True, False]
+
+    def test_with_static_leaves_and_in_shardings(self):
+        @mylib.filter_jit(donate=("state",), in_shardings={"state": P("data")}, mesh=MESH)
+        def step(kept, state, more):
+            return kept[1], {"x": state["x"] + 1, "name": state["name"]}, more
+
+        kept, state = (jnp.ones(8), jnp.ones(8)), {"x": jnp.zeros(8), "name": "s"}
+        kept = mylib.filter_shard(kept, P(), mesh=MESH)
+        *_, new, _ = step(kept, state, 3)
+        assert state["x"].is_deleted() and jnp.all(new["x"] == 1) and new["x"].sharding == HERE
+        assert not any(x.is_deleted() for x in kept)
+
+    def test_star_arguments_and_methods(self):
+        @mylib.filter_jit(donate=("rest", "more"))
+        def f(x, *rest, **more):
+            return x, rest, more
+
+        x, y, z, w = (jnp.ones(8) * i for i in range(4))
+        f(x, y, z, w=w)
+        assert [a.is_deleted() for a in (x, y, z, w)] == [False, True, True, True]
+
+        class Model(eqx.Module):
+            x: jax.Array
+
+            @mylib.filter_jit(donate=("self",))
+            def step(self, y):
+                return Model(self.x + y)
+
+        model, y = Model(jnp.ones(8)), jnp.ones(8)
+        assert jnp.all(model.step(y).x == 2) and model.x.is_deleted() and not y.is_deleted()
+
+    def test_a_module_that_is_the_function_is_kept(self):
+        linear, x = eqx.nn.Linear(8, 8, key=jax.random.key(0)), jnp.ones(8)
+        mylib.filter_jit(linear, donate=("x",))(x)
+        assert x.is_deleted() and not linear.weight.is_deleted()
+
+    def test_an_array_that_is_also_kept(self):
+        x = jnp.ones(8)
+        a, b = mylib.filter_jit(both, donate=("a",))(x, x)
+        assert not x.is_deleted() and jnp.all(a == 2) and jnp.all(b == 3)
+
+    def test_errors_name_the_arguments(self):
+        f = mylib.filter_jit(lambda a, b, c: (a, b + c), donate=("b",))
+        a, b = jnp.ones(8), jnp.ones(8)
+        f(a, b, a)
+        with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:
+            f(a, b, a)
+        (note,) = caught.value.__notes__
+        assert "was given deleted arrays: b." in note
+        one, other = (jax.device_put(a, device) for device in jax.devices()[1:3])
+        with pytest.raises(ValueError, match="devices") as caught:
+            f(one, other, one)
+        notes = str(caught.value.__notes__)
+        assert "kept[0] is a" in notes and "donated[0] is b" in notes
+
+    @pytest.mark.parametrize(
+        ("donate", "told"),
+        [
+            (("modle",), "donate names 'modle', and f has the parameters model, state"),
+            ("model", r"donate='model' is none of .* write \('model',\)"),
+            ("some", "donate='some' is none of 'all', .*'none'$"),
+            (1, "donate=1 is no word, and no tuple of names"),
+        ],
+    )
+    def test_what_is_no_name(self, donate, told):
+        def f(model, state):
+            return model
+
+        with pytest.raises(ValueError, match=told):
+            mylib.filter_jit(f, donate=donate)
+
+
+class TestSpared:
+    """`all-except-first`, and the first argument is the model."""
+
+    @staticmethod
+    def step(model, state, x):
+        grads = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x)))(model)
+        return eqx.apply_updates(model, grads), jax.tree.map(jnp.add, state, grads), x.sum()
+
+    def test_is_told_once(self):
+        model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+        state = eqx.filter(model, eqx.is_array)
+        state, x = jax.tree.map(jnp.zeros_like, state), jnp.ones((8, 8))
+        step = mylib.filter_jit(self.step, donate="all-except-first")
+        with pytest.warns(mylib.DonationWarning) as caught:
+            for _ in range(3):
+                model, state, _ = step(model, state, x + 1)
+        (warning,) = caught
+        text = str(warning.message)
+        assert text.startswith("step returns a new model, and donate='all-except-first' keeps the")
+        assert "Write donate=('model', 'state'), or donate=('state',) if" in text
+
+    def test_otherwise_not(self):
+        model = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+        x = jnp.ones((8, 8))
+
+        def gradients(model, x):
+            return x.sum(), eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x)))(model)
+
+        def batch_first(x, model, state):
+            return self.step(model, state, x)
+
+        state = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_array))
+        mylib.filter_jit(gradients, donate="all-except-first")(model, x + 1)
+        mylib.filter_jit(both, donate="all-except-first")(x + 1, x + 1)
+        model, state, _ = mylib.filter_jit(batch_first, donate="all-except-first")(x, model, state)
+        mylib.filter_jit(self.step, donate=("model", "state"))(model, state, x)

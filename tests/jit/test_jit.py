@@ -1091,3 +1091,11 @@ def test_paths_of_arguments():
     with pytest.raises(mylib.PlacementError, match="by_path: 'y'"):
         f({"w": jnp.ones(2)}, {"z": jnp.ones(2)})
     assert jtu.tree_structure(f) is not None
+
+
+@pytest.mark.parametrize("given", [(lambda x: x, MESH), (MESH,), (lambda x: x, P("data"))])
+@pytest.mark.parametrize("name", ["filter_jit", "filter_shard_map"])
+def test_what_is_given_by_position(name, given):
+    options = {"in_specs": P(), "out_specs": P()} if name == "filter_shard_map" else {}
+    with pytest.raises(TypeError, match=f"^{name} takes the function by position, and nothing el"):
+        getattr(mylib, name)(*given, **options)

@@ -56,12 +56,18 @@ def place():
     step(mylib.filter_shard(model, P(), mesh=MESH), jnp.ones(8))
 
 
+def replicate():
+    x = mylib.filter_shard(jnp.ones((512, 512)), P(), mesh=MESH)
+    mylib.filter_jit(lambda x: x @ x)(x)
+
+
 CASES = {
     mylib.CapturedArrayWarning: capture,
     mylib.DonationWarning: donate,
     mylib.PlacementWarning: place,
     mylib.PrefetchWarning: prefetch,
     mylib.RecompilationWarning: recompile,
+    mylib.ReplicatedWarning: replicate,
     mylib.StaticNumberWarning: count,
 }
 
@@ -145,7 +151,7 @@ class TestOptions:
             ("static_argnums", "leave it out: everything that is not an array is static"),
             ("static_argnames", "leave it out: everything that is not an array is static"),
             ("donate_argnums", "write donate='all'"),
-            ("donate_argnames", "write donate='all'"),
+            ("donate_argnames", "write donate="),
             ("device", "write in_shardings=device"),
             ("backend", "write in_shardings=jax.devices"),
             ("inlined", "unexpected keyword argument 'inlined'$"),

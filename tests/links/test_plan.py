@@ -100,7 +100,7 @@ def test_arrays_without_elements(shape):
 def test_pieces_are_copies():
     """Also one that is a whole shard: it may be donated while the piece is on its way."""
     x = jax.device_put(np.arange(6.0).reshape(2, 3), jax.devices()[1])
-    whole, part, _ = cut((((0, 0), (2, 3)), ((0, 1), (2, 2))), x)
+    whole, part = cut((((0, 0), (2, 3)), ((0, 1), (2, 2))), x)
     assert whole.devices() == part.devices() == {jax.devices()[1]}
     assert whole.unsafe_buffer_pointer() != x.unsafe_buffer_pointer()
     value = np.asarray(x)

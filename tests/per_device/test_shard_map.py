@@ -14,7 +14,7 @@ import pytest
 from contexts import AUTO, CONTEXTS, EXPLICIT, MESHES
 from hypothesis import given, strategies as st
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib.rules import batch, by_path, fsdp, like, replicated
@@ -690,3 +690,27 @@ def test_any_tree_under_any_prefix(data):
     placed = [x for x in jax.tree.leaves(out) if eqx.is_array(x)]
     for y, target in zip(placed, jax.tree.leaves(targets), strict=True):
         assert y.sharding.is_equivalent_to(target, y.ndim)
+
+
+class TestUnderVmap:
+    """A dimension that `jax.vmap` maps and that is split over devices: gathered, and told."""
+
+    MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    @pytest.mark.parametrize("jit", [True, False])
+    def test_is_told_unless_it_has_a_name(self, jit):
+        f = mylib.filter_shard_map(
+            lambda x: 2 * x, mesh=self.MESH, in_specs=P("model"), out_specs=P("model"), jit=jit
+        )
+        batch = mylib.filter_shard(np.ones((8, 4), np.float32), P("data"), mesh=self.MESH)
+        with pytest.warns(mylib.PlacementWarning) as caught:
+            jax.vmap(f)(batch)
+        assert "a dimension of x that is split over 'data': each dev" in str(caught[0].message)
+        assert "spmd_axis_name='data')" in str(caught[0].message)
+        y = jax.vmap(f, spmd_axis_name="data")(batch)
+        assert y.sharding.spec == P("data", "model")
+        jax.vmap(f)(np.ones((8, 4), np.float32))
+        jax.vmap(f, in_axes=1)(
+            mylib.filter_shard(np.ones((4, 8), np.float32), P("model"), self.MESH)
+        )
+        jax.jit(jax.vmap(f))(batch)

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import sys
 import types
 
@@ -19,13 +20,14 @@ _PAGE = _pages.ROOT / "docs" / "rules.md"
 
 @pytest.fixture(scope="module")
 def page():
-    """The names of the page's first block, and what it prints."""
-    first = next(block for block in _pages.blocks(_PAGE) if block.language == "python")
+    """The names of the page's blocks before its first output, and what they print."""
+    blocks = itertools.takewhile(lambda block: block.language == "python", _pages.blocks(_PAGE))
     module = types.ModuleType("rules_page")
     sys.modules["rules_page"] = module
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(compile(first.text, str(_PAGE), "exec"), module.__dict__)
+        for block in blocks:
+            exec(compile(block.text, str(_PAGE), "exec"), module.__dict__)
     return module, printed.getvalue()
 
 

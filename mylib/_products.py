@@ -1,0 +1,122 @@
+"""Counts products, pairs of numbers that are multiplied and added: of a traced program, and of a
+convolution.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ._compat import names, opened
+from ._programs import jaxprs_in
+
+
+class Products(NamedTuple):
+    """What a traced program computes, on all devices together."""
+
+    products: int
+    # Those of them that are in loops.
+    looped: int = 0
+    # The numbers that everything else returns.
+    others: int = 0
+
+
+def products_in(program: Any, each_turn: bool) -> Products | None:
+    """Counts what each turn of a scan computes, or the body of a loop once, as the compiler's own
+    analysis does. None if the program calls code whose work is unknown.
+    """
+    return _sum([_of(eqn, each_turn) for eqn in opened(program).eqns])
+
+
+def _of(eqn: Any, each_turn: bool) -> Products | None:
+    name = eqn.primitive.name
+    if name in names.KERNELS or name in names.OPAQUE_CALLS or name == names.RAGGED_DOT:
+        return None
+    if name == names.DOT:
+        return Products(_dot(eqn))
+    if name == names.CONVOLUTION:
+        return Products(_convolution(eqn))
+    inner = jaxprs_in(eqn)
+    if not inner:
+        made = (getattr(x.aval, "shape", ()) for x in eqn.outvars)
+        return Products(0, 0, sum(map(math.prod, made)))
+    parts = [products_in(x, each_turn) for x in inner]
+    if name == names.COND:
+        return None if None in parts else max(part for part in parts if part is not None)
+    total = _sum(parts)
+    if total is None:
+        return None
+    times = _times(eqn, each_turn)
+    total = Products(*(times * x for x in total))
+    return total._replace(looped=total.products) if name in _LOOPS else total
+
+
+_LOOPS = (names.SCAN, names.WHILE)
+
+
+def _sum(parts: list[Products | None]) -> Products | None:
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return Products(*map(sum, zip(*known, strict=True))) if known else Products(0)
+
+
+def _times(eqn: Any, each_turn: bool) -> int:
+    """How often an equation's jaxprs are counted."""
+    params = eqn.params
+    if eqn.primitive.name == names.SHARD_MAP:
+        sizes = params[names.PARAM_MESH].shape
+        return math.prod(sizes[axis] for axis in params[names.PARAM_MANUAL_AXES])
+    if eqn.primitive.name == names.SCAN:
+        length = params[names.PARAM_LENGTH]
+        return length if each_turn else min(length, int(params[names.PARAM_UNROLL]))
+    return 1
+
+
+def _dot(eqn: Any) -> int:
+    (contracted, _), _ = eqn.params[names.PARAM_DIMENSIONS]
+    shape = eqn.invars[0].aval.shape
+    return math.prod([*eqn.outvars[0].aval.shape, *(shape[i] for i in contracted)])
+
+
+def _convolution(eqn: Any) -> int:
+    params = eqn.params
+    shapes = [x.aval.shape for x in (*eqn.invars, *eqn.outvars)]
+    # Each as its batch or its results, its channels, and its places.
+    inputs, window, results = (
+        [shape[i] for i in order]
+        for shape, order in zip(shapes, params[names.PARAM_DIMENSIONS], strict=True)
+    )
+    size = results[0] * results[1] * window[1]
+    for i, (low, _) in enumerate(params[names.PARAM_PADDING]):
+        size *= meetings(
+            results[2 + i],
+            params[names.PARAM_STRIDES][i],
+            window[2 + i],
+            params[names.PARAM_RHS_DILATION][i],
+            inputs[2 + i],
+            params[names.PARAM_LHS_DILATION][i],
+            low,
+        )
+    return size
+
+
+@functools.lru_cache(maxsize=1000)
+def meetings(
+    results: int, stride: int, window: int, dilation: int, inputs: int, holes: int, low: int
+) -> int:
+    """How many pairs of a result and a place in its window meet an input, in one direction, and
+    neither padding nor one of the zeros between dilated inputs. XLA writes batches as dilated
+    inputs, too, of whose window one place meets something.
+    """
+    few, step, many, other = results, stride, window, dilation
+    if few > many:
+        few, step, many, other = many, other, few, step
+    places = np.arange(many) * other - low
+    last = (inputs - 1) * holes
+    total = 0
+    for i in range(few):
+        at = places + i * step
+        total += np.count_nonzero((at >= 0) & (at <= last) & (at % holes == 0))
+    return int(total)
