@@ -65,6 +65,7 @@ class Others:
         self._has_left = threading.Event()
         self._watch = watch_of_calls()
         self._watch.also = self._exchange
+        self._watch.wake()
 
     def leave(self, why: str) -> None:
         self._why = why

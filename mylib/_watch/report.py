@@ -13,22 +13,31 @@ _CALLS = 4
 
 
 def report(accounts: Sequence[Account], title: str) -> str:
-    """What is odd, and where each process is. Processes that are at the same place are described
-    together.
+    """What is odd, and where each process is: first those that have done least. Processes that are
+    at the same place are described together.
     """
     found = findings(accounts)
     lines = [f"mylib.watch: {title}{found and f': {found[0]}' or ''}"]
     lines += [f"  {text}" for text in found[1:]]
     groups: dict[tuple[str, ...], list[Account]] = {}
-    for x in accounts:
+    for x in sorted(accounts, key=lambda x: sum(x.counts.values())):
         groups.setdefault(tuple(_described(x)), []).append(x)
     for text, those in list(groups.items())[:_GROUPS]:
-        head, *rest = text
+        head, *rest = text if len(those) == 1 else map(_of_several, text)
         who = named([x.index for x in those])
         lines += [f"{who[0].upper()}{who[1:]} {head}", *(f"  {line}" for line in rest)]
     left = [x for those in list(groups.values())[_GROUPS:] for x in those]
     lines += [f"and {counted(len(left), 'more process', 'more processes')}"] if left else []
     return "\n".join(lines)
+
+
+# What begins a line.
+_SEVERAL = {"is": "are", "was": "were", "has": "have", "waits": "wait", "its": "their"}
+
+
+def _of_several(line: str) -> str:
+    verb, _, rest = line.partition(" ")
+    return f"{_SEVERAL.get(verb, verb)} {rest}"
 
 
 def _described(x: Account) -> Iterator[str]:

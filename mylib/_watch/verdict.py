@@ -139,8 +139,8 @@ def _behind(here: Sequence[Account]) -> Iterator[str]:
                     what = f", and {_have(who)} not come to compare ({waits[0]})" if waits else ""
                 calls = counted(most - count, _NAMES[kind.partition(" ")[0]])
                 others = named([x.index for x in first])
-                places = {x.news.get("at") for x in some if x.index in who}
-                at = f": {_it_is(who)} at {places.pop()}" if len(places) == 1 else ""
+                places = {_place_of(x) for x in some if x.index in who}
+                at = f": {_it_is(who)} {places.pop()}" if len(places) == 1 else ""
                 yield f"{named(who)} {_is(who)} {calls} behind {others}{what}{at}"
 
 
@@ -169,12 +169,13 @@ def _places(here: Sequence[Account]) -> Iterator[str]:
     def waits(x: Account) -> bool:
         return bool(x.record and (x.record["starting"] or x.record["in_jax"] or x.record["waits"]))
 
-    def place(x: Account) -> str:
-        starting = x.record.get("starting")
-        return f"starting {starting}" if starting else f"at {x.news.get('at')}"
-
-    for where, who in _by(sorted(here, key=waits), place)[:_PLACES]:
+    for where, who in _by(sorted(here, key=waits), _place_of)[:_PLACES]:
         yield f"{named(who)} {_is(who)} {where}"
+
+
+def _place_of(x: Account) -> str:
+    starting = x.record.get("starting")
+    return f"starting {starting}" if starting else f"at {x.news.get('at')}"
 
 
 def _by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:

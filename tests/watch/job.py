@@ -78,8 +78,7 @@ def traced_slowly(x):
 
 def at_step(i: int, state: jax.Array) -> None:
     """What goes wrong in one of the processes."""
-    if CASE == "slow" and i < 6:
-        time.sleep(LIMIT / 2 if ME == ODD else 0)
+    time.sleep(LIMIT / 2 if CASE == "slow" and i < 6 and ME == ODD else 0.2)
     if CASE == "compiles" and i == 2:
         mylib.filter_jit(traced_slowly)(state if ME < 0 else jnp.ones(3)) if ME == ODD else None
     if CASE == "main0" and i == 4 and ME == 0:
@@ -114,6 +113,8 @@ def at_step(i: int, state: jax.Array) -> None:
 
 def train(watch: "mylib.Watching") -> None:
     state = placed(1)
+    if CASE in ("skips", "exchanged"):
+        jax.block_until_ready(evaluate(state))
     if CASE == "first" and ME == ODD:
         hang()
     if CASE == "plain":

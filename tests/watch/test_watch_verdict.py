@@ -40,7 +40,14 @@ def test_many_processes_are_judged_at_once():
     assert is_stuck(some, 5)
     text = report(some, "no progress")
     assert "process 700 is 1 call behind processes 0..699, 701..999" in text
-    assert len(text.splitlines()) < 40
+    assert "\nProcess 700 is at train.py:700" in text and len(text.splitlines()) < 40
+
+
+def test_processes_at_the_same_place():
+    some = [account(i, 9, 5) for i in range(4)]
+    for x in some:
+        x.news["at"] = "train.py:7 in f"
+    assert "\nProcesses 0, 1, 2, 3 are at train.py:7 in f" in report(some, "no progress")
 
 
 def test_calls_that_differ():
