@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 from .._compat import value_under
 from .._errors import line_of_caller
-from .._processes import Call, count_program, owners, watch
+from .._processes import PROGRAMS, Call, owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
@@ -107,7 +107,8 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
             groups.setdefault(group, []).append(leaf_of(*move))
     for group, leaves in groups.items():
-        count_program(group, f"{described_all(leaves)} in {line_of_caller()}")
+        lane = watch().lane(PROGRAMS, group)
+        watch().count(lane, f"{described_all(leaves)} in {line_of_caller()}")
 
 
 # A piece of the tree, by the position of its leaf and its own in the leaf's plan.

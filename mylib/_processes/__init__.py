@@ -20,7 +20,6 @@ from .differences import (
 )
 from .groups import (
     digest as digest,
-    in_short as in_short,
     members as members,
     named as named,
     text_of as text_of,
@@ -46,4 +45,4 @@ from .series import (
     connected as connected,
     patience as patience,
 )
-from .watch import count_program as count_program, watch as watch
+from .watch import PROGRAMS as PROGRAMS, watch as watch
