@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 from .._compat import value_under
 from .._errors import line_of_caller
-from .._processes import PROGRAMS, Call, owners, watch
+from .._processes import PROGRAMS, Turn, owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
@@ -138,11 +138,11 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
     with ExitStack() as held:
         for lane in lanes.values():
             does = "send arrays between the same processes at the same time"
-            lane.only.hold(threading.get_ident(), does)
+            lane.only.hold(threading.get_ident(), does, waits=False)
             held.callback(lane.only.release)
         pieces = _cut_all(leaves, me)
         arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
-        calls: dict[_Place, Call] = {}
+        calls: dict[_Place, Turn] = {}
         for place, lane in lanes.items():
             both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
             text = f"{described_all(leaves[i] for i in both)} in {line}"

@@ -34,7 +34,7 @@ from .meeting import (
     on_the_way as on_the_way,
     processes_of as processes_of,
 )
-from .order import Call as Call, Lane as Lane, TransferError as TransferError
+from .order import Lane as Lane, TransferError as TransferError, Turn as Turn
 from .replicas import check_replicas as check_replicas
 from .series import (
     JUDGED as JUDGED,

@@ -20,7 +20,7 @@ import jax
 from .._compat import CoordinationClient, coordination_client
 from .circle import Waiting, circle_before
 from .groups import members, text_of
-from .order import NOTHING, Call, Lane, TransferError, lane_name
+from .order import NOTHING, Lane, TransferError, Turn, lane_name
 from .series import Processes, Series, Wait, connected
 
 _log = logging.getLogger("mylib")
@@ -79,7 +79,7 @@ class Watch:
                 self.lanes[name] = Lane(name, processes, self.me)
             return self.lanes[name]
 
-    def count(self, lane: Lane, text: str) -> Call:
+    def count(self, lane: Lane, text: str) -> Turn:
         """Counts a call, unless it can't be the same as that of the other processes."""
         self.check(lane.processes)
         with self._lock:
