@@ -67,6 +67,10 @@ FINDS = {
     "multi-host": "many-processes/",
     "slurm": "clusters/#slurm",
     "TPU pod": "clusters/#tpu-pods",
+    "plan": "plan/",
+    "automatic sharding": "cookbook/#automatic-sharding",
+    "stuck": "watch/",
+    "hang": "many-processes/#a-job-that-hangs",
     # Of issues of Equinox and JAX.
     "pmap": "from-pmap/",
     "filter_shard": "api/placing/",
