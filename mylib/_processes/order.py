@@ -88,9 +88,9 @@ class Lane:
             self._calls.pop(self.count - _KEPT, None)
             return call
 
-    def give(self, call: Turn, ready: tuple[Any, ...]) -> None:
+    def give(self, call: Turn, arrays: tuple[Any, ...]) -> None:
         with self._lock:
-            self._gives[call.number] = Pending(call, ready)
+            self._gives[call.number] = Pending(call, arrays)
 
     def take(self, call: Turn, arrays: tuple[Any, ...]) -> None:
         with self._lock:
