@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 from .._compat import value_under
 from .._errors import line_of_caller
-from .._processes import Call, count_program, owners, watch
+from .._processes import PROGRAMS, Turn, owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
@@ -107,7 +107,8 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
             groups.setdefault(group, []).append(leaf_of(*move))
     for group, leaves in groups.items():
-        count_program(group, f"{described_all(leaves)} in {line_of_caller()}")
+        lane = watch().lane(PROGRAMS, group)
+        watch().count(lane, f"{described_all(leaves)} in {line_of_caller()}")
 
 
 # A piece of the tree, by the position of its leaf and its own in the leaf's plan.
@@ -137,11 +138,11 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
     with ExitStack() as held:
         for lane in lanes.values():
             does = "send arrays between the same processes at the same time"
-            lane.only.hold(threading.get_ident(), does)
+            lane.only.hold(threading.get_ident(), does, waits=False)
             held.callback(lane.only.release)
         pieces = _cut_all(leaves, me)
         arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
-        calls: dict[_Place, Call] = {}
+        calls: dict[_Place, Turn] = {}
         for place, lane in lanes.items():
             both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
             text = f"{described_all(leaves[i] for i in both)} in {line}"

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
-from .._processes import Call, Lane, Processes, TransferError, connected, patience, watch
+from .._processes import Lane, Processes, TransferError, Turn, connected, patience, watch
 
 _LOOPBACK = "127.0.0.1"
 _PLACE = "mylib/links/addresses"
@@ -40,12 +40,12 @@ class Links:
         processes = tuple(sorted((self._me, peer)))
         return watch().lane(f"arrays on {self._platform}", processes)
 
-    def offer(self, call: Call, peer: int, pieces: Sequence[jax.Array]) -> None:
+    def offer(self, call: Turn, peer: int, pieces: Sequence[jax.Array]) -> None:
         """Gives pieces to a process, when it asks for them."""
         self._server.await_pull(_number(call, self._me, peer), list(pieces))
         call.lane.give(call, tuple(pieces))
 
-    def ask(self, call: Call, peer: int, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    def ask(self, call: Turn, peer: int, pieces: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Pieces of another process. Returns at once: they come when it sends them."""
         arrays = self._connection(peer).pull(_number(call, peer, self._me), list(pieces))
         call.lane.take(call, tuple(arrays))
@@ -169,7 +169,7 @@ def transport(platform: str) -> str:
     return "program" if links_for(platform) is None else "links"
 
 
-def _number(call: Call, giver: int, taker: int) -> int:
+def _number(call: Turn, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
     said = f"{call.lane.name} {giver} {taker} {call.number} {call.digest}".encode()
     return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1

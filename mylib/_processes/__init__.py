@@ -20,7 +20,6 @@ from .differences import (
 )
 from .groups import (
     digest as digest,
-    in_short as in_short,
     members as members,
     named as named,
     text_of as text_of,
@@ -35,7 +34,7 @@ from .meeting import (
     on_the_way as on_the_way,
     processes_of as processes_of,
 )
-from .order import Call as Call, Lane as Lane, TransferError as TransferError
+from .order import Lane as Lane, TransferError as TransferError, Turn as Turn
 from .replicas import check_replicas as check_replicas
 from .series import (
     JUDGED as JUDGED,
@@ -46,4 +45,4 @@ from .series import (
     connected as connected,
     patience as patience,
 )
-from .watch import count_program as count_program, watch as watch
+from .watch import PROGRAMS as PROGRAMS, watch as watch

@@ -80,7 +80,8 @@ def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
         values = {who: x.get(name, ["no array of that name"])[0] for who, x in them.items()}
         if own and (texts := texts_of(group, values)):
             reason = f"it is not the same array in all processes: {texts}"
-            yield _fault(name, own[0], reason, _FIX_TREE)
+            _, shape, request, *_ = own[0]
+            yield Fault(name, tuple(shape), request, reason, _FIX_TREE)
 
 
 def _different_copies(fix: str, name: str, versions: Versions) -> Iterator[Fault]:
@@ -104,15 +105,11 @@ def _different_copies(fix: str, name: str, versions: Versions) -> Iterator[Fault
         differ = "differs" if len(others) == 1 else "differ"
         rest = f" (and {len(others)} more of its shards {differ})" if others else ""
         reason = f"there are {len(first)} values of it: {texts}{rest}"
-        yield _fault(name, array, reason, fix)
+        _, shape, request, *_ = array
+        yield Fault(name, tuple(shape), request, reason, fix)
 
 
 def _holders(ids: list[int], alike: Processes) -> str:
     if len(alike) > 1:
         return f"{named(alike)} on all their devices that hold it"
     return f"{named(alike)} on device{'s' * (len(ids) > 1)} {in_short(sorted(ids))}"
-
-
-def _fault(name: str, array: list[Any], reason: str, fix: str) -> Fault:
-    _, shape, request, _, _ = array
-    return Fault(name, tuple(shape), request, reason, fix)

@@ -100,10 +100,8 @@ class _Visit:
             with self.lock:
                 series.go_on(judged=conclusion.kind == JUDGED)
                 # Or it was about a call that is over, in which there was nothing to compare here.
-                is_this = (
-                    conclusion.kind != _VOID or series.calls <= json.loads(conclusion.text)[-1]
-                )
-                self.is_there, self.is_over = False, self.is_over or is_this
+                ours = conclusion.kind != _VOID or series.calls <= json.loads(conclusion.text)[-1]
+                self.is_there, self.is_over = False, self.is_over or ours
         return conclusion
 
     def _concluded(self, mine: str, judge: Judge, deadline: float, timeout: float) -> Conclusion:

@@ -25,7 +25,7 @@ class TransferError(RuntimeError):
     """
 
 
-class Call(NamedTuple):
+class Turn(NamedTuple):
     """A call of several processes. The digest is of this and all earlier calls of its lane."""
 
     lane: "Lane"
@@ -38,7 +38,7 @@ class Call(NamedTuple):
 class Pending:
     """What this process gives or takes in a call."""
 
-    call: Call
+    call: Turn
     # What it takes; or what it gives, and nothing once that is ready: the other process tells only
     # once a second that it has got it. The type of `jax.Array`s does not know `is_ready`.
     arrays: tuple[Any, ...]
@@ -66,7 +66,7 @@ class Lane:
         self.neighbours = {processes[place - 1], processes[(place + 1) % len(processes)]}
         self.count, self.digest = 0, ""
         self._lock = threading.RLock()
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, Turn] = {}
         # By neighbour: the last call that is known to be equal, here and there.
         self._equal = dict.fromkeys(self.neighbours, 0)
         self._equal_there = dict.fromkeys(self.neighbours, 0)
@@ -81,18 +81,18 @@ class Lane:
         # When a connection broke, and how.
         self._broken: tuple[float, str] | None = None
 
-    def call(self, text: str) -> Call:
+    def call(self, text: str) -> Turn:
         with self._lock:
             self.count, self.digest = self.count + 1, digest([self.digest, text])[:16]
-            self._calls[self.count] = call = Call(self, self.count, self.digest, text)
+            self._calls[self.count] = call = Turn(self, self.count, self.digest, text)
             self._calls.pop(self.count - _KEPT, None)
             return call
 
-    def give(self, call: Call, ready: tuple[Any, ...]) -> None:
+    def give(self, call: Turn, ready: tuple[Any, ...]) -> None:
         with self._lock:
             self._gives[call.number] = Pending(call, ready)
 
-    def take(self, call: Call, arrays: tuple[Any, ...]) -> None:
+    def take(self, call: Turn, arrays: tuple[Any, ...]) -> None:
         with self._lock:
             self._takes[call.number] = Pending(call, arrays)
 

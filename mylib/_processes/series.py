@@ -35,16 +35,18 @@ class OneThread:
         self._lock = threading.Lock()
         self._thread = 0
 
-    def hold(self, thread: int, does: str, advice: str = "") -> None:
-        if not self.try_to_hold(thread):
+    def hold(self, thread: int, does: str, advice: str = "", waits: bool = True) -> None:
+        if not self.try_to_hold(thread, waits):
             raise RuntimeError(
                 f"two threads {does}, so their order may differ between processes. Let one thread "
                 f"do so{advice}"
             )
 
-    def try_to_hold(self, thread: int) -> bool:
-        # A call of this thread that was interrupted may take a moment to end.
-        if not self._lock.acquire(blocking=self._thread == thread):
+    def try_to_hold(self, thread: int, waits: bool = True) -> bool:
+        # A call of this thread that was interrupted may take a moment to end, if another thread
+        # makes it; else it has ended, and may not have let go.
+        ours = self._thread == thread
+        if not self._lock.acquire(blocking=ours and waits) and not ours:
             return False
         self._thread = thread
         return True

@@ -20,7 +20,7 @@ import jax
 from .._compat import CoordinationClient, coordination_client
 from .circle import Waiting, circle_before
 from .groups import members, text_of
-from .order import NOTHING, Call, Lane, TransferError, lane_name
+from .order import NOTHING, Lane, TransferError, Turn, lane_name
 from .series import Processes, Series, Wait, connected
 
 _log = logging.getLogger("mylib")
@@ -79,7 +79,7 @@ class Watch:
                 self.lanes[name] = Lane(name, processes, self.me)
             return self.lanes[name]
 
-    def count(self, lane: Lane, text: str) -> Call:
+    def count(self, lane: Lane, text: str) -> Turn:
         """Counts a call, unless it can't be the same as that of the other processes."""
         self.check(lane.processes)
         with self._lock:
@@ -103,8 +103,8 @@ class Watch:
 
         conclusion.add_done_callback(lambda _: self._tell_waiting())
         with self._news:
-            since = meeting.waits.since if meeting.waits else time.monotonic()
-            if not self._news.wait_for(has_ended, since + _LONG - time.monotonic()):
+            left = meeting.waits.since + _LONG - time.monotonic() if meeting.waits else _LONG
+            if not self._news.wait_for(has_ended, left):
                 self._busy.set()
                 self._news.wait_for(has_ended)
         self.check(meeting.processes)
@@ -242,12 +242,6 @@ def watch() -> Watch:
         if not _watches or _watches[0].client is not client:
             _watches[:] = [Watch(client)]
         return _watches[0]
-
-
-def count_program(processes: Processes, text: str) -> None:
-    """Counts a program on devices of several processes, which nothing on its way tells apart."""
-    found = watch()
-    found.count(found.lane(PROGRAMS, processes), text)
 
 
 def programs_of(processes: Processes) -> tuple[int, str]:

@@ -57,8 +57,8 @@ class Routes(NamedTuple):
         return self._replace(targets=self.sources, sources=self.targets)
 
     def of(self, index: Sequence[int]) -> "Routes":
-        columns = (tuple(pick(index, column)) for column in self[:3])
-        return Routes(*columns, self.across)
+        targets, sources, may_alias = (tuple(pick(index, column)) for column in self[:3])
+        return Routes(targets, sources, may_alias, self.across)
 
 
 def place(arrays: Sequence[Any], routes: Routes) -> list[Any]:

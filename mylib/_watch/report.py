@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .._processes import in_short, named
-from .._text import counted
+from .._processes import named
+from .._text import counted, in_short
 from .verdict import GONE, Account, findings
 
 # The most groups of processes that are described, and calls of each.

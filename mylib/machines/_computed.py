@@ -30,7 +30,8 @@ def computed(lowered: jax.stages.Lowered) -> tuple[Alive, ...]:
 
 
 def _arrays(lowered: jax.stages.Lowered) -> Iterator[Alive]:
-    for operation in _operations(lowered.compiler_ir("stablehlo").operation):
+    module: Any = lowered.compiler_ir("stablehlo")
+    for operation in _operations(module.operation):
         if operation.name in names.MLIR_FILLED:  # the compiler joins them with what uses them
             continue
         for result in operation.results:

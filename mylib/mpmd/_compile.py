@@ -165,8 +165,7 @@ class _Compiler:
     ) -> PieceProgram:
         if not piece.gives and not piece.eqns:
             return PieceProgram((), (), 0, None)
-        first, last = len(given), len(given) + len(totals)
-        gives = piece.gives
+        gives, first, last = piece.gives, len(given), len(given) + len(totals)
         # A result that later pieces need, too, is returned once.
         kept = [i for i in range(last, len(gives)) if gives[i] not in gives[:first]]
         returned = [*range(first), *kept]

@@ -1,6 +1,6 @@
 """`mpmd.jit`: functions that run on one mesh, and are called in all processes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import equinox as eqx
@@ -125,22 +125,23 @@ class OnMesh(Generic[P, T]):
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], Leaves]:
         leaves = split((args, kwargs))
-        self._refuse_others(leaves, args, kwargs)
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
+        devices = [_devices_of(x, k) for x, k in zip(leaves.arrays, leaves.kinds, strict=True)]
+        self._refuse_others(devices, args, kwargs)
+        everywhere = NamedSharding(self._mesh, PartitionSpec()) if self._places else None
         where = [
-            everywhere if self._places and _is_loose(x, kind) else None
-            for x, kind in zip(leaves.arrays, leaves.kinds, strict=True)
+            everywhere if there is None and kind in (Kind.HOST, Kind.DEVICE) else None
+            for there, kind in zip(devices, leaves.kinds, strict=True)
         ]
         if any(where):
             args, kwargs = leaves.join(filter_device_put(list(leaves.arrays), where))
             leaves = split((args, kwargs))
         return (args, kwargs), leaves
 
-    def _refuse_others(self, leaves: Leaves, args: Any, kwargs: Any) -> None:
+    def _refuse_others(self, devices: Sequence[set[Any] | None], args: Any, kwargs: Any) -> None:
         elsewhere = {
-            i: sorted(device.id for device in where)
-            for i, (x, kind) in enumerate(zip(leaves.arrays, leaves.kinds, strict=True))
-            if (where := _devices_of(x, kind)) is not None and not where <= self._devices
+            i: sorted(device.id for device in there)
+            for i, there in enumerate(devices)
+            if there is not None and not there <= self._devices
         }
         if elsewhere:
             bound = signature_of(self._fun).bind(*args, **kwargs)
@@ -182,12 +183,8 @@ class OnMesh(Generic[P, T]):
         return lambda: shapes.join(map(handle, shapes.arrays, known))
 
 
-def _is_loose(x: Any, kind: Kind) -> bool:
-    """Whether an array is not on any mesh yet."""
-    return kind is Kind.HOST or (kind is Kind.DEVICE and not x.committed)
-
-
 def _devices_of(x: Any, kind: Kind) -> set[Any] | None:
+    """None if it is not on any mesh yet, or this is not known."""
     if kind is Kind.DEVICE:
         return x.sharding.device_set if x.committed else None
     if kind is Kind.TRACED:

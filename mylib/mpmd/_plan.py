@@ -92,10 +92,10 @@ class PipelinePlan:
         cls, stages: list[Stage], schedule: Schedule, tied: list[list[Place]], checkpoint: bool
     ) -> "PipelinePlan":
         splits = schedule.splits_backward
-        here = [stage for stage in stages if stage.is_here]
         programs = {
             stage.number: compile_stage(stage, splits=splits, checkpoint=checkpoint)
-            for stage in here
+            for stage in stages
+            if stage.is_here
         }
         return cls(stages, schedule.order(), programs, [Tie.of(x, stages) for x in tied])
 

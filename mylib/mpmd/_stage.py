@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from .._placement import axis_names, is_described
-from .._tree import Arrays, Leaves, Split, outlined, split
+from .._tree import Arrays, Leaves, Made, Rest, Split, outlined, split
 
 Struct = jax.ShapeDtypeStruct
 
@@ -143,16 +143,14 @@ def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -
 
 def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
     """What a stage computes, as shapes."""
-    outlines: list[Split] = []
 
-    def result(*args: Arrays) -> Arrays:
+    def result(*args: Arrays) -> Made:
         arrays, outline = stage.compute(*args)
-        outlines[:] = [outline]
-        return [jnp.asarray(x) for x in arrays]
+        return Made([jnp.asarray(x) for x in arrays], Rest(outline))
 
     with jax.set_mesh(stage.mesh):
-        structs = jax.eval_shape(result, *stage.arguments)
-    return structs, outlines[0]
+        made = jax.eval_shape(result, *stage.arguments)
+    return made.arrays, made.rest.split
 
 
 def boundary(

@@ -86,9 +86,8 @@ class Tie:
     def of(cls, places: list[Place], stages: Sequence[Stage]) -> "Tie":
         structs = [stages[s].module.structs[i] for s, i in places]
         first = structs[0]
-        given = [struct_of(first) for _ in places]
         add = None
         if stages[places[0][0]].is_here:
             program = jit(lambda *grads: sum(grads[1:], grads[0]), out_shardings=first.sharding)
-            add = program.lower(*given).compile()
+            add = program.lower(*[struct_of(first)] * len(places)).compile()
         return cls(places, structs, add)

@@ -245,9 +245,9 @@ def _fits(leaf: Leaf) -> Iterator[Fit]:
             yield fit
 
 
-def namings(leaf: Leaf) -> Iterator[Names]:
+def namings(leaf: Leaf) -> list[Names]:
     """All names of a leaf's dimensions."""
-    return (names for _, names in _fits(leaf))
+    return [names for _, names in _fits(leaf)]
 
 
 def dimensions_in_front(leaf: Leaf) -> int:

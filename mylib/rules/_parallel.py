@@ -92,7 +92,7 @@ class TensorParallel(Rule):
 
     def __call__(self, leaf: Leaf) -> Any:
         role = self._role(leaf)
-        named = [] if role is None else list(namings(leaf))
+        named = [] if role is None else namings(leaf)
         if role is None or not named:  # A factored moment has fewer dimensions than its weight.
             return PASS if leaf.ndim else PartitionSpec()
         names = next((names for names in named if role.dimension in names), ())

@@ -172,7 +172,8 @@ class Merger:
         first = next(iter(reports.values()))
         if not hasattr(first, "context"):
             return merged
-        first.outcome, first.longrepr, first.sections = outcome, text, merged.sections
+        first.outcome, first.longrepr = merged.outcome, merged.longrepr
+        first.sections = merged.sections
         return first
 
     def _properties(self, reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, object]]:
