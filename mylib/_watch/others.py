@@ -58,8 +58,9 @@ class Others:
         self._is_reported = False
         # The standstill whose record has been told.
         self._recorded: Any = None
-        # How often all were asked for their records; and until when this process waits for them.
-        self._orders = 0
+        # How often all were asked for their records. If this process has asked: the number of that
+        # order, and until when it waits for them.
+        self._orders = self._asked = 0
         self._deadline: float | None = None
         self._why: str | None = None
         self._has_left = threading.Event()
@@ -118,6 +119,7 @@ class Others:
         if self._lookout.is_asked:
             self._lookout.is_asked = False
             if self._bulletin.order_records(self._orders):
+                self._asked = self._orders + 1
                 self._deadline = now + (_ORDERS + 1) * min(_TELL, self._limit / 5) + 1
         if now - self._told >= self._pace():
             self._tell(now)
@@ -211,7 +213,7 @@ class Others:
         records = self._bulletin.read("record")
         for x in accounts:
             found = records.get(x.index, {})
-            if found.get("orders", 0) > self._orders - 1 and self._orders:
+            if found.get("orders", 0) >= self._asked:
                 x.record = found
         assert self._deadline is not None
         if now >= self._deadline or all(x.record for x in accounts if self._speaks(x)):

@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -116,6 +117,22 @@ def test_a_process_that_works_is_waited_for(mesh, reports):
         assert float(total(x)) == 4
         barrier()
     assert gather(reports.texts) == [[], []]
+
+
+@processes
+def test_a_signal_asks_all_processes(mesh, reports):
+    """One of them reports where all are, and they go on."""
+    total = mylib.filter_jit(lambda x: x.sum(), out_shardings=P(), mesh=mesh)
+    x = mylib.filter_shard(np.ones(4, np.float32), P("d"), mesh=mesh)
+    with mylib.watch(stuck_after=4, signal=signal.SIGUSR2):
+        float(total(x))
+        barrier()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        reports.wait()
+        barrier()
+    (text,) = [x for told in gather(reports.texts) for x in told]
+    assert text.startswith("mylib.watch: asked for by a signal")
+    assert "rocesses 0, 1 " in text and "ended call 1, <lambda> in test_watch_processes" in text
 
 
 def _run(case, count, checkout_env):
