@@ -185,7 +185,7 @@ def fully_shard(
 
 
 def _check_order(layers: Any, kept: Any) -> None:
-    classes = kept if isinstance(kept, tuple) and kept else (kept,)
+    classes: tuple[Any, ...] = kept if isinstance(kept, tuple) and kept else (kept,)
     if all(isinstance(x, type) and issubclass(x, eqx.Module) for x in classes):
         shown = ", ".join(cls.__qualname__ for cls in classes)
         raise TypeError(
