@@ -204,14 +204,14 @@ STRATEGIES = {
         fsdp(("data", AXIS), min_size=1024),
         replicated(),
         "data",
-        (never("all-to-all", AXIS), *contracts),
+        (never(kind, AXIS),),
         {"attention": attention, "is_balanced": name.endswith("balanced")},
     )
-    for name, attention, contracts in [
-        ("ring", ring, ()),
-        ("ring, balanced", ring, ()),
-        ("gathered", gathered, (never("collective-permute", AXIS),)),
-        ("gathered, balanced", gathered, ()),
+    for name, attention, kind in [
+        ("ring", ring, "all-gather"),
+        ("ring, balanced", ring, "all-gather"),
+        ("gathered", gathered, "collective-permute"),
+        ("gathered, balanced", gathered, "collective-permute"),
     ]
 }
 
