@@ -31,6 +31,7 @@ from ._tree import Leaf
 if TYPE_CHECKING:
     from . import contracts, data, machines, mpmd, testing
     from ._audit import Collective, Report, audit
+    from ._plan import Plan, PlanError, plan
     from ._show import Changes, Explanation, Overview, explain, show
 
 __version__ = "0.1.0"
@@ -47,6 +48,8 @@ __all__ = [
     "MylibWarning",
     "Overview",
     "Placement",
+    "Plan",
+    "PlanError",
     "PlacementError",
     "PlacementWarning",
     "PrefetchWarning",
@@ -75,6 +78,7 @@ __all__ = [
     "make_mesh",
     "mpmd",
     "opaque",
+    "plan",
     "recompute_resharded",
     "resolve",
     "rules",
@@ -89,6 +93,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         for room, names in {
             "": "contracts data machines mpmd testing",
             "_audit": "Collective Report audit",
+            "_plan": "Plan PlanError plan",
             "_show": "Changes Explanation Overview explain show",
         }.items()
         for name in names.split()
