@@ -26,7 +26,7 @@ _MARK = "mylib.plan"
 
 
 @dataclass(frozen=True)
-class Role:
+class CalledModule:
     """A Module in an argument that can be called: `path` is that of the tuple of arguments, and
     `shapes` are those of its arrays by their path in it.
     """
@@ -52,10 +52,12 @@ def _shapes(module: Any) -> dict[str, tuple[int, ...]]:
     return {jtu.keystr(path): tuple(x.shape) for path, x in leaves if is_array(x, abstract=True)}
 
 
-def roles_in(args: tuple[Any, ...]) -> list[Role]:
+def roles_in(args: tuple[Any, ...]) -> list[CalledModule]:
     """The outermost Modules in the arguments that can be called and have arrays."""
     nodes = jtu.tree_flatten_with_path(args, is_leaf=_can_be_called)[0]
-    found = [Role(jtu.keystr(path), x, _shapes(x)) for path, x in nodes if _can_be_called(x)]
+    found = [
+        CalledModule(jtu.keystr(path), x, _shapes(x)) for path, x in nodes if _can_be_called(x)
+    ]
     return [role for role in found if role.shapes]
 
 
@@ -75,10 +77,10 @@ class Calls:
     between roles of the same kind.
     """
 
-    roles: Sequence[Role]
-    shard: Callable[[Role, Any], Any]
-    order: Sequence[Role] | None = None
-    seen: list[tuple[str, list[Role]]] = field(default_factory=list)
+    roles: Sequence[CalledModule]
+    shard: Callable[[CalledModule, Any], Any]
+    order: Sequence[CalledModule] | None = None
+    seen: list[tuple[str, list[CalledModule]]] = field(default_factory=list)
 
     def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
         candidates = [role for role in self.roles if role.kind == kind_of(module)]
@@ -101,7 +103,7 @@ class Calls:
         with _tracing(None):
             return self.shard(role, module)(*args, **kwargs)
 
-    def called(self, origins: dict[str, int | None], paths: Sequence[str]) -> list[Role]:
+    def called(self, origins: dict[str, int | None], paths: Sequence[str]) -> list[CalledModule]:
         """The roles that are called, one after the other: of several of the same kind the one
         whose arrays most of the call's are, or are computed from.
         """
@@ -129,8 +131,8 @@ def _marked(module: Any, mark: str) -> Any:
 
 
 def _most_likely(
-    mark: str, roles: Sequence[Role], origins: dict[str, int | None], paths: Sequence[str]
-) -> Role:
+    mark: str, roles: Sequence[CalledModule], origins: dict[str, int | None], paths: Sequence[str]
+) -> CalledModule:
     found = {
         paths[number]
         for name, number in origins.items()
@@ -140,11 +142,11 @@ def _most_likely(
     return roles[max(votes, key=lambda i: (votes[i], -i))]
 
 
-def _votes(role: Role, paths: set[str]) -> int:
+def _votes(role: CalledModule, paths: set[str]) -> int:
     return sum(role.path + path in paths for path in role.shapes)
 
 
-def _other_shapes(module: Any, roles: Sequence[Role]) -> str:
+def _other_shapes(module: Any, roles: Sequence[CalledModule]) -> str:
     name = type(module).__qualname__
     role = next((role for role in roles if type(role.module) is type(module)), None)
     if role is None:

@@ -20,7 +20,7 @@ from .apply import Applying, Planned, PlannedFunction
 from .dims import Nodes
 from .price import Price, Prices
 from .strategy import Impossible, Strategy, spec_of, strategies, trimmed, used_spec
-from .trace import ArrayIn, Traced
+from .trace import ArrayIn, TracedStep
 
 # What a plan leaves free, because fragmentation and the runtime need memory, too.
 RESERVE = 0.05
@@ -38,7 +38,7 @@ class Tried:
 
     name: str
     strategy: Strategy | None = None
-    traced: Traced | None = None
+    traced: TracedStep | None = None
     price: Price | None = None
     why: str = ""
     report: Report | None = None
@@ -61,7 +61,7 @@ class Tried:
 
 
 def priced(
-    traced: Traced, machine: Machine, room: float, axes: dict[str, int] | None
+    traced: TracedStep, machine: Machine, room: float, axes: dict[str, int] | None
 ) -> list[Tried]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
@@ -193,7 +193,7 @@ def _key(groups: Nodes, aval: Any) -> tuple[Any, ...]:
     return groups, tuple(aval.shape), str(aval.dtype)
 
 
-def _results(traced: Traced, strategy: Strategy) -> dict[str, Any]:
+def _results(traced: TracedStep, strategy: Strategy) -> dict[str, Any]:
     """A result with the dimensions of an argument stays where that is."""
     like = {_key(leaf.groups, leaf.aval): leaf for leaf in reversed(traced.leaves)}
     found: dict[str, Any] = {}
@@ -203,7 +203,7 @@ def _results(traced: Traced, strategy: Strategy) -> dict[str, Any]:
     return found
 
 
-def _returned(traced: Traced) -> tuple[str, ...]:
+def _returned(traced: TracedStep) -> tuple[str, ...]:
     """The arguments of which all arrays are returned, which the step replaces."""
     left = Counter(_key(groups, aval) for _, aval, groups in traced.results)
     found: list[str] = []

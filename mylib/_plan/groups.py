@@ -92,7 +92,7 @@ class Reading:
 
 def program_of(closed: Any) -> Reading:
     """Reads a closed jaxpr."""
-    walk = _Walk()
+    walk = _Reader()
     jaxpr = opened(closed)
     program = walk.program
     program.inputs = [walk.fresh(var.aval) for var in jaxpr.invars]
@@ -102,7 +102,7 @@ def program_of(closed: Any) -> Reading:
 
 
 @dataclass
-class _Value:
+class _Operand:
     """What is known about an operand: the sum that it is, and the argument."""
 
     nodes: Nodes
@@ -110,7 +110,7 @@ class _Value:
     origin: int | None = None
 
 
-class _Walk:
+class _Reader:
     def __init__(self) -> None:
         self.program = Reading()
         self.dims = self.program.dims
@@ -129,13 +129,13 @@ class _Walk:
     ) -> tuple[list[Nodes], list[int | None]]:
         """Walks through a jaxpr that runs as many times; the nodes and origins of its results."""
         values = {
-            var: _Value(nodes, None, origin)
+            var: _Operand(nodes, None, origin)
             for var, nodes, origin in zip(jaxpr.invars, inputs, origins, strict=True)
         }
-        values |= {var: _Value(self.fresh(var.aval)) for var in jaxpr.constvars}
+        values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
 
-        def read(var: Any) -> _Value:
-            return _Value(self.fresh(var.aval)) if is_literal(var) else values[var]
+        def read(var: Any) -> _Operand:
+            return _Operand(self.fresh(var.aval)) if is_literal(var) else values[var]
 
         eqns, results = equations_of(jaxpr)
         moments: list[tuple[Equation, int, int]] = []
@@ -143,7 +143,7 @@ class _Walk:
             self.clock += 1
             start = self.clock
             ins = [read(var) for var in eqn.invars]
-            outs = [_Value(self.fresh(var.aval)) for var in eqn.outvars]
+            outs = [_Operand(self.fresh(var.aval)) for var in eqn.outvars]
             _Apply(self, eqn, ins, outs, times).run()
             values.update(zip(eqn.outvars, outs, strict=True))
             moments.append((eqn, start, self.clock))
@@ -158,7 +158,7 @@ class _Apply:
     """Joins the dimensions of one operation."""
 
     def __init__(
-        self, walk: _Walk, eqn: Equation, ins: list[_Value], outs: list[_Value], times: int
+        self, walk: _Reader, eqn: Equation, ins: list[_Operand], outs: list[_Operand], times: int
     ):
         self.walk, self.program, self.dims = walk, walk.program, walk.dims
         self.eqn, self.ins, self.outs, self.times = eqn, ins, outs, times
@@ -246,7 +246,7 @@ class _Apply:
         for out, nodes in zip(self.outs[carried:], results[carried:], strict=True):
             self.dims.join_all(out.nodes[1:], nodes)
 
-    def _split(self, count: int) -> tuple[list[_Value], list[_Value]]:
+    def _split(self, count: int) -> tuple[list[_Operand], list[_Operand]]:
         return self.ins[:count], self.ins[count:]
 
     def loop(self) -> None:
@@ -371,7 +371,7 @@ class _Apply:
         self.outs[0].sum = None
         self._needs_whole(cut)
 
-    def _join_batches(self, table: _Value, indices: _Value, of_indices: Sequence[int]) -> None:
+    def _join_batches(self, table: _Operand, indices: _Operand, of_indices: Sequence[int]) -> None:
         numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
         for i, j in zip(numbers.operand_batching_dims, of_indices, strict=True):
             self.dims.join(table.nodes[i], indices.nodes[j])

@@ -24,7 +24,7 @@ from .candidates import (
 from .layers import has_layers
 from .price import with_figures
 from .result import Candidate, Plan
-from .trace import POLICIES, PlanError, PlannedStep, Traced, layers_of, trace
+from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
 
 def plan(
@@ -278,7 +278,7 @@ def _candidate(x: Tried) -> Candidate:
 
 
 def _notes(
-    ranked: Sequence[Tried], target: Machine, is_assumed: bool, traced: Traced
+    ranked: Sequence[Tried], target: Machine, is_assumed: bool, traced: TracedStep
 ) -> Iterator[str]:
     best = ranked[0]
     same = [
@@ -298,7 +298,7 @@ def _notes(
         yield f"loops whose length depends on data are counted once: {lines}"
 
 
-def _stacked(traced: Traced) -> Iterator[str]:
+def _stacked(traced: TracedStep) -> Iterator[str]:
     """The models with stacked layers."""
     for path in traced.models:
         if any(traced.is_stacked(x) for x in traced.leaves if x.path.startswith(path)):

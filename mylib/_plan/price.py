@@ -19,7 +19,7 @@ from .dims import Nodes
 from .equations import bytes_of
 from .groups import Sum
 from .strategy import MODEL, Strategy
-from .trace import SMALL, Traced
+from .trace import SMALL, TracedStep
 
 # The part of the gathers of weights and the sums of gradients that computation hides, and of the
 # sums of tensor parallelism, which must end before computation goes on. TPUs split these.
@@ -68,7 +68,7 @@ class Price:
 class Prices:
     """The prices of strategies of one traced step on one machine."""
 
-    def __init__(self, traced: Traced, machine: Machine):
+    def __init__(self, traced: TracedStep, machine: Machine):
         self.traced, self.machine = traced, machine
         reading = traced.program
         self.group = _Groups(reading.dims.group)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..machines import Machine
-from .trace import ArrayIn, Together, Traced
+from .trace import ArrayIn, Together, TracedStep
 
 MODEL = "model"
 # A pattern of paths, and the entries of its spec.
@@ -64,7 +64,7 @@ class Impossible:
 
 
 def strategies(
-    traced: Traced, machine: Machine, axes: Mapping[str, int] | None
+    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order. With `axes` only those on this mesh."""
     for sizes, is_sharded in _meshes(machine):
@@ -123,7 +123,7 @@ def _closest(groups: Sequence[Together]) -> str:
     return f": the largest can be divided into {', '.join(map(str, limits))}" if limits else ""
 
 
-def spec_of(leaf: ArrayIn, strategy: Strategy, traced: Traced) -> Spec:
+def spec_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> Spec:
     """Where an argument is kept: the rows of data, the groups of the axis "model", and of weights
     the largest other dimension.
     """
@@ -138,7 +138,7 @@ def spec_of(leaf: ArrayIn, strategy: Strategy, traced: Traced) -> Spec:
     return trimmed(spec)
 
 
-def used_spec(leaf: ArrayIn, strategy: Strategy, traced: Traced) -> list[Any]:
+def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any]:
     """Where an argument is used: with all its dimensions."""
     spec: list[Any] = [None] * len(leaf.aval.shape)
     for i, x in enumerate(leaf.groups):

@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh
 from .._fsdp import fully_shard
 from .._tree import is_array, is_of_keys
 from ..rules import fsdp, where_even
-from .calls import Calls, NotServedError, Role, roles_in
+from .calls import CalledModule, Calls, NotServedError, roles_in
 from .dims import Nodes
 from .groups import Reading, program_of
 from .layers import has_layers, repeated_in
@@ -50,7 +50,7 @@ class PlannedStep:
     fun: Callable[..., Any]
     args: tuple[Any, ...]
     names: tuple[str, ...]
-    roles: tuple[Role, ...]
+    roles: tuple[CalledModule, ...]
     batch: int
 
     @staticmethod
@@ -89,7 +89,7 @@ def _names(fun: Callable[..., Any], count: int) -> Iterator[str]:
         yield f"{one.name}[{i - len(parameters) + 1}]" if several else one.name
 
 
-def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[Role]) -> int:
+def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[CalledModule]) -> int:
     """The first argument with an array outside of Modules and states."""
     models = {int(role.path[1:].partition("]")[0]) for role in roles}
     for i, x in enumerate(args):
@@ -136,7 +136,7 @@ class Together:
 
 
 @dataclass(eq=False)
-class Traced:
+class TracedStep:
     """A step that has been traced with a policy."""
 
     step: PlannedStep
@@ -144,7 +144,7 @@ class Traced:
     layers: tuple[type, ...]
     program: Reading
     leaves: list[ArrayIn]
-    called: list[Role]
+    called: list[CalledModule]
     results: list[tuple[str, Any, Nodes]]
     rows: set[int] = field(default_factory=set)
 
@@ -171,12 +171,12 @@ class Traced:
         return found
 
     @cached_property
-    def models(self) -> dict[str, Role]:
+    def models(self) -> dict[str, CalledModule]:
         """The models that are called, by their path."""
         return {role.path: role for role in self.called}
 
     @cached_property
-    def in_models(self) -> dict[str, tuple[Role, str]]:
+    def in_models(self) -> dict[str, tuple[CalledModule, str]]:
         """For the path of each weight of a called model: the model, and the path in it."""
         return {
             role.path + path: (role, path) for role in self.models.values() for path in role.shapes
@@ -199,7 +199,7 @@ class Traced:
 _MOST = 14
 
 
-def _groups_of(traced: Traced) -> list[Together]:
+def _groups_of(traced: TracedStep) -> list[Together]:
     group = traced.program.dims.group
     cut = {group(node) for event in traced.program.whole for node in event.over}
     found: dict[int, list[tuple[str, int, int, int]]] = {}
@@ -231,11 +231,11 @@ def role_of(path: str) -> str:
     return re.sub(r"\[\d+\]", "[*]", path)
 
 
-def _splits_twice(groups: Sequence[int], traced: Traced) -> bool:
+def _splits_twice(groups: Sequence[int], traced: TracedStep) -> bool:
     return any(sum(x in groups for x in dims) > 1 for dims, _ in traced.weights)
 
 
-def _maximal(groups: Sequence[Together], traced: Traced) -> list[tuple[Together, ...]]:
+def _maximal(groups: Sequence[Together], traced: TracedStep) -> list[tuple[Together, ...]]:
     arrays = [set(dims) for dims, _ in traced.weights]
 
     def clash(a: Together, b: Together) -> bool:
@@ -268,7 +268,7 @@ def _maximal(groups: Sequence[Together], traced: Traced) -> list[tuple[Together,
 
 def trace(
     step: PlannedStep, policy: str, layers: tuple[type, ...] | None, dtype: Any = None
-) -> Traced:
+) -> TracedStep:
     """Traces a step. Its models are those of `fully_shard`, on one device, so that what is computed
     again, and when weights are gathered, is a part of the program. Without `layers` the step is
     traced as it is, to find them.
@@ -276,7 +276,7 @@ def trace(
     mesh = Mesh(np.array(jax.devices()[:1]), ("_",), axis_types=(AxisType.Auto,))
     plain = layers is None
 
-    def shard(role: Role, model: Any) -> Any:
+    def shard(role: CalledModule, model: Any) -> Any:
         if plain:
             return model
         kept = where_even(fsdp("_", stacked=layers or ()))
@@ -318,7 +318,7 @@ def _traced(
     arrays: Any,
     out: Any,
     calls: Calls,
-) -> Traced:
+) -> TracedStep:
     if program.unknown:
         listed = ", ".join(f"{name} ({line})" for name, line in program.unknown.items())
         raise PlanError(
@@ -341,7 +341,7 @@ def _traced(
     rows = _rows(leaves, f"[{step.batch}]")
     for leaf in leaves:
         leaf.is_data = leaf.path.startswith(f"[{step.batch}]") or bool(rows & set(leaf.groups))
-    return Traced(step, policy, layers, program, leaves, called, results, rows)
+    return TracedStep(step, policy, layers, program, leaves, called, results, rows)
 
 
 def _rows(leaves: Sequence[ArrayIn], batch: str) -> set[int]:
@@ -361,7 +361,7 @@ def sharded(
     return fully_shard(model, which, kept, mesh=mesh, dtype=dtype, **given, **options)
 
 
-def layers_of(traced: Traced) -> tuple[type, ...]:
+def layers_of(traced: TracedStep) -> tuple[type, ...]:
     """The classes of what repeats in the models of a step that has been traced as it is."""
     found: list[type] = []
     stacked = {leaf.path for leaf in traced.leaves if traced.is_stacked(leaf)}
