@@ -5,6 +5,7 @@ Classes, instances and tree structures stay what they are. While a step is trace
 """
 
 import functools
+import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._tree import is_array
 
-# The calls of the step that this thread traces, or None. It is a part of JAX's key for traces, so
-# that a function that is compiled by itself, and called in a planned step, is traced for each.
+# The number of the trace in which calls in this thread are replaced, or None. It is a part of JAX's
+# key for traces, so that a function that is compiled by itself, and called in a planned step, is
+# traced for each. JAX keeps such keys, so it must not be the calls themselves, which hold tracers.
 _tracing: Any = jax.make_user_context(None)
+_numbers = itertools.count()
+_running: dict[int, "Calls"] = {}
 _MARK = "mylib.plan"
 
 
@@ -112,8 +116,13 @@ class Calls:
     @contextmanager
     def tracing(self) -> Iterator[None]:
         classes = {type(role.module) for role in self.roles}
-        with _replaced({_owner(cls) for cls in classes} - {None}), _tracing(self):
-            yield
+        number = next(_numbers)
+        _running[number] = self
+        try:
+            with _replaced({_owner(cls) for cls in classes} - {None}), _tracing(number):
+                yield
+        finally:
+            del _running[number]
 
 
 class NotServedError(Exception):
@@ -192,7 +201,7 @@ def _replaced(classes: set[Any]) -> Iterator[None]:
 def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def called(module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        calls = _tracing.value
+        calls = _running.get(_tracing.value)
         if calls is None or not any(type(r.module) is type(module) for r in calls.roles):
             return original(module, *args, **kwargs)
         return calls.serve(module, args, kwargs)

@@ -97,10 +97,21 @@ class Plan:
     applying: Applying = field(repr=False)
     audit: Report | None = None
 
-    policy = property(lambda self: self.applying.policy)
-    layers = property(lambda self: self.applying.layers)
-    memory = property(lambda self: self.chosen.memory)
-    seconds = property(lambda self: self.chosen.interval)
+    @property
+    def policy(self) -> str:
+        return self.applying.policy
+
+    @property
+    def layers(self) -> tuple[type, ...]:
+        return self.applying.layers
+
+    @property
+    def memory(self) -> int | None:
+        return self.chosen.memory
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        return self.chosen.interval
 
     @property
     def dtype(self) -> str | None:
