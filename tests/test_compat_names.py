@@ -553,7 +553,7 @@ class TestPrimitives:
 # For each parameter the primitives whose equations have it.
 CALLS = ("jit", "remat2", "shard_map", "scan")
 PARAMS = {
-    "PARAM_AXES": ("psum_invariant", "pvary", "reduce_max", "reduce_sum"),
+    "PARAM_AXES": ("psum", "psum_invariant", "pvary", "reduce_max", "reduce_sum"),
     "PARAM_AXIS": ("cumsum", "stack", "unstack"),
     "PARAM_AXIS_NAME": ("all_gather", "axis_index", "reduce_scatter"),
     "PARAM_BATCH_GROUPS": ("conv_general_dilated",),

@@ -144,6 +144,8 @@ REDUCTIONS = frozenset(
         "reduce_prod",
     }
 )  # fmt: skip
+# The same for several arrays, if all axes are dimensions: what `jax.vmap` makes of a collective.
+OVER_VMAPPED = frozenset({"pmax", "pmin", "psum"})
 # They run along the dimension of a parameter "axis" or "dimension".
 ALONG_ONE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort"})
 # Dimensions that keep their size stay as they are; of the others a part is read or written.

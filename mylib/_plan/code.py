@@ -47,9 +47,10 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     given += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
     given += [f"policy={policy}"] if policy else []
     lines.append("# in the loss:")
-    call = f"{name} = mylib.fully_shard({', '.join(given)})"
+    target = name if name.isidentifier() else "model"
+    call = f"{target} = mylib.fully_shard({', '.join(given)})"
     if len(call) > _WIDTH:
-        call = f"{name} = mylib.fully_shard(\n    " + ",\n    ".join(given) + ",\n)"
+        call = f"{target} = mylib.fully_shard(\n    " + ",\n    ".join(given) + ",\n)"
     return [*lines, *call.splitlines()]
 
 

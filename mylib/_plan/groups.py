@@ -320,6 +320,16 @@ class _Apply:
         if self.eqn.name != names.REDUCE_SUM:
             self.outs[0].sum = None
 
+    def over_vmapped(self) -> None:
+        axes = self.param(names.PARAM_AXES)
+        if not all(isinstance(axis, int) for axis in axes):
+            self.unknown()
+            return
+        for x, out in zip(self.ins, self.outs, strict=True):
+            kept = [node for i, node in enumerate(x.nodes) if i not in axes]
+            self.dims.join_all(out.nodes, kept)
+        self.sum_over(self.ins[0].nodes[i] for i in axes)
+
     def along_one(self) -> None:
         params = self.eqn.params
         axis = params.get(names.PARAM_AXIS, params.get(names.PARAM_DIMENSION))
@@ -457,6 +467,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(names.CUTS, _Apply.cut),
     **dict.fromkeys(names.SCATTERS, _Apply.scattered),
     **dict.fromkeys(names.MADE, _Apply.made_of_keys),
+    **dict.fromkeys(names.OVER_VMAPPED, _Apply.over_vmapped),
     names.BARRIER: _Apply.barrier,
     names.BROADCAST: _Apply.broadcast,
     names.COND: _Apply.call,

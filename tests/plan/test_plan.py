@@ -227,6 +227,60 @@ def test_a_cache_has_rows_and_heads():
     assert plan.applying.returned == ("cache",)
 
 
+def test_two_models():
+    """A generator and a discriminator of one class, each with a rule of its own."""
+    models = eqx.filter_eval_shape(
+        lambda: (steps.mlp(KEY, 64, 512), eqx.nn.MLP(64, "scalar", 256, 2, key=KEY))
+    )
+
+    def step(batch, models):
+        def fool(g, d):
+            return jnp.mean(jax.nn.softplus(-jax.vmap(d)(jax.vmap(g)(batch))))
+
+        g, d = models
+        return eqx.filter_grad(fool)(g, d), eqx.filter_grad(lambda d: -fool(g, d))(d)
+
+    plan = modelled(step, steps.ROWS, models, axes={"data": 4, "model": 2})
+    assert set(plan.applying.order) == {"[1][0]", "[1][1]"}
+    split = {path for used in plan.applying.used.values() for path, spec in used.items() if spec}
+    assert ".layers[0].weight" in split
+    assert plan.code().count("fully_shard(models[") == 2
+
+
+class WithNorm(eqx.Module):
+    up: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    down: eqx.nn.Linear
+
+    def __init__(self):
+        self.up = eqx.nn.Linear(64, 256, key=KEY)
+        self.norm = eqx.nn.BatchNorm(256, "batch", mode="batch")
+        self.down = eqx.nn.Linear(256, 64, key=KEY)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.up(x), state)
+        return self.down(jax.nn.relu(x)), state
+
+
+def test_a_state_of_batch_norm():
+    model, state = eqx.filter_eval_shape(eqx.nn.make_with_state(WithNorm))
+
+    def step(model, state, batch):
+        def loss(model, state):
+            run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+            y, state = run(batch, state)
+            return jnp.mean(y**2), state
+
+        grads, state = eqx.filter_grad(loss, has_aux=True)(model, state)
+        return eqx.apply_updates(model, grads), state
+
+    plan = modelled(step, model, state, steps.ROWS, axes={"data": 4, "model": 2})
+    # The statistics of the hidden layer are split as that is.
+    assert ("model",) in plan.applying.arguments["state"].values()
+    assert plan.applying.arguments["batch"] == {"": ("data",)}
+    assert plan.applying.returned == ("model", "state") and plan.layers == ()
+
+
 @pytest.mark.parametrize(("machine", "count"), [("h100 x 16", 16), ("v5e 4x4", 16)])
 def test_machines_that_are_not_here(machine, count):
     plan = modelled(STEP, *MLP, machine=machine, dtype=jnp.bfloat16)
