@@ -80,7 +80,8 @@ def plan(
     **Raises:**
 
     [`mylib.PlanError`][] if nothing fits (by how much the least of all fails), if the batch can't
-    be divided, if the step has operations whose dimensions are unknown, or if it calls no model.
+    be divided, if the step has operations whose dimensions are unknown, or if it calls no model;
+    [`mylib.machines.CompilerError`][] if the compiler of the machine is missing.
 
     !!! Example
 
