@@ -207,7 +207,7 @@ PRICED = (
     Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 64"),
     Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 8 x DP 8"),
     Truth("7B", "h100 x 64", LLAMA2_7B._replace(depth=4), 4, 4096, "FSDP 32 x TP 2"),
-    Truth("8B", "h100 x 8", LLAMA3_8B, 1, 4096, "FSDP 8"),
+    Truth("70B", "h100 x 256", LLAMA3_70B, 1, 8192, "FSDP 32 x TP 8, splits saved"),
     Truth("16B", "v5e 4x4", SCALED["16B"]._replace(depth=2), 2, 2048, "FSDP 16"),
 )
 
@@ -216,7 +216,7 @@ def prices(only: list[str]) -> None:
     """Modelled bytes and memory of one strategy, and those of the compiled program."""
     from mylib._plan.candidates import priced
     from mylib._plan.plan import plan_of
-    from mylib._plan.trace import PlannedStep, trace
+    from mylib._plan.trace import PlannedStep, layer_input, trace
 
     columns = "step", "machine", "strategy", "all-gather GiB", "compiled", "sums GiB", "compiled"
     print_header("modelled and compiled", (*columns, "memory GiB", "compiled", "compiled in s"))
@@ -225,7 +225,8 @@ def prices(only: list[str]) -> None:
             continue
         args, machine = arguments(truth), mylib.machines.Machine.of(truth.machine)
         traced = trace(PlannedStep.of(step, args), "full", (Block,), jnp.bfloat16)
-        found = priced(traced, machine, float("inf"), None)
+        given = layer_input(traced.step, traced.layers)
+        found = priced(traced, machine, float("inf"), None, given)
         one = next(x for x in found if x.name == truth.published)
         plan = plan_of([one], [], machine, False, jnp.bfloat16)
         start = time.monotonic()

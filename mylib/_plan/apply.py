@@ -64,6 +64,7 @@ class Applying:
     layers: tuple[type, ...]
     policy: str
     dtype: Any
+    saved: Spec | None
 
     def kept(self, model: str) -> dict[str, Spec]:
         """Where a model's weights are kept, by their path in it."""
@@ -78,7 +79,7 @@ class Applying:
     def shard(self, model: str, module: Any, mesh: Mesh) -> Any:
         kept = Planned(self.kept(model), self.called(model))
         used = Planned(self.used[model], self.called(model))
-        return sharded(module, self.layers, kept, used, mesh, self.dtype, self.policy)
+        return sharded(module, self.layers, kept, used, mesh, self.dtype, self.policy, self.saved)
 
 
 class PlannedFunction:

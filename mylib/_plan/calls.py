@@ -8,7 +8,7 @@ import functools
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from .._tree import is_array
 # traced for each. JAX keeps such keys, so it must not be the calls themselves, which hold tracers.
 _tracing: Any = jax.make_user_context(None)
 _numbers = itertools.count()
-_running: dict[int, "Calls"] = {}
+_running: dict[int, "Calls | Inputs"] = {}
 _MARK = "mylib.plan"
 
 
@@ -115,14 +115,52 @@ class Calls:
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        classes = {type(role.module) for role in self.roles}
-        number = next(_numbers)
-        _running[number] = self
-        try:
-            with _replaced({_owner(cls) for cls in classes} - {None}), _tracing(number):
-                yield
-        finally:
-            del _running[number]
+        with _asked(self, {type(role.module) for role in self.roles}):
+            yield
+
+    def is_for(self, module: Any) -> bool:
+        return any(type(role.module) is type(module) for role in self.roles)
+
+
+@dataclass(eq=False)
+class Inputs:
+    """The inputs of layers in a trace of a step as it is: each call's first argument gets a name.
+    `ranks` are the ranks that the layers see, without the dimensions of `jax.vmap`; None if an
+    argument is not one array.
+    """
+
+    layers: tuple[type, ...]
+    ranks: list[int | None] = field(default_factory=list)
+
+    def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
+        with _tracing(None):
+            x = args[0] if args else None
+            self.ranks.append(x.ndim if is_array(x) else None)
+            if is_array(x):
+                args = checkpoint_name(x, self.name(len(self.ranks) - 1)), *args[1:]
+            return module(*args, **kwargs)
+
+    def is_for(self, module: Any) -> bool:
+        return isinstance(module, self.layers)
+
+    def name(self, number: int) -> str:
+        return f"{_MARK}.input.{number}"
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        with _asked(self, self.layers):
+            yield
+
+
+@contextmanager
+def _asked(by: "Calls | Inputs", classes: Iterable[type]) -> Iterator[None]:
+    number = next(_numbers)
+    _running[number] = by
+    try:
+        with _replaced({_owner(cls) for cls in classes} - {None}), _tracing(number):
+            yield
+    finally:
+        del _running[number]
 
 
 class NotServedError(Exception):
@@ -202,7 +240,7 @@ def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def called(module: Any, /, *args: Any, **kwargs: Any) -> Any:
         calls = _running.get(_tracing.value)
-        if calls is None or not any(type(r.module) is type(module) for r in calls.roles):
+        if calls is None or not calls.is_for(module):
             return original(module, *args, **kwargs)
         return calls.serve(module, args, kwargs)
 

@@ -19,8 +19,8 @@ from ..machines import Machine, OutOfMemoryError
 from .apply import Applying, Planned, PlannedFunction
 from .dims import Nodes
 from .price import Price, Prices
-from .strategy import Impossible, Strategy, spec_of, strategies, trimmed, used_spec
-from .trace import ArrayIn, TracedStep
+from .strategy import Impossible, Strategy, mesh_of, spec_of, strategies, trimmed, used_spec
+from .trace import ArrayIn, LayerInput, TracedStep
 
 # What a plan leaves free, because fragmentation and the runtime need memory, too.
 RESERVE = 0.05
@@ -61,14 +61,18 @@ class Tried:
 
 
 def priced(
-    traced: TracedStep, machine: Machine, room: float, axes: dict[str, int] | None
+    traced: TracedStep,
+    machine: Machine,
+    room: float,
+    axes: dict[str, int] | None,
+    given: LayerInput | None = None,
 ) -> list[Tried]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
     """
     prices = Prices(traced, machine)
     found: dict[str, Tried] = {}
-    for one in strategies(traced, machine, axes):
+    for one in strategies(traced, machine, axes, given):
         if isinstance(one, Impossible):
             found[one.name] = Tried(one.name, why=one.why)
             continue
@@ -120,7 +124,7 @@ def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype:
     """
     assert tried.traced is not None and tried.strategy is not None
     step = tried.traced.step
-    mesh = machine.mesh(**tried.strategy.sizes)
+    mesh = mesh_of(machine, tried.strategy.sizes)
     fun = PlannedFunction(step.fun, applying(tried, dtype), mesh)
     try:
         program = fun.lower(*step.args).compile()
@@ -138,7 +142,7 @@ def measure(tried: Tried, machine: Machine, dtype: Any) -> None:
     """Runs a candidate on the machine, with zeros: the fastest of a few calls counts."""
     assert tried.traced is not None and tried.strategy is not None
     step, applied = tried.traced.step, applying(tried, dtype)
-    mesh = machine.mesh(**tried.strategy.sizes)
+    mesh = mesh_of(machine, tried.strategy.sizes)
     fun = PlannedFunction(step.fun, applied, mesh)
     places = tuple(Planned(applied.arguments[name], name) for name in step.names)
     zeros = filter_jit(lambda: jax.tree.map(_zeros, step.args), out_shardings=places, mesh=mesh)
@@ -186,6 +190,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         layers=traced.layers,
         policy=traced.policy,
         dtype=dtype,
+        saved=strategy.saved,
     )
 
 

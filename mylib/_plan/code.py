@@ -46,6 +46,7 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     given = [name, classes, "kept", "used", "mesh=mesh"]
     given += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
     given += [f"policy={policy}"] if policy else []
+    given += [f"saved={_spec(applying.saved)}"] if applying.saved else []
     lines.append("# in the loss:")
     target = name if name.isidentifier() else "model"
     call = f"{target} = mylib.fully_shard({', '.join(given)})"

@@ -16,6 +16,7 @@ from .._text import show_bytes, table
 from ..machines import Machine, here
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of
+from .strategy import Spec, mesh_of
 
 _SHOWN = 6
 
@@ -120,7 +121,7 @@ class Plan:
 
     @cached_property
     def mesh(self) -> Mesh:
-        return self.machine.mesh(**self.axes)
+        return mesh_of(self.machine, self.axes)
 
     @property
     def arguments(self) -> dict[str, Planned]:
@@ -223,7 +224,7 @@ class Plan:
         ours, theirs = (json.loads(x.as_text()) for x in (self, other))
         lines = [
             f"{name}: {ours[name]} -> {theirs[name]}"
-            for name in ("machine", "axes", "policy", "dtype", "layers", "memory")
+            for name in ("machine", "axes", "policy", "saved", "dtype", "layers", "memory")
             if ours[name] != theirs[name]
         ]
         for name in ("arguments", "used"):
@@ -251,6 +252,7 @@ class Plan:
             "is_sharded": self.is_sharded,
             "policy": self.policy,
             "dtype": self.dtype,
+            "saved": applying.saved,
             "layers": [f"{cls.__module__}:{cls.__qualname__}" for cls in self.layers],
             "memory": self.memory,
             "chosen": asdict(self.chosen),
@@ -292,6 +294,7 @@ class Plan:
             layers=classes,
             policy=given["policy"],
             dtype=None if given["dtype"] is None else jnp.dtype(given["dtype"]),
+            saved=None if given["saved"] is None else _spec(given["saved"]),
         )
         return cls(
             machine=here() if given["machine"] == "here" else Machine.of(given["machine"]),
@@ -341,10 +344,11 @@ def _candidate(fields: dict[str, Any]) -> Candidate:
 
 
 def _specs(specs: dict[str, Any]) -> dict[str, Any]:
-    return {
-        path: tuple(tuple(x) if isinstance(x, list) else x for x in spec)
-        for path, spec in specs.items()
-    }
+    return {path: _spec(spec) for path, spec in specs.items()}
+
+
+def _spec(spec: Sequence[Any]) -> Spec:
+    return tuple(tuple(x) if isinstance(x, list) else x for x in spec)
 
 
 def _imported(name: str) -> type:

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from jax.sharding import Mesh
+
 from ..machines import Machine
-from .trace import ArrayIn, Together, TracedStep
+from .trace import ArrayIn, LayerInput, Together, TracedStep
 
 MODEL = "model"
 # A pattern of paths, and the entries of its spec.
@@ -21,12 +23,14 @@ class Strategy:
     - `is_sharded`: whether weights are kept in parts over the axis "data" (FSDP).
     - `tensor`: the groups of dimensions that are split over the axis "model".
     - `policy`: what layers save: a name in `POLICIES`.
+    - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
     """
 
     axes: tuple[tuple[str, int], ...]
     is_sharded: bool
     tensor: tuple[int, ...] = ()
     policy: str = "full"
+    saved: Spec | None = None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,6 +56,8 @@ class Strategy:
         parts += [f"DP {sizes[a]}" for a in ("replica",) if a in sizes]
         parts += [f"TP {sizes[a]}" for a in (MODEL,) if a in sizes]
         name = " x ".join(parts) or "one device"
+        if self.saved is not None:
+            name += ", splits saved"
         return name if self.policy == "full" else f"{name}, saves {self.policy}"
 
 
@@ -64,9 +70,14 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None
+    traced: TracedStep,
+    machine: Machine,
+    axes: Mapping[str, int] | None,
+    given: LayerInput | None,
 ) -> Iterator[Strategy | Impossible]:
-    """All strategies for a machine, in one order. With `axes` only those on this mesh."""
+    """All strategies for a machine, in one order; with `axes` only those on this mesh. `given` is
+    the input of layers.
+    """
     for sizes, is_sharded in _meshes(machine):
         if axes is not None and dict(sizes) != {k: n for k, n in axes.items() if n > 1}:
             continue
@@ -87,7 +98,12 @@ def strategies(
             yield Impossible(strategy.name, why)
         for chosen in choices:
             tensor = tuple(sorted(x for group in chosen for x in group.groups))
-            yield Strategy(sizes, is_sharded, tensor, traced.policy)
+            one = Strategy(sizes, is_sharded, tensor, traced.policy)
+            yield one
+            saved = given and given.spec(_entry(one.rows), MODEL, parts)
+            # Other policies save more, which would stay whole.
+            if saved and traced.policy == "full":
+                yield replace(one, saved=saved)
 
 
 _SETS = 4
@@ -123,6 +139,16 @@ def _closest(groups: Sequence[Together]) -> str:
     return f": the largest can be divided into {', '.join(map(str, limits))}" if limits else ""
 
 
+def mesh_of(machine: Machine, sizes: Mapping[str, int]) -> Mesh:
+    axes: dict[str, Any] = dict(sizes)
+    return machine.mesh(**axes)
+
+
+def _entry(axes: Sequence[str]) -> Any:
+    """Axes as the entry of a spec."""
+    return tuple(axes) if len(axes) > 1 else next(iter(axes), None)
+
+
 def spec_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> Spec:
     """Where an argument is kept: the rows of data, the groups of the axis "model", and of weights
     the largest other dimension.
@@ -143,7 +169,7 @@ def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any
     spec: list[Any] = [None] * len(leaf.aval.shape)
     for i, x in enumerate(leaf.groups):
         if leaf.is_data and x in traced.rows and strategy.rows:
-            entry: Any = strategy.rows if len(strategy.rows) > 1 else strategy.rows[0]
+            entry: Any = _entry(strategy.rows)
             size = math.prod(strategy.sizes[axis] for axis in strategy.rows)
         elif x in strategy.tensor:
             entry, size = MODEL, strategy.sizes[MODEL]

@@ -7,18 +7,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._fsdp import fully_shard
 from .._tree import is_array, is_of_keys
 from ..rules import fsdp, where_even
-from .calls import CalledModule, Calls, NotServedError, roles_in
+from .calls import CalledModule, Calls, Inputs, NotServedError, roles_in
 from .dims import Nodes
 from .groups import Reading, program_of
 from .layers import has_layers, repeated_in
@@ -283,6 +283,26 @@ def trace(
         return sharded(model, layers or (), kept, None, mesh, dtype, policy)
 
     calls = Calls(step.roles, shard)
+    try:
+        with calls.tracing():
+            jaxpr = _jaxpr_of(step)
+    except NotServedError as error:
+        raise PlanError(f"{error}. {_by_hand(step)}") from None
+    if not calls.seen:
+        names = ", ".join(step.called(role.path) for role in step.roles)
+        raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
+    return _traced(step, policy, layers or (), jaxpr, calls)
+
+
+class _Jaxpr(NamedTuple):
+    """A step's jaxpr, and the trees of its arguments and results."""
+
+    program: Reading
+    arrays: Any
+    out: Any
+
+
+def _jaxpr_of(step: PlannedStep) -> _Jaxpr:
     arrays, rest = eqx.partition(step.args, lambda x: is_array(x, abstract=True))
     made: list[Any] = []
 
@@ -291,15 +311,56 @@ def trace(
         made.append(out)
         return out
 
-    try:
-        with calls.tracing():
-            closed = jax.make_jaxpr(run)(arrays)
-    except NotServedError as error:
-        raise PlanError(f"{error}. {_by_hand(step)}") from None
-    if not calls.seen:
-        names = ", ".join(step.called(role.path) for role in step.roles)
-        raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
-    return _traced(step, policy, layers or (), program_of(closed), arrays, made[0], calls)
+    return _Jaxpr(program_of(jax.make_jaxpr(run)(arrays)), arrays, made[0])
+
+
+class LayerInput(NamedTuple):
+    """The first argument of a layer, as it sees it: its rank, its dimension of rows (None under
+    `jax.vmap`), and the sizes of the dimensions that no weight has, such as that of time.
+    """
+
+    rank: int
+    rows: int | None
+    free: tuple[tuple[int, int], ...]
+
+    def spec(self, rows: Any, axis: str, parts: int) -> tuple[Any, ...] | None:
+        """A spec that splits the first such dimension; None if there is none to divide."""
+        dim = next((dim for dim, size in self.free if size % parts == 0), None)
+        if dim is None:
+            return None
+        spec = [axis if i == dim else rows if i == self.rows else None for i in range(self.rank)]
+        return tuple(spec[: max(i for i, entry in enumerate(spec) if entry is not None) + 1])
+
+
+def layer_input(step: PlannedStep, layers: tuple[type, ...]) -> LayerInput | None:
+    """What all calls of layers have as their first argument; None if they differ, or if it is not
+    one array.
+    """
+    inputs = Inputs(layers)
+    with inputs.tracing():
+        program, arrays, _ = _jaxpr_of(step)
+    groups = program.dims.groups
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(arrays)[0]]
+    leaves = [
+        ArrayIn(path, x, groups(nodes))
+        for path, x, nodes in zip(paths, jtu.tree_leaves(arrays), program.inputs, strict=True)
+    ]
+    rows = _rows(leaves, f"[{step.batch}]")
+    weights = {x for leaf in leaves if not rows & set(leaf.groups) for x in leaf.groups}
+    found: set[LayerInput] = set()
+    for number, rank in enumerate(inputs.ranks):
+        nodes = program.named.get(inputs.name(number))
+        if rank is None or nodes is None:
+            return None
+        seen = groups(nodes)
+        if len(nodes) > rank:
+            seen = tuple(x for x in seen if x not in rows)
+        if len(seen) != rank:
+            return None
+        free = [(i, program.dims.parts(x)) for i, x in enumerate(seen) if x not in weights | rows]
+        of_rows = next((i for i, x in enumerate(seen) if x in rows), None)
+        found.add(LayerInput(rank, of_rows, tuple(free)))
+    return found.pop() if len(found) == 1 else None
 
 
 def _by_hand(step: PlannedStep) -> str:
@@ -313,12 +374,11 @@ def _by_hand(step: PlannedStep) -> str:
 def _traced(
     step: PlannedStep,
     policy: str,
-    layers: Any,
-    program: Reading,
-    arrays: Any,
-    out: Any,
+    layers: tuple[type, ...],
+    jaxpr: _Jaxpr,
     calls: Calls,
 ) -> TracedStep:
+    program, arrays, out = jaxpr
     if program.unknown:
         listed = ", ".join(f"{name} ({line})" for name, line in program.unknown.items())
         raise PlanError(
@@ -352,12 +412,20 @@ def _rows(leaves: Sequence[ArrayIn], batch: str) -> set[int]:
 
 
 def sharded(
-    model: Any, layers: tuple[type, ...], kept: Any, used: Any, mesh: Mesh, dtype: Any, policy: str
+    model: Any,
+    layers: tuple[type, ...],
+    kept: Any,
+    used: Any,
+    mesh: Mesh,
+    dtype: Any,
+    policy: str,
+    saved: tuple[Any, ...] | None = None,
 ) -> Any:
     """The model of `fully_shard`. A model without layers of these classes is one layer."""
     which: Any = layers if has_layers(model, layers) else (lambda x, path: not path)
     given = {} if used is None else {"used": used}
     options = {"policy": POLICIES[policy][1]} if POLICIES[policy][1] else {}
+    options |= {} if saved is None else {"saved": PartitionSpec(*saved)}
     return fully_shard(model, which, kept, mesh=mesh, dtype=dtype, **given, **options)
 
 

@@ -1,5 +1,6 @@
 """A step under a plan is the program that is written by hand, with the numbers of one device."""
 
+import functools
 import math
 from collections import Counter
 
@@ -14,7 +15,7 @@ import mylib
 from mylib._plan.candidates import priced
 from mylib._plan.plan import plan_of
 from mylib._plan.price import with_figures
-from mylib._plan.trace import PlannedStep, trace
+from mylib._plan.trace import PlannedStep, layer_input, trace
 
 KEY = jax.random.key(0)
 
@@ -25,7 +26,8 @@ def candidates(make):
     args = steps.abstract(make, steps.TOKENS)
     traced = trace(PlannedStep.of(step, args), "full", (steps.PlainBlock,))
     machine, _ = with_figures(mylib.machines.here())
-    return step, args, {x.name: x for x in priced(traced, machine, math.inf, None)}
+    given = layer_input(traced.step, traced.layers)
+    return step, args, {x.name: x for x in priced(traced, machine, math.inf, None, given)}
 
 
 def planned(make, name):
@@ -119,3 +121,15 @@ def test_measured_times_decide():
     assert plan.others[0].measured is not None
     with pytest.raises(ValueError, match="h100 x 8 is not here"):
         mylib.plan(step, *args, machine="h100 x 8", measure=1)
+
+
+@pytest.mark.slow
+def test_saved_inputs_in_parts_take_less_memory():
+    make = functools.partial(steps.StackedTransformer, depth=16)
+    step, args, plan = planned(make, "FSDP 4 x TP 2, splits saved")
+    assert plan.applying.saved == ("model",)  # under `vmap` a layer sees [time, embed]
+    assert 'saved=P("model")' in plan.code()
+    assert mylib.Plan.of(plan.as_text()) == plan
+    _, _, whole = planned(make, "FSDP 4 x TP 2")
+    ours, theirs = (figures(x.jit(step).lower(*args))[1] for x in (plan, whole))
+    assert ours < theirs
