@@ -82,6 +82,21 @@ class TestPlan:
             assert all(jax.tree.leaves(same))
 
 
+def test_ctrl_c_returns_what_is_known(capsys):
+    traces = []
+
+    def step(*args):
+        traces.append(args)
+        if len(traces) > 2:  # the first candidate is compiled
+            raise KeyboardInterrupt
+        return STEP(*args)
+
+    options = {"layers": eqx.nn.Linear, "policies": ("full",), "progress": True}
+    plan = mylib.plan(step, *MLP, **options)
+    assert not plan.chosen.compiled and "nothing was compiled" in repr(plan)
+    assert "compiling 1 of " in capsys.readouterr().err
+
+
 class TestRefuses:
     def test_too_little_memory(self):
         with pytest.raises(mylib.PlanError, match=r"no plan fits on cpu x 8. .* missing"):

@@ -106,6 +106,8 @@ def test_compiled_figures_decide():
     plan = mylib.plan(step, *args, policies=("full",), compile=2)
     assert plan.chosen.compiled and sum(x.compiled for x in plan.others) == 1
     assert plan.audit.axes == plan.axes and plan.memory == plan.audit.memory.peak
+    short = mylib.plan(step, *args, policies=("full",), compile=2, budget=0)
+    assert short.chosen.compiled and not any(x.compiled for x in short.others)
     only = {"axes": {"model": 8}, "policies": ("full",)}
     needed = mylib.plan(step, *args, **only).memory
     with pytest.raises(mylib.PlanError, match="by its compiler, and 5 % are kept free"):

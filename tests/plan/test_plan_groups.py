@@ -9,7 +9,14 @@ import pytest
 
 from mylib._plan.dims import Dims
 from mylib._plan.groups import program_of
-from mylib._plan.trace import PlanError, PlannedStep, layers_of, trace
+from mylib._plan.trace import (
+    LayerInput,
+    PlanError,
+    PlannedStep,
+    layer_input,
+    layers_of,
+    trace,
+)
 
 KEY = jax.random.key(0)
 
@@ -94,6 +101,21 @@ class TestTransformer:
         assert not any(plain.is_stacked(x) for x in plain.leaves)
 
 
+def test_inputs_of_layers():
+    """Time can be split, whether a layer sees the rows or `jax.vmap` hides them."""
+    args = steps.abstract(steps.PlainTransformer, steps.TOKENS)
+    step = PlannedStep.of(steps.step_of(steps.language_loss), args)
+    hidden = layer_input(step, (steps.PlainBlock,))
+    assert hidden == LayerInput(rank=2, rows=None, free=((0, 16),))
+    assert hidden.spec("data", "model", 4) == ("model",)
+    assert hidden.spec("data", "model", 3) is None
+    seen = LayerInput(rank=3, rows=0, free=((1, 16),))
+    assert seen.spec(("replica", "data"), "model", 4) == (("replica", "data"), "model")
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    step = PlannedStep.of(steps.step_of(steps.squared_loss), args)
+    assert layer_input(step, (eqx.nn.Linear,)).free == ()
+
+
 def test_an_mlp_alternates():
     found = traced(steps.mlp, steps.ROWS, steps.squared_loss)
     sets = [set().union(*map(named, chosen)) for chosen in found.choices(2)]
@@ -118,7 +140,11 @@ class TestLayers:
         "prelu": (lambda: eqx.nn.PReLU(), (8,)),
     }
 
-    @pytest.mark.parametrize("name", CASES)
+    REST = [name for name in CASES if name != "conv"]
+
+    @pytest.mark.parametrize(
+        "name", ["conv", *(pytest.param(x, marks=pytest.mark.slow) for x in REST)]
+    )
     def test_is_known(self, name):
         make, shape = self.CASES[name]
         self._check(make(), lambda layer, x: layer(x), shape)
