@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 from .._text import listed, show_bytes
 from ..machines import Machine, here
 from .candidates import (
@@ -81,7 +83,8 @@ def plan(
 
     [`mylib.PlanError`][] if nothing fits (by how much the least of all fails), if the batch can't
     be divided, if the step has operations whose dimensions are unknown, or if it calls no model;
-    [`mylib.machines.CompilerError`][] if the compiler of the machine is missing.
+    [`mylib.machines.CompilerError`][] if the compiler of the machine is missing; `ValueError` if
+    several processes plan for the devices that are here, and compile.
 
     !!! Example
 
@@ -100,6 +103,12 @@ def plan(
     _check_policies(policies)
     if measure and not target.is_here:
         raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
+    if target.is_here and compile and jax.process_count() > 1:
+        raise ValueError(
+            f"plan: {jax.process_count()} processes might choose different plans, as each has its "
+            "own times. Plan in one process, such as for machine='h100 x 64' on a laptop, save the "
+            "plan's as_text(), and read it in all by mylib.Plan.of"
+        )
     step = PlannedStep.of(fun, args)
     known, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
