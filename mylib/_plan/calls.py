@@ -25,7 +25,7 @@ from .._tree import is_array
 # traced for each. JAX keeps such keys, so it must not be the calls themselves, which hold tracers.
 _tracing: Any = jax.make_user_context(None)
 _numbers = itertools.count()
-_running: dict[int, "Calls | Inputs"] = {}
+_running: dict[int, "Calls | LayerInputs"] = {}
 _MARK = "mylib.plan"
 
 
@@ -123,7 +123,7 @@ class Calls:
 
 
 @dataclass(eq=False)
-class Inputs:
+class LayerInputs:
     """The inputs of layers in a trace of a step as it is: each call's first argument gets a name.
     `ranks` are the ranks that the layers see, without the dimensions of `jax.vmap`; None if an
     argument is not one array.
@@ -134,7 +134,7 @@ class Inputs:
 
     def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
         with _tracing(None):
-            x = args[0] if args else None
+            x: Any = args[0] if args else None
             self.ranks.append(x.ndim if is_array(x) else None)
             if is_array(x):
                 args = checkpoint_name(x, self.name(len(self.ranks) - 1)), *args[1:]
@@ -153,7 +153,7 @@ class Inputs:
 
 
 @contextmanager
-def _asked(by: "Calls | Inputs", classes: Iterable[type]) -> Iterator[None]:
+def _asked(by: "Calls | LayerInputs", classes: Iterable[type]) -> Iterator[None]:
     number = next(_numbers)
     _running[number] = by
     try:

@@ -12,7 +12,7 @@ from .trace import ArrayIn, LayerInput, Together, TracedStep
 
 MODEL = "model"
 # A pattern of paths, and the entries of its spec.
-Spec = tuple[str | None, ...]
+Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)

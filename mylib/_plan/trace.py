@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from .._fsdp import fully_shard
 from .._tree import is_array, is_of_keys
 from ..rules import fsdp, where_even
-from .calls import CalledModule, Calls, Inputs, NotServedError, roles_in
+from .calls import CalledModule, Calls, LayerInputs, NotServedError, roles_in
 from .dims import Nodes
 from .groups import Reading, program_of
 from .layers import has_layers, repeated_in
@@ -336,7 +336,7 @@ def layer_input(step: PlannedStep, layers: tuple[type, ...]) -> LayerInput | Non
     """What all calls of layers have as their first argument; None if they differ, or if it is not
     one array.
     """
-    inputs = Inputs(layers)
+    inputs = LayerInputs(layers)
     with inputs.tracing():
         program, arrays, _ = _jaxpr_of(step)
     groups = program.dims.groups
