@@ -32,6 +32,7 @@ from ._tree import Leaf
 if TYPE_CHECKING:
     from . import contracts, data, machines, mpmd, testing
     from ._audit import Collective, Report, audit
+    from ._plan import Plan, PlanError, plan
     from ._show import Changes, Explanation, Overview, explain, show
     from ._watch import Watching, watch
 
@@ -49,6 +50,8 @@ __all__ = [
     "MylibWarning",
     "Overview",
     "Placement",
+    "Plan",
+    "PlanError",
     "PlacementError",
     "PlacementWarning",
     "PrefetchWarning",
@@ -79,6 +82,7 @@ __all__ = [
     "make_mesh",
     "mpmd",
     "opaque",
+    "plan",
     "recompute_resharded",
     "resolve",
     "rules",
@@ -94,6 +98,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         for room, names in {
             "": "contracts data machines mpmd testing",
             "_audit": "Collective Report audit",
+            "_plan": "Plan PlanError plan",
             "_show": "Changes Explanation Overview explain show",
             "_watch": "Watching watch",
         }.items()

@@ -1,4 +1,4 @@
-"""`python -m mylib compile module:function --machine "h100 x 64"`"""
+"""`python -m mylib compile module:function --machine "h100 x 64"`, and `plan`."""
 
 import argparse
 import importlib
@@ -8,13 +8,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from ._plan import PlanError, plan
 from .machines import CompilerError, Machine, OutOfMemoryError
 
 _FUNCTION = """
 module:function, a function that is called with a mylib.machines.Machine and returns a lowered
 function: step.lower(...) of a step of mylib.filter_jit whose arrays are on a mesh of that machine
+"""
+
+_STEP = """
+module:function, a function that is called with a mylib.machines.Machine and returns a step and its
+arguments, which may be abstract, as a tuple: (step, batch, model, state). A dict after them has
+keywords of mylib.plan, such as {"layers": Block}
 """
 
 
@@ -27,7 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument("function", type=_function, help=_FUNCTION)
     command.add_argument("--machine", type=_machine, required=True, help="such as 'v5p 4x4x8'")
     command.add_argument("--save", metavar="FILE", help="where to save it, for load_compiled")
-    return _compile(parser.parse_args(arguments))
+    command.set_defaults(run=_compile)
+    about = "Finds a mesh, placements and a policy for a step, on a machine that need not be here."
+    command = commands.add_parser("plan", description=about, help=about)
+    command.add_argument("function", type=_function, help=_STEP)
+    command.add_argument("--machine", type=_machine, required=True, help="such as 'h100 x 64'")
+    command.add_argument("--compile", type=int, default=8, help="how many candidates; 8 by default")
+    command.add_argument("--budget", type=float, default=600, help="seconds; 600 by default")
+    command.add_argument("--save", metavar="FILE", help="where to save it, for mylib.Plan.of")
+    command.set_defaults(run=_plan)
+    options = parser.parse_args(arguments)
+    return options.run(options)
 
 
 def _function(text: str) -> Callable[[Machine], Any]:
@@ -74,6 +92,23 @@ def _compile(options: argparse.Namespace) -> int:
         compiled.save(options.save)
         print(f"saved in {options.save}, {os.path.getsize(options.save):,} bytes")
     return 0 if fit else 1
+
+
+def _plan(options: argparse.Namespace) -> int:
+    step, *args = options.function(options.machine)
+    keywords = args.pop() if args and isinstance(args[-1], dict) else {}
+    limits = {"compile": options.compile, "budget": options.budget}
+    try:
+        with _told(f"planned for {options.machine}"):
+            found = plan(step, *args, machine=options.machine, **limits, **keywords)
+    except (CompilerError, PlanError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(found)
+    if options.save is not None:
+        Path(options.save).write_text(found.as_text())
+        print(f"saved in {options.save}")
+    return 0
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def _times(eqn: Any, each_turn: bool) -> int:
 
 
 def _dot(eqn: Any) -> int:
-    (contracted, _), _ = eqn.params[names.PARAM_DIMENSIONS]
+    (contracted, _), _ = eqn.params[names.PARAM_DIMENSION_NUMBERS]
     shape = eqn.invars[0].aval.shape
     return math.prod([*eqn.outvars[0].aval.shape, *(shape[i] for i in contracted)])
 
@@ -86,7 +86,7 @@ def _convolution(eqn: Any) -> int:
     # Each as its batch or its results, its channels, and its places.
     inputs, window, results = (
         [shape[i] for i in order]
-        for shape, order in zip(shapes, params[names.PARAM_DIMENSIONS], strict=True)
+        for shape, order in zip(shapes, params[names.PARAM_DIMENSION_NUMBERS], strict=True)
     )
     size = results[0] * results[1] * window[1]
     for i, (low, _) in enumerate(params[names.PARAM_PADDING]):

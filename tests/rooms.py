@@ -21,6 +21,7 @@ ORDER = (
     "mylib_pytest",
     "testing",
     "mpmd",
+    "_plan",
     "contracts",
     "_watch",
     "data",

@@ -383,12 +383,95 @@ def selected():
     return traced(lambda x: f(x, source=x[:8]))
 
 
+UNARY = """
+    abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
+    expm1 floor is_finite lgamma log log1p logistic round rsqrt sign sin sinh sqrt square
+    tan tanh
+"""
+BINARY = "atan2 eq ge gt le lt ne nextafter pow rem".split()
+WHOLE = {
+    "and": lambda x: x & x,
+    "not": lambda x: ~x,
+    "or": lambda x: x | x,
+    "population_count": lax.population_count,
+    "xor": lambda x: x ^ x,
+}
+SHIFTS = "shift_left shift_right_arithmetic shift_right_logical".split()
+REDUCED = {
+    "argmax": jnp.argmax,
+    "argmin": jnp.argmin,
+    "reduce_and": lambda x: jnp.all(x > 0),
+    "reduce_max": jnp.max,
+    "reduce_min": jnp.min,
+    "reduce_or": lambda x: jnp.any(x > 0),
+    "reduce_prod": jnp.prod,
+}
+ALONG = "cumlogsumexp cummax cummin cumprod cumsum sort".split()
+KEY = jax.random.key(0)
+PICTURE = jnp.ones((3, 4, 4))
+KEYED = {
+    "random_bits": lambda key: jax.random.bits(key, (2,)),
+    "random_fold_in": lambda key: jax.random.fold_in(key, 1),
+    "random_split": jax.random.split,
+    "random_unwrap": jax.random.key_data,
+    "random_wrap": lambda key: jax.random.wrap_key_data(jax.random.key_data(key)),
+}
+
+
+def pooled(layer, transformed):
+    return lambda: traced(lambda x: transformed(layer(2, 2), x), PICTURE)
+
+
+def _gradient_of(f, x):
+    return jax.grad(lambda x: f(x).sum())(x)
+
+
+def _derivative_of(f, x):
+    return jax.jvp(f, (x,), (x,))
+
+
+# How operations relate dimensions.
+PROGRAMS |= {
+    **{x: lambda x=x: traced(getattr(lax, x), X) for x in UNARY.split()},
+    **{x: lambda x=x: traced(getattr(lax, x), X + 1j) for x in ("conj", "imag", "real")},
+    **{x: lambda x=x: traced(lambda y: getattr(lax, x)(y, y)) for x in BINARY},
+    **{x: lambda f=f: traced(f, jnp.arange(4)) for x, f in WHOLE.items()},
+    **{x: lambda x=x: traced(lambda y: getattr(lax, x)(y, y), jnp.arange(4)) for x in SHIFTS},
+    **{x: lambda f=f: traced(f) for x, f in REDUCED.items()},
+    **{x: lambda x=x: traced(getattr(lax, x)) for x in ALONG},
+    **{x: lambda f=f: traced(f, KEY) for x, f in KEYED.items()},
+    "bitcast_convert_type": lambda: traced(lambda x: lax.bitcast_convert_type(x, jnp.int32)),
+    "complex": lambda: traced(lambda x: lax.complex(x, x)),
+    "debug_callback": lambda: traced(lambda x: jax.debug.callback(lambda x: None, x)),
+    "debug_print": lambda: traced(lambda x: jax.debug.print("{}", x)),
+    "empty": lambda: traced(lambda x: jnp.empty(3) + x[0]),
+    "gather": lambda: traced(lambda x: x[jnp.argsort(x)]),
+    "integer_pow": lambda: traced(lambda x: x**3),
+    "iota": lambda: traced(lambda x: lax.iota(jnp.int32, 3) + x[0]),
+    "one_minus_square": lambda: gradient(jnp.tanh),
+    "random_seed": lambda: traced(jax.random.key, jnp.int32(0)),
+    "reduce_window_max": pooled(eqx.nn.MaxPool2d, lambda f, x: f(x)),
+    "reduce_window_min": lambda: traced(
+        lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2,), (1,), "SAME")
+    ),
+    "reduce_window_sum": pooled(eqx.nn.AvgPool2d, lambda f, x: f(x)),
+    "select_and_gather_add": pooled(eqx.nn.MaxPool2d, _derivative_of),
+    "select_and_scatter_add": pooled(eqx.nn.MaxPool2d, _gradient_of),
+    "threefry2x32": lambda: traced(
+        lambda x: jax.extend.random.threefry2x32_p.bind(x, x, x, x), jnp.uint32(1)
+    ),
+    "top_k": lambda: traced(lambda x: lax.top_k(x, 2)),
+}
+
+
 # Those that one of the supported versions has only.
 ONLY = {
     "0.10.2": {"closed_call", "core_map", "reduced_vary_cast_p"},
     "0.12.0.1": {
         "call_hi_primitive",
+        "empty",
         "eval_jaxpr",
+        "one_minus_square",
         "program_order",
         "reduced_vary_cast",
         "relayout",
@@ -473,11 +556,14 @@ class TestPrimitives:
 # For each parameter the primitives whose equations have it.
 CALLS = ("jit", "remat2", "shard_map", "scan")
 PARAMS = {
-    "PARAM_AXES": ("psum_invariant", "pvary"),
+    "PARAM_AXES": ("psum", "psum_invariant", "pvary", "reduce_max", "reduce_sum"),
+    "PARAM_AXIS": ("cumsum", "stack", "unstack"),
     "PARAM_AXIS_NAME": ("all_gather", "axis_index", "reduce_scatter"),
+    "PARAM_BATCH_GROUPS": ("conv_general_dilated",),
     "PARAM_BODY_JAXPR": ("while",),
     "PARAM_BODY_NCONSTS": ("while",),
     "PARAM_BRANCHES": ("cond",),
+    "PARAM_BROADCAST_DIMENSIONS": ("broadcast_in_dim",),
     "PARAM_CALL": ("custom_vmap_call",),
     "PARAM_CALL_JAXPR": ("custom_jvp_call", "custom_vjp_call"),
     "PARAM_CHECK_VMA": ("shard_map",),
@@ -486,9 +572,12 @@ PARAMS = {
     "PARAM_COND_NCONSTS": ("while",),
     "PARAM_DEVICES": ("device_put",),
     "PARAM_DIFFERENTIATED": ("remat2",),
-    "PARAM_DIMENSIONS": ("conv_general_dilated", "dot_general"),
+    "PARAM_DIMENSION": ("sort",),
+    "PARAM_DIMENSIONS": ("squeeze",),
+    "PARAM_DIMENSION_NUMBERS": ("conv_general_dilated", "dot_general", "gather", "scatter-add"),
     "PARAM_DONATED": ("jit",),
     "PARAM_DST_SHARDING": ("reshard",),
+    "PARAM_FEATURE_GROUPS": ("conv_general_dilated",),
     "PARAM_FT_IN": ("scan",) if NEWER else (),
     "PARAM_IN_LAYOUTS": ("jit",),
     "PARAM_IN_SHARDINGS": ("jit",),
@@ -501,7 +590,7 @@ PARAMS = {
     "PARAM_LIMITS": ("slice",),
     "PARAM_MANUAL_AXES": ("shard_map",),
     "PARAM_MESH": ("shard_map",),
-    "PARAM_NAME": ("jit",),
+    "PARAM_NAME": ("jit", "name"),
     "PARAM_NEW_DTYPE": ("convert_element_type",),
     "PARAM_NUM_CARRY": () if NEWER else ("scan",),
     "PARAM_NUM_CONSTS": ("custom_vjp_call",) if NEWER else ("custom_vjp_call", "scan"),
@@ -511,12 +600,15 @@ PARAMS = {
     "PARAM_OUT_SPECS": ("shard_map",),
     "PARAM_OUT_TREES": ("custom_vjp_call",),
     "PARAM_PADDING": ("conv_general_dilated",),
+    "PARAM_PERMUTATION": ("transpose",),
     "PARAM_POLICY": ("remat2",),
     "PARAM_PREFERRED": ("conv_general_dilated", "dot_general", "ragged_dot_general"),
     "PARAM_PREVENT_CSE": ("remat2",),
+    "PARAM_REPS": ("tile",),
     "PARAM_REVERSE": ("scan",),
     "PARAM_RHS_DILATION": ("conv_general_dilated",),
     "PARAM_SHARDING": ("broadcast_in_dim", "reshape", "sharding_constraint"),
+    "PARAM_SLICE_SIZES": ("gather",),
     "PARAM_STARTS": ("slice",),
     "PARAM_STRIDES": ("conv_general_dilated",),
     "PARAM_SYMBOLIC_ZEROS": ("custom_jvp_call", "custom_vjp_call"),

@@ -26,7 +26,7 @@ from jaxtyping import Float
 
 import mylib
 import mylib.testing
-from mylib import _audit, _show
+from mylib import _audit, _plan, _show
 
 _MODULES = [
     mylib,
@@ -51,7 +51,7 @@ def _public(module):
 # What results hold: nobody writes these names.
 _RESULTS = (
     *(_audit.Estimate, _audit.Parameter, _audit.ProgramMemory, _audit.Work),
-    *(_show.Move, _show.Row),
+    *(_plan.Candidate, _show.Move, _show.Row),
 )
 _NAMES = {path: value for module in _MODULES for path, value in _public(module)} | {
     f"{cls.__module__.rpartition('.')[0]}.{cls.__name__}": cls for cls in _RESULTS

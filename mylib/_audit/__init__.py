@@ -3,6 +3,7 @@
 from .attribution import callbacks_of as callbacks_of
 from .audit import audit as audit, report_of as report_of
 from .groups import Axes as Axes, Groups as Groups, axis_of as axis_of
+from .links import Message as Message, seconds as seconds
 from .memory import ProgramMemory as ProgramMemory
 from .report import (
     Collective as Collective,
@@ -13,7 +14,7 @@ from .report import (
     times_of as times_of,
     what_of as what_of,
 )
-from .roofline import Estimate as Estimate
+from .roofline import Estimate as Estimate, speeds as speeds
 from .snapshot import check_snapshot as check_snapshot
 from .work import Work as Work
 

@@ -1,7 +1,7 @@
 """Estimates how long a program takes, from its operations and a machine's data sheet."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,7 +67,7 @@ def _ms(time: float) -> str:
     return f"{time * 1e3:.3g} ms"
 
 
-class _Speed(NamedTuple):
+class Speed(NamedTuple):
     """What a device does in a second: products by dtype, and bytes of its memory. And the shares of
     these that are reached.
     """
@@ -90,12 +90,7 @@ def estimate(
 ) -> Estimate:
     """`sent` are all collectives of the program."""
     _check_size(axes, machine)
-    ideal, assumed = _ideal(machine.chip, work)
-    real = ideal._replace(
-        of_products=_PRODUCTS.get(machine.chip.platform, 0.55),
-        of_kernels=_KERNELS,
-        of_memory=_MEMORY,
-    )
+    ideal, real, assumed = speeds(machine.chip, work.flops)
     assumed += [
         f"matrix products reach {real.of_products:.0%} of the data sheet's rate, kernels "
         f"{real.of_kernels:.0%}, memory {_MEMORY:.0%}",
@@ -155,13 +150,13 @@ def _check_size(axes: Mapping[str, int], machine: Machine) -> None:
         )
 
 
-def _ideal(chip: Chip, work: Work) -> tuple[_Speed, list[str]]:
-    """The speed of the data sheet, and what is assumed about it. An operation whose rate is unknown
-    costs only what it reads and writes.
+def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
+    """The speed of the data sheet for products of these dtypes, the part of it that is reached, and
+    what is assumed. An operation whose rate is unknown costs only what it reads and writes.
     """
     rates: dict[str, float] = {}
     assumed: list[str] = []
-    for dtype in work.flops:
+    for dtype in dtypes:
         instead, rate = _rate(chip, dtype)
         rates[dtype] = math.inf if rate is None else rate / chip.devices
         if rate is None:
@@ -171,7 +166,10 @@ def _ideal(chip: Chip, work: Work) -> tuple[_Speed, list[str]]:
     if rates and all(map(math.isinf, rates.values())):
         raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(rates)}")
     memory = stated(chip, "memory bandwidth", chip.memory_bandwidth)
-    return _Speed(rates, memory / chip.devices), assumed
+    ideal = Speed(rates, memory / chip.devices)
+    products = _PRODUCTS.get(chip.platform, 0.55)
+    real = ideal._replace(of_products=products, of_kernels=_KERNELS, of_memory=_MEMORY)
+    return ideal, real, assumed
 
 
 # The dtype that a chip multiplies instead, if it has no rate for one.

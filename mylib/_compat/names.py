@@ -122,11 +122,91 @@ STRUCTURE = (REARRANGES - {"rev", "split"}) | {
     "dynamic_update_slice",
 }  # fmt: skip
 
+# --- how operations relate dimensions (`_plan`) ---------------------------------------------------
+
+# Each number of a result is computed from the numbers at its own place.
+BY_ELEMENT = frozenset(
+    {
+        BARRIER, CHECKPOINT_NAME, CONSTRAINT, CONVERT, DEVICE_PUT, DIV, MUL, RESHARD, SELECT,
+        STOP_GRADIENT, "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan",
+        "atan2", "atanh", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj",
+        "copy", "cos", "cosh",
+        "digamma", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
+        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
+        "min", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
+        "population_count", "pow", "real",
+        "reduce_precision", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
+        "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
+    }
+)  # fmt: skip
+# Their results have an array's dimensions without those of the parameter "axes".
+REDUCTIONS = frozenset(
+    {
+        REDUCE_SUM, "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
+        "reduce_prod",
+    }
+)  # fmt: skip
+# The same for several arrays, if all axes are dimensions: what `jax.vmap` makes of a collective.
+OVER_VMAPPED = frozenset({"pmax", "pmin", "psum"})
+# They run along the dimension of a parameter "axis" or "dimension".
+ALONG_ONE = frozenset({"cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum", "sort"})
+# Dimensions that keep their size stay as they are; of the others a part is read or written.
+CUTS = frozenset(
+    {
+        SLICE, "concatenate", "dynamic_slice", "dynamic_update_slice", "pad", "reduce_window",
+        "reduce_window_max", "reduce_window_min", "reduce_window_sum", "rev",
+        "select_and_gather_add", "select_and_scatter_add", "split", "top_k",
+    }
+)  # fmt: skip
+ADDS = frozenset({"add", "add_any", "sub"})
+BROADCAST = "broadcast_in_dim"
+GATHER = "gather"
+RESHAPE = "reshape"
+SCATTERS = frozenset(
+    {"scatter", SCATTER_ADD, "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
+)
+REVERSED = "rev"
+SAME = frozenset({"copy", "reduce_precision", RESHARD})
+SQUEEZE = "squeeze"
+TRANSPOSE = "transpose"
+# Made of nothing, or of keys.
+MADE = frozenset(
+    {
+        "empty", "iota", "random_bits", "random_fold_in", "random_seed", "random_split",
+        "random_unwrap",
+        "random_wrap", "threefry2x32",
+    }
+)  # fmt: skip
+# Their results are in memory, because compilers fuse them with nothing that follows.
+SOLID = SCATTERS | {
+    COND, CONSTRAINT, "concatenate", "conv_general_dilated", "cumsum", DOT, "dynamic_update_slice",
+    "gather", "reduce_window_max", SCAN, SHARD_MAP, "sort", "top_k", WHILE,
+}  # fmt: skip
+# Their result is their operand.
+ALIASES = frozenset({BARRIER, "reshape", "squeeze", "transpose"})
+# Their result needs no memory.
+FILLED = frozenset({"broadcast_in_dim", "empty", "iota"})
+# Only shows something.
+SHOWS = frozenset({"debug_callback", "debug_print"})
+JOINED = "stack"
+TILED = "tile"
+TAKEN_APART = "unstack"
+
 # --- parameters: `eqn.params[...]` ----------------------------------------------------------------
 
 # Mesh axes, or dimensions.
 PARAM_AXES = "axes"
 PARAM_AXIS_NAME = "axis_name"
+PARAM_AXIS = "axis"
+PARAM_BROADCAST_DIMENSIONS = "broadcast_dimensions"
+PARAM_DIMENSION = "dimension"
+PARAM_DIMENSIONS = "dimensions"
+PARAM_DIMENSION_NUMBERS = "dimension_numbers"
+PARAM_BATCH_GROUPS = "batch_group_count"
+PARAM_FEATURE_GROUPS = "feature_group_count"
+PARAM_PERMUTATION = "permutation"
+PARAM_REPS = "reps"
+PARAM_SLICE_SIZES = "slice_sizes"
 # Jaxprs.
 PARAM_BODY_JAXPR = "body_jaxpr"
 PARAM_BRANCHES = "branches"
@@ -168,7 +248,6 @@ PARAM_POLICY = "policy"
 PARAM_PREVENT_CSE = "prevent_cse"
 # Parameters of single operations.
 PARAM_DEVICES = "devices"
-PARAM_DIMENSIONS = "dimension_numbers"
 PARAM_DST_SHARDING = "dst_sharding"
 PARAM_LHS_DILATION = "lhs_dilation"
 PARAM_LIMITS = "limit_indices"

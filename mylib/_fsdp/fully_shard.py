@@ -27,7 +27,7 @@ from .._tree import KeyPath, Leaves, name_of, split
 from ..rules import replicated
 from .checkpoint import Policy, recompute_resharded
 from .gather import Route, gather
-from .layer import Plan, as_layer, is_layer, is_method
+from .layer import LayerPlan, as_layer, is_layer, is_method
 from .prefetch_order import Turns
 from .residuals import Residuals
 
@@ -172,7 +172,9 @@ def fully_shard(
         inside = range(start, start := start + len(split(node).arrays))
         if chosen is not None:
             shapes = tuple(tuple(leaves.arrays[i].shape) for i in inside)
-            plan = Plan(route.part(inside), shapes, checkpoint, policy, in_turn, turns, residuals)
+            plan = LayerPlan(
+                route.part(inside), shapes, checkpoint, policy, in_turn, turns, residuals
+            )
             node = as_layer(node, chosen, plan)
         else:
             at_top |= dict.fromkeys(inside, len(made))

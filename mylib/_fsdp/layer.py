@@ -34,7 +34,7 @@ Removed = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayerPlan:
     """How `fully_shard` has its layers gather and compute."""
 
     route: Route
@@ -51,7 +51,7 @@ def is_layer(x: Any) -> bool:
     return isinstance(x, eqx.Module) and _PLAN in x.__dict__
 
 
-def as_layer(module: eqx.Module, methods: Sequence[str], plan: Plan) -> Any:
+def as_layer(module: eqx.Module, methods: Sequence[str], plan: LayerPlan) -> Any:
     """The same Module as an instance of a subclass whose `methods` gather its weights."""
     cls = _layer_class(type(module), tuple(methods))
     return _make(cls, {**module.__dict__, _PLAN: plan})
@@ -113,7 +113,7 @@ def _layer_class(cls: type, methods: tuple[str, ...]) -> type:
     return made
 
 
-def _split_fields(layer: Any) -> tuple[dict[str, Any], Plan]:
+def _split_fields(layer: Any) -> tuple[dict[str, Any], LayerPlan]:
     """The fields of the original, and the plan."""
     fields = dict(layer.__dict__)
     plan = fields.pop(_PLAN, None)
@@ -154,7 +154,13 @@ def _gathering(cls: type, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _called(
-    plan: Plan, leaves: Leaves, stacked: Removed, world: World, method: Any, args: Any, kwargs: Any
+    plan: LayerPlan,
+    leaves: Leaves,
+    stacked: Removed,
+    world: World,
+    method: Any,
+    args: Any,
+    kwargs: Any,
 ) -> Any:
     route, weights = plan.route.without(stacked), leaves.arrays
     given, outline = outlined((args, kwargs))
@@ -226,7 +232,7 @@ def _after(weights: Arrays, given: Arrays, route: Route) -> tuple[Arrays, Arrays
     return keep(weights, route.kept), given
 
 
-def _stacked(plan: Plan, leaves: Leaves, world: World) -> Removed:
+def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
     """Which dimensions of the weights that `fully_shard` was given have been removed."""
     name = type(leaves.tree).__qualname__
     request = f"fully_shard, and a call of {name}"
@@ -273,7 +279,7 @@ def _ways(shape: tuple[int, ...], now: tuple[int, ...]) -> list[tuple[int, ...]]
     ]
 
 
-def _refuse(plan: Plan, leaves: Leaves, stacked: Removed, world: World) -> Iterator[Fault]:
+def _refuse(plan: LayerPlan, leaves: Leaves, stacked: Removed, world: World) -> Iterator[Fault]:
     if stacked and plan.turns is not None:
         yield because(
             "the layers are stacked, and called in one place: no layer comes before another",

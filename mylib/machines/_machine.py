@@ -246,7 +246,8 @@ def here() -> Machine:
     kind = devices[0].device_kind
     sheets = (chip for chip in CHIPS.values() if kind in chip.kinds)
     chip = next(sheets, None) or Chip(kind, devices[0].platform, host=len(devices) // hosts)
-    stats = devices[0].memory_stats() or {}
+    # Those of other processes have none to ask for.
+    stats = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
         chip = dataclasses.replace(chip, memory=stats["bytes_limit"] * chip.devices)
     shape = hosts, len(devices) // hosts // chip.devices

@@ -1,0 +1,268 @@
+"""What `mylib.plan` chooses for training steps whose published strategies are known, and how its
+prices compare with compiled programs.
+
+    python benchmarks/plan.py                     published strategies, modelled: minutes
+    python benchmarks/plan.py --only 7B           rows with this in their name
+    python benchmarks/plan.py --prices            modelled bytes and memory, and compiled ones
+    python benchmarks/plan.py --time              the time of pricing all strategies of a step
+
+Nothing is run, and no GPU or TPU is needed. Only `--prices` needs compilers (`pip install
+'.[gpu-compiler,tpu-compiler]'`).
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from fsdp_llama import normalised
+from jaxtyping import Array, Float
+from published import HEADS, LLAMA2_7B, LLAMA3_8B, LLAMA3_70B, SCALED
+from residuals import turned
+from side_by_side import print_header, print_row
+from training_step import Size
+
+import mylib
+
+SMALL = Size(12, 768, 6, 6, 3072, vocab=50304)
+QUERIES, WORDS = 128, 512
+
+
+class Block(eqx.Module):
+    norms: Float[Array, "two embed"]
+    query: Float[Array, "embed heads"]
+    keys: Float[Array, "two embed kv"]
+    out: Float[Array, "heads embed"]
+    gate: Float[Array, "embed mlp"]
+    up: Float[Array, "embed mlp"]
+    down: Float[Array, "mlp embed"]
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        y = normalised(x) * self.norms[0]
+        q, k, v = (
+            (y @ w).reshape(*x.shape[:2], -1, HEADS)
+            for w in (self.query, self.keys[0], self.keys[1])
+        )
+        x = x + attention(turned(q), turned(k), v).reshape(*x.shape[:2], -1) @ self.out
+        y = normalised(x) * self.norms[1]
+        return x + (jax.nn.silu(y @ self.gate) * (y @ self.up)) @ self.down
+
+
+class Llama(eqx.Module):
+    embed: Float[Array, "vocab embed"]
+    blocks: Block
+    unembed: Float[Array, "embed vocab"]
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """The loss, in blocks of words."""
+        x = self.embed[tokens]
+        x = normalised(jax.lax.scan(lambda x, block: (block(x), None), x, self.blocks)[0])
+
+        def block(_: jax.Array, x: jax.Array, words: jax.Array) -> jax.Array:
+            logits = jax.nn.log_softmax((x @ self.unembed).astype(jnp.float32))
+            return -jnp.mean(jnp.take_along_axis(logits, words[..., None], -1))
+
+        return jnp.mean(in_blocks(block, WORDS, x, jnp.roll(tokens, -1, 1)))
+
+
+def in_blocks(f: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
+    size = min(size, arrays[0].shape[1])
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+    count = arrays[0].shape[1] // size
+    run = jax.checkpoint(f)
+    return jax.lax.map(lambda xs: run(*xs), (jnp.arange(count), *map(cut, arrays)))
+
+
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """In blocks of queries, as kernels that are no plain JAX can't be planned."""
+    rows, words, heads, size = q.shape
+    kv = k.shape[2]
+
+    def block(i: jax.Array, q: jax.Array) -> jax.Array:
+        q = q.reshape(rows, -1, kv, heads // kv, size)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k).astype(jnp.float32) / size**0.5
+        after = jnp.arange(words) > i * q.shape[1] + jnp.arange(q.shape[1])[:, None]
+        weights = jax.nn.softmax(jnp.where(after, -jnp.inf, scores)).astype(q.dtype)
+        return jnp.einsum("bkgts,bskd->btkgd", weights, v)
+
+    return jnp.moveaxis(in_blocks(block, QUERIES, q), 0, 1).reshape(rows, words, heads, size)
+
+
+def model_of(size: Size) -> Llama:
+    def array(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    depth, width, hidden = size.depth, size.width, size.hidden
+    heads, keys = size.heads * HEADS, size.kv_heads * HEADS
+    blocks = Block(
+        array(depth, 2, width),
+        array(depth, width, heads),
+        array(depth, 2, width, keys),
+        array(depth, heads, width),
+        array(depth, width, hidden),
+        array(depth, width, hidden),
+        array(depth, hidden, width),
+    )
+    return Llama(array(size.vocab, width), blocks, array(width, size.vocab))
+
+
+OPTIM = optax.adamw(1e-3)
+
+
+def step(batch: jax.Array, model: Llama, state: Any) -> Any:
+    value, grads = eqx.filter_value_and_grad(lambda model: model(batch))(model)
+    updates, state = OPTIM.update(grads, state, model)
+    return eqx.apply_updates(model, updates), state, value
+
+
+class Truth(NamedTuple):
+    """A step, and its published strategy as the beginning of a plan's name."""
+
+    name: str
+    machine: str
+    size: Size
+    sequences: float
+    time: int
+    published: str
+    # `estimate`'s constants were fitted to this row, or its strategy isn't published exactly.
+    judged: bool = True
+
+
+TRUTHS = (
+    Truth("16B", "v5e 16x16", SCALED["16B"], 6, 2048, "FSDP 256", False),
+    Truth("32B", "v5e 16x16", SCALED["32B"], 4, 2048, "FSDP 256"),
+    Truth("64B", "v5e 16x16", SCALED["64B"], 2, 2048, "FSDP 256", False),
+    Truth("128B", "v5e 16x16", SCALED["128B"], 1, 2048, "FSDP 16 x TP 16"),
+    Truth("32B", "v5p 4x4x4", SCALED["32B"], 6, 2048, "FSDP 16 x TP 4", False),
+    Truth("64B", "v5p 4x4x4", SCALED["64B"], 3, 2048, "FSDP 16 x TP 4"),
+    Truth("128B", "v5p 4x4x8", SCALED["128B"], 1, 2048, "FSDP 16 x TP 8", False),
+    Truth("70B, 512 a chip", "v5p 16x16x24", LLAMA3_70B, 1, 512, "FSDP 1536 x TP 4"),
+    Truth("70B, 4096 a chip", "v5p 16x16x24", LLAMA3_70B, 1, 4096, "FSDP 6144"),
+    *(
+        Truth("7B", f"h100 x {8 * hosts}", LLAMA2_7B, 4, 4096,
+              f"FSDP 8 x DP {hosts}" if hosts > 1 else "FSDP 8", hosts in (2, 8))
+        for hosts in (1, 2, 8, 16)
+    ),
+    Truth("8B", "h100 x 8", LLAMA3_8B, 2, 8192, "FSDP 8", False),
+    Truth("8B", "h100 x 128", LLAMA3_8B, 2, 8192, "FSDP 128"),
+    Truth("70B", "h100 x 256", LLAMA3_70B, 1, 8192, "FSDP 32 x TP 8"),
+    Truth("125M", "h100 x 8", SMALL, 16, 1024, "DP 8"),
+    Truth("125M", "v5e 4x4", SMALL, 16, 1024, "DP 16"),
+)  # fmt: skip
+
+
+def arguments(truth: Truth) -> tuple[Any, Llama, Any]:
+    machine = mylib.machines.Machine.of(truth.machine)
+    batch = jax.ShapeDtypeStruct((int(truth.sequences * machine.count), truth.time), jnp.int32)
+    model = model_of(truth.size)
+    return batch, model, eqx.filter_eval_shape(OPTIM.init, model)
+
+
+def planned(truth: Truth, **options: Any) -> mylib.Plan:
+    given = {"machine": truth.machine, "layers": Block, "dtype": jnp.bfloat16, "compile": 0}
+    return mylib.plan(step, *arguments(truth), **{**given, **options})
+
+
+def truths(only: list[str]) -> None:
+    columns = "step", "machine", "tokens a device", "chosen", "s", "GiB", "published", "its place"
+    print_header("modelled plans and published strategies", (*columns, "times as long", "row"))
+    for truth in TRUTHS:
+        if not any(part in f"{truth.name} {truth.machine}" for part in only):
+            continue
+        start = time.monotonic()
+        try:
+            plan = planned(truth)
+        except mylib.PlanError as error:
+            print_row([truth.name, truth.machine, str(error)])
+            continue
+        print_row([*cells(truth, plan), "judged" if truth.judged else "not judged",
+                   f"{time.monotonic() - start:.1f} s"])  # fmt: skip
+
+
+def cells(truth: Truth, plan: mylib.Plan) -> list[str]:
+    ranked = [plan.chosen, *plan.others]
+    shapes = [x.name.partition(",")[0] for x in ranked]
+    place, ratio = "-", plan.why_not(truth.published)
+    if truth.published in shapes:
+        i = shapes.index(truth.published)
+        place = str(len(dict.fromkeys(shapes[: i + 1])))
+        ratio = f"{ranked[i].seconds / ranked[0].seconds:.2f}"
+    return [
+        truth.name, truth.machine, str(int(truth.sequences * truth.time)), plan.chosen.name,
+        f"{plan.chosen.seconds:.2f}", f"{plan.memory / 2**30:.1f}", truth.published, place, ratio,
+    ]  # fmt: skip
+
+
+PRICED = (
+    Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 64"),
+    Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 8 x DP 8"),
+    Truth("7B", "h100 x 64", LLAMA2_7B._replace(depth=4), 4, 4096, "FSDP 32 x TP 2"),
+    Truth("70B", "h100 x 256", LLAMA3_70B, 1, 8192, "FSDP 32 x TP 8, splits saved"),
+    Truth("16B", "v5e 4x4", SCALED["16B"]._replace(depth=2), 2, 2048, "FSDP 16"),
+)
+
+
+def prices(only: list[str]) -> None:
+    """Modelled bytes and memory of one strategy, and those of the compiled program."""
+    from mylib._plan.candidates import priced
+    from mylib._plan.plan import plan_of
+    from mylib._plan.trace import PlannedStep, layer_input, trace
+
+    columns = "step", "machine", "strategy", "all-gather GiB", "compiled", "sums GiB", "compiled"
+    print_header("modelled and compiled", (*columns, "memory GiB", "compiled", "compiled in s"))
+    for truth in PRICED:
+        if not any(part in f"{truth.name} {truth.machine}" for part in only):
+            continue
+        args, machine = arguments(truth), mylib.machines.Machine.of(truth.machine)
+        traced = trace(PlannedStep.of(step, args), "full", (Block,), jnp.bfloat16)
+        given = layer_input(traced.step, traced.layers)
+        found = priced(traced, machine, float("inf"), None, given)
+        one = next(x for x in found if x.name == truth.published)
+        plan = plan_of([one], [], machine, False, jnp.bfloat16)
+        start = time.monotonic()
+        compiled = plan.jit(step).lower(*args).compile()
+        took = time.monotonic() - start
+        report = compiled.audit(mesh=plan.mesh)
+        sums = "reduce-scatter", "all-reduce"
+        modelled = [sum(n for k, n in one.price.sent.items() if k.startswith(kinds))
+                    for kinds in ("all-gather", sums)]  # fmt: skip
+        real = report.bytes("all-gather"), sum(map(report.bytes, sums))
+        print_row([truth.name, truth.machine, truth.published,
+                   *(f"{n / 2**30:.2f}" for pair in zip(modelled, real, strict=True) for n in pair),
+                   f"{one.price.memory / 2**30:.2f}", f"{report.memory.peak / 2**30:.2f}",
+                   f"{took:.0f}"])  # fmt: skip
+
+
+def times() -> None:
+    print_header("seconds of planning, without compiling", ("step", "machine", "strategies", "s"))
+    for truth in (TRUTHS[0], TRUTHS[11]):
+        start = time.monotonic()
+        plan = planned(truth)
+        count = 1 + len(plan.others) + len(plan.rejected)
+        print_row([truth.name, truth.machine, str(count), f"{time.monotonic() - start:.1f}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these")
+    parser.add_argument("--prices", action="store_true", help="against compiled programs")
+    parser.add_argument("--time", action="store_true", help="how long planning takes")
+    given = parser.parse_args()
+    if given.time:
+        times()
+    else:
+        (prices if given.prices else truths)(given.only)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""A step under a plan: its arguments are placed, and its models gather their weights."""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.tree_util as jtu
+from jax.sharding import Mesh, PartitionSpec
+
+from .._jit import filter_jit
+from .._tree import Leaf
+from ..rules import Rule
+from .calls import Calls, NotServedError, roles_in
+from .strategy import Spec
+from .trace import PlanError, sharded
+
+
+@dataclass(frozen=True, repr=False)
+class Planned(Rule):
+    """Places each array as a plan says, by its path. All others raise."""
+
+    specs: Mapping[str, Spec]
+    of: str
+
+    def __call__(self, leaf: Leaf) -> PartitionSpec:
+        # The tree may be a part of a larger one, such as all arguments of a function.
+        for start in range(len(leaf.path) + 1):
+            spec = self.specs.get(jtu.keystr(leaf.path[start:]))
+            if spec is not None:
+                return PartitionSpec(*spec)
+        raise PlanError(
+            f"{self.of} has no {leaf.name} in the plan, which was made for other arguments: plan "
+            "the step again"
+        )
+
+    def why(self, leaf: Leaf) -> str:
+        return f"planned for {self.of}{leaf.name}"
+
+    def __hash__(self) -> int:
+        return hash((self.of, tuple(self.specs)))
+
+    def __repr__(self) -> str:
+        return f"the plan of {self.of}"
+
+
+@dataclass(frozen=True)
+class Applying:
+    """What is needed to run a step under a plan.
+
+    - `names`: of the arguments.
+    - `returned`: those that the step returns with the same shapes. They are donated.
+    - `arguments`, `results`: where arrays are, by path; for each argument by its name.
+    - `used`: where the weights of each model are used, by the model's path.
+    - `order`: the paths of the models that the step calls, one after the other.
+    """
+
+    names: tuple[str, ...]
+    returned: tuple[str, ...]
+    arguments: Mapping[str, Mapping[str, Spec]]
+    results: Mapping[str, Spec]
+    used: Mapping[str, Mapping[str, Spec]]
+    order: tuple[str, ...]
+    layers: tuple[type, ...]
+    policy: str
+    dtype: Any
+    saved: Spec | None
+
+    def kept(self, model: str) -> dict[str, Spec]:
+        """Where a model's weights are kept, by their path in it."""
+        number, _, rest = model[1:].partition("]")
+        specs = self.arguments[self.names[int(number)]]
+        return {path: specs[rest + path] for path in self.used[model]}
+
+    def called(self, model: str) -> str:
+        number, _, rest = model[1:].partition("]")
+        return self.names[int(number)] + rest
+
+    def shard(self, model: str, module: Any, mesh: Mesh) -> Any:
+        kept = Planned(self.kept(model), self.called(model))
+        used = Planned(self.used[model], self.called(model))
+        return sharded(module, self.layers, kept, used, mesh, self.dtype, self.policy, self.saved)
+
+
+class PlannedFunction:
+    """A step under a plan: it takes the step's arguments."""
+
+    def __init__(self, fun: Callable[..., Any], applying: Applying, mesh: Mesh):
+        functools.update_wrapper(self, fun, updated=())
+        self._applying = applying
+        self._fun = fun
+        self._mesh = mesh
+        specs = applying.arguments
+        places = {name: Planned(specs[name], name) for name in applying.names}
+        kept, returned = self._parted([places[name] for name in applying.names])
+        self._jitted = filter_jit(
+            self._run,
+            in_shardings=(kept, returned),
+            out_shardings=Planned(applying.results, "the result"),
+            mesh=mesh,
+            donate="all-except-first",
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        return self._jitted(*self._parted(args))
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the step for these arguments, as `lower` of `filter_jit`."""
+        return self._jitted.lower(*self._parted(args))
+
+    def _parted(self, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        names, returned = self._applying.names, self._applying.returned
+        if len(args) != len(names):
+            raise TypeError(f"the step was planned with the arguments {', '.join(names)}")
+        named = dict(zip(names, args, strict=True))
+        kept = {name: x for name, x in named.items() if name not in returned}
+        return kept, {name: named[name] for name in returned}
+
+    def _run(self, kept: dict[str, Any], returned: dict[str, Any]) -> Any:
+        applying, mesh = self._applying, self._mesh
+        args = tuple((kept | returned)[name] for name in applying.names)
+        roles = roles_in(args)
+        known = {role.path: role for role in roles}
+        order = [known[path] for path in applying.order]
+        shard = lambda role, model: applying.shard(role.path, model, mesh)  # noqa: E731
+        calls = Calls(roles, shard, order)
+        try:
+            with calls.tracing():
+                return self._fun(*args)
+        except NotServedError as error:
+            raise PlanError(str(error)) from None
+
+    def __repr__(self) -> str:
+        return f"planned({self._fun!r})"

@@ -1,0 +1,247 @@
+"""Calls of a model inside a step, which a plan replaces while the step is traced.
+
+Classes, instances and tree structures stay what they are. While a step is traced, a class's
+`__call__` asks whether a call in this thread is to be replaced, so that a step needs no edit.
+"""
+
+import functools
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jax.ad_checkpoint import checkpoint_name
+
+from .._tree import is_array
+
+# The number of the trace in which calls in this thread are replaced, or None. It is a part of JAX's
+# key for traces, so that a function that is compiled by itself, and called in a planned step, is
+# traced for each. JAX keeps such keys, so it must not be the calls themselves, which hold tracers.
+_tracing: Any = jax.make_user_context(None)
+_numbers = itertools.count()
+_running: dict[int, "Calls | LayerInputs"] = {}
+_MARK = "mylib.plan"
+
+
+@dataclass(frozen=True)
+class CalledModule:
+    """A Module in an argument that can be called: `path` is that of the tuple of arguments, and
+    `shapes` are those of its arrays by their path in it.
+    """
+
+    path: str
+    module: eqx.Module
+    shapes: dict[str, tuple[int, ...]]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        return kind_of(self.module)
+
+
+def kind_of(module: Any) -> tuple[Any, ...]:
+    """Its class, and the paths and shapes of its arrays: what a call can be recognised by. Static
+    fields and dtypes may change before it.
+    """
+    return type(module), tuple(_shapes(module).items())
+
+
+def _shapes(module: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jtu.tree_flatten_with_path(module)[0]
+    return {jtu.keystr(path): tuple(x.shape) for path, x in leaves if is_array(x, abstract=True)}
+
+
+def roles_in(args: tuple[Any, ...]) -> list[CalledModule]:
+    """The outermost Modules in the arguments that can be called and have arrays."""
+    nodes = jtu.tree_flatten_with_path(args, is_leaf=_can_be_called)[0]
+    found = [
+        CalledModule(jtu.keystr(path), x, _shapes(x)) for path, x in nodes if _can_be_called(x)
+    ]
+    return [role for role in found if role.shapes]
+
+
+def _can_be_called(x: Any) -> bool:
+    return isinstance(x, eqx.Module) and _owner(type(x)) is not None
+
+
+def _owner(cls: type) -> type | None:
+    """The class that defines `__call__`."""
+    return next((base for base in cls.__mro__ if "__call__" in vars(base)), None)
+
+
+@dataclass(eq=False)
+class Calls:
+    """The calls of models in one trace. `shard` makes the model that is called instead. `order` are
+    the roles that are called, one after the other, as the first trace has found; it decides
+    between roles of the same kind.
+    """
+
+    roles: Sequence[CalledModule]
+    shard: Callable[[CalledModule, Any], Any]
+    order: Sequence[CalledModule] | None = None
+    seen: list[tuple[str, list[CalledModule]]] = field(default_factory=list)
+
+    def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
+        candidates = [role for role in self.roles if role.kind == kind_of(module)]
+        if not candidates:
+            raise NotServedError(_other_shapes(module, self.roles))
+        number = len(self.seen)
+        mark = f"{_MARK}.{number}"
+        self.seen.append((mark, candidates))
+        if self.order is None:
+            module = _marked(module, mark)
+            role = candidates[0]
+        else:
+            role = self.order[number] if number < len(self.order) else None
+            if role not in candidates:
+                raise NotServedError(
+                    f"the step calls {type(module).__qualname__} in another order than when it "
+                    "was planned: it is not the same step, or it depends on something else than "
+                    "its arguments. Plan it again"
+                )
+        with _tracing(None):
+            return self.shard(role, module)(*args, **kwargs)
+
+    def called(self, origins: dict[str, int | None], paths: Sequence[str]) -> list[CalledModule]:
+        """The roles that are called, one after the other: of several of the same kind the one
+        whose arrays most of the call's are, or are computed from.
+        """
+        return [_most_likely(mark, roles, origins, paths) for mark, roles in self.seen]
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        with _asked(self, {type(role.module) for role in self.roles}):
+            yield
+
+    def is_for(self, module: Any) -> bool:
+        return any(type(role.module) is type(module) for role in self.roles)
+
+
+@dataclass(eq=False)
+class LayerInputs:
+    """The inputs of layers in a trace of a step as it is: each call's first argument gets a name.
+    `ranks` are the ranks that the layers see, without the dimensions of `jax.vmap`; None if an
+    argument is not one array.
+    """
+
+    layers: tuple[type, ...]
+    ranks: list[int | None] = field(default_factory=list)
+
+    def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
+        with _tracing(None):
+            x: Any = args[0] if args else None
+            self.ranks.append(x.ndim if is_array(x) else None)
+            if is_array(x):
+                args = checkpoint_name(x, self.name(len(self.ranks) - 1)), *args[1:]
+            return module(*args, **kwargs)
+
+    def is_for(self, module: Any) -> bool:
+        return isinstance(module, self.layers)
+
+    def name(self, number: int) -> str:
+        return f"{_MARK}.input.{number}"
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        with _asked(self, self.layers):
+            yield
+
+
+@contextmanager
+def _asked(by: "Calls | LayerInputs", classes: Iterable[type]) -> Iterator[None]:
+    number = next(_numbers)
+    _running[number] = by
+    try:
+        with _replaced({_owner(cls) for cls in classes} - {None}), _tracing(number):
+            yield
+    finally:
+        del _running[number]
+
+
+class NotServedError(Exception):
+    """A call of a model that a plan can't replace. `plan` makes a `PlanError` of it."""
+
+
+def _marked(module: Any, mark: str) -> Any:
+    """The module with names on its arrays, by which the arguments that they are can be found."""
+    leaves, treedef = jtu.tree_flatten(module)
+    named = [
+        checkpoint_name(x, f"{mark}.{i}") if is_array(x, abstract=True) else x
+        for i, x in enumerate(leaves)
+    ]
+    return jtu.tree_unflatten(treedef, named)
+
+
+def _most_likely(
+    mark: str, roles: Sequence[CalledModule], origins: dict[str, int | None], paths: Sequence[str]
+) -> CalledModule:
+    found = {
+        paths[number]
+        for name, number in origins.items()
+        if number is not None and name.rpartition(".")[0] == mark
+    }
+    votes = Counter({i: _votes(role, found) for i, role in enumerate(roles)})
+    return roles[max(votes, key=lambda i: (votes[i], -i))]
+
+
+def _votes(role: CalledModule, paths: set[str]) -> int:
+    return sum(role.path + path in paths for path in role.shapes)
+
+
+def _other_shapes(module: Any, roles: Sequence[CalledModule]) -> str:
+    name = type(module).__qualname__
+    role = next((role for role in roles if type(role.module) is type(module)), None)
+    if role is None:
+        return f"the step calls a {name} that is not in its arguments"
+    shapes = _shapes(module)
+    differing = [
+        f"{path or 'it'} is {shapes.get(path)}, and {shape} in the arguments"
+        for path, shape in role.shapes.items()
+        if shapes.get(path) != shape
+    ]
+    return (
+        f"the step calls a {name} that is not one of its arguments ({differing[0]}), such as a "
+        "member of an ensemble under equinox.filter_vmap"
+        if differing
+        else f"the step calls a {name} with more arrays than that in its arguments has"
+    )
+
+
+_lock = threading.Lock()
+_in_use: Counter[type] = Counter()
+_originals: dict[type, Callable[..., Any]] = {}
+
+
+@contextmanager
+def _replaced(classes: set[Any]) -> Iterator[None]:
+    """Calls of these classes ask `_tracing`, until all threads have left this."""
+    with _lock:
+        for cls in classes:
+            if not _in_use[cls]:
+                _originals[cls] = vars(cls)["__call__"]
+                type.__setattr__(cls, "__call__", _asking(_originals[cls]))
+            _in_use[cls] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            for cls in classes:
+                _in_use[cls] -= 1
+                if not _in_use[cls]:
+                    type.__setattr__(cls, "__call__", _originals.pop(cls))
+
+
+def _asking(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def called(module: Any, /, *args: Any, **kwargs: Any) -> Any:
+        calls = _running.get(_tracing.value)
+        if calls is None or not calls.is_for(module):
+            return original(module, *args, **kwargs)
+        return calls.serve(module, args, kwargs)
+
+    return called

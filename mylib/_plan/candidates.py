@@ -1,0 +1,221 @@
+"""The candidates of a plan: priced, and the best of them compiled."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from .._audit import Report
+from .._jit import filter_jit
+from .._text import show_bytes
+from .._tree import is_of_keys
+from ..machines import Machine, OutOfMemoryError
+from .apply import Applying, Planned, PlannedFunction
+from .dims import Nodes
+from .price import Price, Prices
+from .strategy import Impossible, Strategy, mesh_of, spec_of, strategies, trimmed, used_spec
+from .trace import ArrayIn, LayerInput, TracedStep
+
+# What a plan leaves free, because fragmentation and the runtime need memory, too.
+RESERVE = 0.05
+# A price is wrong by a quarter at most; what needs more memory is not compiled.
+_SURELY = 1.25
+# Seconds that differ by less are a tie.
+_TIE = 0.05
+
+
+@dataclass
+class Tried:
+    """A strategy and its price. `report` and `estimated` are those of the compiled program, and
+    `measured` are the seconds that a call took.
+    """
+
+    name: str
+    strategy: Strategy | None = None
+    traced: TracedStep | None = None
+    price: Price | None = None
+    why: str = ""
+    report: Report | None = None
+    estimated: tuple[float, tuple[float, float]] | None = None
+    measured: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        if self.measured is not None:
+            return self.measured
+        if self.estimated is not None:
+            return self.estimated[0]
+        return math.inf if self.price is None else self.price.seconds
+
+    @property
+    def memory(self) -> float:
+        if self.report is not None and self.report.memory is not None:
+            return self.report.memory.peak
+        return math.inf if self.price is None else self.price.memory
+
+
+def priced(
+    traced: TracedStep,
+    machine: Machine,
+    room: float,
+    axes: dict[str, int] | None,
+    given: LayerInput | None = None,
+) -> list[Tried]:
+    """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
+    `why`.
+    """
+    prices = Prices(traced, machine)
+    found: dict[str, Tried] = {}
+    for one in strategies(traced, machine, axes, given):
+        if isinstance(one, Impossible):
+            found[one.name] = Tried(one.name, why=one.why)
+            continue
+        price = prices.price(one)
+        tried = Tried(one.name, one, traced, price)
+        if price.memory > room * _SURELY:
+            tried.why = too_much(price.memory, room, "by the model of its price")
+        known = found.setdefault(one.name, tried)
+        if (bool(tried.why), price.seconds) < (bool(known.why), known.seconds):
+            found[one.name] = tried
+    return list(found.values())
+
+
+def too_much(needed: float, room: float, by: str) -> str:
+    return f"needs {show_bytes(needed)} of {show_bytes(room)} on each device, {by}"
+
+
+def ordered(tried: Sequence[Tried]) -> list[Tried]:
+    """The fastest first. Ties go to fewer axes, then to whole weights, and then to less memory."""
+    best = min((x.seconds for x in tried), default=0.0)
+
+    def key(x: Tried) -> tuple[Any, ...]:
+        assert x.strategy is not None
+        if x.seconds > best * (1 + _TIE):
+            return 1, x.seconds, x.name
+        return 0, len(x.strategy.axes), x.strategy.is_sharded, x.seconds, x.memory, x.name
+
+    return sorted(tried, key=key)
+
+
+def is_tie(x: Tried, best: Tried) -> bool:
+    return x.seconds <= best.seconds * (1 + _TIE)
+
+
+def to_compile(tried: Sequence[Tried], count: int) -> list[Tried]:
+    """The best, those with other meshes and policies first."""
+    first: dict[Any, Tried] = {}
+    for x in tried:
+        assert x.strategy is not None
+        first.setdefault((x.strategy.axes, x.strategy.policy, x.strategy.is_sharded), x)
+    chosen = list(first.values())
+    rest = [x for x in tried if not any(x is y for y in chosen)]
+    return [*chosen, *rest][:count]
+
+
+def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype: Any) -> None:
+    """Compiles a candidate for the machine, which judges it. `known` is the machine with all
+    figures.
+    """
+    assert tried.traced is not None and tried.strategy is not None
+    step = tried.traced.step
+    mesh = mesh_of(machine, tried.strategy.sizes)
+    fun = PlannedFunction(step.fun, applying(tried, dtype), mesh)
+    try:
+        program = fun.lower(*step.args).compile()
+    except OutOfMemoryError as error:
+        tried.why = too_much(error.fit.needed, error.fit.available, "by its compiler")
+        return
+    tried.report = report = program.audit(mesh=mesh)
+    estimate = report.estimate(known)
+    tried.estimated = estimate.seconds, estimate.interval
+    if tried.memory > room * (1 - RESERVE):
+        tried.why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
+
+
+def measure(tried: Tried, machine: Machine, dtype: Any) -> None:
+    """Runs a candidate on the machine, with zeros: the fastest of a few calls counts."""
+    assert tried.traced is not None and tried.strategy is not None
+    step, applied = tried.traced.step, applying(tried, dtype)
+    mesh = mesh_of(machine, tried.strategy.sizes)
+    fun = PlannedFunction(step.fun, applied, mesh)
+    places = tuple(Planned(applied.arguments[name], name) for name in step.names)
+    zeros = filter_jit(lambda: jax.tree.map(_zeros, step.args), out_shardings=places, mesh=mesh)
+    times: list[float] = []
+    for _ in range(1 + _CALLS):
+        # Made anew, as the step's arguments are donated.
+        args = jax.block_until_ready(zeros())
+        start = time.perf_counter()
+        jax.block_until_ready(eqx.filter(fun(*args), eqx.is_array))
+        times.append(time.perf_counter() - start)
+    tried.measured = min(times[1:])
+
+
+_CALLS = 5
+
+
+def _zeros(x: Any) -> Any:
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    if is_of_keys(x):
+        return jnp.broadcast_to(jax.random.key(0), x.shape)
+    return jnp.zeros(x.shape, x.dtype)
+
+
+def applying(tried: Tried, dtype: Any) -> Applying:
+    """How a candidate is applied to its step."""
+    traced, strategy = tried.traced, tried.strategy
+    assert traced is not None and strategy is not None
+    step = traced.step
+    arguments: dict[str, dict[str, Any]] = {name: {} for name in step.names}
+    used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
+    for leaf in traced.leaves:
+        number, _, path = leaf.path[1:].partition("]")
+        arguments[step.names[int(number)]][path] = spec_of(leaf, strategy, traced)
+        if leaf.path in traced.in_models:
+            role, path = traced.in_models[leaf.path]
+            used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))
+    return Applying(
+        names=step.names,
+        returned=_returned(traced),
+        arguments=arguments,
+        results=_results(traced, strategy),
+        used=used,
+        order=tuple(role.path for role in traced.called),
+        layers=traced.layers,
+        policy=traced.policy,
+        dtype=dtype,
+        saved=strategy.saved,
+    )
+
+
+def _key(groups: Nodes, aval: Any) -> tuple[Any, ...]:
+    return groups, tuple(aval.shape), str(aval.dtype)
+
+
+def _results(traced: TracedStep, strategy: Strategy) -> dict[str, Any]:
+    """A result with the dimensions of an argument stays where that is."""
+    like = {_key(leaf.groups, leaf.aval): leaf for leaf in reversed(traced.leaves)}
+    found: dict[str, Any] = {}
+    for path, aval, groups in traced.results:
+        leaf = like.get(_key(groups, aval)) or ArrayIn(path, aval, groups, is_data=True)
+        found[path] = spec_of(leaf, strategy, traced)
+    return found
+
+
+def _returned(traced: TracedStep) -> tuple[str, ...]:
+    """The arguments of which all arrays are returned, which the step replaces."""
+    left = Counter(_key(groups, aval) for _, aval, groups in traced.results)
+    found: list[str] = []
+    for i, name in enumerate(traced.step.names):
+        own = [x for x in traced.leaves if x.path.startswith(f"[{i}]")]
+        needed = Counter(_key(x.groups, x.aval) for x in own)
+        if own and i != traced.step.batch and needed <= left:
+            left -= needed
+            found.append(name)
+    return tuple(found)

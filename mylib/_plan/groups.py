@@ -1,0 +1,498 @@
+"""Which dimensions of a program's arrays must be split alike, and what is computed and summed.
+
+A program is traced once, without a mesh or a compiler. Dimensions that an operation maps to each
+other are joined; what remains are groups, and a mesh axis is assigned to a group, not to an array.
+What the program computes, sums and holds is noted with its dimensions, so that any assignment is
+priced in milliseconds.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend import source_info_util
+
+from .._compat import names, opened, scan_sizes
+from .._programs import jaxprs_in
+from .dims import Dims, Nodes
+from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, shape_of
+from .lifetimes import Live, lives_of
+
+
+@dataclass(eq=False)
+class Event:
+    """Something that takes time, with the dimensions that divide it.
+
+    - `times`: how often it happens in a call.
+    - `dims`: the nodes that divide `amount`.
+    - `over`: the nodes that are summed over, or needed whole.
+    """
+
+    times: int
+    amount: float
+    dims: Nodes
+    over: Nodes = ()
+
+
+@dataclass(eq=False)
+class Product(Event):
+    """A product: `amount` is in FLOPs, and `operands` are what it reads and writes, as bytes and
+    their nodes.
+    """
+
+    dtype: str = ""
+    operands: tuple[tuple[int, Nodes], ...] = ()
+
+
+@dataclass(eq=False)
+class Sum(Event):
+    """A sum of as many bytes. Sums that are added to each other first are summed together:
+    `first` is one of them. `scattered` if the result is constrained to where weights are kept.
+    """
+
+    number: int = 0
+    first: "Sum | None" = None
+    scattered: bool = False
+
+    @property
+    def root(self) -> "Sum":
+        return self if self.first is None else self.first.root
+
+
+@dataclass(eq=False)
+class Reading:
+    """What a jaxpr computes.
+
+    - `inputs`, `results`: the nodes of its arguments and results.
+    - `products`, `sums`: its products, and its sums over dimensions.
+    - `moves`: weights that are gathered where a layer is called.
+    - `whole`: dimensions that an operation needs whole.
+    - `lives`: the arrays that it holds.
+    - `loops`: the first dimensions of what loops iterate over.
+    - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
+        arrays are, by their number.
+    - `named`: for each such name the nodes of the array.
+    - `unknown`: primitives whose dimensions are unknown, with a line that has them.
+    - `counted_once`: the lines of loops whose length depends on data.
+    """
+
+    dims: Dims = field(default_factory=Dims)
+    inputs: list[Nodes] = field(default_factory=list)
+    results: list[Nodes] = field(default_factory=list)
+    products: list[Product] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    moves: list[Event] = field(default_factory=list)
+    whole: list[Event] = field(default_factory=list)
+    lives: list[Live] = field(default_factory=list)
+    loops: set[int] = field(default_factory=set)
+    origins: dict[str, int | None] = field(default_factory=dict)
+    named: dict[str, Nodes] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    counted_once: list[str] = field(default_factory=list)
+
+
+def program_of(closed: Any) -> Reading:
+    """Reads a closed jaxpr."""
+    walk = _Reader()
+    jaxpr = opened(closed)
+    program = walk.program
+    program.inputs = [walk.fresh(var.aval) for var in jaxpr.invars]
+    origins: list[int | None] = list(range(len(jaxpr.invars)))
+    program.results = walk.through(jaxpr, program.inputs, origins, 1, top=True)[0]
+    return program
+
+
+@dataclass
+class _Operand:
+    """What is known about an operand: the sum that it is, and the argument."""
+
+    nodes: Nodes
+    sum: Sum | None = None
+    origin: int | None = None
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.program = Reading()
+        self.dims = self.program.dims
+        self.clock = 0
+
+    def fresh(self, aval: Any) -> Nodes:
+        return self.dims.new(shape_of(aval))
+
+    def through(
+        self,
+        jaxpr: Any,
+        inputs: Sequence[Nodes],
+        origins: Sequence[int | None],
+        times: int,
+        top: bool = False,
+    ) -> tuple[list[Nodes], list[int | None]]:
+        """Walks through a jaxpr that runs as many times; the nodes and origins of its results."""
+        values = {
+            var: _Operand(nodes, None, origin)
+            for var, nodes, origin in zip(jaxpr.invars, inputs, origins, strict=True)
+        }
+        values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
+
+        def read(var: Any) -> _Operand:
+            return _Operand(self.fresh(var.aval)) if is_literal(var) else values[var]
+
+        eqns, results = equations_of(jaxpr)
+        moments: list[tuple[Equation, int, int]] = []
+        for eqn in eqns:
+            self.clock += 1
+            start = self.clock
+            ins = [read(var) for var in eqn.invars]
+            outs = [_Operand(self.fresh(var.aval)) for var in eqn.outvars]
+            _Apply(self, eqn, ins, outs, times).run()
+            values.update(zip(eqn.outvars, outs, strict=True))
+            moments.append((eqn, start, self.clock))
+        returned = {var for var in results if not is_literal(var)}
+        nodes = {var: value.nodes for var, value in values.items()}
+        self.program.lives += lives_of(moments, returned, nodes, self.clock, times, top)
+        found = [read(var) for var in results]
+        return [x.nodes for x in found], [x.origin for x in found]
+
+
+class _Apply:
+    """Joins the dimensions of one operation."""
+
+    def __init__(
+        self, walk: _Reader, eqn: Equation, ins: list[_Operand], outs: list[_Operand], times: int
+    ):
+        self.walk, self.program, self.dims = walk, walk.program, walk.dims
+        self.eqn, self.ins, self.outs, self.times = eqn, ins, outs, times
+        self.avals = [var.aval for var in eqn.invars]
+        self.made = [var.aval for var in eqn.outvars]
+
+    def run(self) -> None:
+        name = self.eqn.name
+        rule = _RULES.get(name)
+        if rule is not None:
+            rule(self)
+        elif name not in names.SHOWS:
+            self.unknown()
+
+    def unknown(self) -> None:
+        self.program.unknown.setdefault(self.eqn.name, _line(self.eqn))
+
+    def param(self, name: str) -> Any:
+        return self.eqn.params[name]
+
+    def shape(self, i: int) -> tuple[int, ...]:
+        return shape_of(self.avals[i])
+
+    def sum_over(self, over: Iterable[int]) -> Sum:
+        sums = self.program.sums
+        size, nodes = bytes_of(self.made[0]), self.outs[0].nodes
+        made = Sum(self.times, size, nodes, tuple(over), len(sums))
+        sums.append(made)
+        self.outs[0].sum = made
+        return made
+
+    def product(self, flops: float, over: Nodes) -> None:
+        a, b = self.avals[:2]
+        out = self.outs[0].nodes
+        operands = [(bytes_of(x), v.nodes) for x, v in zip((a, b), self.ins, strict=False)]
+        operands.append((bytes_of(self.made[0]), out))
+        dtype = str(max(a.dtype, b.dtype, key=lambda x: x.itemsize))
+        dims = (*out, *over)
+        self.program.products.append(Product(self.times, flops, dims, over, dtype, tuple(operands)))
+        self.sum_over(over)
+
+    # --- each method below is the rule of some primitives ---
+
+    def dot(self) -> None:
+        (left, right), (left_rows, right_rows) = self.param(names.PARAM_DIMENSION_NUMBERS)
+        a, b = (x.nodes for x in self.ins[:2])
+        for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
+            self.dims.join(a[i], b[j])
+        free = [x for i, x in enumerate(a) if i not in (*left, *left_rows)]
+        free += [x for i, x in enumerate(b) if i not in (*right, *right_rows)]
+        self.dims.join_all(self.outs[0].nodes, [*(a[i] for i in left_rows), *free])
+        size = math.prod(self.shape(0)[i] for i in left)
+        self.product(2.0 * math.prod(shape_of(self.made[0])) * size, tuple(a[i] for i in left))
+
+    def convolution(self) -> None:
+        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
+        lhs, rhs, out = (list(x) for x in (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))
+        by_batch = self.param(names.PARAM_BATCH_GROUPS) > 1
+        by_feature = self.param(names.PARAM_FEATURE_GROUPS) > 1
+        a, b = (x.nodes for x in self.ins[:2])
+        made = self.outs[0].nodes
+        if not by_batch:
+            self.dims.join(a[lhs[0]], made[out[0]])
+        if not by_batch and not by_feature:
+            self.dims.join(a[lhs[1]], b[rhs[1]])
+        self.dims.join(b[rhs[0]], made[out[1]])
+        kernel = math.prod(self.shape(1)) / self.shape(1)[rhs[0]]
+        self.product(2.0 * math.prod(shape_of(self.made[0])) * kernel, (b[rhs[1]],))
+
+    def scan(self) -> None:
+        constants, carried = scan_sizes(self.eqn.source)
+        body, (before, rest) = opened(self.param(names.PARAM_JAXPR)), self._split(constants)
+        carry, xs = rest[:carried], rest[carried:]
+        inside = [self.walk.fresh(var.aval) for var in body.invars[constants : constants + carried]]
+        for nodes, value in zip(inside, carry, strict=True):
+            self.dims.join_all(nodes, value.nodes)
+        self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
+        given = [*(x.nodes for x in before), *inside, *(x.nodes[1:] for x in xs)]
+        origins = [*(x.origin for x in before), *(x.origin for x in carry), *(x.origin for x in xs)]
+        times = self.times * self.param(names.PARAM_LENGTH)
+        results, _ = self.walk.through(body, given, origins, times)
+        for nodes, value, out in zip(inside, results, self.outs, strict=False):
+            self.dims.join_all(nodes, value)
+            self.dims.join_all(nodes, out.nodes)
+        for out, nodes in zip(self.outs[carried:], results[carried:], strict=True):
+            self.dims.join_all(out.nodes[1:], nodes)
+
+    def _split(self, count: int) -> tuple[list[_Operand], list[_Operand]]:
+        return self.ins[:count], self.ins[count:]
+
+    def loop(self) -> None:
+        before = self.param(names.PARAM_COND_NCONSTS)
+        constants = self.param(names.PARAM_BODY_NCONSTS)
+        body, given = opened(self.param(names.PARAM_BODY_JAXPR)), self.ins[before:]
+        results, _ = self.walk.through(
+            body, [x.nodes for x in given], [x.origin for x in given], self.times
+        )
+        for out, nodes, value in zip(self.outs, results, given[constants:], strict=True):
+            self.dims.join_all(out.nodes, nodes)
+            self.dims.join_all(out.nodes, value.nodes)
+        self.program.counted_once.append(_line(self.eqn))
+
+    def call(self) -> None:
+        """Of a checkpoint, or of the branches of a condition, of which all are counted."""
+        for inner in map(opened, jaxprs_in(self.eqn.source)):
+            given = self.ins[len(self.ins) - len(inner.invars) :]
+            results, origins = self.walk.through(
+                inner, [x.nodes for x in given], [x.origin for x in given], self.times
+            )
+            for out, nodes, origin in zip(self.outs, results, origins, strict=True):
+                self.dims.join_all(out.nodes, nodes)
+                out.origin = origin
+
+    def transposed(self) -> None:
+        order = self.param(names.PARAM_PERMUTATION)
+        self._passed([self.ins[0].nodes[i] for i in order])
+
+    def squeezed(self) -> None:
+        gone = self.param(names.PARAM_DIMENSIONS)
+        self._passed([x for i, x in enumerate(self.ins[0].nodes) if i not in gone])
+
+    def reshaped(self) -> None:
+        xs, ys = self.ins[0].nodes, self.outs[0].nodes
+        self.dims.join_reshaped(self.shape(0), shape_of(self.made[0]), xs, ys)
+        self.outs[0].sum = self.ins[0].sum
+
+    def _passed(self, nodes: Sequence[int]) -> None:
+        self.dims.join_all(self.outs[0].nodes, nodes)
+        self.outs[0].sum = self.ins[0].sum
+
+    def broadcast(self) -> None:
+        made = shape_of(self.made[0])
+        for i, j in enumerate(self.param(names.PARAM_BROADCAST_DIMENSIONS)):
+            if self.shape(0)[i] == made[j]:
+                self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[j])
+
+    def tiled(self) -> None:
+        for i, times in enumerate(self.param(names.PARAM_REPS)):
+            if times == 1:
+                self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[i])
+
+    def stacked(self) -> None:
+        axis = self.param(names.PARAM_AXIS)
+        nodes = self.outs[0].nodes
+        for x in self.ins:
+            self.dims.join_all(x.nodes, (*nodes[:axis], *nodes[axis + 1 :]))
+
+    def taken_apart(self) -> None:
+        axis, nodes = self.param(names.PARAM_AXIS), self.ins[0].nodes
+        for x in self.outs:
+            self.dims.join_all(x.nodes, (*nodes[:axis], *nodes[axis + 1 :]))
+        self._needs_whole([nodes[axis]])
+
+    def reduced(self) -> None:
+        axes, nodes = self.param(names.PARAM_AXES), self.ins[0].nodes
+        for out in self.outs:
+            self.dims.join_all(out.nodes, [x for i, x in enumerate(nodes) if i not in axes])
+        self.sum_over(nodes[i] for i in axes)
+        if self.eqn.name != names.REDUCE_SUM:
+            self.outs[0].sum = None
+
+    def over_vmapped(self) -> None:
+        axes = self.param(names.PARAM_AXES)
+        if not all(isinstance(axis, int) for axis in axes):
+            self.unknown()
+            return
+        for x, out in zip(self.ins, self.outs, strict=True):
+            kept = [node for i, node in enumerate(x.nodes) if i not in axes]
+            self.dims.join_all(out.nodes, kept)
+        self.sum_over(self.ins[0].nodes[i] for i in axes)
+
+    def along_one(self) -> None:
+        params = self.eqn.params
+        axis = params.get(names.PARAM_AXIS, params.get(names.PARAM_DIMENSION))
+        for x in self.ins:
+            for out in self.outs:
+                for i, (a, b) in enumerate(zip(x.nodes, out.nodes, strict=True)):
+                    if i != axis:
+                        self.dims.join(a, b)
+        self._needs_whole([self.ins[0].nodes[axis]])
+
+    def cut(self) -> None:
+        whole: list[int] = []
+        for x, aval in zip(self.ins, self.avals, strict=True):
+            for out, made in zip(self.outs, self.made, strict=True):
+                sizes = shape_of(aval), shape_of(made)
+                if len(sizes[0]) != len(sizes[1]):
+                    continue
+                for i, (n, m) in enumerate(zip(*sizes, strict=True)):
+                    if n == m and self.eqn.name != names.REVERSED:
+                        self.dims.join(x.nodes[i], out.nodes[i])
+                    elif n > 1:
+                        whole.append(x.nodes[i])
+        self._needs_whole(whole)
+
+    def _needs_whole(self, nodes: Iterable[int]) -> None:
+        over = tuple(nodes)
+        if over and self.outs:
+            size = bytes_of(self.made[0])
+            self.program.whole.append(Event(self.times, size, self.outs[0].nodes, over))
+
+    def gathered(self) -> None:
+        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
+        sizes, (table, indices) = self.param(names.PARAM_SLICE_SIZES), self.ins[:2]
+        out = self.outs[0].nodes
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        kept = [i for i in range(len(table.nodes)) if i not in gone]
+        cut: list[int] = []
+        looked_up = [table.nodes[i] for i in numbers.collapsed_slice_dims]
+        for o, i in zip(numbers.offset_dims, kept, strict=True):
+            if sizes[i] == self.shape(0)[i]:
+                self.dims.join(out[o], table.nodes[i])
+            else:
+                (looked_up if sizes[i] == 1 else cut).append(table.nodes[i])
+        rows = [x for i, x in enumerate(out) if i not in numbers.offset_dims]
+        self.dims.join_all(rows, indices.nodes[:-1])
+        self._join_batches(table, indices, numbers.start_indices_batching_dims)
+        # Each device looks up the rows that it has, and the results are summed.
+        self.sum_over(looked_up)
+        self.outs[0].sum = None
+        self._needs_whole(cut)
+
+    def _join_batches(self, table: _Operand, indices: _Operand, of_indices: Sequence[int]) -> None:
+        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
+        for i, j in zip(numbers.operand_batching_dims, of_indices, strict=True):
+            self.dims.join(table.nodes[i], indices.nodes[j])
+
+    def scattered(self) -> None:
+        numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
+        table, indices, updates = self.ins[:3]
+        self.dims.join_all(self.outs[0].nodes, table.nodes)
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        kept = [i for i in range(len(table.nodes)) if i not in gone]
+        for u, i in zip(numbers.update_window_dims, kept, strict=True):
+            if self.shape(2)[u] == self.shape(0)[i]:
+                self.dims.join(updates.nodes[u], table.nodes[i])
+        rows = [x for i, x in enumerate(updates.nodes) if i not in numbers.update_window_dims]
+        self.dims.join_all(rows, indices.nodes[:-1])
+        self._join_batches(table, indices, numbers.scatter_indices_batching_dims)
+        self.sum_over(rows)
+
+    def made_of_keys(self) -> None:
+        for x, aval in zip(self.ins, self.avals, strict=True):
+            for out, made in zip(self.outs, self.made, strict=True):
+                for i, (n, m) in enumerate(zip(shape_of(aval), shape_of(made), strict=False)):
+                    if n == m:
+                        self.dims.join(x.nodes[i], out.nodes[i])
+
+    def barrier(self) -> None:
+        for x, out in zip(self.ins, self.outs, strict=True):
+            self.dims.join_all(x.nodes, out.nodes)
+            out.sum, out.origin = x.sum, x.origin
+
+    def by_element(self) -> None:
+        out, size = self.outs[0], shape_of(self.made[0])
+        alike = [x for x, a in zip(self.ins, self.avals, strict=True) if shape_of(a) == size]
+        for x in alike:
+            self.dims.join_all(out.nodes, x.nodes)
+        out.origin = next((x.origin for x in alike if x.origin is not None), None)
+        special = _SPECIAL.get(self.eqn.name)
+        if special is not None:
+            special(self)
+
+    def added(self) -> None:
+        sums = [x.sum for x in self.ins if x.sum is not None]
+        if len(sums) == len(self.ins) == 2 and sums[0].amount == sums[1].amount:
+            first, other = sorted((x.root for x in sums), key=lambda x: x.number)
+            if first is not other:
+                other.first = first
+            self.outs[0].sum = sums[0]
+
+    def constrained(self) -> None:
+        x = self.ins[0]
+        self.outs[0].sum = x.sum
+        if is_kept(self.eqn):
+            if x.sum is not None:
+                x.sum.scattered = True
+        elif x.sum is None:
+            size = bytes_of(self.avals[0])
+            self.program.moves.append(Event(self.times, size, x.nodes))
+
+    def converted(self) -> None:
+        sum_ = self.ins[0].sum
+        if sum_ is not None:
+            # It may be summed before it is converted.
+            sum_.amount = min(sum_.amount, bytes_of(self.made[0]))
+            self.outs[0].sum = sum_
+
+    def named(self) -> None:
+        self.outs[0].sum = self.ins[0].sum
+        name = self.param(names.PARAM_NAME)
+        self.program.origins[name] = self.ins[0].origin
+        self.program.named.setdefault(name, self.ins[0].nodes)
+
+    def copied(self) -> None:
+        self.outs[0].sum = self.ins[0].sum
+
+
+def _line(eqn: Equation) -> str:
+    return source_info_util.summarize(eqn.source.source_info)
+
+
+_Rule = Callable[[_Apply], None]
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(names.BY_ELEMENT, _Apply.by_element),
+    **dict.fromkeys(names.REDUCTIONS, _Apply.reduced),
+    **dict.fromkeys(names.ALONG_ONE, _Apply.along_one),
+    **dict.fromkeys(names.CUTS, _Apply.cut),
+    **dict.fromkeys(names.SCATTERS, _Apply.scattered),
+    **dict.fromkeys(names.MADE, _Apply.made_of_keys),
+    **dict.fromkeys(names.OVER_VMAPPED, _Apply.over_vmapped),
+    names.BARRIER: _Apply.barrier,
+    names.BROADCAST: _Apply.broadcast,
+    names.COND: _Apply.call,
+    names.CONVOLUTION: _Apply.convolution,
+    names.DOT: _Apply.dot,
+    names.GATHER: _Apply.gathered,
+    names.JOINED: _Apply.stacked,
+    names.REMAT: _Apply.call,
+    names.RESHAPE: _Apply.reshaped,
+    names.SCAN: _Apply.scan,
+    names.SQUEEZE: _Apply.squeezed,
+    names.TAKEN_APART: _Apply.taken_apart,
+    names.TILED: _Apply.tiled,
+    names.TRANSPOSE: _Apply.transposed,
+    names.WHILE: _Apply.loop,
+}
+# What else some of the operations by element tell.
+_SPECIAL: dict[str, _Rule] = {
+    **dict.fromkeys(names.ADDS, _Apply.added),
+    names.CHECKPOINT_NAME: _Apply.named,
+    names.CONSTRAINT: _Apply.constrained,
+    names.CONVERT: _Apply.converted,
+    **dict.fromkeys(names.SAME, _Apply.copied),
+}

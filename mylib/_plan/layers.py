@@ -1,0 +1,49 @@
+"""Which Modules of a model are its layers."""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.tree_util as jtu
+
+from .._tree import is_array
+
+
+def repeated_in(module: Any, stacked: Collection[str]) -> tuple[type, ...]:
+    """The classes of Modules that repeat: several in one list or tuple, or stacked, which is so if
+    all their arrays are among the paths in `stacked`. Those inside others are left out.
+    """
+    lists: Counter[tuple[str, type]] = Counter()
+    nodes: list[tuple[Any, Any]] = []
+
+    def note(path: Any, x: Any) -> bool:
+        if isinstance(x, eqx.Module) and path:
+            nodes.append((path, x))
+            if isinstance(path[-1], jtu.SequenceKey):
+                lists[jtu.keystr(path[:-1]), type(x)] += 1
+        return False
+
+    jtu.tree_flatten_with_path(module, is_leaf=note, is_leaf_takes_path=True)
+    found: list[tuple[str, type]] = []
+    for path, x in nodes:
+        name = jtu.keystr(path)
+        arrays = _paths(x, name)
+        several = isinstance(path[-1], jtu.SequenceKey) and (
+            lists[jtu.keystr(path[:-1]), type(x)] > 1
+        )
+        is_inside = any(name.startswith(outer) for outer, _ in found)
+        if arrays and not is_inside and (several or all(p in stacked for p in arrays)):
+            found.append((name, type(x)))
+    return tuple(dict.fromkeys(cls for _, cls in found))
+
+
+def _paths(module: Any, name: str) -> Sequence[str]:
+    leaves = jtu.tree_flatten_with_path(module)[0]
+    return [name + jtu.keystr(path) for path, x in leaves if is_array(x, abstract=True)]
+
+
+def has_layers(module: Any, layers: tuple[type, ...]) -> bool:
+    """Whether a Module has one of these in it, or is one."""
+    found = jtu.tree_leaves(module, is_leaf=lambda x: isinstance(x, layers))
+    return any(isinstance(x, layers) for x in found)

@@ -1,0 +1,82 @@
+"""From when to when a program holds its arrays."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from .._compat import names
+from .._programs import jaxprs_in
+from .dims import Nodes
+from .equations import Equation, bytes_of, is_kept, is_literal, shape_of
+
+_SMALL = 1024
+
+
+class Live(NamedTuple):
+    """An array that a program holds from `start` to `stop`. `gathered` if it is a weight where it
+    is used; `top` if it is held outside of loops and layers; `times` as in `Event`.
+    """
+
+    start: float
+    stop: float
+    bytes: int
+    nodes: Nodes
+    shape: tuple[int, ...]
+    gathered: bool
+    top: bool
+    times: int
+
+
+def lives_of(
+    moments: Sequence[tuple[Equation, int, int]],
+    returned: set[Any],
+    nodes: Mapping[Any, Nodes],
+    end: int,
+    times: int,
+    top: bool,
+) -> list[Live]:
+    """`moments` are equations, and when each begins and ends. Compilers fuse what isn't solid with
+    what uses it, so it takes no memory, and its operands are held until then.
+    """
+    last: dict[Any, float] = dict.fromkeys(returned, end + 1)
+    solid = set(returned)
+    for eqn, start, stop in reversed(moments):
+        is_big = _is_solid(eqn)
+        if is_big:
+            solid.update(eqn.outvars)
+            until = float(stop)
+        else:
+            held = (v for v in eqn.outvars if _is_alias(eqn) or v not in solid)
+            until = max([start, *(last.get(v, start) for v in held)])
+        if _is_alias(eqn):
+            is_big = any(v in solid for v in eqn.outvars)
+        for v in eqn.invars:
+            if not is_literal(v):
+                last[v] = max(last.get(v, 0), until)
+                if is_big:
+                    solid.add(v)
+    lives: list[Live] = []
+    for eqn, start, stop in moments:
+        if _is_alias(eqn) or eqn.name in names.FILLED:
+            continue
+        begin = (stop if _ends_first(eqn) else start) + (0 if _is_solid(eqn) else 0.5)
+        for v in eqn.outvars:
+            size = bytes_of(v.aval)
+            if v in solid and v in last and size > _SMALL and not (top and v in returned):
+                gathered = eqn.name == names.CONSTRAINT
+                shape = shape_of(v.aval)
+                live = Live(begin, last[v] + 0.25, size, nodes[v], shape, gathered, top, times)
+                lives.append(live)
+    return lives
+
+
+def _is_solid(eqn: Equation) -> bool:
+    return eqn.name in names.SOLID or bool(jaxprs_in(eqn.source))
+
+
+def _is_alias(eqn: Equation) -> bool:
+    return eqn.name in names.ALIASES or is_kept(eqn)
+
+
+def _ends_first(eqn: Equation) -> bool:
+    """Whether its results are there only when it has ended: a checkpoint's."""
+    return eqn.name == names.REMAT

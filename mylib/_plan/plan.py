@@ -1,0 +1,316 @@
+"""`plan`: the search for a plan."""
+
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._text import listed, show_bytes
+from ..machines import Machine, here
+from .candidates import (
+    RESERVE,
+    Tried,
+    applying,
+    compiled,
+    is_tie,
+    measure as run,
+    ordered,
+    priced,
+    to_compile,
+    too_much,
+)
+from .layers import has_layers
+from .price import with_figures
+from .result import Candidate, Plan
+from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layer_input, layers_of, trace
+
+
+def plan(
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    machine: Machine | str | None = None,
+    layers: type | tuple[type, ...] | None = None,
+    axes: Mapping[str, int] | None = None,
+    memory: float | None = None,
+    dtype: Any = None,
+    policies: Sequence[str] = ("full", "dots", "all"),
+    compile: int = 8,
+    budget: float = 600,
+    measure: int = 0,
+    progress: bool | None = None,
+) -> Plan:
+    """Finds a mesh, placements and a policy for a step that is written as for one device.
+
+    The step is traced, and the dimensions of its arrays that must be split alike are found from its
+    operations. All meshes of the machine, with and without FSDP, tensor parallelism and each policy
+    are priced by a model of the machine. The best are compiled for it, though it need not be here,
+    and the fastest that fits by its compiler's own count is chosen. Nothing is placed or run.
+
+    **Arguments:**
+
+    - `fun`: a step, such as of training. It calls the model, an argument that is a Module, and is
+        not edited: `plan.jit` replaces these calls by those of [`mylib.fully_shard`][].
+    - `args`: its arguments; abstract ones (`equinox.filter_eval_shape`) are enough. The first one
+        that has an array outside of Modules and states is the batch: its first dimension is split
+        over the devices.
+    - `machine`: a [`mylib.machines.Machine`][] or its name, such as `"h100 x 64"`; by default the
+        devices that are here.
+    - `layers`: a class or a tuple of classes, as for `fully_shard`; by default what repeats in the
+        model. A model without such layers is one layer.
+    - `axes`: the sizes of the mesh axes, of `"replica"`, `"data"` and `"model"`, if they are fixed:
+        `dict(data=4, model=2)`. Weights are kept in parts over `"data"`.
+    - `memory`: the bytes that the step may use on each device; by default the machine's.
+    - `dtype`: the dtype that layers compute in, as for `fully_shard`.
+    - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
+        batch dimensions), `"all"`.
+    - `compile`: how many candidates are compiled at most. With 0 all figures are modelled, no
+        compiler is needed, and the plan may not fit.
+    - `budget`: after as many seconds no further candidate is compiled.
+    - `measure`: how many of the compiled candidates that fit are run, with zeros, if the machine is
+        here; then measured times decide. This takes the memory that the step takes.
+    - `progress`: whether to write what is compiled to stderr; by default on terminals.
+
+    **Returns:**
+
+    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled returns the best so far.
+
+    **Raises:**
+
+    [`mylib.PlanError`][] if nothing fits (by how much the least of all fails), if the batch can't
+    be divided, if the step has operations whose dimensions are unknown, or if it calls no model;
+    [`mylib.machines.CompilerError`][] if the compiler of the machine is missing; `ValueError` if
+    several processes plan for the devices that are here, and compile.
+
+    !!! Example
+
+        ```python
+        def step(batch, model):
+            loss = lambda model: jnp.mean(jax.vmap(model)(batch) ** 2)
+            grads = eqx.filter_grad(loss)(model)
+            return eqx.apply_updates(model, jax.tree.map(lambda g: -g, grads))
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        plan = mylib.plan(step, np.ones((16, 64), np.float32), model, compile=1)
+        model = plan.jit(step)(np.ones((16, 64), np.float32), model)
+        ```
+    """
+    target = Machine.of(machine) if isinstance(machine, str) else machine or here()
+    _check_policies(policies)
+    if measure and not target.is_here:
+        raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
+    if target.is_here and compile and jax.process_count() > 1:
+        raise ValueError(
+            f"plan: {jax.process_count()} processes might choose different plans, as each has its "
+            "own times. Plan in one process, such as for machine='h100 x 64' on a laptop, save the "
+            "plan's as_text(), and read it in all by mylib.Plan.of"
+        )
+    step = PlannedStep.of(fun, args)
+    known, is_assumed = with_figures(target)
+    room = math.inf if target.memory is None else float(target.memory)
+    room = room if memory is None else float(memory)
+    classes = _layers(step, layers)
+    given = layer_input(step, classes) if classes else None
+    tried: list[Tried] = []
+    for policy in policies:
+        traced = trace(step, policy, classes, dtype)
+        tried += priced(traced, known, room, None if axes is None else dict(axes), given)
+    if not tried:
+        sizes = ", ".join(f"{axis}={n}" for axis, n in (axes or {}).items())
+        raise PlanError(f"axes: no mesh of {target} is considered with {sizes}")
+    search = _Search(target, known, room, dtype, compile, budget)
+    if not compile:
+        for x in tried:
+            search.judge_by_price(x)
+    left = ordered([x for x in tried if not x.why])
+    with _Line(sys.stderr.isatty() if progress is None else progress) as line:
+        search.compile(left, line)
+        fitting = ordered([x for x in left if not x.why and x.report is not None])
+        search.measure(fitting[:measure], line)
+    rest = [x for x in left if not x.why and x.report is None]
+    rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
+    if not fitting and (not rest or (compile and not search.is_interrupted)):
+        raise PlanError(_nothing(rejected, rest, target, room, budget))
+    ranked = [*ordered(fitting[:measure]), *fitting[measure:], *rest]
+    return plan_of(ranked, rejected, target, is_assumed, dtype)
+
+
+def _check_policies(policies: Sequence[str]) -> None:
+    unknown = [x for x in policies if x not in POLICIES]
+    if unknown or not policies:
+        raise ValueError(f"plan: policies={policies!r}: write some of {', '.join(POLICIES)}")
+
+
+def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:
+    if layers is None:
+        return layers_of(trace(step, "full", None))
+    classes = layers if isinstance(layers, tuple) else (layers,)
+    if not classes or not all(isinstance(cls, type) for cls in classes):
+        raise TypeError(f"plan: layers={layers!r} is neither a class nor a tuple of classes")
+    if not any(has_layers(role.module, classes) for role in step.roles):
+        names = ", ".join(cls.__qualname__ for cls in classes)
+        raise PlanError(f"layers: no argument of the step has a {names}")
+    return classes
+
+
+@dataclass
+class _Search:
+    """Compiles candidates. `known` is the machine with all figures."""
+
+    target: Machine
+    known: Machine
+    room: float
+    dtype: Any
+    count: int
+    budget: float
+    is_interrupted: bool = False
+
+    def judge_by_price(self, x: Tried) -> None:
+        """Without a compiler the price decides what fits."""
+        if not x.why and x.memory > self.room * (1 - RESERVE):
+            x.why = too_much(x.memory, self.room, "by the model of its price")
+
+    def compile(self, left: Sequence[Tried], line: "_Line") -> None:
+        """Compiles the best. If none of them fits, it goes on with those of least memory."""
+        start, best = time.monotonic(), math.inf
+        chosen = to_compile(left, self.count)
+        others = [x for x in left if not any(x is y for y in chosen)] if self.count else []
+        for i, x in enumerate([*chosen, *sorted(others, key=lambda x: x.memory)]):
+            if i and time.monotonic() - start > self.budget:
+                return
+            if i >= self.count and best < math.inf:
+                return
+            so_far = "" if best == math.inf else f"; the best so far takes {best * 1e3:.3g} ms"
+            line.write(f"compiling {i + 1} of {len(chosen)}: {x.name}{so_far}")
+            try:
+                compiled(x, self.target, self.known, self.room, self.dtype)
+            except KeyboardInterrupt:
+                self.is_interrupted = True
+                return
+            best = min(best, math.inf if x.why else x.seconds)
+
+    def measure(self, chosen: Sequence[Tried], line: "_Line") -> None:
+        for i, x in enumerate(chosen):
+            line.write(f"measuring {i + 1} of {len(chosen)}: {x.name}")
+            run(x, self.target, self.dtype)
+
+
+class _Line:
+    """One line on stderr that is written again and again."""
+
+    def __init__(self, is_on: bool):
+        self._is_on, self._width = is_on, 0
+
+    def write(self, text: str) -> None:
+        if self._is_on:
+            print(f"\r{text:<{self._width}}", end="", file=sys.stderr, flush=True)
+            self._width = len(text)
+
+    def __enter__(self) -> "_Line":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._width:
+            print(f"\r{'':<{self._width}}\r", end="", file=sys.stderr, flush=True)
+
+
+def _nothing(
+    rejected: Sequence[Tried], rest: Sequence[Tried], target: Machine, room: float, budget: float
+) -> str:
+    least = rejected[0]
+    if math.isinf(least.memory):
+        rows = _most_rows(rejected, target)
+        return f"no plan for {target}: {listed([f'{x.name}: {x.why}' for x in rejected], 3)}{rows}"
+    missing = show_bytes(least.memory - room * (1 - RESERVE))
+    helps = "more devices, a smaller batch, or micro-batches in the step"
+    if least.traced is not None and least.traced.policy != "full":
+        helps = f'policies=("full",), {helps}'
+    if rest:
+        helps = f"a larger budget= than {budget:g} s, as {len(rest)} more are left; {helps}"
+    return (
+        f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
+        f"What would help: {helps}"
+    )
+
+
+def _most_rows(rejected: Sequence[Tried], target: Machine) -> str:
+    for x in rejected:
+        size, _, rest = x.why.partition(" rows can't be divided")
+        if rest:
+            most = max(n for n in range(1, target.count + 1) if int(size) % n == 0)
+            return (
+                f". At most {most} of the devices can share {size} rows: take a batch of "
+                f"{target.count} rows or a multiple, or a smaller machine"
+            )
+    return ""
+
+
+def plan_of(
+    ranked: Sequence[Tried],
+    rejected: Sequence[Tried],
+    target: Machine,
+    is_assumed: bool,
+    dtype: Any,
+) -> Plan:
+    """The plan with the first of these candidates."""
+    best = ranked[0]
+    assert best.strategy is not None and best.traced is not None
+    return Plan(
+        machine=target,
+        axes=best.strategy.sizes,
+        is_sharded=best.strategy.is_sharded,
+        chosen=_candidate(best),
+        others=tuple(map(_candidate, ranked[1:])),
+        rejected=tuple(map(_candidate, rejected)),
+        notes=tuple(_notes(ranked, target, is_assumed, best.traced)),
+        stacked=tuple(_stacked(best.traced)),
+        applying=applying(best, dtype),
+        audit=best.report,
+    )
+
+
+def _candidate(x: Tried) -> Candidate:
+    price = x.price
+    interval = None if price is None else price.interval
+    return Candidate(
+        name=x.name,
+        seconds=None if math.isinf(x.seconds) else x.seconds,
+        interval=interval if x.estimated is None else x.estimated[1],
+        memory=None if math.isinf(x.memory) else int(x.memory),
+        compiled=x.report is not None,
+        measured=x.measured,
+        parts={} if price is None else dict(price.parts),
+        why=x.why,
+    )
+
+
+def _notes(
+    ranked: Sequence[Tried], target: Machine, is_assumed: bool, traced: TracedStep
+) -> Iterator[str]:
+    best = ranked[0]
+    same = [
+        x.name
+        for x in ranked[1:]
+        if is_tie(x, best) and (x.report is None) == (best.report is None)
+    ]
+    if same:
+        yield f"a tie, within 5 %: {listed(same, 4)}"
+    if best.report is None:
+        yield "nothing was compiled: all figures are modelled, and it may not fit"
+    if is_assumed:
+        chip = target.chip.name
+        yield f"{chip} has no data sheet: its rates are assumed, and the seconds tell little"
+    if traced.program.counted_once:
+        lines = listed(traced.program.counted_once, 2)
+        yield f"loops whose length depends on data are counted once: {lines}"
+
+
+def _stacked(traced: TracedStep) -> Iterator[str]:
+    """The models with stacked layers."""
+    for path in traced.models:
+        if any(traced.is_stacked(x) for x in traced.leaves if x.path.startswith(path)):
+            yield path

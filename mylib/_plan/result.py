@@ -1,0 +1,364 @@
+"""The result of `plan`: what was chosen, what else was tried, and how to use it."""
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from .._audit import Report
+from .._jit import filter_jit
+from .._text import show_bytes, table
+from ..machines import Machine, here
+from .apply import Applying, Planned, PlannedFunction
+from .code import code_of
+from .strategy import Spec, mesh_of
+
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A strategy that was considered.
+
+    **Attributes:**
+
+    - `name`: such as `"FSDP 8 x TP 2, saves dots"`.
+    - `seconds`, `interval`: of a call, as those of [`Estimate`][mylib._audit.Estimate]; None if the
+        step can't use this mesh.
+    - `memory`: the most bytes that each device holds; None if unknown.
+    - `compiled`: whether the target's compiler has compiled it. Otherwise all figures are modelled.
+    - `parts`: the modelled seconds of each part.
+    - `measured`: the seconds that a call took, if it was run; then `seconds` are these.
+    - `why`: why it is rejected; empty if it is not.
+    """
+
+    name: str
+    seconds: float | None
+    interval: tuple[float, float] | None
+    memory: int | None
+    compiled: bool
+    parts: Mapping[str, float]
+    measured: float | None = None
+    why: str = ""
+
+    @property
+    def source(self) -> str:
+        """Where its seconds are from."""
+        return "measured" if self.measured else "compiled" if self.compiled else "modelled"
+
+    @property
+    def reason(self) -> str:
+        """Why it is rejected, or what it spends its time with."""
+        if self.why:
+            return self.why
+        spent = sorted(self.parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in spent)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Plan:
+    """The result of [`mylib.plan`][]. `print` shows what was chosen, what comes next, what was
+    rejected and why, and the code to write.
+
+    Plans are equal if their texts are: `as_text` and `Plan.of` save them.
+
+    **Attributes:**
+
+    - `machine`: the [`mylib.machines.Machine`][] that it is for.
+    - `axes`: the mesh axes and their sizes.
+    - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
+        `"all"`.
+    - `layers`: the classes of the layers.
+    - `dtype`: the name of the dtype that layers compute in; None: that of the weights.
+    - `arguments`, `results`: a rule for each argument by its name, and one for the results: where
+        every array is, between steps.
+    - `kept`, `used`: rules for the model, the first that the step calls, as `fully_shard` takes
+        them.
+    - `memory`: the most bytes that each device holds.
+    - `seconds`: the seconds of a call, at least and at most.
+    - `chosen`, `others`, `rejected`: [`Candidate`][mylib._plan.Candidate]s: the one that was
+        chosen, and the others, the best first.
+    - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
+        the plan was read from text.
+    """
+
+    machine: Machine
+    axes: Mapping[str, int]
+    is_sharded: bool
+    chosen: Candidate
+    others: tuple[Candidate, ...]
+    rejected: tuple[Candidate, ...]
+    notes: tuple[str, ...]
+    stacked: tuple[str, ...]
+    applying: Applying = field(repr=False)
+    audit: Report | None = None
+
+    @property
+    def policy(self) -> str:
+        return self.applying.policy
+
+    @property
+    def layers(self) -> tuple[type, ...]:
+        return self.applying.layers
+
+    @property
+    def memory(self) -> int | None:
+        return self.chosen.memory
+
+    @property
+    def seconds(self) -> tuple[float, float] | None:
+        return self.chosen.interval
+
+    @property
+    def dtype(self) -> str | None:
+        dtype = self.applying.dtype
+        return None if dtype is None else jnp.dtype(dtype).name
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        return mesh_of(self.machine, self.axes)
+
+    @property
+    def arguments(self) -> dict[str, Planned]:
+        return {name: Planned(specs, name) for name, specs in self.applying.arguments.items()}
+
+    @property
+    def results(self) -> Planned:
+        return Planned(self.applying.results, "the result")
+
+    @property
+    def kept(self) -> Planned:
+        model = self.applying.order[0]
+        return Planned(self.applying.kept(model), self.applying.called(model))
+
+    @property
+    def used(self) -> Planned:
+        model = self.applying.order[0]
+        return Planned(self.applying.used[model], self.applying.called(model))
+
+    def jit(self, fun: Callable[..., Any]) -> PlannedFunction:
+        """The step under the plan.
+
+        **Arguments:**
+
+        - `fun`: the step that was planned, unedited.
+
+        **Returns:**
+
+        A function with the step's positional arguments, which it moves to where the plan says.
+        Arguments that the step returns, such as the model and the optimiser's state, are donated.
+        `lower` takes the same arguments, as that of [`mylib.filter_jit`][].
+
+        **Raises:**
+
+        Calls raise [`mylib.PlanError`][] for arguments that the plan wasn't made for.
+        """
+        return PlannedFunction(fun, self.applying, self.mesh)
+
+    def make(
+        self, make: Callable[..., Any], *args: Any, arguments: Sequence[str] = ("model", "state")
+    ) -> Any:
+        """Creates arguments of the step where the plan says, so that no device ever holds more than
+        its part.
+
+        **Arguments:**
+
+        - `make`: a function that returns a tuple of these arguments, or one argument if
+            `arguments` has one name.
+        - `args`: its arguments, such as a key.
+        - `arguments`: the names of the step's arguments that it returns.
+
+        **Returns:**
+
+        What `make` returns.
+        """
+        unknown = [name for name in arguments if name not in self.applying.names]
+        if unknown:
+            names = ", ".join(self.applying.names)
+            raise ValueError(f"the step has no argument {unknown[0]!r}. It has {names}")
+        places = tuple(self.arguments[name] for name in arguments)
+        single = len(places) == 1
+
+        def made(*args: Any) -> Any:
+            out = make(*args)
+            return (out,) if single else tuple(out)
+
+        out = filter_jit(made, out_shardings=places, mesh=self.mesh)(*args)
+        return out[0] if single else out
+
+    def why_not(self, name: str) -> str:
+        """Why a strategy was not chosen.
+
+        **Arguments:**
+
+        - `name`: the beginning of its name, such as `"FSDP 8 x TP 8"`.
+
+        **Returns:**
+
+        The reason, as text.
+        """
+        for x in (self.chosen, *self.others, *self.rejected):
+            if x.name.startswith(name):
+                if x is self.chosen:
+                    return f"{x.name} was chosen: {x.reason}"
+                if x.why or x.seconds is None:
+                    return f"{x.name} was rejected: {x.why}"
+                return f"{x.name} takes {self._times(x)}: {x.reason}"
+        return f"{name} was not considered: no mesh of {self.machine} has this shape"
+
+    def _times(self, x: Candidate) -> str:
+        assert x.seconds is not None and self.chosen.seconds is not None
+        ratio = x.seconds / self.chosen.seconds
+        if x.source != self.chosen.source:
+            return f"{x.seconds * 1e3:.3g} ms ({x.source})"
+        tie = ", a tie" if ratio <= 1.05 else ""
+        return f"{ratio:.2f} times as long{tie} ({x.source})"
+
+    def diff(self, other: "Plan") -> str:
+        """How another plan differs from this one, as text; empty if they are equal."""
+        ours, theirs = (json.loads(x.as_text()) for x in (self, other))
+        lines = [
+            f"{name}: {ours[name]} -> {theirs[name]}"
+            for name in ("machine", "axes", "policy", "saved", "dtype", "layers", "memory")
+            if ours[name] != theirs[name]
+        ]
+        for name in ("arguments", "used"):
+            for one in dict.fromkeys([*ours[name], *theirs[name]]):
+                a, b = (x[name].get(one, {}) for x in (ours, theirs))
+                lines += [
+                    f"{name} {one}{path}: {a.get(path)} -> {b.get(path)}"
+                    for path in dict.fromkeys([*a, *b])
+                    if a.get(path) != b.get(path)
+                ]
+        return "\n".join(lines)
+
+    def code(self) -> str:
+        """The lines to write into the step, instead of `jit`: they run where they are pasted, with
+        the classes of the layers in scope.
+        """
+        return code_of(self.applying, self.axes, self.is_sharded, self.stacked)
+
+    def as_text(self) -> str:
+        """The plan as text, which [`Plan.of`][mylib.Plan.of] reads."""
+        applying = self.applying
+        fields = {
+            "machine": "here" if self.machine.is_here else str(self.machine),
+            "axes": dict(self.axes),
+            "is_sharded": self.is_sharded,
+            "policy": self.policy,
+            "dtype": self.dtype,
+            "saved": applying.saved,
+            "layers": [f"{cls.__module__}:{cls.__qualname__}" for cls in self.layers],
+            "memory": self.memory,
+            "chosen": asdict(self.chosen),
+            "others": [asdict(x) for x in self.others],
+            "rejected": [asdict(x) for x in self.rejected],
+            "notes": list(self.notes),
+            "stacked": list(self.stacked),
+            "names": list(applying.names),
+            "returned": list(applying.returned),
+            "order": list(applying.order),
+            "arguments": {k: dict(v) for k, v in applying.arguments.items()},
+            "results": dict(applying.results),
+            "used": {k: dict(v) for k, v in applying.used.items()},
+        }
+        return json.dumps(fields, indent=1)
+
+    @classmethod
+    def of(cls, text: str, layers: Sequence[type] | None = None) -> "Plan":
+        """The plan with this text.
+
+        **Arguments:**
+
+        - `text`: what `as_text` has returned.
+        - `layers`: the classes of the layers, for those that can't be imported by name.
+
+        **Returns:**
+
+        A [`mylib.Plan`][], equal to the one that was saved.
+        """
+        given = json.loads(text)
+        classes = tuple(map(_imported, given["layers"]) if layers is None else layers)
+        applying = Applying(
+            names=tuple(given["names"]),
+            returned=tuple(given["returned"]),
+            arguments={k: _specs(v) for k, v in given["arguments"].items()},
+            results=_specs(given["results"]),
+            used={k: _specs(v) for k, v in given["used"].items()},
+            order=tuple(given["order"]),
+            layers=classes,
+            policy=given["policy"],
+            dtype=None if given["dtype"] is None else jnp.dtype(given["dtype"]),
+            saved=None if given["saved"] is None else _spec(given["saved"]),
+        )
+        return cls(
+            machine=here() if given["machine"] == "here" else Machine.of(given["machine"]),
+            axes=given["axes"],
+            is_sharded=given["is_sharded"],
+            chosen=_candidate(given["chosen"]),
+            others=tuple(map(_candidate, given["others"])),
+            rejected=tuple(map(_candidate, given["rejected"])),
+            notes=tuple(given["notes"]),
+            stacked=tuple(given["stacked"]),
+            applying=applying,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.as_text() == other.as_text()
+
+    def __hash__(self) -> int:
+        return hash(self.as_text())
+
+    def __repr__(self) -> str:
+        lines = [f"{self.machine}: {self.chosen.name}", *_rows([self.chosen])]
+        lines += [f"  {line}" for line in self.code().splitlines()]
+        for heading, some in ("next", self.others), ("rejected", self.rejected):
+            if some:
+                lines += [heading, *_rows(some[:_SHOWN])]
+                left = len(some) - _SHOWN
+                lines += [f"  and {left} more"] if left > 0 else []
+        return "\n".join([*lines, *self.notes])
+
+
+def _rows(some: Sequence[Candidate]) -> list[str]:
+    return table([
+        (
+            x.name,
+            "" if x.seconds is None else f"{x.seconds * 1e3:.3g} ms",
+            "" if x.memory is None else show_bytes(x.memory),
+            "" if x.seconds is None else x.source,
+            x.reason,
+        )
+        for x in some
+    ])  # fmt: skip
+
+
+def _candidate(fields: dict[str, Any]) -> Candidate:
+    interval = fields["interval"]
+    return Candidate(**{**fields, "interval": None if interval is None else tuple(interval)})
+
+
+def _specs(specs: dict[str, Any]) -> dict[str, Any]:
+    return {path: _spec(spec) for path, spec in specs.items()}
+
+
+def _spec(spec: Sequence[Any]) -> Spec:
+    return tuple(tuple(x) if isinstance(x, list) else x for x in spec)
+
+
+def _imported(name: str) -> type:
+    module, _, attributes = name.partition(":")
+    found: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        if not hasattr(found, attribute):
+            raise ValueError(
+                f"{name} can't be imported: pass the classes of the layers, "
+                f"Plan.of(text, layers=[{attributes.rpartition('.')[2]}])"
+            )
+        found = getattr(found, attribute)
+    return found

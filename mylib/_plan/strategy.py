@@ -1,0 +1,187 @@
+"""Strategies: all that a plan decides, and which of them are possible."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import Mesh
+
+from ..machines import Machine
+from .trace import ArrayIn, LayerInput, Together, TracedStep
+
+MODEL = "model"
+# A pattern of paths, and the entries of its spec.
+Spec = tuple[str | tuple[str, ...] | None, ...]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A mesh, how weights are kept and used on it, and what layers save.
+
+    - `axes`: the mesh axes and their sizes, neighbours last.
+    - `is_sharded`: whether weights are kept in parts over the axis "data" (FSDP).
+    - `tensor`: the groups of dimensions that are split over the axis "model".
+    - `policy`: what layers save: a name in `POLICIES`.
+    - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    is_sharded: bool
+    tensor: tuple[int, ...] = ()
+    policy: str = "full"
+    saved: Spec | None = None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The axes over which the batch is split."""
+        return tuple(axis for axis, _ in self.axes if axis != MODEL)
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """The axes over which weights are kept in parts."""
+        return ("data",) if self.is_sharded else ()
+
+    @property
+    def name(self) -> str:
+        sizes, parts = self.sizes, list[str]()
+        if self.is_sharded:
+            parts.append(f"FSDP {sizes['data']}")
+        elif sizes.get("data", 1) > 1:
+            parts.append(f"DP {sizes['data']}")
+        parts += [f"DP {sizes[a]}" for a in ("replica",) if a in sizes]
+        parts += [f"TP {sizes[a]}" for a in (MODEL,) if a in sizes]
+        name = " x ".join(parts) or "one device"
+        if self.saved is not None:
+            name += ", splits saved"
+        return name if self.policy == "full" else f"{name}, saves {self.policy}"
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """A mesh that the step can't use, and why."""
+
+    name: str
+    why: str
+
+
+def strategies(
+    traced: TracedStep,
+    machine: Machine,
+    axes: Mapping[str, int] | None,
+    given: LayerInput | None,
+) -> Iterator[Strategy | Impossible]:
+    """All strategies for a machine, in one order; with `axes` only those on this mesh. `given` is
+    the input of layers.
+    """
+    for sizes, is_sharded in _meshes(machine):
+        if axes is not None and dict(sizes) != {k: n for k, n in axes.items() if n > 1}:
+            continue
+        strategy = Strategy(sizes or (("data", 1),), is_sharded, policy=traced.policy)
+        parts = strategy.sizes.get(MODEL, 1)
+        devices = machine.count // parts
+        if traced.batch_size % devices:
+            yield Impossible(
+                strategy.name, f"{traced.batch_size} rows can't be divided over {devices} devices"
+            )
+            continue
+        if parts == 1:
+            yield strategy
+            continue
+        choices = traced.choices(parts)[:_SETS]
+        if not choices:
+            why = f"no group of dimensions can be divided by {parts}{_closest(traced.groups)}"
+            yield Impossible(strategy.name, why)
+        for chosen in choices:
+            tensor = tuple(sorted(x for group in chosen for x in group.groups))
+            one = Strategy(sizes, is_sharded, tensor, traced.policy)
+            yield one
+            saved = given and given.spec(_entry(one.rows), MODEL, parts)
+            # Other policies save more, which would stay whole.
+            if saved and traced.policy == "full":
+                yield replace(one, saved=saved)
+
+
+_SETS = 4
+# TPUs have no hosts that are faster inside, so their axis "model" has a limit.
+_WIDEST = 32
+
+
+def _meshes(machine: Machine) -> Iterator[tuple[tuple[tuple[str, int], ...], bool]]:
+    """Meshes, and whether weights are kept in parts on them: over all devices, or within hosts. The
+    axis "model" is within a host of GPUs.
+    """
+    count, is_torus = machine.count, machine.chip.platform == "tpu"
+    host = count if is_torus else machine.shape[-1]
+    for model in _divisors(count):
+        if model > min(host, _WIDEST) or host % model:
+            continue
+        for data in _divisors(count // model):
+            replicas = count // model // data
+            within_hosts = not is_torus and data * model == host
+            if replicas > 1 and data > 1 and not within_hosts:
+                continue
+            sizes = {"replica": replicas, "data": data} if data > 1 else {"data": replicas}
+            named = {**sizes, MODEL: model}
+            yield tuple((axis, n) for axis, n in named.items() if n > 1), data > 1
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _closest(groups: Sequence[Together]) -> str:
+    limits = sorted({group.limit for group in groups}, reverse=True)[:3]
+    return f": the largest can be divided into {', '.join(map(str, limits))}" if limits else ""
+
+
+def mesh_of(machine: Machine, sizes: Mapping[str, int]) -> Mesh:
+    axes: dict[str, Any] = dict(sizes)
+    return machine.mesh(**axes)
+
+
+def _entry(axes: Sequence[str]) -> Any:
+    """Axes as the entry of a spec."""
+    return tuple(axes) if len(axes) > 1 else next(iter(axes), None)
+
+
+def spec_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> Spec:
+    """Where an argument is kept: the rows of data, the groups of the axis "model", and of weights
+    the largest other dimension.
+    """
+    spec = [*used_spec(leaf, strategy, traced)]
+    if leaf.is_data or leaf.is_small or not strategy.is_sharded:
+        return trimmed(spec)
+    parts, shape = strategy.sizes["data"], leaf.aval.shape
+    first = int(traced.is_stacked(leaf))
+    free = [i for i in range(first, len(shape)) if spec[i] is None and shape[i] % parts == 0]
+    if free:
+        spec[max(free, key=lambda i: (shape[i], -i))] = "data"
+    return trimmed(spec)
+
+
+def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any]:
+    """Where an argument is used: with all its dimensions."""
+    spec: list[Any] = [None] * len(leaf.aval.shape)
+    for i, x in enumerate(leaf.groups):
+        if leaf.is_data and x in traced.rows and strategy.rows:
+            entry: Any = _entry(strategy.rows)
+            size = math.prod(strategy.sizes[axis] for axis in strategy.rows)
+        elif x in strategy.tensor:
+            entry, size = MODEL, strategy.sizes[MODEL]
+        else:
+            continue
+        if entry not in spec and leaf.aval.shape[i] % size == 0:
+            spec[i] = entry
+    return spec
+
+
+def trimmed(spec: Sequence[Any]) -> Spec:
+    kept = list(spec)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return tuple(kept)

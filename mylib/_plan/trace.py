@@ -1,0 +1,439 @@
+"""A step, traced with a policy and without a mesh: its leaves, and their groups of dimensions."""
+
+import inspect
+import itertools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from .._fsdp import fully_shard
+from .._tree import is_array, is_of_keys
+from ..rules import fsdp, where_even
+from .calls import CalledModule, Calls, LayerInputs, NotServedError, roles_in
+from .dims import Nodes
+from .groups import Reading, program_of
+from .layers import has_layers, repeated_in
+
+# The policies for what layers save, and how to write them.
+POLICIES: dict[str, tuple[str, Any]] = {
+    "full": ("", None),
+    "dots": (
+        "jax.checkpoint_policies.dots_with_no_batch_dims_saveable",
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    ),
+    "all": (
+        "jax.checkpoint_policies.everything_saveable",
+        jax.checkpoint_policies.everything_saveable,
+    ),
+}
+# With fewer numbers an array is not worth splitting: `fsdp`'s own limit.
+SMALL = 2**12
+
+
+class PlanError(ValueError):
+    """There is no plan, or none that can be applied. The message says why, and what to change."""
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step, and its arguments without numbers. `batch` is the position of the batch."""
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    names: tuple[str, ...]
+    roles: tuple[CalledModule, ...]
+    batch: int
+
+    @staticmethod
+    def of(fun: Callable[..., Any], args: Sequence[Any]) -> "PlannedStep":
+        given = tuple(jax.tree.map(_described, tuple(args)))
+        roles = tuple(roles_in(given))
+        names = tuple(_names(fun, len(given)))
+        if not roles:
+            raise PlanError(
+                "no argument of the step has a Module that can be called: plan needs the model as "
+                "an argument, such as plan(step, batch, model, state)"
+            )
+        return PlannedStep(fun, given, names, roles, _batch_of(given, names, roles))
+
+    def called(self, path: str) -> str:
+        """A path of the tuple of arguments, with the argument's name."""
+        number, _, rest = path[1:].partition("]")
+        return self.names[int(number)] + rest
+
+
+def _described(x: Any) -> Any:
+    if not is_array(x, abstract=True) or isinstance(x, jax.ShapeDtypeStruct):
+        return x
+    aval = jax.typeof(x) if isinstance(x, jax.Array) else np.asarray(x)
+    dtype = (
+        jax.dtypes.canonicalize_dtype(aval.dtype) if isinstance(aval, np.ndarray) else aval.dtype
+    )
+    return jax.ShapeDtypeStruct(aval.shape, dtype)
+
+
+def _names(fun: Callable[..., Any], count: int) -> Iterator[str]:
+    parameters = list(inspect.signature(fun).parameters.values())
+    for i in range(count):
+        one = parameters[min(i, len(parameters) - 1)]
+        several = one.kind is inspect.Parameter.VAR_POSITIONAL
+        yield f"{one.name}[{i - len(parameters) + 1}]" if several else one.name
+
+
+def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[CalledModule]) -> int:
+    """The first argument with an array outside of Modules and states."""
+    models = {int(role.path[1:].partition("]")[0]) for role in roles}
+    for i, x in enumerate(args):
+        leaves = jtu.tree_leaves(x, is_leaf=lambda x: isinstance(x, eqx.nn.State))
+        if i not in models and any(map(_has_rows, leaves)):
+            return i
+    raise PlanError(
+        f"none of the arguments {', '.join(names)} is a batch: an argument with arrays of at least "
+        "one dimension, which has no Module that can be called"
+    )
+
+
+def _has_rows(x: Any) -> bool:
+    return is_array(x, abstract=True) and len(x.shape) > 0 and not is_of_keys(x)
+
+
+@dataclass(eq=False)
+class ArrayIn:
+    """An array among the arguments: its path, the groups of its dimensions, and whether it has rows
+    of the batch.
+    """
+
+    path: str
+    aval: Any
+    groups: Nodes
+    is_data: bool = False
+
+    @property
+    def is_small(self) -> bool:
+        return math.prod(self.aval.shape) < SMALL
+
+
+@dataclass(eq=False)
+class Together:
+    """Groups of dimensions that are split together: those of equal layers. `members` are the path,
+    the dimension and the rank of each weight that they split, `limit` is what a number of parts
+    must divide, and `size` is the number of the weights' elements.
+    """
+
+    groups: tuple[int, ...]
+    limit: int
+    size: int
+    members: list[tuple[str, int, int]]
+
+
+@dataclass(eq=False)
+class TracedStep:
+    """A step that has been traced with a policy."""
+
+    step: PlannedStep
+    policy: str
+    layers: tuple[type, ...]
+    program: Reading
+    leaves: list[ArrayIn]
+    called: list[CalledModule]
+    results: list[tuple[str, Any, Nodes]]
+    rows: set[int] = field(default_factory=set)
+
+    @cached_property
+    def loops(self) -> set[int]:
+        return {self.program.dims.group(node) for node in self.program.loops}
+
+    @cached_property
+    def batch_size(self) -> int:
+        given = [x.aval.shape[0] for x in self.leaves if x.groups and x.groups[0] in self.rows]
+        return math.gcd(*given)
+
+    def is_stacked(self, leaf: ArrayIn) -> bool:
+        """Whether its first dimension is that of layers, which a loop iterates over."""
+        return bool(leaf.groups) and leaf.groups[0] in self.loops
+
+    @cached_property
+    def weights(self) -> dict[tuple[Nodes, tuple[int, ...]], list[ArrayIn]]:
+        """Arrays that are no data, by the groups of their dimensions and their shape."""
+        found: dict[tuple[Nodes, tuple[int, ...]], list[ArrayIn]] = {}
+        for leaf in self.leaves:
+            if not leaf.is_data and leaf.groups:
+                found.setdefault((leaf.groups, tuple(leaf.aval.shape)), []).append(leaf)
+        return found
+
+    @cached_property
+    def models(self) -> dict[str, CalledModule]:
+        """The models that are called, by their path."""
+        return {role.path: role for role in self.called}
+
+    @cached_property
+    def in_models(self) -> dict[str, tuple[CalledModule, str]]:
+        """For the path of each weight of a called model: the model, and the path in it."""
+        return {
+            role.path + path: (role, path) for role in self.models.values() for path in role.shapes
+        }
+
+    @cached_property
+    def groups(self) -> list[Together]:
+        return _groups_of(self)
+
+    def choices(self, parts: int) -> list[tuple[Together, ...]]:
+        """Sets of groups that can be split over as many devices, of which no array has two and to
+        which none can be added. Those with most bytes come first. Megatron's is one of them: heads,
+        hidden layers and vocabulary.
+        """
+        fitting = [group for group in self.groups if group.limit % parts == 0]
+        return _maximal(sorted(fitting, key=lambda group: -group.size)[:_MOST], self)
+
+
+# As many groups are combined.
+_MOST = 14
+
+
+def _groups_of(traced: TracedStep) -> list[Together]:
+    group = traced.program.dims.group
+    cut = {group(node) for event in traced.program.whole for node in event.over}
+    found: dict[int, list[tuple[str, int, int, int]]] = {}
+    for (groups, shape), leaves in traced.weights.items():
+        paths = [leaf.path for leaf in leaves if leaf.path in traced.in_models]
+        for i, x in enumerate(groups):
+            if x not in traced.rows | traced.loops | cut and shape[i] > 1:
+                members = [(path, i, len(shape), math.prod(shape)) for path in paths]
+                found.setdefault(x, []).extend(members)
+    alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for x, members in found.items():
+        if members:
+            key = tuple(sorted({(role_of(path), i) for path, i, *_ in members}))
+            alike.setdefault(key, []).append(x)
+    made: list[Together] = []
+    for together in alike.values():
+        twice = len(together) > 1 and _splits_twice(together, traced)
+        for part in [[x] for x in together] if twice else [together]:
+            if not _splits_twice(part, traced):
+                members = [m for x in part for m in found[x]]
+                limit = math.gcd(*map(traced.program.dims.parts, part))
+                size = sum(m[3] for m in members)
+                made.append(Together(tuple(part), limit, size, [m[:3] for m in members]))
+    return made
+
+
+def role_of(path: str) -> str:
+    """A path without the numbers of equal layers."""
+    return re.sub(r"\[\d+\]", "[*]", path)
+
+
+def _splits_twice(groups: Sequence[int], traced: TracedStep) -> bool:
+    return any(sum(x in groups for x in dims) > 1 for dims, _ in traced.weights)
+
+
+def _maximal(groups: Sequence[Together], traced: TracedStep) -> list[tuple[Together, ...]]:
+    arrays = [set(dims) for dims, _ in traced.weights]
+
+    def clash(a: Together, b: Together) -> bool:
+        return any(x & set(a.groups) and x & set(b.groups) for x in arrays)
+
+    clashes = {
+        frozenset((i, j))
+        for i, j in itertools.combinations(range(len(groups)), 2)
+        if clash(groups[i], groups[j])
+    }
+    found: list[tuple[int, ...]] = []
+
+    def against(i: int, chosen: tuple[int, ...]) -> bool:
+        return any(frozenset((i, j)) in clashes for j in chosen)
+
+    def grow(i: int, chosen: tuple[int, ...]) -> None:
+        if i == len(groups):
+            if chosen and all(j in chosen or against(j, chosen) for j in range(i)):
+                found.append(chosen)
+            return
+        if not against(i, chosen):
+            grow(i + 1, (*chosen, i))
+        if against(i, tuple(range(len(groups)))):
+            grow(i + 1, chosen)
+
+    grow(0, ())
+    sets = [tuple(groups[i] for i in chosen) for chosen in found]
+    return sorted(sets, key=lambda chosen: -sum(group.size for group in chosen))
+
+
+def trace(
+    step: PlannedStep, policy: str, layers: tuple[type, ...] | None, dtype: Any = None
+) -> TracedStep:
+    """Traces a step. Its models are those of `fully_shard`, on one device, so that what is computed
+    again, and when weights are gathered, is a part of the program. Without `layers` the step is
+    traced as it is, to find them.
+    """
+    mesh = Mesh(np.array(jax.devices()[:1]), ("_",), axis_types=(AxisType.Auto,))
+    plain = layers is None
+
+    def shard(role: CalledModule, model: Any) -> Any:
+        if plain:
+            return model
+        kept = where_even(fsdp("_", stacked=layers or ()))
+        return sharded(model, layers or (), kept, None, mesh, dtype, policy)
+
+    calls = Calls(step.roles, shard)
+    try:
+        with calls.tracing():
+            jaxpr = _jaxpr_of(step)
+    except NotServedError as error:
+        raise PlanError(f"{error}. {_by_hand(step)}") from None
+    if not calls.seen:
+        names = ", ".join(step.called(role.path) for role in step.roles)
+        raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
+    return _traced(step, policy, layers or (), jaxpr, calls)
+
+
+class _Jaxpr(NamedTuple):
+    """A step's jaxpr, and the trees of its arguments and results."""
+
+    program: Reading
+    arrays: Any
+    out: Any
+
+
+def _jaxpr_of(step: PlannedStep) -> _Jaxpr:
+    arrays, rest = eqx.partition(step.args, lambda x: is_array(x, abstract=True))
+    made: list[Any] = []
+
+    def run(arrays: Any) -> Any:
+        out = eqx.filter(step.fun(*eqx.combine(arrays, rest)), eqx.is_array)
+        made.append(out)
+        return out
+
+    return _Jaxpr(program_of(jax.make_jaxpr(run)(arrays)), arrays, made[0])
+
+
+class LayerInput(NamedTuple):
+    """The first argument of a layer, as it sees it: its rank, its dimension of rows (None under
+    `jax.vmap`), and the sizes of the dimensions that no weight has, such as that of time.
+    """
+
+    rank: int
+    rows: int | None
+    free: tuple[tuple[int, int], ...]
+
+    def spec(self, rows: Any, axis: str, parts: int) -> tuple[Any, ...] | None:
+        """A spec that splits the first such dimension; None if there is none to divide."""
+        dim = next((dim for dim, size in self.free if size % parts == 0), None)
+        if dim is None:
+            return None
+        spec = [axis if i == dim else rows if i == self.rows else None for i in range(self.rank)]
+        return tuple(spec[: max(i for i, entry in enumerate(spec) if entry is not None) + 1])
+
+
+def layer_input(step: PlannedStep, layers: tuple[type, ...]) -> LayerInput | None:
+    """What all calls of layers have as their first argument; None if they differ, or if it is not
+    one array.
+    """
+    inputs = LayerInputs(layers)
+    with inputs.tracing():
+        program, arrays, _ = _jaxpr_of(step)
+    groups = program.dims.groups
+    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(arrays)[0]]
+    leaves = [
+        ArrayIn(path, x, groups(nodes))
+        for path, x, nodes in zip(paths, jtu.tree_leaves(arrays), program.inputs, strict=True)
+    ]
+    rows = _rows(leaves, f"[{step.batch}]")
+    weights = {x for leaf in leaves if not rows & set(leaf.groups) for x in leaf.groups}
+    found: set[LayerInput] = set()
+    for number, rank in enumerate(inputs.ranks):
+        nodes = program.named.get(inputs.name(number))
+        if rank is None or nodes is None:
+            return None
+        seen = groups(nodes)
+        if len(nodes) > rank:
+            seen = tuple(x for x in seen if x not in rows)
+        if len(seen) != rank:
+            return None
+        free = [(i, program.dims.parts(x)) for i, x in enumerate(seen) if x not in weights | rows]
+        of_rows = next((i for i, x in enumerate(seen) if x in rows), None)
+        found.add(LayerInput(rank, of_rows, tuple(free)))
+    return found.pop() if len(found) == 1 else None
+
+
+def _by_hand(step: PlannedStep) -> str:
+    name = step.called(step.roles[0].path)
+    return (
+        f"A plan is applied where the model is called, {name}(...). Call it in the step, or apply "
+        f"a strategy by hand, in the loss: {name} = mylib.fully_shard({name}, layers, kept, used)"
+    )
+
+
+def _traced(
+    step: PlannedStep,
+    policy: str,
+    layers: tuple[type, ...],
+    jaxpr: _Jaxpr,
+    calls: Calls,
+) -> TracedStep:
+    program, arrays, out = jaxpr
+    if program.unknown:
+        listed = ", ".join(f"{name} ({line})" for name, line in program.unknown.items())
+        raise PlanError(
+            f"plan doesn't know how these may be split: {listed}. Write the step without them, "
+            "replace kernels by plain JAX for planning, or choose a strategy by hand"
+        )
+    groups = program.dims.groups
+    flat = jtu.tree_flatten_with_path(arrays)[0]
+    leaves = [
+        ArrayIn(jtu.keystr(path), x, groups(nodes))
+        for (path, x), nodes in zip(flat, program.inputs, strict=True)
+    ]
+    called = calls.called(program.origins, [leaf.path for leaf in leaves])
+    results = [
+        (jtu.keystr(path), x, groups(nodes))
+        for (path, x), nodes in zip(
+            jtu.tree_flatten_with_path(out)[0], program.results, strict=True
+        )
+    ]
+    rows = _rows(leaves, f"[{step.batch}]")
+    for leaf in leaves:
+        leaf.is_data = leaf.path.startswith(f"[{step.batch}]") or bool(rows & set(leaf.groups))
+    return TracedStep(step, policy, layers, program, leaves, called, results, rows)
+
+
+def _rows(leaves: Sequence[ArrayIn], batch: str) -> set[int]:
+    """The groups of the first dimension of a batch: of its first array, and of all as long."""
+    given = [x for x in leaves if x.path.startswith(batch) and x.groups]
+    size = given[0].aval.shape[0]
+    return {x.groups[0] for x in given if x.aval.shape[0] == size}
+
+
+def sharded(
+    model: Any,
+    layers: tuple[type, ...],
+    kept: Any,
+    used: Any,
+    mesh: Mesh,
+    dtype: Any,
+    policy: str,
+    saved: tuple[Any, ...] | None = None,
+) -> Any:
+    """The model of `fully_shard`. A model without layers of these classes is one layer."""
+    which: Any = layers if has_layers(model, layers) else (lambda x, path: not path)
+    given = {} if used is None else {"used": used}
+    options = {"policy": POLICIES[policy][1]} if POLICIES[policy][1] else {}
+    options |= {} if saved is None else {"saved": PartitionSpec(*saved)}
+    return fully_shard(model, which, kept, mesh=mesh, dtype=dtype, **given, **options)
+
+
+def layers_of(traced: TracedStep) -> tuple[type, ...]:
+    """The classes of what repeats in the models of a step that has been traced as it is."""
+    found: list[type] = []
+    stacked = {leaf.path for leaf in traced.leaves if traced.is_stacked(leaf)}
+    for path, role in traced.models.items():
+        own = {p[len(path) :] for p in stacked if p.startswith(path)}
+        found += repeated_in(role.module, own)
+    return tuple(dict.fromkeys(found))

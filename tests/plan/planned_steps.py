@@ -1,0 +1,94 @@
+"""Models and training steps as for one device, without a placement."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+OPTIM = optax.adam(1e-3)
+
+
+class PlainBlock(eqx.Module):
+    norm: eqx.nn.LayerNorm
+    attend: eqx.nn.MultiheadAttention
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, width, heads, key):
+        keys = jax.random.split(key, 3)
+        self.norm = eqx.nn.LayerNorm(width)
+        self.attend = eqx.nn.MultiheadAttention(heads, width, key=keys[0])
+        self.up = eqx.nn.Linear(width, 4 * width, key=keys[1])
+        self.down = eqx.nn.Linear(4 * width, width, key=keys[2])
+
+    def __call__(self, x):
+        y = jax.vmap(self.norm)(x)
+        x = x + self.attend(y, y, y)
+        return x + jax.vmap(self.down)(jax.nn.gelu(jax.vmap(self.up)(x)))
+
+
+class PlainTransformer(eqx.Module):
+    embed: eqx.nn.Embedding
+    blocks: list[PlainBlock]
+    head: eqx.nn.Linear
+
+    def __init__(self, key, width=64, heads=4, depth=2, vocab=128):
+        keys = jax.random.split(key, depth + 2)
+        self.embed = eqx.nn.Embedding(vocab, width, key=keys[0])
+        self.blocks = [PlainBlock(width, heads, key) for key in keys[2:]]
+        self.head = eqx.nn.Linear(width, vocab, use_bias=False, key=keys[1])
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.embed)(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(self.head)(x)
+
+
+class StackedTransformer(PlainTransformer):
+    def __init__(self, key, **sizes):
+        super().__init__(key, **sizes)
+        self.blocks = jax.tree.map(
+            lambda *x: jnp.stack(x) if eqx.is_array(x[0]) else x[0], *self.blocks
+        )
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.embed)(tokens)
+        arrays, rest = eqx.partition(self.blocks, eqx.is_array)
+        x, _ = jax.lax.scan(lambda x, block: (eqx.combine(block, rest)(x), None), x, arrays)
+        return jax.vmap(self.head)(x)
+
+
+def language_loss(model, tokens):
+    logits = jax.vmap(model)(tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def squared_loss(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2)
+
+
+def step_of(loss, sharded=lambda model: model):
+    def step(batch, model, state):
+        value, grads = eqx.filter_value_and_grad(lambda m: loss(sharded(m), batch))(model)
+        updates, state = OPTIM.update(grads, state)
+        return eqx.apply_updates(model, updates), state, value
+
+    return step
+
+
+def with_state(model):
+    return model, OPTIM.init(eqx.filter(model, eqx.is_array))
+
+
+def abstract(make, batch):
+    """A batch, a model and a state without numbers."""
+    return batch, *eqx.filter_eval_shape(lambda: with_state(make(key=jax.random.key(0))))
+
+
+def mlp(key, size=64, hidden=256, depth=2):
+    return eqx.nn.MLP(size, size, hidden, depth, key=key)
+
+
+TOKENS = jax.ShapeDtypeStruct((16, 17), jnp.int32)
+ROWS = jax.ShapeDtypeStruct((16, 64), jnp.float32)

@@ -1,0 +1,305 @@
+"""`plan`: what it finds, says, and refuses."""
+
+import threading
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planned_steps as steps
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import mylib
+from mylib._plan.calls import Calls, roles_in
+
+KEY = jax.random.key(0)
+MLP = steps.abstract(steps.mlp, steps.ROWS)
+STEP = steps.step_of(steps.squared_loss)
+BATCH = np.ones((16, 64), np.float32)
+
+
+def modelled(step, *args, **options):
+    return mylib.plan(step, *args, **{"compile": 0, "policies": ("full",), **options})
+
+
+@pytest.fixture(scope="module")
+def made():
+    return modelled(STEP, *MLP, axes={"data": 4, "model": 2})
+
+
+class TestPlan:
+    def test_what_it_has(self, made):
+        assert made.mesh.shape == made.axes == {"data": 4, "model": 2}
+        assert made.layers == (eqx.nn.Linear,) and made.policy == "full" and made.dtype is None
+        assert set(made.arguments) == {"batch", "model", "state"}
+        assert made.audit is None and made.memory > 0 and made.seconds[0] <= made.seconds[1]
+        found = {x.name for x in (made.chosen, *made.others)}
+        assert found == {"DP 4 x TP 2", "FSDP 4 x TP 2"}
+        assert "code" not in repr(made) and "fully_shard" in repr(made)
+        assert "nothing was compiled" in repr(made)
+
+    def test_is_text(self, made):
+        text = made.as_text()
+        again = mylib.Plan.of(text)
+        assert again == made and again.as_text() == text and hash(again) == hash(made)
+        assert modelled(STEP, *MLP, axes={"data": 4, "model": 2}) == made
+        assert not made.diff(again)
+
+    def test_differs(self, made):
+        other = modelled(STEP, *MLP, axes={"data": 8})
+        assert other != made
+        assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in made.diff(other)
+
+    def test_moments_are_where_their_weights_are(self, made):
+        model = made.applying.arguments["model"]
+        state = made.applying.arguments["state"]
+        for path, spec in model.items():
+            assert state[f"[0].mu{path}"] == state[f"[0].nu{path}"] == spec
+            assert made.applying.results[f"[0]{path}"] == spec
+        assert made.applying.returned == ("model", "state")
+
+    def test_rules_explain(self, made):
+        explanation = mylib.explain(MLP[1], made.kept, made.mesh)
+        assert not explanation.faults
+        assert "planned for model.layers[0].weight" in explanation.whole()
+
+    def test_reasons(self, made):
+        plan = modelled(STEP, *MLP)
+        assert plan.why_not(plan.chosen.name).endswith("was chosen: " + plan.chosen.reason)
+        assert "times as long" in plan.why_not(plan.others[-1].name)
+        assert "no mesh of cpu x 8" in plan.why_not("FSDP 3")
+
+    def test_code_says_the_same(self, made):
+        names = {"mylib": mylib, "P": P, "jnp": jnp, "Linear": eqx.nn.Linear, "model": MLP[1]}
+        lines = made.code()
+        assert "# in the loss:" in lines
+        exec(lines, names)
+        for name in ("kept", "used"):
+            ours = mylib.resolve(MLP[1], getattr(made, name), mesh=made.mesh)
+            theirs = mylib.resolve(MLP[1], names[name], mesh=names["mesh"])
+            same = jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs)
+            assert all(jax.tree.leaves(same))
+
+
+def test_ctrl_c_returns_what_is_known(capsys):
+    traces = []
+
+    def step(*args):
+        traces.append(args)
+        if len(traces) > 2:  # the first candidate is compiled
+            raise KeyboardInterrupt
+        return STEP(*args)
+
+    options = {"layers": eqx.nn.Linear, "policies": ("full",), "progress": True}
+    plan = mylib.plan(step, *MLP, **options)
+    assert not plan.chosen.compiled and "nothing was compiled" in repr(plan)
+    assert "compiling 1 of " in capsys.readouterr().err
+
+
+class TestRefuses:
+    def test_too_little_memory(self):
+        with pytest.raises(mylib.PlanError, match=r"no plan fits on cpu x 8. .* missing"):
+            modelled(STEP, *MLP, memory=10_000)
+
+    def test_too_few_rows(self):
+        args = steps.abstract(steps.mlp, jax.ShapeDtypeStruct((4, 64), jnp.float32))
+        with pytest.raises(mylib.PlanError, match="At most 4 of the devices can share 4 rows"):
+            modelled(STEP, *args, axes={"data": 8})
+        assert modelled(STEP, *args).axes["model"] >= 2
+
+    def test_sizes_that_nothing_divides(self):
+        make = lambda key: steps.mlp(key, 65, 33)  # noqa: E731
+        args = steps.abstract(make, jax.ShapeDtypeStruct((16, 65), jnp.float32))
+        plan = modelled(STEP, *args)
+        assert "no group of dimensions can be divided by 2" in plan.why_not("FSDP 4 x TP 2")
+
+    def test_a_step_that_calls_no_model(self):
+        step = steps.step_of(lambda model, x: jnp.mean(x @ model.layers[0].weight.T))
+        with pytest.raises(mylib.PlanError, match=r"model = mylib.fully_shard\(model, layers"):
+            modelled(step, *MLP)
+
+    def test_no_model(self):
+        with pytest.raises(mylib.PlanError, match="no argument of the step has a Module"):
+            modelled(lambda x, w: x @ w, steps.ROWS, np.ones((64, 2)))
+
+    def test_no_batch(self):
+        with pytest.raises(mylib.PlanError, match="none of the arguments model is a batch"):
+            modelled(lambda model: model(jnp.ones(64)), MLP[1])
+
+    def test_an_ensemble(self):
+        models = eqx.filter_eval_shape(eqx.filter_vmap(steps.mlp), jax.random.split(KEY, 3))
+
+        def step(batch, models):
+            return eqx.filter_vmap(
+                lambda model, x: jax.vmap(model)(x), in_axes=(eqx.if_array(0), None)
+            )(models, batch)
+
+        with pytest.raises(
+            mylib.PlanError, match="a member of an ensemble under equinox.filter_vmap"
+        ):
+            modelled(step, steps.ROWS, models)
+
+    def test_options(self):
+        with pytest.raises(ValueError, match="policies"):
+            modelled(STEP, *MLP, policies=("some",))
+        with pytest.raises(TypeError, match="neither a class"):
+            modelled(STEP, *MLP, layers="Block")
+        with pytest.raises(mylib.PlanError, match="no argument of the step has a Conv2d"):
+            modelled(STEP, *MLP, layers=eqx.nn.Conv2d)
+        with pytest.raises(mylib.PlanError, match="no mesh of cpu x 8 is considered with data=3"):
+            modelled(STEP, *MLP, axes={"data": 3})
+
+    def test_other_arguments(self, made):
+        other = steps.with_state(steps.mlp(KEY, depth=3))
+        with pytest.raises(mylib.PlanError, match=r"model has no .*layers\[3\]"):
+            made.jit(STEP).lower(BATCH, *other)
+        with pytest.raises(TypeError, match="batch, model, state"):
+            made.jit(STEP)(BATCH)
+
+
+class TestCalls:
+    """Classes stay what they are, and a call of the model is found whatever it went through."""
+
+    def test_what_is_common_in_equinox(self):
+        model, state = steps.with_state(steps.mlp(KEY))
+        weights, static = eqx.partition(model, eqx.is_inexact_array)
+        mask = jax.tree.map(eqx.is_inexact_array, model)
+        seen = []
+
+        def step(batch, weights, state):
+            def loss(weights):
+                found = eqx.combine(weights, static)
+                seen.append(type(found) is eqx.nn.MLP)
+                found = eqx.combine(*eqx.partition(found, mask))
+                return steps.squared_loss(found, batch)
+
+            return eqx.filter_grad(loss)(weights)
+
+        plan = modelled(step, BATCH, weights, state, axes={"data": 8})
+        assert plan.applying.order == ("[1]",) and all(seen)
+
+    def test_the_class_is_as_before(self):
+        before = vars(eqx.nn.MLP)["__call__"]
+        modelled(STEP, *MLP, axes={"data": 8})
+        with pytest.raises(mylib.PlanError):
+            modelled(lambda batch, model: batch, *MLP[:2])
+        assert vars(eqx.nn.MLP)["__call__"] is before
+
+    def test_teacher_and_student(self):
+        def step(batch, student, teacher):
+            aim = jax.lax.stop_gradient(jax.vmap(teacher)(batch))
+            return eqx.filter_grad(lambda s: jnp.mean((jax.vmap(s)(batch) - aim) ** 2))(student)
+
+        plan = modelled(step, steps.ROWS, MLP[1], MLP[1], axes={"data": 8})
+        assert plan.applying.order == ("[2]", "[1]")
+
+    def test_other_threads_are_not_concerned(self):
+        model = steps.mlp(KEY)
+        roles = roles_in((model,))
+        calls = Calls(roles, lambda role, model: lambda x: "planned")
+        found = []
+        with calls.tracing():
+            thread = threading.Thread(target=lambda: found.append(model(BATCH[0])))
+            thread.start()
+            thread.join()
+            assert model(BATCH[0]) == "planned"
+        assert found[0].shape == (64,) and model(BATCH[0]).shape == (64,)
+
+    def test_functions_compiled_by_themselves(self):
+        """A trace of another call isn't taken for a planned one."""
+        forward = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
+        model, state = steps.with_state(steps.mlp(KEY))
+        forward(model, BATCH)
+        plan = modelled(
+            steps.step_of(lambda m, x: jnp.mean(forward(m, x) ** 2)), BATCH, model, state
+        )
+        assert plan.applying.order == ("[1]",)
+
+
+class Decoder(eqx.Module):
+    query: jax.Array
+    key: jax.Array
+    out: jax.Array
+
+    def __call__(self, x, cache, position):
+        q, k = ((x @ w).reshape(x.shape[0], 8, -1) for w in (self.query, self.key))
+        cache = jax.lax.dynamic_update_slice(cache, k[:, None], (0, position, 0, 0))
+        weights = jax.nn.softmax(jnp.einsum("bhd,bthd->bht", q, cache))
+        return x + jnp.einsum("bht,bthd->bhd", weights, cache).reshape(
+            x.shape[0], -1
+        ) @ self.out, cache
+
+
+def test_a_cache_has_rows_and_heads():
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    model = Decoder(*(array(64, 64) for _ in range(3)))
+    cache, position = array(32, 16, 8, 8), jax.ShapeDtypeStruct((), jnp.int32)
+    step = lambda x, model, cache, position: model(x, cache, position)  # noqa: E731
+    plan = modelled(step, array(32, 64), model, cache, position, axes={"data": 4, "model": 2})
+    assert plan.applying.arguments["cache"] == {"": ("data", None, "model")}
+    assert plan.applying.results["[1]"] == ("data", None, "model")
+    assert plan.applying.returned == ("cache",)
+
+
+def test_two_models():
+    """A generator and a discriminator of one class, each with a rule of its own."""
+    models = eqx.filter_eval_shape(
+        lambda: (steps.mlp(KEY, 64, 512), eqx.nn.MLP(64, "scalar", 256, 2, key=KEY))
+    )
+
+    def step(batch, models):
+        def fool(g, d):
+            return jnp.mean(jax.nn.softplus(-jax.vmap(d)(jax.vmap(g)(batch))))
+
+        g, d = models
+        return eqx.filter_grad(fool)(g, d), eqx.filter_grad(lambda d: -fool(g, d))(d)
+
+    plan = modelled(step, steps.ROWS, models, axes={"data": 4, "model": 2})
+    assert set(plan.applying.order) == {"[1][0]", "[1][1]"}
+    split = {path for used in plan.applying.used.values() for path, spec in used.items() if spec}
+    assert ".layers[0].weight" in split
+    assert plan.code().count("fully_shard(models[") == 2
+
+
+class WithNorm(eqx.Module):
+    up: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+    down: eqx.nn.Linear
+
+    def __init__(self):
+        self.up = eqx.nn.Linear(64, 256, key=KEY)
+        self.norm = eqx.nn.BatchNorm(256, "batch", mode="batch")
+        self.down = eqx.nn.Linear(256, 64, key=KEY)
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.up(x), state)
+        return self.down(jax.nn.relu(x)), state
+
+
+def test_a_state_of_batch_norm():
+    model, state = eqx.filter_eval_shape(eqx.nn.make_with_state(WithNorm))
+
+    def step(model, state, batch):
+        def loss(model, state):
+            run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+            y, state = run(batch, state)
+            return jnp.mean(y**2), state
+
+        grads, state = eqx.filter_grad(loss, has_aux=True)(model, state)
+        return eqx.apply_updates(model, grads), state
+
+    plan = modelled(step, model, state, steps.ROWS, axes={"data": 4, "model": 2})
+    # The statistics of the hidden layer are split as that is.
+    assert ("model",) in plan.applying.arguments["state"].values()
+    assert plan.applying.arguments["batch"] == {"": ("data",)}
+    assert plan.applying.returned == ("model", "state") and plan.layers == ()
+
+
+@pytest.mark.parametrize(("machine", "count"), [("h100 x 16", 16), ("v5e 4x4", 16)])
+def test_machines_that_are_not_here(machine, count):
+    plan = modelled(STEP, *MLP, machine=machine, dtype=jnp.bfloat16)
+    assert plan.machine.count == count and plan.others and plan.dtype == "bfloat16"
+    assert mylib.Plan.of(plan.as_text()).chosen == plan.chosen
+    hosts = "FSDP 8 x DP 2" in {x.name for x in (plan.chosen, *plan.others)}
+    assert hosts == (plan.machine.chip.platform == "gpu")

@@ -1,0 +1,137 @@
+"""A step under a plan is the program that is written by hand, with the numbers of one device."""
+
+import functools
+import math
+from collections import Counter
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planned_steps as steps
+import pytest
+
+import mylib
+from mylib._plan.candidates import priced
+from mylib._plan.plan import plan_of
+from mylib._plan.price import with_figures
+from mylib._plan.trace import PlannedStep, layer_input, trace
+
+KEY = jax.random.key(0)
+
+
+def candidates(make):
+    """All strategies that layers of plain rematerialisation have here, by name."""
+    step = steps.step_of(steps.language_loss)
+    args = steps.abstract(make, steps.TOKENS)
+    traced = trace(PlannedStep.of(step, args), "full", (steps.PlainBlock,))
+    machine, _ = with_figures(mylib.machines.here())
+    given = layer_input(traced.step, traced.layers)
+    return step, args, {x.name: x for x in priced(traced, machine, math.inf, None, given)}
+
+
+def planned(make, name):
+    step, args, found = candidates(make)
+    return step, args, plan_of([found[name]], [], mylib.machines.here(), True, None)
+
+
+def by_hand(plan, args):
+    """As a user writes it, with the rules that `code` prints."""
+    mesh, kept, used = plan.mesh, plan.kept, plan.used
+    sharded = lambda m: mylib.fully_shard(m, steps.PlainBlock, kept, used, mesh=mesh)  # noqa: E731
+    step = steps.step_of(steps.language_loss, sharded)
+    places = plan.arguments
+    return mylib.filter_jit(
+        lambda batch, model, state: step(batch, model, state),
+        in_shardings=tuple(places[name] for name in ("batch", "model", "state")),
+        out_shardings=plan.results,
+        mesh=mesh,
+        donate="all-except-first",
+    ).lower(*args)
+
+
+def figures(lowered):
+    compiled = lowered.compile()
+    report = compiled.audit()
+    sent = Counter((x.kind, x.axes, x.times, x.bytes, x.dtype) for x in report.collectives)
+    return sent, compiled.memory.temporaries, compiled.memory.aliased
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [steps.PlainTransformer, steps.StackedTransformer])
+@pytest.mark.parametrize("name", ["FSDP 8", "DP 4 x TP 2", "FSDP 4 x TP 2"])
+def test_is_the_program_by_hand(make, name):
+    step, args, plan = planned(make, name)
+    ours = figures(plan.jit(step).lower(*args))
+    assert ours == figures(by_hand(plan, args))
+    assert ours[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FSDP 8", "DP 2 x TP 4", "FSDP 4 x TP 2"])
+def test_has_the_losses_of_one_device(name):
+    with jax.enable_x64(True):
+        make = lambda key: _wide(steps.PlainTransformer(key))  # noqa: E731
+        step, _, plan = planned(make, name)
+        tokens = np.asarray(jax.random.randint(KEY, (16, 17), 0, 128), np.int32)
+        model, state = steps.with_state(make(KEY))
+        alone, fun, ours = eqx.filter_jit(step), plan.jit(step), (model, state)
+        theirs = ours = jax.tree.map(lambda x: np.asarray(x) if eqx.is_array(x) else x, ours)
+        for _ in range(2):
+            *theirs, loss = alone(tokens, *theirs)
+            *ours, planned_loss = fun(tokens, *ours)
+            assert abs(loss - planned_loss) < 1e-10
+        arrays = (jax.tree.leaves(eqx.filter(x, eqx.is_array)) for x in (theirs, ours))
+        for a, b in zip(*arrays, strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-9)
+
+
+def _wide(model):
+    return jax.tree.map(lambda x: x.astype(jnp.float64) if eqx.is_inexact_array(x) else x, model)
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_the_compiled_program():
+    """All-gathers of weights; the CPU's compiler makes no reduce-scatters."""
+    step, args, plan = planned(steps.StackedTransformer, "FSDP 8")
+    gathered = plan.jit(step).lower(*args).compile().audit().bytes("all-gather")
+    sent = candidates(steps.StackedTransformer)[2]["FSDP 8"].price.sent
+    assert abs(sent["all-gather over data"] / gathered - 1) < 0.01
+
+
+@pytest.mark.slow
+def test_compiled_figures_decide():
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    step = steps.step_of(steps.squared_loss)
+    plan = mylib.plan(step, *args, policies=("full",), compile=2)
+    assert plan.chosen.compiled and sum(x.compiled for x in plan.others) == 1
+    assert plan.audit.axes == plan.axes and plan.memory == plan.audit.memory.peak
+    short = mylib.plan(step, *args, policies=("full",), compile=2, budget=0)
+    assert short.chosen.compiled and not any(x.compiled for x in short.others)
+    only = {"axes": {"model": 8}, "policies": ("full",)}
+    needed = mylib.plan(step, *args, **only).memory
+    with pytest.raises(mylib.PlanError, match="by its compiler, and 5 % are kept free"):
+        mylib.plan(step, *args, **only, memory=needed)
+
+
+@pytest.mark.slow
+def test_measured_times_decide():
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    step = steps.step_of(steps.squared_loss)
+    plan = mylib.plan(step, *args, policies=("full",), compile=2, measure=2)
+    assert plan.chosen.measured == plan.chosen.seconds > 0
+    assert plan.others[0].measured is not None
+    with pytest.raises(ValueError, match="h100 x 8 is not here"):
+        mylib.plan(step, *args, machine="h100 x 8", measure=1)
+
+
+@pytest.mark.slow
+def test_saved_inputs_in_parts_take_less_memory():
+    make = functools.partial(steps.StackedTransformer, depth=16)
+    step, args, plan = planned(make, "FSDP 4 x TP 2, splits saved")
+    assert plan.applying.saved == ("model",)  # under `vmap` a layer sees [time, embed]
+    assert 'saved=P("model")' in plan.code()
+    assert mylib.Plan.of(plan.as_text()) == plan
+    _, _, whole = planned(make, "FSDP 4 x TP 2")
+    ours, theirs = (figures(x.jit(step).lower(*args))[1] for x in (plan, whole))
+    assert ours < theirs

@@ -1,0 +1,215 @@
+"""Which dimensions go together."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import planned_steps as steps
+import pytest
+
+from mylib._plan.dims import Dims
+from mylib._plan.groups import program_of
+from mylib._plan.trace import (
+    LayerInput,
+    PlanError,
+    PlannedStep,
+    layer_input,
+    layers_of,
+    trace,
+)
+
+KEY = jax.random.key(0)
+
+
+def traced(make, batch, loss, policy="full"):
+    step = PlannedStep.of(steps.step_of(loss), steps.abstract(make, batch))
+    return trace(step, policy, layers_of(trace(step, "full", None)))
+
+
+def named(group):
+    return {(path.partition("]")[2], dim) for path, dim, _ in group.members}
+
+
+class TestDims:
+    @pytest.mark.parametrize(
+        ("before", "after", "joined"),
+        [
+            ((8, 6), (8, 2, 3), [(0, 0), (1, 1)]),
+            ((8, 2, 3), (8, 6), [(0, 0), (1, 1)]),
+            ((6, 4), (24,), [(0, 0)]),
+            ((1, 8), (8,), [(1, 0)]),
+            ((4, 6), (6, 4), [(0, 0)]),
+        ],
+    )
+    def test_reshapes(self, before, after, joined):
+        dims = Dims()
+        xs, ys = dims.new(before), dims.new(after)
+        dims.join_reshaped(before, after, xs, ys)
+        found = [
+            (i, j)
+            for i, x in enumerate(xs)
+            for j, y in enumerate(ys)
+            if dims.group(x) == dims.group(y)
+        ]
+        assert found == joined
+
+    def test_parts_are_what_both_can_be_divided_into(self):
+        dims = Dims()
+        (a, b, c) = dims.new((12, 8, 1))
+        dims.join(a, b)
+        dims.join(a, c)
+        assert dims.parts(b) == 4 and dims.group(c) != dims.group(a)
+
+
+class TestTransformer:
+    @pytest.mark.parametrize("make", [steps.PlainTransformer, steps.StackedTransformer])
+    def test_megatron(self, make):
+        """Without a name: columns and rows by heads and by hidden layers, and the vocabulary."""
+        found = traced(make, steps.TOKENS, steps.language_loss)
+        sets = [set().union(*map(named, chosen)) for chosen in found.choices(2)]
+        block = ".blocks" if make is steps.StackedTransformer else ".blocks[0]"
+        up = make is steps.StackedTransformer
+        expected = {
+            (".embed.weight", 0),
+            (".head.weight", 0),
+            (f"{block}.attend.query_proj.weight", 0 + up),
+            (f"{block}.attend.key_proj.weight", 0 + up),
+            (f"{block}.attend.value_proj.weight", 0 + up),
+            (f"{block}.attend.output_proj.weight", 1 + up),
+            (f"{block}.up.weight", 0 + up),
+            (f"{block}.up.bias", 0 + up),
+            (f"{block}.down.weight", 1 + up),
+        }
+        (megatron,) = [x for x in sets if expected <= x]
+        assert {x for x in megatron if ".blocks[1]" not in x[0]} == expected
+
+    def test_heads_limit_the_axis(self):
+        found = traced(steps.PlainTransformer, steps.TOKENS, steps.language_loss)
+        (heads,) = [
+            x for x in found.groups if (".blocks[0].attend.query_proj.weight", 0) in named(x)
+        ]
+        assert heads.limit == 4
+        assert not any(heads in chosen for chosen in found.choices(8))
+
+    def test_layers_and_rows(self):
+        plain = traced(steps.PlainTransformer, steps.TOKENS, steps.language_loss)
+        stacked = traced(steps.StackedTransformer, steps.TOKENS, steps.language_loss)
+        assert plain.layers == stacked.layers == (steps.PlainBlock,)
+        assert plain.batch_size == stacked.batch_size == 16
+        first = {x.path for x in stacked.leaves if stacked.is_stacked(x)}
+        assert first and all(".blocks" in path for path in first)
+        assert not any(plain.is_stacked(x) for x in plain.leaves)
+
+
+def test_inputs_of_layers():
+    """Time can be split, whether a layer sees the rows or `jax.vmap` hides them."""
+    args = steps.abstract(steps.PlainTransformer, steps.TOKENS)
+    step = PlannedStep.of(steps.step_of(steps.language_loss), args)
+    hidden = layer_input(step, (steps.PlainBlock,))
+    assert hidden == LayerInput(rank=2, rows=None, free=((0, 16),))
+    assert hidden.spec("data", "model", 4) == ("model",)
+    assert hidden.spec("data", "model", 3) is None
+    seen = LayerInput(rank=3, rows=0, free=((1, 16),))
+    assert seen.spec(("replica", "data"), "model", 4) == (("replica", "data"), "model")
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    step = PlannedStep.of(steps.step_of(steps.squared_loss), args)
+    assert layer_input(step, (eqx.nn.Linear,)).free == ()
+
+
+def test_an_mlp_alternates():
+    found = traced(steps.mlp, steps.ROWS, steps.squared_loss)
+    sets = [set().union(*map(named, chosen)) for chosen in found.choices(2)]
+    assert any({(".layers[0].weight", 0), (".layers[1].weight", 1)} <= x for x in sets)
+    arrays = [{path for path, _ in x} for x in sets]
+    assert all(len(x) == len(paths) for x, paths in zip(sets, arrays, strict=True))
+
+
+class TestLayers:
+    """Equinox's: all is known, and the batch stays apart from the weights."""
+
+    CASES = {
+        "linear": (lambda: eqx.nn.Linear(8, 16, key=KEY), (8,)),
+        "conv": (lambda: eqx.nn.Conv2d(8, 16, 3, groups=4, key=KEY), (8, 16, 16)),
+        "transposed": (lambda: eqx.nn.ConvTranspose2d(8, 16, 3, key=KEY), (8, 16, 16)),
+        "norm": (lambda: eqx.nn.RMSNorm(8), (8,)),
+        "groups": (lambda: eqx.nn.GroupNorm(2, 8), (8, 16)),
+        "max": (lambda: eqx.nn.MaxPool2d(2, 2), (8, 16, 16)),
+        "average": (lambda: eqx.nn.AvgPool2d(2, 2), (8, 16, 16)),
+        "adaptive": (lambda: eqx.nn.AdaptiveAvgPool2d(4), (8, 16, 16)),
+        "weights": (lambda: eqx.nn.WeightNorm(eqx.nn.Linear(8, 16, key=KEY)), (8,)),
+        "prelu": (lambda: eqx.nn.PReLU(), (8,)),
+    }
+
+    REST = [name for name in CASES if name != "conv"]
+
+    @pytest.mark.parametrize(
+        "name", ["conv", *(pytest.param(x, marks=pytest.mark.slow) for x in REST)]
+    )
+    def test_is_known(self, name):
+        make, shape = self.CASES[name]
+        self._check(make(), lambda layer, x: layer(x), shape)
+
+    def test_attention(self):
+        layer = eqx.nn.MultiheadAttention(4, 16, key=KEY)
+        program = self._check(layer, lambda layer, x: layer(x, x, x), (10, 16))
+        assert program.dims.parts(program.inputs[0][0]) == 4
+
+    def test_recurrent(self):
+        def run(cell, xs):
+            return jax.lax.scan(lambda h, x: (cell(x, h), None), jnp.zeros(16), xs)[0]
+
+        program = self._check(eqx.nn.GRUCell(8, 16, key=KEY), run, (10, 8))
+        group = program.dims.group
+        cut = {group(node) for event in program.whole for node in event.over}
+        assert group(program.inputs[0][0]) in cut  # the gates
+
+    def test_embedding(self):
+        layer = eqx.nn.Embedding(32, 8, key=KEY)
+        self._check(layer, jax.vmap, (10,), np.int32, called=lambda layer, x: jax.vmap(layer)(x))
+
+    def _check(self, layer, run, shape, dtype=np.float32, called=None):
+        run = called or run
+        arrays, rest = eqx.partition(layer, eqx.is_inexact_array)
+
+        def loss(arrays, x):
+            return jnp.mean(jax.vmap(lambda x: run(eqx.combine(arrays, rest), x))(x))
+
+        x = jax.ShapeDtypeStruct((4, *shape), dtype)
+        program = program_of(jax.make_jaxpr(jax.value_and_grad(loss))(arrays, x))
+        assert not program.unknown
+        *weights, rows = program.inputs
+        group = program.dims.group
+        assert all(group(node) != group(rows[0]) for nodes in weights for node in nodes)
+        return program
+
+
+def test_what_is_unknown_is_named():
+    def loss(model, x):
+        y = jax.vmap(model)(x)
+        return jnp.mean(jax.lax.stop_gradient(jax.lax.linalg.qr(y)[0]))
+
+    with pytest.raises(
+        PlanError, match=r"don.t know|doesn't know how these may be split: qr \(.*test_plan"
+    ):
+        traced(steps.mlp, steps.ROWS, loss)
+
+
+def test_loops_that_depend_on_data_are_told():
+    def loop(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) < 3, lambda x: x + 1, x)
+
+    (line,) = program_of(jax.make_jaxpr(loop)(jnp.ones(8))).counted_once
+    assert "test_plan_groups.py" in line
+
+
+def test_scans_and_conditions():
+    def f(x, y):
+        z, ys = jax.lax.scan(lambda c, y: (c + y, c * 2), x, y)
+        return jax.lax.cond(z[0] > 0, jnp.sin, jnp.cos, z), ys
+
+    program = program_of(jax.make_jaxpr(f)(jnp.ones(8), jnp.ones((3, 8))))
+    group = program.dims.group
+    (x,), (time, y) = program.inputs
+    (out,), (_, ys) = program.results
+    assert group(x) == group(y) == group(out) == group(ys) != group(time)
+    assert program.loops == {time}
