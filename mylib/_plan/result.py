@@ -71,6 +71,8 @@ class Plan:
 
     - `machine`: the [`mylib.machines.Machine`][] that it is for.
     - `axes`: the mesh axes and their sizes.
+    - `mesh`: the mesh.
+    - `is_sharded`: whether weights are kept in parts over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
         `"all"`.
     - `layers`: the classes of the layers.
@@ -83,6 +85,9 @@ class Plan:
     - `seconds`: the seconds of a call, at least and at most.
     - `chosen`, `others`, `rejected`: [`Candidate`][mylib._plan.Candidate]s: the one that was
         chosen, and the others, the best first.
+    - `notes`: ties, and what was assumed.
+    - `stacked`: the paths of models with stacked layers.
+    - `applying`: what `jit` needs, as data: paths and specs.
     - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
         the plan was read from text.
     """
@@ -220,7 +225,16 @@ class Plan:
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
     def diff(self, other: "Plan") -> str:
-        """How another plan differs from this one, as text; empty if they are equal."""
+        """How another plan differs from this one.
+
+        **Arguments:**
+
+        - `other`: the other plan.
+
+        **Returns:**
+
+        A line for each difference; empty text if there is none.
+        """
         ours, theirs = (json.loads(x.as_text()) for x in (self, other))
         lines = [
             f"{name}: {ours[name]} -> {theirs[name]}"
