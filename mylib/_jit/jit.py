@@ -57,7 +57,7 @@ def filter_jit(
 
 def filter_jit(
     fun: Callable[..., Any] | None = None,
-    *_others: Any,
+    *by_position: Any,
     in_shardings: PyTree[Placement] = None,
     out_shardings: PyTree[Placement] = None,
     mesh: AnyMesh | None = None,
@@ -118,7 +118,7 @@ def filter_jit(
         y = predict(model, np.ones((16, 64), np.float32))
         ```
     """
-    refuse_by_position("filter_jit", fun, _others)
+    refuse_by_position("filter_jit", fun, by_position)
     if others:
         raise TypeError(_refused(others))
     options = {

@@ -74,7 +74,7 @@ def filter_shard_map(
 def filter_shard_map(
     fun: Callable[..., Any] | None = None,
     /,
-    *_others: Any,
+    *by_position: Any,
     mesh: AnyMesh | None = None,
     in_specs: PyTree[Placement],
     out_specs: PyTree[Placement],
@@ -138,7 +138,7 @@ def filter_shard_map(
         mean(model, np.ones((16, 4), np.float32))
         ```
     """
-    refuse_by_position("filter_shard_map", fun, _others)
+    refuse_by_position("filter_shard_map", fun, by_position)
     options = {"axis_names": axis_names, "check_vma": check_vma, "reshard": reshard, "jit": jit}
     if fun is None:
         return functools.partial(
