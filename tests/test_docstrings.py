@@ -105,7 +105,10 @@ def _missing_in_function(function, doc):
     arguments = _section(doc, "Arguments")
     for name, parameter in signature.parameters.items():
         # What takes any other keyword is there to refuse it.
-        refused = parameter.kind is parameter.VAR_KEYWORD and name == "others"
+        refused = (parameter.kind, name) in (
+            (parameter.VAR_KEYWORD, "others"),
+            (parameter.VAR_POSITIONAL, "by_position"),
+        )
         if not refused and f"`{name}`" not in arguments:
             yield f"the argument {name}"
     if signature.return_annotation not in (None, "None") and not _section(doc, "Returns"):

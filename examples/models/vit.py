@@ -18,7 +18,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from running import Strategy, Task, report, trained
 
-from mylib.contracts import fsdp as is_fsdp, never, tensor_parallel as is_tensor_parallel
+from mylib.contracts import fsdp as is_fsdp, never
 from mylib.rules import fsdp, replicated, tensor_parallel
 
 
@@ -120,7 +120,7 @@ STRATEGIES = {
         USED,
         USED,
         "data",
-        (is_tensor_parallel("model", argument="model"),),
+        (never("all-gather", "model"), never("all-to-all", "model")),
     ),
 }
 

@@ -4,6 +4,7 @@ import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -222,8 +223,8 @@ class Program:
             compare(call, rest.kept, arrays)
             about_compiled(call, arrays, donated, made.arrays)
             if mode == "eager" and not ahead:
-                traced = self.jitted.trace(*statics, kept, donated)
-                about_replicated(call, arrays, made.arrays, traced)
+                trace = partial(self._run, call, self.jitted.trace, statics, kept, donated)
+                about_replicated(call, arrays, made.arrays, trace)
             variant.is_parallel |= any(map(_is_on_several_devices, (*arrays, *made.arrays)))
         if placed is not call.arrays and variant.donated is not None:
             let_go(call, placed, variant.donated)
@@ -247,7 +248,8 @@ class Program:
         # Warns about captured arrays now: the program may be called in another process.
         if call.variant.large:
             about_captured(call)
-        return lowered, self.jitted.trace(*statics, kept, donated).jaxpr, arrays
+        traced = self._run(call, self.jitted.trace, statics, kept, donated)
+        return lowered, traced.jaxpr, arrays
 
     def _run(
         self,

@@ -1,7 +1,7 @@
 """Warns of programs whose products are not divided: all devices compute the same."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,11 @@ _ALL = 0.9
 _UNROLLED = 4
 
 
-def about_replicated(call: Call, arrays: Arrays, returned: Arrays, traced: Any) -> None:
-    """Warns after a compilation that all devices compute the same. `traced` is what
-    `jax.jit(...).trace` returns, from JAX's cache.
+def about_replicated(
+    call: Call, arrays: Arrays, returned: Arrays, trace: Callable[[], Any]
+) -> None:
+    """Warns after a compilation that all devices compute the same. `trace` gets the traced program
+    from JAX's cache.
     """
     devices = max(map(_devices_of, (*arrays, *returned)), default=1)
     if devices == 1 or call.program.variants.is_replicated_told:
@@ -36,6 +38,7 @@ def about_replicated(call: Call, arrays: Arrays, returned: Arrays, traced: Any) 
     positions = _whole(arrays[: call.variant.split.count], devices)
     if not positions:
         return
+    traced = trace()
     found = products_in(without_dead_code(traced.jaxpr), each_turn=False)
     if found is None or not _are_worth_dividing(found, devices):
         return

@@ -270,8 +270,8 @@ class TestNames:
         f(a, b, a)
         with pytest.raises((RuntimeError, ValueError), match="deleted") as caught:
             f(a, b, a)
-        (note,) = caught.value.__notes__
-        assert "was given deleted arrays: b." in note
+        notes = str(caught.value.__notes__)
+        assert "was given deleted arrays: b." in notes and "share memory" not in notes
         one, other = (jax.device_put(a, device) for device in jax.devices()[1:3])
         with pytest.raises(ValueError, match="devices") as caught:
             f(one, other, one)
