@@ -105,8 +105,9 @@ class Lookout:
         if self.pauses:
             faulthandler.cancel_dump_traceback_later()
             return
-        # There may be no standard error that is a file.
-        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+        if sys.__stderr__ is None:
+            return
+        with contextlib.suppress(OSError, RuntimeError, ValueError):  # it may be no file
             faulthandler.dump_traceback_later(self.limit, file=sys.__stderr__)
 
     def account(self, full: bool) -> Account:

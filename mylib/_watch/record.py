@@ -100,7 +100,7 @@ class Started(NamedTuple):
     def busy(self) -> list[int]:
         """The devices of this process that have not ended it."""
         try:
-            shards = [x for result in self.results() for x in data_of_shards(result)]
+            shards: list[Any] = [x for result in self.results() for x in data_of_shards(result)]
             return sorted({x.device.id for x in shards if not x.is_ready()})
         except RuntimeError:
             return []
@@ -139,7 +139,8 @@ class Record:
         tally = witness.tally
         if tally is None:
             return  # nothing of it is here
-        frame = sys._getframe(2)
+        # Each call needs this: `inspect.currentframe` would need two steps more.
+        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
         while frame.f_code.co_filename.startswith(_PASSED_THROUGH) and frame.f_back is not None:
             frame = frame.f_back
         tally.count = number = tally.count + 1

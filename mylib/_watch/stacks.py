@@ -94,7 +94,7 @@ def threads() -> dict[int, Thread]:
     known = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         ident: Thread(known.get(ident, ""), list(_frames(frame)))
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
         if ident != threading.get_ident() and not known.get(ident, "").startswith(_HELPERS)
     }
 

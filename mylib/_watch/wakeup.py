@@ -25,7 +25,9 @@ class Wakeup:
             found = self._reads.recv(64)
         except TimeoutError:
             return False
-        return None if self._is_closed else self._signum in found
+        if self._is_closed:
+            return None
+        return self._signum is not None and self._signum in found
 
     def close(self) -> None:
         if self._signum is not None:
