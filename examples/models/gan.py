@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from running import Strategy
 
 import mylib
-from mylib.contracts import fsdp as is_fsdp, never
+from mylib.contracts import never
 from mylib.rules import batch as rows, fsdp, replicated
 
 
@@ -152,7 +152,7 @@ STRATEGIES = {
         fsdp("data", min_size=256),
         replicated(),
         "data",
-        (is_fsdp("data", argument="players"),),
+        (never("all-to-all", "data"), never("collective-permute", "data")),
     ),
     "data parallel": Strategy(
         {"data": -1}, replicated(), replicated(), "data", (never("all-gather", "data"),)

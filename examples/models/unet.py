@@ -165,7 +165,7 @@ STRATEGIES = {
         fsdp("data", min_size=256),
         replicated(),
         "data",
-        (never("all-to-all", "data"),),
+        (never("collective-permute", "data"), never("all-to-all", "data", above="1 KiB")),
     ),
     "data parallel": Strategy(
         {"data": -1}, replicated(), replicated(), "data", (never("all-gather", "data"),)
