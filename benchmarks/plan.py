@@ -208,7 +208,6 @@ PRICED = (
     Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 8 x DP 8"),
     Truth("7B", "h100 x 64", LLAMA2_7B._replace(depth=4), 4, 4096, "FSDP 32 x TP 2"),
     Truth("70B", "h100 x 256", LLAMA3_70B, 1, 8192, "FSDP 32 x TP 8, splits saved"),
-    Truth("16B", "v5e 4x4", SCALED["16B"]._replace(depth=2), 2, 2048, "FSDP 16"),
 )
 
 

@@ -13,10 +13,10 @@ from mylib._plan.trace import PlannedStep, trace
 pytestmark = pytest.mark.compilers
 
 
-@pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
+@pytest.mark.compiles_for("h100 x 8")
 @pytest.mark.parametrize("name", ["FSDP 8", "FSDP 4 x TP 2"])
 def test_prices_are_those_of_the_compiled_program(machine, name):
-    """In a scan. Collectives over "model" aren't compared: TPUs split them."""
+    """In a scan. Collectives over "model" aren't compared: compilers write them in several ways."""
     make = lambda key: steps.StackedTransformer(key, width=512, heads=8, depth=4, vocab=1024)  # noqa: E731
     args = steps.abstract(make, jax.ShapeDtypeStruct((64, 129), jnp.int32))
     step = steps.step_of(steps.language_loss)
@@ -32,9 +32,9 @@ def test_prices_are_those_of_the_compiled_program(machine, name):
 
 @pytest.mark.compiles_for("h100 x 8")
 def test_the_fastest_that_fits(machine):
-    args = steps.abstract(steps.PlainTransformer, jax.ShapeDtypeStruct((64, 17), jnp.int32))
-    step = steps.step_of(steps.language_loss)
-    plan = mylib.plan(step, *args, machine=machine, policies=("full",), compile=2)
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    step = steps.step_of(steps.squared_loss)
+    plan = mylib.plan(step, *args, machine=machine, policies=("full",), compile=1)
     assert plan.chosen.compiled and plan.audit.axes == plan.axes
     low, high = plan.seconds
     assert 0 < low <= plan.chosen.seconds <= high
