@@ -157,7 +157,7 @@ def _asked(by: "Calls | LayerInputs", classes: Iterable[type]) -> Iterator[None]
     number = next(_numbers)
     _running[number] = by
     try:
-        with _replaced({_owner(cls) for cls in classes} - {None}), _tracing(number):
+        with _dispatching({_owner(cls) for cls in classes} - {None}), _tracing(number):
             yield
     finally:
         del _running[number]
@@ -218,7 +218,7 @@ _originals: dict[type, Callable[..., Any]] = {}
 
 
 @contextmanager
-def _replaced(classes: set[Any]) -> Iterator[None]:
+def _dispatching(classes: set[Any]) -> Iterator[None]:
     """Calls of these classes ask `_tracing`, until all threads have left this."""
     with _lock:
         for cls in classes:

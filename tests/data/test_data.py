@@ -460,10 +460,14 @@ def test_an_error_of_the_source_has_its_place(mesh):
     next(batches)
     with pytest.raises(KeyboardInterrupt):
         next(batches)
-    for source in 3, None:
-        batches = prefetch(source, P(), mesh=mesh)
-        assert "not iterable" in _fails(TypeError, next, batches) and list(batches) == []
-        assert "could not start: TypeError" in _fails(TypeError, batches.get_state)
+
+    class Broken:
+        def __iter__(self):
+            return 3
+
+    batches = prefetch(Broken(), P(), mesh=mesh)
+    assert "non-iterator" in _fails(TypeError, next, batches) and list(batches) == []
+    assert "could not start: TypeError" in _fails(TypeError, batches.get_state)
 
 
 @pytest.mark.slow
