@@ -18,7 +18,7 @@ import jax
 from .._errors import line_of_caller
 from .._watched import waits
 from .groups import digest, named
-from .order import IN_ORDER
+from .order import IN_ORDER, TransferError
 from .series import JUDGED, Conclusion, Judge, Processes, Series, patience
 from .watch import CALLS, MEETINGS, programs_of, read_in_order, wait_in_step
 
@@ -123,18 +123,18 @@ class _Visit:
                 came_for_it = any(not int(text[0]) for text in messages.values())
                 if missing:
                     kind = _FAILED if came_for_it else _VOID
-                    series.conclude(kind, json.dumps([missing, timeout, series.calls]))
+                    series.conclude(kind, json.dumps([missing, timeout, "", series.calls]))
                 else:  # one has died after its message, before it was counted
                     series.conclude(JUDGED, judge_all(messages))
 
-    def _failure(self, conclusion: Conclusion) -> AbsentError:
-        who, about, _ = json.loads(conclusion.text)
+    def _failure(self, conclusion: Conclusion) -> Exception:
+        who, about, breach, _ = json.loads(conclusion.text)
         purpose, me = self.purpose, jax.process_index()
+        if breach:  # that process has known it first
+            return TransferError(breach)
         if isinstance(about, str):
-            text = (
-                f"{named(who)} was interrupted ({about}) when the processes compared ({purpose}), "
-                "so this call has failed in all of them. They can go on with the next one"
-            )
+            text = f"{named(who)} was interrupted ({about}) when the processes compared ({purpose})"
+            text += ", so this call has failed in all of them. They can go on with the next one"
         elif me not in who:
             text = f"{named(who)} did not come within {about:g} s to compare ({purpose}). "
             text += _advice(purpose)
@@ -163,7 +163,8 @@ class _Visit:
                 series.only.release()
 
     def _conclude(self, kind: str, error: BaseException) -> None:
-        about = [jax.process_index()], type(error).__name__, self.series.calls
+        breach = str(error) if isinstance(error, TransferError) else ""
+        about = [jax.process_index()], type(error).__name__, breach, self.series.calls
         with suppress(jax.errors.JaxRuntimeError):  # The service may be gone.
             self.series.conclude(kind, json.dumps(about))
 
