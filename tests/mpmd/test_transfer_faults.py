@@ -294,9 +294,14 @@ def test_a_process_that_is_stopped_and_goes_on():
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.thorough)])
 def test_an_interrupt_at_a_random_moment(seed, seconds):
-    """All calls after it are right, or an error in both processes. None waits for ever."""
-    x, first, second = _connected()
+    """All calls after it are right, or an error in both processes. None waits for ever.
+
+    An interrupt before a call skips it, and leaves nothing behind: the next one must differ.
+    """
+    _, first, second = _connected()
     me, rng = jax.process_index(), np.random.default_rng(seed)
+    given = [np.arange(8 * n, dtype=np.float32) for n in (1, 2, 3)]
+    sent = [mylib.filter_device_put(x, P("data"), mesh=first) for x in given]
     add = [mpmd.jit(lambda x, i: x + i, mesh=mesh) for mesh in (first, second)]
     seconds(5)
     barrier()
@@ -308,9 +313,9 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
         if time.monotonic() - start > 5:
             break
         try:
-            y = mpmd.transfer(add[0](x, np.float32(i)), P(), mesh=second)
+            y = mpmd.transfer(add[0](sent[i % 3], np.float32(i)), P(), mesh=second)
             y = add[1](y, np.float32(i))
-            np.testing.assert_array_equal(mpmd.fetch(y), X + 2 * i)
+            np.testing.assert_array_equal(mpmd.fetch(y), given[i % 3] + 2 * i)
         except KeyboardInterrupt:
             continue
         except (mpmd.TransferError, jax.errors.JaxRuntimeError) as error:
