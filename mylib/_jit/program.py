@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import jax
 import jax.tree_util as jtu
-from jax.core import Tracer
 
 from .. import _watched
 from .._compat import (
@@ -45,7 +44,7 @@ from .naming import (
     unhashable,
 )
 from .placed_after import PlacedAfter
-from .replicated import about_replicated
+from .replicated import about_replicated, devices_of
 from .signature import Function
 from .variants import Variant, Variants
 
@@ -225,7 +224,7 @@ class Program:
             if mode == "eager" and not ahead:
                 trace = partial(self._run, call, self.jitted.trace, statics, kept, donated)
                 about_replicated(call, arrays, made.arrays, trace)
-            variant.is_parallel |= any(map(_is_on_several_devices, (*arrays, *made.arrays)))
+            variant.is_parallel |= any(devices_of(x) > 1 for x in (*arrays, *made.arrays))
         if placed is not call.arrays and variant.donated is not None:
             let_go(call, placed, variant.donated)
         result = rest.split.fill(made.arrays)
@@ -350,12 +349,6 @@ def _refuse_deleted(arrays: Arrays) -> None:
     """Raises what newer versions of JAX raise."""
     if any([x.is_deleted() for x in arrays if hasattr(type(x), "is_deleted")]):
         raise RuntimeError("Array has been deleted.")
-
-
-def _is_on_several_devices(x: Any) -> bool:
-    if isinstance(x, Tracer) or not isinstance(x, jax.Array):
-        return False
-    return x.sharding.num_devices > 1
 
 
 def _is_in_host_memory(x: Any) -> bool:

@@ -32,7 +32,7 @@ def about_replicated(
     """Warns after a compilation that all devices compute the same. `trace` gets the traced program
     from JAX's cache.
     """
-    devices = max(map(_devices_of, (*arrays, *returned)), default=1)
+    devices = max(map(devices_of, (*arrays, *returned)), default=1)
     if devices == 1 or call.program.variants.is_replicated_told:
         return
     positions = _whole(arrays[: call.variant.split.count], devices)
@@ -67,7 +67,7 @@ def _are_worth_dividing(found: Products, devices: int) -> bool:
     return not found.looped or devices > _UNROLLED or jax.default_backend() == "cpu"
 
 
-def _devices_of(x: Any) -> int:
+def devices_of(x: Any) -> int:
     if isinstance(x, Tracer) or not isinstance(x, jax.Array):
         return 1
     return x.sharding.num_devices
