@@ -23,7 +23,7 @@ class Flow:
     def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
         self._module = module
         self._transfers = transfers
-        self.devices = module.devices
+        self.devices: int = module.devices
 
     @cached_property
     def graph(self) -> Graph:

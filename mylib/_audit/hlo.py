@@ -102,6 +102,9 @@ class Instruction:
 
     def __init__(self, computation: "Computation", match: re.Match[str]):
         self.computation = computation
+        self.name: str
+        self.type: str
+        self.opcode: str
         self.name, self.type, self.opcode, rest = match.group("name", "type", "opcode", "rest")
         end = _closing(rest)
         self.rest: str = rest[:end]  # the text in the parentheses
@@ -249,9 +252,8 @@ class HloModule:
         self.entry: Computation = entry
         self._check()
         numbers = dict(re.findall(r"\b(num_partitions|replica_count)=(\d+)", self.header))
-        self.partitions, self.replicas = (
-            int(numbers.get(name, 1)) for name in ("num_partitions", "replica_count")
-        )
+        self.partitions: int = int(numbers.get("num_partitions", 1))
+        self.replicas: int = int(numbers.get("replica_count", 1))
         self.devices: int = max(self.partitions, self.replicas)
 
     def _read(self, text: str) -> Computation | None:

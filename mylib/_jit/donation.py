@@ -46,7 +46,7 @@ class Donated:
     """Which of a program's arrays are donated. It takes two lists: those kept, those donated."""
 
     def __init__(self, flags: Iterable[bool]):
-        self.flags = tuple(flags)
+        self.flags: tuple[bool, ...] = tuple(flags)
         self._kept = tuple(map(not_, self.flags))
 
     @classmethod

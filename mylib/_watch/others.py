@@ -36,6 +36,8 @@ _AFTER = 12.0
 _PRINTS = 1.0
 # So long the report waits for what other processes know of themselves.
 _PATIENCE = 2.0
+# And longer where a signal has asked: nobody is in a hurry.
+_ANSWERS = 5.0
 # A process that has used so much of its limit tells all that it knows of itself.
 _SOON = 0.8
 
@@ -120,7 +122,7 @@ class Others:
             self._lookout.is_asked = False
             if self._bulletin.order_records(self._orders):
                 self._asked = self._orders + 1
-                self._deadline = now + (_ORDERS + 1) * min(_TELL, self._limit / 5) + 1
+                self._deadline = now + (_ORDERS + 1) * min(_TELL, self._limit / 5) + _ANSWERS
         if now - self._told >= self._pace():
             self._tell(now)
             if self._seems_stuck() or self._number % _ORDERS == 1:
@@ -216,7 +218,8 @@ class Others:
             if found.get("orders", 0) >= self._asked:
                 x.record = found
         assert self._deadline is not None
-        if now >= self._deadline or all(x.record for x in accounts if self._speaks(x)):
+        waits_for = [x for x in accounts if self._speaks(x) or x.state == "absent"]
+        if now >= self._deadline or all(x.record for x in waits_for):
             self._deadline = None
             say(report(accounts, "asked for by a signal"))
 
