@@ -1,6 +1,9 @@
 """What a function can be called in, and on which meshes."""
 
 import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import pytest
@@ -11,7 +14,22 @@ import mylib
 AUTO = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 EXPLICIT = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
 MIXED = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit, AxisType.Auto))
-MESHES = pytest.mark.parametrize("mesh", [AUTO, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
+AXES = {"auto": AUTO, "explicit": EXPLICIT, "mixed": MIXED}
+MESHES = pytest.mark.parametrize("mesh", AXES.values(), ids=AXES)
+
+
+def crossed(**choices: Sequence[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
+    """A test of all choices together. The last list is what the others are divided by every day: of
+    three lists any two choices meet, if it isn't the longest. The rest is `exhaustive`.
+    """
+    named = [x if isinstance(x, Mapping) else {str(y): y for y in x} for x in choices.values()]
+    cases = []
+    for cell in itertools.product(*(enumerate(x) for x in named)):
+        places, names = zip(*cell, strict=True)
+        marks = [pytest.mark.exhaustive] if sum(places) % len(named[-1]) else []
+        values = (x[name] for x, name in zip(named, names, strict=True))
+        cases.append(pytest.param(*values, id="-".join(names), marks=marks))
+    return pytest.mark.parametrize(", ".join(choices), cases)
 
 
 def under_grad(f, x):

@@ -254,6 +254,7 @@ class TestPrivateNames:
     def test_would_be_missed(self, name):
         assert find(name) is NOWHERE
 
+    @pytest.mark.slow
     def test_no_other_is_used(self):
         used = set()
         for path in PACKAGE.rglob("*.py"):

@@ -720,6 +720,7 @@ class TestTexts:
             jax.jit(lambda x: x.sum(), donate_argnums=0)(X + 1)
         assert str(caught[0].message).startswith(names.TEXT_NOT_DONATED), advice("TEXT_NOT_DONATED")
 
+    @pytest.mark.slow
     def test_of_the_coordination_service(self, checkout_env):
         """In a process of its own; its methods are all called."""
         program = """
@@ -894,6 +895,7 @@ class TestNoOtherModule:
         assert list(literal_names(source))
 
 
+@pytest.mark.slow
 class TestMoved:
     """A JAX that has moved a name: `import mylib` works, and who needs the name says so."""
 

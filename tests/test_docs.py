@@ -34,7 +34,16 @@ def pages_server(checkout_env, cache_env):
         assert server.wait(60) == 0
 
 
-@pytest.mark.parametrize("page", sorted({page for page, _ in _PYTHON}), ids=_name)
+_EVERYDAY = ["README.md", "docs/getting-started.md"]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(x, id=_name(x), marks=[] if _name(x) in _EVERYDAY else [pytest.mark.slow])
+        for x in sorted({page for page, _ in _PYTHON})
+    ],
+)
 def test_page_runs(page, pages_server, tmp_path):
     printed = tmp_path / "printed"
     pages_server.stdin.write(f"{page}\t{printed}\n")

@@ -80,6 +80,7 @@ def nothing_compiled_before():
 
 
 # The example of `second_backend` wants a process in which nobody has called it yet.
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in _PUBLIC if p != "mylib.testing.second_backend"])
 def test_examples(path, request):
     if path == "mylib.load_compiled":
@@ -173,6 +174,7 @@ def test_api_pages():
     assert set(re.findall(r"\]\((\S+?)#(\S+?)\)", index)) == links
 
 
+@pytest.mark.slow
 def test_second_backend(checkout_env):
     (example,) = _examples(mylib.testing.second_backend)
     program = f"import jax, mylib.testing\n{example}\nassert len(jax.devices('other')) == 4"

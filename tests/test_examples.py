@@ -17,7 +17,7 @@ _SCRIPTS = sorted(_EXAMPLES.glob("*.py"))
 _MACHINES = _EXAMPLES / "machines_you_dont_have.ipynb"
 _NOTEBOOKS = sorted(path for path in _EXAMPLES.glob("*.ipynb") if path != _MACHINES)
 _MANY_PROCESSES = _EXAMPLES / "many_processes.py"
-_SLOW = ["evolution_strategies.py", "gpt.py", "strategies.py"]
+_EVERYDAY = ["newton.py"]
 
 
 def _name(path: Path) -> str:
@@ -42,7 +42,7 @@ def _run(script, env, *launch):
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(path, id=path.name, marks=[pytest.mark.slow] if path.name in _SLOW else [])
+        pytest.param(path, id=path.name, marks=[] if path.name in _EVERYDAY else [pytest.mark.slow])
         for path in _SCRIPTS
         if path != _MANY_PROCESSES
     ],

@@ -44,6 +44,7 @@ def test_it_changes_nothing(checkout_env):
     assert printed_by("-c", STATE, env=checkout_env).strip() == "{}"
 
 
+@pytest.mark.slow
 def test_rooms_that_most_programs_don_t_use_are_not_loaded(checkout_env):
     script = (
         "import sys, mylib\n"

@@ -211,6 +211,7 @@ class TestScan:
         np.testing.assert_allclose(total, parts.sum(0))
         np.testing.assert_allclose(seen[:, 2], parts[0])
 
+    @pytest.mark.slow
     @CHECKED
     def test_gradients(self, checked):
         def f(w, x):

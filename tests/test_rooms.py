@@ -56,6 +56,7 @@ def test_names():
     assert pickle.loads(text.encode()).faults == error.faults
 
 
+@pytest.mark.slow
 def test_neither_importing_nor_launching_imports_pytest(checkout_env):
     script = (
         "import sys, mylib, mylib.testing.__main__; mylib.testing.assert_placed; "

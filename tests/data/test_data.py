@@ -1018,6 +1018,7 @@ print("goes on")
     assert rest == ["goes on"] and process.returncode == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c(checkout_env):
     """While the loop waits for a source that never comes back."""
     loop = """

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contexts import CONTEXTS, MESHES, MIXED
+from contexts import AXES, CONTEXTS, MESHES, MIXED, crossed
 from hypothesis import example, given, settings, strategies as st
 from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
@@ -63,10 +63,8 @@ UNROLLED = pytest.param("unrolled", marks=pytest.mark.thorough)
 STACKINGS = pytest.mark.parametrize("stacking", ["scan", UNROLLED])
 
 
-EVERY_DAY = [
-    ("explicit", "scan", "dots"),
-]
 SLOW = [
+    ("explicit", "scan", "dots"),
     ("auto", "scan", "everything"),
     ("explicit", "scan", "everything"),
     ("shard_map", "scan", "everything"),
@@ -84,7 +82,6 @@ THOROUGH = [
 @pytest.mark.parametrize(
     "mode, stacking, base",
     [
-        *EVERY_DAY,
         *[pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
         *[pytest.param(*case, marks=pytest.mark.thorough) for case in THOROUGH],
     ],
@@ -175,6 +172,7 @@ def test_activations_are_gathered_again_and_not_kept(mode, stacking):
     assert spared == pytest.approx(whole * 3 / 4, rel=0.03)
 
 
+@pytest.mark.slow
 @STACKINGS
 def test_on_explicit_axes_nothing_needs_to_be_pinned(stacking):
     with_pin, without = (
@@ -419,6 +417,7 @@ OFFLOADING = {
 }
 
 
+@pytest.mark.slow
 @MODES
 @STACKINGS
 @pytest.mark.parametrize("what", OFFLOADING)
@@ -495,8 +494,7 @@ def product(w, x):
     return jnp.sin(w) * x
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@MESHES
+@crossed(context=[*CONTEXTS], mesh=AXES)
 def test_in_every_context(mesh, context):
     x = jnp.arange(32.0).reshape(8, 4) / 32
     w = jnp.cos(x)

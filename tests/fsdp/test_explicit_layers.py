@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import crossed
 from jax.sharding import AxisType, PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -265,8 +266,7 @@ def compare(cls, mesh, *, loss_of=loss_of, kept=KEPT, layers=2, **options):
 ON_EXPLICIT = pytest.mark.parametrize("mesh", ["Explicit", "Explicit and Auto"])
 
 
-@ON_EXPLICIT
-@pytest.mark.parametrize("cls", KINDS, ids=lambda cls: cls.__name__)
+@crossed(cls={x.__name__: x for x in KINDS}, mesh=["Explicit", "Explicit and Auto"])
 def test_as_in_plain_jax(cls, mesh):
     compare(cls, MESHES[mesh])
 

@@ -82,11 +82,15 @@ def gradients(value, layers, x, mesh, kept=KEPT, used=None, layer=Layer, **optio
     "mesh, value, prefetch",
     [  # every pair
         pytest.param(AUTO, value_of, 1, id="auto-1"),
-        pytest.param(EXPLICIT, value_by_example, 1, id="explicit-examples-1"),
+        pytest.param(
+            EXPLICIT, value_by_example, 1, id="explicit-examples-1", marks=pytest.mark.slow
+        ),
         pytest.param(EXPLICIT, value_of, 2, id="explicit-2"),
         pytest.param(AUTO, value_by_example, 2, id="auto-examples-2"),
-        pytest.param(AUTO, value_of, 9, id="auto-9"),
-        pytest.param(EXPLICIT, value_by_example, 9, id="explicit-examples-9"),
+        pytest.param(AUTO, value_of, 9, id="auto-9", marks=pytest.mark.slow),
+        pytest.param(
+            EXPLICIT, value_by_example, 9, id="explicit-examples-9", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_numbers_are_those_of_one_device(mesh, value, prefetch):
@@ -121,6 +125,7 @@ def test_kept_in_another_dtype():
     assert_close(found, again, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_kept_in_host_memory():
     def kept(leaf):
         spec = P("data") if leaf.ndim == 2 else P()
@@ -138,6 +143,7 @@ def test_kept_in_host_memory():
     assert_close(run(layers, 1), run(layers, 0))
 
 
+@pytest.mark.slow
 def test_gradients_of_each_example():
     def one(x):
         def value(layers):
@@ -151,6 +157,7 @@ def test_gradients_of_each_example():
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_what_a_method_closes_over_has_a_gradient():
     def value(layers, factors):
         count, x = jnp.zeros((), jnp.int32), X
@@ -509,6 +516,7 @@ def test_other_derivatives(derivative):
     assert_close(found, derivative(lambda x: squared(LAYERS, x), X[0]), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_forward_mode_by_weights():
     def directional(run):
         _, tangent = eqx.filter_jvp(run, (LAYERS,), (eqx.filter(LAYERS, eqx.is_inexact_array),))

@@ -509,6 +509,7 @@ for f in (
 """
 
 
+@pytest.mark.slow
 def test_a_breakpoint_is_for_one_device(checkout_env):
     env = {**checkout_env, "EQX_ON_ERROR": "breakpoint"}
     ran = subprocess.run(

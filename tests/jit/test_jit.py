@@ -18,7 +18,7 @@ import models
 import numpy as np
 import optax
 import pytest
-from contexts import AUTO as MESH, CONTEXTS, EXPLICIT, MIXED
+from contexts import AUTO as MESH, CONTEXTS, EXPLICIT, MIXED, crossed
 from hypothesis import given, strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P, SingleDeviceSharding
 
@@ -26,7 +26,8 @@ import mylib
 from mylib.rules import batch, by_path, fsdp, like, replicated
 
 KEY = jax.random.key(0)
-MESHES = pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
+AXES = {"auto": MESH, "explicit": EXPLICIT}
+MESHES = pytest.mark.parametrize("mesh", AXES.values(), ids=AXES)
 
 
 class Counted:
@@ -428,6 +429,7 @@ class TestReturnsAtOnce:
     def long(x):
         return jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x), x)
 
+    @pytest.mark.slow
     def test_before_the_work_is_done(self):
         x = jnp.eye(600)
         f = mylib.filter_jit(self.long)
@@ -801,8 +803,7 @@ def born_on_one_device():
 
 
 class TestOutShardings:
-    @MESHES
-    @pytest.mark.parametrize("how", ["mesh=", "set_mesh", "placement"])
+    @crossed(how=["mesh=", "set_mesh", "placement"], mesh=AXES)
     def test_born_sharded(self, mesh, how):
         placement = fsdp("data", min_size=0)
         if how == "placement":

@@ -254,6 +254,7 @@ class TestThePlugin:
         done.assert_outcomes(errors=2, deselected=1)
         done.stdout.fnmatch_lines(["*--require-compilers: XLA's compiler for *"])
 
+    @pytest.mark.slow
     def test_the_fixture_is_needed(self, pytester, session):
         pytester.makepyfile(
             "import pytest\n@pytest.mark.compiles_for('h100 x 8')\ndef test_it(): pass"

@@ -330,6 +330,7 @@ class TestPlacements:
         pipe, (stages, _, _), reference = small(2, mpmd.gpipe(2, 4))
         check(pipe(stages, *numbers()), reference, stages)
 
+    @pytest.mark.slow
     def test_other_numbers_of_devices_and_other_axes(self):
         """The second mesh can't split 4 rows over 3 devices, and the third has other axes."""
         devices, (x, y), given = np.array(jax.devices()), numbers(), dense(3)

@@ -331,6 +331,7 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
     assert bool(told) <= bool(watch().failures)
 
 
+@pytest.mark.slow
 def test_arrays_of_two_platforms_are_accounted_for_together(seconds):
     """Those of the second one as that would: there is one platform here."""
     x, first, second = _connected()
@@ -347,6 +348,7 @@ def test_arrays_of_two_platforms_are_accounted_for_together(seconds):
     assert watch().is_idle() and not watch().failures
 
 
+@pytest.mark.slow
 def test_what_is_donated_has_not_arrived(seconds):
     x, first, second = _connected()
     seconds(3)
@@ -359,6 +361,7 @@ def test_what_is_donated_has_not_arrived(seconds):
     assert "process 0 has not sent it within 3 s" in _next_error()
 
 
+@pytest.mark.slow
 def test_the_receiver_is_alone(seconds):
     x, first, second = _connected()
     seconds(5)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contexts import AUTO, CONTEXTS, EXPLICIT, MESHES
+from contexts import AUTO, AXES, CONTEXTS, EXPLICIT, MESHES, crossed
 from hypothesis import given, strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -44,9 +44,7 @@ SPLITS = {
 CARRIED = ("scan", "cond", "while")
 
 
-@MESHES
-@pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("context", CONTEXTS)
+@crossed(context=[*CONTEXTS], split=[*SPLITS], mesh=AXES)
 def test_values_and_gradients_in_every_context(context, split, mesh):
     expected = CONTEXTS[context](whole, jnp.asarray(X))
     f = mylib.filter_shard_map(part, **SPLITS[split])
@@ -56,8 +54,7 @@ def test_values_and_gradients_in_every_context(context, split, mesh):
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
-@MESHES
-@pytest.mark.parametrize("split", SPLITS)
+@crossed(split=[*SPLITS], mesh=AXES)
 def test_without_a_mesh_in_force(split, mesh):
     f = mylib.filter_shard_map(part, mesh=mesh, **SPLITS[split])
     for call in (f, jax.jit(f), mylib.filter_jit(f)):
@@ -66,6 +63,7 @@ def test_without_a_mesh_in_force(split, mesh):
     assert f(X).sharding.mesh == mesh
 
 
+@pytest.mark.slow
 @MESHES
 def test_stepped_through(mesh):
     seen = []

@@ -91,6 +91,7 @@ class TestTransformer:
         assert heads.limit == 4
         assert not any(heads in chosen for chosen in found.choices(8))
 
+    @pytest.mark.slow
     def test_layers_and_rows(self):
         plain = traced(steps.PlainTransformer, steps.TOKENS, steps.language_loss)
         stacked = traced(steps.StackedTransformer, steps.TOKENS, steps.language_loss)

@@ -196,14 +196,14 @@ def arrays(tree):
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
-EVERYDAY = {"convolutions": ["fsdp"], "transformer": ["both"], "scanned": []}
+EVERYDAY = {"mlp": ["fsdp"], "transformer": ["both"]}
 TRAINED = [
     pytest.param(
         name,
         strategy,
         optimiser,
         marks=[]
-        if strategy in EVERYDAY.get(name, STRATEGIES) and optimiser == "adamw"
+        if strategy in EVERYDAY.get(name, ()) and optimiser == "adamw"
         else pytest.mark.thorough,
     )
     for name, strategy, optimiser in TRAINED
@@ -299,6 +299,7 @@ def twice(shapes, model, rule):
     return Counter(shapes) + Counter(local_shapes(model, rule, ".layers"))
 
 
+@pytest.mark.slow
 class TestCommunication:
     def test_data_parallel_reduces_gradients_and_the_loss_only(self):
         forward = forward_pass("transformer", "data parallel")

@@ -105,6 +105,7 @@ class TestTraining:
         batch = mylib.filter_device_put(np.ones((8, 16), np.float32), P("data"), mesh=mesh)
         return step, batch, model, state
 
+    @pytest.mark.slow
     def test_equal_without_compiling(self, mesh, path, compilations):
         step, batch, model, state = self.made(mesh)
         saved(path, step, batch, model, state)
@@ -164,6 +165,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.slow
 def test_another_process(path, checkout_env):
     program = textwrap.dedent(PROGRAM).replace("EVENT", repr(names.EVENT_COMPILED))
     printed_by("-c", program, "save", path, env=checkout_env)

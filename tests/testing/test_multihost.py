@@ -735,6 +735,7 @@ def test_member_sessions(small, launched):
     assert "needs processes of its own" in text
 
 
+@pytest.mark.slow
 def test_member_sessions_end_together(small, launched):
     small.makepyfile(
         test_small="""
@@ -771,6 +772,7 @@ def test_member_sessions_that_are_asked_to_stop(small, launched):
     assert "pytest was asked to stop" in done.stderr.str() and "enough" in done.stderr.str()
 
 
+@pytest.mark.slow
 def test_member_sessions_without_others(small):
     done = small.runpytest_subprocess("--multihost=member", timeout=300)
     assert done.ret == pytest.ExitCode.USAGE_ERROR
@@ -792,6 +794,7 @@ if sys.argv[1] != "end":
 """
 
 
+@pytest.mark.slow
 def test_launch(small):
     small.makepyfile(script=SCRIPT)
     options = ["-n", "3", "--devices-per-process=2", "script.py", "end", "--processes", "3"]
@@ -802,6 +805,7 @@ def test_launch(small):
         assert line in done.outlines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how, status", [("fail", 1), pytest.param("exit", 7, marks=pytest.mark.thorough)]
 )

@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from contexts import CONTEXTS, MESHES, MIXED
+from contexts import AXES, CONTEXTS, MESHES, MIXED, crossed
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
@@ -29,8 +28,7 @@ def there_and_back(mesh, x):
     return mylib.filter_device_put(there, on(mesh))
 
 
-@MESHES
-@pytest.mark.parametrize("context", CONTEXTS)
+@crossed(context=[*CONTEXTS], mesh=AXES)
 def test_a_trip_to_host_memory_in_every_context(mesh, context):
     def program(x):
         return CONTEXTS[context](lambda x: there_and_back(mesh, 2 * x), x)
@@ -75,9 +73,7 @@ DERIVATIVES = {
 }
 
 
-@MESHES
-@pytest.mark.parametrize("placed", [True, False], ids=["placed", "numpy"])
-@pytest.mark.parametrize("how", DERIVATIVES)
+@crossed(how=[*DERIVATIVES], placed={"placed": True, "numpy": False}, mesh=AXES)
 def test_derivatives_through_host_memory(mesh, how, placed):
     transform, fun, expected = DERIVATIVES[how]
     program = jax.jit(transform(functools.partial(fun, mesh)))
@@ -102,9 +98,7 @@ def test_a_cotangent_comes_from_where_the_result_is(mesh):
     assert cotangent.sharding.memory_kind == "device"
 
 
-@MESHES
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("ahead", [False, True], ids=["called", "ahead"])
+@crossed(spec=[*SPECS], ahead={"called": False, "ahead": True}, mesh=AXES)
 def test_what_filter_jit_returns_in_host_memory_says_so(mesh, spec, ahead):
     wanted = in_host_memory(mesh, spec)
     f = mylib.filter_jit(

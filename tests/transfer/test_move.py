@@ -379,6 +379,7 @@ def test_a_donated_array_may_stand_twice_in_a_tree():
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_donation_frees_memory():
     def live() -> int:
         gc.collect()
@@ -449,6 +450,7 @@ def test_grad_through_a_move_between_backends():
     np.testing.assert_array_equal(g, 2 * np.arange(8.0))
 
 
+@pytest.mark.slow
 def test_second_derivatives_and_nesting():
     x = jnp.arange(1.0, 9.0)
 

@@ -102,6 +102,7 @@ def test_a_process_that_does_not_come_to_compare(mesh, reports):
     assert "process 0 is 1 comparison behind process 1, and has not come to compare" in text
 
 
+@pytest.mark.slow
 @processes
 def test_a_process_that_works_is_waited_for(mesh, reports):
     total = mylib.filter_jit(lambda x: x.sum(), out_shardings=P(), mesh=mesh)
