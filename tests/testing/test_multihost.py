@@ -136,8 +136,7 @@ def faults(request, tmp_path_factory, env) -> Session:
     return run(folder, env, "-o", "multihost_grace=1", "-W", "default", *chosen)
 
 
-# Not every day: each costs new processes, and another test ends in much the same way. What JAX and
-# Python have a part in is run with both Pythons.
+# Not every day: each costs new processes, and another test ends in much the same way.
 LATER = {
     "test_all_leave_each_other": "slow",
     "test_one_changes_a_setting": "slow",
