@@ -63,7 +63,7 @@ def run(tmp_path, checkout_env, verbs, own=None):
     return {record["check"]: record for record in records}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("verbs", ["equinox", "mylib"])
 def test_a_process_that_dies_costs_one_check(tmp_path, checkout_env, verbs):
     found = run(tmp_path, checkout_env, verbs)
@@ -75,14 +75,14 @@ def test_a_process_that_dies_costs_one_check(tmp_path, checkout_env, verbs):
     assert values == [2.0 * i for i in range(8)]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_calls_of_our_verbs_are_counted(tmp_path, checkout_env):
     assert run(tmp_path, checkout_env, "equinox")["plain"]["error"] is None
     found = run(tmp_path, checkout_env, "mylib")
     assert found["plain"]["error"] == "none of mylib's verbs was called"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_calls_have_to_be_the_clients_own(tmp_path, checkout_env):
     found = run(tmp_path, checkout_env, "mylib", own="elsewhere")
     assert found["compiled"]["error"] == "elsewhere itself called none of mylib's verbs"

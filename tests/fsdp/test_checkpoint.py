@@ -65,12 +65,12 @@ STACKINGS = pytest.mark.parametrize("stacking", ["scan", UNROLLED])
 
 SLOW = [
     ("explicit", "scan", "dots"),
-    ("auto", "scan", "everything"),
-    ("explicit", "scan", "everything"),
     ("shard_map", "scan", "everything"),
     ("auto", "scan", "nothing"),
 ]
 THOROUGH = [
+    ("auto", "scan", "everything"),
+    ("explicit", "scan", "everything"),
     ("auto", "scan", "dots"),
     ("shard_map", "scan", "dots"),
     ("explicit", "scan", "nothing"),

@@ -236,7 +236,7 @@ class TestThePlugin:
         pytester.makepyfile(self.FILE)
         return lambda *options: pytester.runpytest_subprocess(*options)
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_skipped_or_failed(self, session):
         installed = []
         for platform in ("gpu", "tpu"):

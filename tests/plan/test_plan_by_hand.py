@@ -58,8 +58,17 @@ def figures(lowered):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [steps.PlainTransformer, steps.StackedTransformer])
-@pytest.mark.parametrize("name", ["FSDP 8", "DP 4 x TP 2", "FSDP 4 x TP 2"])
+@pytest.mark.parametrize(
+    "make, name",
+    [
+        (steps.PlainTransformer, "FSDP 8"),
+        (steps.StackedTransformer, "FSDP 4 x TP 2"),
+        pytest.param(steps.PlainTransformer, "DP 4 x TP 2", marks=pytest.mark.thorough),
+        pytest.param(steps.PlainTransformer, "FSDP 4 x TP 2", marks=pytest.mark.thorough),
+        pytest.param(steps.StackedTransformer, "FSDP 8", marks=pytest.mark.thorough),
+        pytest.param(steps.StackedTransformer, "DP 4 x TP 2", marks=pytest.mark.thorough),
+    ],
+)
 def test_is_the_program_by_hand(make, name):
     step, args, plan = planned(make, name)
     ours = figures(plan.jit(step).lower(*args))
@@ -68,7 +77,14 @@ def test_is_the_program_by_hand(make, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["FSDP 8", "DP 2 x TP 4", "FSDP 4 x TP 2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FSDP 4 x TP 2",
+        pytest.param("FSDP 8", marks=pytest.mark.thorough),
+        pytest.param("DP 2 x TP 4", marks=pytest.mark.thorough),
+    ],
+)
 def test_has_the_losses_of_one_device(name):
     with jax.enable_x64(True):
         make = lambda key: _wide(steps.PlainTransformer(key))  # noqa: E731
