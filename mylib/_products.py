@@ -33,10 +33,8 @@ def _of(eqn: Any, each_turn: bool) -> Products | None:
     name = eqn.primitive.name
     if name in names.KERNELS or name in names.OPAQUE_CALLS or name == names.RAGGED_DOT:
         return None
-    if name == names.DOT:
-        return Products(_dot(eqn))
-    if name == names.CONVOLUTION:
-        return Products(_convolution(eqn))
+    if name in (names.DOT, names.CONVOLUTION):
+        return Products(products_of(eqn))
     inner = jaxprs_in(eqn)
     if not inner:
         made = (getattr(x.aval, "shape", ()) for x in eqn.outvars)
@@ -74,7 +72,10 @@ def _times(eqn: Any, each_turn: bool) -> int:
     return 1
 
 
-def _dot(eqn: Any) -> int:
+def products_of(eqn: Any) -> int:
+    """Counts those of one equation, a `dot_general` or a convolution."""
+    if eqn.primitive.name == names.CONVOLUTION:
+        return _convolution(eqn)
     (contracted, _), _ = eqn.params[names.PARAM_DIMENSION_NUMBERS]
     shape = eqn.invars[0].aval.shape
     return math.prod([*eqn.outvars[0].aval.shape, *(shape[i] for i in contracted)])

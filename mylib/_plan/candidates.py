@@ -32,8 +32,9 @@ _TIE = 0.05
 
 @dataclass
 class Tried:
-    """A strategy and its price. `report` and `estimated` are those of the compiled program, and
-    `measured` are the seconds that a call took.
+    """A strategy and its price. `rows` is their number if they can't be divided over the mesh,
+    `report` and `estimated` are those of the compiled program, and `measured` are the seconds that
+    a call took.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Tried:
     traced: TracedStep | None = None
     price: Price | None = None
     why: str = ""
+    rows: int | None = None
     report: Report | None = None
     estimated: tuple[float, tuple[float, float]] | None = None
     measured: float | None = None
@@ -74,7 +76,7 @@ def priced(
     found: dict[str, Tried] = {}
     for one in strategies(traced, machine, axes, given):
         if isinstance(one, Impossible):
-            found[one.name] = Tried(one.name, why=one.why)
+            found[one.name] = Tried(one.name, why=one.why, rows=one.rows)
             continue
         price = prices.price(one)
         tried = Tried(one.name, one, traced, price)

@@ -6,7 +6,6 @@ What the program computes, sums and holds is noted with its dimensions, so that 
 priced in milliseconds.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from jax.extend import source_info_util
 
 from .._compat import names, opened, scan_sizes
+from .._products import products_of
 from .._programs import jaxprs_in
 from .dims import Dims, Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, shape_of
@@ -192,7 +192,8 @@ class _Apply:
         self.outs[0].sum = made
         return made
 
-    def product(self, flops: float, over: Nodes) -> None:
+    def product(self, over: Nodes) -> None:
+        flops = 2.0 * products_of(self.eqn.source)
         a, b = self.avals[:2]
         out = self.outs[0].nodes
         operands = [(bytes_of(x), v.nodes) for x, v in zip((a, b), self.ins, strict=False)]
@@ -212,8 +213,7 @@ class _Apply:
         free = [x for i, x in enumerate(a) if i not in (*left, *left_rows)]
         free += [x for i, x in enumerate(b) if i not in (*right, *right_rows)]
         self.dims.join_all(self.outs[0].nodes, [*(a[i] for i in left_rows), *free])
-        size = math.prod(self.shape(0)[i] for i in left)
-        self.product(2.0 * math.prod(shape_of(self.made[0])) * size, tuple(a[i] for i in left))
+        self.product(tuple(a[i] for i in left))
 
     def convolution(self) -> None:
         numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
@@ -227,8 +227,7 @@ class _Apply:
         if not by_batch and not by_feature:
             self.dims.join(a[lhs[1]], b[rhs[1]])
         self.dims.join(b[rhs[0]], made[out[1]])
-        kernel = math.prod(self.shape(1)) / self.shape(1)[rhs[0]]
-        self.product(2.0 * math.prod(shape_of(self.made[0])) * kernel, (b[rhs[1]],))
+        self.product((b[rhs[1]],))
 
     def scan(self) -> None:
         constants, carried = scan_sizes(self.eqn.source)

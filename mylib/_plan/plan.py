@@ -238,15 +238,14 @@ def _nothing(
 
 
 def _most_rows(rejected: Sequence[Tried], target: Machine) -> str:
-    for x in rejected:
-        size, _, rest = x.why.partition(" rows can't be divided")
-        if rest:
-            most = max(n for n in range(1, target.count + 1) if int(size) % n == 0)
-            return (
-                f". At most {most} of the devices can share {size} rows: take a batch of "
-                f"{target.count} rows or a multiple, or a smaller machine"
-            )
-    return ""
+    rows = next((x.rows for x in rejected if x.rows), None)
+    if rows is None:
+        return ""
+    most = max(n for n in range(1, target.count + 1) if rows % n == 0)
+    return (
+        f". At most {most} of the devices can share {rows} rows: take a batch of "
+        f"{target.count} rows or a multiple, or a smaller machine"
+    )
 
 
 def plan_of(

@@ -63,10 +63,11 @@ class Strategy:
 
 @dataclass(frozen=True)
 class Impossible:
-    """A mesh that the step can't use, and why."""
+    """A mesh that the step can't use, and why: `rows` if they can't be divided over it."""
 
     name: str
     why: str
+    rows: int | None = None
 
 
 def strategies(
@@ -85,9 +86,9 @@ def strategies(
         parts = strategy.sizes.get(MODEL, 1)
         devices = machine.count // parts
         if traced.batch_size % devices:
-            yield Impossible(
-                strategy.name, f"{traced.batch_size} rows can't be divided over {devices} devices"
-            )
+            rows = traced.batch_size
+            why = f"{rows} rows can't be divided over {devices} devices"
+            yield Impossible(strategy.name, why, rows)
             continue
         if parts == 1:
             yield strategy
