@@ -56,20 +56,27 @@ class Block(eqx.Module):
 
 
 class Llama(eqx.Module):
+    """Its layers are stacked, or in a list."""
+
     embed: Float[Array, "vocab embed"]
-    blocks: Block
+    blocks: Block | list[Block]
     unembed: Float[Array, "embed vocab"]
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """The loss, in blocks of words."""
         x = self.embed[tokens]
-        x = normalised(jax.lax.scan(lambda x, block: (block(x), None), x, self.blocks)[0])
+        if isinstance(self.blocks, list):
+            for block in self.blocks:
+                x = block(x)
+        else:
+            x, _ = jax.lax.scan(lambda x, block: (block(x), None), x, self.blocks)
+        x = normalised(x)
 
-        def block(_: jax.Array, x: jax.Array, words: jax.Array) -> jax.Array:
+        def loss(_: jax.Array, x: jax.Array, words: jax.Array) -> jax.Array:
             logits = jax.nn.log_softmax((x @ self.unembed).astype(jnp.float32))
             return -jnp.mean(jnp.take_along_axis(logits, words[..., None], -1))
 
-        return jnp.mean(in_blocks(block, WORDS, x, jnp.roll(tokens, -1, 1)))
+        return jnp.mean(in_blocks(loss, WORDS, x, jnp.roll(tokens, -1, 1)))
 
 
 def in_blocks(f: Callable[..., jax.Array], size: int, *arrays: jax.Array) -> jax.Array:
@@ -114,6 +121,12 @@ def model_of(size: Size) -> Llama:
         array(depth, hidden, width),
     )
     return Llama(array(size.vocab, width), blocks, array(width, size.vocab))
+
+
+def in_a_list(model: Llama) -> Llama:
+    assert isinstance(model.blocks, Block)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), model.blocks)
+    return Llama(model.embed, [one] * model.blocks.query.shape[0], model.unembed)
 
 
 OPTIM = optax.adamw(1e-3)
@@ -168,9 +181,9 @@ def arguments(truth: Truth) -> tuple[Any, Llama, Any]:
     return batch, model, eqx.filter_eval_shape(OPTIM.init, model)
 
 
-def planned(truth: Truth, **options: Any) -> mylib.Plan:
+def planned(truth: Truth, *args: Any, **options: Any) -> mylib.Plan:
     given = {"machine": truth.machine, "layers": Block, "dtype": jnp.bfloat16, "compile": 0}
-    return mylib.plan(step, *arguments(truth), **{**given, **options})
+    return mylib.plan(step, *(args or arguments(truth)), **{**given, **options})
 
 
 def truths(only: list[str]) -> None:
@@ -215,7 +228,7 @@ def prices(only: list[str]) -> None:
     """Modelled bytes and memory of one strategy, and those of the compiled program."""
     from mylib._plan.candidates import priced
     from mylib._plan.plan import plan_of
-    from mylib._plan.trace import PlannedStep, layer_input, trace
+    from mylib._plan.trace import PlannedStep, trace
 
     columns = "step", "machine", "strategy", "all-gather GiB", "compiled", "sums GiB", "compiled"
     print_header("modelled and compiled", (*columns, "memory GiB", "compiled", "compiled in s"))
@@ -224,8 +237,7 @@ def prices(only: list[str]) -> None:
             continue
         args, machine = arguments(truth), mylib.machines.Machine.of(truth.machine)
         traced = trace(PlannedStep.of(step, args), "full", (Block,), jnp.bfloat16)
-        given = layer_input(traced.step, traced.layers)
-        found = priced(traced, machine, float("inf"), None, given)
+        found = priced(traced, machine, float("inf"))
         one = next(x for x in found if x.name == truth.published)
         plan = plan_of([one], [], machine, False, jnp.bfloat16)
         start = time.monotonic()
@@ -242,13 +254,21 @@ def prices(only: list[str]) -> None:
                    f"{took:.0f}"])  # fmt: skip
 
 
-def times() -> None:
-    print_header("seconds of planning, without compiling", ("step", "machine", "strategies", "s"))
-    for truth in (TRUTHS[0], TRUTHS[11]):
-        start = time.monotonic()
-        plan = planned(truth)
+def times(only: list[str]) -> None:
+    columns = "step", "machine", "strategies", "CPU seconds"
+    print_header("planning, without compiling", columns)
+    rows = {f"{one.name}, {one.machine}": one for one in TRUTHS}
+    for title, where in ("7B, h100 x 64", "scan"), ("70B, h100 x 256", "list"):
+        if not any(part in f"{title}, {where}" for part in only):
+            continue
+        batch, model, _ = arguments(rows[title])
+        model = in_a_list(model) if where == "list" else model
+        args = batch, model, eqx.filter_eval_shape(OPTIM.init, model)
+        start = time.process_time()
+        plan = planned(rows[title], *args)
+        took = time.process_time() - start
         count = 1 + len(plan.others) + len(plan.rejected)
-        print_row([truth.name, truth.machine, str(count), f"{time.monotonic() - start:.1f}"])
+        print_row([f"{title}, {where}", str(plan.machine), str(count), f"{took:.1f}"])
 
 
 def main() -> None:
@@ -258,7 +278,7 @@ def main() -> None:
     parser.add_argument("--time", action="store_true", help="how long planning takes")
     given = parser.parse_args()
     if given.time:
-        times()
+        times(given.only)
     else:
         (prices if given.prices else truths)(given.only)
 

@@ -111,6 +111,7 @@ def _on_torus(message: Message, mesh: Axes, machine: Machine) -> tuple[float, st
     return _HOP * longest + message.wire_bytes / rate, f"{over} is {count}"
 
 
+@functools.lru_cache(maxsize=1000)
 def _directions(
     mesh: Axes, names: tuple[str, ...], machine: Machine
 ) -> tuple[list[float], int, int]:

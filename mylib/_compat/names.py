@@ -183,7 +183,7 @@ SOLID = SCATTERS | {
     "gather", "reduce_window_max", SCAN, SHARD_MAP, "sort", "top_k", WHILE,
 }  # fmt: skip
 # Their result is their operand.
-ALIASES = frozenset({BARRIER, "reshape", "squeeze", "transpose"})
+ALIASES = frozenset({BARRIER, CHECKPOINT_NAME, "reshape", "squeeze", "transpose"})
 # Their result needs no memory.
 FILLED = frozenset({"broadcast_in_dim", "empty", "iota"})
 # Only shows something.

@@ -124,13 +124,16 @@ class Calls:
 
 @dataclass(eq=False)
 class LayerInputs:
-    """The inputs of layers in a trace of a step as it is: each call's first argument gets a name.
-    `ranks` are the ranks that the layers see, without the dimensions of `jax.vmap`; None if an
-    argument is not one array.
+    """The inputs of layers in a trace: each call's first argument gets a name. `ranks` are the
+    ranks that the layers see, without the dimensions of `jax.vmap`; None if an argument is not one
+    array. Equal layers are traced once.
     """
 
-    layers: tuple[type, ...]
     ranks: list[int | None] = field(default_factory=list)
+    classes: set[type] = field(default_factory=set)
+    run: Callable[..., Any] = field(
+        default_factory=lambda: eqx.filter_jit(lambda module, args, kwargs: module(*args, **kwargs))
+    )
 
     def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
         with _tracing(None):
@@ -138,18 +141,31 @@ class LayerInputs:
             self.ranks.append(x.ndim if is_array(x) else None)
             if is_array(x):
                 args = checkpoint_name(x, self.name(len(self.ranks) - 1)), *args[1:]
+            if _is_hashable((module, args, kwargs)):
+                return self.run(module, args, kwargs)
             return module(*args, **kwargs)
 
     def is_for(self, module: Any) -> bool:
-        return isinstance(module, self.layers)
+        return type(module) in self.classes
 
     def name(self, number: int) -> str:
         return f"{_MARK}.input.{number}"
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
-        with _asked(self, self.layers):
+    def tracing(self, classes: set[type]) -> Iterator[None]:
+        self.classes |= classes
+        with _asked(self, classes):
             yield
+
+
+def _is_hashable(x: Any) -> bool:
+    """Whether all but arrays can be hashed, as JAX must to know a call again."""
+    leaves, treedef = jtu.tree_flatten(eqx.filter(x, is_array, inverse=True))
+    try:
+        hash((tuple(leaves), treedef))
+    except TypeError:
+        return False
+    return True
 
 
 @contextmanager

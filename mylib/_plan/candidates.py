@@ -20,7 +20,7 @@ from .apply import Applying, Planned, PlannedFunction
 from .dims import Nodes
 from .price import Price, Prices
 from .strategy import Impossible, Strategy, mesh_of, spec_of, strategies, trimmed, used_spec
-from .trace import ArrayIn, LayerInput, TracedStep
+from .trace import ArrayIn, TracedStep
 
 # What a plan leaves free, because fragmentation and the runtime need memory, too.
 RESERVE = 0.05
@@ -63,18 +63,14 @@ class Tried:
 
 
 def priced(
-    traced: TracedStep,
-    machine: Machine,
-    room: float,
-    axes: dict[str, int] | None,
-    given: LayerInput | None = None,
+    traced: TracedStep, machine: Machine, room: float, axes: dict[str, int] | None = None
 ) -> list[Tried]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
     """
     prices = Prices(traced, machine)
     found: dict[str, Tried] = {}
-    for one in strategies(traced, machine, axes, given):
+    for one in strategies(traced, machine, axes):
         if isinstance(one, Impossible):
             found[one.name] = Tried(one.name, why=one.why, rows=one.rows)
             continue

@@ -452,7 +452,7 @@ class _Apply:
         self.outs[0].sum = self.ins[0].sum
         name = self.param(names.PARAM_NAME)
         self.program.origins[name] = self.ins[0].origin
-        self.program.named.setdefault(name, self.ins[0].nodes)
+        self.program.named[name] = self.ins[0].nodes
 
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum

@@ -26,7 +26,7 @@ from .candidates import (
 from .layers import has_layers
 from .price import with_figures
 from .result import Candidate, Plan
-from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layer_input, layers_of, trace
+from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
 
 def plan(
@@ -114,11 +114,10 @@ def plan(
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
-    given = layer_input(step, classes) if classes else None
     tried: list[Tried] = []
     for policy in policies:
         traced = trace(step, policy, classes, dtype)
-        tried += priced(traced, known, room, None if axes is None else dict(axes), given)
+        tried += priced(traced, known, room, None if axes is None else dict(axes))
     if not tried:
         sizes = ", ".join(f"{axis}={n}" for axis, n in (axes or {}).items())
         raise PlanError(f"axes: no mesh of {target} is considered with {sizes}")

@@ -6,18 +6,17 @@ assumed here, because without a compiler there is no schedule.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .._audit import Message, seconds, speeds
 from ..machines import Chip, Machine
-from .dims import Nodes
 from .equations import bytes_of
-from .groups import Sum
+from .groups import Event, Sum
 from .lifetimes import Live
 from .strategy import MODEL, Strategy
 from .trace import SMALL, TracedStep
@@ -70,34 +69,43 @@ class Price:
 
 
 class Prices:
-    """The prices of strategies of one traced step on one machine."""
+    """The prices of strategies of one traced step on one machine. All that is the same for several
+    of them is found once.
+    """
 
     def __init__(self, traced: TracedStep, machine: Machine):
         self.traced, self.machine = traced, machine
-        reading = traced.program
-        self.group = _Groups(reading.dims.group)
-        dtypes = {one.dtype for one in reading.products}
+        program, dims = traced.program, traced.program.dims
+        group = cache(dims.group)
+        many = lambda nodes: _Many([[group(x) for x in own] for own in nodes])  # noqa: E731
+        dtypes = {one.dtype for one in program.products}
         self.ideal, self.real, self.assumptions = speeds(machine.chip, dtypes)
-        self.times = _Times([(x.start, x.stop) for x in reading.lives])
+        self.products = _Events.of(program.products, many)
+        self.rates = np.array([self.ideal.flops[one.dtype] for one in program.products])
+        operands = [(i, *x) for i, one in enumerate(program.products) for x in one.operands]
+        self.operands = many([nodes for *_, nodes in operands])
+        self.operand_of, self.operand_bytes = (
+            np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
+        )
+        self.moves = _Events.of([x for x in program.moves if x.amount / 4 >= SMALL], many)
+        self.whole = _Events.of(program.whole, many)
+        sums, self.is_gradient = _sums_together(traced, group)
+        self.sums = _Events.of(sums, many)
+        self.held = traced.leaves
+        self.held_dims = _Many([leaf.groups for leaf in self.held])
+        self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in self.held])
+        self.is_data = np.array([leaf.is_data for leaf in self.held], bool)
+        self.is_whole = self.is_data | np.array([leaf.is_small for leaf in self.held], bool)
+        lives = program.lives
+        self.lives = many([x.nodes for x in lives])
+        self.live_bytes = np.array([float(x.bytes) for x in lives])
+        self.is_kept, self.is_between = _kinds_of(lives, traced, group)
+        moments = sorted({x for live in lives for x in (live.start, live.stop)} or {0.0})
+        self.times = [
+            np.searchsorted(moments, [getattr(x, name) for x in lives]).astype(int)
+            for name in ("start", "stop")
+        ]
         self._links: dict[Any, float] = {}
-
-    @cached_property
-    def sums(self) -> list[tuple[Sum, bool, Nodes]]:
-        """Sums that happen together: the largest of them, whether it is a gradient of a weight that
-        is kept in parts, and what it sums over.
-        """
-        together: dict[int, list[Sum]] = {}
-        for one in self.traced.program.sums:
-            together.setdefault(id(one.root), []).append(one)
-        weights = [set(dims) for dims, _ in self.traced.weights]
-        found: list[tuple[Sum, bool, Nodes]] = []
-        for ones in together.values():
-            largest = max(ones, key=lambda one: one.amount)
-            dims = {self.group[x] for x in largest.dims}
-            scattered = any(x.scattered for x in ones) or any(dims <= own for own in weights)
-            over = tuple({self.group[x] for one in ones for x in one.over})
-            found.append((largest, scattered, over))
-        return found
 
     def price(self, strategy: Strategy) -> Price:
         return _Pricing(self, strategy).price()
@@ -105,8 +113,6 @@ class Prices:
     def collective(self, kind: str, nbytes: float, axes: tuple[str, ...], sizes: Any) -> float:
         """Seconds of a collective of as many bytes, as `Collective.bytes` counts them."""
         count = math.prod(sizes[axis] for axis in axes)
-        if count <= 1 or nbytes <= 0:
-            return 0.0
         wire = int(nbytes * (count - 1) / count * (2 if kind == "all-reduce" else 1))
         key = kind, axes, wire, tuple(sizes.items())
         if key not in self._links:
@@ -115,61 +121,109 @@ class Prices:
         return self._links[key]
 
 
-class _Times:
-    """The moments at which arrays begin and end to be held, in order."""
+class _Many:
+    """The groups of dimensions of many arrays."""
 
-    def __init__(self, spans: list[tuple[float, float]]):
-        moments = sorted({x for span in spans for x in span} or {0.0})
-        self.count = len(moments)
-        self.start = np.searchsorted(moments, [start for start, _ in spans])
-        self.stop = np.searchsorted(moments, [stop for _, stop in spans])
+    def __init__(self, groups: Sequence[Sequence[int]]):
+        self._flat = np.array([x for own in groups for x in own], int)
+        self._ends = np.cumsum([0, *map(len, groups)])
+        self._found: dict[tuple[int, ...], Any] = {}
+
+    def has(self, groups: Iterable[int]) -> Any:
+        """Which of the arrays have a dimension of these groups."""
+        key = tuple(groups)
+        if key not in self._found:
+            counts = np.cumsum([0, *np.isin(self._flat, key)])[self._ends]
+            self._found[key] = counts[1:] > counts[:-1]
+        return self._found[key]
 
 
-class _Groups(dict[int, int]):
-    """The group of each node, looked up once."""
+class _Events(NamedTuple):
+    """Events as arrays, and the groups of the dimensions that divide and cross them."""
 
-    def __init__(self, group: Callable[[int], int]):
-        self._of = group
+    times: Any
+    amounts: Any
+    dims: _Many
+    over: _Many
 
-    def __missing__(self, node: int) -> int:
-        found = self[node] = self._of(node)
-        return found
+    @staticmethod
+    def of(events: Sequence[Event], many: Callable[[Any], _Many]) -> "_Events":
+        times = np.array([x.times for x in events], int)
+        amounts = np.array([x.amount for x in events], float)
+        return _Events(
+            times, amounts, many([x.dims for x in events]), many([x.over for x in events])
+        )
+
+
+def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[list[Event], Any]:
+    """Sums that happen together, as the largest of them over all that they sum over, and which are
+    gradients of weights that are kept in parts.
+    """
+    together: dict[int, list[Sum]] = {}
+    for one in traced.program.sums:
+        together.setdefault(id(one.root), []).append(one)
+    weights = {frozenset(dims) for dims, _ in traced.weights}
+    found: list[Event] = []
+    is_gradient: list[bool] = []
+    of_weights: dict[frozenset[int], bool] = {}
+    for ones in together.values():
+        largest = max(ones, key=lambda one: one.amount)
+        dims = frozenset(map(group, largest.dims))
+        if dims not in of_weights:
+            of_weights[dims] = any(dims <= own for own in weights)
+        is_gradient.append(any(x.scattered for x in ones) or of_weights[dims])
+        over = tuple({group(x) for one in ones for x in one.over})
+        found.append(Event(largest.times, largest.amount, largest.dims, over))
+    return found, np.array(is_gradient, bool)
+
+
+def _kinds_of(lives: Sequence[Live], traced: TracedStep, group: Callable[[int], int]) -> Any:
+    """Which arrays are kept as weights are, and which are held between layers."""
+    weights = traced.weights
+    at_top = np.array([x.top and not x.gathered for x in lives], bool)
+    kept = [(tuple(map(group, x.nodes)), x.shape) in weights for x in lives]
+    large = np.array([math.prod(x.shape) >= SMALL for x in lives], bool)
+    once = np.array([x.times == 1 for x in lives], bool)
+    kept_at_top = at_top & np.array(kept, bool)
+    return kept_at_top & large, at_top & once & ~kept_at_top
 
 
 class _Pricing:
-    """One price: which mesh axes divide each group."""
+    """One price."""
 
     def __init__(self, prices: Prices, strategy: Strategy):
-        self.prices, self.strategy, self.traced = prices, strategy, prices.traced
-        self.sizes = strategy.sizes
-        rows = frozenset(strategy.rows)
-        self.axes: dict[int, frozenset[str]] = dict.fromkeys(self.traced.rows, rows)
-        self.axes |= dict.fromkeys(strategy.tensor, frozenset((MODEL,)))
-        self.parts = self.size(strategy.over)
+        self.prices, self.strategy = prices, strategy
+        self.sizes, self.data = strategy.sizes, tuple(prices.traced.rows)
+        self.parts, self.rows = self.size(strategy.over), self.size(strategy.rows)
+        self.model = self.sizes.get(MODEL, 1)
         self.sent: dict[str, float] = {}
-
-    def over(self, nodes: Iterable[int]) -> frozenset[str]:
-        group = self.prices.group
-        found = (self.axes.get(group[x]) for x in nodes)
-        return frozenset().union(*(x for x in found if x is not None))
 
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def divided(self, amount: float, nodes: Iterable[int]) -> float:
-        return amount / self.size(self.over(nodes))
+    def splits(self, many: _Many) -> Any:
+        """In how many parts each of these arrays is."""
+        by_rows, by_model = many.has(self.data), many.has(self.strategy.tensor)
+        return np.where(by_rows, self.rows, 1) * np.where(by_model, self.model, 1)
 
-    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
-        given = set(axes)
-        return tuple(axis for axis in self.sizes if axis in given)
+    def crossed(self, events: _Events) -> tuple[Any, Any]:
+        """Which events need what is split over the axes of the batch, and over "model"."""
+        return tuple(
+            events.over.has(groups) & ~events.dims.has(groups)
+            for groups in (self.data, self.strategy.tensor)
+        )
 
-    def send(self, kind: str, nbytes: float, axes: Iterable[str], times: int) -> float:
-        """The seconds of a collective in all its times. Its bytes are noted."""
-        over = self.ordered(axes)
-        if self.size(over) > 1:
-            name = f"{kind} over {', '.join(over)}"
-            self.sent[name] = self.sent.get(name, 0.0) + times * nbytes
-        return times * self.prices.collective(kind, nbytes, over, self.sizes)
+    def send(self, kind: str, axes: Iterable[str], nbytes: Any, times: Any) -> float:
+        """The seconds of collectives, each in all its times. Their bytes are noted."""
+        over = tuple(axis for axis in self.sizes if axis in set(axes))
+        if self.size(over) <= 1 or not len(nbytes):
+            return 0.0
+        name = f"{kind} over {', '.join(over)}"
+        self.sent[name] = self.sent.get(name, 0.0) + float(np.dot(nbytes, times))
+        different, which = np.unique(nbytes, return_inverse=True)
+        counts = np.bincount(which, weights=times)
+        took = [self.prices.collective(kind, x, over, self.sizes) for x in different]
+        return float(np.dot(took, counts))
 
     def price(self) -> Price:
         low, body = self.computed()
@@ -196,98 +250,78 @@ class _Pricing:
 
     def computed(self) -> tuple[float, float]:
         """At the data sheet's rates, and as it is assumed."""
-        ideal, real = self.prices.ideal, self.prices.real
-        low = body = 0.0
-        for one in self.traced.program.products:
-            flops = self.divided(one.amount, one.dims)
-            moved = sum(self.divided(size, nodes) for size, nodes in one.operands)
-            at = flops / ideal.flops[one.dtype], moved / ideal.memory
-            low += one.times * max(at)
-            body += one.times * max(at[0] / real.of_products, at[1] / real.of_memory)
+        prices, ideal, real = self.prices, self.prices.ideal, self.prices.real
+        products = prices.products
+        moved = prices.operand_bytes / self.splits(prices.operands)
+        moved = np.bincount(prices.operand_of, moved, len(prices.rates)) / ideal.memory
+        flops = products.amounts / self.splits(products.dims) / prices.rates
+        low = np.dot(products.times, np.maximum(flops, moved))
+        taken = np.maximum(flops / real.of_products, moved / real.of_memory)
         # The optimiser reads and writes all of its state.
-        update = 2 * self.kept_bytes() / ideal.memory
-        return low + update, body + update / real.of_memory
+        update = 2 * self.held()[~prices.is_data].sum() / ideal.memory
+        body = np.dot(products.times, taken) + update / real.of_memory
+        return float(low + update), float(body)
 
     def gathers(self) -> float:
-        total = 0.0
-        for one in self.traced.program.moves if self.parts > 1 else ():
-            if one.amount / 4 >= SMALL:
-                nbytes = self.divided(one.amount, one.dims)
-                total += self.send("all-gather", nbytes, self.strategy.over, one.times)
-        return total
+        moves = self.prices.moves
+        nbytes = moves.amounts / self.splits(moves.dims)
+        return self.send("all-gather", self.strategy.over, nbytes, moves.times)
 
     def gradients(self) -> float:
-        combined: dict[tuple[str, tuple[str, ...], int], list[float]] = {}
-        for one, is_gradient, over in self.prices.sums:
-            axes = self.over(over) - self.over(one.dims) - {MODEL}
-            nbytes = self.divided(one.amount, one.dims)
-            if not axes:
-                continue
-            if is_gradient and self.parts > 1 and one.amount / 4 >= SMALL:
-                kept = self.strategy.over
-                scattered = "reduce-scatter", kept, one.times
-                combined.setdefault(scattered, []).append(nbytes)
-                rest = self.ordered(axes - set(kept))
-                combined.setdefault(("all-reduce", rest, one.times), []).append(nbytes / self.parts)
-            else:
-                key = "all-reduce", self.ordered(axes), one.times
-                combined.setdefault(key, []).append(nbytes)
+        sums = self.prices.sums
+        crossed, _ = self.crossed(sums)
+        nbytes = sums.amounts / self.splits(sums.dims)
+        kept = self.prices.is_gradient & (sums.amounts / 4 >= SMALL) & (self.parts > 1)
+        rest = set(self.strategy.rows) - set(self.strategy.over)
         total = 0.0
-        for (kind, axes_, times), sizes in combined.items():
-            small = sum(x for x in sizes if x < _COMBINED)
-            count = math.ceil(small / _COMBINED)
-            large = [x for x in sizes if x >= _COMBINED]
-            for nbytes in [*large, *([small / count] * count if count else [])]:
-                total += self.send(kind, nbytes, axes_, times)
+        for times in np.unique(sums.times[crossed]):
+            now = crossed & (sums.times == times)
+            for kind, axes, found in (
+                ("reduce-scatter", self.strategy.over, nbytes[now & kept]),
+                ("all-reduce", rest, nbytes[now & kept] / self.parts),
+                ("all-reduce", self.strategy.rows, nbytes[now & ~kept]),
+            ):
+                combined = _combined(found)
+                total += self.send(kind, axes, combined, np.full(len(combined), times))
         return total
 
     def tensor(self) -> float:
-        total = 0.0
-        for one, _, over in self.prices.sums:
-            if MODEL in self.over(over) - self.over(one.dims):
-                nbytes = self.divided(one.amount, one.dims)
-                total += self.send("all-reduce", nbytes, (MODEL,), one.times)
-        for one in self.traced.program.whole:
-            axes = self.over(one.over) - self.over(one.dims)
-            if axes:
-                nbytes = self.divided(one.amount, one.dims)
-                total += self.send("all-gather", nbytes, axes, one.times)
+        sums, whole = self.prices.sums, self.prices.whole
+        _, crossed = self.crossed(sums)
+        nbytes = sums.amounts / self.splits(sums.dims)
+        total = self.send("all-reduce", (MODEL,), nbytes[crossed], sums.times[crossed])
+        nbytes = whole.amounts / self.splits(whole.dims)
+        by_rows, by_model = self.crossed(whole)
+        for axes, found in (
+            (self.strategy.rows, by_rows & ~by_model),
+            ((MODEL,), by_model & ~by_rows),
+            ((*self.strategy.rows, MODEL), by_rows & by_model),
+        ):
+            total += self.send("all-gather", axes, nbytes[found], whole.times[found])
         return total if self.strategy.saved is None else total * _REGATHERED
 
-    def kept_bytes(self) -> float:
-        return sum(
-            self.kept(bytes_of(leaf.aval), leaf.groups, leaf.is_small)
-            for leaf in self.traced.leaves
-            if not leaf.is_data
-        )
-
-    def kept(self, nbytes: float, nodes: Nodes, is_small: bool) -> float:
-        return self.divided(nbytes, nodes) / (1 if is_small else self.parts)
-
-    def saved_parts(self, live: Live) -> int:
-        """In how many more parts an array is saved, if it is held between layers."""
-        between = live.top and not live.gathered and live.times == 1
-        split = self.strategy.saved is not None and MODEL not in self.over(live.nodes)
-        return self.sizes[MODEL] if between and split else 1
+    def held(self) -> Any:
+        """The bytes of each argument on each device."""
+        prices = self.prices
+        whole = prices.held_bytes / self.splits(prices.held_dims)
+        return np.where(prices.is_whole, whole, whole / self.parts)
 
     def memory(self) -> tuple[int, int]:
         """What each device holds between calls, and at the peak."""
-        data = sum(
-            self.divided(bytes_of(leaf.aval), leaf.groups)
-            for leaf in self.traced.leaves
-            if leaf.is_data
-        )
-        held = data + self.kept_bytes()
-        weights, group = self.traced.weights, self.prices.group
-        sizes: list[float] = []
-        for live in self.traced.program.lives:
-            groups = tuple(group[x] for x in live.nodes)
-            if live.top and not live.gathered and (groups, live.shape) in weights:
-                sizes.append(self.kept(live.bytes, live.nodes, math.prod(live.shape) < SMALL))
-            else:
-                sizes.append(self.divided(live.bytes, live.nodes) / self.saved_parts(live))
-        times = self.prices.times
-        line = np.zeros(times.count + 1)
-        np.add.at(line, times.start, sizes)
-        np.add.at(line, times.stop, np.negative(sizes))
-        return int(held), int(held + float(np.cumsum(line).max()))
+        prices, held = self.prices, self.held().sum()
+        nbytes = prices.live_bytes / self.splits(prices.lives)
+        nbytes = np.where(prices.is_kept, nbytes / self.parts, nbytes)
+        if self.strategy.saved is not None:
+            saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
+            nbytes = np.where(saved, nbytes / self.model, nbytes)
+        line = np.zeros(max((x.max(initial=0) for x in prices.times), default=0) + 1)
+        np.add.at(line, prices.times[0], nbytes)
+        np.add.at(line, prices.times[1], -nbytes)
+        return int(held), int(held + np.cumsum(line).max())
+
+
+def _combined(nbytes: Any) -> Any:
+    """The small ones together, as XLA combines them."""
+    small = nbytes[nbytes < _COMBINED].sum()
+    count = math.ceil(small / _COMBINED)
+    return np.concatenate([nbytes[nbytes >= _COMBINED], np.full(count, small / max(count, 1))])

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from ..machines import Machine
-from .trace import ArrayIn, LayerInput, Together, TracedStep
+from .trace import ArrayIn, Together, TracedStep
 
 MODEL = "model"
 # A pattern of paths, and the entries of its spec.
@@ -71,14 +71,9 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep,
-    machine: Machine,
-    axes: Mapping[str, int] | None,
-    given: LayerInput | None,
+    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None
 ) -> Iterator[Strategy | Impossible]:
-    """All strategies for a machine, in one order; with `axes` only those on this mesh. `given` is
-    the input of layers.
-    """
+    """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in _meshes(machine):
         if axes is not None and dict(sizes) != {k: n for k, n in axes.items() if n > 1}:
             continue
@@ -101,6 +96,7 @@ def strategies(
             tensor = tuple(sorted(x for group in chosen for x in group.groups))
             one = Strategy(sizes, is_sharded, tensor, traced.policy)
             yield one
+            given = traced.input
             saved = given and given.spec(_entry(one.rows), MODEL, parts)
             # Other policies save more, which would stay whole.
             if saved and traced.policy == "full":

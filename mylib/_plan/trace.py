@@ -137,7 +137,7 @@ class Together:
 
 @dataclass(eq=False)
 class TracedStep:
-    """A step that has been traced with a policy."""
+    """A step that has been traced with a policy. `input` is what all layers take first."""
 
     step: PlannedStep
     policy: str
@@ -147,6 +147,7 @@ class TracedStep:
     called: list[CalledModule]
     results: list[tuple[str, Any, Nodes]]
     rows: set[int] = field(default_factory=set)
+    input: "LayerInput | None" = None
 
     @cached_property
     def loops(self) -> set[int]:
@@ -274,13 +275,23 @@ def trace(
     traced as it is, to find them.
     """
     mesh = Mesh(np.array(jax.devices()[:1]), ("_",), axis_types=(AxisType.Auto,))
-    plain = layers is None
+    inputs = LayerInputs()
 
     def shard(role: CalledModule, model: Any) -> Any:
-        if plain:
+        if layers is None:
             return model
-        kept = where_even(fsdp("_", stacked=layers or ()))
-        return sharded(model, layers or (), kept, None, mesh, dtype, policy)
+        kept = where_even(fsdp("_", stacked=layers))
+        made = sharded(model, layers, kept, None, mesh, dtype, policy)
+        classes = {type(x) for x in jtu.tree_leaves(made, is_leaf=is_layer) if is_layer(x)}
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            with inputs.tracing(classes):
+                return made(*args, **kwargs)
+
+        return called
+
+    def is_layer(x: Any) -> bool:
+        return isinstance(x, layers or ())
 
     calls = Calls(step.roles, shard)
     try:
@@ -291,7 +302,7 @@ def trace(
     if not calls.seen:
         names = ", ".join(step.called(role.path) for role in step.roles)
         raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
-    return _traced(step, policy, layers or (), jaxpr, calls)
+    return _traced(step, policy, layers or (), jaxpr, calls, inputs)
 
 
 class _Jaxpr(NamedTuple):
@@ -332,28 +343,16 @@ class LayerInput(NamedTuple):
         return tuple(spec[: max(i for i, entry in enumerate(spec) if entry is not None) + 1])
 
 
-def layer_input(step: PlannedStep, layers: tuple[type, ...]) -> LayerInput | None:
+def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
     """What all calls of layers have as their first argument; None if they differ, or if it is not
     one array.
     """
-    inputs = LayerInputs(layers)
-    with inputs.tracing():
-        program, arrays, _ = _jaxpr_of(step)
-    groups = program.dims.groups
-    paths = [jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(arrays)[0]]
-    leaves = [
-        ArrayIn(path, x, groups(nodes))
-        for path, x, nodes in zip(paths, jtu.tree_leaves(arrays), program.inputs, strict=True)
-    ]
-    rows = _rows(leaves, f"[{step.batch}]")
-    weights = {x for leaf in leaves if not rows & set(leaf.groups) for x in leaf.groups}
-    found: set[LayerInput] = set()
+    program, rows = traced.program, traced.rows
+    weights = {x for leaf in traced.leaves if not leaf.is_data for x in leaf.groups}
+    found: set[LayerInput | None] = set()
     for number, rank in enumerate(inputs.ranks):
-        nodes = program.named.get(inputs.name(number))
-        if rank is None or nodes is None:
-            return None
-        seen = groups(nodes)
-        if len(nodes) > rank:
+        seen = program.dims.groups(program.named.get(inputs.name(number), ()))
+        if rank is not None and len(seen) > rank:
             seen = tuple(x for x in seen if x not in rows)
         if len(seen) != rank:
             return None
@@ -377,6 +376,7 @@ def _traced(
     layers: tuple[type, ...],
     jaxpr: _Jaxpr,
     calls: Calls,
+    inputs: LayerInputs,
 ) -> TracedStep:
     program, arrays, out = jaxpr
     if program.unknown:
@@ -401,7 +401,9 @@ def _traced(
     rows = _rows(leaves, f"[{step.batch}]")
     for leaf in leaves:
         leaf.is_data = leaf.path.startswith(f"[{step.batch}]") or bool(rows & set(leaf.groups))
-    return TracedStep(step, policy, layers, program, leaves, called, results, rows)
+    traced = TracedStep(step, policy, layers, program, leaves, called, results, rows)
+    traced.input = _layer_input(traced, inputs)
+    return traced
 
 
 def _rows(leaves: Sequence[ArrayIn], batch: str) -> set[int]:

@@ -15,7 +15,7 @@ import mylib
 from mylib._plan.candidates import priced
 from mylib._plan.plan import plan_of
 from mylib._plan.price import with_figures
-from mylib._plan.trace import PlannedStep, layer_input, trace
+from mylib._plan.trace import PlannedStep, trace
 
 KEY = jax.random.key(0)
 
@@ -26,8 +26,7 @@ def candidates(make):
     args = steps.abstract(make, steps.TOKENS)
     traced = trace(PlannedStep.of(step, args), "full", (steps.PlainBlock,))
     machine, _ = with_figures(mylib.machines.here())
-    given = layer_input(traced.step, traced.layers)
-    return step, args, {x.name: x for x in priced(traced, machine, math.inf, None, given)}
+    return step, args, {x.name: x for x in priced(traced, machine, math.inf)}
 
 
 def planned(make, name):

@@ -21,7 +21,7 @@ def test_prices_are_those_of_the_compiled_program(machine, name):
     args = steps.abstract(make, jax.ShapeDtypeStruct((64, 129), jnp.int32))
     step = steps.step_of(steps.language_loss)
     traced = trace(PlannedStep.of(step, args), "full", (steps.PlainBlock,))
-    (one,) = [x for x in priced(traced, machine, float("inf"), None) if x.name == name]
+    (one,) = [x for x in priced(traced, machine, float("inf")) if x.name == name]
     plan = plan_of([one], [], machine, False, None)
     compiled = plan.jit(step).lower(*args).compile()
     report = compiled.audit(mesh=plan.mesh)

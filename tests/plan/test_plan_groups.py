@@ -13,7 +13,6 @@ from mylib._plan.trace import (
     LayerInput,
     PlanError,
     PlannedStep,
-    layer_input,
     layers_of,
     trace,
 )
@@ -104,17 +103,13 @@ class TestTransformer:
 
 def test_inputs_of_layers():
     """Time can be split, whether a layer sees the rows or `jax.vmap` hides them."""
-    args = steps.abstract(steps.PlainTransformer, steps.TOKENS)
-    step = PlannedStep.of(steps.step_of(steps.language_loss), args)
-    hidden = layer_input(step, (steps.PlainBlock,))
+    hidden = traced(steps.PlainTransformer, steps.TOKENS, steps.language_loss).input
     assert hidden == LayerInput(rank=2, rows=None, free=((0, 16),))
     assert hidden.spec("data", "model", 4) == ("model",)
     assert hidden.spec("data", "model", 3) is None
     seen = LayerInput(rank=3, rows=0, free=((1, 16),))
     assert seen.spec(("replica", "data"), "model", 4) == (("replica", "data"), "model")
-    args = steps.abstract(steps.mlp, steps.ROWS)
-    step = PlannedStep.of(steps.step_of(steps.squared_loss), args)
-    assert layer_input(step, (eqx.nn.Linear,)).free == ()
+    assert traced(steps.mlp, steps.ROWS, steps.squared_loss).input.free == ()
 
 
 def test_an_mlp_alternates():
