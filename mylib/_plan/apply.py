@@ -12,7 +12,7 @@ from .._jit import filter_jit
 from .._tree import Leaf
 from ..rules import Rule
 from .calls import Calls, NotServedError, roles_in
-from .strategy import Spec
+from .fixes import Spec
 from .trace import PlanError, sharded
 
 
@@ -52,6 +52,7 @@ class Applying:
     - `returned`: those that the step returns with the same shapes. They are donated.
     - `arguments`, `results`: where arrays are, by path; for each argument by its name.
     - `used`: where the weights of each model are used, by the model's path.
+    - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
     """
 
@@ -60,6 +61,7 @@ class Applying:
     arguments: Mapping[str, Mapping[str, Spec]]
     results: Mapping[str, Spec]
     used: Mapping[str, Mapping[str, Spec]]
+    fixed: Mapping[str, Sequence[str]]
     order: tuple[str, ...]
     layers: tuple[type, ...]
     policy: str
@@ -71,6 +73,12 @@ class Applying:
         number, _, rest = model[1:].partition("]")
         specs = self.arguments[self.names[int(number)]]
         return {path: specs[rest + path] for path in self.used[model]}
+
+    def fixed_in(self, model: str) -> dict[str, Spec]:
+        """Where those of a model's weights are kept that `kept=` fixes."""
+        number, _, rest = model[1:].partition("]")
+        fixed = self.fixed.get(self.names[int(number)], ())
+        return {path: spec for path, spec in self.kept(model).items() if rest + path in fixed}
 
     def called(self, model: str) -> str:
         number, _, rest = model[1:].partition("]")

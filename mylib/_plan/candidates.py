@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any
 
 import equinox as eqx
@@ -18,8 +19,9 @@ from .._tree import is_of_keys
 from ..machines import Machine, OutOfMemoryError
 from .apply import Applying, Planned, PlannedFunction
 from .dims import Nodes
+from .fixes import Fixed, trimmed
 from .price import Price, Prices
-from .strategy import Impossible, Strategy, mesh_of, spec_of, strategies, trimmed, used_spec
+from .strategy import Impossible, Strategy, fix_of, mesh_of, spec_of, strategies, used_spec
 from .trace import ArrayIn, TracedStep
 
 # What a plan leaves free, because fragmentation and the runtime need memory, too.
@@ -28,6 +30,7 @@ RESERVE = 0.05
 _SURELY = 1.25
 # Seconds that differ by less are a tie.
 _TIE = 0.05
+_NOT_FIXED = Fixed()
 
 
 @dataclass
@@ -63,14 +66,18 @@ class Tried:
 
 
 def priced(
-    traced: TracedStep, machine: Machine, room: float, axes: dict[str, int] | None = None
+    traced: TracedStep,
+    machine: Machine,
+    room: float,
+    axes: dict[str, int] | None = None,
+    fixed: Fixed = _NOT_FIXED,
 ) -> list[Tried]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
     """
     prices = Prices(traced, machine)
     found: dict[str, Tried] = {}
-    for one in strategies(traced, machine, axes):
+    for one in strategies(traced, machine, axes, fixed):
         if isinstance(one, Impossible):
             found[one.name] = Tried(one.name, why=one.why, rows=one.rows)
             continue
@@ -171,10 +178,14 @@ def applying(tried: Tried, dtype: Any) -> Applying:
     assert traced is not None and strategy is not None
     step = traced.step
     arguments: dict[str, dict[str, Any]] = {name: {} for name in step.names}
+    fixed: dict[str, list[str]] = {}
     used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
     for leaf in traced.leaves:
         number, _, path = leaf.path[1:].partition("]")
-        arguments[step.names[int(number)]][path] = spec_of(leaf, strategy, traced)
+        name = step.names[int(number)]
+        arguments[name][path] = spec_of(leaf, strategy, traced)
+        if fix_of(leaf, strategy, traced) is not None:
+            fixed.setdefault(name, []).append(path)
         if leaf.path in traced.in_models:
             role, path = traced.in_models[leaf.path]
             used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))
@@ -184,6 +195,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         arguments=arguments,
         results=_results(traced, strategy),
         used=used,
+        fixed=fixed,
         order=tuple(role.path for role in traced.called),
         layers=traced.layers,
         policy=traced.policy,
@@ -198,10 +210,14 @@ def _key(groups: Nodes, aval: Any) -> tuple[Any, ...]:
 
 def _results(traced: TracedStep, strategy: Strategy) -> dict[str, Any]:
     """A result with the dimensions of an argument stays where that is."""
-    like = {_key(leaf.groups, leaf.aval): leaf for leaf in reversed(traced.leaves)}
+    like: dict[Any, list[ArrayIn]] = {}
+    for leaf in traced.leaves:
+        like.setdefault(_key(leaf.groups, leaf.aval), []).append(leaf)
     found: dict[str, Any] = {}
     for path, aval, groups in traced.results:
-        leaf = like.get(_key(groups, aval)) or ArrayIn(path, aval, groups, is_data=True)
+        alike = like.get(_key(groups, aval), [ArrayIn(path, aval, groups, is_data=True)])
+        # Of several the one whose path ends in the same way.
+        leaf = max(alike, key=lambda leaf: len(commonprefix([leaf.path[::-1], path[::-1]])))
         found[path] = spec_of(leaf, strategy, traced)
     return found
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from .apply import Applying
-from .strategy import MODEL, Spec
+from .fixes import MODEL, Spec
 from .trace import POLICIES, role_of
 
 _WIDTH = 88
@@ -33,15 +33,12 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     lines = ["used = mylib.rules.replicated()"]
     split = {path: spec for path, spec in applying.used[model].items() if spec}
     if split:
-        lines = ["used = mylib.rules.by_path(", "    {"]
-        lines += [f"        {_text(k)}: {_spec(v)}," for k, v in _patterns(applying.used[model])]
-        lines += ["    }", ") | mylib.rules.replicated()"]
+        lines = _by_path("used", _patterns(applying.used[model]), "mylib.rules.replicated()")
     stacked = f", stacked={classes}" if is_stacked and layers else ""
     spread = f"mylib.rules.where_even(mylib.rules.fsdp({_text(over)}{stacked}))" if over else ""
-    if not spread:
-        lines.append("kept = used")
-    else:
-        lines.append(f"kept = used & {spread}" if split else f"kept = {spread}")
+    rest = f"used & {spread}" if split and spread else spread or "used"
+    fixed = [(_pattern(path), spec) for path, spec in applying.fixed_in(model).items()]
+    lines += _by_path("kept", fixed, rest) if fixed else [f"kept = {rest}"]
     policy = POLICIES[applying.policy][0]
     given = [name, classes, "kept", "used", "mesh=mesh"]
     given += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
@@ -53,6 +50,11 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     if len(call) > _WIDTH:
         call = f"{target} = mylib.fully_shard(\n    " + ",\n    ".join(given) + ",\n)"
     return [*lines, *call.splitlines()]
+
+
+def _by_path(name: str, patterns: Sequence[tuple[str, Spec]], rest: str) -> list[str]:
+    lines = [f"        {_text(k)}: {_spec(v)}," for k, v in patterns]
+    return [f"{name} = mylib.rules.by_path(", "    {", *lines, "    }", f") | {rest}"]
 
 
 def _patterns(specs: Mapping[str, Spec]) -> list[tuple[str, Spec]]:

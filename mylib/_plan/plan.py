@@ -23,6 +23,7 @@ from .candidates import (
     to_compile,
     too_much,
 )
+from .fixes import Fixed
 from .layers import has_layers
 from .price import with_figures
 from .result import Candidate, Plan
@@ -36,6 +37,8 @@ def plan(
     machine: Machine | str | None = None,
     layers: type | tuple[type, ...] | None = None,
     axes: Mapping[str, int] | None = None,
+    kept: Any = None,
+    used: Any = None,
     memory: float | None = None,
     dtype: Any = None,
     policies: Sequence[str] = ("full", "dots", "all"),
@@ -64,6 +67,11 @@ def plan(
         model. A model without such layers is one layer.
     - `axes`: the sizes of the mesh axes, of `"replica"`, `"data"` and `"model"`, if they are fixed:
         `dict(data=4, model=2)`. Weights are kept in parts over `"data"`.
+    - `kept`, `used`: what is fixed of where weights are kept and used, as for `fully_shard`: a rule
+        or specs for the models that the step calls, or a dict with some for each argument by its
+        name. Where a rule returns PASS or None, the plan decides. Moments are kept where their
+        weights are. Plans that contradict are not considered; [`mylib.rules.where_present`][] is
+        for axes that not every mesh has.
     - `memory`: the bytes that the step may use on each device; by default the machine's.
     - `dtype`: the dtype that layers compute in, as for `fully_shard`.
     - `policies`: what layers may save: `"full"` (only their input), `"dots"` (products without
@@ -114,10 +122,10 @@ def plan(
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
-    tried: list[Tried] = []
+    tried, fixed = list[Tried](), Fixed(kept, used)
     for policy in policies:
         traced = trace(step, policy, classes, dtype)
-        tried += priced(traced, known, room, None if axes is None else dict(axes))
+        tried += priced(traced, known, room, None if axes is None else dict(axes), fixed)
     if not tried:
         sizes = ", ".join(f"{axis}={n}" for axis, n in (axes or {}).items())
         raise PlanError(f"axes: no mesh of {target} is considered with {sizes}")

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,9 +16,10 @@ import numpy as np
 from .._audit import Message, seconds, speeds
 from ..machines import Chip, Machine
 from .equations import bytes_of
+from .fixes import MODEL, axes_of
 from .groups import Event, Sum
 from .lifetimes import Live
-from .strategy import MODEL, Strategy
+from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
 
 # The part of the gathers of weights and the sums of gradients that computation hides, and of the
@@ -127,7 +128,12 @@ class _Many:
     def __init__(self, groups: Sequence[Sequence[int]]):
         self._flat = np.array([x for own in groups for x in own], int)
         self._ends = np.cumsum([0, *map(len, groups)])
+        self._groups = groups
         self._found: dict[tuple[int, ...], Any] = {}
+
+    @cached_property
+    def keys(self) -> list[frozenset[int]]:
+        return [frozenset(own) for own in self._groups]
 
     def has(self, groups: Iterable[int]) -> Any:
         """Which of the arrays have a dimension of these groups."""
@@ -194,9 +200,34 @@ class _Pricing:
     def __init__(self, prices: Prices, strategy: Strategy):
         self.prices, self.strategy = prices, strategy
         self.sizes, self.data = strategy.sizes, tuple(prices.traced.rows)
-        self.parts, self.rows = self.size(strategy.over), self.size(strategy.rows)
+        self.rows = self.size(strategy.rows)
         self.model = self.sizes.get(MODEL, 1)
         self.sent: dict[str, float] = {}
+        self.fixed = self._fixed()
+
+    def _fixed(self) -> dict[frozenset[int], tuple[str, ...]]:
+        """For the dimensions of each weight that is fixed: over which axes it is kept in parts,
+        besides those over which it is used in parts.
+        """
+        found: dict[frozenset[int], tuple[str, ...]] = {}
+        traced, strategy = self.prices.traced, self.strategy
+        for leaf in traced.leaves if strategy.fixes.kept else ():
+            if leaf.path in strategy.fixes.kept and leaf.path in traced.in_models:
+                axes = axes_of(strategy.fixes.kept[leaf.path])
+                axes -= axes_of(tuple(used_spec(leaf, strategy, traced)))
+                over = tuple(axis for axis in self.sizes if axis in axes)
+                # A loop takes the dimension of stacked layers.
+                inside = leaf.groups[int(traced.is_stacked(leaf)) :]
+                found |= dict.fromkeys((frozenset(leaf.groups), frozenset(inside)), over)
+        return found
+
+    def kept_over(self, many: _Many) -> dict[tuple[str, ...], Any]:
+        """Over which axes each of these weights is kept in parts, besides those of its use."""
+        usual = self.strategy.over
+        if not self.fixed:
+            return {usual: True}
+        found = [self.fixed.get(key, usual) for key in many.keys]
+        return {axes: np.array([x == axes for x in found], bool) for axes in {usual, *found}}
 
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
@@ -263,26 +294,35 @@ class _Pricing:
         return float(low + update), float(body)
 
     def gathers(self) -> float:
-        moves = self.prices.moves
+        moves, total = self.prices.moves, 0.0
         nbytes = moves.amounts / self.splits(moves.dims)
-        return self.send("all-gather", self.strategy.over, nbytes, moves.times)
+        for axes, which in self.kept_over(moves.dims).items():
+            now = np.broadcast_to(which, nbytes.shape)
+            total += self.send("all-gather", axes, nbytes[now], moves.times[now])
+        return total
 
     def gradients(self) -> float:
         sums = self.prices.sums
         crossed, _ = self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
-        kept = self.prices.is_gradient & (sums.amounts / 4 >= SMALL) & (self.parts > 1)
-        rest = set(self.strategy.rows) - set(self.strategy.over)
+        large = self.prices.is_gradient & (sums.amounts / 4 >= SMALL)
+        scattered = {
+            axes: large & which
+            for axes, which in self.kept_over(sums.dims).items()
+            if self.size(axes) > 1
+        }
+        rest = ~np.logical_or.reduce([np.zeros_like(large), *scattered.values()])
         total = 0.0
         for times in np.unique(sums.times[crossed]):
             now = crossed & (sums.times == times)
-            for kind, axes, found in (
-                ("reduce-scatter", self.strategy.over, nbytes[now & kept]),
-                ("all-reduce", rest, nbytes[now & kept] / self.parts),
-                ("all-reduce", self.strategy.rows, nbytes[now & ~kept]),
-            ):
-                combined = _combined(found)
-                total += self.send(kind, axes, combined, np.full(len(combined), times))
+            found = [("all-reduce", set(self.strategy.rows), nbytes[now & rest])]
+            for axes, which in scattered.items():
+                own, others = nbytes[now & which], set(self.strategy.rows) - set(axes)
+                found += [("reduce-scatter", set(axes), own)]
+                found += [("all-reduce", others, own / self.size(axes))]
+            for kind, over, sizes in found:
+                combined = _combined(sizes)
+                total += self.send(kind, over, combined, np.full(len(combined), times))
         return total
 
     def tensor(self) -> float:
@@ -303,14 +343,17 @@ class _Pricing:
     def held(self) -> Any:
         """The bytes of each argument on each device."""
         prices = self.prices
-        whole = prices.held_bytes / self.splits(prices.held_dims)
-        return np.where(prices.is_whole, whole, whole / self.parts)
+        nbytes = prices.held_bytes / self.splits(prices.held_dims)
+        for axes, which in self.kept_over(prices.held_dims).items():
+            nbytes = np.where(which & ~prices.is_whole, nbytes / self.size(axes), nbytes)
+        return nbytes
 
     def memory(self) -> tuple[int, int]:
         """What each device holds between calls, and at the peak."""
         prices, held = self.prices, self.held().sum()
         nbytes = prices.live_bytes / self.splits(prices.lives)
-        nbytes = np.where(prices.is_kept, nbytes / self.parts, nbytes)
+        for axes, which in self.kept_over(prices.lives).items():
+            nbytes = np.where(prices.is_kept & which, nbytes / self.size(axes), nbytes)
         if self.strategy.saved is not None:
             saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
             nbytes = np.where(saved, nbytes / self.model, nbytes)

@@ -16,7 +16,8 @@ from .._text import show_bytes, table
 from ..machines import Machine, here
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of
-from .strategy import Spec, mesh_of
+from .fixes import Spec
+from .strategy import mesh_of
 
 _SHOWN = 6
 
@@ -279,6 +280,7 @@ class Plan:
             "order": list(applying.order),
             "arguments": {k: dict(v) for k, v in applying.arguments.items()},
             "results": dict(applying.results),
+            "fixed": {k: list(v) for k, v in applying.fixed.items()},
             "used": {k: dict(v) for k, v in applying.used.items()},
         }
         return json.dumps(fields, indent=1)
@@ -303,6 +305,7 @@ class Plan:
             returned=tuple(given["returned"]),
             arguments={k: _specs(v) for k, v in given["arguments"].items()},
             results=_specs(given["results"]),
+            fixed=given["fixed"],
             used={k: _specs(v) for k, v in given["used"].items()},
             order=tuple(given["order"]),
             layers=classes,

@@ -5,14 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from ..machines import Machine
+from .fixes import MODEL, ContradictionError, Fixed, Fixes, Spec, axes_at, axes_of, trimmed
 from .trace import ArrayIn, Together, TracedStep
-
-MODEL = "model"
-# A pattern of paths, and the entries of its spec.
-Spec = tuple[str | tuple[str, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -24,6 +21,7 @@ class Strategy:
     - `tensor`: the groups of dimensions that are split over the axis "model".
     - `policy`: what layers save: a name in `POLICIES`.
     - `saved`: the spec with which the inputs of layers are saved; None: whole over "model".
+    - `fixes`: the specs that were given.
     """
 
     axes: tuple[tuple[str, int], ...]
@@ -31,6 +29,7 @@ class Strategy:
     tensor: tuple[int, ...] = ()
     policy: str = "full"
     saved: Spec | None = None
+    fixes: Fixes = Fixes({}, {})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -71,36 +70,70 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None
+    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: Fixed
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
     for sizes, is_sharded in _meshes(machine):
         if axes is not None and dict(sizes) != {k: n for k, n in axes.items() if n > 1}:
             continue
         strategy = Strategy(sizes or (("data", 1),), is_sharded, policy=traced.policy)
-        parts = strategy.sizes.get(MODEL, 1)
-        devices = machine.count // parts
-        if traced.batch_size % devices:
-            rows = traced.batch_size
+        rows, devices = traced.batch_size, math.prod(strategy.sizes[x] for x in strategy.rows)
+        if rows % devices:
             why = f"{rows} rows can't be divided over {devices} devices"
             yield Impossible(strategy.name, why, rows)
             continue
-        if parts == 1:
-            yield strategy
+        try:
+            strategy = replace(strategy, fixes=fixed.on(traced, strategy.sizes))
+            found = _on_mesh(strategy, traced)
+        except ContradictionError as error:
+            yield Impossible(strategy.name, str(error))
             continue
-        choices = traced.choices(parts)[:_SETS]
-        if not choices:
-            why = f"no group of dimensions can be divided by {parts}{_closest(traced.groups)}"
-            yield Impossible(strategy.name, why)
-        for chosen in choices:
-            tensor = tuple(sorted(x for group in chosen for x in group.groups))
-            one = Strategy(sizes, is_sharded, tensor, traced.policy)
+        for one in found:
             yield one
-            given = traced.input
-            saved = given and given.spec(_entry(one.rows), MODEL, parts)
+            saved = traced.input and traced.input.spec(
+                _entry(one.rows), MODEL, one.sizes.get(MODEL, 1)
+            )
             # Other policies save more, which would stay whole.
-            if saved and traced.policy == "full":
+            if one.tensor and saved and traced.policy == "full":
                 yield replace(one, saved=saved)
+
+
+def _on_mesh(strategy: Strategy, traced: TracedStep) -> list[Strategy]:
+    """The strategies on a mesh, which must not contradict what is fixed."""
+    parts, found = strategy.sizes.get(MODEL, 1), [strategy]
+    if parts > 1:
+        choices = traced.choices(parts, strategy.fixes.is_whole)
+        if not choices:
+            closest = _closest(traced.groups)
+            why = f"no group of dimensions can be divided by {parts}{closest}"
+            raise ContradictionError(why)
+        found = [
+            replace(strategy, tensor=tuple(sorted(x for group in chosen for x in group.groups)))
+            for chosen in choices
+        ]
+    whys = [_contradiction(one, traced) for one in found]
+    possible = [one for one, why in zip(found, whys, strict=True) if not why]
+    if not possible:
+        raise ContradictionError(whys[0])
+    return possible[:_SETS]
+
+
+def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
+    """How a strategy contradicts what is fixed; empty if it doesn't."""
+    fixes, over = strategy.fixes, set[str]()
+    for leaf in traced.leaves if fixes.kept or fixes.used else ():
+        name, used = traced.step.called(leaf.path), trimmed(used_spec(leaf, strategy, traced))
+        kept = spec_of(leaf, strategy, traced)
+        if fixes.used.get(leaf.path, used) != used:
+            given = PartitionSpec(*fixes.used[leaf.path])
+            return f"used= fixes {name} at {given}, and here it is used at {PartitionSpec(*used)}"
+        missing = any(not set(axes_at(used, i)) <= set(axes_at(kept, i)) for i in range(len(used)))
+        if missing and not leaf.is_data:
+            given = PartitionSpec(*kept)
+            return f"kept= fixes {name} at {given}, and here it is used at {PartitionSpec(*used)}"
+        over |= set() if leaf.is_data else axes_of(kept)
+    is_idle = fixes.kept and strategy.is_sharded and "data" not in over
+    return "kept= leaves no weight in parts over 'data'" if is_idle else ""
 
 
 _SETS = 4
@@ -146,10 +179,19 @@ def _entry(axes: Sequence[str]) -> Any:
     return tuple(axes) if len(axes) > 1 else next(iter(axes), None)
 
 
+def fix_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> Spec | None:
+    """Where `kept=` fixes an argument, or the weight that it follows."""
+    kept = strategy.fixes.kept
+    return kept.get(leaf.path, kept.get(traced.followed.get(leaf.path, "")))
+
+
 def spec_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> Spec:
     """Where an argument is kept: the rows of data, the groups of the axis "model", and of weights
     the largest other dimension.
     """
+    fixed = fix_of(leaf, strategy, traced)
+    if fixed is not None:
+        return fixed
     spec = [*used_spec(leaf, strategy, traced)]
     if leaf.is_data or leaf.is_small or not strategy.is_sharded:
         return trimmed(spec)
@@ -175,10 +217,3 @@ def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any
         if entry not in spec and leaf.aval.shape[i] % size == 0:
             spec[i] = entry
     return spec
-
-
-def trimmed(spec: Sequence[Any]) -> Spec:
-    kept = list(spec)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return tuple(kept)

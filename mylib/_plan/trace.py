@@ -187,12 +187,32 @@ class TracedStep:
     def groups(self) -> list[Together]:
         return _groups_of(self)
 
-    def choices(self, parts: int) -> list[tuple[Together, ...]]:
+    @cached_property
+    def followed(self) -> dict[str, str]:
+        """For the path of each array that is no weight of a called model, such as a moment: that of
+        the weight with its dimensions and the end of its path.
+        """
+        return {
+            leaf.path: x.path
+            for leaves in self.weights.values()
+            for x in leaves
+            if x.path in self.in_models
+            for leaf in leaves
+            if leaf.path not in self.in_models and leaf.path.endswith(self.in_models[x.path][1])
+        }
+
+    def choices(
+        self, parts: int, is_whole: Callable[[str, int], bool] = lambda path, dim: False
+    ) -> list[tuple[Together, ...]]:
         """Sets of groups that can be split over as many devices, of which no array has two and to
         which none can be added. Those with most bytes come first. Megatron's is one of them: heads,
-        hidden layers and vocabulary.
+        hidden layers and vocabulary. `is_whole` is for dimensions of weights.
         """
-        fitting = [group for group in self.groups if group.limit % parts == 0]
+        fitting = [
+            group
+            for group in self.groups
+            if group.limit % parts == 0 and not any(is_whole(*x[:2]) for x in group.members)
+        ]
         return _maximal(sorted(fitting, key=lambda group: -group.size)[:_MOST], self)
 
 

@@ -82,6 +82,96 @@ class TestPlan:
             assert all(jax.tree.leaves(same))
 
 
+def kept_of(plan, path=".layers[0].weight", name="model"):
+    return plan.applying.arguments[name][path]
+
+
+class TestFixed:
+    """What `kept=` and `used=` say of a part; the plan decides the rest."""
+
+    def test_kept(self):
+        rule = mylib.rules.by_path({"layers.0.weight": P(None, "data")})
+        plan = modelled(STEP, *MLP, axes={"data": 8}, kept=rule)
+        free = modelled(STEP, *MLP, axes={"data": 8})
+        assert kept_of(plan) == (None, "data") != kept_of(free)
+        assert kept_of(plan, "[0].mu.layers[0].weight", "state") == (None, "data")
+        assert plan.applying.results["[0].layers[0].weight"] == (None, "data")
+        assert kept_of(plan, ".layers[1].weight") == kept_of(free, ".layers[1].weight")
+        assert mylib.Plan.of(plan.as_text()) == plan != free
+
+    def test_code(self):
+        rule = mylib.rules.by_path({"layers.0.weight": P(None, "data")})
+        plan = modelled(STEP, *MLP, axes={"data": 8}, kept=rule)
+        names = {"mylib": mylib, "P": P, "Linear": eqx.nn.Linear, "model": MLP[1]}
+        exec(plan.code(), names)
+        ours, theirs = (
+            mylib.resolve(MLP[1], x, mesh=plan.mesh) for x in (plan.kept, names["kept"])
+        )
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs))
+
+    def test_memory_and_bytes(self):
+        """With all weights kept whole there is nothing to gather, and more to hold."""
+        rule = mylib.rules.by_path({"layers.0.weight": P()})
+        fixed = modelled(STEP, *MLP, axes={"data": 8}, kept=rule)
+        free = modelled(STEP, *MLP, axes={"data": 8})
+        name = "FSDP 8"
+        ours, theirs = (
+            next(x for x in (plan.chosen, *plan.others) if x.name == name) for plan in (fixed, free)
+        )
+        # The weight and its two moments.
+        assert ours.memory - theirs.memory >= 2 * 64 * 256 * 4 * 7 // 8
+        assert ours.parts["gathers of weights"] < theirs.parts["gathers of weights"]
+        whole = modelled(STEP, *MLP, axes={"data": 8}, kept=mylib.rules.replicated())
+        assert "leaves no weight in parts" in whole.why_not(name)
+
+    def test_used(self):
+        rule = mylib.rules.by_path({"layers.0.weight": mylib.rules.where_present(P("model"))})
+        plan = modelled(STEP, *MLP, used=rule, axes={"data": 4, "model": 2})
+        assert plan.applying.used["[1]"][".layers[0].weight"] == ("model",)
+        rule = mylib.rules.by_path({"layers.0.weight": P()})
+        plan = modelled(STEP, *MLP, used=rule, axes={"data": 4, "model": 2})
+        used = plan.applying.used["[1]"]
+        assert used[".layers[0].weight"] == () and any(used.values())
+
+    def test_by_argument(self):
+        moments = mylib.rules.by_path({"*.mu.layers.0.weight": P("data")})
+        plan = modelled(STEP, *MLP, axes={"data": 8}, kept={"state": moments, "batch": P()})
+        assert kept_of(plan, "[0].mu.layers[0].weight", "state") == ("data",)
+        assert kept_of(plan, "", "batch") == ()
+
+    @pytest.mark.parametrize(
+        ("given", "told"),
+        [
+            ({"kept": mylib.rules.by_path({"layers.0.weigth": P()})}, "kept= can't be served"),
+            ({"kept": mylib.rules.by_path({"layers.0.weight": P("fsdp")})}, "fsdp"),
+            (
+                {"used": mylib.rules.by_path({"layers.0.weight": P("data")})},
+                r"used= fixes model.layers\[0\].weight at",
+            ),
+            (
+                {"kept": {"model": P()}, "used": P("model"), "axes": {"model": 8}},
+                r"used= fixes model.layers\[0\].bias|used= fixes model",
+            ),
+            ({"kept": {"weights": P()}}, "kept= names 'weights'; the step's arguments are batch"),
+            ({"used": {"state": P()}}, "used= fixes state.*not a weight of a model"),
+            ({"kept": jax.devices()[0]}, "kept= takes specs"),
+        ],
+    )
+    def test_what_no_plan_can_serve(self, given, told):
+        with pytest.raises(mylib.PlanError, match=told):
+            modelled(STEP, *MLP, **given)
+
+
+@pytest.mark.slow
+def test_what_is_fixed_runs():
+    rule = mylib.rules.by_path({"layers.0.weight": P(None, "data")})
+    args = BATCH, *steps.with_state(steps.mlp(KEY))
+    plan = modelled(STEP, *args, axes={"data": 8}, kept=rule)
+    model, _, loss = plan.jit(STEP)(*args)
+    assert model.layers[0].weight.sharding.spec == P(None, "data")
+    assert abs(loss - eqx.filter_jit(STEP)(BATCH, *steps.with_state(steps.mlp(KEY)))[2]) < 1e-6
+
+
 def test_ctrl_c_returns_what_is_known(capsys):
     traces = []
 

@@ -1,0 +1,103 @@
+"""What `kept=` and `used=` of `plan` fix, on one mesh."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh, NamedSharding
+
+from .._placement import axis_names, current_world, decide, is_placement_leaf, is_rule
+from .._tree import split
+from ..rules import as_rule
+from .trace import PlanError, TracedStep
+
+MODEL = "model"
+# The entries of a spec.
+Spec = tuple[str | tuple[str, ...] | None, ...]
+
+
+class ContradictionError(Exception):
+    """What is fixed can't be on this mesh. The message says why."""
+
+
+@dataclass(frozen=True)
+class Fixes:
+    """The specs of arrays that are fixed, by their path in the tuple of arguments."""
+
+    kept: Mapping[str, Spec]
+    used: Mapping[str, Spec]
+
+    def is_whole(self, path: str, dim: int) -> bool:
+        """Whether a dimension of a weight must not be split over "model" where it is used."""
+        spec = self.used.get(path, self.kept.get(path))
+        return spec is not None and MODEL not in axes_at(spec, dim)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """What was given as `kept=` and `used=`."""
+
+    kept: Any = None
+    used: Any = None
+
+    def on(self, traced: TracedStep, sizes: Mapping[str, int]) -> Fixes:
+        mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+        kept, used = (
+            _specs(name, given, traced, mesh)
+            for name, given in (("kept", self.kept), ("used", self.used))
+        )
+        other = next((path for path in used if path not in traced.in_models), None)
+        if other is not None:
+            name = traced.step.called(other)
+            raise PlanError(f"used= fixes {name}, which is not a weight of a model that is called")
+        return Fixes(kept, used)
+
+
+def _specs(name: str, given: Any, traced: TracedStep, mesh: AbstractMesh) -> dict[str, Spec]:
+    found: dict[str, Spec] = {}
+    for path, (tree, placement) in _trees(name, given, traced).items():
+        leaves = split(tree)
+        placement = jax.tree.map(_left_if_passed, placement, is_leaf=is_placement_leaf)
+        decision = decide(leaves, placement, mesh, current_world())
+        for fault in decision.faults:
+            raise ContradictionError(f"{name}= can't be served, {fault.path}: {fault.reason}")
+        for at, target in zip(leaves.paths, decision.targets, strict=True):
+            if isinstance(target, NamedSharding) and target.mesh == mesh:
+                found[path + jtu.keystr(at)] = trimmed(target.spec)
+            elif target is not None:
+                raise PlanError(f"{name}= takes specs, as the mesh is still open, not {target!r}")
+    return found
+
+
+def _trees(name: str, given: Any, traced: TracedStep) -> dict[str, tuple[Any, Any]]:
+    """For each path in the tuple of arguments: the tree there, and what is given for it."""
+    if not isinstance(given, dict):
+        models = {} if given is None else traced.models
+        return {path: (role.module, given) for path, role in models.items()}
+    names = traced.step.names
+    unknown = next((x for x in given if x not in names), None)
+    if unknown is not None:
+        raise PlanError(f"{name}= names {unknown!r}; the step's arguments are {', '.join(names)}")
+    numbers = {x: names.index(x) for x in given}
+    return {f"[{i}]": (traced.step.args[i], given[x]) for x, i in numbers.items()}
+
+
+def _left_if_passed(placement: Any) -> Any:
+    return as_rule(placement) | (lambda leaf: None) if is_rule(placement) else placement
+
+
+def axes_at(spec: Spec, dim: int) -> tuple[str, ...]:
+    return axis_names(spec[dim]) if dim < len(spec) else ()
+
+
+def axes_of(spec: Spec) -> set[str]:
+    return {axis for entry in spec for axis in axis_names(entry)}
+
+
+def trimmed(spec: Any) -> Spec:
+    kept = list(spec)
+    while kept and kept[-1] is None:
+        kept.pop()
+    return tuple(kept)
