@@ -65,25 +65,32 @@ def program_for(
     return SavedProgram(name, code, [*arguments], [*results], _made_for(devices))
 
 
-def _made_for(devices: Sequence[Any]) -> dict[str, str]:
-    kind = devices[0].platform
+def versions(kind: str) -> dict[str, str]:
+    """The versions and flags of what compiles for a platform."""
     found = {
         "mylib": _version("mylib"),
         "jax": jax.__version__,
         "jaxlib": _version("jaxlib"),
         **{name: _version(name) for name in _PLUGINS.get(kind, ())},
         "platform": kind,
+        "XLA_FLAGS": _flags("XLA_FLAGS"),
+    }
+    return found | ({"LIBTPU_INIT_ARGS": _flags("LIBTPU_INIT_ARGS")} if kind == "tpu" else {})
+
+
+def _made_for(devices: Sequence[Any]) -> dict[str, str]:
+    kind = devices[0].platform
+    found = {
+        **versions(kind),
         "kind of device": devices[0].device_kind,
         "number of devices": str(len(devices)),
         "order of devices": " ".join(str(x.id) for x in devices),
         "processes of devices": " ".join(str(x.process_index) for x in devices),
-        "XLA_FLAGS": _flags("XLA_FLAGS"),
     }
     if kind == "cpu":
         found["processor"] = _processor()
     if kind == "tpu":
         found["coordinates of devices"] = " ".join(str(x.coords).replace(" ", "") for x in devices)
-        found["LIBTPU_INIT_ARGS"] = _flags("LIBTPU_INIT_ARGS")
     return found
 
 
@@ -111,15 +118,19 @@ def _flags(variable: str) -> str:
 
 
 def write(path: str | os.PathLike[str], program: SavedProgram, executable: bytes) -> None:
-    """Writes a file in one step, so that several processes may write the same."""
     about = {"form": _FORM, "size": len(executable), "hash": _hash(executable).hex()}
     header = json.dumps({**about, **asdict(program)}).encode()
+    length = len(header).to_bytes(_LENGTH, "little")
+    replace_file(path, _KIND + length + _hash(header) + header, executable)
+
+
+def replace_file(path: str | os.PathLike[str], *parts: bytes) -> None:
+    """Writes a file in one step, so that several processes may write the same."""
     target = Path(path)
     number, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(number, "wb") as file:
-            file.write(_KIND + len(header).to_bytes(_LENGTH, "little") + _hash(header) + header)
-            file.write(executable)
+            file.writelines(parts)
         os.replace(unfinished, target)
     except BaseException:
         os.unlink(unfinished)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.tree_util as jtu
@@ -22,20 +22,24 @@ class Planned(Rule):
 
     specs: Mapping[str, Spec]
     of: str
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def _path(self, leaf: Leaf) -> str | None:
+        # The tree may be a part of a larger one, such as all arguments of a function.
+        ends = (jtu.keystr(leaf.path[start:]) for start in range(len(leaf.path) + 1))
+        return next((path for path in ends if path in self.specs), None)
 
     def __call__(self, leaf: Leaf) -> PartitionSpec:
-        # The tree may be a part of a larger one, such as all arguments of a function.
-        for start in range(len(leaf.path) + 1):
-            spec = self.specs.get(jtu.keystr(leaf.path[start:]))
-            if spec is not None:
-                return PartitionSpec(*spec)
+        path = self._path(leaf)
+        if path is not None:
+            return PartitionSpec(*self.specs[path])
         raise PlanError(
             f"{self.of} has no {leaf.name} in the plan, which was made for other arguments: plan "
             "the step again"
         )
 
     def why(self, leaf: Leaf) -> str:
-        return f"planned for {self.of}{leaf.name}"
+        return self.reasons.get(self._path(leaf) or "", f"planned for {self.of}{leaf.name}")
 
     def __hash__(self) -> int:
         return hash((self.of, tuple(self.specs)))
@@ -52,6 +56,7 @@ class Applying:
     - `returned`: those that the step returns with the same shapes. They are donated.
     - `arguments`, `results`: where arrays are, by path; for each argument by its name.
     - `used`: where the weights of each model are used, by the model's path.
+    - `reasons`: why each array of each argument is where it is.
     - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
     """
@@ -61,6 +66,7 @@ class Applying:
     arguments: Mapping[str, Mapping[str, Spec]]
     results: Mapping[str, Spec]
     used: Mapping[str, Mapping[str, Spec]]
+    reasons: Mapping[str, Mapping[str, str]]
     fixed: Mapping[str, Sequence[str]]
     order: tuple[str, ...]
     layers: tuple[type, ...]

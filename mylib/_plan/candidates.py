@@ -19,9 +19,18 @@ from .._tree import is_of_keys
 from ..machines import Machine, OutOfMemoryError
 from .apply import Applying, Planned, PlannedFunction
 from .dims import Nodes
-from .fixes import Fixed, trimmed
+from .fixes import FixedParts, trimmed
 from .price import Price, Prices
-from .strategy import Impossible, Strategy, fix_of, mesh_of, spec_of, strategies, used_spec
+from .strategy import (
+    Impossible,
+    Strategy,
+    fix_of,
+    mesh_of,
+    reason_of,
+    spec_of,
+    strategies,
+    used_spec,
+)
 from .trace import ArrayIn, TracedStep
 
 # What a plan leaves free, because fragmentation and the runtime need memory, too.
@@ -30,7 +39,7 @@ RESERVE = 0.05
 _SURELY = 1.25
 # Seconds that differ by less are a tie.
 _TIE = 0.05
-_NOT_FIXED = Fixed()
+_NOT_FIXED = FixedParts()
 
 
 @dataclass
@@ -70,7 +79,7 @@ def priced(
     machine: Machine,
     room: float,
     axes: dict[str, int] | None = None,
-    fixed: Fixed = _NOT_FIXED,
+    fixed: FixedParts = _NOT_FIXED,
 ) -> list[Tried]:
     """All candidates with a policy, of each mesh the cheapest. Those that can't be have a reason in
     `why`.
@@ -178,12 +187,14 @@ def applying(tried: Tried, dtype: Any) -> Applying:
     assert traced is not None and strategy is not None
     step = traced.step
     arguments: dict[str, dict[str, Any]] = {name: {} for name in step.names}
+    reasons: dict[str, dict[str, str]] = {name: {} for name in step.names}
     fixed: dict[str, list[str]] = {}
     used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
     for leaf in traced.leaves:
         number, _, path = leaf.path[1:].partition("]")
         name = step.names[int(number)]
         arguments[name][path] = spec_of(leaf, strategy, traced)
+        reasons[name][path] = reason_of(leaf, strategy, traced)
         if fix_of(leaf, strategy, traced) is not None:
             fixed.setdefault(name, []).append(path)
         if leaf.path in traced.in_models:
@@ -195,6 +206,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         arguments=arguments,
         results=_results(traced, strategy),
         used=used,
+        reasons=reasons,
         fixed=fixed,
         order=tuple(role.path for role in traced.called),
         layers=traced.layers,

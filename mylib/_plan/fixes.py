@@ -36,7 +36,7 @@ class Fixes:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class FixedParts:
     """What was given as `kept=` and `used=`."""
 
     kept: Any = None

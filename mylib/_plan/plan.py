@@ -11,6 +11,7 @@ import jax
 
 from .._text import listed, show_bytes
 from ..machines import Machine, here
+from .cache import CachedPlan
 from .candidates import (
     RESERVE,
     Tried,
@@ -23,7 +24,7 @@ from .candidates import (
     to_compile,
     too_much,
 )
-from .fixes import Fixed
+from .fixes import FixedParts
 from .layers import has_layers
 from .price import with_figures
 from .result import Candidate, Plan
@@ -85,7 +86,9 @@ def plan(
 
     **Returns:**
 
-    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled returns the best so far.
+    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled returns the best so far. If JAX keeps
+    compiled programs (`jax_compilation_cache_dir`), plans are kept there, too, and read if the
+    program, the machine, the options and all versions are the same.
 
     **Raises:**
 
@@ -122,13 +125,19 @@ def plan(
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
-    tried, fixed = list[Tried](), Fixed(kept, used)
-    for policy in policies:
-        traced = trace(step, policy, classes, dtype)
-        tried += priced(traced, known, room, None if axes is None else dict(axes), fixed)
+    fixed, sizes = FixedParts(kept, used), None if axes is None else dict(axes)
+    traced = trace(step, policies[0], classes, dtype)
+    options = room, dtype, tuple(policies), compile, budget, measure
+    cached = CachedPlan(traced, target, fixed, sizes, options)
+    found = cached.read()
+    if found is not None:
+        return found
+    tried = priced(traced, known, room, sizes, fixed)
+    for policy in policies[1:]:
+        tried += priced(trace(step, policy, classes, dtype), known, room, sizes, fixed)
     if not tried:
-        sizes = ", ".join(f"{axis}={n}" for axis, n in (axes or {}).items())
-        raise PlanError(f"axes: no mesh of {target} is considered with {sizes}")
+        named = ", ".join(f"{axis}={n}" for axis, n in (axes or {}).items())
+        raise PlanError(f"axes: no mesh of {target} is considered with {named}")
     search = _Search(target, known, room, dtype, compile, budget)
     if not compile:
         for x in tried:
@@ -143,7 +152,10 @@ def plan(
     if not fitting and (not rest or (compile and not search.is_interrupted)):
         raise PlanError(_nothing(rejected, rest, target, room, budget))
     ranked = [*ordered(fitting[:measure]), *fitting[measure:], *rest]
-    return plan_of(ranked, rejected, target, is_assumed, dtype)
+    made = plan_of(ranked, rejected, target, is_assumed, dtype)
+    if not search.is_interrupted:
+        cached.write(made)
+    return made
 
 
 def _check_policies(policies: Sequence[str]) -> None:

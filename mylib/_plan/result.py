@@ -90,7 +90,7 @@ class Plan:
     - `stacked`: the paths of models with stacked layers.
     - `applying`: what `jit` needs, as data: paths and specs.
     - `audit`: the [`mylib.Report`][] of the compiled program; None if nothing was compiled, or if
-        the plan was read from text.
+        the plan was read from text or from JAX's compilation cache.
     """
 
     machine: Machine
@@ -131,7 +131,10 @@ class Plan:
 
     @property
     def arguments(self) -> dict[str, Planned]:
-        return {name: Planned(specs, name) for name, specs in self.applying.arguments.items()}
+        return {
+            name: Planned(specs, name, self.applying.reasons[name])
+            for name, specs in self.applying.arguments.items()
+        }
 
     @property
     def results(self) -> Planned:
@@ -280,31 +283,37 @@ class Plan:
             "order": list(applying.order),
             "arguments": {k: dict(v) for k, v in applying.arguments.items()},
             "results": dict(applying.results),
+            "reasons": {k: dict(v) for k, v in applying.reasons.items()},
             "fixed": {k: list(v) for k, v in applying.fixed.items()},
             "used": {k: dict(v) for k, v in applying.used.items()},
         }
         return json.dumps(fields, indent=1)
 
     @classmethod
-    def of(cls, text: str, layers: Sequence[type] | None = None) -> "Plan":
+    def of(
+        cls, text: str, layers: Sequence[type] | None = None, machine: Machine | None = None
+    ) -> "Plan":
         """The plan with this text.
 
         **Arguments:**
 
         - `text`: what `as_text` has returned.
         - `layers`: the classes of the layers, for those that can't be imported by name.
+        - `machine`: the machine, if its name doesn't say all of it.
 
         **Returns:**
 
         A [`mylib.Plan`][], equal to the one that was saved.
         """
         given = json.loads(text)
+        named = given["machine"]
         classes = tuple(map(_imported, given["layers"]) if layers is None else layers)
         applying = Applying(
             names=tuple(given["names"]),
             returned=tuple(given["returned"]),
             arguments={k: _specs(v) for k, v in given["arguments"].items()},
             results=_specs(given["results"]),
+            reasons=given["reasons"],
             fixed=given["fixed"],
             used={k: _specs(v) for k, v in given["used"].items()},
             order=tuple(given["order"]),
@@ -314,7 +323,7 @@ class Plan:
             saved=None if given["saved"] is None else _spec(given["saved"]),
         )
         return cls(
-            machine=here() if given["machine"] == "here" else Machine.of(given["machine"]),
+            machine=machine or (here() if named == "here" else Machine.of(named)),
             axes=given["axes"],
             is_sharded=given["is_sharded"],
             chosen=_candidate(given["chosen"]),

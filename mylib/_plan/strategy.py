@@ -7,9 +7,10 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from .._text import listed
 from ..machines import Machine
-from .fixes import MODEL, ContradictionError, Fixed, Fixes, Spec, axes_at, axes_of, trimmed
-from .trace import ArrayIn, Together, TracedStep
+from .fixes import MODEL, ContradictionError, FixedParts, Fixes, Spec, axes_at, axes_of, trimmed
+from .trace import SMALL, ArrayIn, Together, TracedStep, role_of
 
 
 @dataclass(frozen=True)
@@ -70,10 +71,10 @@ class Impossible:
 
 
 def strategies(
-    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: Fixed
+    traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: FixedParts
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
-    for sizes, is_sharded in _meshes(machine):
+    for sizes, is_sharded in meshes(machine):
         if axes is not None and dict(sizes) != {k: n for k, n in axes.items() if n > 1}:
             continue
         strategy = Strategy(sizes or (("data", 1),), is_sharded, policy=traced.policy)
@@ -141,7 +142,7 @@ _SETS = 4
 _WIDEST = 32
 
 
-def _meshes(machine: Machine) -> Iterator[tuple[tuple[tuple[str, int], ...], bool]]:
+def meshes(machine: Machine) -> Iterator[tuple[tuple[tuple[str, int], ...], bool]]:
     """Meshes, and whether weights are kept in parts on them: over all devices, or within hosts. The
     axis "model" is within a host of GPUs.
     """
@@ -217,3 +218,30 @@ def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any
         if entry not in spec and leaf.aval.shape[i] % size == 0:
             spec[i] = entry
     return spec
+
+
+def reason_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> str:
+    """Why an argument is kept where it is."""
+    if fix_of(leaf, strategy, traced) is not None:
+        return "fixed by kept="
+    spec = spec_of(leaf, strategy, traced)
+    reasons = [_of_entry(leaf, dim, spec[dim], traced) for dim in range(len(spec)) if spec[dim]]
+    if strategy.is_sharded and not leaf.is_data and "data" not in spec:
+        few = f"it has fewer than {SMALL} numbers"
+        why = (
+            few
+            if leaf.is_small
+            else f"no other dimension is a multiple of {strategy.sizes['data']}"
+        )
+        reasons.append(f"not split over data: {why}")
+    return "; ".join(reasons) or "whole"
+
+
+def _of_entry(leaf: ArrayIn, dim: int, entry: Any, traced: TracedStep) -> str:
+    if entry != MODEL:
+        return (
+            "rows of the batch" if leaf.is_data else f"FSDP, by its largest other dimension, {dim}"
+        )
+    members = next((x.members for x in traced.groups if leaf.groups[dim] in x.groups), [])
+    names = {role_of(traced.in_models[path][1]).strip("."): None for path, *_ in members}
+    return f"over model by dimension {dim}, together with {listed([*names], 3)}"

@@ -146,7 +146,8 @@ class TracedStep:
     leaves: list[ArrayIn]
     called: list[CalledModule]
     results: list[tuple[str, Any, Nodes]]
-    rows: set[int] = field(default_factory=set)
+    rows: set[int]
+    jaxpr: Any = field(repr=False)
     input: "LayerInput | None" = None
 
     @cached_property
@@ -326,8 +327,9 @@ def trace(
 
 
 class _Jaxpr(NamedTuple):
-    """A step's jaxpr, and the trees of its arguments and results."""
+    """A step's jaxpr, what it computes, and the trees of its arguments and results."""
 
+    closed: Any
     program: Reading
     arrays: Any
     out: Any
@@ -342,7 +344,8 @@ def _jaxpr_of(step: PlannedStep) -> _Jaxpr:
         made.append(out)
         return out
 
-    return _Jaxpr(program_of(jax.make_jaxpr(run)(arrays)), arrays, made[0])
+    closed = jax.make_jaxpr(run)(arrays)
+    return _Jaxpr(closed, program_of(closed), arrays, made[0])
 
 
 class LayerInput(NamedTuple):
@@ -372,9 +375,9 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
     found: set[LayerInput | None] = set()
     for number, rank in enumerate(inputs.ranks):
         seen = program.dims.groups(program.named.get(inputs.name(number), ()))
-        if rank is not None and len(seen) > rank:
+        if len(seen) > (rank or 0):
             seen = tuple(x for x in seen if x not in rows)
-        if len(seen) != rank:
+        if rank is None or len(seen) != rank:
             return None
         free = [(i, program.dims.parts(x)) for i, x in enumerate(seen) if x not in weights | rows]
         of_rows = next((i for i, x in enumerate(seen) if x in rows), None)
@@ -398,7 +401,7 @@ def _traced(
     calls: Calls,
     inputs: LayerInputs,
 ) -> TracedStep:
-    program, arrays, out = jaxpr
+    closed, program, arrays, out = jaxpr
     if program.unknown:
         listed = ", ".join(f"{name} ({line})" for name, line in program.unknown.items())
         raise PlanError(
@@ -421,7 +424,7 @@ def _traced(
     rows = _rows(leaves, f"[{step.batch}]")
     for leaf in leaves:
         leaf.is_data = leaf.path.startswith(f"[{step.batch}]") or bool(rows & set(leaf.groups))
-    traced = TracedStep(step, policy, layers, program, leaves, called, results, rows)
+    traced = TracedStep(step, policy, layers, program, leaves, called, results, rows, closed)
     traced.input = _layer_input(traced, inputs)
     return traced
 

@@ -1,10 +1,11 @@
 """`explain`: shows where every leaf would go, why, and the memory it needs, without moving it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import EllipsisType
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+from jax.sharding import AbstractMesh
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, in_words
@@ -34,11 +35,24 @@ _LARGE = 2**20
 _WASTES = 20
 
 
+@runtime_checkable
+class PlanOfArguments(Protocol):
+    """A `mylib.Plan`: where the arguments of a step are, by their names."""
+
+    @property
+    def arguments(self) -> Mapping[str, Placement]: ...
+
+    @property
+    def axes(self) -> Mapping[str, int]: ...
+
+
 def explain(
     tree: PyTree[Any],
-    placement: "PyTree[Placement] | EllipsisType" = ...,
+    placement: "PyTree[Placement] | PlanOfArguments | EllipsisType" = ...,
     /,
     mesh: AnyMesh | None = None,
+    *,
+    argument: str = "model",
 ) -> "Explanation":
     """Shows where every array of a tree would go, which rule chose that and why, and how much
     memory each device needs. Moves nothing, needs no devices, and doesn't raise for faulty
@@ -47,10 +61,12 @@ def explain(
     **Arguments:**
 
     - `tree`: any PyTree; it may be abstract (`equinox.filter_eval_shape`).
-    - `placement`: as in [`mylib.filter_shard`][]. Without one, shows where everything is; so does
-        [`mylib.show`][], with pictures.
+    - `placement`: as in [`mylib.filter_shard`][], or a [`mylib.Plan`][]. Without one, shows where
+        everything is; so does [`mylib.show`][], with pictures.
     - `mesh`: the mesh for a `PartitionSpec`; by default the mesh of `jax.set_mesh`. It may be a
         `jax.sharding.AbstractMesh` of any size.
+    - `argument`: if the placement is a [`mylib.Plan`][], which argument of the planned step the
+        tree is.
 
     **Returns:**
 
@@ -70,6 +86,9 @@ def explain(
     """
     leaves = split(tree)
     world = current_world()
+    if isinstance(placement, PlanOfArguments):
+        axes, placement = placement.axes, placement.arguments[argument]
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
     if placement is ...:
         return Explanation(present_rows(leaves, world), ())
     # Abstract leaves: it isn't checked whether the arrays can be moved to their targets.

@@ -64,6 +64,20 @@ class TestPlan:
         assert not explanation.faults
         assert "planned for model.layers[0].weight" in explanation.whole()
 
+    def test_explained(self):
+        rule = mylib.rules.by_path({"layers.1.weight": P(None, "data")})
+        plan = modelled(STEP, *MLP, machine="h100 x 8", axes={"data": 8}, kept=rule)
+        plan = mylib.Plan.of(plan.as_text())
+        why = {x.leaf.name: x.why for x in mylib.explain(MLP[1], plan).rows}
+        assert why[".layers[1].weight"] == "fixed by kept="
+        (state,) = {x.why for x in mylib.explain(MLP[0], plan, argument="batch").rows}
+        assert state == "rows of the batch"
+
+    def test_explained_tensor_parallelism(self, made):
+        rows = mylib.explain(MLP[2], made, argument="state").rows
+        (why,) = {x.why for x in rows if x.leaf.name.endswith("mu.layers[0].weight")}
+        assert why == "over model by dimension 1, together with layers[*].weight"
+
     def test_reasons(self, made):
         plan = modelled(STEP, *MLP)
         assert plan.why_not(plan.chosen.name).endswith("was chosen: " + plan.chosen.reason)

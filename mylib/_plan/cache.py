@@ -1,0 +1,99 @@
+"""Plans on disk, beside the programs that JAX keeps in its compilation cache."""
+
+import hashlib
+import re
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from .._errors import MylibWarning
+from .._saved import replace_file, versions
+from ..machines import Machine
+from .fixes import ContradictionError, FixedParts
+from .result import Plan
+from .strategy import meshes
+from .trace import TracedStep
+
+
+def folder() -> Path | None:
+    """Where JAX keeps programs, if it was told to, on a disk."""
+    options = jax.config.values
+    path = options["jax_compilation_cache_dir"]
+    is_on = path and options["jax_enable_compilation_cache"] and "://" not in path
+    return Path(path) if is_on else None
+
+
+class CachedPlan:
+    """A plan's file. Its name and its first line have a hash of all that the plan depends on."""
+
+    def __init__(
+        self,
+        traced: TracedStep,
+        target: Machine,
+        fixed: FixedParts,
+        axes: dict[str, int] | None,
+        options: Sequence[Any],
+    ):
+        self._machine, self._layers = target, traced.layers
+        at = folder()
+        self._path: Path | None = None
+        if at is not None:
+            self._key = _hash(
+                str(traced.jaxpr),
+                [(x.path, x.aval) for x in traced.leaves],
+                [(path, aval) for path, aval, _ in traced.results],
+                (traced.step.names, traced.step.batch, [role.path for role in traced.called]),
+                [f"{cls.__module__}:{cls.__qualname__}" for cls in traced.layers],
+                (target.chip, target.hosts, target.shape, target.is_here, axes, *options),
+                [*_fixes(traced, target, fixed)],
+                (versions(target.chip.platform), _sources()),
+            )
+            self._path = at / f"mylib-plan-{self._key}.json"
+
+    def read(self) -> Plan | None:
+        """The plan, if there is one. A file that is damaged counts as none."""
+        if self._path is None:
+            return None
+        try:
+            head, _, text = self._path.read_text().partition("\n")
+        except (OSError, UnicodeDecodeError):
+            return None
+        if head != self._head(text):
+            return None
+        return Plan.of(text, self._layers, self._machine)
+
+    def write(self, plan: Plan) -> None:
+        if self._path is None:
+            return
+        text = plan.as_text()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._path, f"{self._head(text)}\n{text}".encode())
+        except OSError as error:
+            warnings.warn(f"the plan isn't kept in {self._path}: {error}", MylibWarning, 3)
+
+    def _head(self, text: str) -> str:
+        return f"{self._key} {_hash(text)}"
+
+
+def _fixes(traced: TracedStep, target: Machine, fixed: FixedParts) -> Iterator[Any]:
+    for sizes, _ in meshes(target) if fixed != FixedParts() else ():
+        try:
+            yield fixed.on(traced, dict(sizes))
+        except ContradictionError as error:
+            yield str(error)
+
+
+def _sources() -> str:
+    """What this library is, also while it is edited."""
+    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return _hash(*(path.read_text() for path in files))
+
+
+def _hash(*parts: Any) -> str:
+    # Functions in a program are shown with their addresses.
+    text = re.sub(r"0x[0-9a-f]+", "", "\0".join(map(str, parts)))
+    return hashlib.sha256(text.encode()).hexdigest()
