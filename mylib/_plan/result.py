@@ -17,6 +17,7 @@ from ..machines import Machine, here
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of
 from .fixes import Spec
+from .picture import Dot, page_of
 from .strategy import mesh_of
 
 _SHOWN = 6
@@ -339,6 +340,15 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.as_text())
+
+    def _repr_html_(self) -> str:
+        dots = [
+            Dot(x.name, x.memory, x.seconds, x is self.chosen, bool(x.why), x.reason)
+            for x in (self.chosen, *self.others, *self.rejected)
+            if x.memory and x.seconds
+        ]
+        title = f"{self.machine}: {self.chosen.name}"
+        return page_of(title, repr(self), dots, self.machine.memory)
 
     def __repr__(self) -> str:
         lines = [f"{self.machine}: {self.chosen.name}", *_rows([self.chosen])]
