@@ -72,7 +72,7 @@ class Reading:
     - `loops`: the first dimensions of what loops iterate over.
     - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
         arrays are, by their number.
-    - `named`: for each such name the nodes of the array.
+    - `named`: for each such name the bytes of the array.
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
     - `counted_once`: the lines of loops whose length depends on data.
     """
@@ -87,7 +87,7 @@ class Reading:
     lives: list[Live] = field(default_factory=list)
     loops: set[int] = field(default_factory=set)
     origins: dict[str, int | None] = field(default_factory=dict)
-    named: dict[str, Nodes] = field(default_factory=dict)
+    named: dict[str, Event] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     counted_once: list[str] = field(default_factory=list)
 
@@ -452,7 +452,7 @@ class _Apply:
         self.outs[0].sum = self.ins[0].sum
         name = self.param(names.PARAM_NAME)
         self.program.origins[name] = self.ins[0].origin
-        self.program.named[name] = self.ins[0].nodes
+        self.program.named[name] = Event(self.times, bytes_of(self.avals[0]), self.ins[0].nodes)
 
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum

@@ -3,7 +3,7 @@
 import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +16,6 @@ from .._text import show_bytes, table
 from ..machines import Machine, here
 from .apply import Applying, Planned, PlannedFunction
 from .code import code_of
-from .fixes import Spec
 from .picture import Dot, page_of
 from .strategy import mesh_of
 
@@ -264,31 +263,16 @@ class Plan:
 
     def as_text(self) -> str:
         """The plan as text, which [`Plan.of`][mylib.Plan.of] reads."""
-        applying = self.applying
-        fields = {
+        given = {**vars(self.applying), **vars(self)}
+        for name in ("applying", "audit", "mesh"):
+            given.pop(name, None)
+        given |= {
             "machine": "here" if self.machine.is_here else str(self.machine),
-            "axes": dict(self.axes),
-            "is_sharded": self.is_sharded,
-            "policy": self.policy,
             "dtype": self.dtype,
-            "saved": applying.saved,
             "layers": [f"{cls.__module__}:{cls.__qualname__}" for cls in self.layers],
             "memory": self.memory,
-            "chosen": asdict(self.chosen),
-            "others": [asdict(x) for x in self.others],
-            "rejected": [asdict(x) for x in self.rejected],
-            "notes": list(self.notes),
-            "stacked": list(self.stacked),
-            "names": list(applying.names),
-            "returned": list(applying.returned),
-            "order": list(applying.order),
-            "arguments": {k: dict(v) for k, v in applying.arguments.items()},
-            "results": dict(applying.results),
-            "reasons": {k: dict(v) for k, v in applying.reasons.items()},
-            "fixed": {k: list(v) for k, v in applying.fixed.items()},
-            "used": {k: dict(v) for k, v in applying.used.items()},
         }
-        return json.dumps(fields, indent=1)
+        return json.dumps(given, indent=1, default=asdict)
 
     @classmethod
     def of(
@@ -306,34 +290,21 @@ class Plan:
 
         A [`mylib.Plan`][], equal to the one that was saved.
         """
-        given = json.loads(text)
-        named = given["machine"]
-        classes = tuple(map(_imported, given["layers"]) if layers is None else layers)
-        applying = Applying(
-            names=tuple(given["names"]),
-            returned=tuple(given["returned"]),
-            arguments={k: _specs(v) for k, v in given["arguments"].items()},
-            results=_specs(given["results"]),
-            reasons=given["reasons"],
-            fixed=given["fixed"],
-            used={k: _specs(v) for k, v in given["used"].items()},
-            order=tuple(given["order"]),
-            layers=classes,
-            policy=given["policy"],
-            dtype=None if given["dtype"] is None else jnp.dtype(given["dtype"]),
-            saved=None if given["saved"] is None else _spec(given["saved"]),
-        )
-        return cls(
-            machine=machine or (here() if named == "here" else Machine.of(named)),
-            axes=given["axes"],
-            is_sharded=given["is_sharded"],
-            chosen=_candidate(given["chosen"]),
-            others=tuple(map(_candidate, given["others"])),
-            rejected=tuple(map(_candidate, given["rejected"])),
-            notes=tuple(given["notes"]),
-            stacked=tuple(given["stacked"]),
-            applying=applying,
-        )
+        given = _frozen(json.loads(text))
+        named, dtype = given["machine"], given["dtype"]
+        applying = {x.name: given[x.name] for x in fields(Applying)}
+        applying |= {
+            "layers": tuple(map(_imported, given["layers"]) if layers is None else layers),
+            "dtype": None if dtype is None else jnp.dtype(dtype),
+        }
+        own = {x.name: given[x.name] for x in fields(cls) if x.name in given}
+        own |= {
+            "machine": machine or (here() if named == "here" else Machine.of(named)),
+            "chosen": Candidate(**given["chosen"]),
+            "others": tuple(Candidate(**x) for x in given["others"]),
+            "rejected": tuple(Candidate(**x) for x in given["rejected"]),
+        }
+        return cls(**own, applying=Applying(**applying))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.as_text() == other.as_text()
@@ -374,17 +345,11 @@ def _rows(some: Sequence[Candidate]) -> list[str]:
     ])  # fmt: skip
 
 
-def _candidate(fields: dict[str, Any]) -> Candidate:
-    interval = fields["interval"]
-    return Candidate(**{**fields, "interval": None if interval is None else tuple(interval)})
-
-
-def _specs(specs: dict[str, Any]) -> dict[str, Any]:
-    return {path: _spec(spec) for path, spec in specs.items()}
-
-
-def _spec(spec: Sequence[Any]) -> Spec:
-    return tuple(tuple(x) if isinstance(x, list) else x for x in spec)
+def _frozen(x: Any) -> Any:
+    """With tuples for lists."""
+    if isinstance(x, dict):
+        return {key: _frozen(value) for key, value in x.items()}
+    return tuple(map(_frozen, x)) if isinstance(x, list) else x
 
 
 def _imported(name: str) -> type:

@@ -20,7 +20,7 @@ from .._tree import is_array, is_of_keys
 from ..rules import fsdp, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, roles_in
 from .dims import Nodes
-from .groups import Reading, program_of
+from .groups import Event, Reading, program_of
 from .layers import has_layers, repeated_in
 
 # The policies for what layers save, and how to write them.
@@ -137,7 +137,9 @@ class Together:
 
 @dataclass(eq=False)
 class TracedStep:
-    """A step that has been traced with a policy. `input` is what all layers take first."""
+    """A step that has been traced with a policy. `inputs` are the first arguments of layers, and
+    `input` is what they have in common.
+    """
 
     step: PlannedStep
     policy: str
@@ -148,6 +150,7 @@ class TracedStep:
     results: list[tuple[str, Any, Nodes]]
     rows: set[int]
     jaxpr: Any = field(repr=False)
+    inputs: list[Event | None]
     input: "LayerInput | None" = None
 
     @cached_property
@@ -373,8 +376,8 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
     program, rows = traced.program, traced.rows
     weights = {x for leaf in traced.leaves if not leaf.is_data for x in leaf.groups}
     found: set[LayerInput | None] = set()
-    for number, rank in enumerate(inputs.ranks):
-        seen = program.dims.groups(program.named.get(inputs.name(number), ()))
+    for event, rank in zip(traced.inputs, inputs.ranks, strict=True):
+        seen = program.dims.groups(event.dims if event else ())
         if len(seen) > (rank or 0):
             seen = tuple(x for x in seen if x not in rows)
         if rank is None or len(seen) != rank:
@@ -424,7 +427,10 @@ def _traced(
     rows = _rows(leaves, f"[{step.batch}]")
     for leaf in leaves:
         leaf.is_data = leaf.path.startswith(f"[{step.batch}]") or bool(rows & set(leaf.groups))
-    traced = TracedStep(step, policy, layers, program, leaves, called, results, rows, closed)
+    events = [program.named.get(inputs.name(i)) for i in range(len(inputs.ranks))]
+    traced = TracedStep(
+        step, policy, layers, program, leaves, called, results, rows, closed, events
+    )
     traced.input = _layer_input(traced, inputs)
     return traced
 

@@ -150,3 +150,18 @@ def test_saved_inputs_in_parts_take_less_memory():
     _, _, whole = planned(make, "FSDP 4 x TP 2")
     ours, theirs = (figures(x.jit(step).lower(*args))[1] for x in (plan, whole))
     assert ours < theirs
+
+
+def test_saved_inputs_are_gathered():
+    """Each layer gathers its input twice and its result's gradient; two of its sums are scattered.
+    Together they take no less time than sums.
+    """
+    _, _, found = candidates(steps.StackedTransformer)
+    whole, saved = (found[f"FSDP 4 x TP 2{end}"].price for end in ("", ", splits saved"))
+    gathered = saved.sent["all-gather over model"] - whole.sent.get("all-gather over model", 0)
+    # Two layers, 4 rows of 16 words on each device, and 64 numbers of four bytes.
+    assert gathered == 3 * 2 * 4 * 16 * 64 * 4
+    scattered = saved.sent["reduce-scatter over model"]
+    summed = [x.sent["all-reduce over model"] for x in (whole, saved)]
+    assert scattered == 2 / 3 * gathered == summed[0] - summed[1]
+    assert saved.parts["tensor parallelism"] >= whole.parts["tensor parallelism"]

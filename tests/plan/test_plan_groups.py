@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import planned_steps as steps
 import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 from mylib._plan.dims import Dims
 from mylib._plan.groups import program_of
@@ -187,6 +189,31 @@ def test_what_is_unknown_is_named():
     with pytest.raises(
         PlanError, match=r"don.t know|doesn't know how these may be split: qr \(.*test_plan"
     ):
+        traced(steps.mlp, steps.ROWS, loss)
+
+
+def _kernel(y):
+    def double(x, out):
+        out[...] = x[...] * 2
+
+    return pl.pallas_call(double, jax.ShapeDtypeStruct(y.shape, y.dtype), interpret=True)(y)
+
+
+def _mapped(y):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(jnp.sin, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(y)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [(_kernel, "pallas_call"), (_mapped, "shard_map")], ids=["kernel", "mapped"]
+)
+def test_kernels_and_shard_map_are_refused_by_name(call, name):
+    def loss(model, x):
+        y = jax.vmap(model)(x)
+        return jnp.mean(call(jax.lax.stop_gradient(y)) * y)
+
+    told = rf"how these may be split: {name} \(.*test_plan_groups.py.*replace kernels by plain JAX"
+    with pytest.raises(PlanError, match=told):
         traced(steps.mlp, steps.ROWS, loss)
 
 
