@@ -27,9 +27,8 @@ from .trace import SMALL, TracedStep
 _HIDDEN = 0.85
 _HIDDEN_TENSOR = {"tpu": 0.5}
 # A layer whose input is saved in parts gathers it in the forward pass and when it is computed
-# again, and gathers the gradient of its result. The sums of its result and of its input's gradient
-# are scattered.
-_GATHERED, _SCATTERED = 3, 2
+# again, and gathers the gradient of its result. Its sums stay what they are.
+_GATHERED = 3
 # XLA combines collectives of fewer bytes.
 _COMBINED = 30e6
 # Of simulated devices, which have no data sheet: rough figures, only for an order.
@@ -246,15 +245,13 @@ class _Pricing:
             for groups in (self.data, self.strategy.tensor)
         )
 
-    def send(self, kind: str, axes: Iterable[str], nbytes: Any, times: Any, sign: int = 1) -> float:
-        """The seconds of collectives, each in all its times. Their bytes are noted; with a `sign`
-        of -1 as not sent.
-        """
+    def send(self, kind: str, axes: Iterable[str], nbytes: Any, times: Any) -> float:
+        """The seconds of collectives, each in all its times. Their bytes are noted."""
         over = tuple(axis for axis in self.sizes if axis in set(axes))
         if self.size(over) <= 1 or not len(nbytes):
             return 0.0
         name = f"{kind} over {', '.join(over)}"
-        self.sent[name] = self.sent.get(name, 0.0) + sign * float(np.dot(nbytes, times))
+        self.sent[name] = self.sent.get(name, 0.0) + float(np.dot(nbytes, times))
         different, which = np.unique(nbytes, return_inverse=True)
         counts = np.bincount(which, weights=times)
         took = [self.prices.collective(kind, x, over, self.sizes) for x in different]
@@ -342,17 +339,11 @@ class _Pricing:
             ((*self.strategy.rows, MODEL), by_rows & by_model),
         ):
             total += self.send("all-gather", axes, nbytes[found], whole.times[found])
-        return total + (0.0 if self.strategy.saved is None else self.saved())
-
-    def saved(self) -> float:
-        """What inputs of layers that are saved in parts add to the seconds."""
-        inputs = self.prices.inputs
-        nbytes, times = inputs.amounts / self.splits(inputs.dims), inputs.times
-        return (
-            self.send("all-gather", (MODEL,), nbytes, _GATHERED * times)
-            + self.send("reduce-scatter", (MODEL,), nbytes, _SCATTERED * times)
-            - self.send("all-reduce", (MODEL,), nbytes, _SCATTERED * times, -1)
-        )
+        if self.strategy.saved is not None:
+            inputs = self.prices.inputs
+            nbytes = inputs.amounts / self.splits(inputs.dims)
+            total += self.send("all-gather", (MODEL,), nbytes, _GATHERED * inputs.times)
+        return total
 
     def held(self) -> Any:
         """The bytes of each argument on each device."""

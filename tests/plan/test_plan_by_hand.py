@@ -153,15 +153,11 @@ def test_saved_inputs_in_parts_take_less_memory():
 
 
 def test_saved_inputs_are_gathered():
-    """Each layer gathers its input twice and its result's gradient; two of its sums are scattered.
-    Together they take no less time than sums.
-    """
+    """Each layer gathers its input twice, and its result's gradient."""
     _, _, found = candidates(steps.StackedTransformer)
     whole, saved = (found[f"FSDP 4 x TP 2{end}"].price for end in ("", ", splits saved"))
     gathered = saved.sent["all-gather over model"] - whole.sent.get("all-gather over model", 0)
     # Two layers, 4 rows of 16 words on each device, and 64 numbers of four bytes.
     assert gathered == 3 * 2 * 4 * 16 * 64 * 4
-    scattered = saved.sent["reduce-scatter over model"]
-    summed = [x.sent["all-reduce over model"] for x in (whole, saved)]
-    assert scattered == 2 / 3 * gathered == summed[0] - summed[1]
-    assert saved.parts["tensor parallelism"] >= whole.parts["tensor parallelism"]
+    assert saved.sent["all-reduce over model"] == whole.sent["all-reduce over model"]
+    assert saved.parts["tensor parallelism"] > whole.parts["tensor parallelism"]

@@ -76,7 +76,9 @@ class TestPlan:
     def test_explained_tensor_parallelism(self, made):
         rows = mylib.explain(MLP[2], made, argument="state").rows
         (why,) = {x.why for x in rows if x.leaf.name.endswith("mu.layers[0].weight")}
-        assert why == "over model by dimension 1, together with layers[*].weight"
+        # Which layers are split by rows and which by columns is a tie.
+        assert why.startswith("over model by dimension ")
+        assert "together with layers[*].weight" in why
 
     def test_reasons(self, made):
         plan = modelled(STEP, *MLP)
