@@ -140,7 +140,7 @@ def generated_by_hand(how: Any, mesh: Any, size: Any) -> mylib.Report:
     with jax.set_mesh(mesh):
         key = jax.eval_shape(lambda: jax.random.key(0))
         model = eqx.filter_eval_shape(program("llama").Llama, size, key)
-        arrays, static = eqx.partition(model, eqx.is_array_like)
+        arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
         rows = NamedSharding(mesh, P(how.rows))
 
         def run(arrays: Any, prompts: jax.Array) -> jax.Array:

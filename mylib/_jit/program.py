@@ -204,7 +204,7 @@ class Program:
                 _watched.record.started(call, rest.watched, made.arrays)
             if rest.checks is not None:
                 self._raise_failed(made, rest.checks)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
                 readable = readable_error(error, self.id)
                 if readable is not None:
