@@ -15,16 +15,35 @@ import strategies
 
 # isort: split
 import argparse
+import itertools
+import time
+import warnings
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
+from unittest import mock
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from side_by_side import Call, Row, at_most, compare, duel, print_header, print_row, race
+from side_by_side import (
+    Call,
+    Row,
+    at_most,
+    compare,
+    duel,
+    print_header,
+    print_row,
+    race,
+    show,
+    stopwatch,
+)
 
 import mylib
+from mylib._jit import program
+from mylib._jit.replicated import about_replicated
 from mylib.rules import fsdp, replicated
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -35,7 +54,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer repeats")
     effort = 0.2 if parser.parse_args().quick else 1.0
     print_header("8 simulated CPU devices")
-    for section in calling, calling_static, returning, tracing, training, being_born:
+    for section in calling, calling_static, returning, tracing, warning, training, being_born:
         for row in section(effort):
             print_row(row.cells())
 
@@ -110,6 +129,40 @@ def tracing(effort: float) -> Iterator[Row]:
     peers = {"equinox.filter_jit and filter_shard": theirs, "jax.jit": bare}
     times = race([ours, *peers.values()], 31 * effort, wait=False)
     yield from compare(work, times, peers)
+
+
+def warning(effort: float) -> Iterator[Row]:
+    """The search for products that all devices compute, as a part of the call that compiles. It
+    goes on to the end in the first, which tells what it found; in the second the batch is placed.
+    """
+    seconds: list[float] = []
+
+    def timed(*args: Any) -> None:
+        start = time.perf_counter()
+        about_replicated(*args)
+        seconds.append(time.perf_counter() - start)
+
+    batch = np.ones((2048, 256), np.float32)
+    where = {"NumPy": None, "placed": NamedSharding(MESH, P("data"))}
+    for (name, target), depth in itertools.product(where.items(), (2, 24)):
+        model = eqx.nn.MLP(256, 256, 256, depth, key=jax.random.key(0))
+        model = mylib.filter_shard(model, replicated(), mesh=MESH)
+        given = batch if target is None else jax.device_put(batch, target)
+        spent, parts = [], []
+        for _ in range(max(3, round(9 * effort))):
+            jax.clear_caches()
+            seconds.clear()
+            step = mylib.filter_jit(eqx.filter_grad(lambda m, x: jnp.sum(jax.vmap(m)(x) ** 2)))
+            with mock.patch.object(program, "about_replicated", timed), warnings.catch_warnings():
+                warnings.simplefilter("ignore", mylib.ReplicatedWarning)
+                whole = stopwatch(lambda given: step(*given), (model, given))  # noqa: B023
+            spent.append(sum(seconds))
+            parts.append(sum(seconds) / whole)
+        ratio = median(parts)
+        within = ratio <= 0.01 or median(spent) <= 3e-3
+        work = f"looking for undivided work, {depth} layers, a batch that is {name}"
+        shown = show(median(spent)), f"the call that compiles, {show(median(spent) / ratio)}"
+        yield Row(work, *shown, ratio, "≤ 0.01, or 3 ms", within)
 
 
 def training(effort: float) -> Iterator[Row]:

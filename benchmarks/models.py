@@ -4,8 +4,12 @@
     python benchmarks/models.py --machine "v5e 4x4" --only llama --write
 
 Prints a row for each model and strategy, and writes it into the table of docs/models.md, whose
-other rows stay. "By hand" is the same program with what JAX alone has, as MaxText writes it: each
-layer in `jax.checkpoint`, its weights gathered by `jax.lax.with_sharding_constraint`.
+other rows stay. Models have few layers and are narrow, so that a row takes a minute at most; stacked
+layers are compiled once, however many there are. `--full` compiles those of `--machine` instead.
+
+"By hand" is the same program with what JAX alone has, as MaxText writes it: each layer in
+`jax.checkpoint`, its weights gathered by `jax.lax.with_sharding_constraint`. Generating has no
+layers to gather: by hand it is `jax.jit`, with a sharding for each leaf.
 """
 
 import argparse
@@ -14,6 +18,8 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -52,6 +58,45 @@ COLUMNS = (
 BEGIN, END = "<!-- table of models -->", "<!-- end of the table -->"
 
 
+# What differs from the size that the program compiles itself.
+_LLAMA = {
+    "layers": 4,
+    "width": 1024,
+    "heads": 16,
+    "groups": 4,
+    "hidden": 4096,
+    "vocab": 8192,
+    "time": 512,
+    "rows": 32,
+}
+SIZES = {
+    "llama": _LLAMA,
+    "adapters": _LLAMA,
+    "generate": _LLAMA,
+    "experts": {
+        "layers": 2,
+        "width": 512,
+        "heads": 8,
+        "hidden": 2048,
+        "vocab": 8192,
+        "time": 256,
+        "rows": 32,
+    },
+    "long_context": {"layers": 2, "width": 512, "heads": 4, "vocab": 8192, "time": 4096},
+    "vit": {"layers": 4, "width": 512, "heads": 8, "image": 112},
+    "state_space": {
+        "layers": 2,
+        "width": 512,
+        "states": 512,
+        "vocab": 8192,
+        "time": 512,
+        "rows": 32,
+    },
+    "unet": {"image": 32},
+    "gan": {"width": 2048, "rows": 16384},
+}
+
+
 class ByHand(eqx.Module):
     """A layer that gathers its weights with what JAX alone has. It may be one of a stack."""
 
@@ -71,8 +116,11 @@ class ByHand(eqx.Module):
 
 
 def by_hand(model: Any, layers: Any, kept: Any, used: Any, *, mesh: Any) -> Any:
-    """In the place of `mylib.fully_shard`, for stacked layers."""
+    """In the place of `mylib.fully_shard`. All layers are stacked but those of `eqx.nn.MLP` and of
+    the U-Net.
+    """
     targets = mylib.resolve(model, used, mesh=mesh)
+    stacked = int(hasattr(model, "blocks"))
 
     def is_layer(x: Any) -> bool:
         return isinstance(x, layers)
@@ -80,12 +128,28 @@ def by_hand(model: Any, layers: Any, kept: Any, used: Any, *, mesh: Any) -> Any:
     def wrap(layer: Any, targets: Any) -> Any:
         if not is_layer(layer):
             return layer
-        shardings = [
-            NamedSharding(mesh, P(*sharding.spec[1:])) for sharding in jtu.tree_leaves(targets)
-        ]
-        return ByHand(layer, tuple(shardings))
+        specs = (sharding.spec[stacked:] for sharding in jtu.tree_leaves(targets))
+        return ByHand(layer, tuple(NamedSharding(mesh, P(*spec)) for spec in specs))
 
     return jtu.tree_map(wrap, model, targets, is_leaf=is_layer)
+
+
+def generated_by_hand(how: Any, mesh: Any, size: Any) -> mylib.Report:
+    """Generating, compiled by `jax.jit` alone."""
+    module = program("generate")
+    with jax.set_mesh(mesh):
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        model = eqx.filter_eval_shape(program("llama").Llama, size, key)
+        arrays, static = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+        rows = NamedSharding(mesh, P(how.rows))
+
+        def run(arrays: Any, prompts: jax.Array) -> jax.Array:
+            return module.generate(eqx.combine(arrays, static), prompts, size.time // 2)
+
+        shardings = mylib.resolve(arrays, how.used, mesh=mesh), rows
+        compiled = jax.jit(run, in_shardings=shardings, out_shardings=rows)
+        prompts = jax.ShapeDtypeStruct((size.rows, size.time // 2), "int32")
+        return mylib.audit(compiled, arrays, prompts)
 
 
 class Row(NamedTuple):
@@ -99,30 +163,28 @@ class Row(NamedTuple):
     sent_by_hand: str = ""
 
 
-def measured(name: str, strategy: str, machine: str, size: str = "LARGE") -> Row:
-    """One row: compiled for the machine, not run."""
-    module, found = program(name), Machine.of(machine)
-    how = module.STRATEGIES[strategy]
-    mesh, hand = found.mesh(**how.axes), None
-    numbers = getattr(module if hasattr(module, size) else program("llama"), size)
+def reports(
+    name: str, strategy: str, machine: str, full: bool = False
+) -> tuple[mylib.Report, mylib.Report | None]:
+    """Ours, and by hand where weights are gathered: compiled for the machine, not run."""
+    module, how = program(name), program(name).STRATEGIES[strategy]
+    mesh = Machine.of(machine).mesh(**how.axes)
+    size = (module if hasattr(module, "LARGE") else program("llama")).LARGE
+    size = replace(size, **({} if full else SIZES[name]))
+    if name == "generate":
+        return module.report(how, mesh, size), generated_by_hand(how, mesh, size)
     if hasattr(module, "task"):
-        task = module.task(numbers, **how.options)
-        report = program("running").report
-        ours = report(task, how, mesh)
-        hand = report(task, how, mesh, by_hand) if name in STACKED else None
-    elif name == "generate":
-        ours = module.report(how, mesh, numbers)
+        report = partial(program("running").report, module.task(size, **how.options))
     else:
-        ours = module.report(numbers, how, mesh)
-    sums = [show_bytes(ours.memory.total), show_bytes(ours.memory.temporaries)]
-    sums += [show_bytes(ours.wire_bytes())]
-    if hand is not None:
-        sums += [show_bytes(hand.memory.total), show_bytes(hand.wire_bytes())]
-    return Row(name if size == "LARGE" else f"{name}, small", strategy, machine, *sums)
+        report = partial(module.report, size)
+    return report(how, mesh), None if how.kept == how.used else report(how, mesh, by_hand)
 
 
-# Those that train stacked layers, which are also written by hand.
-STACKED = ("llama", "experts", "adapters", "vit", "state_space")
+def measured(name: str, strategy: str, machine: str, full: bool = False) -> Row:
+    ours, hand = reports(name, strategy, machine, full)
+    sums = [ours.memory.total, ours.memory.temporaries, ours.wire_bytes()]
+    sums += [] if hand is None else [hand.memory.total, hand.wire_bytes()]
+    return Row(f"{name}, full size" if full else name, strategy, machine, *map(show_bytes, sums))
 
 
 def program(name: str) -> Any:
@@ -161,7 +223,7 @@ def main() -> None:
     parser.add_argument("--machine", required=True)
     parser.add_argument("--only", choices=PROGRAMS)
     parser.add_argument("--strategy")
-    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--full", action="store_true", help="of full size: minutes for a row")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # a machine that is compiled for need not be here
@@ -170,7 +232,7 @@ def main() -> None:
             if options.strategy not in (None, strategy):
                 continue
             start = time.perf_counter()
-            row = measured(name, strategy, options.machine, "SMALL" if options.small else "LARGE")
+            row = measured(name, strategy, options.machine, options.full)
             print("|", " | ".join(row), "|", f"{time.perf_counter() - start:.0f} s", flush=True)
             if options.write:
                 write([row])

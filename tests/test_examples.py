@@ -18,6 +18,8 @@ _MACHINES = _EXAMPLES / "machines_you_dont_have.ipynb"
 _NOTEBOOKS = sorted(path for path in _EXAMPLES.glob("*.ipynb") if path != _MACHINES)
 _MANY_PROCESSES = _EXAMPLES / "many_processes.py"
 _EVERYDAY = ["newton.py"]
+# Warnings are errors; ours of work that isn't divided, too, however small the work is.
+_STRICTLY = ("-W", "error", Path(__file__).with_name("all_worth_dividing.py"))
 
 
 def _name(path: Path) -> str:
@@ -33,7 +35,7 @@ def newcomer_env(checkout_env):
 
 
 def _run(script, env, *launch):
-    printed = printed_by(*(launch or ("-W", "error")), script, env=env)
+    printed = printed_by(*(launch or _STRICTLY), script, env=env)
     assert printed.strip(), "an example that prints nothing shows nothing"
     return printed.splitlines()
 

@@ -71,26 +71,23 @@ def make(size: Size, key: PRNGKeyArray) -> Players:
     return Players(generator, critic, average, *states)
 
 
-def losses(generator: eqx.nn.MLP, critic: eqx.nn.MLP, batch: Batch) -> tuple[Array, Array]:
-    """That of the generator, and that of the critic."""
-    made = jax.vmap(generator)(batch.noise)
-    real, false = jax.vmap(critic)(batch.real), jax.vmap(critic)(made)
-    return jnp.mean(jax.nn.softplus(-false)), jnp.mean(
-        jax.nn.softplus(-real) + jax.nn.softplus(false)
-    )
-
-
 def step(batch: Batch, players: Players, shard: Callable) -> tuple[Players, tuple[Array, Array]]:
     generator, critic, average, generates, judges = players
 
-    def of_generator(generator: eqx.nn.MLP) -> Array:
-        return losses(shard(generator), shard(critic), batch)[0]
+    def of_critic(critic: eqx.nn.MLP, made: Array) -> Array:
+        # Both in one call, for which the critic's weights are gathered once.
+        judge = jax.vmap(jax.vmap(shard(critic)))
+        real, false = judge(jnp.stack([batch.real, made], 1)).T
+        return jnp.mean(jax.nn.softplus(-real) + jax.nn.softplus(false))
 
-    def of_critic(critic: eqx.nn.MLP) -> Array:
-        return losses(shard(generator), shard(critic), batch)[1]
+    def of_made(made: Array) -> Array:
+        return jnp.mean(jax.nn.softplus(-jax.vmap(shard(critic))(made)))
 
-    loss, grads = eqx.filter_value_and_grad(of_generator)(generator)
-    worth, judged = eqx.filter_value_and_grad(of_critic)(critic)
+    # Points are made once, for both losses.
+    made, backward = eqx.filter_vjp(lambda model: jax.vmap(shard(model))(batch.noise), generator)
+    worth, judged = eqx.filter_value_and_grad(of_critic)(critic, made)
+    loss, wanted = jax.value_and_grad(of_made)(made)
+    (grads,) = backward(wanted)
     updates, generates = GENERATES.update(grads, generates)
     generator = eqx.apply_updates(generator, updates)
     updates, judges = JUDGES.update(judged, judges)
@@ -101,11 +98,13 @@ def step(batch: Batch, players: Players, shard: Callable) -> tuple[Players, tupl
     return Players(generator, critic, eqx.combine(moved, rest), generates, judges), (loss, worth)
 
 
-def training(size: Size, strategy: Strategy, mesh: Mesh) -> tuple[Callable, Callable]:
+def training(
+    size: Size, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
+) -> tuple[Callable, Callable]:
     kept = strategy.kept
 
-    def shard(model: eqx.nn.MLP) -> eqx.nn.MLP:
-        return mylib.fully_shard(model, eqx.nn.Linear, kept, strategy.used, mesh=mesh)
+    def sharded(model: eqx.nn.MLP) -> eqx.nn.MLP:
+        return shard(model, eqx.nn.Linear, kept, strategy.used, mesh=mesh)
 
     @mylib.filter_jit(
         in_shardings={"batch": rows(strategy.rows)},
@@ -114,7 +113,7 @@ def training(size: Size, strategy: Strategy, mesh: Mesh) -> tuple[Callable, Call
         mesh=mesh,
     )
     def compiled(batch: Batch, players: Players) -> tuple[Players, tuple[Array, Array]]:
-        return step(batch, players, shard)
+        return step(batch, players, sharded)
 
     return mylib.filter_jit(partial(make, size), out_shardings=kept, mesh=mesh), compiled
 
@@ -137,8 +136,10 @@ def train(size: Size, strategy: Strategy, mesh: Mesh, steps: int) -> list[tuple[
     return found
 
 
-def report(size: Size, strategy: Strategy, mesh: Mesh) -> mylib.Report:
-    made, compiled = training(size, strategy, mesh)
+def report(
+    size: Size, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
+) -> mylib.Report:
+    made, compiled = training(size, strategy, mesh, shard)
     with jax.set_mesh(mesh):
         players = eqx.filter_eval_shape(made, jax.eval_shape(lambda: jax.random.key(0)))
         players = mylib.filter_shard(players, strategy.kept, mesh)

@@ -112,7 +112,10 @@ def batch_of(size: Size, number: int) -> dict[str, np.ndarray]:
     return {name: x.astype(np.float32) for name, x in found.items()}
 
 
-def training(size: Size, strategy: Strategy, mesh: Mesh) -> tuple[Callable, Callable]:
+def training(
+    size: Size, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
+) -> tuple[Callable, Callable]:
+    """As in running.py, but BatchNorm has a state."""
     kept = strategy.kept
 
     def make(key: PRNGKeyArray) -> Any:
@@ -121,7 +124,7 @@ def training(size: Size, strategy: Strategy, mesh: Mesh) -> tuple[Callable, Call
 
     def step(batch: Batch, model: UNet, state: eqx.nn.State, moments: Any) -> Any:
         def loss_of(model: UNet) -> Any:
-            model = mylib.fully_shard(model, Block, kept, strategy.used, mesh=mesh)
+            model = shard(model, Block, kept, strategy.used, mesh=mesh)
             return loss(model, state, batch)
 
         (found, after), grads = eqx.filter_value_and_grad(loss_of, has_aux=True)(model)
@@ -150,8 +153,10 @@ def train(size: Size, strategy: Strategy, mesh: Mesh, steps: int) -> list[float]
     return losses
 
 
-def report(size: Size, strategy: Strategy, mesh: Mesh) -> mylib.Report:
-    make, step = training(size, strategy, mesh)
+def report(
+    size: Size, strategy: Strategy, mesh: Mesh, shard: Callable = mylib.fully_shard
+) -> mylib.Report:
+    make, step = training(size, strategy, mesh, shard)
     with jax.set_mesh(mesh):
         given = eqx.filter_eval_shape(make, jax.eval_shape(lambda: jax.random.key(0)))
         given = mylib.filter_shard(given, (strategy.kept, P(), strategy.kept), mesh)

@@ -13,8 +13,8 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
-from .._compat import names
 from .._errors import Fault, PlacementError, because
+from .._jit import about_forward_mode
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
 from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
@@ -186,12 +186,7 @@ def _forward_mode_explained() -> Iterator[None]:
     try:
         yield
     except TypeError as error:
-        if names.TEXT_FORWARD_MODE in str(error):
-            error.add_note(
-                "(a layer of fully_shard has gradients in reverse mode only: take jax.jvp or "
-                "jax.jacfwd of the loss without fully_shard, or forward mode of its gradient, as "
-                "in jax.jvp(jax.grad(loss), ...))"
-            )
+        about_forward_mode(error)
         raise
 
 

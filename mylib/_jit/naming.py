@@ -143,6 +143,22 @@ def explain(error: Exception, call: Call) -> None:
         _name_deleted(error, call)
     elif names.TEXT_DONATE in str(error):
         _name_sharing(error, call)
+    else:
+        about_forward_mode(error)
+
+
+_FORWARD_MODE = (
+    "(layers of fully_shard have gradients in reverse mode only: take jax.jvp or jax.jacfwd of the "
+    "loss without fully_shard, or forward mode of its gradient, as in jax.jvp(jax.grad(loss), ...))"
+)
+
+
+def about_forward_mode(error: Exception) -> None:
+    """Adds what to write to JAX's error about forward mode, which in a compiled function comes
+    after all layers were called.
+    """
+    if names.TEXT_FORWARD_MODE in str(error) and _FORWARD_MODE not in getattr(error, "__notes__", ()):
+        error.add_note(_FORWARD_MODE)
 
 
 def _name_deleted(error: Exception, call: Call) -> None:

@@ -204,7 +204,7 @@ class Program:
                 _watched.record.started(call, rest.watched, made.arrays)
             if rest.checks is not None:
                 self._raise_failed(made, rest.checks)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, TypeError) as error:
             if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
                 readable = readable_error(error, self.id)
                 if readable is not None:
@@ -222,8 +222,8 @@ class Program:
             compare(call, rest.kept, arrays)
             about_compiled(call, arrays, donated, made.arrays)
             if mode == "eager" and not ahead:
-                trace = partial(self._run, call, self.jitted.trace, statics, kept, donated)
-                about_replicated(call, arrays, made.arrays, trace)
+                again = partial(self._run, call, statics=statics, kept=kept, donated=donated)
+                about_replicated(call, arrays, made.arrays, again)
             variant.is_parallel |= any(devices_of(x) > 1 for x in (*arrays, *made.arrays))
         if placed is not call.arrays and variant.donated is not None:
             let_go(call, placed, variant.donated)

@@ -27,10 +27,10 @@ _UNROLLED = 4
 
 
 def about_replicated(
-    call: Call, arrays: Arrays, returned: Arrays, trace: Callable[[], Any]
+    call: Call, arrays: Arrays, returned: Arrays, again: Callable[[Callable], Any]
 ) -> None:
-    """Warns after a compilation that all devices compute the same. `trace` gets the traced program
-    from JAX's cache.
+    """Warns after a compilation that all devices compute the same. `again` calls a function as the
+    program was called: in another context, JAX would not find it in its caches.
     """
     devices = max(map(devices_of, (*arrays, *returned)), default=1)
     if devices == 1 or call.program.variants.is_replicated_told:
@@ -38,11 +38,12 @@ def about_replicated(
     positions = _whole(arrays[: call.variant.split.count], devices)
     if not positions:
         return
-    traced = trace()
+    traced = again(call.program.jitted.trace)
     found = products_in(without_dead_code(traced.jaxpr), each_turn=False)
     if found is None or not _are_worth_dividing(found, devices):
         return
-    flops = (traced.lower().compile().cost_analysis() or {}).get("flops", 0)
+    compiled = again(call.program.jitted.lower).compile()
+    flops = (compiled.cost_analysis() or {}).get("flops", 0)
     if flops < _ALL * 2 * found.products:
         return
     call.program.variants.is_replicated_told = True

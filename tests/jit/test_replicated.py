@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._jit import replicated
+from mylib._jit import program, replicated
 from mylib._products import Products, products_in
 
 MESH = mylib.make_mesh(data=8)
@@ -61,6 +61,14 @@ def told(f, *args):
     return [str(w.message) for w in caught if w.category is mylib.ReplicatedWarning]
 
 
+def told_once(f):
+    model = model_at(P())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        f(model, BATCH)
+    return [w for w in caught if w.category is mylib.ReplicatedWarning]
+
+
 class TestIsTold:
     @pytest.mark.parametrize("name", ["step", "in_a_scan"])
     def test_a_numpy_batch(self, name):
@@ -81,6 +89,13 @@ class TestIsTold:
             mylib.filter_jit(steps()["step"]), model_at(P()), {"x": jnp.asarray(BATCH)}["x"]
         )
         assert "batch is not placed" in text
+
+    @pytest.mark.parametrize("donate", ["none", ("model",)], ids=["none", "donated"])
+    def test_nothing_is_compiled_for_it(self, donate):
+        """JAX still has the program that the call compiled."""
+        before = program._counts.compiled
+        assert len(told_once(mylib.filter_jit(steps()["step"], donate=donate))) == 1
+        assert program._counts.compiled == before + 1
 
     def test_is_told_once_a_function(self):
         f = mylib.filter_jit(steps()["step"])
