@@ -164,7 +164,7 @@ class Row(NamedTuple):
 
 
 def reports(
-    name: str, strategy: str, machine: str, full: bool = False
+    name: str, strategy: str, machine: str, full: bool = False, hand: bool = True
 ) -> tuple[mylib.Report, mylib.Report | None]:
     """Ours, and by hand where weights are gathered: compiled for the machine, not run."""
     module, how = program(name), program(name).STRATEGIES[strategy]
@@ -172,18 +172,20 @@ def reports(
     size = (module if hasattr(module, "LARGE") else program("llama")).LARGE
     size = replace(size, **({} if full else SIZES[name]))
     if name == "generate":
-        return module.report(how, mesh, size), generated_by_hand(how, mesh, size)
+        other = generated_by_hand(how, mesh, size) if hand else None
+        return module.report(how, mesh, size), other
     if hasattr(module, "task"):
         report = partial(program("running").report, module.task(size, **how.options))
     else:
         report = partial(module.report, size)
-    return report(how, mesh), None if how.kept == how.used else report(how, mesh, by_hand)
+    gathers = hand and how.kept != how.used
+    return report(how, mesh), report(how, mesh, by_hand) if gathers else None
 
 
-def measured(name: str, strategy: str, machine: str, full: bool = False) -> Row:
-    ours, hand = reports(name, strategy, machine, full)
+def measured(name: str, strategy: str, machine: str, full: bool = False, hand: bool = True) -> Row:
+    ours, other = reports(name, strategy, machine, full, hand)
     sums = [ours.memory.total, ours.memory.temporaries, ours.wire_bytes()]
-    sums += [] if hand is None else [hand.memory.total, hand.wire_bytes()]
+    sums += [] if other is None else [other.memory.total, other.wire_bytes()]
     return Row(f"{name}, full size" if full else name, strategy, machine, *map(show_bytes, sums))
 
 

@@ -167,10 +167,10 @@ TABLE = imported(_ROOT / "benchmarks" / "models.py")
 
 def test_the_table_names_programs_that_are_there():
     for row in TABLE.rows_of(TABLE.PAGE.read_text()):
-        assert row.strategy in program(row.model).STRATEGIES, row
+        assert row.strategy in program(row.model.removesuffix(", full size")).STRATEGIES, row
 
 
-CHEAP = "vit", "data parallel"
+CHEAP = "generate", "tensor parallel"
 
 
 @pytest.mark.compilers
@@ -180,7 +180,7 @@ def test_a_row_of_the_table(machine):
     """The one that compiles fastest, again. If it differs, all rows are to be written again."""
     rows = {row[:3]: row for row in TABLE.rows_of(TABLE.PAGE.read_text())}
     known = rows[*CHEAP, str(machine)]
-    found = TABLE.measured(*CHEAP, str(machine))
+    found = TABLE.measured(*CHEAP, str(machine), hand=False)
     for column in ("memory", "temporaries", "sent"):
         was, now = (bytes_in(getattr(row, column)) for row in (known, found))
         assert now == pytest.approx(was, rel=0.05), (column, known, found)

@@ -157,7 +157,9 @@ def about_forward_mode(error: Exception) -> None:
     """Adds what to write to JAX's error about forward mode, which in a compiled function comes
     after all layers were called.
     """
-    if names.TEXT_FORWARD_MODE in str(error) and _FORWARD_MODE not in getattr(error, "__notes__", ()):
+    if names.TEXT_FORWARD_MODE in str(error) and _FORWARD_MODE not in getattr(
+        error, "__notes__", ()
+    ):
         error.add_note(_FORWARD_MODE)
 
 
