@@ -27,7 +27,7 @@ _UNROLLED = 4
 
 
 def about_replicated(
-    call: Call, arrays: Arrays, returned: Arrays, again: Callable[[Callable], Any]
+    call: Call, arrays: Arrays, returned: Arrays, again: Callable[[Callable[..., Any]], Any]
 ) -> None:
     """Warns after a compilation that all devices compute the same. `again` calls a function as the
     program was called: in another context, JAX would not find it in its caches.
