@@ -148,8 +148,9 @@ def explain(error: Exception, call: Call) -> None:
 
 
 _FORWARD_MODE = (
-    "(layers of fully_shard have gradients in reverse mode only: take jax.jvp or jax.jacfwd of the "
-    "loss without fully_shard, or forward mode of its gradient, as in jax.jvp(jax.grad(loss), ...))"
+    "(layers of fully_shard, too, have gradients in reverse mode only: take jax.jvp or jax.jacfwd "
+    "of the loss without fully_shard, or forward mode of its gradient, as in "
+    "jax.jvp(jax.grad(loss), ...))"
 )
 
 
