@@ -4,9 +4,8 @@
     python benchmarks/models.py --machine "v5e 4x4" --only llama --write
 
 Prints a row for each model and strategy, and writes it into the table of docs/models.md, whose
-other rows stay. Models have few layers and are narrow, so that a row takes a minute at most;
-stacked layers are compiled once, however many there are. `--full` compiles those of `--machine`
-instead.
+other rows stay. Models have few layers and are narrow, so that a row takes about a minute; stacked
+layers are compiled once, however many there are. `--full` compiles what a program compiles itself.
 
 "By hand" is the same program with what JAX alone has, as MaxText writes it: each layer in
 `jax.checkpoint`, its weights gathered by `jax.lax.with_sharding_constraint`. Generating has no

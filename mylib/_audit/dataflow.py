@@ -254,7 +254,7 @@ class _Walk:
         if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST or opcode == "copy":
             return joined(data).near
         if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
-            return data[0].near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
+            return joined(data[:1]).near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
         return 0
 
     def _loop(self, x: Instruction, carried: Marks) -> Marks:
