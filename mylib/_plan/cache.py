@@ -2,14 +2,13 @@
 
 import hashlib
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from .._errors import MylibWarning
+from .._errors import MylibWarning, warn
 from .._saved import replace_file, versions
 from ..machines import Machine
 from .fixes import ContradictionError, FixedParts
@@ -73,7 +72,7 @@ class CachedPlan:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self._path, f"{self._head(text)}\n{text}".encode())
         except OSError as error:
-            warnings.warn(f"the plan isn't kept in {self._path}: {error}", MylibWarning, 3)
+            warn(f"the plan isn't kept in {self._path}: {error}", MylibWarning)
 
     def _head(self, text: str) -> str:
         return f"{self._key} {_hash(text)}"
