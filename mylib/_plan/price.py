@@ -78,7 +78,10 @@ class Prices:
         self.traced, self.machine = traced, machine
         program, dims = traced.program, traced.program.dims
         group = cache(dims.group)
-        many = lambda nodes: _Many([[group(x) for x in own] for own in nodes])  # noqa: E731
+
+        def many(nodes: Iterable[Iterable[int]]) -> _Many:
+            return _Many([[group(x) for x in own] for own in nodes])
+
         dtypes = {one.dtype for one in program.products}
         self.ideal, self.real, self.assumptions = speeds(machine.chip, dtypes)
         self.products = _Events.of(program.products, many)

@@ -227,12 +227,9 @@ def reason_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> str:
     spec = spec_of(leaf, strategy, traced)
     reasons = [_of_entry(leaf, dim, spec[dim], traced) for dim in range(len(spec)) if spec[dim]]
     if strategy.is_sharded and not leaf.is_data and "data" not in spec:
-        few = f"it has fewer than {SMALL} numbers"
-        why = (
-            few
-            if leaf.is_small
-            else f"no other dimension is a multiple of {strategy.sizes['data']}"
-        )
+        why = f"no other dimension is a multiple of {strategy.sizes['data']}"
+        if leaf.is_small:
+            why = f"it has fewer than {SMALL} numbers"
         reasons.append(f"not split over data: {why}")
     return "; ".join(reasons) or "whole"
 
