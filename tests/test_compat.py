@@ -105,6 +105,10 @@ USES = {
         "what each primitive made by `equinox.internal.create_vprim` does, by the primitive"
     ),
     "jax._src.api.jit": "`jax.jit`, whatever others have put in its place",
+    "jax._src.config.compilation_cache_include_metadata_in_key": (
+        "called with True, a context manager in which the compilation cache tells programs apart "
+        "that differ in lines and names alone"
+    ),
     "jax._src.core.trace_ctx.trace": (
         "the innermost transformation that is going on. Find out how JAX itself now asks "
         "(`trace_state_clean` in the same file, for one)"

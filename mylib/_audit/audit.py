@@ -14,6 +14,7 @@ from .._placement import axis_names, entries_of
 from .._products import products_in
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
+from .as_written import as_written
 from .attribution import Names, gradients_of, is_gradient, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
@@ -87,9 +88,12 @@ def audit(
             raise TypeError("audit: what is compiled already takes no arguments")
     elif hasattr(fun, "trace"):  # of jax.jit
         traced = program.trace(*args, **kwargs)
-        program, traced = traced.lower().compile(), traced.jaxpr
+        program, traced = _compiled_as_written(traced.lower()), traced.jaxpr
     elif hasattr(fun, "lower"):
-        program = program.lower(*args, **kwargs).compile()
+        lowered = program.lower(*args, **kwargs)
+        program = lowered.compile()
+        if not hasattr(program, "audit"):
+            program = as_written(lowered.lowered, program.compiled)
         names = _names_of_equinox(fun, args, kwargs) if is_filter_jit(fun) else _plain
     elif callable(fun):
         program, names, traced = _compiled(fun, args, kwargs)
@@ -127,7 +131,12 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
     name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
     traced = jax.jit(called).trace(arrays)
-    return traced.lower().compile(), lambda name: name_of.get(name, name), traced.jaxpr
+    program = _compiled_as_written(traced.lower())
+    return program, lambda name: name_of.get(name, name), traced.jaxpr
+
+
+def _compiled_as_written(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    return as_written(lowered, lowered.compile())
 
 
 def _called(path: Any) -> str:

@@ -41,6 +41,7 @@ from .private import (
     lacks_code as lacks_code,
     lowered_for_a_missing_backend as lowered_for_a_missing_backend,
     mesh_with_devices as mesh_with_devices,
+    names_in_cache_keys as names_in_cache_keys,
     new_id as new_id,
     nvidia_gpu_is_here as nvidia_gpu_is_here,
     opened as opened,

@@ -64,6 +64,7 @@ api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
 serialization = _Private("jax.experimental.serialize_executable")
+config = _Private("jax._src.config")
 core = _Private("jax._src.core")
 cudnn = _Private(
     "jax._src.cudnn.fused_attention_stablehlo",
@@ -666,6 +667,13 @@ def _unpickler(content: bytes, devices: Sequence[Any], loads: bool) -> Any:
             return None if pid[0] == "exec" and not loads else super().persistent_load(pid)
 
     return Unpickler(io.BytesIO(content), devices[0].client, devices)
+
+
+@contextmanager
+def names_in_cache_keys() -> Iterator[None]:
+    """Programs that differ in names and lines alone are different ones to the compilation cache."""
+    with config.compilation_cache_include_metadata_in_key(True):
+        yield
 
 
 def add_cpu_backend(name: str, devices: int) -> None:

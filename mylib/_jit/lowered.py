@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._audit import ProgramMemory, Report, callbacks_of, report_of
+from .._audit import ProgramMemory, Report, as_written, callbacks_of, report_of
 from .._compat import (
     deserialized,
     devices_of_lowered,
@@ -85,7 +85,7 @@ class Lowered:
             if note is not None:
                 error.add_note(note)
             raise
-        return Compiled(self._origin, self.lowered, compiled)
+        return Compiled(self._origin, self.lowered, compiled, options=compiler_options)
 
     def load(self, path: str | os.PathLike[str], check: bool = True) -> "Compiled":
         """Takes the executable from a file instead of compiling; see [`mylib.load_compiled`][]."""
@@ -120,9 +120,11 @@ class Compiled:
         lowered: jax.stages.Lowered,
         compiled: jax.stages.Compiled,
         file: str | os.PathLike[str] | None = None,
+        options: dict[str, Any] | None = None,
     ):
         self._origin = origin
         self._lowered = lowered
+        self._options = options
         # What it was read from, if it wasn't compiled here.
         self._file = file
         self._called = False
@@ -155,9 +157,10 @@ class Compiled:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
         mesh = self._origin.program.mesh if mesh is None else mesh
         origin = self._origin
-        report = report_of(
-            self.compiled, origin.named, mesh=mesh, local=local, traced=origin.traced
-        )
+        compiled = self.compiled
+        if self._file is None:
+            compiled = as_written(self._lowered, compiled, self._options)
+        report = report_of(compiled, origin.named, mesh=mesh, local=local, traced=origin.traced)
         origin.variant.collectives = report.collectives
         return report
 

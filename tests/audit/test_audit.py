@@ -227,6 +227,32 @@ def pairs(model, x):
     return jnp.mean(x**2)
 
 
+@pytest.mark.parametrize("first", ["nothing", "runs"])
+@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit, mylib.filter_jit, lambda fun: fun])
+def test_a_program_out_of_the_compilation_cache_tells_its_own_lines(jit, first, monkeypatch):
+    """Two functions that compute the same, from lines and with names of their own."""
+    offset = {"runs": 2.5, "nothing": 1.5}[first]  # else the second case would have the first's
+
+    def total(tree):
+        return jnp.mean(tree["a"] * offset)
+
+    def of_others(others):
+        return jnp.mean(others["b"] * offset)
+
+    monkeypatch.setattr(of_others, "__name__", "total")
+    x = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(ONE, P("data")))
+    assert jax.config.values["jax_compilation_cache_dir"]
+    mylib.audit(jit(total), {"a": x})
+    fun = jit(of_others)
+    if first == "runs":
+        fun({"b": x})
+    (collective,) = mylib.audit(fun, {"b": x}).collectives
+    assert collective.source == line_of(of_others, "jnp.mean")
+    if jit is mylib.filter_jit:
+        (collective,) = fun.lower({"b": x}).compile().audit().collectives
+        assert collective.source == line_of(of_others, "jnp.mean")
+
+
 class TestGradients:
     """Whose gradient a collective sums, in programs that update what they were given."""
 
