@@ -88,6 +88,10 @@ class Llama(eqx.Module):
     unembed: Float[Array, "embed vocab"]
 
 
+def by_xla(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
 def on_gpu(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
@@ -184,7 +188,7 @@ def policy_of(work: Work) -> Any:
     return policy
 
 
-def model_of(size: Size, work: Work, mesh: Mesh, platform: str) -> Llama:
+def model_of(size: Size, work: Work, mesh: Mesh, attention: Callable[..., jax.Array]) -> Llama:
     stack = (size.depth,) if work.scan else ()
 
     def array(*shape: int) -> jax.ShapeDtypeStruct:
@@ -205,7 +209,7 @@ def model_of(size: Size, work: Work, mesh: Mesh, platform: str) -> Llama:
         gate=array(*stack, width, hidden),
         up=array(*stack, width, hidden),
         down=array(*stack, hidden, width),
-        attention=on_gpu if platform == "gpu" else partial(on_tpu, mesh),
+        attention=attention,
         split=placed(P(batch_of(mesh), "tensor")),
         whole=placed(P(batch_of(mesh))),
         parts=placed(P(batch_of(mesh), None, "tensor")),
@@ -214,8 +218,15 @@ def model_of(size: Size, work: Work, mesh: Mesh, platform: str) -> Llama:
     return Llama(array(size.vocab, width), blocks, array(width), array(width, size.vocab))
 
 
-def lowered(size: Size, work: Work, mesh: Mesh, platform: str) -> Any:
-    """The training step, for `jax.stages.Lowered.compile`."""
+class Step(NamedTuple):
+    """A training step, for `jax.jit` with these options, and what it takes."""
+
+    fun: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    out_shardings: Any
+
+
+def step_of(size: Size, work: Work, mesh: Mesh, attention: Callable[..., jax.Array]) -> Step:
     batch = batch_of(mesh)
     axes = {name: "tensor" for name in ("heads", "mlp", "vocab") if "tensor" in mesh.shape}
     used = by_axes(axes) | replicated() if axes else replicated()
@@ -233,12 +244,19 @@ def lowered(size: Size, work: Work, mesh: Mesh, platform: str) -> Any:
         updates, state = optimiser.update(grads, state, model)
         return optax.apply_updates(model, updates), state, value
 
-    model = model_of(size, work, mesh, platform)
+    model = model_of(size, work, mesh, attention)
     given = mylib.filter_shard((model, jax.eval_shape(optimiser.init, model)), kept, mesh=mesh)
     count = round(mesh.size * work.sequences)
     tokens = jax.ShapeDtypeStruct((count, work.time), jnp.int32)
     tokens = mylib.filter_shard(tokens, P(batch), mesh=mesh)
     out = (*jax.tree.map(lambda x: x.sharding, given), None)
-    jitted = jax.jit(step, out_shardings=out, donate_argnums=(0, 1))
+    return Step(step, (*given, tokens), out)
+
+
+def lowered(size: Size, work: Work, mesh: Mesh, platform: str) -> Any:
+    """The training step, for `jax.stages.Lowered.compile`."""
+    attention = on_gpu if platform == "gpu" else partial(on_tpu, mesh)
+    step = step_of(size, work, mesh, attention)
+    jitted = jax.jit(step.fun, out_shardings=step.out_shardings, donate_argnums=(0, 1))
     with stated_costs():
-        return jitted.lower(*given, tokens)
+        return jitted.lower(*step.arguments)

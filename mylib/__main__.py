@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ._plan import PlanError, plan
-from .machines import CompilerError, Machine, OutOfMemoryError
+from .machines import WITHOUT_TRITON, CompilerError, Machine, OutOfMemoryError
 
 _FUNCTION = """
 module:function, a function that is called with a mylib.machines.Machine and returns a lowered
@@ -76,7 +76,8 @@ def _compile(options: argparse.Namespace) -> int:
         with _told("traced and lowered"):
             lowered = options.function(machine)
         with _told(f"compiled for {machine}"):
-            compiled = lowered.compile()
+            is_run = options.save is not None and machine.chip.platform == "gpu"
+            compiled = lowered.compile(WITHOUT_TRITON if is_run else None)
     except (CompilerError, OutOfMemoryError) as error:
         print(error, file=sys.stderr)
         return 1

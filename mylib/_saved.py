@@ -28,6 +28,8 @@ _KIND = b"a program compiled by mylib\n"
 _FORM = 1
 _HASH = 32  # bytes of a SHA-256
 _LENGTH = 8  # bytes of the header's length
+# Where the object of a `custom_partitioning` is in memory.
+_ADDRESS = re.compile(r'(@CustomSPMDPartitioning\([^\n]*? backend_config = ")\d+')
 # What compiles for a GPU or a TPU, by the packages that bring it.
 _PLUGINS = {
     "gpu": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
@@ -61,7 +63,7 @@ def program_for(
     name: str, text: str, arguments: Iterable[str], results: Iterable[str], devices: Sequence[Any]
 ) -> SavedProgram:
     """What a program with this lowered text, compiled here for these devices, depends on."""
-    code = _hash(text.encode()).hex()
+    code = _hash(_ADDRESS.sub(r"\1", text).encode()).hex()
     return SavedProgram(name, code, [*arguments], [*results], _made_for(devices))
 
 

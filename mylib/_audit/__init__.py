@@ -1,7 +1,11 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
 from .as_written import as_written as as_written
-from .attribution import callbacks_of as callbacks_of
+from .attribution import (
+    callbacks_of as callbacks_of,
+    kernels_of_cudnn as kernels_of_cudnn,
+    products_by_triton as products_by_triton,
+)
 from .audit import audit as audit, report_of as report_of
 from .groups import Axes as Axes, Groups as Groups, axis_of as axis_of
 from .links import Message as Message, seconds as seconds

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .._compat import names as known
 from .hlo import HloModule, Instruction
-from .targets import CALLBACKS
+from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
 from .values import MOVES, Value, computed, done_of, unchanged
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
@@ -202,10 +202,24 @@ def _is_moved(x: Instruction) -> bool:
 
 def callbacks_of(text: str) -> list[str]:
     """The functions of Python that a compiled program calls, by their primitives and lines."""
-    calls = (
+    return _told(text, lambda x: x.target in CALLBACKS)
+
+
+def kernels_of_cudnn(text: str) -> list[str]:
+    return _told(text, lambda x: x.target.startswith(CUDNN))
+
+
+def products_by_triton(text: str) -> list[str]:
+    return _told(text, lambda x: PRODUCT_BY_TRITON.search(x.attributes) is not None)
+
+
+def _told(text: str, chosen: Callable[[Instruction], bool]) -> list[str]:
+    """Some instructions of a compiled program, by their primitives and lines."""
+    lines = (
         line_and_primitive(x)
         for computation in HloModule(text).computations.values()
         for x in computation.instructions
-        if x.target in CALLBACKS
+        if chosen(x)
     )
-    return [f"{primitive} at {line}" if line else primitive for line, primitive in calls]
+    told = (f"{primitive} at {line}" if line else primitive for line, primitive in lines)
+    return list(dict.fromkeys(told))

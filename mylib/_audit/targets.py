@@ -6,6 +6,8 @@ JAX's own are those that it registers (`jaxlib.lapack`, `jaxlib.gpu_solver` and 
 compilers' are in the programs that they write.
 """
 
+import re
+
 _REAL, _COMPLEX = "sd", "cz"
 _LAPACK = {
     "gees geev gehrd geqp3 geqrf gesdd gesvd getrf gtsv potrf trsm": _REAL + _COMPLEX,
@@ -63,6 +65,9 @@ _OTHERS = """
 
 # Call functions of Python.
 CALLBACKS = frozenset(f"{name}_{x}_callback" for name in _PYTHON.split() for x in ("cpu", "gpu"))
+# What the autotuner of the compiler for GPUs chooses by measuring.
+CUDNN = "__cudnn$"
+PRODUCT_BY_TRITON = re.compile(r'"kind":"__triton\w*gemm')
 
 
 LOCAL = frozenset(
@@ -70,7 +75,7 @@ LOCAL = frozenset(
         *(f"lapack_{x}{n}_ffi" for names, xs in _LAPACK.items() for n in names.split() for x in xs),
         *(f"{vendor}{name}" for name in _GPU.split() for vendor in ("cu", "hip")),
         *CALLBACKS,
-        *(f"__cudnn$fmha{name}" for name in _ATTENTION.split()),
+        *(f"{CUDNN}fmha{name}" for name in _ATTENTION.split()),
         *_OTHERS.split(),
     ]
 )

@@ -1,5 +1,7 @@
 """The private names of JAX and Equinox."""
 
+import copy
+import dataclasses
 import functools
 import importlib
 import io
@@ -619,17 +621,23 @@ def _unloaded(compiled: jax.stages.Compiled) -> Any:
 
 
 def host_callbacks(compiled: jax.stages.Compiled) -> int:
-    """How many functions of Python a compiled program calls."""
+    """How many functions of Python a compiled program may call. What `custom_partitioning` used
+    while it was compiled counts, too, though it is not called any more.
+    """
     program = _unloaded(compiled)
     return len(program.host_callbacks) + len(program.keepalive or ())
 
 
 def serialized(compiled: jax.stages.Compiled) -> bytes:
     """JAX's form of an executable: a pickle. Raises `pickle.UnpicklingError` if `deserialized`
-    would not make something that is in it.
+    would not make something that is in it. The program must not call functions of Python.
     """
+    executable, compiled = copy.copy(compiled._executable), copy.copy(compiled)  # pyright: ignore
+    unloaded = dataclasses.replace(_unloaded(compiled), keepalive=None)
+    executable._unloaded_executable = unloaded  # pyright: ignore
+    compiled._executable = executable
     content, _, _ = serialization.serialize(compiled)
-    _unpickler(content, tuple(_unloaded(compiled).device_list), loads=False).load()
+    _unpickler(content, tuple(unloaded.device_list), loads=False).load()
     return content
 
 

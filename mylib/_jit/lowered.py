@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.tree_util as jtu
 
-from .._audit import ProgramMemory, Report, as_written, callbacks_of, report_of
+from .._audit import (
+    ProgramMemory,
+    Report,
+    as_written,
+    callbacks_of,
+    kernels_of_cudnn,
+    products_by_triton,
+    report_of,
+)
 from .._compat import (
     deserialized,
     devices_of_lowered,
@@ -24,6 +32,7 @@ from .._placement import AnyMesh
 from .._saved import SavedProgram, compare, program_for, read, write
 from .._tree import Arrays
 from ..machines import (
+    WITHOUT_TRITON,
     Argument,
     Fit,
     Machine,
@@ -176,17 +185,21 @@ class Compiled:
         **Raises:**
 
         `SavedProgramError` if the program calls functions of Python, which can't be saved, or was
-        itself read from a file; on CPUs also if JAX has read it from its compilation cache.
+        itself read from a file; on CPUs also if JAX has read it from its compilation cache. For
+        GPUs that are not here also if it has kernels that must be chosen by measuring.
         """
         name = self._origin.program.name
         if self._file is not None:
             raise SavedProgramError(f"{name} was read from {self._file}: copy that file")
-        if host_callbacks(self.compiled):
-            calls = "".join(f"\n  {x}" for x in callbacks_of(self.as_text()))
+        if host_callbacks(self.compiled) and (found := callbacks_of(self.as_text())):
+            calls = "".join(f"\n  {x}" for x in found)
             raise SavedProgramError(
                 f"{name} can't be saved, as it calls functions of Python, which are not in its "
                 f"program:{calls}\nLeave them out. equinox.error_if can stay"
             )
+        device = devices_of_lowered(self._lowered)[0]
+        if is_compile_only(device) and device.platform == "gpu":
+            _refuse_unmeasured(name, device.device_kind, self.as_text())
         try:
             executable = serialized(self.compiled)
         except _NOT_SERIALISED as error:
@@ -223,6 +236,27 @@ class Compiled:
         except Exception as error:
             add_note(error, call)
             raise
+
+
+def _refuse_unmeasured(name: str, kind: str, text: str) -> None:
+    """`benchmarks/gpu.py` shows what becomes of such programs."""
+    cudnn, triton = kernels_of_cudnn(text), products_by_triton(text)
+    faults = [f"\n  {x}: by cuDNN, which fails when the program runs" for x in cudnn]
+    faults += [f"\n  {x}: by Triton, 12 to 24 times as long as by cuBLAS" for x in triton]
+    if not faults:
+        return
+    helps = []
+    if triton:
+        helps.append(f"\nMatrix products: .lower(...).compile({WITHOUT_TRITON})")
+    if cudnn:
+        helps.append(
+            "\nAttention: implementation='xla'. Convolutions, and programs with cuDNN's attention, "
+            "are compiled where there is such a GPU"
+        )
+    raise SavedProgramError(
+        f"{name} can't be saved for a {kind} that is not here: XLA chooses these kernels by "
+        f"measuring them on one.{''.join(faults + helps)}"
+    )
 
 
 def _described(origin: _LoweredFrom, lowered: jax.stages.Lowered) -> SavedProgram:

@@ -8,7 +8,7 @@ from ._fit import (
     Fit as Fit,
     OutOfMemoryError as OutOfMemoryError,
 )
-from ._gpu_errors import about_kernels as about_kernels
+from ._gpu_errors import WITHOUT_TRITON as WITHOUT_TRITON, about_kernels as about_kernels
 from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
 from ._memory import Memory as Memory, arguments_of as arguments_of, memory_of as memory_of
 from ._sheets import CHIPS as CHIPS, Chip as Chip

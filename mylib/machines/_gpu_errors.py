@@ -1,4 +1,9 @@
-"""Notes on the GPU compiler's errors about single operations."""
+"""What goes wrong with single operations where the GPU's compiler can't measure kernels."""
+
+from typing import Any
+
+# Matrix products by cuBLAS, which chooses by itself when they run.
+WITHOUT_TRITON: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 
 
 def about_kernels(error: Exception) -> str | None:
@@ -10,8 +15,7 @@ def about_kernels(error: Exception) -> str | None:
     return (
         "(XLA's compiler for GPUs chose a Triton kernel that it can't make. With a GPU it tries "
         "several kernels and keeps one that works; for GPUs that are not here it tries only one. "
-        "Compile matrix products without Triton: "
-        ".lower(...).compile({'xla_gpu_enable_triton_gemm': False}))"
+        f"Compile matrix products without Triton: .lower(...).compile({WITHOUT_TRITON}))"
     )
 
 

@@ -1,6 +1,7 @@
 """Compiled programs in files."""
 
 import dataclasses
+import inspect
 import os
 import pickle
 import textwrap
@@ -12,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from scripts import printed_by
@@ -419,3 +421,76 @@ def test_for_a_machine_that_is_not_here(machine, path):
     assert f"kind of device: {mesh.devices.flat[0].device_kind}, and here cpu" in text
     with pytest.raises(mylib.machines.NotHereError, match="not here"):
         mylib.load_compiled(path, double, on(mesh))
+
+
+def by_own_partitioning():
+    """As cuDNN's attention is, on a mesh."""
+
+    @custom_partitioning
+    def double(x):
+        return 2 * x
+
+    double.def_partition(
+        partition=lambda mesh, x, y: (mesh, lambda x: 2 * x, y.sharding, (x[0].sharding,)),
+        sharding_rule="i j -> i j",
+    )
+    return mylib.filter_jit(lambda x: double(x) + 1)
+
+
+def test_a_function_with_its_own_partitioning(mesh, path):
+    x = mylib.filter_shard(ONES, P("data"), mesh=mesh)
+    saved(path, by_own_partitioning(), x)
+    # Another process has its objects elsewhere in memory, which is in the lowered text.
+    y = mylib.load_compiled(path, by_own_partitioning(), x)(x)
+    assert y.sharding == x.sharding
+    np.testing.assert_array_equal(y, 3 * ONES)
+
+
+@pytest.mark.compilers
+@pytest.mark.compiles_for("h100 x 8")
+class TestKernelsThatMustBeMeasured:
+    """What XLA's autotuner would choose on a GPU (`benchmarks/gpu.py` says what becomes of it)."""
+
+    def refused(self, fun, path, *args):
+        compiled = mylib.filter_jit(fun).lower(*args).compile()
+        with pytest.raises(mylib.SavedProgramError) as error:
+            compiled.save(path)
+        assert not path.exists()
+        return str(error.value)
+
+    def test_products_by_triton(self, machine, path):
+        x = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+        x = mylib.filter_shard(x, P("data"), mesh=machine.mesh(data=-1))
+
+        def product(x):
+            return x @ x.T
+
+        line = inspect.getsourcelines(product)[1] + 1
+        text = self.refused(product, path, x)
+        assert "can't be saved for a NVIDIA H100" in text
+        assert f"dot_general at test_saved_programs.py:{line}: by Triton, 12 to 24 times" in text
+        assert ".compile({'xla_gpu_enable_triton_gemm': False})" in text and "cuDNN" not in text
+        options = {"xla_gpu_enable_triton_gemm": False}
+        mylib.filter_jit(product).lower(x).compile(options).save(path)
+        assert path.exists()
+
+    def test_kernels_of_cudnn(self, machine, path):
+        mesh = machine.mesh(data=-1)
+
+        def rows(*shape):
+            x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            return mylib.filter_shard(x, P("data"), mesh=mesh)
+
+        def convolve(x, w):
+            return jax.lax.conv(x, w, (1, 1), "SAME")
+
+        def attend(q):
+            return jax.nn.dot_product_attention(q, q, q, implementation="cudnn")
+
+        w = jax.ShapeDtypeStruct((16, 16, 3, 3), jnp.bfloat16)
+        w = mylib.filter_shard(w, P(), mesh=mesh)
+        for fun, args in (convolve, (rows(64, 16, 32, 32), w)), (attend, (rows(8, 256, 8, 64),)):
+            text = self.refused(fun, path, *args)
+            line = inspect.getsourcelines(fun)[1] + 1
+            assert f" at test_saved_programs.py:{line}: by cuDNN, which fails when" in text
+            assert "implementation='xla'" in text and "Triton" not in text
