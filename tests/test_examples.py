@@ -79,6 +79,7 @@ def test_what_the_demo_communicates(monkeypatch):
     assert {a for c in report.collectives for a in c.arrays} == set(weights)
 
 
+@pytest.mark.slow
 def test_what_the_gpt_communicates(monkeypatch):
     """FSDP over "data", tensor parallelism over "model": each layer gathers its weights over the
     one, twice, and sums its activations over the other."""

@@ -118,6 +118,7 @@ def test_with_tensor_parallelism():
     assert_close(*found)
 
 
+@pytest.mark.slow
 def test_kept_in_another_dtype():
     found, expected = gradients(value_of, LAYERS, X, AUTO, prefetch=1, dtype=jnp.bfloat16)
     assert_close(found, expected, rtol=5e-2)
@@ -317,6 +318,7 @@ def test_each_layer_in_a_vmap_of_its_own():
 
 
 @pytest.mark.parametrize("transform", [jax.checkpoint, jax.jit])
+@pytest.mark.slow
 def test_each_layer_in_a_program_of_its_own(transform):
     def value(layers, x):
         return each_alone(transform, layers, x)

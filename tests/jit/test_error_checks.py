@@ -349,6 +349,7 @@ class TestShardMap:
     def test_inside_of(self, place):
         self.assert_checked(self.mapped(lambda x: place(self.own, x)))
 
+    @pytest.mark.slow
     def test_partly_manual_and_nested(self):
         inner = self.mapped(
             self.own, None, axis_names={"model"}, in_specs=P("model"), out_specs=P("model")
@@ -356,6 +357,7 @@ class TestShardMap:
         self.assert_checked(self.mapped(self.own, GRID, axis_names={"data"}))
         self.assert_checked(self.mapped(inner, GRID, axis_names={"data"}))
 
+    @pytest.mark.slow
     def test_several_maps_in_a_program(self):
         f = self.mapped(self.own)
 
@@ -401,6 +403,7 @@ class TestMessages:
             with pytest.raises(eqx.EquinoxRuntimeError, match="EquinoxRuntimeError: second"):
                 jit(jax.vmap(f))(jnp.asarray(BAD), index)
 
+    @pytest.mark.slow
     def test_is_that_of_equinox(self):
         def f(x):
             return eqx.error_if(x, jnp.sum(x) > 10, "the text")

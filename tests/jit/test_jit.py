@@ -833,16 +833,16 @@ class TestOutShardings:
     @MESHES
     def test_no_device_holds_more_than_its_share(self, mesh):
         def make(key):
-            keys = jax.random.split(key, 4)
-            return [jax.random.normal(k, (512, 512)) for k in keys]
+            return jax.random.normal(key, (512, 512)), jnp.ones((512, 512))
 
         rule = fsdp(("data", "model"))
         compiled = mylib.filter_jit(make, out_shardings=rule, mesh=mesh).lower(KEY).compile()
         memory = compiled.compiled.memory_analysis()
-        share = 4 * 512 * 512 * 4 / 8
+        share = 2 * 512 * 512 * 4 / 8
         assert memory.output_size_in_bytes <= 1.1 * share
         assert memory.peak_memory_in_bytes <= 1.1 * share
 
+    @pytest.mark.slow
     def test_an_optimiser_state(self):
         model = mylib.filter_jit(eqx.nn.MLP, out_shardings=fsdp("data", min_size=0), mesh=MESH)(
             8, 8, 32, 2, key=KEY

@@ -246,6 +246,7 @@ class TestSteadyState:
         check(pipe(stages, on(meshes[0], x), on(meshes[1], y)), reference, stages)
 
 
+@pytest.mark.slow
 def test_training_with_an_optimiser_for_each_stage():
     optimiser = optax.adam(1e-2)
 

@@ -357,6 +357,7 @@ class TestCommunication:
             assert not [shape for shape in gathered(whole) if len(shape) == 3 and shape[0] == stack]
 
 
+@pytest.mark.slow
 def test_a_restored_run_goes_on_where_it_was():
     """`like` a running tree, or an abstract one: values from the host go where they were."""
     case = CASES["transformer"]
@@ -429,6 +430,7 @@ def test_a_net_with_state(kept):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_partial_model():
     """Low-rank adapters: the frozen weights are split, what is trained is copied."""
 

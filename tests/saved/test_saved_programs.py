@@ -127,6 +127,7 @@ class TestTraining:
         assert loaded.memory.peak > 0 and loaded.audit(mesh=mesh).collectives
         assert loaded.audit(mesh=mesh).expect(mylib.contracts.never("all-to-all")) is None
 
+    @pytest.mark.slow
     def test_abstract_arguments(self, mesh, path):
         step, *arguments = self.made(mesh)
         saved(path, step, *arguments)

@@ -126,31 +126,22 @@ def faults(request, tmp_path_factory, env) -> Session:
     (folder / "test_faults.py").write_text((HERE / "_faults.py").read_text())
     # Only what this session's tests ask about.
     asking = [x for x in request.session.items if "faults" in getattr(x, "fixturenames", ())]
-    marks = [{mark.name for mark in x.iter_markers()} & set(LATER.values()) for x in asking]
-    kinds = set().union(*marks)
-    if all(marks):
-        chosen = [f"test_faults.py::{test}" for test, kind in LATER.items() if kind in kinds]
-    else:
-        others = [test for test, kind in LATER.items() if kind not in kinds]
-        chosen = [f"--deselect=test_faults.py::{test}" for test in others]
+    thorough = [x.get_closest_marker("thorough") is not None for x in asking]
+    chosen = []
+    if all(thorough):
+        chosen = [f"test_faults.py::{test}" for test in THOROUGH]
+    elif not any(thorough):
+        chosen = [f"--deselect=test_faults.py::{test}" for test in THOROUGH]
     return run(folder, env, "-o", "multihost_grace=1", "-W", "default", *chosen)
 
 
-# Not every day: each costs new processes, and another test ends in much the same way.
-LATER = {
-    "test_all_leave_each_other": "slow",
-    "test_one_changes_a_setting": "slow",
-    "test_one_segfaults": "slow",
-    "test_the_coordinator_is_killed": "slow",
-    "test_one_leaves_something_running": "slow",
-    "test_one_is_skipped": "thorough",
-    "test_one_spins_and_the_other_stops_answering": "thorough",
-}
+# Each costs new processes, and another test ends in much the same way.
+THOROUGH = "test_one_is_skipped", "test_one_spins_and_the_other_stops_answering"
 
 
 def _about(test: str, *values: str):
     """The parameters of a test that asks for what became of another."""
-    marks = [getattr(pytest.mark, LATER[test])] if test in LATER else []
+    marks = [pytest.mark.thorough] if test in THOROUGH else []
     return pytest.param(test, *values, marks=marks)
 
 
@@ -197,6 +188,7 @@ OUTCOMES = {
 }
 
 
+@pytest.mark.slow
 class TestOutcomes:
     @pytest.mark.parametrize("test", [*map(_about, OUTCOMES)])
     def test_of(self, faults, test):
@@ -204,7 +196,7 @@ class TestOutcomes:
 
     def test_none_is_forgotten(self, faults):
         ran = {r["test"] for r in faults.reports}
-        assert set(OUTCOMES) - set(LATER) <= ran <= set(OUTCOMES)
+        assert set(OUTCOMES) - set(THOROUGH) <= ran <= set(OUTCOMES)
         assert faults.status == 1, faults.text
 
 
@@ -219,6 +211,7 @@ FIRST_LINES = {
 }
 
 
+@pytest.mark.slow
 class TestWords:
     """What is shown of a failure."""
 
@@ -282,7 +275,6 @@ class TestWords:
         text = faults.said("test_one_exits")
         assert "last words" in text
 
-    @pytest.mark.slow
     def test_last_words_of_a_segmentation_fault(self, faults):
         assert "Segmentation fault" in faults.said("test_one_segfaults")
         assert "in test_one_segfaults" in faults.said("test_one_segfaults")
@@ -320,21 +312,19 @@ class TestWords:
             # Python 3.11 has one more line, which says that there would be more.
             assert True not in whole[:-2] and whole[-1], done.stdout
 
-    @pytest.mark.slow
     def test_out_of_step(self, faults):
         text = faults.said("test_one_leaves_something_running")
         assert "has left its processes out of step" in text and ": no answer from process" in text
 
-    @pytest.mark.slow
     def test_a_setting_of_one_process(self, faults):
         text = faults.said("test_one_changes_a_setting")
         assert "in some processes only: process 1: jax_enable_x64. All must do" in text
 
-    @pytest.mark.slow
     def test_processes_that_leave_each_other(self, faults):
         assert "shutdown(). Mark it fresh=True" in faults.said("test_all_leave_each_other")
 
 
+@pytest.mark.slow
 class TestEnds:
     """A test ends within its limit, and nothing is left of it."""
 
@@ -344,7 +334,6 @@ class TestEnds:
             if outcome in ("failed", "xfailed"):
                 assert faults.seconds(test) < 100, test
 
-    @pytest.mark.slow
     def test_children_of_killed_processes_are_gone(self, faults):
         pids = [int(line) for line in faults.children.read_text().split()]
         assert len(pids) == 2
