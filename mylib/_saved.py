@@ -1,8 +1,8 @@
 """Compiled programs in files: what each was compiled for, and its executable.
 
-A file is a line that names its kind, the length and the hash of a header, the header as JSON, and
-the executable as JAX serialises it. JAX's form is a pickle, so all else is read and compared first,
-and only the classes of JAX that belong to an executable are made of it.
+A file is a line that names its kind, the hash of what follows, the length of a header, the header
+as JSON, and the executable as JAX serialises it. JAX's form is a pickle, so all else is read and
+compared first, and only the classes of JAX that belong to an executable are made of it.
 """
 
 import hashlib
@@ -120,10 +120,9 @@ def _flags(variable: str) -> str:
 
 
 def write(path: str | os.PathLike[str], program: SavedProgram, executable: bytes) -> None:
-    about = {"form": _FORM, "size": len(executable), "hash": _hash(executable).hex()}
-    header = json.dumps({**about, **asdict(program)}).encode()
-    length = len(header).to_bytes(_LENGTH, "little")
-    replace_file(path, _KIND + length + _hash(header) + header, executable)
+    header = json.dumps({"form": _FORM, **asdict(program)}).encode()
+    parts = len(header).to_bytes(_LENGTH, "little"), header, executable
+    replace_file(path, _KIND, _hash(*parts), *parts)
 
 
 def replace_file(path: str | os.PathLike[str], *parts: bytes) -> None:
@@ -145,34 +144,29 @@ def read(path: str | os.PathLike[str]) -> tuple[SavedProgram, bytes]:
     if not content.startswith(_KIND):
         what = "is empty" if not content else "is no program that mylib has saved"
         raise SavedProgramError(f"{path} {what}")
-    start = len(_KIND) + _LENGTH
-    length = int.from_bytes(content[len(_KIND) : start], "little")
-    end = start + _HASH + length
-    header = content[start + _HASH : end]
-    if len(content) < end or content[start : start + _HASH] != _hash(header):
-        raise _damaged(path)
-    fields = json.loads(header)
-    form, size, expected = (fields.pop(name) for name in ("form", "size", "hash"))
+    start = len(_KIND) + _HASH
+    if content[len(_KIND) : start] != _hash(memoryview(content)[start:]):
+        raise SavedProgramError(
+            f"{path} is damaged: a part of it is missing, or has changed since it was saved. "
+            "Copy it again"
+        )
+    begin = start + _LENGTH
+    end = begin + int.from_bytes(content[start:begin], "little")
+    fields = json.loads(content[begin:end])
+    form = fields.pop("form")
     if form != _FORM:
         raise SavedProgramError(
             f"{path} is of form {form}, and this mylib ({_version('mylib')}) reads form {_FORM}: "
             f"mylib {fields['made_for']['mylib']} has saved it. Compile it again"
         )
-    executable = content[end:]
-    if len(executable) != size or _hash(executable).hex() != expected:
-        raise _damaged(path)
-    return SavedProgram(**fields), executable
+    return SavedProgram(**fields), content[end:]
 
 
-def _hash(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
-
-
-def _damaged(path: Any) -> SavedProgramError:
-    return SavedProgramError(
-        f"{path} is damaged: a part of it is missing, or has changed since it was saved. "
-        "Copy it again"
-    )
+def _hash(*parts: bytes | memoryview) -> bytes:
+    sha = hashlib.sha256()
+    for part in parts:
+        sha.update(part)
+    return sha.digest()
 
 
 def compare(path: Any, saved: SavedProgram, here: SavedProgram, check: bool) -> None:
