@@ -158,6 +158,9 @@ USES = {
     ),
     "jax._src.mesh.get_concrete_mesh": "the mesh of `jax.set_mesh`, with its devices",
     "jax._src.mesh.thread_resources.env.physical_mesh": "the mesh of the deprecated `with mesh:`",
+    "jax._src.sharding_impls.UNSPECIFIED": (
+        "among `in_shardings` and `out_shardings` of a call of `jax.jit`: the compiler decides"
+    ),
     "jax._src.source_info_util.Transform": (
         "an entry of an equation's stack of names that a transformation has made, `jvp` or "
         "`transpose` by its `.name`; what is computed again in a checkpoint has an entry "

@@ -81,6 +81,7 @@ mesh_lib = _Private("jax._src.mesh")
 mlir = _Private("jax._src.interpreters.mlir", changing=("warnings",))
 name_stacks = _Private("jax._src.source_info_util")
 partial_eval = _Private("jax._src.interpreters.partial_eval")
+sharding_impls = _Private("jax._src.sharding_impls")
 traceback_util = _Private("jax._src.traceback_util")
 xla_bridge = _Private("jax._src.xla_bridge")
 xla_client = _Private("jaxlib.xla_client")
@@ -251,6 +252,33 @@ def coordination_client() -> CoordinationClient | None:
     process, or before `jax.distributed.initialize`.
     """
     return distributed.global_state.client
+
+
+def set_once(client: CoordinationClient, key: str, value: str) -> bool:
+    """False if the service has this key already."""
+    try:
+        client.key_value_set(key, value)
+    except jax.errors.JaxRuntimeError as error:
+        if names.TEXT_ALREADY_EXISTS not in str(error):
+            raise
+        return False
+    return True
+
+
+def value_at(client: CoordinationClient, key: str) -> str | None:
+    """The value of a key; None if the service doesn't have it."""
+    try:
+        return client.key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if names.TEXT_NOT_FOUND not in str(error):
+            raise
+        return None
+
+
+def values_by_process(client: CoordinationClient, place: str) -> dict[int, str]:
+    """The values of the keys `place/0`, `place/1`, ..."""
+    found = client.key_value_dir_get(f"{place}/")
+    return {int(key.rsplit("/", 1)[1]): value for key, value in found}
 
 
 class TransferServer(Protocol):
@@ -476,6 +504,11 @@ def without_dead_code(program: Any) -> Any:
 def replace_error_check(error: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `equinox.error_if` call `error`, and returns the function that it called before."""
     return _replaced(equinox_errors, "_error", error)
+
+
+def unspecified() -> Any:
+    """The parameter of a call of `jax.jit` that leaves an array's sharding open."""
+    return sharding_impls.UNSPECIFIED
 
 
 def devices_of_lowering(ctx: Any) -> int:

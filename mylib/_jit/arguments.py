@@ -1,6 +1,7 @@
 """A call's arguments: placed before the call, donated once, let go of after it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from jax.experimental.layout import Format
 
 from .._placement import Target, World, current_world
 from .._processes import one_call, raised_in_all
-from .._transfer import mesh_of_all, place_leaves
+from .._transfer import let_go, mesh_of_all, place_leaves
 from .._tree import Arrays, Leaves, canonical_dtype, split as split_tree
 from .donation import Donated
 from .inputs import Inputs, Resolved
@@ -21,18 +22,16 @@ if TYPE_CHECKING:
     from .program import Program
 
 
+@dataclass(slots=True, eq=False)
 class Call:
     """A call: its arguments, the `arrays` in them, and the function's `own` arrays."""
 
-    __slots__ = ("args", "arrays", "kwargs", "own", "program", "variant")
-    variant: Variant
-
-    def __init__(self, program: "Program", args: Any, kwargs: Any, arrays: Arrays, own: Arrays):
-        self.program: Program = program
-        self.args: Any = args
-        self.kwargs: Any = kwargs
-        self.arrays: Arrays = arrays
-        self.own: Arrays = own
+    program: "Program"
+    args: Any
+    kwargs: Any
+    arrays: Arrays
+    own: Arrays
+    variant: Variant = field(init=False)
 
 
 def place(
@@ -106,13 +105,9 @@ def used_once(call: Call, arrays: Arrays, which: Donated) -> tuple[Arrays, Array
     return kept, donated
 
 
-def let_go(call: Call, placed: Arrays, which: Donated) -> None:
+def let_go_of_moved(call: Call, placed: Arrays, which: Donated) -> None:
     """After a successful call, deletes donated arrays that had to be moved before it."""
     if any(isinstance(x, Tracer) for x in call.arrays):
         return
     kept, donated = which.parted(call.arrays)
-    still = set(map(id, kept))
-    for x, y in zip(donated, which.parted(placed)[1], strict=True):
-        if isinstance(x, jax.Array) and x is not y and id(x) not in still:
-            if not x.is_deleted():
-                x.delete()
+    let_go(donated, [*kept, *placed])

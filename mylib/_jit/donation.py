@@ -14,22 +14,23 @@ _WORDS = ("all", "all-except-first", "warn", "warn-except-first", "none")
 
 def checked(donate: Any, function: Function) -> Donate:
     """`donate`, if it is a word or a tuple of names of parameters."""
-    known = function.signature.parameters
+    parameters = function.signature.parameters
     if isinstance(donate, str):
         if donate in _WORDS:
             return donate
         words = ", ".join(map(repr, _WORDS))
-        instead = f". For the parameter of this name write ({donate!r},)" if donate in known else ""
+        is_name = donate in parameters
+        instead = f". For the parameter of this name write ({donate!r},)" if is_name else ""
         raise ValueError(f"filter_jit: donate={donate!r} is none of {words}{instead}")
     if not isinstance(donate, tuple | list):
         raise ValueError(
             f"filter_jit: donate={donate!r} is no word, and no tuple of names of parameters"
         )
-    unknown = [name for name in donate if name not in known]
+    unknown = [name for name in donate if name not in parameters]
     if unknown:
         raise ValueError(
             f"filter_jit: donate names {', '.join(map(repr, unknown))}, and {function.name} has "
-            f"the parameters {', '.join(known) or '()'}"
+            f"the parameters {', '.join(parameters) or '()'}"
         )
     return tuple(donate)
 
@@ -64,12 +65,12 @@ class Donated:
             return None
         # In the order in which JAX flattens them.
         keys = [*range(len(args)), *sorted(kwargs)]
-        given = [*args, *(kwargs[key] for key in sorted(kwargs))]
+        arguments = [*args, *(kwargs[key] for key in sorted(kwargs))]
         if isinstance(donate, tuple):
             flags = [function.slot(key).parameter in donate for key in keys]
         else:
             flags = [not (key == 0 and spares_the_first(donate)) for key in keys]
-        counts = [len(outlined(x, abstract)[0]) for x in given]
+        counts = [len(outlined(x, abstract)[0]) for x in arguments]
         of_arrays = [x for x, n in zip(flags, counts, strict=True) for _ in range(n)]
         return cls([*of_arrays, *[not isinstance(donate, tuple)] * own])
 

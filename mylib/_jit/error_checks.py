@@ -9,17 +9,16 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.experimental.layout import Format
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec, Sharding
+from jax.sharding import PartitionSpec
 
 from .._compat import (
     devices_of_lowering,
@@ -32,6 +31,7 @@ from .._compat import (
     quiet_callbacks,
     replace_error_check,
     scan_sizes,
+    unspecified,
     value_under,
     without_dead_code,
 )
@@ -132,13 +132,11 @@ def _abstract(pred: Any, index: Any, *avals: Any, check: Check) -> list[Any]:
     return list(avals)
 
 
-def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
-    return check_p.bind(*primals, check=check), list(tangents[2:])
-
-
-def _batch(args: Sequence[Any], dims: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
-    # Equinox has already reduced the first two over the batch.
-    return check_p.bind(*args, check=check), list(dims[2:])
+def _pass_on(args: Sequence[Any], attached: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
+    """The arrays keep their tangents, or their batch dimensions. Equinox has already reduced the
+    first two over a batch.
+    """
+    return check_p.bind(*args, check=check), list(attached[2:])
 
 
 def _lower(ctx: Any, *args: Any, check: Check) -> Any:
@@ -161,8 +159,8 @@ def _lower(ctx: Any, *args: Any, check: Check) -> Any:
     return mlir.lower_fun(_raise_as_equinox, multiple_results=True)(ctx, *args, check=check)
 
 
-ad.primitive_jvps[check_p] = _jvp
-batching.primitive_batchers[check_p] = _batch
+ad.primitive_jvps[check_p] = _pass_on
+batching.primitive_batchers[check_p] = _pass_on
 mlir.register_lowering(check_p, _lower)
 
 
@@ -189,18 +187,20 @@ mlir.register_lowering(alone_p, _lower_alone)
 @jtu.register_static
 @dataclass(eq=False)
 class Checks:
-    """The checks of a program, which number their messages."""
+    """The checks of a program, and their messages in one list."""
 
-    found: list[Check] = field(default_factory=list)
+    messages: list[tuple[str, Check]] = field(default_factory=list)
+    # The position of each check's first message.
+    first: dict[Check, int] = field(default_factory=dict)
     # Whether there are other checks, raised by Equinox's callback.
     others: bool = False
 
     def number_of(self, check: Check) -> int:
         """The number of a check's first message."""
-        if not any(check is known for known in self.found):
-            self.found.append(check)
-        before = self.found[: next(i for i, known in enumerate(self.found) if known is check)]
-        return sum(len(known.messages) for known in before)
+        if check not in self.first:
+            self.first[check] = len(self.messages)
+            self.messages += [(message, check) for message in check.messages]
+        return self.first[check]
 
     def raise_if(self, failed: Any, jit_id: bytes) -> None:
         """Raises Equinox's error if `failed`, returned by a program, is a message's number."""
@@ -208,26 +208,16 @@ class Checks:
             return  # the program runs in other processes, which raise
         # An eager `vmap` may have batched it.
         number = int(np.max(np.asarray(value_under(failed))))
-        if number < 0:
-            return
-        for check in self.found:
-            if number < len(check.messages):
-                raise error_with(check.messages[number], check.stack, jit_id)
-            number -= len(check.messages)
-
-
-class Returned(NamedTuple):
-    """The results of a program whose checks are values."""
-
-    values: list[Any]
-    failed: Any  # the number of a message, or -1
-    checks: Checks | None
+        if number >= 0:
+            message, check = self.messages[number]
+            raise error_with(message, check.stack, jit_id)
 
 
 def with_checks_as_values(
     program: Any, arrays: Sequence[Any], transformed: bool
-) -> Returned | None:
-    """Calls a jaxpr; None if there is no check in it.
+) -> tuple[list[Any], Any, Checks] | None:
+    """Calls a jaxpr. Returns its results, the number of a message (or -1), and the checks; None if
+    there is no check in it.
 
     Primitives of Equinox (such as `lineax.linear_solve`) are inlined, unless the program is
     `transformed` from outside, for which the primitive has rules of its own.
@@ -236,8 +226,7 @@ def with_checks_as_values(
     if not rewriting.has_check(program):
         return None
     # Equinox drops checks whose result isn't used.
-    values, failed = rewriting.run(without_dead_code(program), arrays)
-    return Returned(values, failed, rewriting.checks)
+    return *rewriting.run(without_dead_code(program), arrays), rewriting.checks
 
 
 class _Rewriting:
@@ -248,16 +237,16 @@ class _Rewriting:
     def __init__(self, opens_primitives: bool) -> None:
         self.checks = Checks()
         self._opens_primitives = opens_primitives
-        self._inside: dict[int, tuple[Any, Any]] = {}
-        self._known: dict[int, tuple[Any, bool]] = {}
-        self._jitted: dict[int, Any] = {}
+        # By jaxpr or equation, which JAX compares by identity.
+        self._has_check: dict[Any, bool] = {}
+        self._inside: dict[Any, Any] = {}
+        self._jitted: dict[Any, Any] = {}
 
     def has_check(self, program: Any) -> bool:
         jaxpr = opened(program)
-        if id(jaxpr) not in self._known:
-            # Keeps the jaxpr alive, because its id is the key.
-            self._known[id(jaxpr)] = jaxpr, any(map(self._is_concerned, jaxpr.eqns))
-        return self._known[id(jaxpr)][1]
+        if jaxpr not in self._has_check:
+            self._has_check[jaxpr] = any(map(self._is_concerned, jaxpr.eqns))
+        return self._has_check[jaxpr]
 
     def _is_concerned(self, eqn: Any) -> bool:
         if eqn.primitive is check_p:
@@ -275,12 +264,10 @@ class _Rewriting:
         function = self._function_of(eqn)
         if function is None:
             return None
-        if id(eqn) not in self._inside:
+        if eqn not in self._inside:
             with in_place_of(eqn):
-                program = _traced(function, [x.aval for x in eqn.invars])
-            # Keeps the equation alive, because its id is the key.
-            self._inside[id(eqn)] = eqn, program
-        return self._inside[id(eqn)][1]
+                self._inside[eqn] = _traced(function, _types(eqn))
+        return self._inside[eqn]
 
     def run(self, program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
         numbers = [_none()]
@@ -288,9 +275,9 @@ class _Rewriting:
         def call(eqn: Any, args: Sequence[Any]) -> list[Any]:
             if not self._is_concerned(eqn):
                 return bind_as(eqn, args)
-            *made, failed = self._call(eqn, list(args))
+            *results, failed = self._call(eqn, list(args))
             numbers.append(failed)
-            return made
+            return results
 
         values = interpret(program, args, call)
         # Not in the place of an equation, which may be on other axes than the program.
@@ -324,6 +311,9 @@ class _Rewriting:
 
         return run
 
+    def _rewritten(self, program: Any) -> Any:
+        return _traced(self._function(program), _types(opened(program)))
+
     def check(self, eqn: Any, args: list[Any]) -> list[Any]:
         pred, index, *arrays = args
         check = eqn.params[_CHECK]
@@ -332,34 +322,29 @@ class _Rewriting:
         number = cast(self.checks.number_of(check) + chosen, manual_axes())
         return [*arrays, jax.lax.select(cast(pred, manual_axes()), number, _none())]
 
-    def jit(self, eqn: Any, args: list[Any]) -> Any:
-        inner, name = eqn.params[names.PARAM_JAXPR], eqn.params[names.PARAM_NAME]
+    def jit(self, eqn: Any, args: list[Any]) -> list[Any]:
+        params = eqn.params
+        inner = opened(params[names.PARAM_JAXPR])
         # The same for all calls, so that it is compiled once.
-        jitted = self._jitted.get(id(inner))
-        if jitted is None:
-            run = self._function(inner)
-            run.__name__ = run.__qualname__ = name
-            params = eqn.params
-            placed_at = _places(eqn, names.PARAM_OUT_SHARDINGS, names.PARAM_OUT_LAYOUTS)
-            jitted = self._jitted[id(inner)] = jit(
-                run,
-                in_shardings=_places(eqn, names.PARAM_IN_SHARDINGS, names.PARAM_IN_LAYOUTS),
-                out_shardings=[*placed_at, None],
-                donate_argnums=[i for i, used in enumerate(params[names.PARAM_DONATED]) if used],
-                keep_unused=params[names.PARAM_KEEP_UNUSED],
-                inline=params[names.PARAM_INLINE],
-                compiler_options=dict(params[names.PARAM_COMPILER_OPTIONS]) or None,
-            )
-        return jitted(*args)
+        if inner not in self._jitted:
+            self._jitted[inner] = self._rewritten(params[names.PARAM_JAXPR])
+        return bind_as(
+            eqn,
+            args,
+            **{
+                names.PARAM_JAXPR: self._jitted[inner],
+                names.PARAM_OUT_SHARDINGS: (*params[names.PARAM_OUT_SHARDINGS], unspecified()),
+                names.PARAM_OUT_LAYOUTS: (*params[names.PARAM_OUT_LAYOUTS], None),
+            },
+        )
 
     def inlined(self, eqn: Any, args: list[Any]) -> list[Any]:
         (inner,) = jaxprs_in(eqn)
         return self._function(inner)(*args)
 
     def cond(self, eqn: Any, args: list[Any]) -> Any:
-        branches = eqn.params[names.PARAM_BRANCHES]
-        made = tuple(_traced(self._function(branch), branch.in_avals) for branch in branches)
-        return bind_as(eqn, args, **{names.PARAM_BRANCHES: made})
+        branches = tuple(map(self._rewritten, eqn.params[names.PARAM_BRANCHES]))
+        return bind_as(eqn, args, **{names.PARAM_BRANCHES: branches})
 
     def scan(self, eqn: Any, args: list[Any]) -> list[Any]:
         constants, carried = scan_sizes(eqn)
@@ -379,49 +364,36 @@ class _Rewriting:
         params = eqn.params
         cond, body = params[names.PARAM_COND_JAXPR], params[names.PARAM_BODY_JAXPR]
         constants = params[names.PARAM_COND_NCONSTS], params[names.PARAM_BODY_NCONSTS]
-        split = constants[0], sum(constants)
-        ours, theirs, carry = args[: split[0]], args[split[0] : split[1]], args[split[1] :]
-        # If the condition has checks itself, each iteration computes it for the next one.
-        ahead = self.has_check(cond)
-        (go_on,), failed = self.run(cond, [*ours, *carry]) if ahead else ((None,), _none())
-        # Under `vmap` each element of the batch has its own condition.
-        shape = cond.out_avals[0].shape
-        state = [jnp.broadcast_to(failed, shape), *([go_on] if ahead else []), *carry]
-        first = len(state) - len(carry)
+        ours, theirs, carry = _cut(args, constants)
 
-        def wants_more(*values: Any) -> Any:
-            if ahead:
-                return values[split[0] + 1]
-            return self.run(cond, [*values[: split[0]], *values[split[0] + first :]])[0][0]
-
+        # Each turn computes the condition for the next one, because a condition returns nothing
+        # else, and it may have checks, too.
         def turn(*values: Any) -> list[Any]:
-            (failed, *_), carry = values[split[1] : split[1] + first], values[split[1] + first :]
-            carry, new = self.run(body, [*values[split[0] : split[1]], *carry])
-            failed = _first(failed, new)
-            if not ahead:
-                return [failed, *carry]
-            (go_on,), new = self.run(cond, [*values[: split[0]], *carry])
-            return [_first(failed, new), go_on, *carry]
+            ours, theirs, (failed, _, *carry) = _cut(values, constants)
+            carry, of_body = self.run(body, [*theirs, *carry])
+            (goes_on,), of_cond = self.run(cond, [*ours, *carry])
+            return [_first(_first(failed, of_body), of_cond), goes_on, *carry]
 
-        types = [*map(jax.typeof, state[:first]), *body.in_avals[constants[1] :]]
-        given = cond.in_avals[: split[0]]
-        values = bind_as(
+        (goes_on,), failed = self.run(cond, [*ours, *carry])
+        # Under `vmap` each element of the batch has its own condition.
+        state = [jnp.broadcast_to(failed, goes_on.shape), goes_on]
+        types = [*map(jax.typeof, state), *body.in_avals[constants[1] :]]
+        constant_types = [*cond.in_avals[: constants[0]], *body.in_avals[: constants[1]]]
+        failed, _, *carry = bind_as(
             eqn,
-            [*ours, *ours, *theirs, *state],
+            [*ours, *theirs, *state, *carry],
             **{
-                names.PARAM_COND_JAXPR: _traced(wants_more, [*given, *types]),
-                names.PARAM_BODY_JAXPR: _traced(
-                    turn, [*given, *body.in_avals[: constants[1]], *types]
-                ),
-                names.PARAM_BODY_NCONSTS: split[1],
+                names.PARAM_COND_JAXPR: _traced(lambda failed, goes_on, *carry: goes_on, types),
+                names.PARAM_COND_NCONSTS: 0,
+                names.PARAM_BODY_JAXPR: _traced(turn, [*constant_types, *types]),
+                names.PARAM_BODY_NCONSTS: sum(constants),
             },
         )
-        return [*values[first:], jnp.max(values[0])]
+        return [*carry, jnp.max(failed)]
 
     def checkpoint(self, eqn: Any, args: list[Any]) -> Any:
-        jaxpr = eqn.params[names.PARAM_JAXPR]
-        traced = _traced(self._function(jaxpr), [x.aval for x in jaxpr.invars])
-        return bind_as(eqn, args, **{names.PARAM_JAXPR: opened(traced)})
+        rewritten = self._rewritten(eqn.params[names.PARAM_JAXPR])
+        return bind_as(eqn, args, **{names.PARAM_JAXPR: opened(rewritten)})
 
     def shard_map(self, eqn: Any, args: list[Any]) -> list[Any]:
         params = eqn.params
@@ -519,8 +491,8 @@ def _on_mesh_in_force(number: jax.Array) -> jax.Array:
     """A number made on Auto axes (`jax.sharding.auto_axes`) of a mesh of Explicit ones, or vice
     versa, with the types around it.
     """
-    here, mesh = jax.typeof(number).sharding.mesh, jax.sharding.get_abstract_mesh()
-    if here == mesh or here.empty or mesh.empty:
+    mesh, in_force = jax.typeof(number).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if mesh == in_force or mesh.empty or in_force.empty:
         return number
     return jax.sharding.reshard(number, PartitionSpec())
 
@@ -533,8 +505,11 @@ def _traced(fun: Callable[..., Any], types: Sequence[Any]) -> Any:
     return jit(fun).trace(*types).jaxpr
 
 
-def _places(eqn: Any, shardings: str, layouts: str) -> tuple[Any, ...]:
-    """The placements in these parameters of a call of `jax.jit`."""
-    known = (x if isinstance(x, Sharding) else None for x in eqn.params[shardings])
-    pairs = zip(known, eqn.params[layouts], strict=True)
-    return tuple(x if layout is None else Format(layout, x) for x, layout in pairs)
+def _types(jaxpr_or_eqn: Any) -> list[Any]:
+    return [x.aval for x in jaxpr_or_eqn.invars]
+
+
+def _cut(values: Sequence[Any], sizes: Sequence[int]) -> tuple[Sequence[Any], ...]:
+    """The first values, the next ones, and the rest."""
+    first, both = sizes[0], sum(sizes)
+    return values[:first], values[first:both], values[both:]

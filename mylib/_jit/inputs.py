@@ -95,76 +95,76 @@ class Inputs:
 
     def prefix(self, function: Function, args: Any, kwargs: Any) -> Any:
         """A prefix of (args, kwargs)."""
-        given = self.placement
-        if is_placement_leaf(given):
-            return given
-        if isinstance(given, dict):
-            by_name = _ByName(function, given, self.otherwise)
+        asked = self.placement
+        if is_placement_leaf(asked):
+            return asked
+        if isinstance(asked, dict):
+            by_name = _ByName(function, asked, self.otherwise)
             by_name.check(args, kwargs)
             return (
                 tuple([by_name.entry(function.slot(i)) for i in range(len(args))]),
                 {key: by_name.entry(function.slot(key)) for key in kwargs},
             )
-        if type(given) in (tuple, list):
-            if len(given) != len(args):
+        if type(asked) in (tuple, list):
+            if len(asked) != len(args):
                 raise TypeError(
-                    f"{function.name}: {self.option} is a {type(given).__name__} of {len(given)}; "
+                    f"{function.name}: {self.option} is a {type(asked).__name__} of {len(asked)}; "
                     f"positional arguments in this call: {len(args)}. Give one for each, or a dict "
                     "from parameter names"
                 )
-            return tuple(given), dict.fromkeys(kwargs, self.otherwise)
+            return tuple(asked), dict.fromkeys(kwargs, self.otherwise)
         raise TypeError(
-            f"{function.name}: {self.option} is a {type(given).__name__}, which could be meant for "
+            f"{function.name}: {self.option} is a {type(asked).__name__}, which could be meant for "
             "the first argument or for all. Write a tuple with an entry for each positional "
             "argument, or a dict from parameter names"
         )
 
     def _placed_defaults(self, function: Function) -> frozenset[str]:
         """The parameters whose defaults hold arrays that have a placement."""
-        given, found = self.placement, function.array_defaults
-        if isinstance(given, dict):
-            return frozenset(name for name in found if given.get(name) is not None)
-        if type(given) in (tuple, list):
-            return frozenset(found).intersection([*function.signature.parameters][: len(given)])
-        return frozenset(found)
+        asked, defaults = self.placement, function.array_defaults
+        if isinstance(asked, dict):
+            return frozenset(name for name in defaults if asked.get(name) is not None)
+        if type(asked) in (tuple, list):
+            return frozenset(defaults).intersection([*function.signature.parameters][: len(asked)])
+        return frozenset(defaults)
 
 
+@dataclass(frozen=True, eq=False)
 class _ByName:
     """A dict from parameter names to prefixes."""
 
-    def __init__(self, function: Function, given: Mapping[Any, Any], otherwise: Placement):
-        self.function = function
-        self.given = given
-        self.otherwise = otherwise
+    function: Function
+    entries: Mapping[Any, Any]
+    otherwise: Placement
 
     @cached_property
     def others(self) -> Any:
-        """The placements of `**kwargs`, whose names may stand beside the parameters'."""
-        known = self.function.signature.parameters
-        among = {key: entry for key, entry in self.given.items() if key not in known}
-        return self.given.get(self.function.rest, among)
+        """The entries of `**kwargs`, whose names may stand beside the parameters'."""
+        parameters = self.function.signature.parameters
+        among = {key: entry for key, entry in self.entries.items() if key not in parameters}
+        return self.entries.get(self.function.rest, among)
 
     def entry(self, slot: Slot) -> Any:
         """The prefix for an argument."""
         if slot.within is None:
-            return self.given.get(slot.parameter, self.otherwise)
+            return self.entries.get(slot.parameter, self.otherwise)
         if isinstance(slot.within, str):
             others = self.others
             return others.get(slot.within, self.otherwise) if isinstance(others, dict) else others
-        several = self.given.get(slot.parameter, self.otherwise)
+        several = self.entries.get(slot.parameter, self.otherwise)
         return several if is_placement_leaf(several) else several[slot.within]
 
     def check(self, args: Any, kwargs: Any) -> None:
-        function, given = self.function, self.given
-        name, known, rest = function.name, function.signature.parameters, function.rest
-        unknown = [key for key in given if key not in known]
-        if unknown and not (rest and rest not in given and all(key in kwargs for key in unknown)):
+        function, entries = self.function, self.entries
+        name, parameters, rest = function.name, function.signature.parameters, function.rest
+        unknown = [key for key in entries if key not in parameters]
+        if unknown and not (rest and rest not in entries and all(key in kwargs for key in unknown)):
             raise TypeError(
                 f"{name} has no parameter {', '.join(map(repr, unknown))}: it has "
-                f"{', '.join(known)}. To place the entries of an argument that "
+                f"{', '.join(parameters)}. To place the entries of an argument that "
                 "is a dict, write {'parameter name': {...}}"
             )
-        several: Any = given.get(function.several)
+        several: Any = entries.get(function.several)
         count = max(0, len(args) - len(function.by_position))
         if not is_placement_leaf(several) and not isinstance(several, tuple | list):
             raise TypeError(

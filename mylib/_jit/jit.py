@@ -17,8 +17,8 @@ from .._placement import AnyMesh, Placement
 from .._tree import Arrays, outlined
 from .donation import Donate, checked
 from .inputs import Inputs
-from .naming import add_note, code_of
-from .program import Program, not_here
+from .naming import code_of, explain
+from .program import Program
 from .signature import Function, about
 
 if TYPE_CHECKING:
@@ -217,12 +217,8 @@ class Jitted(Generic[P, T]):
         call = program.prepare(self.arrays, args, kwargs)
         try:
             return program.call(call)
-        except (AttributeError, RuntimeError) as error:
-            if not ran_on_a_description(error):
-                raise
-            raise not_here(program) from error
         except Exception as error:
-            add_note(error, call)
+            explain(error, call)
             raise
 
     def lower(self, /, *args: Any, **kwargs: Any) -> "Lowered":
@@ -236,7 +232,7 @@ class Jitted(Generic[P, T]):
         call = program.prepare(self.arrays, args, kwargs, abstract=True)
         try:
             return lowered_for(call)
-        except (AttributeError, RuntimeError) as error:
+        except Exception as error:
             if ran_on_a_description(error):
                 raise NotHereError(
                     f"while {program.name} was traced, JAX ran a computation on the mesh of "
@@ -249,9 +245,7 @@ class Jitted(Generic[P, T]):
                     "io_callback), which JAX can't lower for GPUs that are not here. Leave the "
                     "callback out. equinox.error_if can stay: filter_jit makes it a result"
                 ) from error
-            raise
-        except Exception as error:
-            add_note(error, call)
+            explain(error, call)
             raise
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:

@@ -24,7 +24,6 @@ from .._compat import (
     host_callbacks,
     is_compile_only,
     lacks_code,
-    ran_on_a_description,
     serialized,
 )
 from .._errors import SavedProgramError
@@ -41,8 +40,8 @@ from ..machines import (
     out_of_memory,
 )
 from .arguments import Call
-from .naming import add_note, named, names_of
-from .program import Program, not_here
+from .naming import explain, named, names_of, not_here
+from .program import Program
 from .variants import Variant
 
 
@@ -52,20 +51,18 @@ class _LoweredFrom(NamedTuple):
     program: Program
     variant: Variant
     own: Arrays
-    names: list[str]
     arguments: Sequence[Argument]
     # The program before it is compiled, as a jaxpr.
     traced: Any
 
     def named(self, own: str) -> str:
-        return named(own, self.names, self.variant.donated)
+        return named(own, [x.path for x in self.arguments], self.variant.donated)
 
 
 def lowered_for(call: Call) -> "Lowered":
     lowered, traced, arrays = call.program.lower(call)
-    known = names_of(call)
-    arguments = arguments_of(known, arrays)
-    origin = _LoweredFrom(call.program, call.variant, call.own, known, arguments, traced)
+    arguments = arguments_of(names_of(call), arrays)
+    origin = _LoweredFrom(call.program, call.variant, call.own, arguments, traced)
     return Lowered(origin, lowered)
 
 
@@ -102,7 +99,7 @@ class Lowered:
         compare(path, program, _described(self._origin, self.lowered), check)
         devices = devices_of_lowered(self.lowered)
         if is_compile_only(devices[0]):
-            raise not_here(self._origin.program)
+            raise not_here(self._origin.program.name)
         try:
             compiled = deserialized(executable, self.lowered, devices)
         except pickle.UnpicklingError as error:
@@ -229,12 +226,8 @@ class Compiled:
         first, self._called = not self._called, True
         try:
             return program.call(call, self.compiled, first)
-        except (AttributeError, RuntimeError) as error:
-            if not ran_on_a_description(error):
-                raise
-            raise not_here(program) from error
         except Exception as error:
-            add_note(error, call)
+            explain(error, call)
             raise
 
 

@@ -5,25 +5,25 @@ Nothing here changes a result.
 import functools
 import inspect
 import re
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from itertools import compress
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.sharding import AxisType, NamedSharding
 
-from .._compat import is_sharding_type_error, names
+from .._compat import is_sharding_type_error, names, ran_on_a_description, readable_error
 from .._errors import (
     CapturedArrayWarning,
     DonationWarning,
+    NotHereError,
     RecompilationWarning,
     StaticNumberWarning,
     folded,
@@ -35,6 +35,8 @@ from .._text import listed, show_bytes
 from .._tree import Arrays, KeyPath, Kind, Split, is_array, is_of_keys, kind_of, outlined
 from .arguments import Call
 from .donation import Donated, spares_the_first, warns
+from .traces import Trace, outermost
+from .variants import Location, Place
 
 # Captured arrays of this many bytes or more are reported.
 _LARGE = 2**20
@@ -83,44 +85,40 @@ def some(texts: list[str], separator: str = ", ") -> str:
 # Notes on errors
 
 
-def add_note(error: Exception, call: Call) -> None:
-    """Adds a note to an error that was raised while a function was traced or called, if it can be
-    explained.
-    """
-    # Notes that a function called by this one has added, about its own arguments.
-    noted = "".join(getattr(error, "__notes__", ()))
+def explain(error: Exception, call: Call) -> None:
+    """Raises what says more than an error of a call, or adds a note to the error."""
+    readable = readable_error(error, call.program.id)
+    if readable is not None:
+        raise readable from None
+    if ran_on_a_description(error):
+        raise not_here(call.program.name) from error
     if is_sharding_type_error(error):
-        note = _about_explicit_axes((call.args, call.kwargs))
-    elif names.TEXT_OTHER_TYPE in str(error):
-        note = _about_layers(str(error))
-    else:
-        found = dict.fromkeys(match[1] for match in _IN_ERRORS.finditer(str(error)))
-        own = [name for name in found if f"{name} is" not in noted]
-        arrays = names_of(call) if own else []
-        donated = call.variant.donated
-        note = ", ".join(f"{name} is {named(name, arrays, donated)}" for name in own)
-        if own and "devices" in str(error):
-            note += ". Place all arguments on the same devices, for example by in_shardings"
-    if note and note not in noted:
-        error.add_note(f"({note})")
+        _add(error, _about_explicit_axes(call))
+    notes = (about(error, call) for text, about in _NOTES.items() if text in str(error))
+    _add(error, next(filter(None, notes), ""))
 
 
-def _about_layers(text: str) -> str:
-    """The classes that `fully_shard` makes have the names of the originals."""
-    classes = _CLASSES.findall(text)
-    if len(classes) == len(set(classes)):
-        return ""
-    return (
-        f"two classes are called {classes[0]}: one of them is of fully_shard, whose model was "
-        "combined with one from before it. Call fully_shard inside the loss, and update the model "
-        "that the loss is given"
+def not_here(name: str) -> NotHereError:
+    return NotHereError(
+        f"{name} can't be called: its devices are those of a machine that is not here, which can "
+        "compile, not run. Call .lower(...).compile()"
     )
 
 
-def _about_explicit_axes(given: Any) -> str:
+def _add(error: Exception, note: str) -> None:
+    # A function called by this one may have added it.
+    if note and note not in _noted(error):
+        error.add_note(f"({note})")
+
+
+def _noted(error: Exception) -> str:
+    return "".join(getattr(error, "__notes__", ()))
+
+
+def _about_explicit_axes(call: Call) -> str:
     """JAX's error says how to give the sharding of a result, not why it doesn't choose one."""
     meshes: list[AnyMesh] = [current_world().mesh]
-    for x in jtu.tree_leaves(given):
+    for _, x in _arguments(call):
         if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding):
             meshes.append(x.sharding.mesh)
     kinds = {name: kind for mesh in meshes for name, kind in axis_types(mesh).items()}
@@ -135,45 +133,45 @@ def _about_explicit_axes(given: Any) -> str:
     )
 
 
-def explain(error: Exception, call: Call) -> None:
-    """Adds the names of deleted arguments to JAX's error, and of those that share memory. Checking
-    that before each call would take longer than many a call.
-    """
-    if names.TEXT_DELETED in str(error):
-        _name_deleted(error, call)
-    elif names.TEXT_DONATE in str(error):
-        _name_sharing(error, call)
-    else:
-        about_forward_mode(error)
-
-
-_FORWARD_MODE = (
-    "(layers of fully_shard, too, have gradients in reverse mode only: take jax.jvp or jax.jacfwd "
-    "of the loss without fully_shard, or forward mode of its gradient, as in "
-    "jax.jvp(jax.grad(loss), ...))"
-)
+def _about_layers(error: Exception, call: Call) -> str:
+    """The classes that `fully_shard` makes have the names of the originals."""
+    classes = _CLASSES.findall(str(error))
+    if len(classes) == len(set(classes)):
+        return ""
+    return (
+        f"two classes are called {classes[0]}: one of them is of fully_shard, whose model was "
+        "combined with one from before it. Call fully_shard inside the loss, and update the model "
+        "that the loss is given"
+    )
 
 
 def about_forward_mode(error: Exception) -> None:
     """Adds what to write to JAX's error about forward mode, which in a compiled function comes
     after all layers were called.
     """
-    if names.TEXT_FORWARD_MODE in str(error) and _FORWARD_MODE not in getattr(
-        error, "__notes__", ()
-    ):
-        error.add_note(_FORWARD_MODE)
+    if names.TEXT_FORWARD_MODE in str(error):
+        _add(error, _FORWARD_MODE)
 
 
-def _name_deleted(error: Exception, call: Call) -> None:
+_FORWARD_MODE = (
+    "layers of fully_shard, too, have gradients in reverse mode only: take jax.jvp or jax.jacfwd "
+    "of the loss without fully_shard, or forward mode of its gradient, as in "
+    "jax.jvp(jax.grad(loss), ...)"
+)
+
+
+def _about_deleted(error: Exception, call: Call) -> str:
+    """Checking before each call whether arrays are deleted would take longer than many a call."""
     gone = [name for name, x in _arguments(call) if kind_of(x) is Kind.DEVICE and x.is_deleted()]
-    if gone:
-        error.add_note(
-            f"({call.program.name} was given deleted arrays: {some(gone)}. A call that donates an "
-            "argument deletes its arrays: use what that call returned, or don't donate)"
-        )
+    if not gone:
+        return ""
+    return (
+        f"{call.program.name} was given deleted arrays: {some(gone)}. A call that donates an "
+        "argument deletes its arrays: use what that call returned, or don't donate"
+    )
 
 
-def _name_sharing(error: Exception, call: Call) -> None:
+def _about_sharing(error: Exception, call: Call) -> str:
     owners: dict[int, str] = {}
     for name, x in _arguments(call):
         if kind_of(x) is not Kind.DEVICE or is_of_keys(x) or x.is_deleted():
@@ -181,11 +179,35 @@ def _name_sharing(error: Exception, call: Call) -> None:
         for shard in x.addressable_shards:
             other = owners.setdefault(shard.data.unsafe_buffer_pointer(), name)
             if other != name:
-                error.add_note(
-                    f"({call.program.name} was given {other} and {name}, which share memory and "
-                    "are donated: pass a copy of one)"
+                return (
+                    f"{call.program.name} was given {other} and {name}, which share memory and are "
+                    "donated: pass a copy of one"
                 )
-                return
+    return ""
+
+
+def _about_numbered(error: Exception, call: Call) -> str:
+    """JAX names arrays by their places in the program."""
+    # Functions called by this one have named their own arguments.
+    numbered = dict.fromkeys(match[1] for match in _IN_ERRORS.finditer(str(error)))
+    unnamed = [name for name in numbered if f"{name} is" not in _noted(error)]
+    if not unnamed:
+        return ""
+    arrays, donated = names_of(call), call.variant.donated
+    note = ", ".join(f"{name} is {named(name, arrays, donated)}" for name in unnamed)
+    if "devices" in str(error):
+        note += ". Place all arguments on the same devices, for example by in_shardings"
+    return note
+
+
+# What to say about errors with these texts: the first that knows something.
+_NOTES: dict[str, Callable[[Exception, Call], str]] = {
+    "": _about_numbered,
+    names.TEXT_OTHER_TYPE: _about_layers,
+    names.TEXT_DELETED: _about_deleted,
+    names.TEXT_DONATE: _about_sharing,
+    names.TEXT_FORWARD_MODE: lambda error, call: _FORWARD_MODE,
+}
 
 
 def unhashable(call: Call) -> str:
@@ -217,46 +239,18 @@ def about_numbers(call: Call, positions: set[int]) -> None:
     )
 
 
-class _Tracing(threading.local):
-    """The number of our programs, nested in each other, that this thread is tracing."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        # The functions of programs nested in the outermost one, whose captures are its.
-        self.nested: list[Any] = []
-
-
-_tracing = _Tracing()
-
-
-@contextmanager
-def tracing() -> Iterator[None]:
-    """Surrounds the tracing of a program."""
-    if not _tracing.depth:
-        _tracing.nested = []
-    _tracing.depth += 1
-    try:
-        yield
-    finally:
-        _tracing.depth -= 1
-
-
-def large_constants(call: Call, closed: Any) -> None:
-    """Finds the large arrays that a traced program has captured."""
-    code = call.program.code
-    if _tracing.depth:  # the outermost program is looked at instead
-        _tracing.nested.append(code)
+def about_captured(call: Call, trace: Trace, closed: Any) -> None:
+    """Warns, once for a trace, about large arrays that it has captured."""
+    trace.is_new = False
+    code, around = call.program.code, outermost()
+    if around is not None:  # its program is looked at instead
+        around.nested.append(code)
         return
     constants = (x for jaxpr in all_jaxprs(closed) for x in getattr(jaxpr, "consts", ()))
-    call.variant.large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
-    call.variant.captured = [code, *_tracing.nested]
-
-
-def about_captured(call: Call) -> None:
-    """Warns about large arrays that the last trace captured."""
-    variant = call.variant
-    large, variant.large = variant.large, []
-    captured = [known for code in variant.captured for known in captured_by(code)]
+    large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
+    if not large:
+        return
+    captured = [pair for inner in (code, *trace.nested) for pair in captured_by(inner)]
     shown = ", ".join(_show_constant(x, captured) for x in large)
     warn(
         f"{call.program.name} captures large arrays: {shown}. They become part of the compiled "
@@ -271,12 +265,13 @@ def about_compiled(call: Call, arrays: Arrays, donated: Arrays, returned: Arrays
     if any(isinstance(x, Tracer) for x in (*arrays, *returned)):
         return
     variant = call.variant
-    before, variant.locations = variant.locations, [_location_of(x) for x in arrays]
-    known = variant.returned
+    before = variant.locations
+    variant.locations = [(x.shape, x.dtype, _place_of(x)) for x in arrays]
+    results = variant.returned
     variant.returned = [weakref.ref(x) for x in returned if isinstance(x, jax.Array)]
     if variant.donated is not None and warns(call.program.donate):
         _about_not_taken(call, donated, variant.donated)
-    _about_moved(call, arrays, before, {id(ref()) for ref in known})
+    _about_moved(call, arrays, before, {id(ref()) for ref in results})
 
 
 def _about_not_taken(call: Call, donated: Arrays, which: Donated) -> None:
@@ -300,12 +295,12 @@ def about_spared(call: Call, result: Any) -> None:
     if not (spares_the_first(call.program.donate) and len(args) > 1 and len(returned) > 1):
         return
     first, *others = map(_form_of, args)
-    made = list(map(_form_of, returned))
-    if jtu.treedef_is_leaf(first[0]) or first not in made:
+    forms = list(map(_form_of, returned))
+    if jtu.treedef_is_leaf(first[0]) or first not in forms:
         return
-    made.remove(first)
+    forms.remove(first)
     slot = call.program.function.slot
-    states = [slot(i).parameter for i, x in enumerate(others, 1) if x[1] and x in made]
+    states = [slot(i).parameter for i, x in enumerate(others, 1) if x[1] and x in forms]
     if states and not any(isinstance(x, Tracer) for x in (*call.arrays, *jtu.tree_leaves(result))):
         model, donate = slot(0).parameter, call.program.donate
         size = sum(x.nbytes for x in outlined(args[0])[0])
@@ -323,54 +318,44 @@ def _form_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     return split.treedef, [(x.shape, x.dtype) for x in arrays]
 
 
-def _about_moved(call: Call, arrays: Arrays, before: "list[_Location]", own: set[int]) -> None:
-    locations = call.variant.locations
-    if [x.shape for x in before] != [x.shape for x in locations]:
+def _about_moved(call: Call, arrays: Arrays, before: Sequence[Location], results: set[int]) -> None:
+    after = call.variant.locations
+    if [x[:2] for x in before] != [x[:2] for x in after]:  # other shapes or dtypes
         return
-    moves = [
-        (i, _show_move(then, now))
-        for i, (x, then, now) in enumerate(zip(arrays, before, locations, strict=True))
-        if id(x) in own and then != now
-    ]
-    if not moves:
-        return
-    known, moved = names_of(call), dict[str, list[str]]()
-    for i, how in moves:
-        moved.setdefault(how, []).append(known[i])
-    texts = [f"{some(list(folded(those)))}: {how}" for how, those in moved.items()]
-    warn(
-        f"{call.program.name} was compiled twice for the same shapes. Give it in_shardings and "
-        "out_shardings, or place these arguments before the first call, as its results came back "
-        f"with other shardings: {some(texts, '; ')}.",
-        RecompilationWarning,
-    )
+    moved: dict[str, list[int]] = {}
+    for i, (x, (*_, then), (*_, now)) in enumerate(zip(arrays, before, after, strict=True)):
+        if id(x) in results and then != now:
+            moved.setdefault(_show_move(then, now), []).append(i)
+    if moved:
+        arguments = names_of(call)
+        texts = (
+            f"{some([*folded([arguments[i] for i in those])])}: {how}"
+            for how, those in moved.items()
+        )
+        warn(
+            f"{call.program.name} was compiled twice for the same shapes. Give it in_shardings and "
+            "out_shardings, or place these arguments before the first call, as its results came "
+            f"back with other shardings: {some([*texts], '; ')}.",
+            RecompilationWarning,
+        )
 
 
-class _Location(NamedTuple):
-    """An argument's sharding at the last compilation; None for NumPy arrays."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: Sharding | None
-    committed: bool
+def _place_of(x: Any) -> Place:
+    return (x.sharding, x.committed) if isinstance(x, jax.Array) else None
 
 
-def _location_of(x: Any) -> _Location:
-    on_device = isinstance(x, jax.Array)
-    return _Location(x.shape, x.dtype, x.sharding if on_device else None, on_device and x.committed)
-
-
-def _show_move(then: _Location, now: _Location) -> str:
-    first, second = _show_location(then), _show_location(now)
+def _show_move(then: Place, now: Place) -> str:
+    first, second = _show_place(then), _show_place(now)
     return f"{first}, then {second}" + (" on another mesh" if first == second else "")
 
 
-def _show_location(location: _Location) -> str:
-    if location.sharding is None:
+def _show_place(place: Place) -> str:
+    if place is None:
         return "a NumPy array"
     from .._show import show_place  # which most programs don't need
 
-    return show_place(location.sharding) + ("" if location.committed else " (not committed)")
+    sharding, is_committed = place
+    return show_place(sharding) + ("" if is_committed else " (not committed)")
 
 
 def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:

@@ -28,46 +28,28 @@ from .._transfer import filter_device_put
 from .._tree import split
 
 
-@jtu.register_pytree_node_class
-class PlacedAfter:
-    """A result of a program, and the targets of some of its arrays by their positions."""
+def targets_after(
+    result: Any, placement: PyTree[Placement], mesh: AnyMesh | None
+) -> dict[int, Target]:
+    """The targets of a program's results that are placed after it, by the leaf."""
+    leaves, world = split(result), current_world()
+    if all(x.size for x in leaves.arrays) and not any(map(_is_mixed, (world.mesh, mesh))):
+        return {}
+    targets = resolve_leaves(leaves, placement, mesh, world)
+    return {
+        position: grounded(target, world)
+        for x, position, target in zip(leaves.arrays, leaves.positions, targets, strict=True)
+        if target is not None and (not x.size or _mixes_types(target))
+    }
 
-    def __init__(self, result: Any, targets: Mapping[int, Target]):
-        self._result = result
-        self._targets = targets
 
-    @classmethod
-    def of(cls, result: Any, placement: PyTree[Placement], mesh: AnyMesh | None) -> Any:
-        """The result, as an instance of this class if it has arrays to place."""
-        leaves, world = split(result), current_world()
-        if all(x.size for x in leaves.arrays) and not any(map(_is_mixed, (world.mesh, mesh))):
-            return result
-        targets = resolve_leaves(leaves, placement, mesh, world)
-        later = {
-            position: grounded(target, world)
-            for x, position, target in zip(leaves.arrays, leaves.positions, targets, strict=True)
-            if target is not None and (not x.size or _mixes_types(target))
-        }
-        return cls(result, later) if later else result
-
-    def placed(self) -> Any:
-        """The result with these arrays at their targets."""
-        if current_world().staged:  # another program decides
-            return self._result
-        leaves, treedef = jtu.tree_flatten(self._result)
-        moving = [leaves[position] for position in self._targets]
-        placed = filter_device_put(moving, list(self._targets.values()), check=False)
-        for position, x in zip(self._targets, placed, strict=True):
-            leaves[position] = x
-        return jtu.tree_unflatten(treedef, leaves)
-
-    def tree_flatten(self) -> tuple[tuple[Any], Mapping[int, Target]]:
-        return (self._result,), self._targets
-
-    @classmethod
-    def tree_unflatten(cls, targets: Mapping[int, Target], children: Any) -> "PlacedAfter":
-        (result,) = children
-        return cls(result, targets)
+def placed_after(result: Any, targets: Mapping[int, Target]) -> Any:
+    leaves, treedef = jtu.tree_flatten(result)
+    moving = [leaves[position] for position in targets]
+    placed = filter_device_put(moving, list(targets.values()), check=False)
+    for position, x in zip(targets, placed, strict=True):
+        leaves[position] = x
+    return jtu.tree_unflatten(treedef, leaves)
 
 
 def _is_mixed(mesh: AnyMesh | None) -> bool:

@@ -18,18 +18,17 @@ from .._compat import (
     jit,
     names,
     new_id,
-    readable_error,
     trace_kind,
     value_under,
     with_actual_memory_kind,
 )
-from .._errors import NotHereError, PlacementError
-from .._placement import AnyMesh, current_world, is_described
+from .._errors import PlacementError
+from .._placement import AnyMesh, Target, current_world, is_described
 from .._programs import interpret
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined, parted
-from .arguments import Call, let_go, place, used_once
-from .arrivals import Kept, compare, expect, expecting
+from .arguments import Call, let_go_of_moved, place, used_once
+from .arrivals import compare, expect
 from .donation import Donate, Donated
 from .error_checks import Checks, calling, with_checks_as_values
 from .inputs import Inputs, Resolved
@@ -38,24 +37,22 @@ from .naming import (
     about_compiled,
     about_numbers,
     about_spared,
-    explain,
-    large_constants,
-    tracing,
+    not_here,
     unhashable,
 )
-from .placed_after import PlacedAfter
+from .placed_after import placed_after, targets_after
 from .replicated import about_replicated, devices_of
 from .signature import Function
+from .traces import Trace, tracing
 from .variants import Variant, Variants
 
 Mode = Literal["eager", "transformed", "staged"]
 
 
 class _Counts(threading.local):
-    """JAX's work in this thread: the number of our programs traced, and of programs compiled."""
+    """The number of programs that JAX has compiled in this thread."""
 
     def __init__(self) -> None:
-        self.traced = 0
         self.compiled = 0
 
 
@@ -76,13 +73,12 @@ def _listen() -> None:
 class _Traced(Rest):
     """Everything but arrays in what a trace returns."""
 
-    # Where `fully_shard` keeps the arguments.
-    kept: Kept
+    trace: Trace
     # Whether results are in host memory.
     in_host_memory: bool
+    # The targets of results that are placed after the program, by the leaf.
+    later: Mapping[int, Target]
     checks: Checks | None = None
-    # What `mylib.watch` needs to know only once.
-    watched: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +106,9 @@ class Program:
         """That of an equal function, if there is one: `filter_jit(filter_grad(f))` is a new object
         every time, but need not be compiled every time.
         """
-        options = dict(self.options)
-        compiler = options.pop("compiler_options", {})
-        same = self.fun, self.donate, self.mesh, _exact(options), _exact(compiler)
+        _, options = outlined((self.donate, dict(self.options)))
         try:
-            return _first_of(_Same(same, self))
+            return _first_of(_Same((self.fun, self.mesh, options), self))
         except TypeError:  # the function holds something unhashable
             return self
 
@@ -161,15 +155,15 @@ class Program:
 
     def _variant(self, call: Call, split: Split, abstract: bool) -> Variant:
         try:
-            known = self.variants.get(split)
+            variant = self.variants.get(split)
         except TypeError as error:
             error.add_note(unhashable(call))
             raise
-        if known is not None:
-            return known
+        if variant is not None:
+            return variant
         mesh = self.mesh if self.mesh is not None else current_world().devices
         if not abstract and is_described(mesh) and not is_staged():
-            raise not_here(self)
+            raise not_here(self.name)
         donated = Donated.of(
             self.donate, self.function, call.args, call.kwargs, self.fun.count, abstract
         )
@@ -192,46 +186,40 @@ class Program:
             placed, own, targets = place(call, self.inputs)
         arrays = kept = placed + own if own else placed
         donated: Arrays = []
-        statics = () if ahead else (variant.key, mode, targets)
-        try:
-            if variant.donated is not None:
-                kept, donated = used_once(call, arrays, variant.donated)
-            if DELETED_ARRAYS_END_IT and variant.is_parallel and mode == "eager":
-                _refuse_deleted(arrays)
-            made = self._run(call, ahead or self.jitted, statics, kept, donated)
-            rest: _Traced = made.rest
-            if _watched.record is not None and mode == "eager":
-                _watched.record.started(call, rest.watched, made.arrays)
-            if rest.checks is not None:
-                self._raise_failed(made, rest.checks)
-        except (RuntimeError, ValueError, TypeError) as error:
-            if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
-                readable = readable_error(error, self.id)
-                if readable is not None:
-                    raise readable from None
-            explain(error, call)
-            raise
+        if variant.donated is not None:
+            kept, donated = used_once(call, arrays, variant.donated)
+        if DELETED_ARRAYS_END_IT and variant.is_parallel and mode == "eager":
+            _refuse_deleted(arrays)
+        # A program that was compiled ahead of time has no static operands.
+        operands = (kept, donated) if ahead else (variant.key, mode, targets, kept, donated)
+        returns_errors = mode == "eager" or ahead is not None
+        returned = _run(ahead or self.jitted, operands, returns_errors)
+        rest: _Traced = returned.rest
+        if _watched.record is not None and mode == "eager":
+            _watched.record.started(call, rest.trace.memo, returned.arrays)
+        if rest.checks is not None:
+            self._raise_failed(returned, rest.checks)
         if rest.in_host_memory:
-            made.arrays = list(map(with_actual_memory_kind, made.arrays))
-        if rest.kept and mode == "staged":
+            returned.arrays = list(map(with_actual_memory_kind, returned.arrays))
+        if rest.trace.is_new:
+            traced = _run(self.jitted.trace, operands, returns_errors)  # JAX still has it
+            about_captured(call, rest.trace, traced.jaxpr)
+        if rest.trace.kept and mode == "staged":
             # The surrounding program expects what this one does of the arguments that it got.
-            expect([arrays[i] for i in rest.kept], list(rest.kept.values()))
-        if variant.large:
-            about_captured(call)
+            expect([arrays[i] for i in rest.trace.kept], list(rest.trace.kept.values()))
+        result = rest.split.fill(returned.arrays)
+        if rest.later and mode != "staged":  # else the surrounding program decides
+            result = placed_after(result, rest.later)
         if first or _counts.compiled != compiled:
-            compare(call, rest.kept, arrays)
-            about_compiled(call, arrays, donated, made.arrays)
-            if mode == "eager" and not ahead:
-                again = partial(self._run, call, statics=statics, kept=kept, donated=donated)
-                about_replicated(call, arrays, made.arrays, again)
-            variant.is_parallel |= any(devices_of(x) > 1 for x in (*arrays, *made.arrays))
-        if placed is not call.arrays and variant.donated is not None:
-            let_go(call, placed, variant.donated)
-        result = rest.split.fill(made.arrays)
-        if isinstance(result, PlacedAfter):
-            result = result.placed()
-        if first or _counts.compiled != compiled:
+            compare(call, rest.trace.kept, arrays)
+            about_compiled(call, arrays, donated, returned.arrays)
             about_spared(call, result)
+            if mode == "eager" and not ahead:
+                again = partial(_run, operands=operands, returns_errors=True)
+                about_replicated(call, arrays, returned.arrays, again)
+            variant.is_parallel |= any(devices_of(x) > 1 for x in (*arrays, *returned.arrays))
+        if placed is not call.arrays and variant.donated is not None:
+            let_go_of_moved(call, placed, variant.donated)
         return result
 
     def lower(self, call: Call) -> tuple[jax.stages.Lowered, Any, Arrays]:
@@ -242,65 +230,46 @@ class Program:
             placed, own, targets = place(call, self.inputs, abstract=True)
         arrays, which = placed + own, call.variant.donated
         kept, donated = (arrays, []) if which is None else which.parted(arrays)
-        statics = call.variant.key, "eager", targets
-        lowered = self._run(call, self.jitted.lower, statics, kept, donated)
-        # Warns about captured arrays now: the program may be called in another process.
-        if call.variant.large:
-            about_captured(call)
-        traced = self._run(call, self.jitted.trace, statics, kept, donated)
+        operands = call.variant.key, "eager", targets, kept, donated
+        lowered = _run(self.jitted.lower, operands, returns_errors=True)
+        traced = _run(self.jitted.trace, operands, returns_errors=True)
+        trace = traced.out_info.rest.trace
+        if trace.is_new:
+            # Now: the program may be called in another process.
+            about_captured(call, trace, traced.jaxpr)
         return lowered, traced.jaxpr, arrays
-
-    def _run(
-        self,
-        call: Call,
-        function: Callable[..., Any],
-        statics: tuple[Any, ...],
-        kept: Arrays,
-        donated: Arrays,
-    ) -> Any:
-        """Calls `function` with these arguments. A program that was compiled ahead of time takes no
-        `statics`.
-        """
-        traced = _counts.traced
-        with calling(returns_errors=not statics or statics[1] == "eager"):
-            try:
-                if not donated:
-                    return function(*statics, kept, donated)
-                with donation_warning(silenced=True):
-                    return function(*statics, kept, donated)
-            finally:
-                if _counts.traced != traced:
-                    # JAX still caches the trace.
-                    large_constants(call, self.jitted.trace(*statics, kept, donated).jaxpr)
-                    _counts.traced = traced
 
     def _trace(
         self, variant: Variant, targets: Resolved | None, kept: Arrays, donated: Arrays
     ) -> Made:
         which = variant.donated
         arrays = kept if which is None else which.joined(kept, donated)
-        with tracing(), expecting(arrays) as expected, donation_warning(silenced=False):
-            returned, split = outlined(self._called(variant.split, targets, arrays))
-        if is_staged():
-            _counts.traced += 1
-        return Made(returned, _Traced(split, expected, any(map(_is_in_host_memory, returned))))
+        with tracing(arrays) as trace, donation_warning(silenced=False):
+            result, later = self._called(variant.split, targets, arrays)
+        trace.is_new = is_staged()
+        returned, split = outlined(result)
+        in_host_memory = any(map(_is_in_host_memory, returned))
+        return Made(returned, _Traced(split, trace, in_host_memory, later))
 
-    def _called(self, split: Split, targets: Resolved | None, arrays: Arrays) -> Any:
-        given = split.fill(arrays[: split.count])
-        args, kwargs = given if isinstance(given, list) else (given, {})
+    def _called(
+        self, split: Split, targets: Resolved | None, arrays: Arrays
+    ) -> tuple[Any, Mapping[int, Target]]:
+        """What the function returns, and what of it is placed after the program."""
+        arguments = split.fill(arrays[: split.count])
+        args, kwargs = arguments if isinstance(arguments, list) else (arguments, {})
         fun = self.fun.fill(arrays[split.count :])
         if targets is None:
             result = fun(*args, **kwargs)
         else:
             result = fun.resolved(targets.targets, args, kwargs)
         if self.out_shardings is None:
-            return result
+            return result, {}
         try:
             placed = filter_device_put(result, self.out_shardings, mesh=self.mesh)
         except PlacementError as error:
             error.add_note(f"(the tree is what {self.name} returns, placed by its out_shardings)")
             raise
-        return PlacedAfter.of(placed, self.out_shardings, self.mesh)
+        return placed, targets_after(placed, self.out_shardings, self.mesh)
 
     def _with_checks(
         self, key: Any, mode: Mode, targets: Resolved | None, kept: Arrays, donated: Arrays
@@ -313,25 +282,23 @@ class Program:
             # Not a call that is inlined: until JAX 0.11 its operations get the line of the call.
             values = interpret(traced.jaxpr, arrays)
             return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
-        made = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), checked.values)
-        return Made(made.arrays, replace(made.rest, checks=checked.checks), checked.failed)
+        values, failed, checks = checked
+        returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
+        return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
 
-    def _raise_failed(self, made: Made, checks: Checks) -> None:
+    def _raise_failed(self, returned: Made, checks: Checks) -> None:
         if checks.others:
-            jax.block_until_ready([value_under(x) for x in made.arrays])
-        checks.raise_if(made.failed, self.id)
+            jax.block_until_ready([value_under(x) for x in returned.arrays])
+        checks.raise_if(returned.failed, self.id)
 
 
-def not_here(program: Program) -> NotHereError:
-    return NotHereError(
-        f"{program.name} can't be called: its devices are those of a machine that is not here, "
-        "which can compile, not run. Call .lower(...).compile()"
-    )
-
-
-def _exact(options: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The options as something that can be hashed. Unlike `==` it distinguishes 1 and True."""
-    return tuple((name, type(value), value) for name, value in sorted(options.items()))
+def _run(function: Callable[..., Any], operands: tuple[Any, ...], returns_errors: bool) -> Any:
+    """Calls `function` with the operands of a program, the last of which are donated arrays."""
+    with calling(returns_errors):
+        if not operands[-1]:
+            return function(*operands)
+        with donation_warning(silenced=True):
+            return function(*operands)
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,16 @@ def about_replicated(
     if not positions:
         return
     traced = again(call.program.jitted.trace)
-    found = products_in(without_dead_code(traced.jaxpr), each_turn=False)
-    if found is None or not _are_worth_dividing(found, devices):
+    work = products_in(without_dead_code(traced.jaxpr), each_turn=False)
+    if work is None or not _are_worth_dividing(work, devices):
         return
     compiled = again(call.program.jitted.lower).compile()
     flops = (compiled.cost_analysis() or {}).get("flops", 0)
-    if flops < _ALL * 2 * found.products:
+    if flops < _ALL * 2 * work.products:
         return
     call.program.variants.is_replicated_told = True
-    known = names_of(call)
-    leaves = [known[i] for i in positions]
+    arguments = names_of(call)
+    leaves = [arguments[i] for i in positions]
     parameter = re.split(r"[.\[]", leaves[0])[0]
     first = arrays[positions[0]]
     axis = _axis_for(arrays, first.shape[0])
@@ -62,10 +62,10 @@ def about_replicated(
     )
 
 
-def _are_worth_dividing(found: Products, devices: int) -> bool:
-    if found.products < max(_FEW, _TIMES_OTHERS * found.others):
+def _are_worth_dividing(work: Products, devices: int) -> bool:
+    if work.products < max(_FEW, _TIMES_OTHERS * work.others):
         return False
-    return not found.looped or devices > _UNROLLED or jax.default_backend() == "cpu"
+    return not work.looped or devices > _UNROLLED or jax.default_backend() == "cpu"
 
 
 def devices_of(x: Any) -> int:

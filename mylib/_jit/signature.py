@@ -19,8 +19,8 @@ _MOST = 256
 def about(fun: Any) -> dict[str, Any]:
     """Metadata to copy onto wrappers."""
     shown = inspect.unwrap(fun)
-    found = {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
-    return found | ({"__annotations__": annotations_of(shown)} if callable(shown) else {})
+    metadata = {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
+    return metadata | ({"__annotations__": annotations_of(shown)} if callable(shown) else {})
 
 
 class Slot(NamedTuple):
@@ -82,18 +82,18 @@ class Function:
             if len(self._bindings) >= _MOST:
                 self._bindings.clear()
             binding = self._bindings[key] = self._bind(len(args), list(kwargs), defaults)
-        given = [*args, *kwargs.values(), *binding.defaults]
+        arguments = [*args, *kwargs.values(), *binding.defaults]
         return (
-            tuple([given[i] for i in binding.args]),
-            {name: given[i] for name, i in binding.kwargs.items()},
+            tuple([arguments[i] for i in binding.args]),
+            {name: arguments[i] for name, i in binding.kwargs.items()},
         )
 
     def _bind(self, count: int, names: list[str], defaults: frozenset[str]) -> _Binding:
         # Only the number of arguments and their names matter, so positions stand for them.
-        given = range(count + len(names))
+        positions = range(count + len(names))
         try:
             bound = self.signature.bind(
-                *given[:count], **dict(zip(names, given[count:], strict=True))
+                *positions[:count], **dict(zip(names, positions[count:], strict=True))
             )
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
@@ -106,7 +106,7 @@ class Function:
             if parameter.name in defaults:
                 # Positional-only arguments before it can't be left out.
                 for one in (*(before if is_positional else ()), parameter):
-                    bound.arguments[one.name] = len(given) + len(added)
+                    bound.arguments[one.name] = len(positions) + len(added)
                     added.append(one.default)
                 before.clear()
             elif is_positional:
@@ -152,6 +152,6 @@ class Function:
         side, key, *rest = path
         return f"{self.slot(key.key if side.idx else key.idx)}{jtu.keystr(tuple(rest))}"
 
-    def split(self, given: Any, abstract: bool = False) -> Leaves:
+    def split(self, arguments: Any, abstract: bool = False) -> Leaves:
         """Flattens (args, kwargs)."""
-        return split(given, self.naming, abstract)
+        return split(arguments, self.naming, abstract)

@@ -3,6 +3,8 @@
 import weakref
 from typing import Any
 
+from jax.sharding import Sharding
+
 from .._tree import Split
 from .donation import Donated
 
@@ -10,6 +12,11 @@ from .donation import Donated
 _MOST = 256
 # After this many new variants in a row that differ only in Python numbers, there is a warning.
 _IN_A_ROW = 10
+
+# Where an array is, and whether it is committed; None for NumPy arrays.
+Place = tuple[Sharding, bool] | None
+# The shape, dtype and place of an argument.
+Location = tuple[tuple[int, ...], Any, Place]
 
 
 class Variant:
@@ -29,12 +36,8 @@ class Variant:
         self.in_place: tuple[Any, Any] | None = None
         # Whether several devices took part in a call.
         self.is_parallel = False
-        # Large arrays captured by the last trace, until the warning is given, and where they may
-        # come from.
-        self.large: list[Any] = []
-        self.captured: list[Any] = []
-        # The arguments' shardings at the last compilation, and the results of that call.
-        self.locations: list[Any] = []
+        # The arguments at the last compilation, and the results of that call.
+        self.locations: list[Location] = []
         self.returned: list[weakref.ref[Any]] = []
         # What `audit` has found, if it was asked; for `mylib.watch`.
         self.collectives: Any = None
@@ -49,7 +52,10 @@ class Variants:
         self.latest: Variant | None = None
         # Whether it has been told that all devices compute the same.
         self.is_replicated_told = False
-        self._row = _NumbersInARow()
+        # The variants added by successive calls that differ only in numbers: the leaves that each
+        # of them changes, and the last one. None when the warning was given.
+        self._changes: list[set[int]] | None = []
+        self._newest: Split | None = None
 
     def __len__(self) -> int:
         return len(self._known)
@@ -64,34 +70,24 @@ class Variants:
         """A new variant, or that of another thread, which was faster; whether there were so many
         that all others were let go; and, once, the leaves whose numbers change at each call.
         """
-        changed = self._row.add(split, self.latest)
+        changing = self._changing(split)
         is_full = len(self._known) >= _MOST
         if is_full:
             self._known = {}
         self.latest = self._known.setdefault(split, Variant(split, donated))
-        return self.latest, is_full, changed
+        return self.latest, is_full, changing
 
-
-class _NumbersInARow:
-    """Variants added by successive calls that differ only in numbers."""
-
-    def __init__(self) -> None:
-        self._last: Split | None = None
-        self._length = 0
-        self._changed: set[int] = set()
-        self._is_told = False
-
-    def add(self, split: Split, before: Variant | None) -> set[int]:
-        """`before` is the variant that was called before."""
-        changed: set[int] = set()
-        if before is not None and before.split is self._last:
-            changed = split.numbers_changed(before.split)
-        if not changed:
-            self._length, self._changed = 0, set()
-        self._length += 1
-        self._changed |= changed
-        self._last = split
-        if self._length < _IN_A_ROW or self._is_told:
+    def _changing(self, split: Split) -> set[int]:
+        if self._changes is None:
             return set()
-        self._is_told = True
-        return self._changed
+        before, self._newest = self._newest, split
+        if before is None or self.latest is None or self.latest.split is not before:
+            changed = set[int]()
+        else:
+            changed = split.numbers_changed(before)
+        self._changes = [*self._changes, changed] if changed else []
+        if len(self._changes) + 1 < _IN_A_ROW:
+            return set()
+        changing = set[int]().union(*self._changes)
+        self._changes = None
+        return changing

@@ -291,11 +291,12 @@ def _move_all(
         if _watched.record is not None:
             _watched.record.placed([placed[i] for i in moving])
         _label_placed(leaves, targets, moving, placed)
-        _let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
+        let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
     return placed
 
 
-def _let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
+def let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
+    """Deletes donated arrays."""
     used = set(map(id, still_used)) if donated else set()
     for x in donated:
         if isinstance(x, jax.Array) and id(x) not in used and not x.is_deleted():

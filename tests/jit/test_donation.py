@@ -277,6 +277,7 @@ class TestNames:
             f(one, other, one)
         notes = str(caught.value.__notes__)
         assert "kept[0] is a" in notes and "donated[0] is b" in notes
+        assert "share memory" not in notes
 
     @pytest.mark.parametrize(
         ("donate", "told"),

@@ -985,6 +985,12 @@ class TestBeingTold:
             warnings.simplefilter("error")
             f(w, jnp.ones(9))
 
+    def test_another_dtype_is_no_surprise(self):
+        f = mylib.filter_jit(lambda x: 1.5 * x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            f(f(jnp.ones(8, jnp.int32)))
+
     def test_captured_arrays_are_told_of_once(self):
         big = jnp.ones((1024, 512))
         inner = mylib.filter_jit(lambda x: big.sum() + x)
