@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import jax
 
-from .._compat import CoordinationClient, coordination_client, names
+from .._compat import (
+    CoordinationClient,
+    coordination_client,
+    names,
+    set_once,
+    value_at,
+    values_by_process,
+)
 
 # Process indices, in order.
 Processes = tuple[int, ...]
@@ -98,7 +105,7 @@ class Series:
     def begin(self) -> bool:
         """False if this process has begun these meetings before: it has died, and been replaced."""
         if not self._begun:
-            self._begun = _set_once(f"{self.place}-begun/{self._me}", "")
+            self._begun = set_once(connected(), f"{self.place}-begun/{self._me}", "")
         return self._begun
 
     def say(self, mine: str, judge: Judge) -> None:
@@ -130,12 +137,11 @@ class Series:
 
     def conclude(self, kind: str, text: str) -> bool:
         """Ends the meeting. Returns False if another process was faster."""
-        return _set_once(f"{self._here()}/conclusion", f"{kind} {text}")
+        return set_once(connected(), f"{self._here()}/conclusion", f"{kind} {text}")
 
     def messages(self) -> dict[int, str]:
         """The messages so far, by process."""
-        found = connected().key_value_dir_get(f"{self._here()}/said/")
-        return {int(key.rsplit("/", 1)[1]): value for key, value in found}
+        return values_by_process(connected(), f"{self._here()}/said")
 
     def go_on(self, *, judged: bool = True) -> None:
         """Moves on to the next meeting. `judged` is whether all processes attended this one."""
@@ -156,26 +162,10 @@ class Series:
 
     def _come(self) -> int:
         """The number of processes that have come. It is less to read than their messages."""
-        try:
-            return int(connected().key_value_try_get(f"{self._here()}/count"))
-        except jax.errors.JaxRuntimeError as error:
-            if names.TEXT_NOT_FOUND not in str(error):
-                raise
-            return 0
+        return int(value_at(connected(), f"{self._here()}/count") or 0)
 
     def _here(self) -> str:
         return f"{self.place}/{self.turn}"
-
-
-def _set_once(key: str, value: str) -> bool:
-    """False if the service has this key already."""
-    try:
-        connected().key_value_set(key, value)
-    except jax.errors.JaxRuntimeError as error:
-        if names.TEXT_ALREADY_EXISTS not in str(error):
-            raise
-        return False
-    return True
 
 
 def connected() -> CoordinationClient:

@@ -5,9 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
-from .._compat import CoordinationClient, names
+from .._compat import CoordinationClient, set_once, value_at, values_by_process
 from .._processes import named
 from .._text import listed
 from .record import Record, Started, ended_of
@@ -111,16 +109,12 @@ class Bulletin:
         self._client.key_value_set(key, json.dumps(content), allow_overwrite=True)
 
     def read(self, kind: str) -> dict[int, dict[str, Any]]:
-        found = self._client.key_value_dir_get(f"{self._place}/{kind}/")
-        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+        news = values_by_process(self._client, f"{self._place}/{kind}")
+        return {index: json.loads(text) for index, text in news.items()}
 
     def read_one(self, kind: str, index: int) -> dict[str, Any] | None:
-        try:
-            return json.loads(self._client.key_value_try_get(f"{self._place}/{kind}/{index}"))
-        except jax.errors.JaxRuntimeError as error:
-            if names.TEXT_NOT_FOUND not in str(error):
-                raise
-            return None
+        text = value_at(self._client, f"{self._place}/{kind}/{index}")
+        return None if text is None else json.loads(text)
 
     def orders(self) -> tuple[int | None, int]:
         """The process that has ended all of them, if any; and how often all were asked for their
@@ -132,20 +126,14 @@ class Bulletin:
 
     def order_end(self) -> bool:
         """False if another process was faster."""
-        return self._set_once(_END)
+        return self._order(_END)
 
     def order_records(self, number: int) -> bool:
         """Asks all for their records. False if another process was faster."""
-        return self._set_once(f"{_TELL}-{number}")
+        return self._order(f"{_TELL}-{number}")
 
-    def _set_once(self, order: str) -> bool:
-        try:
-            self._client.key_value_set(f"{self._place}/orders/{order}", str(self._me))
-        except jax.errors.JaxRuntimeError as error:
-            if names.TEXT_ALREADY_EXISTS not in str(error):
-                raise
-            return False
-        return True
+    def _order(self, order: str) -> bool:
+        return set_once(self._client, f"{self._place}/orders/{order}", str(self._me))
 
     def leave(self, count: int) -> None:
         """The last one deletes the keys."""

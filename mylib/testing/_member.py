@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import jax
 import pytest
 
-from .._compat import names
+from .._compat import value_at
 from .._processes import AbsentError, connected, everybody, gather, named
 from ._controller import given_to, is_marked
 from ._pool import Outcome, Result
@@ -178,12 +178,9 @@ class Member:
         client = connected()
         while not self._ended.wait(0.2):
             try:
-                reason = client.key_value_try_get(_ABORT)
-            except jax.errors.JaxRuntimeError as error:
-                # Not ended; or the coordinator is gone, and JAX ends this process itself.
-                reason = None
-                if names.TEXT_NOT_FOUND not in str(error):
-                    return
+                reason = value_at(client, _ABORT)
+            except jax.errors.JaxRuntimeError:
+                return  # The coordinator is gone, and JAX ends this process itself.
             if reason is not None:
                 self._die(reason)
             running = self._running
