@@ -75,7 +75,7 @@ def old():
     "kind, checked",
     [
         (AxisType.Auto, True),
-        (AxisType.Explicit, False),
+        pytest.param(AxisType.Explicit, False, marks=pytest.mark.thorough),
         pytest.param(AxisType.Auto, False, marks=pytest.mark.thorough),
         pytest.param(AxisType.Explicit, True, marks=pytest.mark.thorough),
     ],

@@ -256,7 +256,7 @@ def test_a_map_inside_another_is_told_once():
     assert "summed over 'model' twice" in str(warning.message)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_one_warning_for_a_model():
     """Ported as in docs/from-pmap.md, without `vary`; clipping and Adam hide the size."""
     optim = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

@@ -349,7 +349,7 @@ class TestCommunication:
         assert kinds(whole) == {"all-gather", "all-reduce", "collective-permute"} | heads
         assert sum(c.kind == "all-reduce" for c in forward) == 2 * 2 + 1 + 1
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_the_scanned_transformer_gathers_no_stack(self):
         for strategy in ("fsdp", "both"):
             whole, model = training_step("scanned", strategy)

@@ -234,7 +234,12 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    "name", ["mlp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("transformer", "scanned"))]
+    "name",
+    [
+        "mlp",
+        pytest.param("transformer", marks=pytest.mark.slow),
+        pytest.param("scanned", marks=pytest.mark.thorough),
+    ],
 )
 def test_numbers_and_collectives_are_those_of_megatron(name):
     make, rule, batch, loss, forward = CASES[name]

@@ -375,11 +375,11 @@ def test_waits():
 """
 
 
-_SIGTERM = pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)
+_OTHERS = [pytest.param(x, marks=pytest.mark.thorough) for x in (signal.SIGTERM, signal.SIGKILL)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, _SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *_OTHERS])
 def test_the_end_of_pytest_is_the_end_of_all(tmp_path, env, number):
     (tmp_path / "test_waiting.py").write_text(WAITING)
     (tmp_path / "conftest.py").write_text("")
@@ -485,7 +485,7 @@ def test_options_of_pytest(small):
     again.assert_outcomes(failed=1, deselected=1)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "option", [pytest.param("--pdb", marks=pytest.mark.thorough), "--multihost-debug=1"]
 )
@@ -622,7 +622,7 @@ def test_marks_that_can_not_be(small):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_processes_that_do_not_start(small):
     small.makepyfile(
         test_small="""

@@ -60,6 +60,7 @@ _PATCH = "[run]\npatch = subprocess, _exit\n"
         pytest.param(["-n2"], _PATCH, marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.thorough
 def test_coverage(folder, options, settings):
     """Of the processes, too; and nothing but the report and pytest-cov's own file is left. Sessions
     of xdist have processes and ports of their own.
@@ -155,6 +156,7 @@ def _attempts(folder) -> list[list[int]]:
         ),
     ],
 )
+@pytest.mark.thorough
 def test_reruns(folder, chosen, attempts, summary, status):
     """A test runs again in all processes, whoever has failed."""
     folder.makepyfile(test_flaky=FLAKY)
@@ -190,6 +192,7 @@ def test_how_many_failures_are_run_again(folder):
 # --- pytest-forked, and plugins that nobody knows -------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_forked_and_odd_reports(folder):
     """A test that runs in processes of its own needs no other one; and reports may say what pytest
     itself never does.
