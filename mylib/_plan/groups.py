@@ -6,8 +6,10 @@ What the program computes, sums and holds is noted with its dimensions, so that 
 priced in milliseconds.
 """
 
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jax.extend import source_info_util
@@ -21,15 +23,26 @@ from .lifetimes import Live, lives_of
 
 
 @dataclass(eq=False)
+class Place:
+    """The body of a loop, or the program outside of loops, whose `number` is 0. It runs as many
+    `times` in a call. `outside` is the number of the place where the loop is.
+    """
+
+    number: int = 0
+    times: int = 1
+    outside: int = 0
+
+
+@dataclass(eq=False)
 class Event:
     """Something that takes time, with the dimensions that divide it.
 
-    - `times`: how often it happens in a call.
+    - `place`: where it happens.
     - `dims`: the nodes that divide `amount`.
     - `over`: the nodes that are summed over, or needed whole.
     """
 
-    times: int
+    place: Place
     amount: float
     dims: Nodes
     over: Nodes = ()
@@ -49,11 +62,13 @@ class Product(Event):
 class Sum(Event):
     """A sum of as many bytes. Sums that are added to each other first are summed together:
     `first` is one of them. `scattered` if the result is constrained to where weights are kept.
+    `after` is where an all-reduce of it happens: after a loop of which each turn only adds to it.
     """
 
     number: int = 0
     first: "Sum | None" = None
     scattered: bool = False
+    after: Place = field(default_factory=Place)
 
     @property
     def root(self) -> "Sum":
@@ -65,6 +80,7 @@ class Reading:
     """What a jaxpr computes.
 
     - `inputs`, `results`: the nodes of its arguments and results.
+    - `places`: its loops, by their number.
     - `products`, `sums`: its products, and its sums over dimensions.
     - `moves`: weights that are gathered where a layer is called.
     - `whole`: dimensions that an operation needs whole.
@@ -80,6 +96,7 @@ class Reading:
     dims: Dims = field(default_factory=Dims)
     inputs: list[Nodes] = field(default_factory=list)
     results: list[Nodes] = field(default_factory=list)
+    places: list[Place] = field(default_factory=lambda: [Place()])
     products: list[Product] = field(default_factory=list)
     sums: list[Sum] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)
@@ -98,18 +115,22 @@ def program_of(closed: Any) -> Reading:
     jaxpr = opened(closed)
     program = walk.program
     program.inputs = [walk.fresh(var.aval) for var in jaxpr.invars]
-    origins: list[int | None] = list(range(len(jaxpr.invars)))
-    program.results = walk.through(jaxpr, program.inputs, origins, 1, top=True)[0]
+    given = [_Operand(nodes, origin=i) for i, nodes in enumerate(program.inputs)]
+    results = walk.through(jaxpr, given, program.places[0], top=True)
+    program.results = [x.nodes for x in results]
     return program
 
 
 @dataclass
 class _Operand:
-    """What is known about an operand: the sum that it is, and the argument."""
+    """What is known about an operand: the sum that it is, the argument, and in the body of a loop
+    the number of the carried value that it is, plus sums, if nothing else uses that.
+    """
 
     nodes: Nodes
     sum: Sum | None = None
     origin: int | None = None
+    carried: int | None = None
 
 
 class _Reader:
@@ -124,46 +145,47 @@ class _Reader:
     def through(
         self,
         jaxpr: Any,
-        inputs: Sequence[Nodes],
-        origins: Sequence[int | None],
-        times: int,
+        given: Sequence[_Operand],
+        place: Place,
         top: bool = False,
-    ) -> tuple[list[Nodes], list[int | None]]:
-        """Walks through a jaxpr that runs as many times; the nodes and origins of its results."""
-        values = {
-            var: _Operand(nodes, None, origin)
-            for var, nodes, origin in zip(jaxpr.invars, inputs, origins, strict=True)
-        }
+    ) -> list[_Operand]:
+        """Walks through a jaxpr with these arguments; its results."""
+        values = dict(zip(jaxpr.invars, given, strict=True))
         values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
 
         def read(var: Any) -> _Operand:
-            return _Operand(self.fresh(var.aval)) if is_literal(var) else values[var]
+            if is_literal(var):
+                return _Operand(self.fresh(var.aval))
+            value = values[var]
+            is_used_once = value.carried is None or uses[var] == 1
+            return value if is_used_once else replace(value, carried=None)
 
         eqns, results = equations_of(jaxpr)
+        used = itertools.chain(results, *(eqn.invars for eqn in eqns))
+        uses = Counter(var for var in used if not is_literal(var))
         moments: list[tuple[Equation, int, int]] = []
         for eqn in eqns:
             self.clock += 1
             start = self.clock
             ins = [read(var) for var in eqn.invars]
             outs = [_Operand(self.fresh(var.aval)) for var in eqn.outvars]
-            _Apply(self, eqn, ins, outs, times).run()
+            _Apply(self, eqn, ins, outs, place).run()
             values.update(zip(eqn.outvars, outs, strict=True))
             moments.append((eqn, start, self.clock))
         returned = {var for var in results if not is_literal(var)}
         nodes = {var: value.nodes for var, value in values.items()}
-        self.program.lives += lives_of(moments, returned, nodes, self.clock, times, top)
-        found = [read(var) for var in results]
-        return [x.nodes for x in found], [x.origin for x in found]
+        self.program.lives += lives_of(moments, returned, nodes, self.clock, place.times, top)
+        return [read(var) for var in results]
 
 
 class _Apply:
     """Joins the dimensions of one operation."""
 
     def __init__(
-        self, walk: _Reader, eqn: Equation, ins: list[_Operand], outs: list[_Operand], times: int
+        self, walk: _Reader, eqn: Equation, ins: list[_Operand], outs: list[_Operand], place: Place
     ):
         self.walk, self.program, self.dims = walk, walk.program, walk.dims
-        self.eqn, self.ins, self.outs, self.times = eqn, ins, outs, times
+        self.eqn, self.ins, self.outs, self.place = eqn, ins, outs, place
         self.avals = [var.aval for var in eqn.invars]
         self.made = [var.aval for var in eqn.outvars]
 
@@ -187,7 +209,7 @@ class _Apply:
     def sum_over(self, over: Iterable[int]) -> Sum:
         sums = self.program.sums
         size, nodes = bytes_of(self.made[0]), self.outs[0].nodes
-        made = Sum(self.times, size, nodes, tuple(over), len(sums))
+        made = Sum(self.place, size, nodes, tuple(over), len(sums), after=self.place)
         sums.append(made)
         self.outs[0].sum = made
         return made
@@ -200,7 +222,7 @@ class _Apply:
         operands.append((bytes_of(self.made[0]), out))
         dtype = str(max(a.dtype, b.dtype, key=lambda x: x.itemsize))
         dims = (*out, *over)
-        self.program.products.append(Product(self.times, flops, dims, over, dtype, tuple(operands)))
+        self.program.products.append(Product(self.place, flops, dims, over, dtype, tuple(operands)))
         self.sum_over(over)
 
     # --- each method below is the rule of some primitives ---
@@ -237,15 +259,26 @@ class _Apply:
         for nodes, value in zip(inside, carry, strict=True):
             self.dims.join_all(nodes, value.nodes)
         self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
-        given = [*(x.nodes for x in before), *inside, *(x.nodes[1:] for x in xs)]
-        origins = [*(x.origin for x in before), *(x.origin for x in carry), *(x.origin for x in xs)]
-        times = self.times * self.param(names.PARAM_LENGTH)
-        results, _ = self.walk.through(body, given, origins, times)
-        for nodes, value, out in zip(inside, results, self.outs, strict=False):
-            self.dims.join_all(nodes, value)
+        given = [_Operand(x.nodes, origin=x.origin) for x in before]
+        given += [
+            _Operand(nodes, origin=x.origin, carried=i)
+            for i, (nodes, x) in enumerate(zip(inside, carry, strict=True))
+        ]
+        given += [_Operand(x.nodes[1:], origin=x.origin) for x in xs]
+        results = self.walk.through(body, given, self._turns(self.param(names.PARAM_LENGTH)))
+        for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
+            self.dims.join_all(nodes, value.nodes)
             self.dims.join_all(nodes, out.nodes)
-        for out, nodes in zip(self.outs[carried:], results[carried:], strict=True):
-            self.dims.join_all(out.nodes[1:], nodes)
+            if value.carried == i and value.sum is not None:
+                out.sum, value.sum.root.after = value.sum, self.place
+        for out, value in zip(self.outs[carried:], results[carried:], strict=True):
+            self.dims.join_all(out.nodes[1:], value.nodes)
+
+    def _turns(self, count: int) -> Place:
+        """The body of a loop here, with as many turns."""
+        places = self.program.places
+        places.append(Place(len(places), self.place.times * count, self.place.number))
+        return places[-1]
 
     def _split(self, count: int) -> tuple[list[_Operand], list[_Operand]]:
         return self.ins[:count], self.ins[count:]
@@ -254,24 +287,24 @@ class _Apply:
         before = self.param(names.PARAM_COND_NCONSTS)
         constants = self.param(names.PARAM_BODY_NCONSTS)
         body, given = opened(self.param(names.PARAM_BODY_JAXPR)), self.ins[before:]
-        results, _ = self.walk.through(
-            body, [x.nodes for x in given], [x.origin for x in given], self.times
-        )
-        for out, nodes, value in zip(self.outs, results, given[constants:], strict=True):
-            self.dims.join_all(out.nodes, nodes)
+        inside = [_Operand(x.nodes, origin=x.origin) for x in given]
+        results = self.walk.through(body, inside, self._turns(1))
+        for out, value, x in zip(self.outs, results, given[constants:], strict=True):
             self.dims.join_all(out.nodes, value.nodes)
+            self.dims.join_all(out.nodes, x.nodes)
         self.program.counted_once.append(_line(self.eqn))
 
     def call(self) -> None:
         """Of a checkpoint, or of the branches of a condition, of which all are counted."""
-        for inner in map(opened, jaxprs_in(self.eqn.source)):
+        called = jaxprs_in(self.eqn.source)
+        for inner in map(opened, called):
             given = self.ins[len(self.ins) - len(inner.invars) :]
-            results, origins = self.walk.through(
-                inner, [x.nodes for x in given], [x.origin for x in given], self.times
-            )
-            for out, nodes, origin in zip(self.outs, results, origins, strict=True):
-                self.dims.join_all(out.nodes, nodes)
-                out.origin = origin
+            results = self.walk.through(inner, given, self.place)
+            for out, value in zip(self.outs, results, strict=True):
+                self.dims.join_all(out.nodes, value.nodes)
+                out.origin = value.origin
+                if len(called) == 1:
+                    out.sum, out.carried = value.sum, value.carried
 
     def transposed(self) -> None:
         order = self.param(names.PARAM_PERMUTATION)
@@ -295,6 +328,8 @@ class _Apply:
         for i, j in enumerate(self.param(names.PARAM_BROADCAST_DIMENSIONS)):
             if self.shape(0)[i] == made[j]:
                 self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[j])
+        if bytes_of(self.made[0]) == bytes_of(self.avals[0]):
+            self.outs[0].sum = self.ins[0].sum
 
     def tiled(self) -> None:
         for i, times in enumerate(self.param(names.PARAM_REPS)):
@@ -317,7 +352,10 @@ class _Apply:
         axes, nodes = self.param(names.PARAM_AXES), self.ins[0].nodes
         for out in self.outs:
             self.dims.join_all(out.nodes, [x for i, x in enumerate(nodes) if i not in axes])
-        self.sum_over(nodes[i] for i in axes)
+        if bytes_of(self.made[0]) == bytes_of(self.avals[0]):
+            self.outs[0].sum = self.ins[0].sum
+        else:
+            self.sum_over(nodes[i] for i in axes)
         if self.eqn.name != names.REDUCE_SUM:
             self.outs[0].sum = None
 
@@ -359,7 +397,7 @@ class _Apply:
         over = tuple(nodes)
         if over and self.outs:
             size = bytes_of(self.made[0])
-            self.program.whole.append(Event(self.times, size, self.outs[0].nodes, over))
+            self.program.whole.append(Event(self.place, size, self.outs[0].nodes, over))
 
     def gathered(self) -> None:
         numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
@@ -425,9 +463,12 @@ class _Apply:
 
     def added(self) -> None:
         sums = [x.sum for x in self.ins if x.sum is not None]
+        carried = [x.carried for x in self.ins if x.carried is not None]
+        if sums and len(carried) == 1:
+            self.outs[0].sum, self.outs[0].carried = sums[0], carried[0]
         if len(sums) == len(self.ins) == 2 and sums[0].amount == sums[1].amount:
             first, other = sorted((x.root for x in sums), key=lambda x: x.number)
-            if first is not other:
+            if first is not other and first.place is other.place:
                 other.first = first
             self.outs[0].sum = sums[0]
 
@@ -439,7 +480,7 @@ class _Apply:
                 x.sum.scattered = True
         elif x.sum is None:
             size = bytes_of(self.avals[0])
-            self.program.moves.append(Event(self.times, size, x.nodes))
+            self.program.moves.append(Event(self.place, size, x.nodes))
 
     def converted(self) -> None:
         sum_ = self.ins[0].sum
@@ -452,7 +493,7 @@ class _Apply:
         self.outs[0].sum = self.ins[0].sum
         name = self.param(names.PARAM_NAME)
         self.program.origins[name] = self.ins[0].origin
-        self.program.named[name] = Event(self.times, bytes_of(self.avals[0]), self.ins[0].nodes)
+        self.program.named[name] = Event(self.place, bytes_of(self.avals[0]), self.ins[0].nodes)
 
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum

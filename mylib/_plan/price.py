@@ -96,6 +96,8 @@ class Prices:
         self.inputs = _Events.of([x for x in traced.inputs if x is not None], many)
         sums, self.is_gradient = _sums_together(traced, group)
         self.sums = _Events.of(sums, many)
+        self.after = np.array([x.after.number for x in sums], int)
+        self.times_of = np.array([x.times for x in program.places])
         self.held = traced.leaves
         self.held_dims = _Many([leaf.groups for leaf in self.held])
         self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in self.held])
@@ -149,23 +151,25 @@ class _Many:
 
 
 class _Events(NamedTuple):
-    """Events as arrays, and the groups of the dimensions that divide and cross them."""
+    """Events as arrays: the numbers of their places, and the groups of the dimensions that divide
+    and cross them.
+    """
 
-    times: Any
+    places: Any
     amounts: Any
     dims: _Many
     over: _Many
 
     @staticmethod
     def of(events: Sequence[Event], many: Callable[[Any], _Many]) -> "_Events":
-        times = np.array([x.times for x in events], int)
+        places = np.array([x.place.number for x in events], int)
         amounts = np.array([x.amount for x in events], float)
         return _Events(
-            times, amounts, many([x.dims for x in events]), many([x.over for x in events])
+            places, amounts, many([x.dims for x in events]), many([x.over for x in events])
         )
 
 
-def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[list[Event], Any]:
+def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[list[Sum], Any]:
     """Sums that happen together, as the largest of them over all that they sum over, and which are
     gradients of weights that are kept in parts.
     """
@@ -173,7 +177,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     for one in traced.program.sums:
         together.setdefault(id(one.root), []).append(one)
     weights = {frozenset(dims) for dims, _ in traced.weights}
-    found: list[Event] = []
+    found: list[Sum] = []
     is_gradient: list[bool] = []
     of_weights: dict[frozenset[int], bool] = {}
     for ones in together.values():
@@ -183,7 +187,7 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
             of_weights[dims] = any(dims <= own for own in weights)
         is_gradient.append(any(x.scattered for x in ones) or of_weights[dims])
         over = tuple({group(x) for one in ones for x in one.over})
-        found.append(Event(largest.times, largest.amount, largest.dims, over))
+        found.append(dataclasses.replace(largest, over=over, after=largest.root.after))
     return found, np.array(is_gradient, bool)
 
 
@@ -248,77 +252,106 @@ class _Pricing:
             for groups in (self.data, self.strategy.tensor)
         )
 
-    def send(self, kind: str, axes: Iterable[str], nbytes: Any, times: Any) -> float:
-        """The seconds of collectives, each in all its times. Their bytes are noted."""
-        over = tuple(axis for axis in self.sizes if axis in set(axes))
+    def send(self, kind: str, axes: Iterable[str], nbytes: Any, places: Any) -> Any:
+        """The seconds of collectives in each place. Their bytes are noted."""
+        over, took = tuple(axis for axis in self.sizes if axis in set(axes)), self.nothing()
         if self.size(over) <= 1 or not len(nbytes):
-            return 0.0
-        name = f"{kind} over {', '.join(over)}"
+            return took
+        name, times = f"{kind} over {', '.join(over)}", self.prices.times_of[places]
         self.sent[name] = self.sent.get(name, 0.0) + float(np.dot(nbytes, times))
         different, which = np.unique(nbytes, return_inverse=True)
-        counts = np.bincount(which, weights=times)
-        took = [self.prices.collective(kind, x, over, self.sizes) for x in different]
-        return float(np.dot(took, counts))
+        once = np.array([self.prices.collective(kind, x, over, self.sizes) for x in different])
+        np.add.at(took, places, once[which] * times)
+        return took
+
+    def nothing(self) -> Any:
+        """No seconds, in each place."""
+        return np.zeros(len(self.prices.times_of))
 
     def price(self) -> Price:
         low, body = self.computed()
-        tensor = self.tensor()
+        tensor = self.tensor().sum()
         gathers, gradients = self.gathers(), self.gradients()
         moved = gathers + gradients
-        hidden = min(_HIDDEN * moved, body)
+        hidden, moved = self.hidden(moved, body), moved.sum()
         exposed = tensor * (1 - _HIDDEN_TENSOR.get(self.prices.machine.chip.platform, 0.0))
         held, peak = self.memory()
+        body = body.sum()
         parts = {
             "computation": body,
-            "gathers of weights": gathers,
-            "sums of gradients": gradients,
+            "gathers of weights": gathers.sum(),
+            "sums of gradients": gradients.sum(),
             "tensor parallelism": tensor,
         }
         return Price(
-            seconds=body + exposed + moved - hidden,
-            interval=(max(low, moved + tensor), body + moved + tensor),
+            seconds=float(body + exposed + moved - hidden),
+            interval=(float(max(low, moved + tensor)), float(body + moved + tensor)),
             memory=peak,
             held=held,
-            parts={name: x for name, x in parts.items() if x},
+            parts={name: float(x) for name, x in parts.items() if x},
             sent=dict(sorted(self.sent.items())),
         )
 
-    def computed(self) -> tuple[float, float]:
-        """At the data sheet's rates, and as it is assumed."""
+    def hidden(self, moved: Any, body: Any) -> float:
+        """How much of what is sent computation hides: only that of the same turn of a loop, and of
+        the loops in it.
+        """
+        total, left = 0.0, body.copy()
+        for place in reversed(self.prices.traced.program.places):
+            now = min(_HIDDEN * moved[place.number], left[place.number])
+            total += now
+            left[place.outside] += (left[place.number] - now) * (place.number != place.outside)
+        return total
+
+    def computed(self) -> tuple[float, Any]:
+        """At the data sheet's rates, and as it is assumed, in each place."""
         prices, ideal, real = self.prices, self.prices.ideal, self.prices.real
-        products = prices.products
+        products, body = prices.products, self.nothing()
         moved = prices.operand_bytes / self.splits(prices.operands)
         moved = np.bincount(prices.operand_of, moved, len(prices.rates)) / ideal.memory
         flops = products.amounts / self.splits(products.dims) / prices.rates
-        low = np.dot(products.times, np.maximum(flops, moved))
+        times = prices.times_of[products.places]
+        low = np.dot(times, np.maximum(flops, moved))
         taken = np.maximum(flops / real.of_products, moved / real.of_memory)
+        np.add.at(body, products.places, times * taken)
+        added = self.added() / ideal.memory
         # The optimiser reads and writes all of its state.
-        update = 2 * self.held()[~prices.is_data].sum() / ideal.memory
-        body = np.dot(products.times, taken) + update / real.of_memory
-        return float(low + update), float(body)
+        added[0] += 2 * self.held()[~prices.is_data].sum() / ideal.memory
+        return float(low + added.sum()), body + added / real.of_memory
 
-    def gathers(self) -> float:
-        moves, total = self.prices.moves, 0.0
+    def added(self) -> Any:
+        """The bytes of sums that each turn of a loop reads and writes, to add to them."""
+        sums, found = self.prices.sums, self.nothing()
+        now = sums.places != self.prices.after
+        nbytes = 2 * sums.amounts / self.splits(sums.dims)
+        for axes, which in self.kept_over(sums.dims).items():
+            nbytes = np.where(self.prices.is_gradient & which, nbytes / self.size(axes), nbytes)
+        np.add.at(found, sums.places[now], (nbytes * self.prices.times_of[sums.places])[now])
+        return found
+
+    def gathers(self) -> Any:
+        moves, took = self.prices.moves, self.nothing()
         nbytes = moves.amounts / self.splits(moves.dims)
         for axes, which in self.kept_over(moves.dims).items():
             now = np.broadcast_to(which, nbytes.shape)
-            total += self.send("all-gather", axes, nbytes[now], moves.times[now])
-        return total
+            took += self.send("all-gather", axes, nbytes[now], moves.places[now])
+        return took
 
-    def gradients(self) -> float:
-        sums = self.prices.sums
+    def gradients(self) -> Any:
+        prices, sums, took = self.prices, self.prices.sums, self.nothing()
         crossed, _ = self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
-        large = self.prices.is_gradient & (sums.amounts / 4 >= SMALL)
+        large = prices.is_gradient & (sums.amounts / 4 >= SMALL)
         scattered = {
             axes: large & which
             for axes, which in self.kept_over(sums.dims).items()
             if self.size(axes) > 1
         }
         rest = ~np.logical_or.reduce([np.zeros_like(large), *scattered.values()])
-        total = 0.0
-        for times in np.unique(sums.times[crossed]):
-            now = crossed & (sums.times == times)
+        # What is scattered is scattered in each turn; the rest is summed after the loop.
+        places = np.where(rest, prices.after, sums.places)
+        for place in np.unique(places[crossed]):
+            now = crossed & (places == place)
             found = [("all-reduce", set(self.strategy.rows), nbytes[now & rest])]
             for axes, which in scattered.items():
                 own, others = nbytes[now & which], set(self.strategy.rows) - set(axes)
@@ -326,27 +359,27 @@ class _Pricing:
                 found += [("all-reduce", others, own / self.size(axes))]
             for kind, over, sizes in found:
                 combined = _combined(sizes)
-                total += self.send(kind, over, combined, np.full(len(combined), times))
-        return total
+                took += self.send(kind, over, combined, np.full(len(combined), place))
+        return took
 
-    def tensor(self) -> float:
-        sums, whole = self.prices.sums, self.prices.whole
+    def tensor(self) -> Any:
+        prices, sums, whole = self.prices, self.prices.sums, self.prices.whole
         _, crossed = self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
-        total = self.send("all-reduce", (MODEL,), nbytes[crossed], sums.times[crossed])
-        nbytes = whole.amounts / self.splits(whole.dims)
+        took = self.send("all-reduce", (MODEL,), nbytes[crossed], prices.after[crossed])
         by_rows, by_model = self.crossed(whole)
+        nbytes = whole.amounts / self.splits(whole.dims)
         for axes, found in (
             (self.strategy.rows, by_rows & ~by_model),
             ((MODEL,), by_model & ~by_rows),
             ((*self.strategy.rows, MODEL), by_rows & by_model),
         ):
-            total += self.send("all-gather", axes, nbytes[found], whole.times[found])
+            took += self.send("all-gather", axes, nbytes[found], whole.places[found])
         if self.strategy.saved is not None:
-            inputs = self.prices.inputs
-            nbytes = inputs.amounts / self.splits(inputs.dims)
-            total += self.send("all-gather", (MODEL,), nbytes, _GATHERED * inputs.times)
-        return total
+            inputs = prices.inputs
+            nbytes = np.repeat(inputs.amounts / self.splits(inputs.dims), _GATHERED)
+            took += self.send("all-gather", (MODEL,), nbytes, np.repeat(inputs.places, _GATHERED))
+        return took
 
     def held(self) -> Any:
         """The bytes of each argument on each device."""

@@ -236,3 +236,27 @@ def test_scans_and_conditions():
     (out,), (_, ys) = program.results
     assert group(x) == group(y) == group(out) == group(ys) != group(time)
     assert program.loops == {time}
+
+
+def test_what_each_turn_only_adds_to_is_summed_after_the_loop():
+    def loss(w, b, xs):
+        def turn(h, x):
+            # What is carried is read, too, so its sum can't wait.
+            h = h + jnp.tanh(h) @ w + b
+            return h, None
+
+        return jnp.sum(jax.lax.scan(turn, xs[0], xs)[0])
+
+    shapes = jnp.ones((4, 4)), jnp.ones(4), jnp.ones((3, 8, 4))
+    program = program_of(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(*shapes))
+    group, (*_, (_, rows, _)) = program.dims.group, program.inputs
+    summed = {
+        (len(one.dims), one.place.times, one.after.times)
+        for one in program.sums
+        if one.place.times == 3 and one.root is one
+    }
+    # The gradients of w and b; the products with w.
+    assert summed == {(2, 3, 1), (1, 3, 1), (2, 3, 3)}
+    assert all(
+        group(rows) in map(group, one.over) for one in program.sums if one.after is not one.place
+    )
