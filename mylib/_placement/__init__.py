@@ -52,6 +52,7 @@ from .shardings import (
     sharding_of as sharding_of,
     spec_over as spec_over,
     split_over as split_over,
+    trimmed as trimmed,
     unusual_memory_kind as unusual_memory_kind,
     with_entries as with_entries,
     without_partial_sums as without_partial_sums,

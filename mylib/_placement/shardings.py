@@ -40,6 +40,13 @@ def entries_of(spec: PartitionSpec, ndim: int = 0) -> tuple[Any, ...]:
     return entries if len(entries) >= ndim else entries + (None,) * (ndim - len(entries))
 
 
+def trimmed(entries: Sequence[Any]) -> tuple[Any, ...]:
+    """The entries of a spec without None at the end."""
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return tuple(entries)
+
+
 def axes_in(spec: PartitionSpec) -> set[Any]:
     return {name for entry in entries_of(spec) for name in axis_names(entry)}
 

@@ -14,12 +14,13 @@ import jax.numpy as jnp
 
 from .._audit import Report
 from .._jit import filter_jit
+from .._placement import trimmed
 from .._text import show_bytes
 from .._tree import is_of_keys
 from ..machines import Machine, OutOfMemoryError
 from .apply import Applying, Planned, PlannedFunction
 from .dims import Nodes
-from .fixes import FixedParts, trimmed
+from .fixes import FixedParts
 from .price import Price, Prices
 from .strategy import (
     Impossible,
@@ -37,8 +38,8 @@ from .trace import ArrayIn, TracedStep
 RESERVE = 0.05
 # A price is wrong by a quarter at most; what needs more memory is not compiled.
 _SURELY = 1.25
-# Seconds that differ by less are a tie.
-_TIE = 0.05
+# Seconds that differ by less are a tie: of compiled programs less than of prices.
+TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
 _NOT_FIXED = FixedParts()
 
 
@@ -58,6 +59,12 @@ class Tried:
     report: Report | None = None
     estimated: tuple[float, tuple[float, float]] | None = None
     measured: float | None = None
+
+    @property
+    def source(self) -> str:
+        """Where its seconds are from."""
+        compiled = "modelled" if self.report is None else "compiled"
+        return compiled if self.measured is None else "measured"
 
     @property
     def seconds(self) -> float:
@@ -106,11 +113,11 @@ def too_much(needed: float, room: float, by: str) -> str:
 
 def ordered(tried: Sequence[Tried]) -> list[Tried]:
     """The fastest first. Ties go to fewer axes, then to whole weights, and then to less memory."""
-    best = min((x.seconds for x in tried), default=0.0)
+    best = min(tried, key=lambda x: x.seconds, default=None)
 
     def key(x: Tried) -> tuple[Any, ...]:
-        assert x.strategy is not None
-        if x.seconds > best * (1 + _TIE):
+        assert x.strategy is not None and best is not None
+        if not is_tie(x, best):
             return 1, x.seconds, x.name
         return 0, len(x.strategy.axes), x.strategy.is_sharded, x.seconds, x.memory, x.name
 
@@ -118,7 +125,7 @@ def ordered(tried: Sequence[Tried]) -> list[Tried]:
 
 
 def is_tie(x: Tried, best: Tried) -> bool:
-    return x.seconds <= best.seconds * (1 + _TIE)
+    return x.seconds <= best.seconds * (1 + TIES[best.source])
 
 
 def to_compile(tried: Sequence[Tried], count: int) -> list[Tried]:
@@ -193,10 +200,12 @@ def applying(tried: Tried, dtype: Any) -> Applying:
     for leaf in traced.leaves:
         number, _, path = leaf.path[1:].partition("]")
         name = step.names[int(number)]
-        arguments[name][path] = spec_of(leaf, strategy, traced)
-        reasons[name][path] = reason_of(leaf, strategy, traced)
+        arguments[name][path] = spec = spec_of(leaf, strategy, traced)
         if fix_of(leaf, strategy, traced) is not None:
             fixed.setdefault(name, []).append(path)
+            reasons[name][path] = "fixed by kept="
+        else:
+            reasons[name][path] = reason_of(leaf, spec, strategy, traced)
         if leaf.path in traced.in_models:
             role, path = traced.in_models[leaf.path]
             used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))

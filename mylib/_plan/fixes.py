@@ -8,7 +8,15 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, NamedSharding
 
-from .._placement import axis_names, current_world, decide, is_placement_leaf, is_rule
+from .._placement import (
+    axis_names,
+    current_world,
+    decide,
+    entries_of,
+    is_placement_leaf,
+    is_rule,
+    trimmed,
+)
 from .._tree import split
 from ..rules import as_rule
 from .trace import PlanError, TracedStep
@@ -65,7 +73,7 @@ def _specs(name: str, given: Any, traced: TracedStep, mesh: AbstractMesh) -> dic
             raise ContradictionError(f"{name}= can't be served, {fault.path}: {fault.reason}")
         for at, target in zip(leaves.paths, decision.targets, strict=True):
             if isinstance(target, NamedSharding) and target.mesh == mesh:
-                found[path + jtu.keystr(at)] = trimmed(target.spec)
+                found[path + jtu.keystr(at)] = trimmed(entries_of(target.spec))
             elif target is not None:
                 raise PlanError(f"{name}= takes specs, as the mesh is still open, not {target!r}")
     return found
@@ -94,10 +102,3 @@ def axes_at(spec: Spec, dim: int) -> tuple[str, ...]:
 
 def axes_of(spec: Spec) -> set[str]:
     return {axis for entry in spec for axis in axis_names(entry)}
-
-
-def trimmed(spec: Any) -> Spec:
-    kept = list(spec)
-    while kept and kept[-1] is None:
-        kept.pop()
-    return tuple(kept)

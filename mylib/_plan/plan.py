@@ -14,6 +14,7 @@ from ..machines import Machine, here
 from .cache import CachedPlan
 from .candidates import (
     RESERVE,
+    TIES,
     Tried,
     applying,
     compiled,
@@ -310,13 +311,9 @@ def _notes(
     ranked: Sequence[Tried], target: Machine, is_assumed: bool, traced: TracedStep
 ) -> Iterator[str]:
     best = ranked[0]
-    same = [
-        x.name
-        for x in ranked[1:]
-        if is_tie(x, best) and (x.report is None) == (best.report is None)
-    ]
+    same = [x.name for x in ranked[1:] if x.source == best.source and is_tie(x, best)]
     if same:
-        yield f"a tie, within 5 %: {listed(same, 4)}"
+        yield f"a tie, within {100 * TIES[best.source]:g} %: {listed(same, 4)}"
     if best.report is None:
         yield "nothing was compiled: all figures are modelled, and it may not fit"
     if is_assumed:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -15,9 +15,11 @@ from .._jit import filter_jit
 from .._text import show_bytes, table
 from ..machines import Machine, here
 from .apply import Applying, Planned, PlannedFunction
+from .candidates import TIES
 from .code import code_of
 from .picture import Dot, page_of
 from .strategy import mesh_of
+from .trace import PlanError
 
 _SHOWN = 6
 
@@ -59,6 +61,13 @@ class Candidate:
             return self.why
         spent = sorted(self.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in spent)
+
+
+class _Arguments(dict[str, Planned]):
+    """The placements of a step's arguments, by their names."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise PlanError(f"the step has no argument {name!r}. It has {', '.join(self)}")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -131,10 +140,10 @@ class Plan:
 
     @property
     def arguments(self) -> dict[str, Planned]:
-        return {
-            name: Planned(specs, name, self.applying.reasons[name])
+        return _Arguments(
+            (name, Planned(specs, name, self.applying.reasons[name]))
             for name, specs in self.applying.arguments.items()
-        }
+        )
 
     @property
     def results(self) -> Planned:
@@ -186,11 +195,8 @@ class Plan:
 
         What `make` returns.
         """
-        unknown = [name for name in arguments if name not in self.applying.names]
-        if unknown:
-            names = ", ".join(self.applying.names)
-            raise ValueError(f"the step has no argument {unknown[0]!r}. It has {names}")
-        places = tuple(self.arguments[name] for name in arguments)
+        known = self.arguments
+        places = tuple(known[name] for name in arguments)
         single = len(places) == 1
 
         def made(*args: Any) -> Any:
@@ -225,7 +231,7 @@ class Plan:
         ratio = x.seconds / self.chosen.seconds
         if x.source != self.chosen.source:
             return f"{x.seconds * 1e3:.3g} ms ({x.source})"
-        tie = ", a tie" if ratio <= 1.05 else ""
+        tie = ", a tie" if ratio <= 1 + TIES[x.source] else ""
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
     def diff(self, other: "Plan") -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
 
+from .._placement import trimmed
 from .._text import listed
 from ..machines import Machine
-from .fixes import MODEL, ContradictionError, FixedParts, Fixes, Spec, axes_at, axes_of, trimmed
+from .fixes import MODEL, ContradictionError, FixedParts, Fixes, Spec, axes_at, axes_of
 from .trace import SMALL, ArrayIn, Together, TracedStep, role_of
 
 
@@ -220,11 +221,8 @@ def used_spec(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> list[Any
     return spec
 
 
-def reason_of(leaf: ArrayIn, strategy: Strategy, traced: TracedStep) -> str:
-    """Why an argument is kept where it is."""
-    if fix_of(leaf, strategy, traced) is not None:
-        return "fixed by kept="
-    spec = spec_of(leaf, strategy, traced)
+def reason_of(leaf: ArrayIn, spec: Spec, strategy: Strategy, traced: TracedStep) -> str:
+    """Why an argument that isn't fixed is kept where it is."""
     reasons = [_of_entry(leaf, dim, spec[dim], traced) for dim in range(len(spec)) if spec[dim]]
     if strategy.is_sharded and not leaf.is_data and "data" not in spec:
         why = f"no other dimension is a multiple of {strategy.sizes['data']}"

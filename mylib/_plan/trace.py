@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._fsdp import fully_shard
+from .._placement import trimmed
 from .._tree import is_array, is_of_keys
 from ..rules import fsdp, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, roles_in
@@ -366,7 +367,7 @@ class LayerInput(NamedTuple):
         if dim is None:
             return None
         spec = [axis if i == dim else rows if i == self.rows else None for i in range(self.rank)]
-        return tuple(spec[: max(i for i, entry in enumerate(spec) if entry is not None) + 1])
+        return trimmed(spec)
 
 
 def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:

@@ -9,9 +9,9 @@ import equinox as eqx
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault, because
-from .._placement import PASS, axis_names
+from .._placement import PASS, axis_names, trimmed
 from .._tree import Fit, Leaf, Pattern, joined, name_dimensions
-from ._rule import Axes, Rule, makes_rules, trimmed
+from ._rule import Axes, Rule, makes_rules
 
 ClassNames = Mapping[type, Mapping[str, str]]
 Names = tuple[str | None, ...]

@@ -8,11 +8,11 @@ import equinox as eqx
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault, because
-from .._placement import PASS
+from .._placement import PASS, trimmed
 from .._tree import Leaf, Pattern, joined, name_of
 from ._axes import namings
 from ._path import is_in_a_state, suggestion
-from ._rule import Axes, Rule, makes_rules, trimmed
+from ._rule import Axes, Rule, makes_rules
 from ._simple import checked_axis, number_of_parts
 
 

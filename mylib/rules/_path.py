@@ -8,9 +8,9 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault, because
-from .._placement import PASS, Placement, entries_of, is_rule, with_entries
+from .._placement import PASS, Placement, entries_of, is_rule, trimmed, with_entries
 from .._tree import Leaf, Pattern, joined, name_of, spelled
-from ._rule import Rule, as_rule, leaves_by_rule, makes_rules, trimmed
+from ._rule import Rule, as_rule, leaves_by_rule, makes_rules
 
 
 @makes_rules("by_path({'weight': P('data')})")

@@ -15,9 +15,10 @@ from .._placement import (
     is_rule,
     lacks_axis,
     manual_axes,
+    trimmed,
 )
 from .._tree import Leaf
-from ._rule import AnyRule, Rule, as_rule, free_dimensions, makes_rules, trimmed
+from ._rule import AnyRule, Rule, as_rule, free_dimensions, makes_rules
 from ._simple import Always
 
 

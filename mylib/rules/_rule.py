@@ -287,13 +287,6 @@ def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
     return with_entries(spec, entries)
 
 
-def trimmed(entries: Sequence[Any]) -> Sequence[Any]:
-    """The entries of a spec without None at the end."""
-    while entries and entries[-1] is None:
-        entries = entries[:-1]
-    return entries
-
-
 def _merge(leaf: Leaf, spec: PartitionSpec, more: Any) -> PartitionSpec:
     if not isinstance(more, PartitionSpec):
         return spec

@@ -9,7 +9,15 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import Fault
-from .._placement import AnyMesh, axis_names, entries_of, is_rule, unfit_spec, with_entries
+from .._placement import (
+    AnyMesh,
+    axis_names,
+    entries_of,
+    is_rule,
+    trimmed,
+    unfit_spec,
+    with_entries,
+)
 from .._tree import Leaf
 from ._axes import dimensions_in_front
 from ._rule import (
@@ -19,7 +27,6 @@ from ._rule import (
     as_rule,
     free_dimensions,
     makes_rules,
-    trimmed,
     used_axes,
     with_entry,
 )

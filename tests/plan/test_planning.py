@@ -73,6 +73,13 @@ class TestPlan:
         (state,) = {x.why for x in mylib.explain(MLP[0], plan, argument="batch").rows}
         assert state == "rows of the batch"
 
+    def test_arguments_that_the_step_lacks(self, made):
+        told = r"the step has no argument 'models'. It has batch, model, state"
+        with pytest.raises(mylib.PlanError, match=told):
+            mylib.explain(MLP[1], made, argument="models")
+        with pytest.raises(mylib.PlanError, match=told):
+            made.make(lambda: None, arguments=("models",))
+
     def test_explained_tensor_parallelism(self, made):
         rows = mylib.explain(MLP[2], made, argument="state").rows
         (why,) = {x.why for x in rows if x.leaf.name.endswith("mu.layers[0].weight")}
