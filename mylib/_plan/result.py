@@ -63,7 +63,7 @@ class Candidate:
         return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in spent)
 
 
-class _Arguments(dict[str, Planned]):
+class _ByArgument(dict[str, Planned]):
     """The placements of a step's arguments, by their names."""
 
     def __missing__(self, name: str) -> NoReturn:
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def arguments(self) -> dict[str, Planned]:
-        return _Arguments(
+        return _ByArgument(
             (name, Planned(specs, name, self.applying.reasons[name]))
             for name, specs in self.applying.arguments.items()
         )
