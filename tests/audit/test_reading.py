@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxlib import lapack
 
 import mylib
+from mylib._audit.dataflow import Source, graph_of
 from mylib._audit.groups import Axes, groups_of, pairs_of
 from mylib._audit.hlo import HloModule, arrays_of
 from mylib._audit.targets import LOCAL
@@ -365,6 +366,18 @@ def test_the_sum_of_a_collective_that_is_started():
     assert (only.kind, only.bytes, only.phase) == ("all-reduce", 32, "backward")
     sum_ = HloModule(text).computations["sum"]
     assert [before(Value(x)) for x in sum_.instructions[:2]] == [None, None]
+
+
+def test_a_broadcast_of_what_a_copy_in_the_background_returns():
+    """The copy's start is a tuple, whose parts come from the same value."""
+    text = program(
+        PARAMETER,
+        "%s = (f32[8]{0}, f32[8]{0}, u32[]) copy-start(%x)",
+        "%c = f32[8]{0} copy-done(%s)",
+        "ROOT %b = f32[1,8]{1,0} broadcast(%c), dimensions={1}",
+    )
+    graph = graph_of(HloModule(text), [], 8)
+    assert graph.results[0].near == 1 << graph.bits[Source("parameter", 0)]
 
 
 def test_a_loop_that_nobody_knows_and_one_that_counts_down():
