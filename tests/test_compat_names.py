@@ -676,18 +676,11 @@ def other_type():
     jax.tree.map(jnp.add, [1.0], (1.0,))
 
 
-def forward_mode():
-    f = jax.custom_vjp(lambda x: x)
-    f.defvjp(lambda x: (x, None), lambda _, g: (g,))
-    jax.jvp(f, (X,), (X,))
-
-
 # Programs that fail with an error in which the text is.
 ERRORS = {
     "TEXT_DELETED": donated_again,
     "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,
-    "TEXT_FORWARD_MODE": forward_mode,
     "TEXT_OTHER_MESH": other_mesh,
     "TEXT_OTHER_TYPE": other_type,
 }

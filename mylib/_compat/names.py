@@ -285,8 +285,6 @@ TEXT_NOT_DONATED = "Some donated buffers were not usable"
 TEXT_OTHER_MESH = "should match the mesh of sharding"
 # Two trees don't match, because of the classes of two nodes.
 TEXT_OTHER_TYPE = "different type"
-# Forward mode meets a function that has only a rule for reverse mode.
-TEXT_FORWARD_MODE = "forward-mode"
 # The library for collectives on the CPU fails to start.
 TEXT_GLOO = "gloo"
 # The error of Equinox's callback.

@@ -65,8 +65,7 @@ def fully_shard(
     FSDP and ZeRO-3.
 
     It works in the same way for layers in a list and for stacked layers run by `jax.lax.scan`, with
-    and without `jax.vmap` over examples, on Auto and Explicit axes. Only reverse-mode
-    differentiation is supported.
+    and without `jax.vmap` over examples, on Auto and Explicit axes.
 
     **Arguments:**
 

@@ -1,14 +1,19 @@
 """Gathers the weights of a layer, and reduce-scatters their gradients."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from .._compat import batched
 from .._placement import (
     Target,
     current_world,
@@ -69,7 +74,7 @@ def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
     return place_leaves(split(list(arrays)), targets, current_world(), transfer_and_constrain)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _gather(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
     gathered = _forward(arrays, route)
     return gathered, [_sink(x, route.reduce_dtype) for x in gathered]
@@ -130,17 +135,94 @@ def _sink(x: Any, dtype: Any) -> Any:
     return x.astype(dtype)
 
 
-def _forward_of_vjp(arrays: list[Any], route: Route) -> tuple[Any, list[Any]]:
+@partial(_gather.defjvp, symbolic_zeros=True)
+def _rule(route: Route, primals: Any, tangents: Any) -> Any:
+    (arrays,), (tangents,) = primals, tangents
     # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result.
-    gathered = _forward(arrays, route)
-    sinks = [_sink(x, route.reduce_dtype) for x in gathered]
-    return (gathered, sinks), [jnp.zeros((0,), x.dtype) for x in arrays]
+    made = _gather.fun(arrays, route)
+    index = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
+    moved = jtu.tree_map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), made)
+    found = _gather_tangents([tangents[i] for i in index], route.part(index))
+    for all_of, some in zip(moved, found, strict=True):
+        for i, x in zip(index, some, strict=True):
+            all_of[i] = x
+    return made, moved
 
 
-def _backward(route: Route, like: list[Any], cotangents: Any) -> tuple[list[Any]]:
+def _gather_tangents(tangents: list[Any], route: Route) -> Any:
+    program, made = jax.make_jaxpr(partial(_gather.fun, route=route), return_shape=True)(tangents)
+    structure, dtypes = jtu.tree_structure(made), [x.dtype for x in tangents]
+
+    def backward(*cotangents: Any) -> list[Any]:
+        return _backward(route, dtypes, *jtu.tree_unflatten(structure, cotangents))
+
+    moved = tangent_p.bind(*tangents, move=_Move(program, backward))
+    return jtu.tree_unflatten(structure, moved)
+
+
+@dataclass(frozen=True, eq=False)
+class _Move:
+    """How tangents are gathered, as a program without constants, and what sums cotangents, which
+    isn't the transpose of that. JAX would ask for rules if the program were a parameter itself.
+    """
+
+    program: Any
+    backward: Callable[..., Sequence[Any]]
+
+
+# What `_gather` does to tangents. It has a transpose of its own, and forward mode, which
+# `jax.custom_vjp` doesn't have.
+tangent_p = Primitive("gathered_tangents")
+tangent_p.multiple_results = True
+
+
+@tangent_p.def_abstract_eval
+def _abstract(*avals: Any, move: _Move) -> Sequence[Any]:
+    del avals
+    return move.program.out_avals
+
+
+@tangent_p.def_impl
+def _run(*tangents: Any, move: _Move) -> Sequence[Any]:
+    return jaxpr_as_fun(move.program)(*tangents)
+
+
+def _jvp(primals: Any, tangents: Any, *, move: _Move) -> tuple[Any, Any]:
+    moved = tangent_p.bind(*map(ad.instantiate_zeros, tangents), move=move)
+    return tangent_p.bind(*primals, move=move), moved
+
+
+def _transpose(cotangents: Any, *tangents: Any, move: _Move) -> Sequence[Any]:
+    del tangents
+    return move.backward(*map(ad.instantiate_zeros, cotangents))
+
+
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Move) -> tuple[Any, Any]:
+    mapped = [dim is not None for dim in dims]
+    program, made = batched(move.program, axis, mapped)
+    summed = jax.make_jaxpr(move.backward)(*move.program.out_avals)
+    args = [
+        batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) if is_mapped else x
+        for x, dim, is_mapped in zip(args, dims, mapped, strict=True)
+    ]
+    backward = jaxpr_as_fun(batched(summed, axis, made)[0])
+    moved = tangent_p.bind(*args, move=_Move(program, backward))
+    return moved, [0 if is_mapped else None for is_mapped in made]
+
+
+ad.primitive_jvps[tangent_p] = _jvp
+ad.primitive_transposes[tangent_p] = _transpose
+batching.fancy_primitive_batchers[tangent_p] = _batch
+mlir.register_lowering(tangent_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+def _backward(
+    route: Route, dtypes: Sequence[Any], cotangents: list[Any], of_sinks: list[Any]
+) -> list[Any]:
+    """The sums of cotangents of gathered weights and of their sinks."""
     summed = [
         x if of_sink is None else x.astype(of_sink.dtype) + of_sink
-        for x, of_sink in zip(*cotangents, strict=True)
+        for x, of_sink in zip(cotangents, of_sinks, strict=True)
     ]
     # A reduce-scatter. The transpose of the second constraint above would ask for the whole sum on
     # each device, which on TPUs stays an all-reduce.
@@ -149,11 +231,8 @@ def _backward(route: Route, like: list[Any], cotangents: Any) -> tuple[list[Any]
         for x, kept, used in zip(summed, route.kept, route.used, strict=True)
     ]
     summed = keep(_by_way_of(summed, between), on_device(route.kept))
-    summed = [x.astype(old.dtype) for x, old in zip(summed, like, strict=True)]
-    return (keep(summed, route.kept),)
-
-
-_gather.defvjp(_forward_of_vjp, _backward)
+    summed = [x.astype(dtype) for x, dtype in zip(summed, dtypes, strict=True)]
+    return keep(summed, route.kept)
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import InitVar, dataclass
 from itertools import combinations
 from typing import Any
@@ -14,7 +13,6 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from .._errors import Fault, PlacementError, because
-from .._jit import about_forward_mode
 from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
 from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
@@ -177,17 +175,7 @@ def _called(
     if plan.checkpoint:
         policy = None if plan.policy is None else recompute_resharded(plan.policy)
         run = jax.checkpoint(run, policy=policy)
-    with _forward_mode_explained():
-        return call.filled(run(weights, given))
-
-
-@contextmanager
-def _forward_mode_explained() -> Iterator[None]:
-    try:
-        yield
-    except TypeError as error:
-        about_forward_mode(error)
-        raise
+    return call.filled(run(weights, given))
 
 
 class _LayerCall:

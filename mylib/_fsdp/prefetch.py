@@ -146,8 +146,8 @@ def _abstract(*avals: Any, layer: _Layer) -> Sequence[Any]:
 
 
 def _forward_mode(*args: Any, layer: _Layer) -> Arrays:
-    # Gradients are summed by a `jax.custom_vjp`, which has no forward mode in JAX 0.10. The
-    # transpose of a transpose has.
+    # A layer may have a `jax.custom_vjp`, which has no forward mode. The transpose of a transpose
+    # has.
     inputs = len(layer.program.in_avals)
     results, pull = layer.linearised(list(args[:inputs]))
     (moved,) = jax.linear_transpose(pull, results)((list(args[inputs:]),))

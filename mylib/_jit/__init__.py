@@ -11,11 +11,7 @@ from .jit import (
     refuse_by_position as refuse_by_position,
 )
 from .load import load_compiled as load_compiled
-from .naming import (
-    about_forward_mode as about_forward_mode,
-    captured_by as captured_by,
-    code_of as code_of,
-)
+from .naming import captured_by as captured_by, code_of as code_of
 from .signature import Function as Function, about as about
 
 if TYPE_CHECKING:

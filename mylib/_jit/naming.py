@@ -145,21 +145,6 @@ def _about_layers(error: Exception, call: Call) -> str:
     )
 
 
-def about_forward_mode(error: Exception) -> None:
-    """Adds what to write to JAX's error about forward mode, which in a compiled function comes
-    after all layers were called.
-    """
-    if names.TEXT_FORWARD_MODE in str(error):
-        _add(error, _FORWARD_MODE)
-
-
-_FORWARD_MODE = (
-    "layers of fully_shard, too, have gradients in reverse mode only: take jax.jvp or jax.jacfwd "
-    "of the loss without fully_shard, or forward mode of its gradient, as in "
-    "jax.jvp(jax.grad(loss), ...)"
-)
-
-
 def _about_deleted(error: Exception, call: Call) -> str:
     """Checking before each call whether arrays are deleted would take longer than many a call."""
     gone = [name for name, x in _arguments(call) if kind_of(x) is Kind.DEVICE and x.is_deleted()]
@@ -206,7 +191,6 @@ _NOTES: dict[str, Callable[[Exception, Call], str]] = {
     names.TEXT_OTHER_TYPE: _about_layers,
     names.TEXT_DELETED: _about_deleted,
     names.TEXT_DONATE: _about_sharing,
-    names.TEXT_FORWARD_MODE: lambda error, call: _FORWARD_MODE,
 }
 
 

@@ -211,18 +211,3 @@ def test_arrays_that_are_no_slices():
 def test_layers_after_the_placement(layers):
     with pytest.raises(TypeError, match=r"the layers \(Linear.*come before where weights are kept"):
         mylib.fully_shard(Called(), KEPT, layers, mesh=AUTO)
-
-
-@pytest.mark.parametrize("compiled", [lambda f: f, mylib.filter_jit], ids=["eager", "filter_jit"])
-@pytest.mark.parametrize("checkpoint", [True, False])
-def test_forward_mode(checkpoint, compiled):
-    """In `filter_jit` JAX raises its error only when the program is lowered."""
-    model = mylib.filter_shard(Called(), KEPT, mesh=AUTO)
-
-    def loss(model):
-        layers = mylib.fully_shard(model, Called, KEPT, mesh=AUTO, checkpoint=checkpoint)
-        return jnp.sum(layers(jnp.ones(16)))
-
-    with pytest.raises(TypeError, match="forward-mode") as caught:
-        compiled(lambda model: eqx.filter_jvp(loss, (model,), (model,)))(model)
-    assert str(caught.value.__notes__).count("reverse mode only") == 1

@@ -142,6 +142,60 @@ def test_options_change_no_number(option, net=LISTED):
     assert_close(found, on_one_device(loss_of, net, X, Y))
 
 
+def _derivative(name, derivative, *marks):
+    return pytest.param(derivative, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(
+    "derivative",
+    [
+        _derivative("jvp", lambda f, w: jax.jvp(f, (w,), (w,))[1]),
+        # `vmap` over tangents of weights that it doesn't map.
+        _derivative(
+            "vmap of jvp",
+            lambda f, w: jax.vmap(lambda n: jax.jvp(f, (w,), (_scaled(w, n),))[1])(jnp.arange(3.0)),
+        ),
+        _derivative(
+            "forward over reverse",
+            lambda f, w: jax.jvp(jax.grad(f), (w,), (w,))[1],
+            pytest.mark.slow,
+        ),
+        _derivative(
+            "reverse over forward",
+            lambda f, w: jax.grad(lambda w: jax.jvp(f, (w,), (w,))[1])(w),
+            pytest.mark.slow,
+        ),
+        _derivative(
+            "reverse over vmap of jvp",
+            lambda f, w: jax.grad(
+                lambda w: jax.vmap(lambda n: jax.jvp(f, (w,), (_scaled(w, n),))[1])(
+                    jnp.arange(3.0)
+                ).sum()
+            )(w),
+            pytest.mark.slow,
+        ),
+    ],
+)
+@pytest.mark.parametrize("net", [STACKED, pytest.param(LISTED, marks=pytest.mark.thorough)])
+def test_other_derivatives(net, derivative):
+    """In a bare `jax.jit`: forward mode needs nothing of `filter_jit`."""
+    weights, rest = eqx.partition(net, eqx.is_inexact_array)
+
+    def smooth(model):
+        return jnp.mean(jnp.sin(model(X)) ** 2)
+
+    def sharded(weights):
+        return smooth(mylib.fully_shard(eqx.combine(weights, rest), Layer, KEPT, mesh=AUTO))
+
+    found = jax.jit(lambda w: derivative(sharded, w))(placed(AUTO, KEPT, weights)[0])
+    expected = jax.jit(lambda w: derivative(lambda w: smooth(eqx.combine(w, rest)), w))(weights)
+    assert_close(found, expected, rtol=1e-4)
+
+
+def _scaled(weights, n):
+    return jax.tree.map(lambda x: n * x, weights)
+
+
 TENSOR_PARALLEL = by_axes({"mlp": "model"}) | replicated()
 PARALLEL = {
     "tensor parallel": (TENSOR_PARALLEL & KEPT, TENSOR_PARALLEL),
