@@ -4,6 +4,8 @@ convolution.
 
 import functools
 import math
+from collections.abc import Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,40 +26,73 @@ class Products(NamedTuple):
 
 def products_in(program: Any, each_turn: bool) -> Products | None:
     """Counts what each turn of a scan computes, or the body of a loop once, as the compiler's own
-    analysis does. None if the program calls code whose work is unknown.
+    analysis does. Equations whose results nothing uses are left out, but loops and branches are
+    counted whole. None if the program calls code whose work is unknown.
     """
-    return _sum([_of(eqn, each_turn) for eqn in opened(program).eqns])
+    return _Counter(each_turn).of(program)
 
 
-def _of(eqn: Any, each_turn: bool) -> Products | None:
-    name = eqn.primitive.name
-    if name in names.KERNELS or name in names.OPAQUE_CALLS or name == names.RAGGED_DOT:
-        return None
-    if name in (names.DOT, names.CONVOLUTION):
-        return Products(products_of(eqn))
-    inner = jaxprs_in(eqn)
-    if not inner:
-        made = (getattr(x.aval, "shape", ()) for x in eqn.outvars)
-        return Products(0, 0, sum(map(math.prod, made)))
-    parts = [products_in(x, each_turn) for x in inner]
-    if name == names.COND:
-        return None if None in parts else max(part for part in parts if part is not None)
-    total = _sum(parts)
-    if total is None:
-        return None
-    times = _times(eqn, each_turn)
-    total = Products(*(times * x for x in total))
-    return total._replace(looped=total.products) if name in _LOOPS else total
+class _Counter:
+    """Counts each jaxpr once, however often it is called. (The program holds the jaxprs, so their
+    ids stay valid.)
+    """
+
+    def __init__(self, each_turn: bool):
+        self._each_turn = each_turn
+        self._known: dict[Any, Products | None] = {}
+
+    def of(self, program: Any, used: Sequence[bool] | None = None) -> Products | None:
+        """Counts what is needed for the results that are used; by default all are."""
+        jaxpr = opened(program)
+        key = id(jaxpr), used
+        if key not in self._known:
+            results = jaxpr.outvars if used is None else compress(jaxpr.outvars, used)
+            self._known[key] = self._count(jaxpr, set(map(id, results)))
+        return self._known[key]
+
+    def _count(self, jaxpr: Any, live: set[int]) -> Products | None:
+        products = looped = others = 0
+        for eqn in reversed(jaxpr.eqns):
+            used = tuple(id(x) in live for x in eqn.outvars)
+            if True not in used and not eqn.effects:
+                continue
+            live.update(map(id, eqn.invars))
+            name = eqn.primitive.name
+            if name in _UNKNOWN:
+                return None
+            if name in _PRODUCTS:
+                products += products_of(eqn)
+                continue
+            inner = jaxprs_in(eqn)
+            if not inner:
+                others += sum(math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
+                continue
+            found = self._called(eqn, inner, used)
+            if found is None:
+                return None
+            products += found.products
+            looped += found.looped
+            others += found.others
+        return Products(products, looped, others)
+
+    def _called(self, eqn: Any, inner: list[Any], used: tuple[bool, ...]) -> Products | None:
+        name = eqn.primitive.name
+        parts = [self.of(x, used if name in _CALLS else None) for x in inner]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts):
+            return None
+        if name == names.COND:
+            return max(known)
+        times = _times(eqn, self._each_turn)
+        total = Products(*(times * sum(counts) for counts in zip(*known, strict=True)))
+        return total._replace(looped=total.products) if name in _LOOPS else total
 
 
 _LOOPS = (names.SCAN, names.WHILE)
-
-
-def _sum(parts: list[Products | None]) -> Products | None:
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    return Products(*map(sum, zip(*known, strict=True))) if known else Products(0)
+_PRODUCTS = {names.DOT, names.CONVOLUTION}
+_UNKNOWN = {*names.KERNELS, *names.OPAQUE_CALLS, names.RAGGED_DOT}
+# Equations whose results are those of their one jaxpr.
+_CALLS = (names.JIT, names.CLOSED_CALL, names.REMAT)
 
 
 def _times(eqn: Any, each_turn: bool) -> int:

@@ -8,7 +8,6 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from .._compat import without_dead_code
 from .._errors import ReplicatedWarning, warn
 from .._placement import current_world
 from .._products import Products, products_in
@@ -39,10 +38,10 @@ def about_replicated(
     if not positions:
         return
     traced = again(call.program.jitted.trace)
-    work = products_in(without_dead_code(traced.jaxpr), each_turn=False)
+    work = products_in(traced.jaxpr, each_turn=False)
     if work is None or not _are_worth_dividing(work, devices):
         return
-    compiled = again(call.program.jitted.lower).compile()
+    compiled = again(lambda *_, **__: traced.lower()).compile()
     flops = (compiled.cost_analysis() or {}).get("flops", 0)
     if flops < _ALL * 2 * work.products:
         return

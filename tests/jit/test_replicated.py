@@ -204,8 +204,18 @@ class TestProducts:
             x,
             w,
         )
-        # The traced program also has the forward one, which nothing uses.
-        assert both.products == 3 * 2 * 5 * 3 * (4 * 3 - 1)
+        # Not the forward one, which nothing uses.
+        assert both.products == 2 * 2 * 5 * 3 * (4 * 3 - 1)
+
+    def test_of_calls(self):
+        @jax.jit
+        def two(x):
+            return x @ x, x @ x @ x
+
+        def f(x):
+            return two(x)[0] + two(x)[0] + jax.checkpoint(lambda x: two(x)[1])(x)
+
+        assert self.of(f, jnp.ones((4, 4))).products == 4 * 64
 
     def test_of_all_devices(self):
         f = jax.shard_map(lambda x: x @ x.T, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
