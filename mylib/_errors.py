@@ -213,7 +213,8 @@ class PlacementWarning(MylibWarning):
     `kept` of its [`mylib.fully_shard`][] says, such as replicated ones. They take memory on each
     device that `fully_shard` is there to save. Or `jax.vmap` maps a function of
     [`mylib.filter_shard_map`][] over a dimension that is split over devices, which is gathered:
-    `spmd_axis_name` avoids that.
+    `spmd_axis_name` avoids that. In a program this is known of its arguments, and of what is
+    constrained.
     """
 
 

@@ -65,6 +65,7 @@ ad = _Private("jax._src.interpreters.ad")
 api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
+sdy = _Private("jaxlib.mlir.dialects.sdy")
 serialization = _Private("jax.experimental.serialize_executable")
 config = _Private("jax._src.config")
 core = _Private("jax._src.core")
@@ -196,21 +197,22 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
     return None
 
 
-def split_by_vmap(x: Any) -> Any:
-    """The mesh axes over which a dimension is split that an eager `vmap` without `spmd_axis_name`
-    maps; None if there is none.
+def axes_of_lowered(value: Any) -> list[tuple[str, ...]]:
+    """The mesh axes over which each dimension of a lowered value is split, if it is an argument of
+    the program or constrained; otherwise none.
     """
-    while isinstance(x, ad.JVPTracer | ad.LinearizeTracer | batching.BatchTracer):
-        if not isinstance(x, batching.BatchTracer):
-            x = x.primal
-            continue
-        sharding, dim = sharding_under(x.val), x.batch_dim
-        if dim is not None and x._trace.axis_data.spmd_name is None:
-            entries = sharding.spec if isinstance(sharding, NamedSharding) else ()
-            if dim < len(entries) and entries[dim]:
-                return entries[dim]
-        x = x.val
-    return None
+    owner = value.owner
+    if hasattr(value, "arg_number"):
+        every = getattr(owner.owner, "arg_attrs", None)
+        attributes, name = every[value.arg_number] if every is not None else {}, "sdy.sharding"
+    else:
+        is_constraint = owner.name == "sdy.sharding_constraint"
+        attributes, name = owner.attributes if is_constraint else {}, "sharding"
+    if name not in attributes:
+        return []
+    sharding = sdy.TensorShardingAttr(attributes[name])
+    dims = map(sdy.DimensionShardingAttr, sharding.dimension_shardings)
+    return [tuple(axis.name for axis in map(sdy.AxisRefAttr, dim.axes)) for dim in dims]
 
 
 def value_under(x: Any) -> Any:

@@ -13,8 +13,8 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._compat import jit, names, split_by_vmap, trace_kind
-from .._errors import Fault, PlacementError, PlacementWarning, because, warn
+from .._compat import jit, names
+from .._errors import Fault, PlacementError, because
 from .._jit import Function, Jitted, Targets, about, captured_by, code_of, refuse_by_position
 from .._placement import (
     AnyMesh,
@@ -35,6 +35,7 @@ from .hazards import wrong_in
 from .missing_axes import unknown_named
 from .specs import ManualMesh, Specs, refuse_map, spec_in
 from .summed_twice import warn_of_sums
+from .under_vmap import watched
 
 if TYPE_CHECKING:
     from .._jit import Lowered
@@ -210,8 +211,7 @@ class Mapped:
         return self if instance is None else eqx.Partial(self, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        if trace_kind() == "transformed":
-            _warn_of_gathering(self.options.function, (args, kwargs))
+        args, kwargs = watched(self.options.function, (args, kwargs))
         return self.resolved(None, args, kwargs)
 
     def resolved(self, targets: Targets | None, args: Any, kwargs: Any) -> Any:
@@ -286,8 +286,7 @@ class JittedMap(Jitted[P, T]):
         return repr(self._compiled_function())
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if trace_kind() == "transformed":
-            _warn_of_gathering(self.program.function, (args, kwargs))
+        args, kwargs = watched(self.program.function, (args, kwargs))
         with self._mesh_in_force():
             return super().__call__(*args, **kwargs)
 
@@ -356,21 +355,6 @@ def _enter(
     if faults:
         raise PlacementError(faults)
     return place_leaves(leaves, wanted, world), specs
-
-
-def _warn_of_gathering(function: Function, given: Any) -> None:
-    """Warns of arguments that are split over a dimension that an eager `vmap` maps."""
-    for path, x in jtu.tree_flatten_with_path(given)[0]:
-        entry = split_by_vmap(x)
-        if entry is not None:
-            warn(
-                f"{function.name} is called under jax.vmap, which maps a dimension of "
-                f"{function.naming(path)} that is split over {entry!r}: each device gathers all "
-                f"of it. Write jax.vmap({function.name}, spmd_axis_name={entry!r}), and leave "
-                f"{entry!r} out of its in_specs",
-                PlacementWarning,
-            )
-            return
 
 
 def _refuse_to_forget(function: Function, given: Any, world: World) -> None:
