@@ -212,10 +212,18 @@ def rows_of(text: str) -> Iterator[Row]:
             yield Row(*cells)
 
 
+def _place(row: Row) -> tuple[int, bool, str, int]:
+    name = row.model.removesuffix(", full size")
+    strategies = list(program(name).STRATEGIES)
+    is_full = name != row.model
+    return PROGRAMS.index(name), is_full, row.machine, strategies.index(row.strategy)
+
+
 def write(rows: list[Row]) -> None:
     text = PAGE.read_text()
     known = {row[:3]: row for row in (*rows_of(text), *rows)}
-    lines = ["| " + " | ".join(cells) + " |" for cells in (COLUMNS, ["---"] * 8, *known.values())]
+    table = COLUMNS, ["---"] * len(COLUMNS), *sorted(known.values(), key=_place)
+    lines = ["| " + " | ".join(cells) + " |" for cells in table]
     pattern = re.compile(re.escape(BEGIN) + ".*" + re.escape(END), re.DOTALL)
     PAGE.write_text(pattern.sub(lambda _: "\n".join([BEGIN, "", *lines, "", END]), text))
 
