@@ -156,12 +156,12 @@ def _gather_tangents(tangents: list[Any], route: Route) -> Any:
     def backward(*cotangents: Any) -> list[Any]:
         return _backward(route, dtypes, *jtu.tree_unflatten(structure, cotangents))
 
-    moved = tangent_p.bind(*tangents, move=_Move(program, backward))
+    moved = tangent_p.bind(*tangents, move=_Gathering(program, backward))
     return jtu.tree_unflatten(structure, moved)
 
 
 @dataclass(frozen=True, eq=False)
-class _Move:
+class _Gathering:
     """How tangents are gathered, as a program without constants, and what sums cotangents, which
     isn't the transpose of that. JAX would ask for rules if the program were a parameter itself.
     """
@@ -177,27 +177,29 @@ tangent_p.multiple_results = True
 
 
 @tangent_p.def_abstract_eval
-def _abstract(*avals: Any, move: _Move) -> Sequence[Any]:
+def _abstract(*avals: Any, move: _Gathering) -> Sequence[Any]:
     del avals
     return move.program.out_avals
 
 
 @tangent_p.def_impl
-def _run(*tangents: Any, move: _Move) -> Sequence[Any]:
+def _run(*tangents: Any, move: _Gathering) -> Sequence[Any]:
     return jaxpr_as_fun(move.program)(*tangents)
 
 
-def _jvp(primals: Any, tangents: Any, *, move: _Move) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, move: _Gathering) -> tuple[Any, Any]:
     moved = tangent_p.bind(*map(ad.instantiate_zeros, tangents), move=move)
     return tangent_p.bind(*primals, move=move), moved
 
 
-def _transpose(cotangents: Any, *tangents: Any, move: _Move) -> Sequence[Any]:
+def _transpose(cotangents: Any, *tangents: Any, move: _Gathering) -> Sequence[Any]:
     del tangents
     return move.backward(*map(ad.instantiate_zeros, cotangents))
 
 
-def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Move) -> tuple[Any, Any]:
+def _batch(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Gathering
+) -> tuple[Any, Any]:
     mapped = [dim is not None for dim in dims]
     program, made = batched(move.program, axis, mapped)
     summed = jax.make_jaxpr(move.backward)(*move.program.out_avals)
@@ -206,7 +208,7 @@ def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Move) 
         for x, dim, is_mapped in zip(args, dims, mapped, strict=True)
     ]
     backward = jaxpr_as_fun(batched(summed, axis, made)[0])
-    moved = tangent_p.bind(*args, move=_Move(program, backward))
+    moved = tangent_p.bind(*args, move=_Gathering(program, backward))
     return moved, [0 if is_mapped else None for is_mapped in made]
 
 

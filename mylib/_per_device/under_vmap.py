@@ -30,7 +30,7 @@ def watched(function: Function, given: Any) -> Any:
     def watch(path: Any, x: Any) -> Any:
         if not isinstance(x, Tracer):
             return x
-        return watched_p.bind(x, argument=_Argument(function.name, function.naming(path)))
+        return watched_p.bind(x, argument=_MappedArgument(function.name, function.naming(path)))
 
     return jtu.tree_map_with_path(watch, given)
 
@@ -40,7 +40,7 @@ def _is_unnamed(axis: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class _Argument:
+class _MappedArgument:
     """The name of a function, that of its argument, and the dimensions that `vmap` maps."""
 
     of: str
@@ -68,31 +68,31 @@ watched_p.def_abstract_eval(lambda x, *, argument: x)
 
 
 @watched_p.def_impl
-def _run(x: Any, *, argument: _Argument) -> Any:
+def _run(x: Any, *, argument: _MappedArgument) -> Any:
     sharding = x.sharding if isinstance(x, jax.Array) else None
     if isinstance(sharding, NamedSharding):
         argument.tell(entries_of(sharding.spec))
     return x
 
 
-def _lower(ctx: Any, x: Any, *, argument: _Argument) -> Sequence[Any]:
+def _lower(ctx: Any, x: Any, *, argument: _MappedArgument) -> Sequence[Any]:
     del ctx
     argument.tell(axes_of_lowered(x))
     return [x]
 
 
 def _batch(
-    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, argument: _Argument
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], *, argument: _MappedArgument
 ) -> tuple[Any, Any]:
     ((x,), (dim,)) = args, dims
     if dim is None:
         return watched_p.bind(x, argument=argument), None
     before = tuple(i if i < dim else i + 1 for i in argument.dims)
     mapped = (*before, dim) if _is_unnamed(axis) else before
-    return watched_p.bind(x, argument=_Argument(argument.of, argument.name, mapped)), dim
+    return watched_p.bind(x, argument=_MappedArgument(argument.of, argument.name, mapped)), dim
 
 
-def _jvp(primals: Any, tangents: Any, *, argument: _Argument) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, argument: _MappedArgument) -> tuple[Any, Any]:
     return watched_p.bind(*primals, argument=argument), *tangents
 
 
