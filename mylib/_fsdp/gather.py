@@ -74,10 +74,12 @@ def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
     return place_leaves(split(list(arrays)), targets, current_world(), transfer_and_constrain)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _gather(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
+def _gathered(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
     gathered = _forward(arrays, route)
     return gathered, [_sink(x, route.reduce_dtype) for x in gathered]
+
+
+_gather = jax.custom_jvp(_gathered, nondiff_argnums=(1,))
 
 
 def _moved(arrays: list[Any], route: Route) -> tuple[list[Any], list[None]]:
@@ -139,7 +141,7 @@ def _sink(x: Any, dtype: Any) -> Any:
 def _rule(route: Route, primals: Any, tangents: Any) -> Any:
     (arrays,), (tangents,) = primals, tangents
     # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result.
-    made = _gather.fun(arrays, route)
+    made = _gathered(arrays, route)
     index = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
     moved = jtu.tree_map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), made)
     found = _gather_tangents([tangents[i] for i in index], route.part(index))
@@ -150,7 +152,7 @@ def _rule(route: Route, primals: Any, tangents: Any) -> Any:
 
 
 def _gather_tangents(tangents: list[Any], route: Route) -> Any:
-    program, made = jax.make_jaxpr(partial(_gather.fun, route=route), return_shape=True)(tangents)
+    program, made = jax.make_jaxpr(partial(_gathered, route=route), return_shape=True)(tangents)
     structure, dtypes = jtu.tree_structure(made), [x.dtype for x in tangents]
 
     def backward(*cotangents: Any) -> list[Any]:
