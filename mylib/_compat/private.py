@@ -670,7 +670,7 @@ def serialized(compiled: jax.stages.Compiled) -> bytes:
     executable, compiled = copy.copy(compiled._executable), copy.copy(compiled)  # pyright: ignore
     unloaded = dataclasses.replace(_unloaded(compiled), keepalive=None)
     executable._unloaded_executable = unloaded  # pyright: ignore
-    compiled._executable = executable
+    compiled._executable = executable  # pyright: ignore
     content, _, _ = serialization.serialize(compiled)
     _unpickler(content, tuple(unloaded.device_list), loads=False).load()
     return content
