@@ -15,7 +15,7 @@ _ARGUMENT = re.compile(r' parameter\(\d+\).*?op_name="((?:[^"\\]|\\.)*)"')
 
 # The default value of an option that changes no program: with any option, JAX compiles again
 # what it has in memory.
-_AGAIN = {"xla_dump_max_hlo_modules": -1}
+_AGAIN: dict[str, Any] = {"xla_dump_max_hlo_modules": -1}
 
 
 def as_written(
