@@ -76,6 +76,7 @@ def _compile(options: argparse.Namespace) -> int:
         with _told("traced and lowered"):
             lowered = options.function(machine)
         with _told(f"compiled for {machine}"):
+            # What is saved must run there: see `Compiled.save`.
             is_run = options.save is not None and machine.chip.platform == "gpu"
             compiled = lowered.compile(WITHOUT_TRITON if is_run else None)
     except (CompilerError, OutOfMemoryError) as error:

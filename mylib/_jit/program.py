@@ -293,7 +293,7 @@ class Program:
 
 
 def _run(function: Callable[..., Any], operands: tuple[Any, ...], returns_errors: bool) -> Any:
-    """Calls `function` with the operands of a program, the last of which are donated arrays."""
+    """Calls `function` with a program's operands. The last one is a list of donated arrays."""
     with calling(returns_errors):
         if not operands[-1]:
             return function(*operands)

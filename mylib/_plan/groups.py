@@ -62,7 +62,7 @@ class Product(Event):
 class Sum(Event):
     """A sum of as many bytes. Sums that are added to each other first are summed together:
     `first` is one of them. `scattered` if the result is constrained to where weights are kept.
-    `after` is where an all-reduce of it happens: after a loop of which each turn only adds to it.
+    `after` is where it is all-reduced: outside of loops whose turns only add to it.
     """
 
     number: int = 0
