@@ -341,12 +341,10 @@ def test_what_a_device_gathers_is_not_kept(how):
     parts = [opened(part) for part in all_jaxprs(jax.make_jaxpr(jax.grad(loss, (0, 1)))(WEIGHT, x))]
     names = [eqn.primitive.name for part in parts for eqn in part.eqns]
     assert len([name for name in names if name.startswith("all_gather")]) == 2
-    for gradient, expected in zip(
+    assert_close(
         jax.jit(jax.grad(loss, (0, 1)))(WEIGHT, x),
         jax.grad(lambda w, x: jnp.sum(jnp.sin(x @ w.T)), (0, 1))(WEIGHT, x),
-        strict=True,
-    ):
-        np.testing.assert_allclose(gradient, expected, rtol=1e-5)
+    )
 
 
 @MESHES
