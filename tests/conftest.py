@@ -87,11 +87,27 @@ _LONGEST = [
 ]
 
 
+def _mark_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    named, found = set(), set()
+    for item in items:
+        if (marker := item.get_closest_marker("everyday")) is None:
+            continue
+        test, case = item.nodeid.split("[")[0], item.callspec.id
+        named.update((test, name) for name in marker.args)
+        found.add((test, case))
+        if case not in marker.args:
+            item.add_marker(pytest.mark.slow)
+    # Of a test that is asked for by the name of one case the others aren't collected.
+    if not any("::" in arg for arg in config.args) and (missing := sorted(named - found)):
+        raise pytest.UsageError(f"`everyday` names cases that don't exist: {missing}")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     first = {name: place for place, name in enumerate(_LONGEST)}
     assert first.keys() <= {path.name for path in Path(__file__).parent.rglob("test_*.py")}
     items.sort(key=lambda item: first.get(item.path.name, len(first)))
+    _mark_cases(config, items)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -267,6 +267,7 @@ class Fraction(float):
 
 
 @pytest.mark.parametrize("dtype", [">i4", ">f4", ">f8", ">c8", ">u2"])
+@pytest.mark.everyday("auto->i4", "explicit->f8")
 def test_bytes_in_another_order(mesh, dtype):
     """As files have them that come from elsewhere."""
     given = np.frombuffer(np.arange(16).astype(dtype).tobytes(), dtype).reshape(8, 2)
@@ -663,6 +664,7 @@ def test_a_source_that_does_not_come_back(mesh, monkeypatch):
         come_back.set()
 
 
+@pytest.mark.everyday("explicit")
 def test_bounded(mesh):
     """Never more than `buffer` batches beyond the one that the loop has."""
     gc.collect()
@@ -725,6 +727,7 @@ def _when_slow_enough(measured) -> bool:
     return any(measured(seconds) for seconds in (0.04, 0.2, 1.0))
 
 
+@pytest.mark.everyday("auto")
 def test_who_is_slower(mesh):
     def timing(read, compute):
         batches = prefetch(_source(15, read), P("data"), mesh=mesh)

@@ -513,6 +513,7 @@ def test_a_loader_that_is_late_and_one_that_is_interrupted():
     assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
 
 
+@pytest.mark.everyday("2x4")
 def test_a_process_that_does_not_come(monkeypatch):
     mesh = _mesh("data across")
     monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "3")
@@ -547,6 +548,7 @@ def test_a_loader_that_only_one_has(monkeypatch):
         assert len(list(loop())) == 3
 
 
+@pytest.mark.everyday("2x4")
 def test_an_error_where_another_loop_was_given_up(monkeypatch):
     """It is told to those who are further on; even if it can't say what it is."""
     mesh = _mesh("data across")
@@ -576,6 +578,7 @@ def test_an_error_where_another_loop_was_given_up(monkeypatch):
     assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
 
 
+@pytest.mark.everyday("2x4")
 def test_loops_that_are_not_the_same(monkeypatch):
     """One gives up its loop before the others have come to it, and begins another one."""
     mesh = _mesh("data across")
@@ -707,6 +710,7 @@ def test_a_state_to_go_on_from(processes):
     assert sorted(everything.reshape(-1)) == list(range(64 * processes))
 
 
+@pytest.mark.everyday("2x4")
 def test_training_is_that_of_one_process(processes):
     """Ten steps with loaders of each process, on meshes over which the axes run in any way."""
     x = np.random.default_rng(0).normal(size=(10, ROWS, 4)).astype(np.float32)

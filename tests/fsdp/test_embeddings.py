@@ -69,6 +69,9 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("cls", [Model, Tied])
+@pytest.mark.everyday(
+    "Model-by rows", "Tied-by columns", "Tied-copied over an axis", "Tied-in host memory"
+)
 def test_numbers_are_those_of_one_device(cls, case):
     mesh, kept, axis = CASES[case]
     model = mylib.filter_device_put(cls(), kept, mesh=mesh)

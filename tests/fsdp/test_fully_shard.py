@@ -118,6 +118,7 @@ def placed(mesh, kept, model, *data):
         pytest.param(EXPLICIT, loss_of, id="explicit", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.everyday("auto-scan", "explicit, vmap-list")
 def test_numbers_are_those_of_one_device(net, mesh, loss):
     with jax.set_mesh(mesh):
         value, grads = found = step(loss, Layer, KEPT)(*placed(mesh, KEPT, net, X, Y))
@@ -134,6 +135,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.everyday("no checkpoint", "not in turn")
 def test_options_change_no_number(option, net=LISTED):
     options = {"used": replicated(), **OPTIONS[option]}
     run = step(loss_of, Layer, KEPT, options.pop("used"), mesh=AUTO, **options)
@@ -251,6 +253,7 @@ MODELS = {
         pytest.param("scanned", marks=pytest.mark.thorough),
     ],
 )
+@pytest.mark.slow
 def test_ten_steps_of_training(case):
     make, layers, loss, data = MODELS[case]
     # A larger `eps` than usual: the tiniest gradients are rounding errors, which Adam blows up.

@@ -112,6 +112,7 @@ def test_eager_gradient_of_examples_on_explicit_axes():
     assert_close(found, expected)
 
 
+@pytest.mark.slow
 def test_with_tensor_parallelism():
     tensor = by_axes({"out": "model"}, names={Layer: {"weight": "in out"}}) | replicated()
     found = gradients(value_of, LAYERS, X, GRID, tensor & KEPT, tensor, prefetch=1)
@@ -174,6 +175,7 @@ def test_what_a_method_closes_over_has_a_gradient():
     assert_close(jax.jit(jax.grad(sharded))(factors), expected)
 
 
+@pytest.mark.slow
 def test_under_a_checkpoint_a_jit_and_a_branch():
     def value(layers, x):
         run = jax.checkpoint(jax.jit(lambda x: through(layers, x)))
@@ -283,6 +285,7 @@ def each_alone(transform, layers, x):
     return jnp.mean(x**2)
 
 
+@pytest.mark.slow
 def test_where_another_axis_is_manual():
     def value(layers, x):
         def inside(x):

@@ -114,6 +114,7 @@ def assert_numbers_of_one_device(run, loss, model, mesh=AUTO, kept=KEPT):
 
 @WAYS
 @NETS
+@pytest.mark.everyday("list-vmap", "scan-vmap")
 def test_numbers_are_those_of_one_device(layers, loss, saved):
     # On one device `spmd_axis_name` has no axis.
     _, (grads, _) = assert_numbers_of_one_device(step(loss, saved), loss_of, layers)
@@ -136,6 +137,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.everyday("prefetch")
 def test_options_change_no_number(option):
     assert_numbers_of_one_device(step(loss_of, BATCH, **OPTIONS[option]), loss_of, LISTED)
 
@@ -158,6 +160,7 @@ def saved_shapes(loss, saved, layers, **options):
 
 @WAYS
 @NETS
+@pytest.mark.everyday("list-vmap", "scan-vmap")
 def test_a_device_saves_its_part_of_the_inputs(layers, loss, saved):
     front = (DEPTH,) if layers is STACKED else ()
     part, whole = (front + (ROWS // 4, time, WIDTH) for time in (TIME // 2, TIME))

@@ -224,6 +224,18 @@ OUTSIDE = {
         ("vmap", in_custom_vmap),
     ],
 )
+@pytest.mark.everyday(
+    "grad-check",
+    "grad-in_scan",
+    "vmap-check",
+    "vmap-in_cond",
+    "vmap-in_while",
+    "jvp-check",
+    "vjp-check",
+    "vjp-in_custom_vjp",
+    "linearize-check",
+    "linearize-in_jit",
+)
 def test_under_an_eager_transformation(place, around):
     x = jax.device_put(GOOD, jax.NamedSharding(AUTO, P("data")))
     f, around = mylib.filter_jit(place), OUTSIDE[around]

@@ -804,6 +804,7 @@ def born_on_one_device():
 
 class TestOutShardings:
     @crossed(how=["mesh=", "set_mesh", "placement"], mesh=AXES)
+    @pytest.mark.everyday("placement-auto", "set_mesh-explicit")
     def test_born_sharded(self, mesh, how):
         placement = fsdp("data", min_size=0)
         if how == "placement":

@@ -64,6 +64,7 @@ def run_dense(stages, schedule, **options):
     ],
     ids=["GPipe", "1F1B", "interleaved", "ZB-H1"],
 )
+@pytest.mark.everyday("1F1B")
 def test_of_two_processes(schedule):
     pipe, given, reference = run_dense(schedule.stages, schedule)
     for _ in range(3):

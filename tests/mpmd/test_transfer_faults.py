@@ -135,6 +135,7 @@ def test_programs_in_another_order():
     assert "placed on processes 0, 1" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_to_and_fro_in_another_order():
     """Each process waits for the other one's array before it can send its own."""
     x, first, second = _connected()
@@ -174,6 +175,7 @@ def test_a_circle():
         send(x[me], (me + 1) % 3)
 
 
+@pytest.mark.slow
 def test_a_circle_with_a_meeting():
     """One process waits to place values together, the other one for an array that comes later."""
     x, first, second = _connected()

@@ -230,6 +230,7 @@ def test_without_the_check_nobody_asks_anybody(mesh, multihost_tmp_path):
         (multihost_tmp_path / "placed").touch()
 
 
+@pytest.mark.everyday("2x4")
 def test_a_process_that_does_not_come_is_named(mesh, processes, monkeypatch):
     monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "3")
     absent = processes - 1
@@ -342,6 +343,7 @@ def test_arrays_on_devices_are_compared_on_request(mesh, verb):
     verb({"v": tree["v"]}, P(), mesh=mesh, check=True)
 
 
+@pytest.mark.everyday("2x4")
 def test_the_same_everywhere(mesh):
     keys = jax.random.split(jax.random.key(1), 3)
     mlp = eqx.nn.MLP(2, 2, 4, 1, key=keys[0])

@@ -71,6 +71,7 @@ def moved(case, out):
 @pytest.mark.parametrize("verb", [mylib.filter_shard, mylib.filter_device_put])
 @examples(200)
 @given(case=generate.cases())
+@pytest.mark.everyday("filter_shard")
 def test_same_tree_where_it_was_asked_to_be(verb, case):
     out = verb(case.tree, case.placement, mesh=case.mesh)
     for x, y, target in pairs(case, out):

@@ -253,6 +253,7 @@ def every_third(names, first):
 
 
 @pytest.mark.parametrize("name", every_third(LAYERS, 0))
+@pytest.mark.everyday("`Linear`", "`RMSNorm`", "`Dropout`", "`Conv2d`")
 def test_auto_axes(name):
     for weights in (P(), by_rows):
         assert outcome(name, AUTO, weights) == TABLE[name]["Auto axes"], UPDATE
@@ -273,6 +274,13 @@ def test_explicit_axes_and_sharded_weights(name):
 
 
 @pytest.mark.parametrize("name, fix", FIXED)
+@pytest.mark.everyday(
+    '`BatchNorm`, `mode="ema"`-auto',
+    "`BatchNorm` in inference-gather",
+    "`Embedding`-auto",
+    "`Embedding`-say it",
+    "`Conv1d`-gather",
+)
 def test_fixes(name, fix):
     change, batch = FIXES[fix]
     weights = P() if fix == "all axes" else by_rows
