@@ -19,23 +19,3 @@ from ._transfer import (
     transfer as transfer,
     transport as transport,
 )
-
-__all__ = [
-    "Action",
-    "Pass",
-    "Pipeline",
-    "Schedule",
-    "TransferError",
-    "fetch",
-    "gpipe",
-    "initialize",
-    "interleaved",
-    "is_remote",
-    "jit",
-    "one_f_one_b",
-    "pipeline",
-    "split",
-    "transfer",
-    "transport",
-    "zero_bubble",
-]
