@@ -39,6 +39,10 @@ class Channel:
         self.processes = processes
         # Read now: when Python exits, JAX may already be shut down.
         self.me = jax.process_index()
+        self._farewell = json.dumps(
+            f"process {self.me} has left its loop, and makes no more batches. Make all processes "
+            "leave the loop after the same batch"
+        )
         self._open()
         self._has_left = False
         # After the end no messages are sent: nobody would delete them. Garbage collection of the
@@ -54,27 +58,22 @@ class Channel:
         if len(self.processes) == 1:
             return judge({self.me: mine})
         self._since = time.monotonic()
-        kind, text = self._meet(mine, judge)
-        while self._may_pass_over(kind):
-            self._pass_over()
-            kind, text = self._meet(mine, judge)
-        self._since = None
-        if kind == _LEFT:
-            raise RuntimeError(
-                f"process {text} has left its loop, and makes no more batches. Make all processes "
-                "leave the loop after the same batch"
-            )
-        if kind == _FAILED:
-            raise RuntimeError(json.loads(text))
-        self._series.go_on()
-        return text
+        try:
+            while True:
+                kind, text = self._meet(mine, judge)
+                if not self._goes_on(kind):
+                    raise RuntimeError(json.loads(text))
+                if kind == JUDGED:
+                    return text
+        finally:
+            self._since = None
 
     def leave(self) -> None:
         """Ends the current or next meeting for all processes."""
         with self._ending:
             self._has_left = True
             if not self._ended:
-                self._quietly(lambda: self._series.conclude(_LEFT, str(self.me)))
+                self._quietly(lambda: self._series.conclude(_LEFT, self._farewell))
 
     def fail(self, why: str) -> None:
         """Called by the thread that meets: leaves, and sends the others the reason, without waiting
@@ -109,18 +108,22 @@ class Channel:
         place = f"mylib/prefetch/{digest(self.processes)}/{number}"
         self._series = Series(place, self.processes, self.me)
 
-    def _may_pass_over(self, kind: str) -> bool:
-        return kind == _LEFT and self._series.turn == 0 and not self._has_left
-
-    def _pass_over(self) -> None:
-        with self._ending:
-            self._close()
-            self._open()
+    def _goes_on(self, kind: str) -> bool:
+        """Moves on to the next meeting after one that has ended so, if there may be one."""
+        if kind == JUDGED:
+            self._series.go_on()
+        elif kind == _LEFT and self._series.turn == 0 and not self._has_left:
+            with self._ending:
+                self._close()
+                self._open()
+        else:
+            return False
+        return True
 
     def _meet(self, mine: str, judge: Judge) -> Conclusion:
         if self._has_left:
             # The message was about an earlier meeting.
-            self._series.conclude(_LEFT, str(self.me))
+            self._series.conclude(_LEFT, self._farewell)
         self._series.say(mine, judge)
         while (conclusion := self._series.hear(judge, _LONG)) is None:
             pass
@@ -129,14 +132,10 @@ class Channel:
     def _tell(self, why: str) -> None:
         """Sends the reason to the first meeting that others may still attend."""
         while not self._series.conclude(_FAILED, why):
+            # If all attended it, this process has not read the conclusion.
             conclusion = self._series.read(_LONG)
-            if conclusion is not None and self._may_pass_over(conclusion.kind):
-                self._pass_over()
-            elif conclusion is not None and conclusion.kind != JUDGED:
+            if conclusion is not None and not self._goes_on(conclusion.kind):
                 return
-            elif conclusion is not None:
-                # All attended, but this process has not read the conclusion.
-                self._series.go_on()
 
     def _close(self) -> None:
         # The last process deletes the keys.

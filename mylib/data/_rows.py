@@ -225,7 +225,7 @@ def row_blocks(sharding: Sharding) -> int:
     """The number of blocks that a sharding splits the rows into."""
     if not isinstance(sharding, NamedSharding):
         return 1
-    return math.prod(sharding.mesh.shape[name] for name in axis_names(row_entry(sharding)))
+    return math.prod(sharding.mesh.shape[name] for name in axis_names(_row_entry(sharding)))
 
 
 def unfit_rows(sharding: Sharding) -> Iterator[Fault]:
@@ -236,14 +236,21 @@ def unfit_rows(sharding: Sharding) -> Iterator[Fault]:
         )
 
 
-def row_entry(sharding: NamedSharding) -> Any:
-    """The mesh axes that split the rows, as an entry of a `PartitionSpec`."""
-    entries = entries_of(sharding.spec)
-    return entries[0] if entries and entries[0] is not PartitionSpec.UNCONSTRAINED else None
+def of_rows(sharding: Sharding) -> Sharding:
+    """The sharding of an array with one value per row, next to an array of this sharding."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return sharding.update(spec=PartitionSpec(_row_entry(sharding)))
 
 
 def _blocks_of_devices(sharding: Sharding, count: int) -> dict[Any, range]:
     if not isinstance(sharding, NamedSharding):
         return dict.fromkeys(sharding.device_set, range(count))
-    rows = NamedSharding(sharding.mesh, PartitionSpec(row_entry(sharding)))
-    return {device: range(*span) for device, (span,) in parts_of(rows, (count,)).items()}
+    parts = parts_of(of_rows(sharding), (count,))
+    return {device: range(*span) for device, (span,) in parts.items()}
+
+
+def _row_entry(sharding: NamedSharding) -> Any:
+    """The mesh axes that split the rows, as an entry of a `PartitionSpec`."""
+    entries = entries_of(sharding.spec)
+    return entries[0] if entries and entries[0] is not PartitionSpec.UNCONSTRAINED else None

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import Fault, because
 from .._placement import (
@@ -37,7 +37,7 @@ from .._transfer import LocalData, assemble, not_there, place_leaves
 from .._tree import Kind, Leaves, canonical_dtype, is_of_keys, split
 from ._arrays import as_arrays, own
 from ._request import BatchRequest, Tail
-from ._rows import ALONE, ReaderShard, fits_all, readers_of, row_blocks, row_entry, unfit_rows
+from ._rows import ALONE, ReaderShard, fits_all, of_rows, readers_of, row_blocks, unfit_rows
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Share:
         return replace(
             self,
             leaves=split((tree, mask)),
-            targets=[*self.targets, _of_rows(self.target(first))],
+            targets=[*self.targets, of_rows(sharding_of(self.target(first)))],
             spanning=[*self.spanning, *([len(self.targets)] if first in self.spanning else [])],
         )
 
@@ -350,14 +350,6 @@ def _everywhere(target: Target | None) -> Target | None:
     if not isinstance(sharding, NamedSharding):
         return sharding
     return sharding.update(spec=PartitionSpec())
-
-
-def _of_rows(target: Target) -> Sharding:
-    """The sharding of an array with one value per row, next to an array at `target`."""
-    sharding = sharding_of(target)
-    if not isinstance(sharding, NamedSharding):
-        return sharding
-    return sharding.update(spec=PartitionSpec(row_entry(sharding)))
 
 
 def _numbers_of(x: Any) -> np.ndarray:
