@@ -62,7 +62,6 @@ class Watch:
         self.failures: dict[Processes, str] = {}
         self.lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
-        self._news = threading.Condition()
         self._told: dict[str, Any] = {}
         self._exchanged = self._reads_next = 0.0
         self._busy = threading.Event()
@@ -88,31 +87,13 @@ class Watch:
 
     def check(self, processes: Processes) -> None:
         """Raises an error if two of these processes are known to be out of step."""
-        if text := self._wrong(processes):
-            raise TransferError(text)
+        for known, text in list(self.failures.items()):
+            if len({*known}.intersection(processes)) > 1:
+                raise TransferError(text)
 
-    def _wrong(self, processes: Processes) -> str | None:
-        known = list(self.failures.items())
-        return next((t for some, t in known if len({*some}.intersection(processes)) > 1), None)
-
-    def wait(self, conclusion: Future[str], meeting: Series) -> str:
-        """Waits in a meeting, and raises once two of its processes are known to be out of step."""
-
-        def has_ended() -> bool:
-            return conclusion.done() or self._wrong(meeting.processes) is not None
-
-        conclusion.add_done_callback(lambda _: self._tell_waiting())
-        with self._news:
-            left = meeting.waits.since + _LONG - time.monotonic() if meeting.waits else _LONG
-            if not self._news.wait_for(has_ended, left):
-                self._busy.set()
-                self._news.wait_for(has_ended)
-        self.check(meeting.processes)
-        return conclusion.result()
-
-    def _tell_waiting(self) -> None:
-        with self._news:
-            self._news.notify_all()
+    def tell(self) -> None:
+        """Makes it tell and read regularly."""
+        self._busy.set()
 
     def fail(self, processes: Processes, text: str) -> None:
         with self._lock:
@@ -125,7 +106,6 @@ class Watch:
         for lane in broken:
             lane.stop()
         self.break_off(processes)
-        self._tell_waiting()
 
     def is_idle(self) -> bool:
         """Whether all that has been called and sent here is known to have ended well."""
@@ -251,16 +231,23 @@ def programs_of(processes: Processes) -> tuple[int, str]:
 
 
 def wait_in_step(conclusion: Future[str], meeting: Series, what: str) -> str:
-    """`Watch.wait`, which is nothing before the first call, unless it takes long. `what` is empty
-    if the other processes may never come.
+    """Waits in a meeting, and raises once two of its processes are known to be out of step. Before
+    the first call nobody can be, unless it takes long. `what` is empty if the other processes may
+    never come.
     """
-    meeting.waits = Wait(time.monotonic(), meeting.turn + 1, what) if what else None
+    since = time.monotonic()
+    meeting.waits = Wait(since, meeting.turn + 1, what) if what else None
     try:
-        if not _watches:
-            wait([conclusion], _LONG if what else None)
-            if conclusion.done():
-                return conclusion.result()
-        return watch().wait(conclusion, meeting)
+        while not conclusion.done():
+            is_long = bool(what) and time.monotonic() - since > _LONG
+            if is_long:
+                watch().tell()
+            if _watches:
+                watch().check(meeting.processes)
+            wait([conclusion], _LOOK)
+        if _watches:
+            watch().check(meeting.processes)
+        return conclusion.result()
     finally:
         meeting.waits = None
 
