@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._compat import CoordinationClient, set_once, value_at, values_by_process
+from .._compat import CoordinationClient, names, set_once, value_at, values_by_process
 from .._processes import named
 from .._text import listed
 from .record import Record, Started, ended_of
@@ -14,8 +14,8 @@ from .stacks import Thread
 # At most as many kinds of collectives of a program are named.
 _COLLECTIVES = 4
 
-_END = "end"
-_TELL = "tell"
+# The order to end; others, by number, are to tell all that a process knows of itself.
+END = "end"
 
 
 def news_of(record: Record, thread: Thread | None) -> dict[str, Any]:
@@ -50,7 +50,7 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
     calls, now = record.calls(), time.monotonic()
     main = threads.get(watched)
     starting = _starting(calls, record.counts(), main)
-    callbacks = {i: x for i, x in threads.items() if x.in_callback()}
+    callbacks = {i: x for i, x in threads.items() if x.is_in(names.FRAMES_CALLBACK)}
     for_batch = any(wait.kind == "batches" for wait in record.waits.get(watched, ()))
     loaders = {i: x for i, x in threads.items() if for_batch and x.name == "mylib.data.prefetch"}
     shown = {"a thread of a callback": callbacks, "the loader's thread": loaders}
@@ -121,18 +121,11 @@ class Bulletin:
         records.
         """
         found = dict(self._client.key_value_dir_get(f"{self._place}/orders/"))
-        ends = [int(who) for key, who in found.items() if key.endswith(_END)]
+        ends = [int(who) for key, who in found.items() if key.endswith(END)]
         return (ends[0] if ends else None), len(found) - len(ends)
 
-    def order_end(self) -> bool:
+    def order(self, order: str) -> bool:
         """False if another process was faster."""
-        return self._order(_END)
-
-    def order_records(self, number: int) -> bool:
-        """Asks all for their records. False if another process was faster."""
-        return self._order(f"{_TELL}-{number}")
-
-    def _order(self, order: str) -> bool:
         return set_once(self._client, f"{self._place}/orders/{order}", str(self._me))
 
     def leave(self, count: int) -> None:

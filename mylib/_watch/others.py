@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._processes import connected, watch as watch_of_calls
 from .ending import leave_python, say
-from .news import Bulletin
+from .news import END, Bulletin
 from .report import report
 from .verdict import GONE, Account, is_stuck
 
@@ -79,7 +79,7 @@ class Others:
     def remind(self, now: float) -> None:
         """Lets the other thread send what is due. If it can't, this process reports alone."""
         lookout = self._lookout
-        if lookout.is_asked or self._is_due(now):
+        if lookout.is_asked or self._is_due(now) or self._reads_now(now):
             self._watch.wake()
         silence = now - self._heard
         if lookout.age >= self._limit and silence > max(_LAST, 2.5 * self._pace()):
@@ -102,7 +102,7 @@ class Others:
         return min(2.5 * min(_TELL, self._limit / 5) + 3, max(_SILENT, self._limit / 2))
 
     def _is_due(self, now: float) -> bool:
-        return now - self._told >= self._pace() or self._reads_now(now)
+        return now - self._told >= self._pace()
 
     def _reads_now(self, now: float) -> bool:
         often = self._pace() if self._seems_stuck() else min(_READ, self._limit / 10)
@@ -120,10 +120,10 @@ class Others:
             return
         if self._lookout.is_asked:
             self._lookout.is_asked = False
-            if self._bulletin.order_records(self._orders):
+            if self._bulletin.order(f"tell-{self._orders}"):
                 self._asked = self._orders + 1
                 self._deadline = now + (_ORDERS + 1) * min(_TELL, self._limit / 5) + _ANSWERS
-        if now - self._told >= self._pace():
+        if self._is_due(now):
             self._tell(now)
             if self._seems_stuck() or self._number % _ORDERS == 1:
                 self._obey()
@@ -224,7 +224,7 @@ class Others:
             say(report(accounts, "asked for by a signal"))
 
     def _report(self, accounts: list[Account]) -> None:
-        if self._lookout.end and not self._bulletin.order_end():
+        if self._lookout.end and not self._bulletin.order(END):
             return  # another process was faster, and reports
         records = self._bulletin.read("record")
         for x in accounts:

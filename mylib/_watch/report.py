@@ -5,7 +5,7 @@ from typing import Any
 
 from .._processes import named
 from .._text import counted, in_short
-from .verdict import GONE, Account, findings
+from .verdict import GONE, Account, findings, verb
 
 # The most groups of processes that are described, and calls of each.
 _GROUPS = 8
@@ -23,21 +23,18 @@ def report(accounts: Sequence[Account], title: str) -> str:
     for x in sorted(accounts, key=lambda x: sum(x.counts.values())):
         groups.setdefault(tuple(_described(x)), []).append(x)
     for text, those in list(groups.items())[:_GROUPS]:
-        head, *rest = text if len(those) == 1 else map(_of_several, text)
-        who = named([x.index for x in those])
-        lines += [f"{who[0].upper()}{who[1:]} {head}", *(f"  {line}" for line in rest)]
+        who = [x.index for x in those]
+        head, *rest = (_agreeing(line, who) for line in text)
+        lines += [f"{named(who).capitalize()} {head}", *(f"  {line}" for line in rest)]
     left = [x for those in list(groups.values())[_GROUPS:] for x in those]
     lines += [f"and {counted(len(left), 'more process', 'more processes')}"] if left else []
     return "\n".join(lines)
 
 
-# What begins a line.
-_SEVERAL = {"is": "are", "was": "were", "has": "have", "waits": "wait", "its": "their"}
-
-
-def _of_several(line: str) -> str:
-    verb, _, rest = line.partition(" ")
-    return f"{_SEVERAL.get(verb, verb)} {rest}"
+def _agreeing(line: str, who: Sequence[int]) -> str:
+    """A line that begins with a verb, as it is said of these processes."""
+    first, _, rest = line.partition(" ")
+    return f"{verb(first, who)} {rest}"
 
 
 def _described(x: Account) -> Iterator[str]:

@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import jax
 
-from .._compat import names
-
 # The most frames of a thread that are shown.
 _SHOWN = 12
 _JAX = str(Path(jax.__file__).parent)
@@ -67,9 +65,6 @@ class Thread(NamedTuple):
             for x in self.frames
         )
 
-    def in_callback(self) -> bool:
-        return self.is_in(names.FRAMES_CALLBACK)
-
     def position(self) -> tuple[tuple[int, int], ...]:
         """Another value when the thread has moved."""
         return tuple((id(x.f_code), x.f_lasti) for x in self.frames)
@@ -81,7 +76,8 @@ class Thread(NamedTuple):
         shown = [
             x
             for x, inner in zip(self.frames, [None, *self.frames], strict=False)
-            if (_is_own(x) or inner is None or _is_own(inner)) and not _is_frozen(x)
+            if (_is_own(x) or inner is None or _is_own(inner))
+            and not x.f_code.co_filename.startswith(_FROZEN)
         ]
         # What has started Python's program or thread.
         while len(shown) > 1 and not _is_own(shown[-1]):
@@ -107,10 +103,6 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def _is_own(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(_LIBRARIES)
-
-
-def _is_frozen(frame: FrameType) -> bool:
-    return frame.f_code.co_filename.startswith(_FROZEN)
 
 
 def _line(frame: FrameType) -> str:

@@ -91,12 +91,12 @@ def findings(accounts: Sequence[Account]) -> list[str]:
 def _absent(accounts: Sequence[Account]) -> Iterator[str]:
     absent = [x.index for x in accounts if x.state == "absent"]
     if absent:
-        yield f"{named(absent)} {_have(absent)} not come to this mylib.watch"
+        yield f"{named(absent)} {verb('has', absent)} not come to this mylib.watch"
 
 
 def _gone(accounts: Sequence[Account]) -> Iterator[str]:
     for why, who in _by(accounts, lambda x: x.news.get("why", "") if x.state in GONE else None):
-        yield f"{named(who)} {_have(who)} left this mylib.watch{why and f' by {why}'}"
+        yield f"{named(who)} {verb('has', who)} left this mylib.watch{why and f' by {why}'}"
 
 
 def _silent(here: Sequence[Account]) -> Iterator[str]:
@@ -105,8 +105,8 @@ def _silent(here: Sequence[Account]) -> Iterator[str]:
         seconds = min(x.silent for x in silent)
         who = [x.index for x in silent]
         yield (
-            f"{named(who)} {_have(who)} not been heard of for {seconds:.0f} s: stopped, dead, cut "
-            "off, or held by a call that keeps Python's lock"
+            f"{named(who)} {verb('has', who)} not been heard of for {seconds:.0f} s: stopped, "
+            "dead, cut off, or held by a call that keeps Python's lock"
         )
 
 
@@ -132,16 +132,18 @@ def _behind(here: Sequence[Account]) -> Iterator[str]:
         first = [x for x in some if x.counts.get(kind, 0) == most]
         for count, who in _by(some, lambda x, kind=kind: x.counts.get(kind, 0)):
             if count < most:
+                have = verb("has", who)
                 texts = {x.calls.get((kind, count + 1)) for x in first} - {None}
-                what = f", and {_have(who)} not made {texts.pop()}" if texts else ""
+                what = f", and {have} not made {texts.pop()}" if texts else ""
                 if kind.startswith("meetings"):
                     waits = [w for x in first for w, _, _ in x.record.get("waits", ())]
-                    what = f", and {_have(who)} not come to compare ({waits[0]})" if waits else ""
+                    what = f", and {have} not come to compare ({waits[0]})" if waits else ""
                 calls = counted(most - count, _NAMES[kind.partition(" ")[0]])
                 others = named([x.index for x in first])
                 places = {_place_of(x) for x in some if x.index in who}
-                at = f": {_it_is(who)} {places.pop()}" if len(places) == 1 else ""
-                yield f"{named(who)} {_is(who)} {calls} behind {others}{what}{at}"
+                they = "it is" if len(who) == 1 else "they are"
+                at = f": {they} {places.pop()}" if len(places) == 1 else ""
+                yield f"{named(who)} {verb('is', who)} {calls} behind {others}{what}{at}"
 
 
 _NAMES = {
@@ -170,7 +172,7 @@ def _places(here: Sequence[Account]) -> Iterator[str]:
         return bool(x.record and (x.record["starting"] or x.record["in_jax"] or x.record["waits"]))
 
     for where, who in _by(sorted(here, key=waits), _place_of)[:_PLACES]:
-        yield f"{named(who)} {_is(who)} {where}"
+        yield f"{named(who)} {verb('is', who)} {where}"
 
 
 def _place_of(x: Account) -> str:
@@ -188,13 +190,9 @@ def _by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:
     return list(found.items())
 
 
-def _have(who: Sequence[int]) -> str:
-    return "has" if len(who) == 1 else "have"
+def verb(one: str, who: Sequence[Any]) -> str:
+    """A word, as it is said of these processes."""
+    return one if len(who) == 1 else _SEVERAL.get(one, one)
 
 
-def _is(who: Sequence[int]) -> str:
-    return "is" if len(who) == 1 else "are"
-
-
-def _it_is(who: Sequence[int]) -> str:
-    return "it is" if len(who) == 1 else "they are"
+_SEVERAL = {"is": "are", "was": "were", "has": "have", "waits": "wait", "its": "their"}
