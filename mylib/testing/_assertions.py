@@ -67,20 +67,13 @@ def assert_placed(
     if mesh is None and world.mesh.empty and world.devices is None:
         mesh = _mesh_of(leaves, world)
     targets = resolve_leaves(leaves, placement, mesh, world)
-    placed = [i for i, target in enumerate(targets) if target is not None]
-    on_devices = [i for i in placed if leaves.kinds[i] is Kind.DEVICE]
-    away = not_there(leaves.arrays, leaves.kinds, targets, on_devices)
-    traced = [i for i in placed if leaves.kinds[i] is Kind.TRACED]
-    there = {i for i in traced if _traced_is_there(leaves.arrays[i], targets[i], world)}
-    wrong = [i for i in placed if i in away or (i not in on_devices and i not in there)]
-    if wrong:
-        alike: dict[tuple[str, ...], list[str]] = {}
-        for i in wrong:
-            x, target = leaves.arrays[i], targets[i]
-            assert target is not None
+    wrong: dict[tuple[str, ...], list[str]] = {}
+    for i, (x, kind, target) in enumerate(zip(leaves.arrays, leaves.kinds, targets, strict=True)):
+        if target is not None and not _is_there(x, kind, target, world):
             texts = f"is at: {_shown_location(x, world)}", f"wanted: {sharding_of(target)}"
-            alike.setdefault(texts, []).append(f"{leaves.name(i)} {tuple(x.shape)}")
-        lines = listed(alike, f"{len(wrong)} leaves in all")
+            wrong.setdefault(texts, []).append(f"{leaves.name(i)} {tuple(x.shape)}")
+    if wrong:
+        lines = listed(wrong, f"{sum(map(len, wrong.values()))} leaves in all")
         raise AssertionError("\n".join(["not where they should be:", *lines]))
 
 
@@ -101,9 +94,11 @@ def _known_sharding(x: Any, world: World) -> Sharding | None:
     return sharding if isinstance(sharding, Sharding) else None
 
 
-def _traced_is_there(x: Any, target: Target | None, world: World) -> bool:
-    sharding, expected = _known_sharding(x, world), None if target is None else sharding_of(target)
-    if sharding is None or expected is None:
+def _is_there(x: Any, kind: Kind, target: Target, world: World) -> bool:
+    if kind is Kind.DEVICE:
+        return not not_there([x], [kind], [target], [0])
+    sharding, expected = _known_sharding(x, world), sharding_of(target)
+    if kind is not Kind.TRACED or sharding is None:
         return False
     if not world.staged:
         return same_place(sharding, expected, x.ndim)

@@ -207,15 +207,14 @@ class Controller:
         ):
             for value in values or ():
                 arguments += [flag, value]
-        return Session(
-            arguments,
-            {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
-            str(config.invocation_params.dir),
-            self._debugged(),
-            self._terminal,
-            config.pluginmanager.hasplugin("cacheprovider"),
-            coverage.settings,
-        )
+        sent = {
+            "options": {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
+            "coverage": coverage.settings,
+            "debug": self._debugged(),
+            "terminal": self._terminal,
+        }
+        cached = config.pluginmanager.hasplugin("cacheprovider")
+        return Session(arguments, str(config.invocation_params.dir), cached, sent)
 
     def _debugged(self) -> int | None:
         option = self._config.option
@@ -369,18 +368,12 @@ def _set_up_only(
 
 
 def _as_warning(fields: dict[str, Any]) -> warnings.WarningMessage:
-    category: Any = UserWarning
     try:
-        named = getattr(importlib.import_module(fields["module"]), fields["category"], None)
-    except ImportError:
-        named = None
-    if isinstance(named, type) and issubclass(named, Warning):
-        category = named
-    try:
+        category = getattr(importlib.import_module(fields["module"]), fields["category"])
         message = category(fields["text"])
-    except TypeError:
-        # Its class needs other arguments than a text.
-        message = UserWarning(fields["text"])
+    except (ImportError, AttributeError, TypeError):
+        # Its class is not found here, or needs other arguments than a text.
+        category, message = UserWarning, UserWarning(fields["text"])
     return warnings.WarningMessage(message, category, fields["file"], fields["line"])
 
 

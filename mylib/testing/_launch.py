@@ -190,16 +190,14 @@ class _Screen:
 
     def __init__(self, index: int, path: Path, where: Any) -> None:
         self._prefix, self._path, self._where = f"[{index}] ", path, where
-        self._shown, self._rest = 0, b""
+        self._shown = 0
 
     def show(self, all_of_it: bool) -> None:
         with self._path.open("rb") as file:
             file.seek(self._shown)
             new = file.read()
-        self._shown += len(new)
-        *lines, self._rest = (self._rest + new).split(b"\n")
-        if all_of_it and self._rest:
-            lines, self._rest = [*lines, self._rest], b""
-        for line in lines:
+        *lines, rest = new.split(b"\n")
+        self._shown += len(new) - len(rest)
+        for line in [*lines, rest] if all_of_it and rest else lines:
             self._where.write(f"{self._prefix}{line.decode(errors='replace')}\n")
         self._where.flush()

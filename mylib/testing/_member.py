@@ -147,8 +147,8 @@ class Member:
         ]
         result = Result(outcomes, timed_out=False)
         merger = Merger(item, result, timeout=None, grace=self._grace, start=call.start)
-        ((_, group),) = merger.by_phase()
-        return merger.merge(report.when, group)
+        (group,) = merger.by_phase()
+        return merger.merge(group)
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Ends the others, too, after Ctrl-C or `pytest.exit` here: they would wait."""

@@ -79,19 +79,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Session:
-    """The settings of each process's pytest."""
+    """The settings of each process's pytest: its command line, its folder, whether its cache is
+    used, of which each process then has its own, and what is sent to the processes.
+
+    That is: `options` of pytest; those for measuring `coverage`, or None; the index of the process
+    that opens a debugger when a test fails (`debug`; -1 for the first that fails, or None); and the
+    files that this reads from and writes to (`terminal`).
+    """
 
     arguments: Sequence[str]
-    options: dict[str, Any]
     directory: str
-    # The index of the process that opens a debugger when a test fails; -1 for the first that fails.
-    debug: int | None
-    # The files that a debugger reads from and writes to.
-    terminal: Sequence[int]
-    # Whether pytest's cache is used; each process then has its own.
     cached: bool
-    # The options for measuring coverage, or None.
-    coverage: dict[str, Any] | None = None
+    sent: dict[str, Any]
 
 
 class Pool:
@@ -118,12 +117,19 @@ class Pool:
                         # The processes can import what this one can.
                         "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
                     },
-                    without=VARIABLES if session.coverage else (),
+                    without=VARIABLES if session.sent["coverage"] else (),
                     cwd=session.directory,
-                    keep=lambda index: [channels[index], *session.terminal],
+                    keep=lambda index: [channels[index], *session.sent["terminal"]],
                 )
+            beginning = {
+                **session.sent,
+                "processes": topology.processes,
+                "coordinator": self._group.coordinator,
+                "another coordinator": self._group.another_coordinator,
+                "folder": str(self._group.folder),
+            }
             for index in range(topology.processes):
-                self.tell(index, self._beginning(index, session))
+                self.tell(index, {**beginning, "index": index})
             limit = _START + _START_EACH * topology.processes
             trouble = self._all_say("ready", limit)
             if trouble:
@@ -137,19 +143,6 @@ class Pool:
         folder = self._group.folder
         cache = ["-o", f"cache_dir={folder / f'cache{index}'}"] if cached else []
         return [f"--basetemp={folder / f'tmp{index}'}", *cache]
-
-    def _beginning(self, index: int, session: Session) -> dict[str, Any]:
-        return {
-            "index": index,
-            "processes": self.topology.processes,
-            "coordinator": self._group.coordinator,
-            "another coordinator": self._group.another_coordinator,
-            "folder": str(self._group.folder),
-            "options": session.options,
-            "coverage": session.coverage,
-            "debug": session.debug in (index, -1),
-            "terminal": session.terminal,
-        }
 
     def run(
         self,

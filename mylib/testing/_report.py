@@ -103,7 +103,7 @@ class Merger:
         }
 
     def reports(self) -> list[pytest.TestReport]:
-        merged = [self.merge(key[0], group) for key, group in self.by_phase()]
+        merged = [self.merge(group) for group in self.by_phase()]
         _count_subtests(merged)
         lost = [o for o in self._result.outcomes if not o.finished or o.trouble]
         if lost and not any(report.failed for report in merged):
@@ -120,7 +120,7 @@ class Merger:
             )
         return merged
 
-    def by_phase(self) -> Iterator[tuple[Any, dict[int, pytest.TestReport]]]:
+    def by_phase(self) -> list[dict[int, pytest.TestReport]]:
         """The processes' reports by phase, and by subtest in it."""
         phases: dict[Any, dict[int, pytest.TestReport]] = {}
         for index, reports in self._reports.items():
@@ -129,16 +129,15 @@ class Merger:
                 name = (report.when, repr(getattr(report, "context", None)))
                 times[name] = times.get(name, 0) + 1
                 phases.setdefault((*name, times[name]), {})[index] = report
-        for key in sorted(phases, key=lambda key: _PLACES.get(key[0], 1)):
-            yield key, phases[key]
+        return [phases[key] for key in sorted(phases, key=lambda key: _PLACES.get(key[0], 1))]
 
-    def merge(self, phase: str, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
+    def merge(self, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
+        """One report of a phase: that of the first process, with what all of them say."""
         failed = {i: r for i, r in reports.items() if r.failed}
         skipped = {i: r for i, r in reports.items() if r.skipped}
-        expected = {i: r for i, r in reports.items() if hasattr(r, "wasxfail")}
+        expected = [r.wasxfail for r in reports.values() if hasattr(r, "wasxfail")]
         others = [r for r in reports.values() if r.outcome not in _OUTCOMES]
         outcome, text = "passed", None
-        more: dict[str, Any] = {}
         if failed:
             outcome, text = "failed", self._failure(failed)
         elif skipped and len(skipped) < len(reports) and not expected:
@@ -151,34 +150,21 @@ class Merger:
         elif others:
             # An outcome of a plugin, which handles it itself.
             outcome, text = others[0].outcome, others[0].longrepr
+        merged: Any = next(iter(reports.values()))
+        merged.nodeid, merged.outcome, merged.longrepr = self._item.nodeid, outcome, text
+        vars(merged).pop("wasxfail", None)
         if expected and not failed:
-            more["wasxfail"] = next(iter(expected.values())).wasxfail
-        merged = report_of(
-            self._item,
-            phase,
-            outcome,
-            text,
-            start=self._start,
-            duration=max(r.duration for r in reports.values()),
-            sections=[
-                (f"{name} [process {i}]", printed)
-                for i, r in reports.items()
-                for name, written in r.sections
-                if (printed := _without_gloo(written))
-            ],
-            user_properties=self._properties(reports),
-            **more,
-        )
-        first = next(iter(reports.values()))
-        if not hasattr(first, "context"):
-            return merged
-        first.outcome, first.longrepr = merged.outcome, merged.longrepr
-        first.sections = merged.sections
-        return first
-
-    def _properties(self, reports: Mapping[int, pytest.TestReport]) -> list[tuple[str, object]]:
+            merged.wasxfail = expected[0]
+        merged.duration = max(r.duration for r in reports.values())
+        merged.sections = [
+            (f"{name} [process {i}]", printed)
+            for i, r in reports.items()
+            for name, written in r.sections
+            if (printed := _without_gloo(written))
+        ]
         pairs = [tuple(pair) for r in reports.values() for pair in r.user_properties]
-        return [(str(name), value) for name, value in dict.fromkeys(pairs)]
+        merged.user_properties = list(dict.fromkeys(pairs))
+        return merged
 
     def _lost(self, lost: Sequence[Outcome]) -> pytest.TestReport:
         sections = [

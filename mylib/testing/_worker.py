@@ -186,7 +186,8 @@ class Worker:
     def pytest_exception_interact(
         self, node: Any, call: pytest.CallInfo[Any], report: pytest.TestReport
     ) -> None:
-        if self._beginning["debug"] and isinstance(node, pytest.Item) and call.excinfo is not None:
+        debugs = self._beginning["debug"] in (self._index, -1)
+        if debugs and isinstance(node, pytest.Item) and call.excinfo is not None:
             self.say("debugger?")
             if self._next_message()["debug"]:
                 self._interact(call.excinfo, report)
