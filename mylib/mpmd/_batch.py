@@ -1,6 +1,6 @@
 """Reads the batches of a pipeline, and finds everything that is wrong with them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
@@ -47,33 +47,25 @@ def read_batch(tree: Any, name: str, mesh: Mesh, faults: list[Fault]) -> Pipelin
 def check_rows(x: PipelineBatch, y: PipelineBatch, microbatches: int, faults: list[Fault]) -> int:
     """The number of rows of a batch, which all its arrays must have, in as many microbatches."""
     request = f"{microbatches} microbatches"
-    rows: int | None = None
-    for batch in (x, y):
-        for i, array in enumerate(batch.leaves.arrays):
-            fault = _rows_fault(array.shape, rows, microbatches)
-            if fault is not None:
-                faults.append(batch.leaves.at(i, replace(fault, request=request)))
-            if rows is None and array.shape:
-                rows = array.shape[0]
+    arrays = [
+        (batch.leaves, i, array) for batch in (x, y) for i, array in enumerate(batch.leaves.arrays)
+    ]
+    rows = next((array.shape[0] for *_, array in arrays if array.shape), 0)
+    for leaves, i, array in arrays:
+        if not array.shape:
+            reason = (
+                "it is a scalar, and the first dimension of each array is cut into microbatches"
+            )
+            fix = "give an array with a row for each example"
+        elif array.shape[0] != rows:
+            reason = f"it has {array.shape[0]} rows, and the arrays before it have {rows}"
+            fix = "give all arrays of x and y as many rows"
+        elif not rows or rows % microbatches:
+            reason = f"its {rows} rows can't be cut into {microbatches} equal parts"
+            fix = "choose a batch size that is a multiple of the microbatches"
+        else:
+            continue
+        faults.append(leaves.at(i, because(reason, fix, request)))
     if not x.leaves.arrays:
         faults.append(because("it has no arrays", "give a batch", request, "x"))
-    return rows or 0
-
-
-def _rows_fault(shape: tuple[int, ...], rows: int | None, microbatches: int) -> Fault | None:
-    if not shape:
-        return because(
-            "it is a scalar, and the first dimension of each array is cut into microbatches",
-            "give an array with a row for each example",
-        )
-    if rows is not None and shape[0] != rows:
-        return because(
-            f"it has {shape[0]} rows, and the arrays before it have {rows}",
-            "give all arrays of x and y as many rows",
-        )
-    if not shape[0] or shape[0] % microbatches:
-        return because(
-            f"its {shape[0]} rows can't be cut into {microbatches} equal parts",
-            "choose a batch size that is a multiple of the microbatches",
-        )
-    return None
+    return rows

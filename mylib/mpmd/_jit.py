@@ -6,10 +6,10 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import equinox as eqx
 import jax
 import jax.tree_util as jtu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from .._compat import Uncommitted, sharding_under, value_under
+from .._compat import sharding_under, value_under
 from .._errors import PlacementError, because, line_of_caller
 from .._jit import Donate, Jitted, about, code_of, filter_jit
 from .._links import get_ready, handle, next_call, set_origin
@@ -125,7 +125,7 @@ class OnMesh(Generic[P, T]):
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[tuple[Any, Any], Leaves]:
         leaves = split((args, kwargs))
-        devices = [_devices_of(x, k) for x, k in zip(leaves.arrays, leaves.kinds, strict=True)]
+        devices = [_devices_of(x) for x in leaves.arrays]
         self._refuse_others(devices, args, kwargs)
         everywhere = NamedSharding(self._mesh, PartitionSpec()) if self._places else None
         where = [
@@ -183,11 +183,7 @@ class OnMesh(Generic[P, T]):
         return lambda: shapes.join(map(handle, shapes.arrays, known))
 
 
-def _devices_of(x: Any, kind: Kind) -> set[Any] | None:
+def _devices_of(x: Any) -> set[Any] | None:
     """None if it is not on any mesh yet, or this is not known."""
-    if kind is Kind.DEVICE:
-        return x.sharding.device_set if x.committed else None
-    if kind is Kind.TRACED:
-        under = sharding_under(x)
-        return None if under is None or isinstance(under, Uncommitted) else under.device_set
-    return None
+    under = sharding_under(x)
+    return under.device_set if isinstance(under, Sharding) else None

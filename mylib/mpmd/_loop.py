@@ -1,6 +1,7 @@
 """Runs a pipeline: one loop over the actions of its schedule."""
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from ._backward import Var
 from ._batch import PipelineBatch
 from ._compile import Programs
 from ._plan import PipelinePlan, Tie
-from ._stage import Stage, Struct, chosen
+from ._stage import Stage, Struct, chosen, merged
 from ._transfer import transfer
 
 
@@ -87,13 +88,14 @@ class Run:
         own = self.states.get(last.number)
         (value,) = handles([last.value]) if own is None else own.totals[Pass.FORWARD]
         if jax.process_count() > 1:
-            made = [value, *(x for own in grads for x in own.values())]
+            made = [value, *(x for own in grads for x in own if x is not None)]
             devices = {x.id for stage in self.plan.stages for x in stage.mesh.devices.flat}
             where = f"{len(self.plan.stages)} stages on devices {in_short(sorted(devices))}"
             set_origin(made, next_call(f"the results of a pipeline of {where}"))
+        outlines = [stage.module.outline for stage in self.plan.stages]
         return value, [
-            stage.module.outline.treedef.unflatten(_in_places(stage, own))
-            for stage, own in zip(self.plan.stages, grads, strict=True)
+            outline.treedef.unflatten(merged(outline.are_arrays, own, repeat(None)))
+            for outline, own in zip(outlines, grads, strict=True)
         ]
 
     def _pass_on(self, kind: Pass, s: int, m: int, made: Arrays | None) -> None:
@@ -127,13 +129,12 @@ class Run:
         arrived = transfer(given, [x.sharding for x in there])
         return arrived if target in self.states else None
 
-    def _grads(self, stage: Stage) -> dict[int, jax.Array]:
-        """The gradients of a stage, by the number of their array."""
-        numbers = chosen(range(len(stage.floating)), stage.floating)
+    def _grads(self, stage: Stage) -> list[Any]:
+        """The gradients of a stage's arrays: None where there is none."""
         own = self.states[stage.number].grads if stage.is_here else handles(stage.params)
-        return dict(zip(numbers, own, strict=True))
+        return merged(stage.floating, own, repeat(None))
 
-    def _tie(self, tie: Tie, grads: list[dict[int, jax.Array]]) -> None:
+    def _tie(self, tie: Tie, grads: list[list[Any]]) -> None:
         (s, i), *others = tie.places
         first, *structs = tie.structs
         added = [grads[s][i]]
@@ -149,10 +150,3 @@ class Run:
             elif struct.sharding == first.sharding:
                 # One array in two places, as in the processes that have it.
                 grads[t][j] = grads[s][i]
-
-
-def _in_places(stage: Stage, grads: dict[int, jax.Array]) -> list[Any]:
-    """All leaves of a stage's gradient: None where there is none."""
-    flags = stage.module.outline.are_arrays
-    numbers = iter(range(len(stage.floating)))
-    return [grads.get(next(numbers)) if flag else None for flag in flags]

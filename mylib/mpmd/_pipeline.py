@@ -183,9 +183,7 @@ class Pipeline:
         rows = check_rows(batch, targets, self.schedule.microbatches, faults)
         if faults:
             raise PlacementError(faults)
-        structs = (*batch.form.structs, *targets.form.structs)
-        types = tuple((x.shape, x.dtype, x.sharding) for x in structs)
-        key = batch.form.outline, targets.form.outline, types
+        key = batch.form, targets.form
         if key not in self._plans:
             stages = chain(self._modules, self._loss, self.schedule, batch, targets, rows)
             self._plans[key] = PipelinePlan.of(stages, self.schedule, self._tied, self._checkpoint)

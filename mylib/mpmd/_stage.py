@@ -18,7 +18,7 @@ from .._tree import Arrays, Leaves, Made, Rest, Split, outlined, split
 Struct = jax.ShapeDtypeStruct
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Form:
     """A tree of arrays whose shapes, dtypes and shardings are all that is known."""
 
