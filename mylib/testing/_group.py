@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,8 +67,7 @@ def _reserved() -> socket.socket:
     JAX's coordinator, which shares ports, can still bind it.
     """
     s = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    if hasattr(socket, "SO_REUSEPORT"):
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     s.bind((HOST, 0))
     return s
 
@@ -113,29 +112,32 @@ class Group:
 
     def start(
         self,
-        command: Callable[[int], Sequence[str]],
-        extra: Callable[[int], dict[str, str]],
+        command: Sequence[str],
+        extra: dict[str, str],
         *,
         without: Sequence[str] = (),
         cwd: str | None = None,
-        keep: Callable[[int], Sequence[int]] = lambda index: (),
+        keep: Sequence[int] = (),
     ) -> None:
-        for index in range(self.topology.processes):
-            env = environment(index, self.topology, self._on_tpu) | extra(index)
-            output, errors = self.folder / f"{index}.out", self.folder / f"{index}.err"
-            with output.open("ab") as out, errors.open("ab") as err:
-                popen = subprocess.Popen(
-                    command(index),
-                    env={name: value for name, value in env.items() if name not in without},
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    pass_fds=keep(index),
-                    start_new_session=True,
-                )
-            self._guard.tell(f"+{popen.pid}")
-            self.processes.append(Process(popen, output, errors))
+        """Starts the next process: with `extra` variables and `without` others, with these files
+        open.
+        """
+        index = len(self.processes)
+        env = environment(index, self.topology, self._on_tpu) | extra
+        output, errors = self.folder / f"{index}.out", self.folder / f"{index}.err"
+        with output.open("ab") as out, errors.open("ab") as err:
+            popen = subprocess.Popen(
+                command,
+                env={name: value for name, value in env.items() if name not in without},
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                pass_fds=keep,
+                start_new_session=True,
+            )
+        self._guard.tell(f"+{popen.pid}")
+        self.processes.append(Process(popen, output, errors))
 
     def end(self, timeout: float = 0.0) -> None:
         """Kills processes that haven't ended by then, and all subprocesses."""

@@ -115,10 +115,8 @@ def _launch(command: Sequence[str], topology: Topology) -> int:
     # Like Ctrl-C, so that everything below is cleaned up.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        group.start(
-            lambda index: [sys.executable, "-c", _RUN, *command],
-            lambda index: _joining(group, index),
-        )
+        for index in range(topology.processes):
+            group.start([sys.executable, "-c", _RUN, *command], _joining(group, index))
         return _Follower(group).follow()
     finally:
         signal.signal(signal.SIGTERM, before)

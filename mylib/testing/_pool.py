@@ -101,35 +101,9 @@ class Pool:
         self._tests = 0
         self._connections: list[Connection] = []
         self._group = Group(topology, guard)
-        # -P: don't import from the current folder.
-        command = [sys.executable, "-P", "-m", "pytest", *session.arguments]
         try:
-            with contextlib.ExitStack() as theirs:
-                channels: list[int] = []
-                for _ in range(topology.processes):
-                    mine, its = Pipe()
-                    self._connections.append(mine)
-                    channels.append(theirs.enter_context(its).fileno())
-                self._group.start(
-                    lambda index: [*command, *self._folder_options(index, session.cached)],
-                    lambda index: {
-                        "MYLIB_TESTING_CHANNEL": str(channels[index]),
-                        # The processes can import what this one can.
-                        "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
-                    },
-                    without=VARIABLES if session.sent["coverage"] else (),
-                    cwd=session.directory,
-                    keep=lambda index: [channels[index], *session.sent["terminal"]],
-                )
-            beginning = {
-                **session.sent,
-                "processes": topology.processes,
-                "coordinator": self._group.coordinator,
-                "another coordinator": self._group.another_coordinator,
-                "folder": str(self._group.folder),
-            }
             for index in range(topology.processes):
-                self.tell(index, {**beginning, "index": index})
+                self._start(index, session)
             limit = _START + _START_EACH * topology.processes
             trouble = self._all_say("ready", limit)
             if trouble:
@@ -138,11 +112,34 @@ class Pool:
             self.kill()
             raise
 
-    def _folder_options(self, index: int, cached: bool) -> list[str]:
-        """Options that give a process's pytest its own folders."""
-        folder = self._group.folder
-        cache = ["-o", f"cache_dir={folder / f'cache{index}'}"] if cached else []
-        return [f"--basetemp={folder / f'tmp{index}'}", *cache]
+    def _start(self, index: int, session: Session) -> None:
+        group = self._group
+        # Each has its own folders.
+        options = [f"--basetemp={group.folder / f'tmp{index}'}"]
+        options += ["-o", f"cache_dir={group.folder / f'cache{index}'}"] if session.cached else []
+        mine, its = Pipe()
+        self._connections.append(mine)
+        with its:
+            group.start(
+                # -P: don't import from the current folder.
+                [sys.executable, "-P", "-m", "pytest", *session.arguments, *options],
+                {
+                    "MYLIB_TESTING_CHANNEL": str(its.fileno()),
+                    # The processes can import what this one can.
+                    "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
+                },
+                without=VARIABLES if session.sent["coverage"] else (),
+                cwd=session.directory,
+                keep=[its.fileno(), *session.sent["terminal"]],
+            )
+        beginning = {
+            "index": index,
+            "processes": self.topology.processes,
+            "coordinator": group.coordinator,
+            "another coordinator": group.another_coordinator,
+            "folder": str(group.folder),
+        }
+        self.tell(index, session.sent | beginning)
 
     def run(
         self,
