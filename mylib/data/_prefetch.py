@@ -32,7 +32,7 @@ class Prefetch(Iterator[Any]):
         self._process = os.getpid()
         self._iterator: Any = None
         self._feed: Feed | None = None
-        self._is_over = self._is_lost = self._is_closed = False
+        self._is_over = self._is_lost = False
         self._taking = threading.Lock()
         self._state: Any = None
         self._clock = Clock()
@@ -70,7 +70,7 @@ class Prefetch(Iterator[Any]):
         return item.batch
 
     def __len__(self) -> int:
-        if self._is_closed:
+        if self._source is None:
             raise TypeError("batches that have been closed have no len()")
         return len(self._source)
 
@@ -92,7 +92,6 @@ class Prefetch(Iterator[Any]):
         source, it ends when that returns.
         """
         self._end()
-        self._is_closed = True
         self._iterator = self._source = None
 
     @property
@@ -157,7 +156,7 @@ class Prefetch(Iterator[Any]):
     def _iterated(self) -> Any:
         # In the consumer's thread, usually the main one, because some sources start processes.
         if self._iterator is None:
-            if self._is_closed:
+            if self._source is None:
                 raise ValueError("these batches have been closed")
             self._iterator = iter(self._source)
         return self._iterator
