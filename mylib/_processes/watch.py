@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from .._compat import CoordinationClient, coordination_client
+from .._compat import CoordinationClient, coordination_client, values_by_process
 from .circle import Waiting, circle_before
 from .groups import members, text_of
 from .order import NOTHING, Lane, TransferError, Turn, lane_name
@@ -153,7 +153,7 @@ class Watch:
     def _exchange(self) -> None:
         lanes = self._known_lanes()
         peers = {peer for lane in lanes for peer in lane.neighbours}
-        accounts = self._read(f"{_ACCOUNTS}/{self.me}/") if peers else {}
+        accounts = self._read(f"{_ACCOUNTS}/{self.me}") if peers else {}
         for peer in peers:
             theirs = accounts.get(peer, {"failures": {}, "lanes": {}})
             for who, text in theirs["failures"].items():
@@ -178,7 +178,7 @@ class Watch:
         now = time.monotonic()
         if mine is None or now < self._reads_next:
             return
-        waiting = {who: Waiting(*x) for who, x in self._read(f"{_WAITING}/").items() if x}
+        waiting = {who: Waiting(*x) for who, x in self._read(_WAITING).items() if x}
         self._reads_next = now + len(waiting) / _READ
         waiting[self.me] = mine
         if wrong := circle_before(self.me, waiting):
@@ -202,8 +202,8 @@ class Watch:
         return Waiting(*at, done | {lane.name: lane.done(since) for lane in lanes}) if at else None
 
     def _read(self, place: str) -> dict[int, Any]:
-        found = self.client.key_value_dir_get(place)
-        return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
+        found = values_by_process(self.client, place)
+        return {index: json.loads(text) for index, text in found.items()}
 
     def _tell(self, key: str, told: Any) -> None:
         if told != self._told.get(key):
