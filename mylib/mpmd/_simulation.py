@@ -19,29 +19,20 @@ def simulate(
     """What each mesh has done once none can continue: all of its row, unless it is stuck."""
     ends: dict[Action, tuple[float, int]] = {}
     done: list[list[Timed]] = [[] for _ in rows]
-
-    def start_of(action: Action, mesh: int) -> float | None:
-        """When its mesh is free and all that it needs is there; None while something is not."""
-        start = done[mesh][-1][1] if done[mesh] else 0.0
-        for needed in needs(action):
-            if needed not in ends:
-                return None
-            end, other = ends[needed]
-            start = max(start, end if other == mesh else end + send)
-        return start
-
     moved = True
     while moved:
         moved = False
         for mesh, row in enumerate(rows):
-            while len(done[mesh]) < len(row):
-                action = row[len(done[mesh])]
-                start = start_of(action, mesh)
-                if start is None:
+            free = done[mesh][-1][1] if done[mesh] else 0.0
+            for action in row[len(done[mesh]) :]:
+                needed = list(needs(action))
+                if not ends.keys() >= set(needed):
                     break
-                end = start + duration(action)
-                done[mesh].append((start, end, action))
-                ends.setdefault(action, (end, mesh))
+                made = [ends[x] for x in needed]
+                start = max([free, *(end if other == mesh else end + send for end, other in made)])
+                free = start + duration(action)
+                done[mesh].append((start, free, action))
+                ends.setdefault(action, (free, mesh))
                 moved = True
     return done
 

@@ -24,7 +24,10 @@ def tied_groups(
     groups: list[list[Place]] = []
     for n, pair in enumerate(tied):
         one, other = (_places(where, modules) for where in pair)
-        faults += _tie_faults(f"tied[{n}]", one, other, modules)
+        faults += [
+            because(reason, _FIX, "one parameter in two places", f"tied[{n}]")
+            for reason in _unequal(one, other, modules)
+        ]
         if not faults:
             for places in zip(one, other, strict=True):
                 _join(groups, places)
@@ -41,29 +44,24 @@ def _places(where: Where, modules: Sequence[Module]) -> list[Place]:
     return [places[id(x)] for x in jax.tree.leaves(where(marked)) if id(x) in places]
 
 
-def _tie_faults(
-    name: str, one: list[Place], other: list[Place], modules: Sequence[Module]
-) -> Iterator[Fault]:
-    def struct(place: Place) -> Struct:
-        return modules[place[0]].form.structs[place[1]]
+_FIX = "give two functions of the stages, whose arrays have equal shapes and dtypes"
 
-    request = "one parameter in two places"
-    fix = "give two functions of the stages, whose arrays have equal shapes and dtypes"
+
+def _unequal(one: list[Place], other: list[Place], modules: Sequence[Module]) -> Iterator[str]:
+    """Why the arrays in these places can't be one parameter."""
     if len(one) != len(other) or not one:
-        reason = f"the first function takes {len(one)} arrays, and the second {len(other)}"
-        yield because(reason, fix, request, name)
+        yield f"the first function takes {len(one)} arrays, and the second {len(other)}"
         return
     for x, y in zip(one, other, strict=True):
-        a, b = struct(x), struct(y)
+        a, b = (modules[stage].form.structs[i] for stage, i in (x, y))
         if a.shape != b.shape or a.dtype != b.dtype:
-            reason = (
+            yield (
                 f"stages[{x[0]}] has {a.dtype}{a.shape}, and stages[{y[0]}] has {b.dtype}{b.shape}"
             )
-            yield because(reason, fix, request, name)
         if x == y:
-            yield because("both are the same array", fix, request, name)
+            yield "both are the same array"
         if not is_floating(a):
-            yield because("integers have no gradient", fix, request, name)
+            yield "integers have no gradient"
 
 
 def _join(groups: list[list[Place]], places: Sequence[Place]) -> None:
