@@ -186,23 +186,16 @@ class Lane:
 
     def _late(self, peer: int) -> str | None:
         limit, now = patience(), time.monotonic()
-        gives, takes = self._gives.values(), self._takes.values()
-        for one in takes:
-            if one.call.number <= self._told["ready"]:
+        takes = [(one, "waits for", "has not sent it") for one in self._takes.values()]
+        gives = [(one, "sends", "has not asked for it") for one in self._gives.values()]
+        for one, does, lacks in takes + gives:
+            is_late = one.call.number > self._told["count"] and now - one.since > limit
+            if does == "waits for" and one.call.number <= self._told["ready"]:
                 one.sent = one.sent or now
-
-        def not_made(one: Pending) -> bool:
-            return one.call.number > self._told["count"] and now - one.since > limit
-
-        lost = (x for x in takes if x.sent is not None and now - x.sent > limit)
-        for late, does, lacks in (
-            (filter(not_made, takes), "waits for", "has not sent it within"),
-            (filter(not_made, gives), "sends", "has not asked for it within"),
-            (lost, "waits for", "sent it, but it has not arrived within"),
-        ):
-            for one in late:
+                is_late, lacks = now - one.sent > limit, "sent it, but it has not arrived"
+            if is_late:
                 return (
-                    f"process {self.me} {does} {one.call.text}, but process {peer} {lacks} "
+                    f"process {self.me} {does} {one.call.text}, but process {peer} {lacks} within "
                     f"{limit:g} s. All processes must make the same transfers. If one is slow, set "
                     "MYLIB_EXCHANGE_TIMEOUT to more seconds"
                 )
