@@ -224,10 +224,9 @@ class Settings:
 
 
 def _fill(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> None:
-    going = True
     try:
-        while going and buffer.wait_for_room():
-            going = _fill_one(maker, buffer, channel)
+        while buffer.wait_for_room() and _fill_one(maker, buffer, channel):
+            pass
     finally:
         channel.end()
 
@@ -253,13 +252,13 @@ def _fill_one(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> bool:
 def _made(maker: _Maker) -> Item | None:
     try:
         return maker.make()
-    except BaseException as error:
-        if not isinstance(error, StopIteration):
-            return Item(is_last=True, error=error)
-        # A loop would take StopIteration as its end.
+    except StopIteration as error:
+        # A loop would take it as its end.
         caused = RuntimeError("a batch could not be made")
         caused.__cause__ = error
         return Item(is_last=True, error=caused)
+    except BaseException as error:
+        return Item(is_last=True, error=error)
 
 
 @dataclass(frozen=True)
