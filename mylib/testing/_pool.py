@@ -156,8 +156,7 @@ class Pool:
         run = _RunningTest(self, timeout, grace)
         for index in range(self.topology.processes):
             message = {"do": "test", "test": test, "following": following, "number": self._tests}
-            if not self.tell(index, message):
-                run.died(index)
+            self.tell(index, message)
         run.follow()
         return self._judge(run)
 
@@ -186,9 +185,7 @@ class Pool:
         the others don't have.
         """
         for index in range(self.topology.processes):
-            message = {"do": "step", "number": self._tests, "timeout": _IN_STEP}
-            if not self.tell(index, message):
-                return f"process {index} has gone"
+            self.tell(index, {"do": "step", "number": self._tests, "timeout": _IN_STEP})
         return self._all_say("step", _IN_STEP + 1)
 
     def _look_at(self, outcomes: Sequence[Outcome]) -> None:
@@ -222,12 +219,10 @@ class Pool:
         for connection in self._connections:
             connection.close()
 
-    def tell(self, index: int, message: dict[str, Any]) -> bool:
-        try:
+    def tell(self, index: int, message: dict[str, Any]) -> None:
+        # If the process is gone, `hear` says so.
+        with contextlib.suppress(OSError):
             self._connections[index].send_bytes(json.dumps(message).encode())
-        except OSError:
-            return False
-        return True
 
     def _all_say(self, event: str, timeout: float) -> str | None:
         """Waits until all processes have sent `event`. Returns the reason if they haven't, or the
@@ -326,11 +321,9 @@ class _RunningTest:
 
     def _heard(self, index: int, message: dict[str, Any]) -> None:
         outcome = self.outcomes[index]
+        self.printed[index] = message.get("printed", self.printed[index])
         match message["say"]:
-            case "started":
-                self.printed[index] = message["printed"]
             case "report":
-                self.printed[index] = message["printed"]
                 outcome.reports.append(message["report"])
                 if message["report"]["outcome"] == "failed":
                     self._failed(outcome)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import pytest
-from _pytest.runner import runtestprotocol
+from _pytest import runner
 
 from .._compat import names
 
@@ -38,10 +38,7 @@ class OneOfSeveral:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         # Before plugins that rerun a test or fork a process for it: they would do so in one of the
         # processes, without the others.
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        runtestprotocol(item, nextitem=nextitem)
-        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-        return True
+        return runner.pytest_runtest_protocol(item, nextitem)
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self) -> bool:

@@ -253,17 +253,10 @@ def report_of(
     duration: float = 0.0,
     **more: Any,
 ) -> pytest.TestReport:
+    keywords: Any = dict.fromkeys(item.keywords, 1)
+    times = {"duration": duration, "start": start, "stop": start + duration}
     return pytest.TestReport(
-        nodeid=item.nodeid,
-        location=item.location,
-        keywords={name: 1 for name in item.keywords},
-        outcome=outcome,
-        longrepr=text,
-        when=when,
-        duration=duration,
-        start=start,
-        stop=start + duration,
-        **more,
+        item.nodeid, item.location, keywords, outcome, text, when, **times, **more
     )
 
 
