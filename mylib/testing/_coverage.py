@@ -26,9 +26,8 @@ class Coverage:
 
     def __init__(self, config: "pytest.Config", guard: Guard) -> None:
         plugin: Any = config.pluginmanager.getplugin("_cov")
-        controller = getattr(plugin, "cov_controller", None)
         # None without `--cov`, or with `--no-cov`.
-        self._session: Any = getattr(controller, "cov", None)
+        self._session: Any = getattr(getattr(plugin, "cov_controller", None), "cov", None)
         self.settings: dict[str, Any] | None = None
         if self._session is None:
             return

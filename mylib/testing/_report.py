@@ -17,6 +17,7 @@ Only this module decides what "some failed, some were skipped, one died" means:
 
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -93,14 +94,6 @@ class Merger:
             self._late = f"after {timeout:g} s"
         else:
             self._late = f"{grace:g} s after the first failure"
-        hook = item.config.hook
-        self._reports = {
-            o.index: [
-                hook.pytest_report_from_serializable(config=item.config, data=data)
-                for data in o.reports
-            ]
-            for o in result.outcomes
-        }
 
     def reports(self) -> list[pytest.TestReport]:
         merged = [self.merge(group) for group in self.by_phase()]
@@ -122,13 +115,15 @@ class Merger:
 
     def by_phase(self) -> list[dict[int, pytest.TestReport]]:
         """The processes' reports by phase, and by subtest in it."""
+        config = self._item.config
         phases: dict[Any, dict[int, pytest.TestReport]] = {}
-        for index, reports in self._reports.items():
-            times: dict[Any, int] = {}
-            for report in reports:
+        for outcome in self._result.outcomes:
+            times: Counter[Any] = Counter()
+            for data in outcome.reports:
+                report = config.hook.pytest_report_from_serializable(config=config, data=data)
                 name = (report.when, repr(getattr(report, "context", None)))
-                times[name] = times.get(name, 0) + 1
-                phases.setdefault((*name, times[name]), {})[index] = report
+                times[name] += 1
+                phases.setdefault((*name, times[name]), {})[outcome.index] = report
         return [phases[key] for key in sorted(phases, key=lambda key: _PLACES.get(key[0], 1))]
 
     def merge(self, reports: dict[int, pytest.TestReport]) -> pytest.TestReport:
