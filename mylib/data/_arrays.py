@@ -21,16 +21,13 @@ def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list
     are `named` to NumPy arrays. Returns the batch, the positions of those numbers, and the faults
     of the names.
     """
-    if not named:
-        return jtu.tree_map_with_path(_as_numpy, batch), set(), []
     paths_and_leaves, treedef = jtu.tree_flatten_with_path(batch)
     paths = [path for path, _ in paths_and_leaves]
     leaves = [_as_numpy(path, x) for path, x in paths_and_leaves]
-    texts = [joined(parts_of(path)) for path in paths]
     numbers: set[int] = set()
     faults: list[Fault] = []
     for pattern in named:
-        matching = [i for i, text in enumerate(texts) if pattern.ends(text)]
+        matching = [i for i, x in enumerate(paths) if pattern.ends(joined(parts_of(x)))]
         if not matching:
             fix = f"its leaves are {', '.join(map(name_of, paths[:8]))}"
             reason = "no leaf of the batch has that name"
