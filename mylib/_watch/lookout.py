@@ -105,10 +105,10 @@ class Lookout:
         if self.pauses:
             faulthandler.cancel_dump_traceback_later()
             return
-        if sys.__stderr__ is None:
-            return
-        with contextlib.suppress(OSError, RuntimeError, ValueError):  # it may be no file
-            faulthandler.dump_traceback_later(self.limit, file=sys.__stderr__)
+        stderr: Any = sys.__stderr__
+        # It may be None, or no file.
+        with contextlib.suppress(AttributeError, OSError, RuntimeError, ValueError):
+            faulthandler.dump_traceback_later(self.limit, file=stderr)
 
     def account(self, full: bool) -> Account:
         """That of this process."""

@@ -178,6 +178,12 @@ class Others:
         if before is None or before[0]["number"] != news["number"]:
             self._seen[index] = news, now
 
+    def _accounts(self, now: float) -> list[Account]:
+        """Those of all processes, as they tell them now."""
+        for i, news in self._bulletin.read("news").items():
+            self._observe(i, news, now)
+        return [self._account(i, now) for i in range(self._count)]
+
     def _account(self, index: int, now: float) -> Account:
         if index == self._me:
             return self._lookout.account(full=False)
@@ -195,9 +201,7 @@ class Others:
 
     def _judge(self, now: float) -> None:
         self._read = now
-        for i, news in self._bulletin.read("news").items():
-            self._observe(i, news, now)
-        accounts = [self._account(i, now) for i in range(self._count)]
+        accounts = self._accounts(now)
         self._oldest = max(x.age for x in accounts)
         if self._deadline is not None:
             self._answer(accounts, now)
@@ -244,12 +248,7 @@ class Others:
         if self._me == 0:
             # JAX ends the others in its own way when the service ends.
             until += _AFTER
-        while time.monotonic() < until and self._are_others_here():
+        while now < until and any(map(self._speaks, self._accounts(now)[1:])):
             time.sleep(_OFTEN / 2)
+            now = time.monotonic()
         leave_python()
-
-    def _are_others_here(self) -> bool:
-        now = time.monotonic()
-        for i, news in self._bulletin.read("news").items():
-            self._observe(i, news, now)
-        return any(self._speaks(self._account(i, now)) for i in range(1, self._count))

@@ -82,8 +82,7 @@ def findings(accounts: Sequence[Account]) -> list[str]:
         *_differences(come),
         *_gone(accounts),
         *_behind([x for x in come if not x.silent]),
-        *_in_callbacks(here),
-        *_in_loaders(here),
+        *_in_functions(here),
     ]
     return found or [*_places(here)]
 
@@ -155,12 +154,9 @@ _NAMES = {
 }
 
 
-def _in_callbacks(here: Sequence[Account]) -> Iterator[str]:
+def _in_functions(here: Sequence[Account]) -> Iterator[str]:
     for where, who in _by(here, lambda x: x.record.get("callback") or None):
         yield f"a callback of {named(who)} has not returned: it is at {where}"
-
-
-def _in_loaders(here: Sequence[Account]) -> Iterator[str]:
     for where, who in _by(here, lambda x: x.record.get("loader") or None):
         yield f"the loader of {named(who)} has not made its next batch: it is at {where}"
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 
 from .. import _watched
 from .._errors import in_words
@@ -37,12 +36,7 @@ class Watching:
         _watched.record = self._record
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _watched.record = None
         lookout, self._lookout = self._lookout, None
         if lookout is not None:
