@@ -4,7 +4,6 @@ Imports neither JAX nor pytest: the parent must not take its processes' devices.
 """
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,10 +96,8 @@ def chips(platform: str) -> list[str]:
 
 
 def _numbered(folder: str, prefix: str) -> list[str]:
-    pattern = re.compile(re.escape(prefix) + r"(\d+)")
-    names = os.listdir(folder) if Path(folder).is_dir() else []
-    numbers = [int(m[1]) for name in names if (m := pattern.fullmatch(name))]
-    return [str(n) for n in sorted(numbers)]
+    names = (path.name.removeprefix(prefix) for path in Path(folder).glob(f"{prefix}*"))
+    return sorted(filter(str.isdigit, names), key=int)
 
 
 def environment(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
