@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr
 
 from .._compat import names, opened, without_dead_code
-from .._programs import bind_as, in_place_of, interpret, jaxprs_in
+from .._programs import bind_as, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 
 # Variables and literals of a jaxpr.
@@ -23,26 +24,13 @@ class Piece:
     `gives`. A piece returns its results, then the residuals for later pieces.
     """
 
-    eqns: tuple[Any, ...]
     takes: tuple[Var, ...]
     gives: tuple[Atom, ...]
-    constants: dict[Var, Any]
-    # For results of barriers in earlier pieces: what the barrier was given.
-    same: dict[Var, Atom]
+    eqns: list[Any]
+    program: Any
 
     def __call__(self, *args: Any) -> list[Any]:
-        values = {**self.constants, **dict(zip(self.takes, args, strict=True))}
-
-        def read(x: Atom) -> Any:
-            while not _is_literal(x) and x in self.same:
-                x = self.same[x]
-            return x.val if _is_literal(x) else values[x]
-
-        for eqn in self.eqns:
-            with in_place_of(eqn):
-                made = bind_as(eqn, [read(x) for x in eqn.invars])
-            values.update(zip(eqn.outvars, made, strict=True))
-        return [read(x) for x in self.gives]
+        return interpret(self.program, args)
 
 
 def flattened(fun: Callable[..., Any], *args: Any) -> Any:
@@ -130,6 +118,7 @@ class _Cut:
     eqns: set[int]
     new: set[int]
     takes: list[Var]
+    # For results of barriers in earlier pieces: what the barrier was given.
     same: dict[Var, Atom]
 
 
@@ -137,9 +126,9 @@ class _Dependencies:
     """Which equations need which."""
 
     def __init__(self, program: Any, kept: Iterable[Var]):
-        jaxpr = opened(program)
-        self.eqns = jaxpr.eqns
-        self.constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        self.program = program
+        self.eqns = opened(program).eqns
+        self.constants = set(opened(program).constvars)
         self.maker = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.outvars}
         self.cheap = self._cheap(kept)
 
@@ -193,9 +182,19 @@ class _Dependencies:
         return _Cut(goal, eqns, eqns - done, list(takes), same)
 
     def piece(self, cut: _Cut, crossing: Sequence[Var]) -> Piece:
-        eqns = tuple(self.eqns[i] for i in sorted(cut.eqns))
+        def source(x: Atom) -> Atom:
+            while not _is_literal(x) and x in cut.same:
+                x = cut.same[x]
+            return x
+
         gives = (*cut.goal, *crossing)
-        return Piece(eqns, tuple(cut.takes), gives, self.constants, cut.same)
+        eqns = [self.eqns[i] for i in sorted(cut.eqns)]
+        jaxpr = opened(self.program).replace(
+            invars=cut.takes,
+            outvars=list(map(source, gives)),
+            eqns=[eqn.replace(invars=list(map(source, eqn.invars))) for eqn in eqns],
+        )
+        return Piece(tuple(cut.takes), gives, eqns, ClosedJaxpr(jaxpr, self.program.consts))
 
 
 # These communicate, so only parameters are moved again.
