@@ -3,6 +3,7 @@
 import functools
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from .._errors import PlacementError, in_words
@@ -63,11 +64,9 @@ def settle_end(tail: Tail, meet: Meet) -> None:
 
 def settle_failure(error: Exception, tail: Tail, meet: Meet) -> None:
     """Reports to the other processes why there is no batch."""
-    try:
+    # Perhaps no other process is waiting.
+    with suppress(TimeoutError):
         meet(json.dumps({"failed": in_words(error)}), functools.partial(_judge, tail))
-    except TimeoutError:
-        # No other process is waiting.
-        pass
 
 
 def farewell(process: int, error: BaseException) -> str:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 
 import jax
 
@@ -144,8 +145,6 @@ class Channel:
 
     def _quietly(self, tell: Callable[[], object]) -> None:
         if len(self.processes) > 1 and coordination_client() is not None:
-            try:
+            # If the service is gone, processes waiting there have had an error of their own.
+            with suppress(jax.errors.JaxRuntimeError):
                 tell()
-            except jax.errors.JaxRuntimeError:
-                # The service is gone: processes waiting there have had an error of their own.
-                pass

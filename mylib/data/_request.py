@@ -16,7 +16,6 @@ from ._rows import no_device, rules_in, shardings_in
 
 Tail = Literal["error", "drop", "pad"]
 _TAILS = get_args(Tail)
-_FLAGS = (None, True, False)
 
 
 @dataclass
@@ -57,7 +56,7 @@ def request_of(
     names = tuple(arrays) if isinstance(arrays, Iterable) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(f"arrays={arrays!r}: write a sequence of names, such as ['lr']")
-    if not all(any(flag is known for known in _FLAGS) for flag in (may_alias, check)):
+    if not all(isinstance(flag, bool | None) for flag in (may_alias, check)):
         flags = f"may_alias={may_alias!r}, check={check!r}"
         raise TypeError(f"{flags}: each is True or False, for the whole batch")
     patterns = tuple(map(Pattern, names))
