@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -122,13 +123,11 @@ class Watch:
                 if time.monotonic() - self._exchanged < _EXCHANGE and not self._ended:
                     continue
             self._exchanged = time.monotonic()
-            try:
+            # If the service does not answer, JAX itself ends the processes that have lost it.
+            with suppress(jax.errors.JaxRuntimeError):
                 self._exchange()
                 if self.also is not None:
                     self.also()
-            except jax.errors.JaxRuntimeError:
-                # The service does not answer. JAX itself ends processes that have lost it.
-                pass
             if coordination_client() is not self.client:
                 return  # the processes have parted
             with self._lock:
