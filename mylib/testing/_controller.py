@@ -95,7 +95,7 @@ class Controller:
         start = time.time()
         request = given_to(item)
         try:
-            topology = request.topology(platform_of(self._config))
+            topology = request.topology(self._config.option.multihost_platform)
             pool = self._pool(topology, item if request.fresh else None, anew=anew)
         except Unavailable as reason:
             path, line, _ = item.location
@@ -146,7 +146,8 @@ class Controller:
 
     def _asks_for(self, item: pytest.Item, topology: Topology) -> bool:
         try:
-            return given_to(item).topology(platform_of(self._config)) == topology
+            default = self._config.option.multihost_platform
+            return given_to(item).topology(default) == topology
         except Unavailable:
             return False
 
@@ -344,10 +345,6 @@ def _name_of(item: pytest.Item) -> str:
     """The name of a test in its processes. pytest-xdist adds groups to `nodeid` here."""
     assert item.parent is not None
     return f"{item.parent.nodeid}::{item.name}"
-
-
-def platform_of(config: pytest.Config) -> str:
-    return config.option.multihost_platform
 
 
 def _is_passed_on(name: str, value: Any) -> bool:

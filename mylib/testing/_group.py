@@ -48,12 +48,9 @@ class Guard:
 
     def tell(self, line: str) -> None:
         """`+12` to watch a process group, `-12` to forget it, `/tmp/a` to remove a folder."""
-        stdin = self._process.stdin
-        assert stdin is not None
         # If the guard was killed, tests must not fail.
         with contextlib.suppress(OSError):
-            stdin.write(line + "\n")
-            stdin.flush()
+            print(line, file=self._process.stdin, flush=True)
 
     def close(self) -> None:
         assert self._process.stdin is not None
