@@ -6,7 +6,6 @@ before pytest-cov reports. No files of processes appear in the user's folder.
 """
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -41,22 +40,13 @@ class Coverage:
         }
 
     def collect(self) -> None:
-        """Adds the processes' measurements to the session's data."""
-        if self._session is None:
-            return
-        from coverage import CoverageData
-        from coverage.exceptions import CoverageException
-
-        for path in sorted(self._folder.glob("data.*")):
-            measured = CoverageData(str(path))
-            try:
-                measured.read()
-                self._session.get_data().update(measured)
-            except CoverageException as error:
-                # The process was killed while writing it.
-                sys.stderr.write(f"mylib.testing: a process's coverage is lost: {error}\n")
-            finally:
-                measured.close()
+        """Adds the processes' measurements to the session's data, with a warning for each file that
+        a process was killed while writing.
+        """
+        if self._session is not None:
+            # Without any files it would look for those of the user.
+            if files := [str(path) for path in self._folder.glob("data.*")]:
+                self._session.combine(files)
 
     def end(self) -> None:
         if self._session is not None:
