@@ -188,10 +188,12 @@ class Lane:
         limit, now = patience(), time.monotonic()
         takes = [(one, "waits for", "has not sent it") for one in self._takes.values()]
         gives = [(one, "sends", "has not asked for it") for one in self._gives.values()]
+        for one, *_ in takes:
+            if one.call.number <= self._told["ready"]:
+                one.sent = one.sent or now
         for one, does, lacks in takes + gives:
             is_late = one.call.number > self._told["count"] and now - one.since > limit
-            if does == "waits for" and one.call.number <= self._told["ready"]:
-                one.sent = one.sent or now
+            if one.sent is not None:
                 is_late, lacks = now - one.sent > limit, "sent it, but it has not arrived"
             if is_late:
                 return (
