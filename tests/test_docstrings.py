@@ -50,7 +50,7 @@ def _public(module):
 
 # What results hold: nobody writes these names.
 _RESULTS = (
-    *(_audit.Estimate, _audit.Parameter, _audit.ProgramMemory, _audit.Work),
+    *(_audit.Estimate, _audit.Parameter, _audit.Work),
     *(_plan.Candidate, _show.Move, _show.Row),
 )
 _NAMES = {path: value for module in _MODULES for path, value in _public(module)} | {

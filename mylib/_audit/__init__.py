@@ -1,6 +1,5 @@
 """`audit`: what a compiled program communicates, and what it holds."""
 
-from .as_written import as_written as as_written
 from .attribution import (
     callbacks_of as callbacks_of,
     kernels_of_cudnn as kernels_of_cudnn,
@@ -8,8 +7,9 @@ from .attribution import (
 )
 from .audit import audit as audit, report_of as report_of
 from .groups import Axes as Axes, Groups as Groups, axis_of as axis_of
+from .hlo import HloModule as HloModule
 from .links import Message as Message, seconds as seconds
-from .memory import ProgramMemory as ProgramMemory
+from .memory import memory_of as memory_of
 from .report import (
     Collective as Collective,
     Contract as Contract,

@@ -200,26 +200,21 @@ def _is_moved(x: Instruction) -> bool:
     return x.opcode.removesuffix("-start").removesuffix("-done") in _MOVED
 
 
-def callbacks_of(text: str) -> list[str]:
+def callbacks_of(program: HloModule) -> list[str]:
     """The functions of Python that a compiled program calls, by their primitives and lines."""
-    return _told(text, lambda x: x.target in CALLBACKS)
+    return _told(program, lambda x: x.target in CALLBACKS)
 
 
-def kernels_of_cudnn(text: str) -> list[str]:
-    return _told(text, lambda x: x.target.startswith(CUDNN))
+def kernels_of_cudnn(program: HloModule) -> list[str]:
+    return _told(program, lambda x: x.target.startswith(CUDNN))
 
 
-def products_by_triton(text: str) -> list[str]:
-    return _told(text, lambda x: PRODUCT_BY_TRITON.search(x.attributes) is not None)
+def products_by_triton(program: HloModule) -> list[str]:
+    return _told(program, lambda x: PRODUCT_BY_TRITON.search(x.attributes) is not None)
 
 
-def _told(text: str, chosen: Callable[[Instruction], bool]) -> list[str]:
-    """Some instructions of a compiled program, by their primitives and lines."""
-    lines = (
-        line_and_primitive(x)
-        for computation in HloModule(text).computations.values()
-        for x in computation.instructions
-        if chosen(x)
-    )
+def _told(program: HloModule, chosen: Callable[[Instruction], bool]) -> list[str]:
+    """Some instructions of a program, by their primitives and lines."""
+    lines = (line_and_primitive(x) for x in program.instructions() if chosen(x))
     told = (f"{primitive} at {line}" if line else primitive for line, primitive in lines)
     return list(dict.fromkeys(told))

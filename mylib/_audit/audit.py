@@ -14,13 +14,13 @@ from .._placement import axis_names, entries_of
 from .._products import products_in
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
-from .as_written import as_written
+from .as_written import read
 from .attribution import Names, gradients_of, is_gradient, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
 from .groups import Axes, axes_in
 from .hlo import Array, HloModule
-from .memory import ProgramMemory
+from .memory import memory_of
 from .report import Collective, Parameter, Report
 from .work import Work, work_of
 
@@ -81,42 +81,44 @@ def audit(
         ```
     """
     program: Any = fun
-    names, traced = _plain, None
+    names, traced, lowered = _plain, None, None
     compiled = isinstance(getattr(fun, "compiled", fun), jax.stages.Compiled)
     if compiled or isinstance(fun, str) or hasattr(fun, "as_text"):
         if args or kwargs:
             raise TypeError("audit: what is compiled already takes no arguments")
     elif hasattr(fun, "trace"):  # of jax.jit
         traced = program.trace(*args, **kwargs)
-        program, traced = _compiled_as_written(traced.lower()), traced.jaxpr
+        lowered = traced.lower()
     elif hasattr(fun, "lower"):
         lowered = program.lower(*args, **kwargs)
-        program = lowered.compile()
-        if not hasattr(program, "audit"):
-            program = as_written(lowered.lowered, program.compiled)
         names = _names_of_equinox(fun, args, kwargs) if is_filter_jit(fun) else _plain
     elif callable(fun):
-        program, names, traced = _compiled(fun, args, kwargs)
+        traced, names = _traced(fun, args, kwargs)
+        lowered = traced.lower()
     else:
         raise TypeError(
             f"audit: a {type(fun).__name__} is no function and no compiled program. Give the "
             "function and its arguments, audit(step, batch, model), not what it returned"
         )
+    if lowered is not None:
+        program = lowered.compile()
     if hasattr(program, "audit"):
         return program.audit(mesh=mesh, local=local)
     text_or_compiled = getattr(program, "compiled", program)
     if not isinstance(text_or_compiled, str | jax.stages.Compiled):
         kind = type(program).__name__
         raise TypeError(f"audit: compile it first: a {kind} is no compiled program")
-    return report_of(text_or_compiled, names, mesh=mesh, local=local, traced=traced)
+    jaxpr = None if traced is None else traced.jaxpr
+    lowered = getattr(lowered, "lowered", lowered)
+    return report_of(text_or_compiled, names, mesh=mesh, local=local, traced=jaxpr, lowered=lowered)
 
 
 def _plain(name: str) -> str:
     return name
 
 
-def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Names, Any]:
-    """A function, compiled for these arguments, their names, and the traced program."""
+def _traced(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Traced, Names]:
+    """A function, traced for these arguments, and their names."""
     bound = signature_of(fun).bind(*args, **kwargs)
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
@@ -130,13 +132,7 @@ def _compiled(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Compiled, Na
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
     paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
     name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
-    traced = jax.jit(called).trace(arrays)
-    program = _compiled_as_written(traced.lower())
-    return program, lambda name: name_of.get(name, name), traced.jaxpr
-
-
-def _compiled_as_written(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    return as_written(lowered, lowered.compile())
+    return jax.jit(called).trace(arrays), lambda name: name_of.get(name, name)
 
 
 def _called(path: Any) -> str:
@@ -186,12 +182,17 @@ def report_of(
     mesh: AnyMesh | None,
     local: Iterable[str],
     traced: Any = None,
+    lowered: jax.stages.Lowered | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Report:
     """`audit` for a compiled program. `names` maps the arguments' names in the program to their
-    paths; `traced` is the program before it was compiled, if it is known.
+    paths; `traced` and `lowered` are the program before it was compiled with these `options`, if
+    it is known.
     """
-    compiled = None if isinstance(program, str) else program
-    module = HloModule(program if isinstance(program, str) else program.as_text() or "")
+    if isinstance(program, str):
+        compiled, module = None, HloModule(program)
+    else:
+        compiled, module = read(program, lowered, options)
     meshes = [mesh] if mesh is not None else _meshes_of(compiled)
     candidates = [axes for axes in map(Axes.of, meshes) if axes.size == module.devices]
     if mesh is not None and not candidates and module.devices > 1:
@@ -207,7 +208,7 @@ def report_of(
     arguments = [Argument(p.path, p.shape, p.bytes) for p in parameters]
     return Report(
         collectives=tuple(_collective(i, t, flow, candidates, names) for i, t in enumerate(sent)),
-        memory=None if compiled is None else ProgramMemory.of(compiled, module, arguments),
+        memory=None if compiled is None else memory_of(compiled, module, arguments),
         axes=dict(zip(candidates[0].names, candidates[0].sizes, strict=True)) if candidates else {},
         name=module.name,
         parameters=parameters,

@@ -144,8 +144,7 @@ class _Walk:
                     self.channels.setdefault((opcode_of(t.first), channel), t.first)
             self.ends.update((id(x), i) for x in whole.ends)
         # If the program is differentiated, products without a phase are those of an optimiser.
-        every = (x for c in module.computations.values() for x in c.instructions)
-        phases = {phase_of(x.op_names) for x in every}
+        phases = {phase_of(x.op_names) for x in module.instructions()}
         self.phased = phases != {""}
         self.graph.differentiates = "backward" in phases
 

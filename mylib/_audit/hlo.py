@@ -341,13 +341,27 @@ class HloModule:
             lines: list[str] = []
             self._stacks[frame] = lines
             entry = self._fields("StackFrames", frame)
-            location = self._fields("FileLocations", entry.get("file_location_id", 0))
-            name = self._tables["FileNames"].get(location.get("file_name_id", 0), "")
-            if name:
-                lines.append(f"{name.strip(chr(34))}:{location.get('line', 0)}")
+            path, line = self._line(entry.get("file_location_id", 0))
+            lines += [f"{path}:{line}"] if path else []
             # The text numbers parents from 1, and 1 means none.
             lines += self._stack(entry["parent_frame_id"] - 1) if "parent_frame_id" in entry else []
         return self._stacks[frame]
+
+    def instructions(self) -> Iterator[Instruction]:
+        """Those of all computations."""
+        for computation in self.computations.values():
+            yield from computation.instructions
+
+    def origins(self) -> Iterator[tuple[str, str]]:
+        """Its lines of Python, as paths and numbers, and the names of its arguments."""
+        yield from map(self._line, self._tables["FileLocations"])
+        for x in self.entry.parameters.values():
+            yield from ((name, "") for name in x.op_names)
+
+    def _line(self, location: int) -> tuple[str, str]:
+        fields = self._fields("FileLocations", location)
+        path = self._tables["FileNames"].get(fields.get("file_name_id", 0), "")
+        return path.strip('"'), str(fields.get("line", 0))
 
     def _fields(self, table: str, row: int) -> dict[str, int]:
         pairs = re.findall(r"(\w+)=(\d+)", self._tables[table].get(row, ""))

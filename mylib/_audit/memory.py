@@ -1,89 +1,113 @@
 """The memory that a compiled program needs: the compiler's numbers, constants, and the peak."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import jax
+import jax.tree_util as jtu
+from jax.sharding import AbstractMesh
 
 from .._errors import AuditError
 from .._text import show_bytes, table
-from ..machines import Alive, Argument, Fit, Machine, Memory, memory_of
+from ..machines import Alive, Argument, Memory, largest
 from .attribution import primitive_of, source_of
 from .hlo import HloModule
 from .peak import Buffer, peak_of
 
 
-@dataclass(frozen=True)
-class ProgramMemory(Memory):
-    """The memory that a compiled program needs, in bytes a device: a [`mylib.machines.Memory`][],
-    with `total` and `fits(machine)`, and what is alive at the peak.
-
-    **Attributes:**
-
-    - `arguments`, `results`, `temporaries`, `aliased`, `code`, `constants`, `host`, `peak`,
-        `accepted`, `largest`: those of [`mylib.machines.Memory`][].
-    - `alive`: what is held at the peak besides arguments and constants, as a tuple of
-        [`mylib.machines.Alive`][], the largest first. None if that is unknown: it is found from the
-        order in which the program runs, and must account for `peak` within a tenth.
+def memory_of(
+    compiled: jax.stages.Compiled, program: HloModule | str, arguments: Sequence[Argument]
+) -> Memory:
+    """The memory of a `compiled` program, given its module or its text as `program`, and its
+    `arguments`.
     """
+    memory = _counted(compiled, program if isinstance(program, str) else program.text, arguments)
+    try:
+        at_peak = peak_of(HloModule(program) if isinstance(program, str) else program)
+    except AuditError:  # what isn't understood is unknown
+        return memory
+    counted = memory.arguments + memory.constants + at_peak.bytes
+    agrees = abs(counted - memory.peak) <= memory.peak * _WITHIN
+    return replace(memory, alive=_alive(at_peak.alive) if agrees else None)
 
-    alive: tuple[Alive, ...] | None = None
 
-    @classmethod
-    def of(
-        cls, compiled: jax.stages.Compiled, program: HloModule | str, arguments: Sequence[Argument]
-    ) -> "ProgramMemory":
-        """The memory of a `compiled` program, given its module or its text as `program`, and its
-        `arguments`.
-        """
-        text = program if isinstance(program, str) else program.text
-        memory = memory_of(compiled, arguments, text)
-        parts = {part.name: getattr(memory, part.name) for part in fields(memory)}
-        try:
-            at_peak = peak_of(HloModule(program) if isinstance(program, str) else program)
-        except AuditError:  # what isn't understood is unknown
-            return cls(**parts)
-        counted = memory.arguments + memory.constants + at_peak.bytes
-        agrees = abs(counted - memory.peak) <= memory.peak * _WITHIN
-        return cls(**parts, alive=_alive(at_peak.alive) if agrees else None)
+def _counted(compiled: jax.stages.Compiled, text: str, arguments: Sequence[Argument]) -> Memory:
+    stats: Any = compiled.memory_analysis()
+    if stats is None:
+        raise NotImplementedError("this compiler does not report how much memory a program needs")
+    constants = sum(_constants(text))
+    code = stats.generated_code_size_in_bytes
+    platform, kind = _compiled_for(compiled)
+    memory = Memory(
+        arguments=stats.argument_size_in_bytes,
+        results=stats.output_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        # The TPU's compiler counts constants as code.
+        code=max(0, code - constants) if code else 0,
+        constants=constants,
+        host=stats.host_argument_size_in_bytes
+        + stats.host_output_size_in_bytes
+        + stats.host_temp_size_in_bytes,
+        peak=0,
+        accepted=kind if platform == "tpu" else "",
+        largest=largest(arguments),
+    )
+    counted = stats.peak_memory_in_bytes if platform in ("gpu", "tpu") else memory.total
+    return replace(memory, peak=min(counted, memory.total))
 
-    def fits(self, machine: Machine) -> Fit:
-        """Whether it fits on each device of a `machine`; see [`mylib.machines.Memory`][]."""
-        return replace(super().fits(machine), temporaries=self.alive or ())
 
-    def held(self) -> dict[str, int]:
-        """The bytes that each device holds, by purpose."""
-        parts = {
-            "arguments": self.arguments,
-            "results": self.results,
-            "temporaries": self.temporaries,
-            "constants": self.constants,
-            "code": self.code,
-            "on the host": self.host,
-        }
-        return {name: size for name, size in parts.items() if size}
+def _compiled_for(compiled: jax.stages.Compiled) -> tuple[str, str]:
+    """The platform and the `device_kind` of its devices. They are unknown, so empty, if it has no
+    arguments and no results.
+    """
+    for sharding in jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings)):
+        if not isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+            device = next(iter(sharding.device_set))
+            return device.platform, device.device_kind
+    return "", ""
 
-    def at_the_peak(self) -> tuple[str, list[tuple[str, ...]]]:
-        """The largest arrays at the peak: a heading, and the rows of a table."""
-        counted = f"at the peak, XLA counts {show_bytes(self.peak)}"
-        rows = [
-            (show_bytes(x.bytes), x.arrays, x.primitive, x.source)
-            for x in (self.alive or ())[:_SHOWN]
-        ]
-        if self.alive is None:
-            return f"{counted}; what is held then is unknown", rows
-        listed_bytes = show_bytes(sum(x.bytes for x in self.alive))
-        return f"{counted}; by the schedule, {listed_bytes} of it besides arguments", rows
 
-    def lines(self) -> list[str]:
-        """The lines that it prints as."""
-        held = ", ".join(f"{name} {show_bytes(size)}" for name, size in self.held().items())
-        shared = (
-            f" ({show_bytes(self.aliased)} of them in donated arguments)" if self.aliased else ""
-        )
-        heading, rows = self.at_the_peak()
-        lines = [f"each device holds {held or 'nothing'}{shared}", heading + ":" * bool(rows)]
-        return [*lines, *(table(rows) if rows else [])]
+def _constants(text: str) -> Iterator[int]:
+    """The bytes of each constant array in a program."""
+    for dtype, shape in _CONSTANT.findall(text):
+        bits = 1 if dtype == "pred" else int(re.sub(r"^\D+(\d+).*", r"\1", dtype))
+        yield math.prod(int(size) for size in shape.split(",")) * max(bits, 8) // 8
+
+
+# Without scalars, whose memory is negligible.
+_CONSTANT = re.compile(r"= ([a-z]+\d*[a-z\d]*)\[([\d,]+)\]\S* constant\(")
+
+
+def held(memory: Memory) -> dict[str, int]:
+    """The bytes that each device holds, by purpose."""
+    names = "arguments", "results", "temporaries", "constants", "code", "host"
+    sizes = {name: getattr(memory, name) for name in names}
+    return {"on the host" if x == "host" else x: size for x, size in sizes.items() if size}
+
+
+def at_the_peak(memory: Memory) -> tuple[str, list[tuple[str, ...]]]:
+    """The largest arrays at the peak: a heading, and the rows of a table."""
+    counted = f"at the peak, XLA counts {show_bytes(memory.peak)}"
+    if memory.alive is None:
+        return f"{counted}; what is held then is unknown", []
+    listed_bytes = show_bytes(sum(x.bytes for x in memory.alive))
+    shown = memory.alive[:_SHOWN]
+    rows = [(show_bytes(x.bytes), x.arrays, x.primitive, x.source) for x in shown]
+    return f"{counted}; by the schedule, {listed_bytes} of it besides arguments", rows
+
+
+def lines_of(memory: Memory) -> list[str]:
+    """The lines that a report ends with."""
+    parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in held(memory).items())
+    aliased = show_bytes(memory.aliased)
+    shared = f" ({aliased} of them in donated arguments)" if memory.aliased else ""
+    heading, rows = at_the_peak(memory)
+    lines = [f"each device holds {parts or 'nothing'}{shared}", heading + ":" * bool(rows)]
+    return [*lines, *(table(rows) if rows else [])]
 
 
 _WITHIN = 0.1

@@ -69,9 +69,8 @@ def _key(x: Instruction) -> tuple[str, str]:
 
 def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str], Instruction]]:
     """The TPU's compiler starts a collective in one fusion, and waits for it in a later one."""
-    for computation in module.computations.values():
-        for x in computation.instructions:
-            if x.target == "AsyncCollectiveDone":
-                for y in x.inputs():
-                    if y.attribute("channel_id"):
-                        yield from ((_key(y), caller) for caller in _outermost(x))
+    for x in module.instructions():
+        if x.target == "AsyncCollectiveDone":
+            for y in x.inputs():
+                if y.attribute("channel_id"):
+                    yield from ((_key(y), caller) for caller in _outermost(x))

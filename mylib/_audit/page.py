@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from .._show import bar, html
 from .._text import show_bytes
-from .memory import ProgramMemory
+from ..machines import Memory
+from .memory import at_the_peak, held
 
 _NUMBERS = ("times", "bytes", "sent")
 
@@ -22,7 +23,7 @@ def report_page(
     notes: Sequence[str],
     columns: Sequence[str],
     rows: Sequence[Sent],
-    memory: ProgramMemory | None,
+    memory: Memory | None,
 ) -> str:
     parts = [html.tag("p", title, class_="strong")]
     parts += [html.tag("p", note.strip(), class_="faint") for note in notes]
@@ -50,14 +51,15 @@ def _heading_first(cells: Sequence[str]) -> list[str]:
     return [kind, times, *others]
 
 
-def _memory(memory: ProgramMemory) -> list[html.Html]:
-    held = memory.held()
-    most = max(held.values(), default=1)
+def _memory(memory: Memory) -> list[html.Html]:
+    parts_held = held(memory)
+    most = max(parts_held.values(), default=1)
     body = [
-        (name, show_bytes(size), bar(size / most, show_bytes(size))) for name, size in held.items()
+        (name, show_bytes(size), bar(size / most, show_bytes(size)))
+        for name, size in parts_held.items()
     ]
     parts = [html.table(("each device holds", "bytes", ""), body, numbers=[1])]
-    heading, largest = memory.at_the_peak()
+    heading, largest = at_the_peak(memory)
     parts.append(html.tag("p", heading, class_="faint"))
     rows = [(arrays, nbytes, *made_by) for nbytes, arrays, *made_by in largest]
     if rows:

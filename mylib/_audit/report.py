@@ -8,11 +8,11 @@ from typing import Any
 
 from .._errors import AuditError, folded
 from .._text import counted, listed, show_bytes, table
-from ..machines import Machine
+from ..machines import Machine, Memory
 from .flow import Flow
 from .groups import axis_of
 from .links import Message
-from .memory import ProgramMemory
+from .memory import lines_of
 from .opcodes import KINDS
 from .page import Sent, report_page
 from .roofline import Estimate, estimate
@@ -108,7 +108,7 @@ class Report:
     **Attributes:**
 
     - `collectives`: a tuple of [`mylib.Collective`][]s, one for each in the program.
-    - `memory`: a [`ProgramMemory`][mylib._audit.ProgramMemory]; None if only text was given.
+    - `memory`: a [`mylib.machines.Memory`][]; None if only text was given.
     - `axes`: the mesh axes and their sizes; empty if the mesh is unknown.
     - `name`: the name of the program.
     - `work`: a [`Work`][mylib._audit.Work]: how much is computed.
@@ -121,7 +121,7 @@ class Report:
     """
 
     collectives: tuple[Collective, ...]
-    memory: ProgramMemory | None
+    memory: Memory | None
     axes: dict[str, int]
     name: str
     parameters: tuple[Parameter, ...]
@@ -227,7 +227,7 @@ class Report:
         if self.collectives:
             lines += table([_COLUMNS, *map(_row, _by_layer(self.collectives))])
         lines += [_sum(self), *_divided(self)]
-        return "\n".join([*lines, *(self.memory.lines() if self.memory is not None else [])])
+        return "\n".join([*lines, *([] if self.memory is None else lines_of(self.memory))])
 
     def __repr__(self) -> str:
         return str(self)

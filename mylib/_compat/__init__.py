@@ -20,6 +20,7 @@ from .private import (
     batched as batched,
     break_connection as break_connection,
     closed_or_open as closed_or_open,
+    compilation_cache as compilation_cache,
     coordination_client as coordination_client,
     data_of_nodes as data_of_nodes,
     data_of_shards as data_of_shards,

@@ -712,6 +712,13 @@ def _unpickler(content: bytes, devices: Sequence[Any], loads: bool) -> Any:
     return Unpickler(io.BytesIO(content), devices[0].client, devices)
 
 
+def compilation_cache() -> str | None:
+    """Where JAX keeps compiled programs; None if it keeps none."""
+    options = jax.config.values
+    folder = options["jax_compilation_cache_dir"] or None
+    return folder if options["jax_enable_compilation_cache"] else None
+
+
 @contextmanager
 def names_in_cache_keys() -> Iterator[None]:
     """Programs that differ in names and lines alone are different ones to the compilation cache."""

@@ -10,15 +10,16 @@ import jax
 import jax.tree_util as jtu
 
 from .._audit import (
-    ProgramMemory,
+    HloModule,
     Report,
-    as_written,
     callbacks_of,
     kernels_of_cudnn,
+    memory_of,
     products_by_triton,
     report_of,
 )
 from .._compat import (
+    compilation_cache,
     deserialized,
     devices_of_lowered,
     host_callbacks,
@@ -35,6 +36,7 @@ from ..machines import (
     Argument,
     Fit,
     Machine,
+    Memory,
     about_kernels,
     arguments_of,
     out_of_memory,
@@ -137,9 +139,9 @@ class Compiled:
         self.compiled = compiled
 
     @functools.cached_property
-    def memory(self) -> ProgramMemory:
+    def memory(self) -> Memory:
         """The bytes that it needs on each device."""
-        return ProgramMemory.of(self.compiled, self.as_text(), self._origin.arguments)
+        return memory_of(self.compiled, self.as_text(), self._origin.arguments)
 
     def fits(self, machine: Machine) -> Fit:
         """Whether it fits into the memory of each device of a machine; see `Memory.fits`."""
@@ -163,10 +165,15 @@ class Compiled:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
         mesh = self._origin.program.mesh if mesh is None else mesh
         origin = self._origin
-        compiled = self.compiled
-        if self._file is None:
-            compiled = as_written(self._lowered, compiled, self._options)
-        report = report_of(compiled, origin.named, mesh=mesh, local=local, traced=origin.traced)
+        report = report_of(
+            self.compiled,
+            origin.named,
+            mesh=mesh,
+            local=local,
+            traced=origin.traced,
+            lowered=self._lowered if self._file is None else None,
+            options=self._options,
+        )
         origin.variant.collectives = report.collectives
         return report
 
@@ -188,7 +195,7 @@ class Compiled:
         name = self._origin.program.name
         if self._file is not None:
             raise SavedProgramError(f"{name} was read from {self._file}: copy that file")
-        if host_callbacks(self.compiled) and (found := callbacks_of(self.as_text())):
+        if host_callbacks(self.compiled) and (found := callbacks_of(HloModule(self.as_text()))):
             calls = "".join(f"\n  {x}" for x in found)
             raise SavedProgramError(
                 f"{name} can't be saved, as it calls functions of Python, which are not in its "
@@ -196,12 +203,12 @@ class Compiled:
             )
         device = devices_of_lowered(self._lowered)[0]
         if is_compile_only(device) and device.platform == "gpu":
-            _refuse_unmeasured(name, device.device_kind, self.as_text())
+            _refuse_unmeasured(name, device.device_kind, HloModule(self.as_text()))
         try:
             executable = serialized(self.compiled)
         except _NOT_SERIALISED as error:
             raise SavedProgramError(f"{name} can't be saved: {error}") from error
-        if jax.config.values["jax_compilation_cache_dir"] and lacks_code(self.compiled, executable):
+        if compilation_cache() is not None and lacks_code(self.compiled, executable):
             raise SavedProgramError(
                 f"{name} can't be saved: JAX has read it from its compilation cache, and XLA does "
                 "not write the code of a program for CPUs again. Before anything is compiled, "
@@ -231,9 +238,9 @@ class Compiled:
             raise
 
 
-def _refuse_unmeasured(name: str, kind: str, text: str) -> None:
+def _refuse_unmeasured(name: str, kind: str, program: HloModule) -> None:
     """`benchmarks/gpu.py` shows what becomes of such programs."""
-    cudnn, triton = kernels_of_cudnn(text), products_by_triton(text)
+    cudnn, triton = kernels_of_cudnn(program), products_by_triton(program)
     faults = [f"\n  {x}: by cuDNN, which fails when the program runs" for x in cudnn]
     faults += [f"\n  {x}: by Triton, 12 to 24 times as long as by cuBLAS" for x in triton]
     if not faults:

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
+from .._compat import compilation_cache
 from .._errors import MylibWarning, warn
 from .._saved import replace_file, versions
 from ..machines import Machine
@@ -19,10 +18,8 @@ from .trace import TracedStep
 
 def folder() -> Path | None:
     """Where JAX keeps programs, if it was told to, on a disk."""
-    options = jax.config.values
-    path = options["jax_compilation_cache_dir"]
-    is_on = path and options["jax_enable_compilation_cache"] and "://" not in path
-    return Path(path) if is_on else None
+    path = compilation_cache()
+    return None if path is None or "://" in path else Path(path)
 
 
 class CachedPlan:

@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 
-from .._audit import Contract, ProgramMemory, Report, bytes_of
+from .._audit import Contract, Report, bytes_of
 from .._text import counted, show_bytes
+from ..machines import Memory
 from ._roles import Roles, parts, size_of
 from ._text import (
     Axes,
@@ -142,7 +143,7 @@ def memory(**limits: Size) -> Contract:
 
     **Arguments:**
 
-    - `limits`: sizes, by the attributes of [`ProgramMemory`][mylib._audit.ProgramMemory]:
+    - `limits`: sizes, by the attributes of [`mylib.machines.Memory`][]:
         `memory(temporaries="400 MiB")`.
 
     **Returns:**
@@ -162,7 +163,7 @@ def memory(**limits: Size) -> Contract:
         report.expect(mylib.contracts.memory(arguments="32 B"))
         ```
     """
-    names = [f.name for f in fields(ProgramMemory) if f.type in (int, "int")]
+    names = [f.name for f in fields(Memory) if f.type in (int, "int")]
     for name in limits:
         if name not in (*names, "total"):
             raise ValueError(

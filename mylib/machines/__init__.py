@@ -7,10 +7,11 @@ from ._fit import (
     Argument as Argument,
     Fit as Fit,
     OutOfMemoryError as OutOfMemoryError,
+    largest as largest,
 )
 from ._gpu_errors import WITHOUT_TRITON as WITHOUT_TRITON, about_kernels as about_kernels
 from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
-from ._memory import Memory as Memory, arguments_of as arguments_of, memory_of as memory_of
+from ._memory import Memory as Memory, arguments_of as arguments_of
 from ._sheets import CHIPS as CHIPS, Chip as Chip
 from ._torus import coordinates as coordinates, shape_of as shape_of
 from ._tpu_errors import out_of_memory as out_of_memory

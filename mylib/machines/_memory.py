@@ -1,18 +1,12 @@
 """The memory that a compiled program needs on each device."""
 
-import dataclasses
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import jax
-import jax.tree_util as jtu
-from jax.sharding import AbstractMesh
-
 from .._text import show_bytes
-from ._fit import Argument, Fit, largest
+from ._fit import Alive, Argument, Fit
 from ._machine import Machine
 from ._sheets import CHIPS
 
@@ -35,6 +29,9 @@ class Memory:
     - `accepted`: the `device_kind` of the TPU for which its compiler has accepted the program,
         which it does only if the program fits; empty for other compilers, which don't check.
     - `largest`: the largest arguments, each with `path`, `shape` and `nbytes` on each device.
+    - `alive`: what is held at the peak besides arguments and constants, as a tuple of
+        [`mylib.machines.Alive`][], the largest first. None if that is unknown: it is found from the
+        order in which the program runs, and must account for `peak` within a tenth.
     """
 
     arguments: int
@@ -47,6 +44,7 @@ class Memory:
     peak: int
     accepted: str = ""
     largest: tuple[Argument, ...] = field(default=(), repr=False)
+    alive: tuple[Alive, ...] | None = None
 
     @property
     def total(self) -> int:
@@ -78,7 +76,13 @@ class Memory:
             )
         accepted = self._is_accepted_by(machine.chip.kinds, machine.memory)
         return Fit(
-            self.peak, machine.memory, self.largest, str(self), accepted, arguments=self.arguments
+            self.peak,
+            machine.memory,
+            self.largest,
+            str(self),
+            accepted,
+            arguments=self.arguments,
+            temporaries=self.alive or (),
         )
 
     def _is_accepted_by(self, kinds: Sequence[str], memory: int) -> bool:
@@ -91,55 +95,6 @@ class Memory:
         names = "arguments", "results", "temporaries", "aliased", "code", "constants", "host"
         parts = {name: getattr(self, name) for name in names} | {"peak": self.peak}
         return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
-
-
-def memory_of(compiled: jax.stages.Compiled, arguments: Sequence[Argument], text: str) -> Memory:
-    """The memory of a program, given its arguments and its text."""
-    stats: Any = compiled.memory_analysis()
-    if stats is None:
-        raise NotImplementedError("this compiler does not report how much memory a program needs")
-    constants = sum(_constants(text))
-    code = stats.generated_code_size_in_bytes
-    platform, kind = _compiled_for(compiled)
-    memory = Memory(
-        arguments=stats.argument_size_in_bytes,
-        results=stats.output_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        # The TPU's compiler counts constants as code.
-        code=max(0, code - constants) if code else 0,
-        constants=constants,
-        host=stats.host_argument_size_in_bytes
-        + stats.host_output_size_in_bytes
-        + stats.host_temp_size_in_bytes,
-        peak=0,
-        accepted=kind if platform == "tpu" else "",
-        largest=largest(arguments),
-    )
-    counted = stats.peak_memory_in_bytes if platform in ("gpu", "tpu") else memory.total
-    return dataclasses.replace(memory, peak=min(counted, memory.total))
-
-
-def _compiled_for(compiled: jax.stages.Compiled) -> tuple[str, str]:
-    """The platform and the `device_kind` of its devices. They are unknown, so empty, if it has no
-    arguments and no results.
-    """
-    for sharding in jtu.tree_leaves((compiled.input_shardings, compiled.output_shardings)):
-        if not isinstance(getattr(sharding, "mesh", None), AbstractMesh):
-            device = next(iter(sharding.device_set))
-            return device.platform, device.device_kind
-    return "", ""
-
-
-def _constants(text: str) -> Iterator[int]:
-    """The bytes of each constant array in a program."""
-    for dtype, shape in _CONSTANT.findall(text):
-        bits = 1 if dtype == "pred" else int(re.sub(r"^\D+(\d+).*", r"\1", dtype))
-        yield math.prod(int(size) for size in shape.split(",")) * max(bits, 8) // 8
-
-
-# Without scalars, whose memory is negligible.
-_CONSTANT = re.compile(r"= ([a-z]+\d*[a-z\d]*)\[([\d,]+)\]\S* constant\(")
 
 
 def arguments_of(names: Sequence[str], arrays: Sequence[Any]) -> list[Argument]:

@@ -16,7 +16,7 @@ import transformer
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._audit import Parameter, ProgramMemory, report_of
+from mylib._audit import Parameter, report_of
 from mylib._audit.hlo import HloModule
 from mylib._audit.peak import peak_of
 from mylib.rules import by_path, replicated
@@ -172,7 +172,7 @@ def assert_gradients(report: mylib.Report, stacked: bool) -> None:
     assert found == set(paths_of(stacked))
 
 
-def assert_peak(memory: ProgramMemory) -> None:
+def assert_peak(memory: mylib.machines.Memory) -> None:
     assert memory.peak == memory.total
     # The older compiler for CPUs finds less room to share in a scan, and the list is unknown.
     assert memory.alive or jax.__version_info__ < (0, 12)
