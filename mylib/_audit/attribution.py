@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import NamedTuple
+from typing import Any
 
 from .._compat import names as known
 from .hlo import HloModule, Instruction
@@ -30,18 +30,10 @@ _FAR = 400  # the most instructions that are looked at
 Names = Callable[[str], str]
 
 
-class Origin(NamedTuple):
-    """Where a collective comes from. Fields are empty if the program doesn't contain them."""
-
-    arrays: tuple[str, ...]
-    primitive: str
-    scope: str
-    source: str
-    phase: str
-    inserted: bool
-
-
-def origin_of(x: Instruction, names: Names) -> Origin:
+def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
+    """Where a collective comes from, as fields of `Collective`. They are empty if the program
+    doesn't contain them.
+    """
     named, primitive = _own_names(x), own_primitive_of(x)
     generated = 'is_spmd_generated="true"' in x.attributes
     written = re.sub(r"_(start|done)$", "", primitive) in known.COLLECTIVES and not generated
@@ -50,7 +42,7 @@ def origin_of(x: Instruction, names: Names) -> Origin:
         informed = next(_informed_inputs(x), x)
     around = _own_names(informed)
     at = named if written else around
-    return Origin(
+    return dict(
         arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
         primitive=_primitive(at),
         scope=_scope(at[0] if at else ""),
@@ -129,7 +121,7 @@ def phase_of(names: Sequence[str]) -> str:
 
 def source_of(x: Instruction) -> str:
     """The innermost line in the user's own files."""
-    frames = list(x.computation.module.frames(x))
+    frames = x.computation.module.frames(x)
     in_user_code = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
     return PurePath((in_user_code or frames or [""])[0]).name
 

@@ -81,7 +81,7 @@ def audit(
         ```
     """
     program: Any = fun
-    names, traced, lowered = _plain, None, None
+    names, traced, lowered = str, None, None
     compiled = isinstance(getattr(fun, "compiled", fun), jax.stages.Compiled)
     if compiled or isinstance(fun, str) or hasattr(fun, "as_text"):
         if args or kwargs:
@@ -91,7 +91,7 @@ def audit(
         lowered = traced.lower()
     elif hasattr(fun, "lower"):
         lowered = program.lower(*args, **kwargs)
-        names = _names_of_equinox(fun, args, kwargs) if is_filter_jit(fun) else _plain
+        names = _names_of_equinox(fun, args, kwargs) if is_filter_jit(fun) else str
     elif callable(fun):
         traced, names = _traced(fun, args, kwargs)
         lowered = traced.lower()
@@ -111,10 +111,6 @@ def audit(
     jaxpr = None if traced is None else traced.jaxpr
     lowered = getattr(lowered, "lowered", lowered)
     return report_of(text_or_compiled, names, mesh=mesh, local=local, traced=jaxpr, lowered=lowered)
-
-
-def _plain(name: str) -> str:
-    return name
 
 
 def _traced(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Traced, Names]:
@@ -177,7 +173,7 @@ def _meshes_of(compiled: jax.stages.Compiled | None) -> list[AnyMesh]:
 
 def report_of(
     program: str | jax.stages.Compiled,
-    names: Names = _plain,
+    names: Names = str,
     *,
     mesh: AnyMesh | None,
     local: Iterable[str],
@@ -295,7 +291,7 @@ def _collective(
         devices=transfer.groups.shape[1],
         spelling=", ".join(filter(None, (transfer.spelling, again))),
         branches=transfer.runs[0].branches if len(transfer.runs) == 1 else (),
-        **origin_of(x, names)._asdict(),
+        **origin_of(x, names),
     )
 
 

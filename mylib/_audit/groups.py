@@ -99,20 +99,15 @@ def _along_parts(sizes: Sequence[int], parts: Sequence[tuple[int, int, int]]) ->
     """The groups along parts of axes. A part is the number of an axis, the number of blocks that
     this is divided into, and the number of devices in each.
     """
-    shape: list[int] = []
-    position: dict[tuple[int, int], int] = {}
-    for axis, whole in enumerate(sizes):
-        before = 1
-        for _, blocks, size in sorted(part for part in parts if part[0] == axis):
-            position[axis, blocks] = len(shape) + 1
-            shape += [blocks // before, size]
-            before = blocks * size
-        shape.append(whole // before)
-    grouped = [position[axis, blocks] for axis, blocks, _ in parts]
-    others = [i for i in range(len(shape)) if i not in grouped]
-    each = math.prod(shape[i] for i in grouped)
-    devices = np.arange(math.prod(sizes)).reshape(shape)
-    return devices.transpose(others + grouped).reshape(-1, each)
+    others = np.indices(sizes).reshape(len(sizes), -1)
+    inside = np.zeros(math.prod(sizes), int)
+    for axis, blocks, size in parts:
+        apart = sizes[axis] // (blocks * size)
+        place = others[axis] // apart % size
+        inside = inside * size + place
+        others[axis] -= place * apart
+    order = np.lexsort((inside, *others[::-1]))
+    return order.reshape(-1, math.prod(size for *_, size in parts))
 
 
 def _matched(pattern: re.Pattern[str], text: str) -> re.Match[str]:
@@ -181,7 +176,9 @@ class Axes(NamedTuple):
         """The names of a group that has only parts of some axes."""
         expected = set(map(frozenset, groups.tolist()))
         choices = [_parts_of(i, self.sizes[i]) for i in axes]
-        for chosen in _products(choices, groups.shape[1]):
+        for chosen in product(*choices):
+            if math.prod(size for *_, size in chosen) != groups.shape[1]:
+                continue
             if set(map(frozenset, _along_parts(self.sizes, chosen).tolist())) == expected:
                 return tuple(
                     self.names[i] if size == self.sizes[i] else f"{self.names[i]}:({pre}){size}"
@@ -195,17 +192,6 @@ def _parts_of(axis: int, size: int) -> list[tuple[int, int, int]]:
     divisors = [n for n in range(1, size + 1) if size % n == 0]
     pairs = product(divisors, divisors[:0:-1])
     return [(axis, blocks, part) for blocks, part in pairs if size % (blocks * part) == 0]
-
-
-def _products(
-    choices: Sequence[Sequence[tuple[int, int, int]]], size: int
-) -> list[tuple[tuple[int, int, int], ...]]:
-    """One of each of the choices, such that their sizes multiply to `size`."""
-    products: list[tuple[tuple[int, int, int], ...]] = [()]
-    for several in choices:
-        products = [(*some, one) for some in products for one in several]
-        products = [some for some in products if size % math.prod(n for *_, n in some) == 0]
-    return [some for some in products if math.prod(n for *_, n in some) == size]
 
 
 def axes_in(text: str) -> list[Axes]:

@@ -22,6 +22,8 @@ _TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
 _NUMBERED = re.compile(r"(\d+) (.*)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]++|\\.)*)"')
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*"')
+# A string that doesn't end goes to the end of the text.
+_PUNCTUATION = re.compile(r'"(?:[^"\\]++|\\.)*(?:"|$)|[][(){},]', re.DOTALL)
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 # Attributes that name computations, in the order of the text.
@@ -189,20 +191,10 @@ def _end_of_value(text: str, start: int) -> int:
 
 
 def _depths(text: str, depth: int, start: int = 0) -> Iterator[tuple[int, int]]:
-    """Each character outside strings, with the number of open brackets after it."""
-    i = start
-    while i < len(text):
-        c = text[i]
-        if c == '"':
-            i += 1
-            while i < len(text) and text[i] != '"':
-                i += 2 if text[i] == "\\" else 1
-        elif c in "([{":
-            depth += 1
-        elif c in ")]}":
-            depth -= 1
-        yield i, depth
-        i += 1
+    """Each bracket and comma outside strings, with the number of open brackets after it."""
+    for match in _PUNCTUATION.finditer(text, start):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        yield match.start(), depth
     if depth:
         raise AuditError(f"a bracket is not closed: {text[start : start + 80]}")
 
@@ -325,16 +317,10 @@ class HloModule:
         """The name of the function that was compiled."""
         return re.split(r"[ ,]", self.header)[1].removeprefix("jit_")
 
-    def frames(self, x: Instruction) -> Iterator[str]:
+    def frames(self, x: Instruction) -> list[str]:
         """The lines of Python of its traceback, as `path:line`, the innermost first."""
-        if 'source_file="' in x.attributes:
-            match = re.search(r'source_file="([^"]*)" source_line=(\d+)', x.attributes)
-            if match is not None:
-                yield f"{match[1]}:{match[2]}"
-                return
         match = _FRAME.search(x.attributes)
-        if match is not None:
-            yield from self._stack(int(match[1]))
+        return [] if match is None else self._stack(int(match[1]))
 
     def _stack(self, frame: int) -> list[str]:
         if frame not in self._stacks:

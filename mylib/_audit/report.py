@@ -222,15 +222,12 @@ class Report:
             lines = "\n".join(f"  {fault}" for fault in faults)
             raise AssertionError(f"{self.name} is not as expected:\n{lines}\n\n{self}")
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         lines = [_title(self)]
         if self.collectives:
             lines += table([_COLUMNS, *map(_row, _by_layer(self.collectives))])
         lines += [_sum(self), *_divided(self)]
         return "\n".join([*lines, *([] if self.memory is None else lines_of(self.memory))])
-
-    def __repr__(self) -> str:
-        return str(self)
 
     def _repr_html_(self) -> str:
         groups = _by_layer(self.collectives)
