@@ -3,13 +3,14 @@
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
 from .._compat import names as known
 from .hlo import HloModule, Instruction
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
-from .values import MOVES, Value, computed, done_of, unchanged
+from .values import MOVES, behind, done_of, inputs_here
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -39,7 +40,7 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     written = re.sub(r"_(start|done)$", "", primitive) in known.COLLECTIVES and not generated
     informed = x if named and primitive not in known.STRUCTURE else next(_informed_users(x), x)
     if not _own_names(informed):
-        informed = next(_informed_inputs(x), x)
+        informed = _informed_input(x)
     around = _own_names(informed)
     at = named if written else around
     return dict(
@@ -54,8 +55,7 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
 
 def is_gradient(x: Instruction) -> bool:
     """Whether a collective is of the backward pass, or given what this computes."""
-    made_by = next(_informed_inputs(x), x)
-    return "backward" in (phase_of(_own_names(x)), phase_of(_own_names(made_by)))
+    return "backward" in (phase_of(_own_names(y)) for y in (x, _informed_input(x)))
 
 
 def gradients_of(updated: Sequence[int], module: HloModule, names: Names) -> tuple[str, ...]:
@@ -88,7 +88,7 @@ def own_primitive_of(x: Instruction) -> str:
 
 def line_and_primitive(x: Instruction) -> tuple[str, str]:
     """The line and the primitive that compute a value."""
-    informed = x if _own_names(x) else next(_informed_inputs(x), x)
+    informed = x if _own_names(x) else _informed_input(x)
     return source_of(informed), own_primitive_of(informed)
 
 
@@ -155,41 +155,29 @@ def _users(x: Instruction) -> Iterator[Instruction]:
         yield from (done_of(x) for x in computation.callers if x.opcode in _RESULTS)
 
 
-def _informed_inputs(x: Instruction) -> Iterator[Instruction]:
-    queue = [Value(operand) for operand in x.inputs()]
-    for start in queue:
-        if len(queue) > _FAR:
-            return
-        copies = list(unchanged(start))
-        informed = next((value.made_by for value in copies if _own_names(value.made_by)), None)
-        if informed is not None:
-            yield informed
-        elif (made_by := copies[-1].made_by).opcode not in ("parameter", "while", "conditional"):
-            queue += [Value(operand) for operand in made_by.inputs()]
+def _informed_input(x: Instruction) -> Instruction:
+    """The nearest instruction behind it whose origin is known; itself if there is none."""
+    return next(filter(_own_names, islice(behind(x.inputs(), inputs_here), _FAR)), x)
 
 
 def _arrays(x: Instruction) -> Iterator[str]:
     """The names of the arguments that are moved unchanged, or after a cast, a slice, or a gather
     over another axis.
     """
-    operands = x.inputs()
-    queue = [Value(y) for y in (operands[:1] if x.opcode.startswith("ragged") else operands)]
-    for value in queue:
-        if len(queue) > _FAR:
-            return
-        made_by = computed(value).made_by
+    operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
+    for made_by in islice(behind(operands, _moved_by), _FAR):
         if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:
             yield (made_by.op_names or [made_by.name])[0]
-        elif _is_moved(made_by):
-            data = made_by.inputs()
-            # The start of a slice is not data.
-            queue += [Value(y) for y in (data[:1] if "slice" in made_by.opcode else data)]
 
 
-def _is_moved(x: Instruction) -> bool:
+def _moved_by(x: Instruction) -> list[Instruction]:
+    """The arrays that an instruction only moves."""
     if x.opcode == "custom-call":  # arrays that the TPU's compiler copies to fast memory in pieces
-        return x.target == "ConcatBitcast"
-    return x.opcode.removesuffix("-start").removesuffix("-done") in _MOVED
+        return x.inputs() if x.target == "ConcatBitcast" else []
+    if x.opcode.removesuffix("-start").removesuffix("-done") not in _MOVED:
+        return []
+    # The start of a slice is not data.
+    return x.inputs()[:1] if "slice" in x.opcode else x.inputs()
 
 
 def callbacks_of(program: HloModule) -> list[str]:

@@ -13,7 +13,17 @@ from .hlo import Array, HloModule, Instruction
 from .opcodes import moves, opcode_of
 from .positions import positions
 from .short_rings import rings_in
-from .values import Execution, Value, computed, done_of, runs_of, trips, unchanged
+from .values import (
+    Execution,
+    Value,
+    behind,
+    computed,
+    done_of,
+    inputs_here,
+    runs_of,
+    trips,
+    unchanged,
+)
 
 # Operations that pass a value on unchanged.
 _PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
@@ -331,18 +341,7 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
 
 
 def _depends_on_device(x: Instruction) -> bool:
-    seen: set[int] = set()
-    queue = [Value(x)]
-    for value in queue:
-        made_by = computed(value).made_by
-        if id(made_by) in seen:
-            continue
-        seen.add(id(made_by))
-        if made_by.opcode in ("partition-id", "replica-id"):
-            return True
-        if made_by.opcode not in ("while", "conditional", "parameter"):
-            queue += [Value(operand) for operand in made_by.inputs()]
-    return False
+    return any(y.opcode in ("partition-id", "replica-id") for y in behind([x], inputs_here))
 
 
 def is_split_again(transfer: Transfer) -> bool:

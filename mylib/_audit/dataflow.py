@@ -72,7 +72,8 @@ class Use(NamedTuple):
 @dataclass
 class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
-    `uses` the products that sources are factors of. `differentiates`: whether it has gradients.
+    `uses` the products that sources are factors of. The first sources are the program's parameters,
+    in order. `differentiates`: whether it has gradients.
     """
 
     sources: list[Source] = field(default_factory=list)

@@ -37,13 +37,9 @@ class Flow:
             sources[self.graph.sources[bit].number].append(bit)
         return sources
 
-    def parameter(self, number: int) -> Source:
-        return Source("parameter", number)
-
     def parameters(self, numbers: Iterable[int]) -> int:
-        """The sources that these parameters are, as a set."""
-        bits = (self.graph.bits.get(self.parameter(i)) for i in numbers)
-        return sum(1 << bit for bit in bits if bit is not None)
+        """The sources that these parameters are, as a set. They are the graph's first, in order."""
+        return sum(1 << i for i in numbers)
 
     def array(self, bit: int) -> Array:
         """The array that a collective returns; of a reduce-scatter the one that it is given."""

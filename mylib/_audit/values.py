@@ -1,7 +1,7 @@
 """Follows values backwards and forwards, through tuples, fusions, loops and copies."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
@@ -230,6 +230,28 @@ def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
         if made_by.opcode == "parameter" and made_by.computation.callers[:1] == [loop]:
             return False
     return False
+
+
+def behind(
+    operands: Iterable[Instruction], given: Callable[[Instruction], Iterable[Instruction]]
+) -> Iterator[Instruction]:
+    """What these values are copies of, where they are computed, and what is behind what is `given`
+    to that; the nearest first.
+    """
+    queue = [Value(x) for x in operands]
+    seen: set[int] = set()
+    for value in queue:
+        *copies, (made_by, _) = unchanged(value)
+        yield from (copy.made_by for copy in copies)
+        if id(made_by) not in seen:
+            seen.add(id(made_by))
+            yield made_by
+            queue += map(Value, given(made_by))
+
+
+def inputs_here(x: Instruction) -> list[Instruction]:
+    """What an instruction computes its result from, unless other computations do."""
+    return [] if x.opcode in ("while", "conditional", "parameter") else x.inputs()
 
 
 def computed(value: Value) -> Value:

@@ -300,8 +300,8 @@ class Judged:
             for number in m.leaves if m.role == "weight" else ():
                 gathered.setdefault(number, set()).update(self._phases(m.bit))
         for number in self.roles.weights:
-            bit = self.flow.graph.bits.get(self.flow.parameter(number))
-            alone = bit is not None and self._phases(bit) - gathered.get(number, set())
+            # A parameter is a source of the same number.
+            alone = self._phases(number) - gathered.get(number, set())
             if self._is_split(number) and alone:
                 yield Violation(
                     (self.report.parameters[number].path,),
