@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from .._errors import AuditError
-from .groups import Groups, all_pairs_of, groups_of, pairs_of, rings_of
-from .hlo import Array, HloModule, Instruction
+from .groups import Groups, groups_of, pairs_of, rings_of
+from .hlo import Array, Computation, HloModule, Instruction
 from .opcodes import moves, opcode_of
 from .positions import positions
 from .short_rings import rings_in
@@ -62,10 +62,6 @@ class Transfer:
     def bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
 
-    def pairs(self, devices: int) -> Groups:
-        """Those of a permutation, with those of a device with itself."""
-        return all_pairs_of(_pairs(self.first), devices)
-
     @property
     def times(self) -> int | None:
         """How often it runs in one call of the program."""
@@ -115,7 +111,7 @@ def _transfers(
     kind: str, x: Instruction, runs: list[Execution], devices: int
 ) -> Iterator[Transfer]:
     groups = _groups(kind, x, devices)
-    if not groups.size or groups.shape[1] == 1:
+    if (groups == groups[:, :1]).all():
         return  # each device alone
     arrays = tuple(done_of(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
     if x.opcode.endswith("-start") and done_of(x) is x:
@@ -161,39 +157,41 @@ _MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
 
 def chained(every: list[Transfer]) -> list[Transfer]:
     """The transfers, those that are steps of a larger collective as that one."""
-    by_body: dict[str, list[Transfer]] = {}
     steps = [t for t in every if t.kind == "collective-permute"]
+    chain_of = {id(step): chain for chain in _looped(steps) for step in chain.members}
+    unrolled = _unrolled([t for t in steps if id(t) not in chain_of])
+    chain_of |= {id(step): chain for chain in unrolled for step in chain.members}
+    return list(dict.fromkeys(chain_of.get(id(transfer), transfer) for transfer in every))
+
+
+def _looped(steps: list[Transfer]) -> Iterator[Transfer]:
+    by_body: dict[Computation, list[Transfer]] = {}
     for transfer in steps:
-        computation = transfer.first.computation
-        if _WINDOWED.search(computation.name.replace(".", " ")) and len(computation.callers) == 1:
-            by_body.setdefault(computation.name, []).append(transfer)
-    chains: dict[int, Transfer] = {}
-    for several in by_body.values():
-        chain = _chain(several, steps)
-        if chain is not None:
-            chains.update(dict.fromkeys(map(id, chain.members), chain))
-    for chain in _unrolled([t for t in steps if id(t) not in chains]):
-        chains.update(dict.fromkeys(map(id, chain.members), chain))
-    return list(dict.fromkeys(chains.get(id(transfer), transfer) for transfer in every))
+        by_body.setdefault(transfer.first.computation, []).append(transfer)
+    for body, several in by_body.items():
+        match = _WINDOWED.search(body.name)
+        if match is not None and len(body.callers) == 1:
+            chain = _chain(several, steps, body.callers[0], match[1])
+            if chain is not None:
+                yield chain
 
 
-def _chain(steps: list[Transfer], all_steps: list[Transfer]) -> Transfer | None:
+def _chain(
+    steps: list[Transfer], all_steps: list[Transfer], loop: Instruction, meant: str
+) -> Transfer | None:
     """The steps in the body of a loop, and those beside it that belong to them."""
-    body = steps[0].first.computation
-    loop = body.callers[0]
-    match = _WINDOWED.search(body.name.replace(".", " "))
     near = [t for t in all_steps if t.first.computation is loop.computation and _touches(t, loop)]
     turns = trips(loop)
-    if match is None or not turns or any(t.times is None for t in (*near, *steps)):
+    if not turns or any(t.times is None for t in (*near, *steps)):
         return None
     runs = [
         replace(run, times=(run.times or 0) // turns, loops=run.loops[:-1]) for run in steps[0].runs
     ]
     members = [*near, *steps]
     sent = len(near) + turns * len(steps)
-    one = _as_one(members, members[0], _MEANT[match[1]], sent, sent)
+    one = _as_one(members, members[0], _MEANT[meant], sent, sent)
     results = tuple(y for member in members for y in member.results)
-    ends = (loop,) if match[1] == "rs" else ()
+    ends = (loop,) if meant == "rs" else ()
     return one and replace(one, runs=runs, asynchronous=True, results=results, ends=ends)
 
 

@@ -145,7 +145,7 @@ class Flow:
         # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
         kind = transfer.kind if transfer.members else KINDS[opcode_of(transfer.first)]
         if kind == "collective-permute":
-            return _moved(transfer.pairs(self.devices), before)
+            return _moved(groups, before)
         if transfer.members and kind == "all-gather":
             return np.arange(self.devices)
         grouped = before[groups]

@@ -40,12 +40,6 @@ def groups_of(text: str, devices: int) -> Groups:
 
 
 def pairs_of(text: str, devices: int) -> Groups:
-    """The pairs of a `source_target_pairs` attribute, without those of a device with itself."""
-    pairs = all_pairs_of(text, devices)
-    return pairs[pairs[:, 0] != pairs[:, 1]]
-
-
-def all_pairs_of(text: str, devices: int) -> Groups:
     """The pairs of a `source_target_pairs` attribute."""
     pairs = np.array([_integers(pair) for pair in re.findall(r"\{([\d, ]+)\}", text[1:-1])])
     if not pairs.size:
@@ -56,8 +50,8 @@ def all_pairs_of(text: str, devices: int) -> Groups:
 
 
 def rings_of(pairs: Groups) -> Groups | None:
-    """The rings that pairs form, as groups; None if they form none."""
-    following = dict(pairs.tolist())
+    """The rings that pairs form, as groups; None if they form none. Who sends to itself is in none."""
+    following = dict(pair for pair in pairs.tolist() if pair[0] != pair[1])
     rings: list[list[int]] = []
     left = set(following)
     while left:

@@ -1,7 +1,6 @@
 """A report as a page for notebooks: the collectives and the bytes that they send; the memory."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from .._show import bar, html
 from .._text import show_bytes
@@ -11,36 +10,32 @@ from .memory import at_the_peak, held
 _NUMBERS = ("times", "bytes", "sent")
 
 
-class Sent(NamedTuple):
-    """A line of the table of collectives, and the bytes that a device sends for it in a call."""
-
-    cells: Sequence[str]
-    nbytes: int
-
-
 def report_page(
     title: str,
     notes: Sequence[str],
     columns: Sequence[str],
-    rows: Sequence[Sent],
+    rows: Sequence[Sequence[str]],
+    sent: Sequence[int],
     memory: Memory | None,
 ) -> str:
+    """`sent` are the bytes that a device sends in a call for each row."""
     parts = [html.tag("p", title, class_="strong")]
     parts += [html.tag("p", note.strip(), class_="faint") for note in notes]
-    parts += [_collectives(columns, rows)] if rows else []
+    parts += [_collectives(columns, rows, sent)] if rows else []
     parts += _memory(memory) if memory is not None else []
     return str(html.page(*parts))
 
 
-def _collectives(columns: Sequence[str], rows: Sequence[Sent]) -> html.Html:
+def _collectives(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], sent: Sequence[int]
+) -> html.Html:
     # On narrow pages the first cell is the heading of a row.
     header = (*_heading_first(columns), "share")
-    most = max(row.nbytes for row in rows) or 1
-    bars = [bar(row.nbytes / most, f"{show_bytes(row.nbytes)} in a call") for row in rows]
-    body = [(*_heading_first(row.cells), bars[i]) for i, row in enumerate(rows)]
+    bars = [bar(size / (max(sent) or 1), f"{show_bytes(size)} in a call") for size in sent]
+    body = [(*_heading_first(row), one) for row, one in zip(rows, bars, strict=True)]
     numbers = [i for i, name in enumerate(header) if name in _NUMBERS]
     hover = [
-        "\n".join(f"{name}: {text}" for name, text in zip(columns, row.cells, strict=True) if text)
+        "\n".join(f"{name}: {text}" for name, text in zip(columns, row, strict=True) if text)
         for row in rows
     ]
     return html.table(header, body, numbers=numbers, hover=hover)

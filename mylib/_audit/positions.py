@@ -12,15 +12,18 @@ import numpy as np
 from .hlo import Instruction
 from .values import Value, computed
 
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+_ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "add": np.add,
+    "clamp": lambda low, x, high: np.clip(x, low, high),
     "and": np.bitwise_and,
     "divide": lambda a, b: np.where(b == 0, 0, a // np.where(b == 0, 1, b)),
     "maximum": np.maximum,
     "minimum": np.minimum,
     "multiply": np.multiply,
+    "negate": np.negative,
     "or": np.bitwise_or,
     "remainder": lambda a, b: np.where(b == 0, 0, a % np.where(b == 0, 1, b)),
+    "select": lambda which, a, b: np.where(which != 0, a, b),
     "shift-left": np.left_shift,
     "shift-right-arithmetic": np.right_shift,
     "shift-right-logical": np.right_shift,
@@ -62,12 +65,11 @@ class _Numbers:
             return np.arange(self.devices)[:, None] * (several > 1)
         if x.opcode == "constant":
             return self._constant(x)
-        if x.opcode not in (*_BINARY, *_OTHERS):
+        if x.opcode not in (*_ELEMENTWISE, *_OTHERS):
             return None
         operands = [self.of(y, deep - 1) for y in x.inputs()]
-        if any(numbers is None for numbers in operands):
-            return None
-        return self._result(x, [numbers for numbers in operands if numbers is not None])
+        known = [numbers for numbers in operands if numbers is not None]
+        return self._result(x, known) if len(known) == len(operands) else None
 
     def _constant(self, x: Instruction) -> np.ndarray | None:
         if not re.fullmatch(r"[su]\d+|pred", x.arrays[0].dtype):
@@ -82,18 +84,12 @@ class _Numbers:
         match x.opcode:
             case "compare":
                 return _COMPARED[x.attribute("direction") or "EQ"](*operands).astype(int)
-            case "select":
-                return np.where(operands[0] != 0, operands[1], operands[2])
-            case "clamp":
-                return np.clip(operands[1], operands[0], operands[2])
-            case "negate":
-                return -operands[0]
             case "broadcast":
                 size = x.arrays[0].size
                 return np.repeat(operands[0], size, 1) if operands[0].shape[1] == 1 else None
             case "slice" | "dynamic-slice":
                 return self._slice(x, operands)
-        return _BINARY[x.opcode](*operands)
+        return _ELEMENTWISE[x.opcode](*operands)
 
     def _slice(self, x: Instruction, operands: list[np.ndarray]) -> np.ndarray | None:
         size = x.arrays[0].size
@@ -106,4 +102,4 @@ class _Numbers:
         return np.take_along_axis(operands[0], starts + np.arange(size), 1)
 
 
-_OTHERS = ("broadcast", "clamp", "compare", "dynamic-slice", "negate", "select", "slice")
+_OTHERS = ("broadcast", "compare", "dynamic-slice", "slice")

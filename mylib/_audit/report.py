@@ -14,7 +14,7 @@ from .groups import axis_of
 from .links import Message
 from .memory import lines_of
 from .opcodes import KINDS
-from .page import Sent, report_page
+from .page import report_page
 from .roofline import Estimate, estimate
 from .work import Work
 
@@ -231,9 +231,9 @@ class Report:
 
     def _repr_html_(self) -> str:
         groups = _by_layer(self.collectives)
-        rows = [Sent(_row(group), _sent(group)) for group in groups]
         notes = [_sum(self), *_divided(self)]
-        return report_page(_title(self), notes, _COLUMNS, rows, self.memory)
+        rows, sent = [*map(_row, groups)], [*map(_sent, groups)]
+        return report_page(_title(self), notes, _COLUMNS, rows, sent, self.memory)
 
 
 def _check_sheet(machine: Machine) -> None:

@@ -59,7 +59,7 @@ def test_groups_that_are_not_understood(text):
 
 
 def test_pairs():
-    assert pairs_of("{{0,1},{1,0},{2,2}}", 4).tolist() == [[0, 1], [1, 0]]
+    assert pairs_of("{{0,1},{1,0},{2,2}}", 4).tolist() == [[0, 1], [1, 0], [2, 2]]
     with pytest.raises(mylib.AuditError, match="source_target_pairs"):
         pairs_of("{{0,1},{1,9}}", 4)
 
