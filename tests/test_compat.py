@@ -40,6 +40,7 @@ from mylib._compat import (
     batched,
     break_connection,
     closed_or_open,
+    compilation_cache,
     coordination_client,
     data_of_nodes,
     data_of_shards,
@@ -1087,3 +1088,19 @@ def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
     text = jax.jit(lambda x: inlined(x)).lower(1.0).as_text(debug_info=True)
     loses = jax.__version_info__ < (0, 12)
     assert (f'test_compat.py":{line}:' not in text) == loses
+
+
+@pytest.mark.parametrize(("folder", "enabled"), [("a", True), ("a", False), (None, True)])
+def test_where_the_compilation_cache_is(folder, enabled):
+    told = (
+        "JAX's options of its compilation cache: see compilation_cache in mylib/_compat/private.py"
+    )
+    options = {"jax_compilation_cache_dir": folder, "jax_enable_compilation_cache": enabled}
+    before = {name: jax.config.values[name] for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        assert compilation_cache() == (folder if enabled else None), told
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

@@ -86,6 +86,11 @@ def own_primitive_of(x: Instruction) -> str:
     return _primitive(_own_names(x))
 
 
+def is_of_dot(x: Instruction) -> bool:
+    """Whether it is a product of JAX, or a part of one."""
+    return any(name.endswith(f"/{known.DOT}") for name in x.op_names)
+
+
 def line_and_primitive(x: Instruction) -> tuple[str, str]:
     """The line and the primitive that compute a value."""
     informed = x if _own_names(x) else _informed_input(x)

@@ -50,7 +50,9 @@ def pairs_of(text: str, devices: int) -> Groups:
 
 
 def rings_of(pairs: Groups) -> Groups | None:
-    """The rings that pairs form, as groups; None if they form none. Who sends to itself is in none."""
+    """The rings that pairs form, as groups; None if they form none. One that sends to itself is in
+    none of them.
+    """
     following = dict(pair for pair in pairs.tolist() if pair[0] != pair[1])
     rings: list[list[int]] = []
     left = set(following)

@@ -89,13 +89,10 @@ def _check_target(x: Instruction, local: frozenset[str]) -> None:
             f"{x} calls {target!r}, which is not in the program: it may move data between devices. "
             f"If it doesn't, pass local=({target!r},)"
         )
-    if target == "tpu_custom_call" and _communicates(x):
+    settings = x.attribute("backend_config").replace(" ", "")
+    if target == "tpu_custom_call" and '"has_communication":true' in settings:
         name = x.op_names[0] if x.op_names else "a kernel"
         raise AuditError(
             f"{x} ({name}) is a kernel that moves data between devices by itself. What it moves is "
             "not in the program; pass local=('tpu_custom_call',) to count everything else"
         )
-
-
-def _communicates(x: Instruction) -> bool:
-    return '"has_communication":true' in x.attribute("backend_config").replace(" ", "")

@@ -4,8 +4,8 @@ import json
 import math
 import re
 
-from .._compat import names
 from .._products import meetings
+from .attribution import is_of_dot
 from .hlo import Array, Instruction
 from .values import Value, computed
 
@@ -41,20 +41,16 @@ def products_of(x: Instruction) -> int | None:
             return _cholesky(x)
         case "triangular-solve":
             return _triangular_solve(x)
-        case "reduce" if _is_product(x):
+        # What has been multiplied: a matrix times a vector, on GPUs and TPUs.
+        case "reduce" if (
+            is_of_dot(x) and computed(Value(x.operand(0))).made_by.opcode == "multiply"
+        ):
             return x.operand(0).arrays[0].size
         case "ragged-dot":
             return None
         case "custom-call":
             return _called(x)
     return 0
-
-
-def _is_product(x: Instruction) -> bool:
-    """Whether this sums what has been multiplied: a matrix times a vector, on GPUs and TPUs."""
-    if not any(name.endswith(f"/{names.DOT}") for name in x.op_names):
-        return False
-    return computed(Value(x.operand(0))).made_by.opcode == "multiply"
 
 
 def _called(x: Instruction) -> int | None:

@@ -7,7 +7,7 @@ step, and equal products may share their first step.
 
 from collections.abc import Iterator, Sequence
 
-from .._compat import names
+from .attribution import is_of_dot
 from .hlo import Instruction
 from .values import MOVES
 
@@ -21,7 +21,7 @@ def rings_in(
     returns its result. Each step is given by two instructions: the one that starts it, and the one
     that returns its result.
     """
-    number = {id(done): i for i, (_, done) in enumerate(steps) if _is_of_product(done)}
+    number = {id(done): i for i, (_, done) in enumerate(steps) if is_of_dot(done)}
     before = {i: _sources(steps[i][0], number) for i in number.values()}
     inner = {j for sources in before.values() for j in sources}
     ends: dict[Instruction, list[int]] = {}
@@ -34,10 +34,6 @@ def rings_in(
         for i in members:
             members += [j for j in before[i] if j not in members]
         yield sorted(members), end
-
-
-def _is_of_product(x: Instruction) -> bool:
-    return any(name.endswith(f"/{names.DOT}") for name in x.op_names)
 
 
 def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
