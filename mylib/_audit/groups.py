@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -170,24 +169,19 @@ class Axes(NamedTuple):
 
     def _parts(self, groups: Groups, axes: Sequence[int]) -> tuple[str, ...]:
         """The names of a group that has only parts of some axes."""
-        expected = set(map(frozenset, groups.tolist()))
-        choices = [_parts_of(i, self.sizes[i]) for i in axes]
-        for chosen in product(*choices):
-            if math.prod(size for *_, size in chosen) != groups.shape[1]:
-                continue
-            if set(map(frozenset, _along_parts(self.sizes, chosen).tolist())) == expected:
-                return tuple(
-                    self.names[i] if size == self.sizes[i] else f"{self.names[i]}:({pre}){size}"
-                    for i, pre, size in chosen
-                )
-        return ()
-
-
-def _parts_of(axis: int, size: int) -> list[tuple[int, int, int]]:
-    """All of an axis, and its parts."""
-    divisors = [n for n in range(1, size + 1) if size % n == 0]
-    pairs = product(divisors, divisors[:0:-1])
-    return [(axis, blocks, part) for blocks, part in pairs if size % (blocks * part) == 0]
+        chosen: list[tuple[int, int, int]] = []
+        for i in axes:
+            at = np.unique(np.unravel_index(groups[0], self.sizes)[i])
+            if len(at) == 1 or self.sizes[i] % (len(at) * (at[1] - at[0])):
+                return ()
+            chosen.append((i, int(self.sizes[i] // (len(at) * (at[1] - at[0]))), len(at)))
+        along = _along_parts(self.sizes, chosen)
+        if {*map(frozenset, along.tolist())} != {*map(frozenset, groups.tolist())}:
+            return ()
+        return tuple(
+            self.names[i] if size == self.sizes[i] else f"{self.names[i]}:({before}){size}"
+            for i, before, size in chosen
+        )
 
 
 def axes_in(text: str) -> list[Axes]:

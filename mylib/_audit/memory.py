@@ -1,6 +1,5 @@
 """The memory that a compiled program needs: the compiler's numbers, constants, and the peak."""
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from .._errors import AuditError
 from .._text import show_bytes, table
 from ..machines import Alive, Argument, Memory, largest
 from .attribution import primitive_of, source_of
-from .hlo import HloModule
+from .hlo import HloModule, arrays_of, bits_of
 from .peak import Buffer, peak_of
 
 
@@ -73,13 +72,12 @@ def _compiled_for(compiled: jax.stages.Compiled) -> tuple[str, str]:
 
 def _constants(text: str) -> Iterator[int]:
     """The bytes of each constant array in a program."""
-    for dtype, shape in _CONSTANT.findall(text):
-        bits = 1 if dtype == "pred" else int(re.sub(r"^\D+(\d+).*", r"\1", dtype))
-        yield math.prod(int(size) for size in shape.split(",")) * max(bits, 8) // 8
+    for array in arrays_of(" ".join(_CONSTANT.findall(text))):
+        yield array.size * max(bits_of(array.dtype), 8) // 8
 
 
 # Without scalars, whose memory is negligible.
-_CONSTANT = re.compile(r"= ([a-z]+\d*[a-z\d]*)\[([\d,]+)\]\S* constant\(")
+_CONSTANT = re.compile(r"= ([a-z]+\d*[a-z\d]*\[[\d,]+\])\S* constant\(")
 
 
 def held(memory: Memory) -> dict[str, int]:
