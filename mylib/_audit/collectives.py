@@ -164,35 +164,33 @@ def chained(every: list[Transfer]) -> list[Transfer]:
     return list(dict.fromkeys(chain_of.get(id(transfer), transfer) for transfer in every))
 
 
-def _looped(steps: list[Transfer]) -> Iterator[Transfer]:
+def _looped(all_steps: list[Transfer]) -> Iterator[Transfer]:
+    """The chains of steps in the body of a loop, and of those beside it that belong to them."""
     by_body: dict[Computation, list[Transfer]] = {}
-    for transfer in steps:
+    for transfer in all_steps:
         by_body.setdefault(transfer.first.computation, []).append(transfer)
-    for body, several in by_body.items():
+    for body, steps in by_body.items():
         match = _WINDOWED.search(body.name)
-        if match is not None and len(body.callers) == 1:
-            chain = _chain(several, steps, body.callers[0], match[1])
-            if chain is not None:
-                yield chain
-
-
-def _chain(
-    steps: list[Transfer], all_steps: list[Transfer], loop: Instruction, meant: str
-) -> Transfer | None:
-    """The steps in the body of a loop, and those beside it that belong to them."""
-    near = [t for t in all_steps if t.first.computation is loop.computation and _touches(t, loop)]
-    turns = trips(loop)
-    if not turns or any(t.times is None for t in (*near, *steps)):
-        return None
-    runs = [
-        replace(run, times=(run.times or 0) // turns, loops=run.loops[:-1]) for run in steps[0].runs
-    ]
-    members = [*near, *steps]
-    sent = len(near) + turns * len(steps)
-    one = _as_one(members, members[0], _MEANT[meant], sent, sent)
-    results = tuple(y for member in members for y in member.results)
-    ends = (loop,) if meant == "rs" else ()
-    return one and replace(one, runs=runs, asynchronous=True, results=results, ends=ends)
+        if match is None or len(body.callers) != 1:
+            continue
+        (loop,) = body.callers
+        near = [t for t in by_body.get(loop.computation, ()) if _touches(t, loop)]
+        members, turns = [*near, *steps], trips(loop)
+        if not turns or any(t.times is None for t in members):
+            continue
+        sent = len(near) + turns * len(steps)
+        one = _as_one(members, members[0], _MEANT[match[1]], sent, sent)
+        if one is not None:
+            yield replace(
+                one,
+                runs=[
+                    replace(run, times=(run.times or 0) // turns, loops=run.loops[:-1])
+                    for run in steps[0].runs
+                ],
+                asynchronous=True,
+                results=tuple(y for member in members for y in member.results),
+                ends=(loop,) if match[1] == "rs" else (),
+            )
 
 
 def _as_one(
@@ -306,9 +304,7 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
             if not fused:
                 yield value, value
         for user in value.computation.users[value.name]:
-            if user.opcode in _PASSES and not (
-                user.opcode == "get-tuple-element" and value is not x
-            ):
+            if user.opcode in _PASSES:
                 queue.append(user)
             elif user.opcode == "fusion":
                 called = user.called("calls")
