@@ -174,13 +174,12 @@ def _common(names: Sequence[str]) -> str:
         return names[0]
     columns = list(zip(*(map(int, _INDEX.findall(name)) for name in names), strict=True))
     ranges = [(min(column), max(column)) for column in columns]
-    all_are_there = math.prod(high - low + 1 for low, high in ranges) == len(names)
-    texts = iter(
-        str(low) if low == high else f"{low}..{high}" if all_are_there else "*"
-        for low, high in ranges
-    )
-    name = _INDEX.sub(lambda _: next(texts), names[0])
-    return name if all_are_there else f"{name}, {len(names)} leaves"
+    texts = iter([str(low) if low == high else f"{low}..{high}" for low, high in ranges])
+    count = math.prod(high - low + 1 for low, high in ranges)
+    if count == len(names):
+        return _INDEX.sub(lambda _: next(texts), names[0])
+    texts = iter([str(low) if low == high else "*" for low, high in ranges])
+    return f"{_INDEX.sub(lambda _: next(texts), names[0])}, {len(names)} leaves"
 
 
 class MylibWarning(UserWarning):
