@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 
 from .._compat import argument_of_filter_jit, is_filter_jit, without_dead_code
 from .._errors import AuditError
-from .._placement import axis_names, entries_of
+from .._placement import axis_names
 from .._products import products_in
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
@@ -267,7 +267,7 @@ def _dividing(sharding: Sharding | None) -> tuple[str, ...] | None:
         return ()
     if not isinstance(sharding, NamedSharding):
         return None
-    return tuple(str(name) for entry in entries_of(sharding.spec) for name in axis_names(entry))
+    return tuple(str(name) for entry in sharding.spec.partitions for name in axis_names(entry))
 
 
 def _collective(

@@ -19,7 +19,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
-from .._placement import entries_of, with_entries
 from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
@@ -100,11 +99,11 @@ def _constrained(x: Any, asked: NamedSharding) -> Any:
 
 
 def _at(x: Any, asked: NamedSharding) -> Any:
-    entries: Sequence[Any] = entries_of(asked.spec)
+    entries: Sequence[Any] = asked.spec.partitions
     if AxisType.Auto in asked.mesh.axis_types:
         # What is asked for axes of one type leaves those of the other as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
-    mesh, spec = jax.sharding.get_abstract_mesh(), with_entries(PartitionSpec(), entries)
+    mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec(*entries)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 

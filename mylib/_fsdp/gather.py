@@ -14,13 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import batched
-from .._placement import (
-    Target,
-    current_world,
-    entries_of,
-    unusual_memory_kind,
-    with_entries,
-)
+from .._placement import Target, current_world, unusual_memory_kind
 from .._transfer import place_leaves, transfer_and_constrain
 from .._tree import split
 from .torus import halfway, is_over_all_devices
@@ -117,7 +111,7 @@ def _columns(
     # On other meshes the compiler gathers the rows instead, and sends more.
     if not isinstance(kept, NamedSharding) or not is_over_all_devices(kept, used):
         return None
-    rows, *others = entries_of(kept.spec) or (None,)
+    rows, *others = kept.spec.partitions or (None,)
     if rows is None or any(others):
         return None
     even = (dim for dim in range(1, len(shape)) if shape[dim] % kept.mesh.size == 0)
@@ -257,5 +251,5 @@ def _computable(target: Target) -> Target:
 def _without(target: Target | None, dims: Sequence[int]) -> Target | None:
     if not isinstance(target, NamedSharding):
         return target
-    entries = [x for dim, x in enumerate(entries_of(target.spec)) if dim not in dims]
-    return target.update(spec=with_entries(target.spec, entries))
+    entries = [x for dim, x in enumerate(target.spec.partitions) if dim not in dims]
+    return target.update(spec=target.spec.update(partitions=entries))

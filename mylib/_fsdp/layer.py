@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding
 
 from .._errors import Fault, PlacementError, because
-from .._placement import World, axes_in, axis_names, current_world, entries_of, sharding_of, show
+from .._placement import World, axes_in, axis_names, current_world, sharding_of, show
 from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import Run, as_written, has_explicit_axes, on_auto_axes
@@ -275,7 +275,7 @@ def _refuse(plan: LayerPlan, leaves: Leaves, stacked: Removed, world: World) -> 
         sharding = None if target is None else sharding_of(target)
         if not isinstance(sharding, NamedSharding):
             continue
-        spec = dict(enumerate(entries_of(sharding.spec)))
+        spec = dict(enumerate(sharding.spec.partitions))
         dims = stacked[i] if stacked else ()
         taken = [a for dim in dims for a in axis_names(spec.get(dim))]
         manual = sorted(axes_in(sharding.spec) & world.manual_axes)

@@ -20,13 +20,11 @@ from .._placement import (
     Placement,
     Target,
     axes_in,
-    axis_names,
     current_world,
     decide,
-    entries_of,
     is_placement_leaf,
+    restricted,
     sharding_of,
-    with_entries,
 )
 from .._transfer import place_leaves
 from .._tree import split
@@ -138,13 +136,7 @@ def _axes(target: Target | None) -> frozenset[Any]:
 def _without(target: Target, axes: frozenset[Any]) -> NamedSharding:
     sharding = sharding_of(target)
     assert isinstance(sharding, NamedSharding)
-    entries = [
-        entry
-        if not axes.intersection(axis_names(entry))
-        else tuple(name for name in axis_names(entry) if name not in axes) or None
-        for entry in entries_of(sharding.spec)
-    ]
-    return sharding.update(spec=with_entries(sharding.spec, entries))
+    return sharding.update(spec=restricted(sharding.spec, axes_in(sharding.spec) - axes))
 
 
 def _refuse(target: Target) -> Iterator[Fault]:

@@ -14,7 +14,7 @@ import math
 
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from .._placement import Target, axes_in, axis_names, entries_of
+from .._placement import Target, axes_in, axis_names
 
 _FEW = 32  # devices: up to here one gather stays a gather
 
@@ -46,7 +46,7 @@ def _is_large_torus(mesh: Mesh) -> bool:
 def _of_parts(spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     """The same spec, cut into about as many parts as the square root of the number of devices."""
     left, parts = math.isqrt(mesh.size), dict.fromkeys(mesh.axis_names, 1)
-    for entry in entries_of(spec):
+    for entry in spec.partitions:
         for name in axis_names(entry):
             size = mesh.shape[name]
             parts[name] = max(n for n in range(1, min(size, left) + 1) if size % n == 0)
@@ -55,5 +55,5 @@ def _of_parts(spec: PartitionSpec, mesh: Mesh) -> NamedSharding:
     shape = [n for name, part in parts.items() for n in (part, mesh.shape[name] // part)]
     names = [f"{name} {which}" for name in parts for which in ("part", "rest")]
     divided = Mesh(mesh.devices.reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
-    entries = [tuple(f"{name} part" for name in axis_names(e)) or None for e in entries_of(spec)]
+    entries = [tuple(f"{name} part" for name in axis_names(entry)) for entry in spec.partitions]
     return NamedSharding(divided, PartitionSpec(*entries))

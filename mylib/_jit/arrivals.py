@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 
 from .._compat import value_under
 from .._errors import PlacementWarning, folded, warn
-from .._placement import Target, axis_types, entries_of, same_axes, sharding_of, split_over
+from .._placement import Target, axis_types, same_axes, sharding_of, split_over
 from .._text import show_bytes
 from .._tree import Arrays
 from .arguments import Call
@@ -37,7 +37,7 @@ def _can_arrive(kept: NamedSharding, dtype: jnp.dtype) -> bool:
     """Whether weights may be kept there, and arrive elsewhere without anybody's noticing."""
     # On Explicit axes the types say where arrays are.
     axes, types = split_over(kept), axis_types(kept.mesh)
-    is_free = PartitionSpec.UNCONSTRAINED in entries_of(kept.spec)
+    is_free = PartitionSpec.UNCONSTRAINED in kept.spec.partitions
     is_auto = bool(axes) and all(types[axis] is AxisType.Auto for axis in axes)
     return is_auto and not is_free and jnp.issubdtype(dtype, jnp.inexact)
 

@@ -19,7 +19,6 @@ from .._placement import (
     axis_names,
     axis_types,
     current_world,
-    entries_of,
     grounded,
     resolve_leaves,
     sharding_of,
@@ -62,4 +61,4 @@ def _mixes_types(target: Target) -> bool:
     if not isinstance(sharding, NamedSharding) or not _is_mixed(sharding.mesh):
         return False
     types = axis_types(sharding.mesh)
-    return any(len({types[name] for name in axis_names(x)}) > 1 for x in entries_of(sharding.spec))
+    return any(len({types[name] for name in axis_names(x)}) > 1 for x in sharding.spec.partitions)

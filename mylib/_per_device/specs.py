@@ -32,7 +32,6 @@ from .._placement import (
     unfit_rank,
     unfit_shape,
     unusual_memory_kind,
-    with_entries,
 )
 from .._tree import Arrays, Kind, Leaves, kind_of
 
@@ -75,7 +74,7 @@ class ManualMesh:
                 "the shards of an array are in the devices' own memory inside shard_map",
                 "leave out the memory kind, and use mylib.filter_device_put before or after",
             )
-        if PartitionSpec.UNCONSTRAINED in entries_of(target.spec):
+        if PartitionSpec.UNCONSTRAINED in target.spec.partitions:
             yield because("shard_map leaves no choice to the compiler", "write the axes, or None")
         others = sorted(axes_in(target.spec) - self.names, key=str)
         for name in others:
@@ -97,13 +96,12 @@ class ManualMesh:
     def beside(self, target: NamedSharding, here: PartitionSpec) -> NamedSharding:
         """The target of an array that is `here`; over all other axes it stays split as it is."""
         spec, taken = target.spec, axes_in(target.spec) | self.names
-        count = max(len(spec), len(here))
-        asked, found = ([*entries_of(s), *[None] * (count - len(s))] for s in (spec, here))
+        pairs = zip(entries_of(spec, len(here)), entries_of(here, len(spec)), strict=True)
         entries = [
-            (*names_of(a), *(n for n in names_of(f) if n not in taken)) or None
-            for a, f in zip(asked, found, strict=True)
+            (*names_of(asked), *(name for name in names_of(found) if name not in taken))
+            for asked, found in pairs
         ]
-        return target.update(spec=with_entries(spec, entries))
+        return target.update(spec=spec.update(partitions=entries))
 
 
 def refuse_map(function: Function, reason: str, fix: str) -> NoReturn:

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from .._compat import axes_of_lowered, vmapped_axes
 from .._errors import PlacementWarning, warn
 from .._jit import Function
-from .._placement import axis_names, entries_of
+from .._placement import axis_names
 
 
 def watched(function: Function, given: Any) -> Any:
@@ -71,7 +71,7 @@ watched_p.def_abstract_eval(lambda x, *, argument: x)
 def _run(x: Any, *, argument: _MappedArgument) -> Any:
     sharding = x.sharding if isinstance(x, jax.Array) else None
     if isinstance(sharding, NamedSharding):
-        argument.tell(entries_of(sharding.spec))
+        argument.tell(sharding.spec.partitions)
     return x
 
 

@@ -48,13 +48,13 @@ from .shardings import (
     memory_kind as memory_kind,
     memory_space as memory_space,
     mesh_in_force as mesh_in_force,
+    restricted as restricted,
     same_axes as same_axes,
     sharding_of as sharding_of,
     spec_over as spec_over,
     split_over as split_over,
     trimmed as trimmed,
     unusual_memory_kind as unusual_memory_kind,
-    with_entries as with_entries,
     without_partial_sums as without_partial_sums,
 )
 from .varying import (

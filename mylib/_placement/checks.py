@@ -21,7 +21,6 @@ from .shardings import (
     axes_in,
     axis_names,
     axis_types,
-    entries_of,
     has_partial_sums,
     mesh_in_force,
     same_axes,
@@ -37,7 +36,7 @@ def lacks_axis(fault: Fault) -> bool:
 
 
 def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
-    names = [name for entry in entries_of(spec) for name in axis_names(entry)]
+    names = [name for entry in spec.partitions for name in axis_names(entry)]
     for name in dict.fromkeys([*names, *spec.unreduced, *spec.reduced]):
         if name not in mesh.axis_names:
             close = difflib.get_close_matches(str(name), [str(n) for n in mesh.axis_names], 1)
@@ -50,7 +49,7 @@ def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
                 f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
             )
     yield from unfit_partial_sums(spec, mesh)
-    if PartitionSpec.UNCONSTRAINED in entries_of(spec) and AxisType.Auto not in mesh.axis_types:
+    if PartitionSpec.UNCONSTRAINED in spec.partitions and AxisType.Auto not in mesh.axis_types:
         yield because(
             f"{show_mesh(mesh)} has no Auto axis, so the compiler chooses for no dimension",
             "write the axes, or None, in place of UNCONSTRAINED",
@@ -90,7 +89,7 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
     if len(sharding.spec) > len(shape):
         yield from unfit_rank(sharding.spec, shape)
         return
-    for dim, entry in enumerate(entries_of(sharding.spec)):
+    for dim, entry in enumerate(sharding.spec.partitions):
         parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
         # Symbolic sizes, as in `jax.export`, are checked when the exported program is called.
         if isinstance(shape[dim], int) and shape[dim] % parts:
@@ -138,7 +137,7 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
                 "move the array before or after the transformed function, or name mesh axes",
             )
         return
-    spec = entries_of(sharding.spec)
+    spec = sharding.spec.partitions
     for axis in [n for entry in spec for n in axis_names(entry) if n in world.manual_axes]:
         yield because(
             f"inside shard_map the axis {axis!r} is Manual: arrays are already split over it",

@@ -17,6 +17,7 @@ Target = Sharding | Format
 requested.
 """
 T = TypeVar("T", bound=Target)
+_FREE = PartitionSpec.UNCONSTRAINED
 
 
 def sharding_of(target: Target) -> Sharding:
@@ -28,27 +29,25 @@ def sharding_of(target: Target) -> Sharding:
 
 def axis_names(entry: Any) -> tuple[Any, ...]:
     """The mesh axes that one entry of a `PartitionSpec` names."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+    if entry is None or entry is _FREE:
         return ()
     return tuple(entry) if isinstance(entry, tuple | list) else (entry,)
 
 
-def entries_of(spec: PartitionSpec, ndim: int = 0) -> tuple[Any, ...]:
+def entries_of(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
     """The entries of a spec: at least `ndim`, with None for dimensions that it doesn't name."""
-    # Specs with unreduced or reduced axes can't be iterated over.
-    entries = tuple(spec.partitions)
-    return entries if len(entries) >= ndim else entries + (None,) * (ndim - len(entries))
+    return spec.partitions + (None,) * (ndim - len(spec))
 
 
 def trimmed(entries: Sequence[Any]) -> tuple[Any, ...]:
-    """The entries of a spec without None at the end."""
-    while entries and entries[-1] is None:
+    """The entries of a spec without those at the end that name no axis."""
+    while entries and not entries[-1]:
         entries = entries[:-1]
     return tuple(entries)
 
 
 def axes_in(spec: PartitionSpec) -> set[Any]:
-    return {name for entry in entries_of(spec) for name in axis_names(entry)}
+    return {name for entry in spec.partitions for name in axis_names(entry)}
 
 
 def split_over(target: "Target | None") -> list[Any]:
@@ -59,9 +58,14 @@ def split_over(target: "Target | None") -> list[Any]:
     return sorted(axis for axis in axes_in(sharding.spec) if sharding.mesh.shape[axis] > 1)
 
 
-def with_entries(spec: PartitionSpec, entries: Sequence[Any]) -> PartitionSpec:
-    # Keeps unreduced and reduced axes.
-    return spec.update(partitions=tuple(entries))
+def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
+    """A spec without the axes that are not among `names`."""
+    entries = [
+        entry if entry is _FREE else tuple(name for name in axis_names(entry) if name in names)
+        for entry in spec.partitions
+    ]
+    unreduced, reduced = (axes.intersection(names) for axes in (spec.unreduced, spec.reduced))
+    return spec.update(partitions=trimmed(entries), unreduced=unreduced, reduced=reduced)
 
 
 def has_partial_sums(placement: Any) -> bool:
@@ -73,7 +77,7 @@ def has_partial_sums(placement: Any) -> bool:
 
 
 def without_partial_sums(sharding: NamedSharding) -> NamedSharding:
-    return sharding.update(spec=PartitionSpec(*entries_of(sharding.spec)))
+    return sharding.update(spec=PartitionSpec(*sharding.spec.partitions))
 
 
 def fill_free(target: T, source: Sharding | None, ndim: int) -> T:
@@ -83,26 +87,25 @@ def fill_free(target: T, source: Sharding | None, ndim: int) -> T:
     filled: Any = target
     if isinstance(target, Format):
         filled = Format(target.layout, fill_free(sharding_of(target), source, ndim))
-    elif isinstance(target, NamedSharding) and PartitionSpec.UNCONSTRAINED in entries_of(
-        target.spec
-    ):
-        current = spec_over(target.mesh, source, ndim)
+    elif isinstance(target, NamedSharding) and _FREE in target.spec.partitions:
         taken = axes_in(target.spec)
         entries = [
-            tuple(name for name in axis_names(now) if name not in taken) or None
-            if entry is PartitionSpec.UNCONSTRAINED
+            tuple(name for name in axis_names(now) if name not in taken)
+            if entry is _FREE
             else entry
-            for entry, now in zip(entries_of(target.spec), current, strict=False)
+            for entry, now in zip(
+                target.spec.partitions, spec_over(target.mesh, source, ndim), strict=False
+            )
         ]
-        filled = target.update(spec=with_entries(target.spec, entries))
+        filled = target.update(spec=target.spec.update(partitions=entries))
     return filled
 
 
-def spec_over(mesh: AnyMesh, sharding: object, ndim: int) -> list[Any]:
+def spec_over(mesh: AnyMesh, sharding: object, ndim: int) -> tuple[Any, ...]:
     """How an array at `sharding` is split over `mesh`, one entry per dimension."""
     if isinstance(sharding, NamedSharding) and sharding.mesh == mesh:
-        return list(entries_of(sharding.spec, ndim))
-    return [None] * ndim
+        return entries_of(sharding.spec, ndim)
+    return (None,) * ndim
 
 
 def mesh_in_force(mesh: AnyMesh, world: World) -> AnyMesh:
@@ -187,8 +190,6 @@ def entries_over(spec: PartitionSpec | None, names: Collection[Any]) -> tuple[tu
     """A spec's entries for some axes; equal if the meaning is equal."""
     entries = [
         tuple(name for name in axis_names(entry) if name in names)
-        for entry in (entries_of(spec) if spec is not None else ())
+        for entry in (spec.partitions if spec is not None else ())
     ]
-    while entries and not entries[-1]:
-        entries.pop()
-    return tuple(entries)
+    return trimmed(entries)

@@ -12,7 +12,6 @@ from .._placement import (
     axis_names,
     current_world,
     decide,
-    entries_of,
     is_placement_leaf,
     is_rule,
     trimmed,
@@ -73,7 +72,7 @@ def _specs(name: str, given: Any, traced: TracedStep, mesh: AbstractMesh) -> dic
             raise ContradictionError(f"{name}= can't be served, {fault.path}: {fault.reason}")
         for at, target in zip(leaves.paths, decision.targets, strict=True):
             if isinstance(target, NamedSharding) and target.mesh == mesh:
-                found[path + jtu.keystr(at)] = trimmed(entries_of(target.spec))
+                found[path + jtu.keystr(at)] = trimmed(target.spec.partitions)
             elif target is not None:
                 raise PlanError(f"{name}= takes specs, as the mesh is still open, not {target!r}")
     return found

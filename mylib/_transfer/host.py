@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from .._placement import Target, entries_of, sharding_of, with_entries
+from .._placement import Target, sharding_of
 from .._tree import Kind, canonical_dtype, is_of_keys, kind_of
 from .positions import put_back
 from .thresholds import ALIGNMENT, WORTH_SHARING
@@ -139,5 +139,5 @@ def over_key_data(target: Target, ndim: int) -> Target:
     # 0.12 is the oldest supported; no public issue is known.
     if not isinstance(sharding := sharding_of(target), NamedSharding):
         return sharding
-    entries = entries_of(sharding.spec)[:ndim]
-    return sharding.update(spec=with_entries(sharding.spec, entries))
+    entries = sharding.spec.partitions[:ndim]
+    return sharding.update(spec=sharding.spec.update(partitions=entries))

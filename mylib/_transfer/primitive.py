@@ -29,7 +29,6 @@ from .._placement import (
     memory_space,
     sharding_of,
     spec_over,
-    with_entries,
 )
 from .._tree import Kind, kind_of
 from .already_placed import not_there
@@ -152,8 +151,8 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
     entries = list(entries_of(target.spec, x.ndim - 1))
     taken = axes_in(target.spec)
     entry = spec_over(target.mesh, sharding_under(x), x.ndim)[dim]
-    entries.insert(dim, spmd_axes or tuple(n for n in axis_names(entry) if n not in taken) or None)
-    return target.update(spec=with_entries(target.spec, entries))
+    entries.insert(dim, spmd_axes or tuple(n for n in axis_names(entry) if n not in taken))
+    return target.update(spec=target.spec.update(partitions=entries))
 
 
 def _lower(*arrays: Any, routes: Routes) -> list[Any]:

@@ -15,16 +15,15 @@ from .._compat import jit
 from .._placement import (
     Target,
     World,
-    axes_in,
     axis_names,
     axis_types,
     entries_of,
     fill_free,
     memory_space,
     mesh_in_force,
+    restricted,
     same_axes,
     sharding_of,
-    with_entries,
     without_partial_sums,
 )
 from .._tree import Kind, kind_of
@@ -44,10 +43,8 @@ def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) ->
         if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
             constrained[i] = _to_explicit(arrays[i], sharding, world)
             if AxisType.Auto in sharding.mesh.axis_types:
-                auto = _entries_of_type(sharding, AxisType.Auto, None)
-                constrained[i] = constrain_auto_p.bind(
-                    constrained[i], sharding=NamedSharding(sharding.mesh, auto)
-                )
+                auto = _over_axes_of_type(sharding, AxisType.Auto)
+                constrained[i] = constrain_auto_p.bind(constrained[i], sharding=auto)
     for i, target in enumerate(targets):
         if isinstance(target, Format) and target.layout is not None:
             constrained[i] = with_layout_constraint(constrained[i], target.layout)
@@ -113,8 +110,10 @@ def _to_explicit(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
     if devices_unknown and not mesh_known:
         whole = without_partial_sums(sharding)
         x = _on_devices(whole, jax.device_get(x) if kind_of(x) is Kind.DEVICE else x)
-    explicit = _entries_of_type(sharding, AxisType.Explicit, jax.typeof(x).sharding)
-    x = jax.sharding.reshard(x, NamedSharding(mesh, explicit))
+    here = jax.typeof(x).sharding
+    there = NamedSharding(mesh, here.spec) if same_axes(here.mesh, mesh) else None
+    filled = fill_free(sharding, there, x.ndim)
+    x = jax.sharding.reshard(x, _over_axes_of_type(filled, AxisType.Explicit))
     if devices_unknown and mesh_known:
         x = _on_devices(sharding, x)
     return x
@@ -124,26 +123,9 @@ def _on_devices(sharding: NamedSharding, x: Any) -> jax.Array:
     return _identity(fill_free(sharding, None, x.ndim))(x)
 
 
-def _entries_of_type(sharding: NamedSharding, kind: AxisType, type_of_x: Any) -> PartitionSpec:
-    """A spec's entries for the axes of one type. Free dimensions stay as they are in `type_of_x`
-    for Explicit axes, and free for Auto axes.
-    """
-    spec, types = sharding.spec, axis_types(sharding.mesh)
-    taken = axes_in(spec)
-    current = (
-        type_of_x.spec if type_of_x is not None and same_axes(type_of_x.mesh, sharding.mesh) else ()
-    )
-    current = entries_of(current) if current else ()
-    entries: list[Any] = []
-    for dim, entry in enumerate(entries_of(spec)):
-        if entry is PartitionSpec.UNCONSTRAINED:
-            if kind is AxisType.Auto:
-                entries.append(entry)
-                continue
-            now = axis_names(current[dim]) if dim < len(current) else ()
-            entry = tuple(name for name in now if name not in taken)
-        entries.append(tuple(name for name in axis_names(entry) if types[name] == kind) or None)
-    return with_entries(spec, entries)
+def _over_axes_of_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
+    names = [name for name, of_name in axis_types(sharding.mesh).items() if of_name == kind]
+    return NamedSharding(sharding.mesh, restricted(sharding.spec, names))
 
 
 @lru_cache(maxsize=256)
@@ -173,11 +155,10 @@ def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
     entries = [
         None if entry is PartitionSpec.UNCONSTRAINED and explicit is not None else entry
         for entry, explicit in zip(
-            entries_of(sharding.spec), entries_of(jax.typeof(x).sharding.spec), strict=False
+            sharding.spec.partitions, jax.typeof(x).sharding.spec.partitions, strict=False
         )
     ]
-    spec = with_entries(sharding.spec, entries)
-    constrained = NamedSharding(sharding.mesh, spec)
+    constrained = NamedSharding(sharding.mesh, sharding.spec.update(partitions=entries))
     # If an array has several constraints, Shardy passes the result of the last one to all other
     # users of the array, and shards it as these suggest. The last one may be JAX's own, which is
     # less strict (on results of a nested `jit` or `cond`). So the strict constraint is applied last
@@ -207,7 +188,7 @@ def _constrain_auto_batch(
         types = axis_types(sharding.mesh)
         named = tuple(n for n in axis_names(axis.spmd_name) if types.get(n) == AxisType.Auto)
         entries.insert(dim, named or PartitionSpec.UNCONSTRAINED)
-        sharding = sharding.update(spec=with_entries(sharding.spec, entries))
+        sharding = sharding.update(spec=sharding.spec.update(partitions=entries))
     return constrain_auto_p.bind(x, sharding=sharding), dim
 
 

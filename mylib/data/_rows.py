@@ -26,7 +26,6 @@ from .._placement import (
     axis_names,
     current_world,
     decide,
-    entries_of,
     is_placement_leaf,
     is_rule,
     parts_of,
@@ -252,5 +251,5 @@ def _blocks_of_devices(sharding: Sharding, count: int) -> dict[Any, range]:
 
 def _row_entry(sharding: NamedSharding) -> Any:
     """The mesh axes that split the rows, as an entry of a `PartitionSpec`."""
-    entries = entries_of(sharding.spec)
+    entries = sharding.spec.partitions
     return entries[0] if entries and entries[0] is not PartitionSpec.UNCONSTRAINED else None

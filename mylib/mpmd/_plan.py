@@ -11,7 +11,6 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._errors import PlacementError, because
-from .._placement import entries_of
 from ._actions import Action, Pass
 from ._batch import PipelineBatch
 from ._compile import Programs, compile_stage
@@ -60,7 +59,7 @@ def _batch_axes(batch: PipelineBatch) -> Any:
     for struct in batch.form.structs:
         sharding = struct.sharding
         assert isinstance(sharding, NamedSharding)
-        if entries := entries_of(sharding.spec):
+        if entries := sharding.spec.partitions:
             return entries[0]
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault, because
-from .._placement import PASS, Placement, entries_of, is_rule, trimmed, with_entries
+from .._placement import PASS, Placement, is_rule, trimmed
 from .._tree import Leaf, Pattern, joined, name_of, spelled
 from ._rule import Rule, as_rule, leaves_by_rule, makes_rules
 
@@ -150,7 +150,7 @@ def _is_too_long(value: Any, leaf: Leaf) -> bool:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, PartitionSpec) and isinstance(other, PartitionSpec):
-        one, other = (with_entries(s, trimmed(entries_of(s))) for s in (one, other))
+        one, other = (s.update(partitions=trimmed(s.partitions)) for s in (one, other))
     return one == other
 
 

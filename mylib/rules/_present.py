@@ -15,7 +15,7 @@ from .._placement import (
     is_rule,
     lacks_axis,
     manual_axes,
-    trimmed,
+    restricted,
 )
 from .._tree import Leaf
 from ._rule import AnyRule, Rule, as_rule, free_dimensions, makes_rules
@@ -78,9 +78,7 @@ class WherePresent(Rule):
         if not present:
             return None
         placement = self.rule(leaf)
-        if not isinstance(placement, PartitionSpec):
-            return placement
-        return _within(placement, present)
+        return restricted(placement, present) if isinstance(placement, PartitionSpec) else placement
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         present = _axes_of(leaf.mesh)
@@ -92,7 +90,7 @@ class WherePresent(Rule):
         added = {
             name for dim in free_dimensions(spec, leaf.ndim) for name in axis_names(entries[dim])
         }
-        return _within(filled, present | (axes_in(filled) - added))
+        return restricted(filled, present | (axes_in(filled) - added))
 
     def why(self, leaf: Leaf) -> str:
         present = _axes_of(leaf.mesh)
@@ -117,21 +115,3 @@ class WherePresent(Rule):
 def _axes_of(mesh: AnyMesh | None) -> set[Any]:
     """The axes that can be named here."""
     return set() if mesh is None else set(mesh.axis_names).difference(manual_axes())
-
-
-def _within(spec: PartitionSpec, present: set[Any]) -> PartitionSpec:
-    """The spec without the axes that are not present."""
-    entries = [_part(entry, present) for entry in entries_of(spec)]
-    return spec.update(
-        partitions=tuple(trimmed(entries)),
-        unreduced=spec.unreduced & present,
-        reduced=spec.reduced & present,
-    )
-
-
-def _part(entry: Any, present: set[Any]) -> Any:
-    wanted = axis_names(entry)
-    kept = tuple(name for name in wanted if name in present)
-    if kept == wanted:
-        return entry
-    return kept[0] if len(kept) == 1 else kept or None

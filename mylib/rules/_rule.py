@@ -18,7 +18,6 @@ from .._placement import (
     entries_of,
     faults_of,
     is_rule,
-    with_entries,
 )
 from .._tree import Leaf, name_of
 
@@ -284,7 +283,7 @@ def free_dimensions(spec: PartitionSpec, ndim: int) -> Sequence[int]:
 def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
     entries = list(entries_of(spec, dim + 1))
     entries[dim] = entry
-    return with_entries(spec, entries)
+    return spec.update(partitions=entries)
 
 
 def _merge(leaf: Leaf, spec: PartitionSpec, more: Any) -> PartitionSpec:

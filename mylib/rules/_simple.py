@@ -12,11 +12,9 @@ from .._errors import Fault
 from .._placement import (
     AnyMesh,
     axis_names,
-    entries_of,
     is_rule,
     trimmed,
     unfit_spec,
-    with_entries,
 )
 from .._tree import Leaf
 from ._axes import dimensions_in_front
@@ -279,7 +277,7 @@ class WhereEven(Rule):
         if spec is None:
             return reason
         return reason + "".join(
-            f"; whole, as {number_of_parts(entries_of(spec)[dim], mesh)} does not divide "
+            f"; whole, as {number_of_parts(spec.partitions[dim], mesh)} does not divide "
             f"{leaf.shape[dim]}"
             for dim in _uneven(spec, leaf, mesh)
         )
@@ -334,7 +332,7 @@ def _uneven(spec: PartitionSpec, leaf: Leaf, mesh: AnyMesh | None) -> list[int]:
     # Symbolic sizes, as in `jax.export`, may be even.
     return [
         dim
-        for dim, (entry, size) in enumerate(zip(entries_of(spec), leaf.shape, strict=False))
+        for dim, (entry, size) in enumerate(zip(spec.partitions, leaf.shape, strict=False))
         if isinstance(size, int) and not _is_multiple(size, number_of_parts(entry, mesh) or 1)
     ]
 
@@ -344,5 +342,5 @@ def _is_multiple(size: Any, parts: int) -> bool:
 
 
 def _without(spec: PartitionSpec, dims: Collection[int]) -> PartitionSpec:
-    entries = [None if dim in dims else entry for dim, entry in enumerate(entries_of(spec))]
-    return with_entries(spec, trimmed(entries)) if dims else spec
+    entries = [None if dim in dims else entry for dim, entry in enumerate(spec.partitions)]
+    return spec.update(partitions=trimmed(entries)) if dims else spec
