@@ -23,11 +23,10 @@ from .._text import counted, show_bytes
 from .._tree import Kind, Leaf, name_of, split
 from ..rules import as_rule
 from .current_places import current_place, present_rows
-from .fold import LINES, body_of, fold
-from .meshes import Meshes
-from .page import overview_page
+from .fold import fold
 from .rows import Row, Rows, sizes, totals
-from .text import BOLD, RED, columns, paint_for_stdout
+from .shown import Shown
+from .text import RED, Paint
 
 # Leaves of this many bytes or more count as large.
 _LARGE = 2**20
@@ -121,9 +120,10 @@ def _reason(entry: Any, leaf: Leaf) -> str:
 
 
 @dataclass(frozen=True, repr=False)
-class Explanation(Rows):
+class Explanation(Shown, Rows):
     """The result of [`mylib.explain`][]. Prints as a table, in which leaves that differ only by an
-    index, such as the layers of a model, share a line. In a notebook it is a page with pictures.
+    index, such as the layers of a model, share a line; `whole()` is the text with all lines, as of
+    [`mylib.Overview`][]. In a notebook it is a page with pictures.
 
     **Attributes:**
 
@@ -147,43 +147,30 @@ class Explanation(Rows):
             if row.devices > 1 and row.bytes_per_device == row.nbytes >= _LARGE
         )
 
-    def __repr__(self) -> str:
-        return self._text(LINES)
+    _header = ("array", "shape", "dtype", "spec", "bytes", "per device", "why")
 
-    def whole(self) -> str:
-        """The text with all lines, however many; see [`mylib.Overview`][]."""
-        return self._text(None)
+    def _cells(self, label: str, alike: Sequence[Row]) -> tuple[str, ...]:
+        row, (nbytes, per_device) = alike[0], sizes(alike)
+        shape, dtype = str(row.leaf.shape), str(row.leaf.dtype)
+        return label, shape, dtype, row.spec, nbytes, per_device, row.why
 
-    def _text(self, most: int | None) -> str:
-        paint = paint_for_stdout()
-        table = [_HEADER, *body_of(fold(self.rows, most), _cells, most)]
-        lines = columns(table, paint, lambda row, column: "" if row else BOLD)
-        lines += ["", *totals(self), *self._waste()]
-        if self.faults:
-            lines += ["", paint(str(PlacementError(self.faults)), RED)]
-        return "\n".join(lines)
+    def _notes(self) -> list[str]:
+        return [*totals(self), *self._waste()]
+
+    def _notes_of_page(self) -> list[str]:
+        return [*totals(self), *self._meshes.lines(), *self._waste(), *self._unfit()]
+
+    def _below(self, paint: Paint) -> list[str]:
+        return [line for text in self._unfit() for line in ("", paint(text, RED))]
+
+    def _unfit(self) -> list[str]:
+        return [str(PlacementError(self.faults))] if self.faults else []
 
     def _waste(self) -> list[str]:
         groups = fold(self.replicated, _WASTES)
         left = sum(len(rows) for _, rows in groups[_WASTES:])
         lines = [_show_waste(label, rows) for label, rows in groups[:_WASTES]]
         return lines + [f"and {left} more arrays are large and replicated"] * (left > 0)
-
-    def _repr_html_(self) -> str:
-        loads, meshes = self.bytes_by_device, Meshes(self.rows)
-        notes = [*totals(self), *meshes.lines(), *self._waste()]
-        notes += [str(PlacementError(self.faults))] if self.faults else []
-        body = body_of(fold(self.rows), _cells)
-        return overview_page(notes, self.rows, _HEADER, body, loads, meshes)
-
-
-_HEADER = ("array", "shape", "dtype", "spec", "bytes", "per device", "why")
-
-
-def _cells(label: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    row, (nbytes, per_device) = rows[0], sizes(rows)
-    shape, dtype = str(row.leaf.shape), str(row.leaf.dtype)
-    return label, shape, dtype, row.spec, nbytes, per_device, row.why
 
 
 def _show_waste(label: str, rows: Sequence[Row]) -> str:

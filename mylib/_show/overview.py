@@ -14,23 +14,13 @@ from .._text import counted, listed, show_bytes
 from .._tree import split
 from .current_places import present_rows, static_leaves
 from .drawing import draw
-from .fold import LINES, body_of, fold
 from .loads import load_lines
 from .meshes import Meshes
 from .moves import Move, moves_between
-from .page import overview_page, place_of_single
+from .page import place_of_single
 from .rows import COMMITTED, DELETED, Row, Rows, sizes, totals
-from .text import (
-    BOLD,
-    GREEN,
-    RED,
-    YELLOW,
-    Paint,
-    columns,
-    for_stdout,
-    paint_for_stdout,
-    show_device,
-)
+from .shown import Shown
+from .text import GREEN, RED, YELLOW, Paint, show_device
 
 
 @overload
@@ -79,7 +69,7 @@ def show(tree: PyTree[Any], after: "PyTree[Any] | EllipsisType" = ..., /) -> "Ov
 
 
 @dataclass(frozen=True, repr=False)
-class Overview(Rows):
+class Overview(Shown, Rows):
     """Where every array of a tree is: the result of [`mylib.show`][]. Prints as a table, in which
     leaves that differ only by an index share a line. In a notebook it is a page with pictures.
 
@@ -96,56 +86,26 @@ class Overview(Rows):
 
     static: dict[str, str]
 
-    def __repr__(self) -> str:
-        return for_stdout(self._lines(paint_for_stdout(), LINES))
+    _header = ("array", "shape", "dtype", "spec", "state", "bytes", "per device")
 
-    def whole(self) -> str:
-        """The text with all lines, however many. By default, leaves after the first 200 lines share
-        a line if they are alike.
-        """
-        return for_stdout(self._lines(paint_for_stdout(), None))
-
-    def _lines(self, paint: Paint, most: int | None) -> list[str]:
-        groups = fold(self.rows, most)
-        table = [_HEADER, *body_of(groups, self._cells, most)]
-
-        def code_of(row: int, column: int) -> str:
-            if row == 0:
-                return BOLD
-            return _CODES.get(groups[row - 1][1][0].state, "") if column == _STATE else ""
-
-        lines = columns(table, paint, code_of) if self.rows else []
-        lines += [""] * bool(lines)
-        lines += [*self._notes(), *load_lines(self.bytes_by_device, paint)]
-        return lines + self._drawing(paint)
-
-    def _cells(self, label: str, rows: Sequence[Row]) -> tuple[str, ...]:
-        row, (nbytes, per_device) = rows[0], sizes(rows)
+    def _cells(self, label: str, alike: Sequence[Row]) -> tuple[str, ...]:
+        row, (nbytes, per_device) = alike[0], sizes(alike)
         shape, dtype = str(row.leaf.shape), str(row.leaf.dtype)
-        spec = row.spec + self._meshes.suffix(row.place)
-        return label, shape, dtype, spec, row.why, nbytes, per_device
+        return label, shape, dtype, self._place_of(row), row.why, nbytes, per_device
 
-    @cached_property
-    def _meshes(self) -> Meshes:
-        return Meshes(self.rows)
+    def _code_of(self, one: Row, column: str) -> str:
+        return _CODES.get(one.state, "") if column == "state" else ""
 
     def _notes(self) -> list[str]:
         return [*totals(self), *self._meshes.lines(), *_static_lines(self.static)]
 
-    def _drawing(self, paint: Paint) -> list[str]:
-        """Of a single array, which device holds which part."""
+    def _below(self, paint: Paint) -> list[str]:
+        """How full the devices are, and of a single array, which device holds which part."""
         place = place_of_single(self.rows)
-        return [] if place is None else ["", *draw(place, self.rows[0].leaf.shape, paint)]
-
-    def _repr_html_(self) -> str:
-        body = body_of(fold(self.rows), self._cells)
-        return overview_page(
-            self._notes(), self.rows, _HEADER, body, self.bytes_by_device, self._meshes
-        )
+        drawing = [] if place is None else ["", *draw(place, self.rows[0].leaf.shape, paint)]
+        return [*load_lines(self.bytes_by_device, paint), *drawing]
 
 
-_HEADER = ("array", "shape", "dtype", "spec", "state", "bytes", "per device")
-_STATE = _HEADER.index("state")
 _CODES = {COMMITTED: GREEN, DELETED: RED}
 _LISTED = 5
 
@@ -158,7 +118,7 @@ def _static_lines(static: dict[str, str]) -> list[str]:
 
 
 @dataclass(frozen=True, repr=False)
-class Changes:
+class Changes(Shown):
     """What has moved between two trees: the result of `mylib.show(before, after)`. Prints as a
     table. In a notebook it is a page with pictures of the later tree.
 
@@ -183,41 +143,30 @@ class Changes:
                 received[device] = received.get(device, 0) + nbytes
         return received
 
-    def __repr__(self) -> str:
-        return self._text(LINES)
+    _header = ("array", "shape", "dtype", "before", "after", "what", "received")
 
-    def whole(self) -> str:
-        """The text with all lines, however many; see `Overview.whole`."""
-        return self._text(None)
+    @property
+    def _listed(self) -> Sequence[Move]:
+        return self.moves
 
-    def _text(self, most: int | None) -> str:
-        paint = paint_for_stdout()
-        groups = fold(self.moves, most)
-        changed = [bool(moves[0].what) for _, moves in groups]
-
-        def code_of(row: int, column: int) -> str:
-            if row == 0:
-                return BOLD
-            return YELLOW if changed[row - 1] and column == _WHAT else ""
-
-        table = [_CHANGES, *body_of(groups, self._cells, most)]
-        lines = columns(table, paint, code_of) if groups else []
-        return "\n".join([*lines, *[""] * bool(lines), *self._notes()])
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return tuple(move.after for move in self.moves if move.after is not None)
 
     @cached_property
     def _meshes(self) -> Meshes:
         return Meshes(row for move in self.moves for row in (move.before, move.after))
 
-    def _cells(self, label: str, moves: Sequence[Move]) -> tuple[str, ...]:
-        move = moves[0]
-        leaf = move.row.leaf
-        times = f"{len(moves)} x " if len(moves) > 1 else ""
-        nbytes = times + show_bytes(move.nbytes) if move.nbytes else ""
-        before, after = (self._place(row) for row in (move.before, move.after))
-        return label, str(leaf.shape), str(leaf.dtype), before, after, move.what, nbytes
+    def _code_of(self, one: Move, column: str) -> str:
+        return YELLOW if one.what and column == "what" else ""
 
-    def _place(self, row: Row | None) -> str:
-        return "" if row is None else row.spec + self._meshes.suffix(row.place)
+    def _cells(self, label: str, alike: Sequence[Move]) -> tuple[str, ...]:
+        move = alike[0]
+        leaf = move.row.leaf
+        times = f"{len(alike)} x " if len(alike) > 1 else ""
+        nbytes = times + show_bytes(move.nbytes) if move.nbytes else ""
+        before, after = self._place_of(move.before), self._place_of(move.after)
+        return label, str(leaf.shape), str(leaf.dtype), before, after, move.what, nbytes
 
     def _notes(self) -> list[str]:
         moved = sum(move.what == "moved" for move in self.moves)
@@ -227,14 +176,3 @@ class Changes:
             by_one = f"at most {show_bytes(most)} by one ({show_device(where)})"
             line += f"; {show_bytes(self.nbytes)} received, {by_one}"
         return [line, *self._meshes.lines()]
-
-    def _repr_html_(self) -> str:
-        body = body_of(fold(self.moves), self._cells)
-        rows = tuple(move.after for move in self.moves if move.after is not None)
-        return overview_page(
-            self._notes(), rows, _CHANGES, body, self.bytes_by_device, self._meshes
-        )
-
-
-_CHANGES = ("array", "shape", "dtype", "before", "after", "what", "received")
-_WHAT = _CHANGES.index("what")
