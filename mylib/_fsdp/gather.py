@@ -50,17 +50,10 @@ class Route:
 
 def gather(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
     """The weights where they are used, and their sinks (`gradient_dtype.py`), each None if there is
-    no `reduce_dtype`. Arrays without a gradient are moved, but not cast.
+    no `reduce_dtype`.
     """
-    moving = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
-    gathered, sinks = list(arrays), [None] * len(arrays)
-    for has_gradient, move in ((True, _gather), (False, _moved)):
-        index = [i for i, x in enumerate(moving) if x is has_gradient]
-        if index:
-            moved: Any = move([arrays[i] for i in index], route.part(index))
-            for i, x, sink in zip(index, *moved, strict=True):
-                gathered[i], sinks[i] = x, sink
-    return gathered, sinks
+    made: Any = _gather(list(arrays), route)
+    return made
 
 
 def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
@@ -69,23 +62,15 @@ def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
 
 
 def _gathered(arrays: list[Any], route: Route) -> tuple[list[Any], list[Any]]:
-    gathered = _forward(arrays, route)
-    return gathered, [_sink(x, route.reduce_dtype) for x in gathered]
-
-
-_gather = jax.custom_jvp(_gathered, nondiff_argnums=(1,))
-
-
-def _moved(arrays: list[Any], route: Route) -> tuple[list[Any], list[None]]:
-    return _forward(arrays, route), [None] * len(arrays)
-
-
-def _forward(arrays: list[Any], route: Route) -> list[Any]:
     # Cast first. If they were cast after gathering, they would be sent in the wider dtype.
     arrays = [_cast(x, route.dtype) for x in arrays]
     # Two constraints: with only the second the compiler may keep the weights gathered.
     arrays = keep(arrays, on_device(route.kept))
-    return keep(_by_way_of(arrays, map(halfway, route.kept, route.used)), route.used)
+    gathered = keep(_by_way_of(arrays, map(halfway, route.kept, route.used)), route.used)
+    return gathered, [_sink(x, route.reduce_dtype) for x in gathered]
+
+
+_gather = jax.custom_jvp(_gathered, nondiff_argnums=(1,))
 
 
 def _by_way_of(arrays: list[Any], between: Iterable[NamedSharding | None]) -> list[Any]:
@@ -199,13 +184,20 @@ def _batch(
     mapped = [dim is not None for dim in dims]
     program, made = batched(move.program, axis, mapped)
     summed = jax.make_jaxpr(move.backward)(*move.program.out_avals)
-    args = [
+    backward = jaxpr_as_fun(batched(summed, axis, made)[0])
+    args = batched_at_front(axis, args, dims, mapped)
+    moved = tangent_p.bind(*args, move=_Gathering(program, backward))
+    return moved, [0 if is_mapped else None for is_mapped in made]
+
+
+def batched_at_front(
+    axis: Any, args: Sequence[Any], dims: Sequence[Any], mapped: Iterable[bool]
+) -> list[Any]:
+    """The arguments of a `batched` program."""
+    return [
         batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) if is_mapped else x
         for x, dim, is_mapped in zip(args, dims, mapped, strict=True)
     ]
-    backward = jaxpr_as_fun(batched(summed, axis, made)[0])
-    moved = tangent_p.bind(*args, move=_Gathering(program, backward))
-    return moved, [0 if is_mapped else None for is_mapped in made]
 
 
 ad.primitive_jvps[tangent_p] = _jvp

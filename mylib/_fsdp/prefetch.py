@@ -25,7 +25,7 @@ from .._compat import batched, is_staged
 from .._placement import cast, varying
 from .._programs import interpret
 from .._tree import Arrays
-from .gather import Targets, keep, on_device
+from .gather import Targets, batched_at_front, keep, on_device
 from .prefetch_order import Turns
 
 Run = Callable[[Arrays, Arrays], Arrays]
@@ -194,11 +194,7 @@ def _batch(
     ]
     program, results = batched(layer.program, axis, mapped)
     after, _ = batched(layer.after, axis, [*mapped[:weights], False])
-    are_mapped = [*mapped, *compress(mapped, layer.moving)]
-    args = [
-        batching.bdim_at_front(x, dim, axis.size, axis.explicit_mesh_axis) if is_mapped else x
-        for x, dim, is_mapped in zip(args, dims, are_mapped, strict=True)
-    ]
+    args = batched_at_front(axis, args, dims, [*mapped, *compress(mapped, layer.moving)])
     moved = tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
     pairs = zip(layer.program.out_avals, results, strict=True)
     return moved, [0 if is_batched else None for x, is_batched in pairs if _is_float(x)]

@@ -132,9 +132,7 @@ class _Relocations:
 
     def __init__(self) -> None:
         self.pieces: list[tuple[int, np.ndarray, Sharding, bool]] = []
-        self.put_index: list[int] = []
-        self.put_own: list[Any] = []
-        self.put_where: list[Sharding] = []
+        self.puts: list[tuple[int, Any, Sharding]] = []
         self.targets: dict[int, tuple[Sharding, bool, Target]] = {}
         self.one_by_one: list[tuple[int, Any, Sharding, bool]] = []
         self.layouts: list[tuple[int, Format, bool]] = []
@@ -188,19 +186,18 @@ class _Relocations:
     def add_put(self, i: int, private: Any, destination: Sharding) -> None:
         if isinstance(private, np.ndarray) and destination.num_devices > 1:
             self.pieces.append((i, private, destination, False))
-            return
-        self.put_index.append(i)
-        self.put_own.append(private)
-        self.put_where.append(destination)
+        else:
+            self.puts.append((i, private, destination))
 
     def carry_out(self) -> list[tuple[int, jax.Array]]:
         count_moves(self.counted)
         done = list(self.elsewhere)
-        if self.put_own:
-            # One sharding for all arrays costs less than a list of equal ones.
-            first = self.put_where[0]
-            where = first if all(w is first for w in self.put_where) else self.put_where
-            done += zip(self.put_index, jax.device_put(self.put_own, where), strict=True)
+        if self.puts:
+            index, private, where = map(list, zip(*self.puts, strict=True))
+            if all(destination is where[0] for destination in where):
+                # One sharding for all arrays costs less than a list of equal ones.
+                where = where[0]
+            done += zip(index, jax.device_put(private, where), strict=True)
         with allow_transfers():
             for i, private, destination, weak in self.pieces:
                 y = put_pieces(private.__getitem__, private.shape, destination, private.dtype)

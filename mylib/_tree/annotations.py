@@ -60,13 +60,14 @@ def fit_of(steps: Sequence[Step], ndim: int) -> Fit | None:
 def steps_of(tree: Any) -> Sequence[Sequence[Step]]:
     """For each leaf of a tree the nodes on the path to it, each with the key of the next one."""
     found: list[Sequence[Step]] = []
-    queue: list[tuple[Any, tuple[Step, ...]]] = [(tree, ())]
+    queue: list[tuple[Any, Any, tuple[Step, ...]]] = [(tree, jtu.tree_structure(tree), ())]
     while queue:
-        node, steps = queue.pop()
-        children, treedef = children_of(node)
-        if not children and treedef.num_leaves:
+        node, treedef, steps = queue.pop()
+        if treedef.num_nodes == treedef.num_leaves == 1:
             found.append(steps)
-        queue += [(child, (*steps, (node, key))) for key, child in reversed(children)]
+            continue
+        pairs = list(zip(children_of(node)[0], treedef.children(), strict=True))
+        queue += [(x, inner, (*steps, (node, key))) for (key, x), inner in reversed(pairs)]
     return found
 
 
