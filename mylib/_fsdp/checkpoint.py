@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import equinox as eqx
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from .._compat import names
@@ -20,7 +20,6 @@ from .._placement import (
     Placement,
     Target,
     World,
-    axis_types,
     current_world,
     decide,
     entries_over,
@@ -291,6 +290,5 @@ def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
     if target is None or not isinstance(sharding := sharding_of(target), NamedSharding):
         return False
     here = jax.typeof(x).sharding
-    types = axis_types(mesh_in_force(sharding.mesh, world))
-    explicit = frozenset(name for name in types if types[name] == AxisType.Explicit)
+    explicit = mesh_in_force(sharding.mesh, world).explicit_axes
     return entries_over(here.spec, explicit) != entries_over(sharding.spec, explicit)

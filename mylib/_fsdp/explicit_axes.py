@@ -28,10 +28,6 @@ from .prefetch import tangent_p
 Values = Sequence[Any]
 
 
-def has_explicit_axes(mesh: Any) -> bool:
-    return AxisType.Explicit in mesh.axis_types
-
-
 Run = Callable[[Arrays, Arrays], Arrays]
 
 
@@ -93,14 +89,14 @@ def _call(eqn: Any, args: Values) -> Arrays:
 
 def _constrained(x: Any, asked: NamedSharding) -> Any:
     """`x` as its author asked for. A partial sum is a sum: the compiler decides where to add."""
-    if asked.spec.unreduced or not has_explicit_axes(asked.mesh):
+    if asked.spec.unreduced or not asked.mesh.explicit_axes:
         return x
     return _at(x, asked)
 
 
 def _at(x: Any, asked: NamedSharding) -> Any:
     entries: Sequence[Any] = asked.spec.partitions
-    if AxisType.Auto in asked.mesh.axis_types:
+    if asked.mesh.auto_axes:
         # What is asked for axes of one type leaves those of the other as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
     mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec(*entries)
@@ -111,7 +107,7 @@ def _untyped(param: Any) -> Any:
     """A parameter of an equation, without Explicit axes."""
     if isinstance(param, NamedSharding):
         # What an operation's result is split over becomes a constraint behind it.
-        return None if has_explicit_axes(param.mesh) else param
+        return None if param.mesh.explicit_axes else param
     if isinstance(param, ShapedArray):
         return param.update(sharding=jax.typeof(_struct(param, typed=False)).sharding)
     if hasattr(param, "eqns") or hasattr(param, "jaxpr"):
@@ -134,7 +130,7 @@ def _untyped_constant(x: Any) -> Any:
     sharding = getattr(x, "sharding", None)
     if isinstance(x, Tracer) or not isinstance(sharding, NamedSharding):
         return x
-    if not has_explicit_axes(sharding.mesh):
+    if not sharding.mesh.explicit_axes:
         return x
     mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
     shards = [shard.data for shard in x.addressable_shards]

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import batched
 from .._placement import Target, current_world, unusual_memory_kind
@@ -106,7 +106,7 @@ def _columns(
 
 def _is_explicit(x: Any) -> bool:
     meshes = jax.typeof(x).sharding.mesh, current_world().mesh
-    return any(AxisType.Explicit in mesh.axis_types for mesh in meshes)
+    return any(mesh.explicit_axes for mesh in meshes)
 
 
 def _sink(x: Any, dtype: Any) -> Any:

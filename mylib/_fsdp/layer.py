@@ -16,7 +16,7 @@ from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, sharding_of, show
 from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
-from .explicit_axes import Run, as_written, has_explicit_axes, on_auto_axes
+from .explicit_axes import Run, as_written, on_auto_axes
 from .gather import Route, gather, keep
 from .gradient_dtype import call_with_sinks
 from .prefetch import call_ahead
@@ -163,7 +163,7 @@ def _called(
     route, weights = plan.route.without(stacked), leaves.arrays
     given, outline = outlined((args, kwargs))
     call = _LayerCall(method, leaves, outline)
-    if has_explicit_axes(world.mesh):
+    if world.mesh.explicit_axes:
         compute, given, types = as_written(call, weights, given, route)
         run = on_auto_axes(_after_gathering(compute, route), types)
     else:

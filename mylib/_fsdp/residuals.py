@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, because
@@ -119,8 +119,7 @@ class Residual:
 
 
 def _of_type(x: Any, like: Any) -> Any:
-    explicit = AxisType.Explicit in like.sharding.mesh.axis_types
-    return jax.sharding.reshard(x, like.sharding) if explicit else x
+    return jax.sharding.reshard(x, like.sharding) if like.sharding.mesh.explicit_axes else x
 
 
 def _moved(tree: Any, targets: Targets) -> Any:

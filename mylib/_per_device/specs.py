@@ -9,7 +9,7 @@ from operator import attrgetter
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because
@@ -21,7 +21,6 @@ from .._placement import (
     World,
     axes_in,
     axis_names as names_of,
-    axis_types,
     decide,
     decide_each,
     default_memory_kind,
@@ -50,8 +49,7 @@ class ManualMesh:
         """The manual axes that are Explicit outside: an array's type shows how it is split over
         them.
         """
-        types = axis_types(self.mesh)
-        return frozenset(name for name in self.names if types[name] == AxisType.Explicit)
+        return self.names.intersection(self.mesh.explicit_axes)
 
     def unfit_input(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
         yield from list(self._unfit(target)) or unfit_shape(target, shape)
@@ -89,9 +87,7 @@ class ManualMesh:
         here = x.sharding if kind_of(x) is Kind.DEVICE else jax.typeof(x).sharding
         if not isinstance(here, NamedSharding) or not same_axes(here.mesh, self.mesh):
             return None
-        types = axis_types(here.mesh)
-        known = all(types[name] == AxisType.Explicit for name in self.explicit)
-        return here.spec if known else None
+        return here.spec if self.explicit.issubset(here.mesh.explicit_axes) else None
 
     def beside(self, target: NamedSharding, here: PartitionSpec) -> NamedSharding:
         """The target of an array that is `here`; over all other axes it stays split as it is."""
@@ -127,7 +123,7 @@ class Specs(Inputs):
 
     def region(self, world: World) -> ManualMesh:
         function, mesh = self.function, self._mesh_in(world)
-        free = frozenset(n for n, kind in axis_types(mesh).items() if kind != AxisType.Manual)
+        free = frozenset(mesh.axis_names).difference(mesh.manual_axes)
         names = free if self.manual is None else self.manual
         if not free:
             refuse_map(

@@ -49,7 +49,7 @@ def unfit_spec(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
                 f"the axis {name!r} is used {names.count(name)} times", "use each axis once"
             )
     yield from unfit_partial_sums(spec, mesh)
-    if PartitionSpec.UNCONSTRAINED in spec.partitions and AxisType.Auto not in mesh.axis_types:
+    if PartitionSpec.UNCONSTRAINED in spec.partitions and not mesh.auto_axes:
         yield because(
             f"{show_mesh(mesh)} has no Auto axis, so the compiler chooses for no dimension",
             "write the axes, or None, in place of UNCONSTRAINED",
@@ -164,18 +164,14 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
             "force here",
             "constrain to the mesh of `jax.set_mesh`, or move the array outside of this function",
         )
-    if (
-        world.mesh.are_all_axes_explicit
-        and AxisType.Auto in mesh.axis_types
-        and not same_axes(mesh, world.mesh)
-    ):
+    if world.mesh.are_all_axes_explicit and mesh.auto_axes and not same_axes(mesh, world.mesh):
         yield because(
             f"{show_mesh(mesh)} has Auto axes, and the mesh in force here has only Explicit ones",
             f"constrain to {show_mesh(world.mesh)}, which is in force",
         )
-    yield from unfit_partial_sums(sharding.spec, mesh_in_force(mesh, world))
-    types = axis_types(mesh_in_force(mesh, world))
-    explicit = {name for name, kind in types.items() if kind == AxisType.Explicit}
+    mesh = mesh_in_force(mesh, world)
+    yield from unfit_partial_sums(sharding.spec, mesh)
+    types, explicit = axis_types(mesh), set(mesh.explicit_axes)
     for name in sorted(explicit & world.spmd_axes):
         yield because(
             f"spmd_axis_name={name!r} is an Explicit axis, and JAX drops it when resharding",

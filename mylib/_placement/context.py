@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from .._compat import mesh_with_devices, trace_kind, vmapped_axes
 
@@ -34,11 +34,7 @@ class World:
     @property
     def manual_axes(self) -> frozenset[str]:
         """The axes that a surrounding `shard_map` has already split the arrays over."""
-        return frozenset(
-            name
-            for name, kind in zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-            if kind == AxisType.Manual
-        )
+        return frozenset(self.mesh.manual_axes)
 
     def size_at(self, x: jax.Array) -> int | None:
         """The number of devices of the program that computes `x`, if known. It is unknown for

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.layout import Format, Layout
-from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from .._placement import Target, axis_names, fill_free, memory_kind, sharding_of, spec_over
 from .._tree import Kind
@@ -51,7 +51,7 @@ def same_place(source: Sharding, target: Sharding, ndim: int) -> bool:
         if source.mesh != target.mesh:
             return False
         target = fill_free(target, source, ndim)
-        if AxisType.Explicit in target.mesh.axis_types and not same_type(source, target, ndim):
+        if target.mesh.explicit_axes and not same_type(source, target, ndim):
             return False
     return memory_kind(source) == memory_kind(target) and source.is_equivalent_to(target, ndim)
 

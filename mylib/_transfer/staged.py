@@ -9,14 +9,13 @@ from jax.core import Tracer
 from jax.experimental.layout import Format, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._compat import jit
 from .._placement import (
     Target,
     World,
     axis_names,
-    axis_types,
     entries_of,
     fill_free,
     memory_space,
@@ -42,8 +41,8 @@ def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) ->
     for i, sharding in enumerate(shardings):
         if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
             constrained[i] = _to_explicit(arrays[i], sharding, world)
-            if AxisType.Auto in sharding.mesh.axis_types:
-                auto = _over_axes_of_type(sharding, AxisType.Auto)
+            if sharding.mesh.auto_axes:
+                auto = _over(sharding.mesh.auto_axes, sharding)
                 constrained[i] = constrain_auto_p.bind(constrained[i], sharding=auto)
     for i, target in enumerate(targets):
         if isinstance(target, Format) and target.layout is not None:
@@ -91,14 +90,14 @@ def _one_in_force(sharding: Sharding, world: World) -> Sharding | None:
     if not isinstance(sharding, NamedSharding):
         return sharding
     mesh = mesh_in_force(sharding.mesh, world)
-    if set(mesh.axis_types) == {AxisType.Manual}:
+    if mesh.are_all_axes_manual:
         # Each device runs its own program here.
         return None
     return NamedSharding(mesh, sharding.spec)
 
 
 def _has_explicit_axes(sharding: Sharding) -> bool:
-    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+    return isinstance(sharding, NamedSharding) and bool(sharding.mesh.explicit_axes)
 
 
 def _to_explicit(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
@@ -113,7 +112,7 @@ def _to_explicit(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
     here = jax.typeof(x).sharding
     there = NamedSharding(mesh, here.spec) if same_axes(here.mesh, mesh) else None
     filled = fill_free(sharding, there, x.ndim)
-    x = jax.sharding.reshard(x, _over_axes_of_type(filled, AxisType.Explicit))
+    x = jax.sharding.reshard(x, _over(mesh.explicit_axes, filled))
     if devices_unknown and mesh_known:
         x = _on_devices(sharding, x)
     return x
@@ -123,8 +122,7 @@ def _on_devices(sharding: NamedSharding, x: Any) -> jax.Array:
     return _identity(fill_free(sharding, None, x.ndim))(x)
 
 
-def _over_axes_of_type(sharding: NamedSharding, kind: AxisType) -> NamedSharding:
-    names = [name for name, of_name in axis_types(sharding.mesh).items() if of_name == kind]
+def _over(names: Sequence[Any], sharding: NamedSharding) -> NamedSharding:
     return NamedSharding(sharding.mesh, restricted(sharding.spec, names))
 
 
@@ -185,8 +183,7 @@ def _constrain_auto_batch(
     (x,), (dim,) = arrays, dims
     if dim is not None:
         entries = list(entries_of(sharding.spec, x.ndim - 1))
-        types = axis_types(sharding.mesh)
-        named = tuple(n for n in axis_names(axis.spmd_name) if types.get(n) == AxisType.Auto)
+        named = tuple(n for n in axis_names(axis.spmd_name) if n in sharding.mesh.auto_axes)
         entries.insert(dim, named or PartitionSpec.UNCONSTRAINED)
         sharding = sharding.update(spec=sharding.spec.update(partitions=entries))
     return constrain_auto_p.bind(x, sharding=sharding), dim
