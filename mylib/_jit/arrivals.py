@@ -14,9 +14,9 @@ from .._errors import PlacementWarning, folded, warn
 from .._placement import Target, axis_types, same_axes, sharding_of, split_over
 from .._text import show_bytes
 from .._tree import Arrays
-from .arguments import Call
 from .naming import names_of
 from .traces import Kept, innermost
+from .variants import Call
 
 
 def expect(arrays: Sequence[Any], targets: Sequence[Target | None]) -> None:

@@ -1,12 +1,17 @@
-"""Which arguments of a function are donated."""
+"""Which arguments of a function are donated, each once, and let go of after the call."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from itertools import compress
 from operator import not_
 from typing import Any, Literal
 
+import jax
+from jax.core import Tracer
+
+from .._transfer import let_go
 from .._tree import Arrays, outlined
 from .signature import Function
+from .variants import Call
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | tuple[str, ...]
 _WORDS = ("all", "all-except-first", "warn", "warn-except-first", "none")
@@ -51,28 +56,20 @@ class Donated:
         self._kept = tuple(map(not_, self.flags))
 
     @classmethod
-    def of(
-        cls,
-        donate: Donate,
-        function: Function,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        own: int,
-        abstract: bool,
-    ) -> "Donated | None":
-        """Of a call with these arguments; the last arrays, `own` of them, are the function's."""
+    def of(cls, call: Call) -> "Donated | None":
+        """The last arrays are the function's own."""
+        program, donate = call.program, call.program.donate
         if donate == "none":
             return None
         # In the order in which JAX flattens them.
-        keys = [*range(len(args)), *sorted(kwargs)]
-        arguments = [*args, *(kwargs[key] for key in sorted(kwargs))]
+        arguments = [*enumerate(call.args), *sorted(call.kwargs.items())]
         if isinstance(donate, tuple):
-            flags = [function.slot(key).parameter in donate for key in keys]
+            flags = [program.function.slot(key).parameter in donate for key, _ in arguments]
         else:
-            flags = [not (key == 0 and spares_the_first(donate)) for key in keys]
-        counts = [len(outlined(x, abstract)[0]) for x in arguments]
+            flags = [not (key == 0 and spares_the_first(donate)) for key, _ in arguments]
+        counts = [len(outlined(x, call.is_abstract)[0]) for _, x in arguments]
         of_arrays = [x for x, n in zip(flags, counts, strict=True) for _ in range(n)]
-        return cls([*of_arrays, *[not isinstance(donate, tuple)] * own])
+        return cls([*of_arrays, *[not isinstance(donate, tuple)] * program.fun.count])
 
     def parted(self, arrays: Iterable[Any]) -> tuple[Arrays, Arrays]:
         """The arrays that are kept, and those that are donated."""
@@ -82,3 +79,26 @@ class Donated:
     def joined(self, kept: Iterable[Any], donated: Iterable[Any]) -> Arrays:
         kept, donated = iter(kept), iter(donated)
         return [next(donated if x else kept) for x in self.flags]
+
+
+def used_once(call: Call, arrays: Arrays, which: Donated) -> tuple[Arrays, Arrays]:
+    """The arrays that are kept and those that are donated, with a copy of each donated one that
+    occurs twice or is also passed without being donated: JAX refuses to donate those.
+    """
+    kept, donated = which.parted(arrays)
+    taken = {*map(id, kept), *map(id, which.parted(call.arrays)[0])}
+    if len(taken.union(map(id, donated))) == len(taken) + len(donated):
+        return kept, donated
+    for i, x in enumerate(donated):
+        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and id(x) in taken:
+            donated[i] = jax.device_put(x, may_alias=False)
+        taken.add(id(x))
+    return kept, donated
+
+
+def let_go_of_moved(call: Call, placed: Arrays, which: Donated) -> None:
+    """After a successful call, deletes donated arrays that had to be moved before it."""
+    if any(isinstance(x, Tracer) for x in call.arrays):
+        return
+    kept, donated = which.parted(call.arrays)
+    let_go(donated, [*kept, *placed])

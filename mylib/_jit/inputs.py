@@ -1,18 +1,32 @@
-"""Placements for a function's arguments."""
+"""Placements for a function's arguments, which are moved there before a call."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import jax
 from jax.core import Tracer
+from jax.experimental.layout import Format
 
 from .._errors import PlacementError
-from .._placement import AnyMesh, Decision, Placement, Target, World, decide, is_placement_leaf
-from .._tree import Arrays, Leaves
+from .._placement import (
+    AnyMesh,
+    Decision,
+    Placement,
+    Target,
+    World,
+    current_world,
+    decide,
+    is_placement_leaf,
+)
+from .._processes import one_call, raised_in_all
+from .._transfer import mesh_of_all, place_leaves
+from .._tree import Arrays, Leaves, split
 from .signature import Function, Slot
+from .variants import Call
 
 Targets = Sequence[Target | None]
 
@@ -76,6 +90,43 @@ class Inputs:
         if not kwargs and not function.array_defaults:
             return args, kwargs
         return function.bind(args, kwargs, self._placed_defaults(function))
+
+    def place(self, call: Call) -> tuple[Arrays, Arrays, Resolved | None]:
+        """The arrays of the arguments and of the function, at their targets, and the targets, if
+        the function needs them. If the call is abstract, nothing is moved.
+        """
+        world, variant, own = current_world(), call.variant, call.own
+        if world.staged and not self.also_staged:
+            return call.arrays, own, None
+        state = self.state_of(call.arrays + own, world)
+        if state is not None and variant.in_place is not None and variant.in_place[0] == state:
+            return call.arrays, own, variant.in_place[1]
+        leaves = call.program.function.split((call.args, call.kwargs), call.is_abstract)
+        of_all = None if call.is_abstract else mesh_of_all(self.mesh, world)
+        with one_call(of_all, None), raised_in_all(of_all, None):
+            resolved = self._resolved(call, leaves, world)
+        for_function = resolved if self.for_function else None
+        targets, own_targets = self.needed(leaves, resolved.targets, own, world)
+        at = _abstract if call.is_abstract else place_leaves
+        values, own_values = at(leaves, targets, world), at(split(own), own_targets, world)
+        if all(map(is_, values + own_values, leaves.arrays + own)):
+            # The state does not include layouts.
+            if not any(isinstance(target, Format) for target in resolved.targets):
+                variant.in_place = state, for_function
+            return call.arrays, own, for_function
+        everything = list(leaves.all)
+        for position, x in zip(leaves.positions, values, strict=True):
+            everything[position] = x
+        return list(compress(everything, call.split.are_arrays)), own_values, for_function
+
+    def _resolved(self, call: Call, leaves: Leaves, world: World) -> Resolved:
+        """Rules are called once for the same shapes in the same context."""
+        asked = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
+        resolved = call.variant.resolved
+        if resolved is None or resolved[0] != asked:
+            targets = self.resolve(call.program.function, leaves, call.args, call.kwargs, world)
+            resolved = call.variant.resolved = asked, Resolved(tuple(targets))
+        return resolved[1]
 
     def resolve(
         self, function: Function, leaves: Leaves, args: Any, kwargs: Any, world: World
@@ -185,6 +236,14 @@ class _ByName:
                 f"{name}: write a placement for all of **{rest}, or a dict from its names, not "
                 f"a {type(self.others).__name__}"
             )
+
+
+def _abstract(leaves: Leaves, targets: Targets, world: World) -> list[Any]:
+    """The arrays, or their shapes at the targets."""
+    del world
+    shapes = jax.eval_shape(lambda arrays: arrays, leaves.arrays)
+    trios = zip(leaves.arrays, shapes, targets, strict=True)
+    return [x if target is None else shape.update(sharding=target) for x, shape, target in trios]
 
 
 @lru_cache(maxsize=512)

@@ -3,7 +3,6 @@
 import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -126,18 +125,15 @@ def filter_jit(
         "keep_unused": keep_unused,
         "compiler_options": compiler_options,
     }
-    if fun is None:
-        return functools.partial(
-            filter_jit,
-            in_shardings=in_shardings,
-            out_shardings=out_shardings,
-            mesh=mesh,
-            donate=donate,
-            **options,
-        )
-    inputs = None if in_shardings is None else Inputs(in_shardings, mesh)
-    given = {name: value for name, value in options.items() if value not in (None, False)}
-    return Jitted.of(fun, inputs, out_shardings, mesh, donate, given)
+    make = functools.partial(
+        Jitted.of,
+        inputs=None if in_shardings is None else Inputs(in_shardings, mesh),
+        out_shardings=out_shardings,
+        mesh=mesh,
+        donate=donate,
+        options={name: value for name, value in options.items() if value not in (None, False)},
+    )
+    return make if fun is None else make(fun)
 
 
 def refuse_by_position(name: str, fun: Any, others: Sequence[Any]) -> None:
@@ -181,29 +177,14 @@ class Jitted(Generic[P, T]):
 
     @classmethod
     def of(
-        cls,
-        fun: Callable[..., Any],
-        inputs: Inputs | None = None,
-        out_shardings: Any = None,
-        mesh: AnyMesh | None = None,
-        donate: Donate = "none",
-        options: Mapping[str, Any] = MappingProxyType({}),
+        cls, fun: Callable[..., Any], donate: Donate = "none", **given: Any
     ) -> "Jitted[..., Any]":
+        """`given` are options of a `Program`."""
         arrays, split = outlined(fun)
         function = Function.of(fun)
-        program = Program(
-            split,
-            code_of(fun),
-            about(fun),
-            function,
-            inputs,
-            out_shardings,
-            mesh,
-            checked(donate, function),
-            options,
-        )
-        is_shared = inputs is None and out_shardings is None
-        return cls(arrays, program.shared() if is_shared else program)
+        donate = checked(donate, function)
+        program = Program(split, code_of(fun), about(fun), function, donate, **given)
+        return cls(arrays, program.shared())
 
     @property
     def __wrapped__(self) -> Callable[P, T]:
@@ -263,9 +244,9 @@ class Jitted(Generic[P, T]):
     def __reduce__(self) -> Any:
         # Without the programs. The function is stored whole, because tree structures can't be
         # copied.
-        program = self.program
-        given = program.inputs, program.out_shardings, program.mesh, program.donate
-        return type(self).of, (self._compiled_function(), *given, dict(program.options))
+        names = "donate", "inputs", "out_shardings", "mesh", "options"
+        given = {name: getattr(self.program, name) for name in names}
+        return functools.partial(type(self).of, **given), (self._compiled_function(),)
 
     def tree_flatten(self) -> tuple[tuple[Arrays], Program]:
         return (self.arrays,), self.program

@@ -41,10 +41,9 @@ from ..machines import (
     arguments_of,
     out_of_memory,
 )
-from .arguments import Call
 from .naming import explain, named, names_of, not_here
 from .program import Program
-from .variants import Variant
+from .variants import Call, Variant
 
 
 class _LoweredFrom(NamedTuple):
@@ -218,8 +217,8 @@ class Compiled:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         program, variant, own, *_ = self._origin
-        call, parts = program.read(own, args, kwargs)
-        if not variant.split.is_of(*parts):
+        call = program.read(own, args, kwargs)
+        if call.split != variant.split:
             if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
                 raise TypeError(
                     f"{program.name} is called with a jax.ShapeDtypeStruct, which has no numbers: "

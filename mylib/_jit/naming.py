@@ -33,10 +33,9 @@ from .._placement import AnyMesh, axis_types, current_world
 from .._programs import all_jaxprs
 from .._text import listed, show_bytes
 from .._tree import Arrays, KeyPath, Kind, Split, is_array, is_of_keys, kind_of, outlined
-from .arguments import Call
 from .donation import Donated, spares_the_first, warns
 from .traces import Trace, outermost
-from .variants import Location, Place
+from .variants import Call, Location, Place
 
 # Captured arrays of this many bytes or more are reported.
 _LARGE = 2**20
@@ -51,7 +50,7 @@ def names_of(call: Call) -> list[str]:
     program = call.program
     fun = program.fun.fill(call.own)
     return [
-        *_names_in((call.args, call.kwargs), call.variant.split, program.function.naming),
+        *_names_in((call.args, call.kwargs), call.split, program.function.naming),
         *_names_in(fun, program.fun, lambda path: program.name + jtu.keystr(path)),
     ]
 

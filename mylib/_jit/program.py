@@ -26,10 +26,9 @@ from .._errors import PlacementError
 from .._placement import AnyMesh, Target, current_world, is_described
 from .._programs import interpret
 from .._transfer import filter_device_put
-from .._tree import Arrays, Made, Rest, Split, outlined, parted
-from .arguments import Call, let_go_of_moved, place, used_once
+from .._tree import Arrays, Made, Rest, Split, outlined
 from .arrivals import compare, expect
-from .donation import Donate, Donated
+from .donation import Donate, Donated, let_go_of_moved, used_once
 from .error_checks import Checks, calling, with_checks_as_values
 from .inputs import Inputs, Resolved
 from .naming import (
@@ -44,7 +43,7 @@ from .placed_after import placed_after, targets_after
 from .replicated import about_replicated, devices_of
 from .signature import Function
 from .traces import Trace, tracing
-from .variants import Variant, Variants
+from .variants import Call, Variant, Variants
 
 Mode = Literal["eager", "transformed", "staged"]
 
@@ -89,11 +88,11 @@ class Program:
     code: Any
     about: Mapping[str, Any]
     function: Function
-    inputs: Inputs | None
-    out_shardings: Any
-    mesh: AnyMesh | None
     donate: Donate
-    options: Mapping[str, Any]
+    inputs: Inputs | None = None
+    out_shardings: Any = None
+    mesh: AnyMesh | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
     variants: Variants = field(default_factory=Variants)
     # Equinox looks for this id on the stack, to show only the frames inside the program.
     id: bytes = field(default_factory=new_id)
@@ -106,6 +105,8 @@ class Program:
         """That of an equal function, if there is one: `filter_jit(filter_grad(f))` is a new object
         every time, but need not be compiled every time.
         """
+        if self.inputs is not None or self.out_shardings is not None:
+            return self
         _, options = outlined((self.donate, dict(self.options)))
         try:
             return _first_of(_Same((self.fun, self.mesh, options), self))
@@ -132,46 +133,38 @@ class Program:
 
     def prepare(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
         """A call with these arguments. If it is only lowered, arrays may be `abstract`."""
-        call, parts = self.read(own, args, kwargs, abstract)
+        call = self.read(own, args, kwargs, abstract)
         latest = self.variants.latest
         # Usually the same variant is called again, and then nothing need be hashed.
-        if latest is None or not latest.split.is_of(*parts):
-            latest = self._variant(call, Split(*parts), abstract)
-        call.variant = latest
+        is_latest = latest is not None and latest.split == call.split
+        call.variant = latest if is_latest else self._variant(call)
         return call
 
-    def read(
-        self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False
-    ) -> tuple[Call, tuple[Any, tuple[bool, ...], tuple[Any, ...]]]:
-        """A call with these arguments, of no variant yet, and the parts of their split."""
+    def read(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
+        """A call with these arguments, of no variant yet."""
         if self.inputs is not None:
             args, kwargs = self.inputs.bind(self.function, args, kwargs)
         elif kwargs:
             args, kwargs = self.function.bind(args, kwargs)
         # Without keyword arguments a tree of the positional ones (a tuple) is enough.
-        leaves, treedef = jtu.tree_flatten([args, kwargs] if kwargs else args)
-        arrays, are_arrays, static = parted(leaves, abstract)
-        return Call(self, args, kwargs, arrays, own), (treedef, are_arrays, static)
+        arrays, split = outlined([args, kwargs] if kwargs else args, abstract)
+        return Call(self, args, kwargs, arrays, split, own, abstract)
 
-    def _variant(self, call: Call, split: Split, abstract: bool) -> Variant:
+    def _variant(self, call: Call) -> Variant:
         try:
-            variant = self.variants.get(split)
+            variant = self.variants.get(call.split)
         except TypeError as error:
             error.add_note(unhashable(call))
             raise
         if variant is not None:
             return variant
         mesh = self.mesh if self.mesh is not None else current_world().devices
-        if not abstract and is_described(mesh) and not is_staged():
+        if not call.is_abstract and is_described(mesh) and not is_staged():
             raise not_here(self.name)
-        donated = Donated.of(
-            self.donate, self.function, call.args, call.kwargs, self.fun.count, abstract
-        )
-        variant, is_full, changing = self.variants.add(split, donated)
+        variant, is_full, changing = self.variants.add(call.split, Donated.of(call))
         if is_full:
             self.jitted.clear_cache()
         if changing:
-            call.variant = variant
             about_numbers(call, changing)
         return variant
 
@@ -183,7 +176,7 @@ class Program:
         compiled, mode, variant = _counts.compiled, trace_kind(), call.variant
         placed, own, targets = call.arrays, call.own, None
         if self.inputs is not None:
-            placed, own, targets = place(call, self.inputs)
+            placed, own, targets = self.inputs.place(call)
         arrays = kept = placed + own if own else placed
         donated: Arrays = []
         if variant.donated is not None:
@@ -227,7 +220,7 @@ class Program:
         __equinox_jit_id__ = self.id  # noqa: F841
         placed, own, targets = call.arrays, call.own, None
         if self.inputs is not None:
-            placed, own, targets = place(call, self.inputs, abstract=True)
+            placed, own, targets = self.inputs.place(call)
         arrays, which = placed + own, call.variant.donated
         kept, donated = (arrays, []) if which is None else which.parted(arrays)
         operands = call.variant.key, "eager", targets, kept, donated

@@ -12,8 +12,8 @@ from .._errors import ReplicatedWarning, warn
 from .._placement import current_world
 from .._products import Products, products_in
 from .._tree import Arrays
-from .arguments import Call
 from .naming import names_of, some
+from .variants import Call
 
 # Fewer products than these, about as many as a device computes while a small message is sent, are
 # not worth dividing; nor are those of programs that compute as much otherwise.
@@ -34,7 +34,7 @@ def about_replicated(
     devices = max(map(devices_of, (*arrays, *returned)), default=1)
     if devices == 1 or call.program.variants.is_replicated_told:
         return
-    positions = _whole(arrays[: call.variant.split.count], devices)
+    positions = _whole(arrays[: call.split.count], devices)
     if not positions:
         return
     traced = again(call.program.jitted.trace)

@@ -1,12 +1,19 @@
-"""The variants of a function: for each structure of its arguments and their static leaves."""
+"""Calls, and the variants of a function: for each structure of its arguments and their static
+leaves.
+"""
 
 import weakref
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Sharding
 
-from .._tree import Split
-from .donation import Donated
+from .._tree import Arrays, Split
+
+if TYPE_CHECKING:
+    from .donation import Donated
+    from .program import Program
 
 # The most variants that are kept for a function.
 _MOST = 256
@@ -19,6 +26,22 @@ Place = tuple[Sharding, bool] | None
 Location = tuple[tuple[int, ...], Any, Place]
 
 
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call: its arguments, the `arrays` in them and the rest, and the function's `own` arrays. If
+    it `is_abstract`, it is only lowered, and arrays may be abstract.
+    """
+
+    program: "Program"
+    args: Any
+    kwargs: Any
+    arrays: Arrays
+    split: Split
+    own: Arrays
+    is_abstract: bool
+    variant: "Variant" = field(init=False)
+
+
 class Variant:
     """A function for arguments that differ only in arrays.
 
@@ -26,7 +49,7 @@ class Variant:
     weak reference keeps no static leaves alive.
     """
 
-    def __init__(self, split: Split, donated: Donated | None):
+    def __init__(self, split: Split, donated: "Donated | None"):
         self.split = split
         self.key: weakref.ref[Variant] = weakref.ref(self)
         self.donated = donated
@@ -52,10 +75,9 @@ class Variants:
         self.latest: Variant | None = None
         # Whether it has been told that all devices compute the same.
         self.is_replicated_told = False
-        # The variants added by successive calls that differ only in numbers: the leaves that each
-        # of them changes, and the last one. None when the warning was given.
-        self._changes: list[set[int]] | None = []
-        self._newest: Split | None = None
+        # New variants in a row, each of which differs from the one before it only in numbers. None
+        # when the warning was given.
+        self._numbered: list[Split] | None = []
 
     def __len__(self) -> int:
         return len(self._known)
@@ -66,7 +88,7 @@ class Variants:
             self.latest = variant
         return variant
 
-    def add(self, split: Split, donated: Donated | None) -> tuple[Variant, bool, set[int]]:
+    def add(self, split: Split, donated: "Donated | None") -> tuple[Variant, bool, set[int]]:
         """A new variant, or that of another thread, which was faster; whether there were so many
         that all others were let go; and, once, the leaves whose numbers change at each call.
         """
@@ -78,16 +100,12 @@ class Variants:
         return self.latest, is_full, changing
 
     def _changing(self, split: Split) -> set[int]:
-        if self._changes is None:
+        row = self._numbered
+        if row is None:
             return set()
-        before, self._newest = self._newest, split
-        if before is None or self.latest is None or self.latest.split is not before:
-            changed = set[int]()
-        else:
-            changed = split.numbers_changed(before)
-        self._changes = [*self._changes, changed] if changed else []
-        if len(self._changes) + 1 < _IN_A_ROW:
+        is_next = row and self.latest is not None and self.latest.split is row[-1]
+        row = [*row, split] if is_next and split.numbers_changed(row[-1]) else [split]
+        self._numbered = row if len(row) < _IN_A_ROW else None
+        if self._numbered is not None:
             return set()
-        changing = set[int]().union(*self._changes)
-        self._changes = None
-        return changing
+        return set[int]().union(*(after.numbers_changed(before) for before, after in pairwise(row)))

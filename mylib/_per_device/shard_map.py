@@ -150,7 +150,7 @@ def filter_shard_map(
     manual = None if axis_names is None else _names(axis_names)
     specs = Specs(in_specs, mesh, Function.of(fun), manual, reshard)
     mapped = Mapped(fun, MapOptions(about(fun), specs, out_specs, check_vma))
-    return JittedMap.of(mapped, specs) if jit else mapped
+    return JittedMap.of(mapped, inputs=specs) if jit else mapped
 
 
 def _names(axis_names: Collection[Any]) -> frozenset[Any]:

@@ -30,7 +30,6 @@ from .splits import (
     Split as Split,
     outline_of as outline_of,
     outlined as outlined,
-    parted as parted,
 )
 from .structure import (
     named_texts_of as named_texts_of,

@@ -61,19 +61,14 @@ class Split:
         return self._hash
 
     def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Split) and self.is_of(
-            other.treedef, other.are_arrays, other.static
-        )
-
-    def is_of(self, treedef: Any, are_arrays: tuple[bool, ...], static: Static) -> bool:
-        """Whether it equals the split of these parts."""
         # The elements are usually identical objects, and checking that first is fast.
         return (
-            self.treedef == treedef
-            and (self.are_arrays is are_arrays or self.are_arrays == are_arrays)
-            and (self.static is static or _all_same(self.static, static))
+            isinstance(other, Split)
+            and self.treedef == other.treedef
+            and self.are_arrays == other.are_arrays
+            and _all_same(self.static, other.static)
             # Looking at each node is slow. Nodes that equal nodes without data have none.
-            and (not self.data or _all_same(self.data, data_of_nodes(treedef)))
+            and (not self.data or _all_same(self.data, data_of_nodes(other.treedef)))
         )
 
     def numbers_changed(self, other: "Split") -> set[int]:
@@ -134,8 +129,13 @@ def outlined(tree: Any, abstract: bool = False) -> tuple[Arrays, Split]:
     `abstract`.
     """
     leaves, treedef = jtu.tree_flatten(tree)
-    arrays, are_arrays, static = parted(leaves, abstract)
-    return arrays, Split(treedef, are_arrays, static)
+    partition = _partition_by_type(tuple(map(type, leaves)), abstract)
+    if partition is None:
+        partition = _Selection.of(tuple([is_array(x, abstract) for x in leaves]))
+    are_arrays, arrays_of, static_of = partition
+    if static_of is None:
+        return leaves, Split(treedef, are_arrays, ())
+    return list(arrays_of(leaves)), Split(treedef, are_arrays, static_of(leaves))
 
 
 def outline_of(leaves: Leaves) -> Split:
@@ -143,17 +143,6 @@ def outline_of(leaves: Leaves) -> Split:
     flags = tuple(i in places for i in range(len(leaves.all)))
     static = tuple(x for i, x in enumerate(leaves.all) if i not in places)
     return Split(leaves.treedef, flags, static)
-
-
-def parted(leaves: list[Any], abstract: bool = False) -> tuple[Arrays, tuple[bool, ...], Static]:
-    """Splits a tree's leaves: the arrays, a flag for each leaf, and the static leaves."""
-    partition = _partition_by_type(tuple(map(type, leaves)), abstract)
-    if partition is None:
-        partition = _Selection.of(tuple([is_array(x, abstract) for x in leaves]))
-    are_arrays, arrays_of, static_of = partition
-    if static_of is None:
-        return leaves, are_arrays, ()
-    return list(arrays_of(leaves)), are_arrays, static_of(leaves)
 
 
 Take = Callable[[Sequence[Any]], tuple[Any, ...]]
