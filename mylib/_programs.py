@@ -8,7 +8,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from ._compat import names, opened
+from ._compat import closed_or_open, names, opened
 
 
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
@@ -55,6 +55,24 @@ def _jaxprs_among(several: Iterable[Any]) -> Iterator[Any]:
             yield x
         elif isinstance(x, tuple | list):
             yield from _jaxprs_among(x)
+
+
+def with_equations(program: Any, change: Callable[[Any], Any]) -> Any:
+    """A copy of a jaxpr, with its equations as `change` returns them."""
+    jaxpr = opened(program)
+    jaxpr = jaxpr.replace(eqns=list(map(change, jaxpr.eqns)))
+    return closed_or_open(ClosedJaxpr(jaxpr, getattr(program, "consts", ())), program)
+
+
+def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """An equation's parameters, with the jaxprs among them as `change` returns them."""
+
+    def changed(x: Any) -> Any:
+        return change(x) if isinstance(x, _JAXPRS) else x
+
+    holders = (*_JAXPRS, tuple, list)
+    params = eqn.params.items()
+    return {k: jax.tree.map(changed, x) if isinstance(x, holders) else x for k, x in params}
 
 
 def is_opaque(eqn: Any) -> bool:

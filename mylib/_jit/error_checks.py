@@ -37,7 +37,15 @@ from .._compat import (
 )
 from .._links import is_handle
 from .._placement import axes_of_type, cast, manual_axes, union, varying
-from .._programs import bind_as, in_place_of, interpret, jaxprs_in, scanned
+from .._programs import (
+    bind_as,
+    in_place_of,
+    interpret,
+    jaxprs_in,
+    scanned,
+    with_equations,
+    with_jaxprs,
+)
 
 # Whether a call of a program made by `filter_jit` is being traced, lowered or run here: None, or
 # whether that call returns errors. JAX doesn't use one trace for several values, so that a function
@@ -54,8 +62,9 @@ def calling(returns_errors: bool) -> AbstractContextManager[None]:
     return _calling(returns_errors)
 
 
-# The parameter of our primitive.
-_CHECK = "check"
+# The parameters of our primitive. The second one is None, or the call that contains the check and
+# can't return its error. Programs may share the first one, which Equinox's `jit` keeps.
+_CHECK, _STUCK_IN = "check", "stuck_in"
 check_p = Primitive("error_check")
 check_p.multiple_results = True
 
@@ -66,8 +75,6 @@ class Check:
 
     messages: Sequence[str]
     stack: Sequence[bytes | str]
-    # In a program of `filter_jit`: the call that contains the check and can't return its error.
-    stuck_in: str | None = None
 
     @property
     def line(self) -> str:
@@ -91,7 +98,7 @@ def _error(x: Any, pred: Any, index: Any, *, msgs: Any, on_error: str, stack: An
             pred = alone_p.bind(jnp.asarray(pred))
         return _replace()(x, pred, index, msgs=msgs, on_error=on_error, stack=stack)
     check = Check(msgs, stack)
-    out = check_p.bind(jnp.asarray(pred), jnp.asarray(index), *leaves, check=check)
+    out = check_p.bind(jnp.asarray(pred), jnp.asarray(index), *leaves, check=check, stuck_in=None)
     return jtu.tree_unflatten(treedef, out)
 
 
@@ -121,25 +128,28 @@ def _nan_jvp(primals: Any, tangents: Any) -> Any:
 
 
 @check_p.def_impl
-def _raise_as_equinox(pred: Any, index: Any, *arrays: Any, check: Check) -> list[Any]:
+def _raise_as_equinox(
+    pred: Any, index: Any, *arrays: Any, check: Check, stuck_in: str | None
+) -> list[Any]:
+    del stuck_in
     options: Any = {"msgs": check.messages, "on_error": "raise", "stack": check.stack}
     return _replace()(list(arrays), pred, index, **options)
 
 
 @check_p.def_abstract_eval
-def _abstract(pred: Any, index: Any, *avals: Any, check: Check) -> list[Any]:
-    del pred, index, check
+def _abstract(pred: Any, index: Any, *avals: Any, **params: Any) -> list[Any]:
+    del pred, index, params
     return list(avals)
 
 
-def _pass_on(args: Sequence[Any], attached: Sequence[Any], *, check: Check) -> tuple[Any, Any]:
+def _pass_on(args: Sequence[Any], attached: Sequence[Any], **params: Any) -> tuple[Any, Any]:
     """The arrays keep their tangents, or their batch dimensions. Equinox has already reduced the
     first two over a batch.
     """
-    return check_p.bind(*args, check=check), list(attached[2:])
+    return check_p.bind(*args, **params), list(attached[2:])
 
 
-def _lower(ctx: Any, *args: Any, check: Check) -> Any:
+def _lower(ctx: Any, *args: Any, check: Check, stuck_in: str | None) -> Any:
     """Lowers a check in programs without `filter_jit` to Equinox's callback."""
     if union(map(axes_of_type, ctx.avals_in)):
         raise ValueError(
@@ -147,7 +157,6 @@ def _lower(ctx: Any, *args: Any, check: Check) -> Any:
             "shard_map. That needs mylib.filter_jit around the program, instead of jax.jit or "
             f"equinox.filter_jit\n{check.line}"
         )
-    stuck_in = check.stuck_in
     if stuck_in is None and _calling.value:
         # A check that is still there was hidden in a primitive: all others are values by now.
         stuck_in = "a call that mylib can't analyse"
@@ -156,7 +165,8 @@ def _lower(ctx: Any, *args: Any, check: Check) -> Any:
             f"equinox.error_if is called in {stuck_in}, whose errors can't be returned. A program "
             f"on several devices would wait forever\n{check.line}"
         )
-    return mlir.lower_fun(_raise_as_equinox, multiple_results=True)(ctx, *args, check=check)
+    lower = mlir.lower_fun(_raise_as_equinox, multiple_results=True)
+    return lower(ctx, *args, check=check, stuck_in=stuck_in)
 
 
 ad.primitive_jvps[check_p] = _pass_on
@@ -290,19 +300,22 @@ class _Rewriting:
             return self._function(_traced(function, list(map(jax.typeof, args))))(*args)
         if eqn.primitive.name in _CALLS:
             return _CALLS[eqn.primitive.name](self, eqn, args)
-        for inner in jaxprs_in(eqn):
-            self._leave(inner, f"a {eqn.primitive.name}")
-        return [*bind_as(eqn, args), _none()]
+        stuck = with_jaxprs(eqn, lambda inner: self._stuck(inner, f"a {eqn.primitive.name}"))
+        return [*bind_as(eqn, args, **stuck), _none()]
 
-    def _leave(self, program: Any, where: str) -> None:
+    def _stuck(self, program: Any, where: str) -> Any:
+        """The program, with checks that say in which call they can't return their errors."""
         if not self.has_check(program):
-            return
-        for eqn in opened(program).eqns:
-            if eqn.primitive is check_p:
-                eqn.params[_CHECK].stuck_in = where
-                self.checks.others = True
-            for inner in jaxprs_in(eqn):
-                self._leave(inner, where)
+            return program
+        self.checks.others = True
+
+        def marked(eqn: Any) -> Any:
+            params = with_jaxprs(eqn, lambda inner: self._stuck(inner, where))
+            return eqn.replace(
+                params=params | ({_STUCK_IN: where} if eqn.primitive is check_p else {})
+            )
+
+        return with_equations(program, marked)
 
     def _function(self, program: Any) -> Callable[..., list[Any]]:
         def run(*args: Any) -> list[Any]:
@@ -442,8 +455,10 @@ class _Rewriting:
         def backward(back: Any, cotangents: list[Any]) -> Any:
             where = "the backward rule of a jax.custom_vjp, of a gradient from outside the program"
             with calling(returns_errors=False):
-                self._leave(jit(back).trace(cotangents[:-1]).jaxpr, where)
-                return back(cotangents[:-1])
+                traced = jit(back).trace(cotangents[:-1])
+                stuck = self._stuck(traced.jaxpr, where)
+                values = interpret(stuck, jtu.tree_leaves(cotangents[:-1]))
+                return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
 
         fun.defvjp(forward, backward)
         return fun(*args)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -570,17 +570,39 @@ def test_a_check_that_is_hidden_in_a_primitive_is_refused():
     it before it is lowered.
     """
 
-    def own_check(x):
-        # Other tests' text would be found in the cache of Equinox's own `jit`.
-        return eqx.error_if(x, jnp.sum(x) > 10, "hidden, and too large")
-
     checked_p = Primitive("somebodys_check")
     checked_p.def_abstract_eval(lambda x: x)
-    mlir.register_lowering(checked_p, mlir.lower_fun(own_check, multiple_results=False))
+    mlir.register_lowering(checked_p, mlir.lower_fun(check, multiple_results=False))
     f = mylib.filter_jit(lambda x: checked_p.bind(x) * 2, in_shardings=P("data"), mesh=AUTO)
     with pytest.raises(ValueError, match="error_if is called in a call that mylib can't analyse"):
         f(GOOD)
     alone = mylib.filter_jit(lambda x: checked_p.bind(x) * 2)
     np.testing.assert_allclose(alone(GOOD), 2 * GOOD)
-    with pytest.raises(eqx.EquinoxRuntimeError, match="hidden, and too large"):
+    with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
         alone(BAD)
+
+
+def test_two_programs_with_one_check():
+    """Equinox's own `jit` keeps what it has traced, so both programs have the same check. Each says
+    which of its own calls it is in.
+    """
+
+    def own_check(x):
+        return eqx.error_if(x, jnp.sum(x) > 10, "in two programs")
+
+    def solved(x):
+        return lax.custom_linear_solve(own_check, x, lambda matvec, b: matvec(b), symmetric=True)
+
+    holder_p = Primitive("holder")
+    holder_p.def_abstract_eval(lambda x, program: x)
+    lower = mlir.lower_fun(lambda x, program: jaxpr_as_fun(program)(x), multiple_results=True)
+    mlir.register_lowering(holder_p, lower)
+
+    def held(x):
+        return holder_p.bind(x, program=jax.make_jaxpr(own_check)(x))
+
+    split = jax.device_put(GOOD, jax.NamedSharding(AUTO, P("data")))
+    programs = {"custom_linear_solve": mylib.filter_jit(solved), "holder": mylib.filter_jit(held)}
+    for name, f in [*programs.items()] * 2:  # the second time, JAX has the traces
+        with pytest.raises(ValueError, match=f"called in a {name}, whose errors can't be returned"):
+            f(split)
