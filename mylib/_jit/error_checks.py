@@ -225,16 +225,17 @@ class Checks:
 
 def with_checks_as_values(
     program: Any, arrays: Sequence[Any], transformed: bool
-) -> tuple[list[Any], Any, Checks] | None:
-    """Calls a jaxpr. Returns its results, the number of a message (or -1), and the checks; None if
-    there is no check in it.
+) -> tuple[list[Any], Any, Checks | None]:
+    """Calls a jaxpr. Returns its results, the number of a message (or -1), and the checks; None for
+    both if there is no check in it.
 
     Primitives of Equinox (such as `lineax.linear_solve`) are inlined, unless the program is
     `transformed` from outside, for which the primitive has rules of its own.
     """
     rewriting = _Rewriting(opens_primitives=not transformed)
     if not rewriting.has_check(program):
-        return None
+        # Not a call that is inlined: until JAX 0.11 its operations get the line of the call.
+        return interpret(program, arrays), None, None
     # Equinox drops checks whose result isn't used.
     return *rewriting.run(without_dead_code(program), arrays), rewriting.checks
 
@@ -248,15 +249,12 @@ class _Rewriting:
         self.checks = Checks()
         self._opens_primitives = opens_primitives
         # By jaxpr or equation, which JAX compares by identity.
-        self._has_check: dict[Any, bool] = {}
-        self._inside: dict[Any, Any] = {}
-        self._jitted: dict[Any, Any] = {}
+        self.has_check = functools.cache(self._has_check)
+        self._inside_of = functools.cache(self._traced_inside_of)
+        self._rewritten = functools.cache(self._rewrite)
 
-    def has_check(self, program: Any) -> bool:
-        jaxpr = opened(program)
-        if jaxpr not in self._has_check:
-            self._has_check[jaxpr] = any(map(self._is_concerned, jaxpr.eqns))
-        return self._has_check[jaxpr]
+    def _has_check(self, program: Any) -> bool:
+        return any(map(self._is_concerned, opened(program).eqns))
 
     def _is_concerned(self, eqn: Any) -> bool:
         if eqn.primitive is check_p:
@@ -269,15 +267,13 @@ class _Rewriting:
     def _function_of(self, eqn: Any) -> Callable[..., list[Any]] | None:
         return function_of_equinox(eqn) if self._opens_primitives else None
 
-    def _inside_of(self, eqn: Any) -> Any:
+    def _traced_inside_of(self, eqn: Any) -> Any:
         """The jaxpr of one of Equinox's primitives, or None."""
         function = self._function_of(eqn)
         if function is None:
             return None
-        if eqn not in self._inside:
-            with in_place_of(eqn):
-                self._inside[eqn] = _traced(function, _types(eqn))
-        return self._inside[eqn]
+        with in_place_of(eqn):
+            return _traced(function, _types(eqn))
 
     def run(self, program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
         numbers = [_none()]
@@ -324,7 +320,7 @@ class _Rewriting:
 
         return run
 
-    def _rewritten(self, program: Any) -> Any:
+    def _rewrite(self, program: Any) -> Any:
         return _traced(self._function(program), _types(opened(program)))
 
     def check(self, eqn: Any, args: list[Any]) -> list[Any]:
@@ -337,15 +333,12 @@ class _Rewriting:
 
     def jit(self, eqn: Any, args: list[Any]) -> list[Any]:
         params = eqn.params
-        inner = opened(params[names.PARAM_JAXPR])
-        # The same for all calls, so that it is compiled once.
-        if inner not in self._jitted:
-            self._jitted[inner] = self._rewritten(params[names.PARAM_JAXPR])
         return bind_as(
             eqn,
             args,
             **{
-                names.PARAM_JAXPR: self._jitted[inner],
+                # The same for all calls, so that it is compiled once.
+                names.PARAM_JAXPR: self._rewritten(params[names.PARAM_JAXPR]),
                 names.PARAM_OUT_SHARDINGS: (*params[names.PARAM_OUT_SHARDINGS], unspecified()),
                 names.PARAM_OUT_LAYOUTS: (*params[names.PARAM_OUT_LAYOUTS], None),
             },

@@ -176,8 +176,8 @@ class Inputs:
         if isinstance(asked, dict):
             return frozenset(name for name in defaults if asked.get(name) is not None)
         if type(asked) in (tuple, list):
-            return frozenset(defaults).intersection([*function.signature.parameters][: len(asked)])
-        return frozenset(defaults)
+            return defaults.intersection([*function.signature.parameters][: len(asked)])
+        return defaults
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,11 +217,15 @@ class _ByName:
             )
         several: Any = entries.get(function.several)
         count = max(0, len(args) - len(function.by_position))
-        if not is_placement_leaf(several) and not isinstance(several, tuple | list):
-            raise TypeError(
-                f"{name}: write a placement for all of *{function.several}, or a tuple with one "
-                f"for each, not a {type(several).__name__}"
-            )
+        for entry, what, kinds, how in (
+            (several, f"*{function.several}", (tuple, list), "a tuple with one for each"),
+            (self.others, f"**{rest}", dict, "a dict from its names"),
+        ):
+            if not is_placement_leaf(entry) and not isinstance(entry, kinds):
+                raise TypeError(
+                    f"{name}: write a placement for all of {what}, or {how}, not a "
+                    f"{type(entry).__name__}"
+                )
         if not is_placement_leaf(several) and len(several) != count:
             raise TypeError(
                 f"{name}: there are {len(several)} entries for *{function.several}, and it has "
@@ -231,11 +235,6 @@ class _ByName:
             spare = [key for key in self.others if key in function.by_keyword or key not in kwargs]
             if spare:
                 raise TypeError(f"{name} got no {', '.join(map(repr, spare))} in **{rest}")
-        elif not is_placement_leaf(self.others):
-            raise TypeError(
-                f"{name}: write a placement for all of **{rest}, or a dict from its names, not "
-                f"a {type(self.others).__name__}"
-            )
 
 
 def _abstract(leaves: Leaves, targets: Targets, world: World) -> list[Any]:

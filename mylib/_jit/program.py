@@ -24,7 +24,6 @@ from .._compat import (
 )
 from .._errors import PlacementError
 from .._placement import AnyMesh, Target, current_world, is_described
-from .._programs import interpret
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .arrivals import compare, expect
@@ -270,12 +269,7 @@ class Program:
         """The traced function, with its checks of errors as values."""
         traced = self.jitted.trace(key, "staged", targets, kept, donated)
         arrays = jtu.tree_leaves((kept, donated))
-        checked = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
-        if checked is None:
-            # Not a call that is inlined: until JAX 0.11 its operations get the line of the call.
-            values = interpret(traced.jaxpr, arrays)
-            return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
-        values, failed, checks = checked
+        values, failed, checks = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
 

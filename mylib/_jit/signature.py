@@ -1,9 +1,9 @@
 """A function's parameters: which argument each one gets, and readable names of the arguments."""
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -14,6 +14,9 @@ _Parameter = inspect.Parameter
 _ABOUT = ("__module__", "__name__", "__qualname__", "__doc__")
 # The most ways of passing arguments that are kept for a function.
 _MOST = 256
+# The order in which a function gets its arguments, as positions in the list of those that a call
+# passes (positional ones, then keyword ones) with some defaults at its end, and these.
+_Order = tuple[Sequence[int], Mapping[str, int], Sequence[Any]]
 
 
 def about(fun: Any) -> dict[str, Any]:
@@ -37,23 +40,12 @@ class Slot(NamedTuple):
         return self.parameter if self.within is None else f"{self.parameter}[{self.within}]"
 
 
-class _Binding(NamedTuple):
-    """The order in which a function gets its arguments, as positions in the list of those that a
-    call passes (positional ones, then keyword ones) with `defaults` at its end.
-    """
-
-    args: Sequence[int]
-    kwargs: Mapping[str, int]
-    defaults: Sequence[Any]
-
-
 @dataclass(frozen=True, eq=False)
 class Function:
     """A function's name and signature."""
 
     name: str
     signature: inspect.Signature
-    _bindings: dict[Any, _Binding] = field(default_factory=dict, init=False, repr=False)
 
     @classmethod
     def of(cls, fun: Any) -> "Function":
@@ -61,14 +53,10 @@ class Function:
         return cls(name if isinstance(name, str) else "the function", signature_of(fun))
 
     @cached_property
-    def array_defaults(self) -> Mapping[str, Any]:
-        """The defaults that hold arrays, by parameter."""
-        defaults = ((p.name, p.default) for p in self.signature.parameters.values())
-        return {
-            name: default
-            for name, default in defaults
-            if default is not _Parameter.empty and outlined(default)[0]
-        }
+    def array_defaults(self) -> frozenset[str]:
+        """The parameters whose defaults hold arrays."""
+        parameters = self.signature.parameters.values()
+        return frozenset(p.name for p in parameters if outlined(p.default)[0])
 
     def bind(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], defaults: frozenset[str] = frozenset()
@@ -76,42 +64,32 @@ class Function:
         """Splits the arguments into positional and keyword ones, in the same way for all calls that
         pass the same. Parameters in `defaults` get their default if the call passes nothing.
         """
-        key = (len(args), defaults, *kwargs)
-        binding = self._bindings.get(key)
-        if binding is None:
-            if len(self._bindings) >= _MOST:
-                self._bindings.clear()
-            binding = self._bindings[key] = self._bind(len(args), list(kwargs), defaults)
-        arguments = [*args, *kwargs.values(), *binding.defaults]
+        by_position, by_name, added = self._order(len(args), tuple(kwargs), defaults)
+        arguments = [*args, *kwargs.values(), *added]
         return (
-            tuple([arguments[i] for i in binding.args]),
-            {name: arguments[i] for name, i in binding.kwargs.items()},
+            tuple([arguments[i] for i in by_position]),
+            {name: arguments[i] for name, i in by_name.items()},
         )
 
-    def _bind(self, count: int, names: list[str], defaults: frozenset[str]) -> _Binding:
+    @cached_property
+    def _order(self) -> Callable[[int, tuple[str, ...], frozenset[str]], _Order]:
+        return lru_cache(maxsize=_MOST)(self._find_order)
+
+    def _find_order(self, count: int, names: tuple[str, ...], defaults: frozenset[str]) -> _Order:
         # Only the number of arguments and their names matter, so positions stand for them.
-        positions = range(count + len(names))
+        total = count + len(names)
+        by_name = dict(zip(names, range(count, total), strict=True))
         try:
-            bound = self.signature.bind(
-                *positions[:count], **dict(zip(names, positions[count:], strict=True))
-            )
+            bound = self.signature.bind(*range(count), **by_name)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
-        added: list[Any] = []
-        before: list[_Parameter] = []
-        for parameter in self.signature.parameters.values():
-            if parameter.name in bound.arguments or parameter.default is parameter.empty:
-                continue
-            is_positional = parameter.kind is parameter.POSITIONAL_ONLY
-            if parameter.name in defaults:
-                # Positional-only arguments before it can't be left out.
-                for one in (*(before if is_positional else ()), parameter):
-                    bound.arguments[one.name] = len(positions) + len(added)
-                    added.append(one.default)
-                before.clear()
-            elif is_positional:
-                before.append(parameter)
-        return _Binding(bound.args, bound.kwargs, added)
+        left = [p for p in self.signature.parameters.values() if p.name not in bound.arguments]
+        # Positional-only arguments before another one can't be left out.
+        only = [p.name for p in left if p.kind is p.POSITIONAL_ONLY]
+        last = max((i for i, name in enumerate(only) if name in defaults), default=0)
+        added = [p for p in left if p.name in defaults.union(only[:last])]
+        bound.arguments.update((p.name, total + i) for i, p in enumerate(added))
+        return bound.args, bound.kwargs, [p.default for p in added]
 
     def slot(self, key: int | str) -> Slot:
         """The parameter that gets an argument, by the argument's position or keyword."""
