@@ -10,8 +10,6 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
-from .._compat import lowered_for_a_missing_backend, ran_on_a_description
-from .._errors import NotHereError
 from .._placement import AnyMesh, Placement
 from .._tree import Arrays, outlined
 from .donation import Donate, checked
@@ -209,23 +207,10 @@ class Jitted(Generic[P, T]):
         # With it come `audit` and the machines, which most programs don't need.
         from .lowered import lowered_for
 
-        program = self.program
-        call = program.prepare(self.arrays, args, kwargs, abstract=True)
+        call = self.program.prepare(self.arrays, args, kwargs, abstract=True)
         try:
             return lowered_for(call)
         except Exception as error:
-            if ran_on_a_description(error):
-                raise NotHereError(
-                    f"while {program.name} was traced, JAX ran a computation on the mesh of "
-                    "jax.set_mesh, whose machine is not here: it can compile, not run. "
-                    "Leave out jax.set_mesh, and pass mesh= where it is needed"
-                ) from error
-            if lowered_for_a_missing_backend(error):
-                raise NotHereError(
-                    f"{program.name} calls back into Python (jax.debug.print, pure_callback, "
-                    "io_callback), which JAX can't lower for GPUs that are not here. Leave the "
-                    "callback out. equinox.error_if can stay: filter_jit makes it a result"
-                ) from error
             explain(error, call)
             raise
 

@@ -4,6 +4,7 @@ import functools
 import os
 import pickle
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -67,12 +68,12 @@ def lowered_for(call: Call) -> "Lowered":
     return Lowered(origin, lowered)
 
 
+@dataclass(frozen=True, eq=False, repr=False)
 class Lowered:
     """A function lowered for some arguments; `lowered` is JAX's own object."""
 
-    def __init__(self, origin: _LoweredFrom, lowered: jax.stages.Lowered):
-        self._origin = origin
-        self.lowered = lowered
+    _origin: _LoweredFrom
+    lowered: jax.stages.Lowered
 
     def as_text(self) -> str:
         return self.lowered.as_text() or ""
@@ -92,7 +93,7 @@ class Lowered:
             if note is not None:
                 error.add_note(note)
             raise
-        return Compiled(self._origin, self.lowered, compiled, options=compiler_options)
+        return Compiled(self._origin, self.lowered, compiled, compiler_options)
 
     def load(self, path: str | os.PathLike[str], check: bool = True) -> "Compiled":
         """Takes the executable from a file instead of compiling; see [`mylib.load_compiled`][]."""
@@ -105,7 +106,7 @@ class Lowered:
             compiled = deserialized(executable, self.lowered, devices)
         except pickle.UnpicklingError as error:
             raise SavedProgramError(f"{path} holds more than an executable: {error}") from error
-        return Compiled(self._origin, self.lowered, compiled, path)
+        return Compiled(self._origin, self.lowered, compiled, _file=path)
 
 
 # What JAX and `pickle` raise for objects in a program that can't be in a file.
@@ -118,24 +119,17 @@ _NOT_SERIALISED = (
 )
 
 
+@dataclass(eq=False, repr=False)
 class Compiled:
     """A function compiled ahead of time; `compiled` is JAX's own object."""
 
-    def __init__(
-        self,
-        origin: _LoweredFrom,
-        lowered: jax.stages.Lowered,
-        compiled: jax.stages.Compiled,
-        file: str | os.PathLike[str] | None = None,
-        options: dict[str, Any] | None = None,
-    ):
-        self._origin = origin
-        self._lowered = lowered
-        self._options = options
-        # What it was read from, if it wasn't compiled here.
-        self._file = file
-        self._called = False
-        self.compiled = compiled
+    _origin: _LoweredFrom
+    _lowered: jax.stages.Lowered
+    compiled: jax.stages.Compiled
+    _options: dict[str, Any] | None = None
+    # What it was read from, if it wasn't compiled here.
+    _file: str | os.PathLike[str] | None = None
+    _called: bool = field(default=False, init=False)
 
     @functools.cached_property
     def memory(self) -> Memory:

@@ -19,7 +19,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
-from .._compat import is_sharding_type_error, names, ran_on_a_description, readable_error
+from .._compat import (
+    is_sharding_type_error,
+    lowered_for_a_missing_backend,
+    names,
+    ran_on_a_description,
+    readable_error,
+)
 from .._errors import (
     CapturedArrayWarning,
     DonationWarning,
@@ -32,7 +38,7 @@ from .._errors import (
 from .._placement import AnyMesh, axis_types, current_world
 from .._programs import all_jaxprs
 from .._text import listed, show_bytes
-from .._tree import Arrays, KeyPath, Kind, Split, is_array, is_of_keys, kind_of, outlined
+from .._tree import Arrays, Kind, is_array, is_of_keys, kind_of, outlined
 from .donation import Donated, spares_the_first, warns
 from .traces import Trace, outermost
 from .variants import Call, Location, Place
@@ -47,19 +53,13 @@ _CLASSES = re.compile(r"<class '(.+?)'>")
 
 def names_of(call: Call) -> list[str]:
     """The names of the arrays of a program: those of the arguments, then the function's own."""
-    program = call.program
-    fun = program.fun.fill(call.own)
-    return [
-        *_names_in((call.args, call.kwargs), call.split, program.function.naming),
-        *_names_in(fun, program.fun, lambda path: program.name + jtu.keystr(path)),
-    ]
-
-
-def _names_in(tree: Any, split: Split, naming: Callable[[KeyPath], str]) -> list[str]:
-    paths = [path for path, _ in jtu.tree_flatten_with_path(tree)[0]]
-    if len(paths) != len(split.are_arrays):  # a node that changes when it is unflattened
-        return [f"{naming(())}<leaf {i}>" for i in range(split.count)]
-    return list(map(naming, compress(paths, split.are_arrays)))
+    name, fun = call.program.name, call.program.fun
+    paths, _ = jtu.tree_flatten_with_path(fun.fill(call.own))
+    if len(paths) == len(fun.are_arrays):
+        own = [name + jtu.keystr(path) for path, _ in compress(paths, fun.are_arrays)]
+    else:  # a node that changes when it is unflattened
+        own = [f"{name}<leaf {i}>" for i in range(fun.count)]
+    return [own for own, _ in compress(_arguments(call), call.split.are_arrays)] + own
 
 
 def named(own: str, arrays: list[str], donated: Donated | None) -> str:
@@ -90,7 +90,14 @@ def explain(error: Exception, call: Call) -> None:
     if readable is not None:
         raise readable from None
     if ran_on_a_description(error):
-        raise not_here(call.program.name) from error
+        name = call.program.name
+        raise (_not_here_either(name) if call.is_abstract else not_here(name)) from error
+    if lowered_for_a_missing_backend(error):
+        raise NotHereError(
+            f"{call.program.name} calls back into Python (jax.debug.print, pure_callback, "
+            "io_callback), which JAX can't lower for GPUs that are not here. Leave the callback "
+            "out. equinox.error_if can stay: filter_jit makes it a result"
+        ) from error
     if is_sharding_type_error(error):
         _add(error, _about_explicit_axes(call))
     notes = (about(error, call) for text, about in _NOTES.items() if text in str(error))
@@ -101,6 +108,14 @@ def not_here(name: str) -> NotHereError:
     return NotHereError(
         f"{name} can't be called: its devices are those of a machine that is not here, which can "
         "compile, not run. Call .lower(...).compile()"
+    )
+
+
+def _not_here_either(name: str) -> NotHereError:
+    return NotHereError(
+        f"while {name} was traced, JAX ran a computation on the mesh of jax.set_mesh, whose "
+        "machine is not here: it can compile, not run. Leave out jax.set_mesh, and pass mesh= "
+        "where it is needed"
     )
 
 
@@ -248,13 +263,12 @@ def about_compiled(call: Call, arrays: Arrays, donated: Arrays, returned: Arrays
     if any(isinstance(x, Tracer) for x in (*arrays, *returned)):
         return
     variant = call.variant
-    before = variant.locations
+    before, results = variant.locations, {id(ref()) for ref in variant.returned}
     variant.locations = [(x.shape, x.dtype, _place_of(x)) for x in arrays]
-    results = variant.returned
     variant.returned = [weakref.ref(x) for x in returned if isinstance(x, jax.Array)]
     if variant.donated is not None and warns(call.program.donate):
         _about_not_taken(call, donated, variant.donated)
-    _about_moved(call, arrays, before, {id(ref()) for ref in results})
+    _about_moved(call, arrays, before, results)
 
 
 def _about_not_taken(call: Call, donated: Arrays, which: Donated) -> None:

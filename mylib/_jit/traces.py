@@ -1,8 +1,8 @@
 """What is found out while programs are traced, each inside the one before it."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,30 +28,24 @@ class Trace:
     memo: list[Any] = field(default_factory=list)
 
 
-class _Going(threading.local):
-    """The traces that go on in this thread, from the outermost one inwards."""
-
-    def __init__(self) -> None:
-        self.traces: list[Trace] = []
-
-
-_going = _Going()
+# The traces that go on here, from the outermost one inwards.
+_going: ContextVar[tuple[Trace, ...]] = ContextVar("going", default=())
 
 
 @contextmanager
 def tracing(arguments: Arrays) -> Iterator[Trace]:
     trace = Trace(arguments)
-    _going.traces.append(trace)
+    token = _going.set((*_going.get(), trace))
     try:
         yield trace
     finally:
-        _going.traces.pop()
+        _going.reset(token)
         trace.arguments = []
 
 
 def outermost() -> Trace | None:
-    return _going.traces[0] if _going.traces else None
+    return next(iter(_going.get()), None)
 
 
 def innermost() -> Trace | None:
-    return _going.traces[-1] if _going.traces else None
+    return next(reversed(_going.get()), None)
