@@ -5,7 +5,6 @@ as JSON, and the executable as JAX serialises it. JAX's form is a pickle, so all
 compared first, and only the classes of JAX that belong to an executable are made of it.
 """
 
-import hashlib
 import json
 import os
 import platform
@@ -13,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
@@ -63,7 +63,7 @@ def program_for(
     name: str, text: str, arguments: Iterable[str], results: Iterable[str], devices: Sequence[Any]
 ) -> SavedProgram:
     """What a program with this lowered text, compiled here for these devices, depends on."""
-    code = _hash(_ADDRESS.sub(r"\1", text).encode()).hex()
+    code = sha256(_ADDRESS.sub(r"\1", text).encode()).hexdigest()
     return SavedProgram(name, code, [*arguments], [*results], _made_for(devices))
 
 
@@ -103,7 +103,7 @@ def _processor() -> str:
     if cpus.exists():
         features = re.search(r"^(?:flags|Features)\s*: (.*)$", cpus.read_text(), re.MULTILINE)
         names = " ".join(sorted(features[1].split())) if features else ""
-        found += f" with features {_hash(names.encode()).hex()[:8]}"
+        found += f" with features {sha256(names.encode()).hexdigest()[:8]}"
     return found
 
 
@@ -121,17 +121,17 @@ def _flags(variable: str) -> str:
 
 def write(path: str | os.PathLike[str], program: SavedProgram, executable: bytes) -> None:
     header = json.dumps({"form": _FORM, **asdict(program)}).encode()
-    parts = len(header).to_bytes(_LENGTH, "little"), header, executable
-    replace_file(path, _KIND, _hash(*parts), *parts)
+    content = b"".join((len(header).to_bytes(_LENGTH, "little"), header, executable))
+    replace_file(path, _KIND + sha256(content).digest() + content)
 
 
-def replace_file(path: str | os.PathLike[str], *parts: bytes) -> None:
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file in one step, so that several processes may write the same."""
     target = Path(path)
     number, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with os.fdopen(number, "wb") as file:
-            file.writelines(parts)
+            file.write(content)
         os.replace(unfinished, target)
     except BaseException:
         os.unlink(unfinished)
@@ -145,7 +145,7 @@ def read(path: str | os.PathLike[str]) -> tuple[SavedProgram, bytes]:
         what = "is empty" if not content else "is no program that mylib has saved"
         raise SavedProgramError(f"{path} {what}")
     start = len(_KIND) + _HASH
-    if content[len(_KIND) : start] != _hash(memoryview(content)[start:]):
+    if content[len(_KIND) : start] != sha256(content[start:]).digest():
         raise SavedProgramError(
             f"{path} is damaged: a part of it is missing, or has changed since it was saved. "
             "Copy it again"
@@ -160,13 +160,6 @@ def read(path: str | os.PathLike[str]) -> tuple[SavedProgram, bytes]:
             f"mylib {fields['made_for']['mylib']} has saved it. Compile it again"
         )
     return SavedProgram(**fields), content[end:]
-
-
-def _hash(*parts: bytes | memoryview) -> bytes:
-    sha = hashlib.sha256()
-    for part in parts:
-        sha.update(part)
-    return sha.digest()
 
 
 def compare(path: Any, saved: SavedProgram, here: SavedProgram, check: bool) -> None:

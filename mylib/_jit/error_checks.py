@@ -212,8 +212,12 @@ class Checks:
             self.messages += [(message, check) for message in check.messages]
         return self.first[check]
 
-    def raise_if(self, failed: Any, jit_id: bytes) -> None:
-        """Raises Equinox's error if `failed`, returned by a program, is a message's number."""
+    def raise_if(self, failed: Any, arrays: Sequence[Any], jit_id: bytes) -> None:
+        """Raises Equinox's error if `failed`, which a program has returned with these arrays, is a
+        message's number.
+        """
+        if self.others:
+            jax.block_until_ready(list(map(value_under, arrays)))
         if is_handle(failed):
             return  # the program runs in other processes, which raise
         # An eager `vmap` may have batched it.

@@ -19,7 +19,6 @@ from .._compat import (
     names,
     new_id,
     trace_kind,
-    value_under,
     with_actual_memory_kind,
 )
 from .._errors import PlacementError
@@ -190,7 +189,7 @@ class Program:
         if _watched.record is not None and mode == "eager":
             _watched.record.started(call, rest.trace.memo, returned.arrays)
         if rest.checks is not None:
-            self._raise_failed(returned, rest.checks)
+            rest.checks.raise_if(returned.failed, returned.arrays, self.id)
         if rest.in_host_memory:
             returned.arrays = list(map(with_actual_memory_kind, returned.arrays))
         if rest.trace.is_new:
@@ -272,11 +271,6 @@ class Program:
         values, failed, checks = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
-
-    def _raise_failed(self, returned: Made, checks: Checks) -> None:
-        if checks.others:
-            jax.block_until_ready([value_under(x) for x in returned.arrays])
-        checks.raise_if(returned.failed, self.id)
 
 
 def _run(function: Callable[..., Any], operands: tuple[Any, ...], returns_errors: bool) -> Any:
