@@ -149,21 +149,24 @@ class Program:
         return Call(self, args, kwargs, arrays, split, own, abstract)
 
     def _variant(self, call: Call) -> Variant:
+        variants = self.variants
         try:
-            variant = self.variants.get(call.split)
+            variant = variants.known.get(call.split)
         except TypeError as error:
             error.add_note(unhashable(call))
             raise
-        if variant is not None:
-            return variant
-        mesh = self.mesh if self.mesh is not None else current_world().devices
-        if not call.is_abstract and is_described(mesh) and not is_staged():
-            raise not_here(self.name)
-        variant, is_full, changing = self.variants.add(call.split, Donated.of(call))
-        if is_full:
-            self.jitted.clear_cache()
-        if changing:
-            about_numbers(call, changing)
+        if variant is None:
+            mesh = self.mesh if self.mesh is not None else current_world().devices
+            if not call.is_abstract and is_described(mesh) and not is_staged():
+                raise not_here(self.name)
+            if changing := variants.changing(call.split):
+                about_numbers(call, changing)
+            if variants.is_full():
+                variants.known = {}
+                self.jitted.clear_cache()
+            # Or that of another thread, which was faster.
+            variant = variants.known.setdefault(call.split, Variant(call.split, Donated.of(call)))
+        variants.latest = variant
         return variant
 
     def call(self, call: Call, ahead: Any = None, first: bool = False) -> Any:

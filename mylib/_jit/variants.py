@@ -70,7 +70,7 @@ class Variants:
     """The variants of a function. Beyond a number of them all are let go."""
 
     def __init__(self) -> None:
-        self._known: dict[Split, Variant] = {}
+        self.known: dict[Split, Variant] = {}
         # The one that was called last. Usually it is called again.
         self.latest: Variant | None = None
         # Whether it has been told that all devices compute the same.
@@ -80,26 +80,13 @@ class Variants:
         self._numbered: list[Split] | None = []
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self.known)
 
-    def get(self, split: Split) -> Variant | None:
-        variant = self._known.get(split)
-        if variant is not None:
-            self.latest = variant
-        return variant
+    def is_full(self) -> bool:
+        return len(self) >= _MOST
 
-    def add(self, split: Split, donated: "Donated | None") -> tuple[Variant, bool, set[int]]:
-        """A new variant, or that of another thread, which was faster; whether there were so many
-        that all others were let go; and, once, the leaves whose numbers change at each call.
-        """
-        changing = self._changing(split)
-        is_full = len(self._known) >= _MOST
-        if is_full:
-            self._known = {}
-        self.latest = self._known.setdefault(split, Variant(split, donated))
-        return self.latest, is_full, changing
-
-    def _changing(self, split: Split) -> set[int]:
+    def changing(self, split: Split) -> set[int]:
+        """Once, for a new variant: the leaves whose numbers change at each call."""
         row = self._numbered
         if row is None:
             return set()
