@@ -8,9 +8,9 @@ from .inputs import Inputs as Inputs, Targets as Targets
 from .jit import (
     Jitted as Jitted,
     filter_jit as filter_jit,
+    load_compiled as load_compiled,
     refuse_by_position as refuse_by_position,
 )
-from .load import load_compiled as load_compiled
 from .naming import captured_by as captured_by, code_of as code_of
 from .signature import Function as Function, about as about
 

@@ -1,7 +1,10 @@
-"""`filter_jit`: `jax.jit` for functions of PyTrees, with placements in and out."""
+"""`filter_jit`: `jax.jit` for functions of PyTrees, with placements in and out; and `load_compiled`,
+for programs that were compiled before.
+"""
 
 import copy
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
@@ -19,7 +22,7 @@ from .program import Program
 from .signature import Function, about
 
 if TYPE_CHECKING:
-    from .lowered import Lowered
+    from .lowered import Compiled, Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -240,3 +243,60 @@ class Jitted(Generic[P, T]):
     def tree_unflatten(cls, program: Program, children: Any) -> "Jitted[..., Any]":
         (arrays,) = children
         return cls(arrays, program)
+
+
+def load_compiled(
+    path: str | os.PathLike[str],
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    check: bool = True,
+    **kwargs: Any,
+) -> "Compiled":
+    """Loads a program that `save` of a compiled function has written, without compiling it.
+
+    The function is traced and lowered, which takes seconds where compiling takes minutes. That
+    shows whether the file is for this function, these arguments and this machine.
+
+    **Arguments:**
+
+    - `path`: the file.
+    - `fun`: the function, as [`mylib.filter_jit`][] has made it.
+    - `args`, `kwargs`: what it will be called with: arrays, or `jax.ShapeDtypeStruct`s with the
+        shardings that the arrays will have.
+    - `check`: whether the file must be of the function's present code. With False only the arrays
+        that it takes and returns, the versions and the devices are compared.
+
+    **Returns:**
+
+    The compiled function, as from `fun.lower(...).compile()`.
+
+    **Raises:**
+
+    [`mylib.SavedProgramError`][], before anything is loaded, if the file is damaged or something
+    else, or its program is for another machine, other versions, arguments or code. All differences
+    are listed.
+
+    !!! Example
+
+        ```python
+        import pathlib, tempfile
+
+        @mylib.filter_jit
+        def double(x):
+            return 2 * x
+
+        x = jax.ShapeDtypeStruct((8,), jnp.float32)
+        with tempfile.TemporaryDirectory() as folder:
+            path = pathlib.Path(folder, "double.mylib")
+            double.lower(x).compile().save(path)
+            compiled = mylib.load_compiled(path, double, x)
+        print(compiled(jnp.ones(8)))
+        ```
+    """
+    if not isinstance(fun, Jitted):
+        raise TypeError(
+            f"load_compiled is given {fun!r}, not a function of mylib.filter_jit: pass the one "
+            "whose program was saved"
+        )
+    return fun.lower(*args, **kwargs).load(path, check)

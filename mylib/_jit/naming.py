@@ -16,7 +16,6 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 
 from .._compat import (
@@ -59,7 +58,8 @@ def names_of(call: Call) -> list[str]:
         own = [name + jtu.keystr(path) for path, _ in compress(paths, fun.are_arrays)]
     else:  # a node that changes when it is unflattened
         own = [f"{name}<leaf {i}>" for i in range(fun.count)]
-    return [own for own, _ in compress(_arguments(call), call.split.are_arrays)] + own
+    arguments = [argument for argument, _ in _arguments(call)]
+    return [*compress(arguments, call.split.are_arrays), *own]
 
 
 def named(own: str, arrays: list[str], donated: Donated | None) -> str:
@@ -259,9 +259,7 @@ def about_captured(call: Call, trace: Trace, closed: Any) -> None:
 
 
 def about_compiled(call: Call, arrays: Arrays, donated: Arrays, returned: Arrays) -> None:
-    """Warns after a call that compiled the program."""
-    if any(isinstance(x, Tracer) for x in (*arrays, *returned)):
-        return
+    """Warns after a call outside all transformations that compiled the program."""
     variant = call.variant
     before, results = variant.locations, {id(ref()) for ref in variant.returned}
     variant.locations = [(x.shape, x.dtype, _place_of(x)) for x in arrays]
@@ -298,7 +296,7 @@ def about_spared(call: Call, result: Any) -> None:
     forms.remove(first)
     slot = call.program.function.slot
     states = [slot(i).parameter for i, x in enumerate(others, 1) if x[1] and x in forms]
-    if states and not any(isinstance(x, Tracer) for x in (*call.arrays, *jtu.tree_leaves(result))):
+    if states:
         model, donate = slot(0).parameter, call.program.donate
         size = sum(x.nbytes for x in outlined(args[0])[0])
         warn(

@@ -206,13 +206,14 @@ class Program:
             result = placed_after(result, rest.later)
         if first or _counts.compiled != compiled:
             compare(call, rest.trace.kept, arrays)
-            about_compiled(call, arrays, donated, returned.arrays)
-            about_spared(call, result)
+            if mode == "eager":
+                about_compiled(call, arrays, donated, returned.arrays)
+                about_spared(call, result)
             if mode == "eager" and not ahead:
                 again = partial(_run, operands=operands, returns_errors=True)
                 about_replicated(call, arrays, returned.arrays, again)
             variant.is_parallel |= any(devices_of(x) > 1 for x in (*arrays, *returned.arrays))
-        if placed is not call.arrays and variant.donated is not None:
+        if placed is not call.arrays and variant.donated is not None and mode == "eager":
             let_go_of_moved(call, placed, variant.donated)
         return result
 
