@@ -254,30 +254,24 @@ class _Rewriting:
         self._opens_primitives = opens_primitives
         # By jaxpr or equation, which JAX compares by identity.
         self.has_check = functools.cache(self._has_check)
-        self._inside_of = functools.cache(self._traced_inside_of)
+        self._is_concerned = functools.cache(self._calls_check)
         self._rewritten = functools.cache(self._rewrite)
 
     def _has_check(self, program: Any) -> bool:
         return any(map(self._is_concerned, opened(program).eqns))
 
-    def _is_concerned(self, eqn: Any) -> bool:
-        if eqn.primitive is check_p:
-            return True
-        inside = self._inside_of(eqn)
-        if inside is not None:
-            return self.has_check(inside)
-        return any(map(self.has_check, jaxprs_in(eqn)))
+    def _calls_check(self, eqn: Any) -> bool:
+        return eqn.primitive is check_p or any(map(self.has_check, self._jaxprs_in(eqn)))
+
+    def _jaxprs_in(self, eqn: Any) -> list[Any]:
+        function = self._function_of(eqn)
+        if function is None:
+            return jaxprs_in(eqn)
+        with in_place_of(eqn):
+            return [_traced(function, _types(eqn))]
 
     def _function_of(self, eqn: Any) -> Callable[..., list[Any]] | None:
         return function_of_equinox(eqn) if self._opens_primitives else None
-
-    def _traced_inside_of(self, eqn: Any) -> Any:
-        """The jaxpr of one of Equinox's primitives, or None."""
-        function = self._function_of(eqn)
-        if function is None:
-            return None
-        with in_place_of(eqn):
-            return _traced(function, _types(eqn))
 
     def run(self, program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
         numbers = [_none()]

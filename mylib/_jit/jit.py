@@ -1,5 +1,5 @@
-"""`filter_jit`: `jax.jit` for functions of PyTrees, with placements in and out; and `load_compiled`,
-for programs that were compiled before.
+"""`filter_jit`: `jax.jit` for functions of PyTrees, with placements in and out; and
+`load_compiled`, for programs that were compiled before.
 """
 
 import copy
