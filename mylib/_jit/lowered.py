@@ -93,12 +93,12 @@ class Lowered:
             if note is not None:
                 error.add_note(note)
             raise
-        return Compiled(self._origin, self, compiled, compiler_options)
+        return Compiled(self._origin, self.lowered, compiled, compiler_options)
 
     def load(self, path: str | os.PathLike[str], check: bool = True) -> "Compiled":
         """Takes the executable from a file instead of compiling; see [`mylib.load_compiled`][]."""
         program, executable = read(path)
-        compare(path, program, _described(self), check)
+        compare(path, program, _described(self._origin, self.lowered), check)
         devices = devices_of_lowered(self.lowered)
         if is_compile_only(devices[0]):
             raise not_here(self._origin.program.name)
@@ -106,7 +106,7 @@ class Lowered:
             compiled = deserialized(executable, self.lowered, devices)
         except pickle.UnpicklingError as error:
             raise SavedProgramError(f"{path} holds more than an executable: {error}") from error
-        return Compiled(self._origin, self, compiled, _file=path)
+        return Compiled(self._origin, self.lowered, compiled, _file=path)
 
 
 # What JAX and `pickle` raise for objects in a program that can't be in a file.
@@ -124,7 +124,7 @@ class Compiled:
     """A function compiled ahead of time; `compiled` is JAX's own object."""
 
     _origin: _LoweredFrom
-    _lowered: Lowered
+    _lowered: jax.stages.Lowered
     compiled: jax.stages.Compiled
     _options: dict[str, Any] | None = None
     # What it was read from, if it wasn't compiled here.
@@ -164,7 +164,7 @@ class Compiled:
             mesh=mesh,
             local=local,
             traced=origin.traced,
-            lowered=self._lowered.lowered if self._file is None else None,
+            lowered=self._lowered if self._file is None else None,
             options=self._options,
         )
         origin.variant.collectives = report.collectives
@@ -194,7 +194,7 @@ class Compiled:
                 f"{name} can't be saved, as it calls functions of Python, which are not in its "
                 f"program:{calls}\nLeave them out. equinox.error_if can stay"
             )
-        device = devices_of_lowered(self._lowered.lowered)[0]
+        device = devices_of_lowered(self._lowered)[0]
         if is_compile_only(device) and device.platform == "gpu":
             _refuse_unmeasured(name, device.device_kind, HloModule(self.as_text()))
         try:
@@ -207,7 +207,7 @@ class Compiled:
                 "not write the code of a program for CPUs again. Before anything is compiled, "
                 "write jax.config.update('jax_compilation_cache_dir', None)"
             )
-        write(path, _described(self._lowered), executable)
+        write(path, _described(self._origin, self._lowered), executable)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         program, variant, own, *_ = self._origin
@@ -252,13 +252,12 @@ def _refuse_unmeasured(name: str, kind: str, program: HloModule) -> None:
     )
 
 
-def _described(program: Lowered) -> SavedProgram:
+def _described(origin: _LoweredFrom, lowered: jax.stages.Lowered) -> SavedProgram:
     """What the compiled program depends on."""
-    origin, lowered = program._origin, program.lowered
     pairs = zip(origin.arguments, jtu.tree_leaves(lowered.in_avals), strict=True)
     return program_for(
         origin.program.name,
-        program.as_text(),
+        lowered.as_text() or "",
         (f"{argument.path} {_words(x)}" for argument, x in pairs),
         map(_words, jtu.tree_leaves(lowered.out_info)),
         devices_of_lowered(lowered),

@@ -134,8 +134,9 @@ class Program:
         call = self.read(own, args, kwargs, abstract)
         latest = self.variants.latest
         # Usually the same variant is called again, and then nothing need be hashed.
-        is_latest = latest is not None and latest.split == call.split
-        call.variant = latest if is_latest else self._variant(call)
+        if latest is None or latest.split != call.split:
+            latest = self._variant(call)
+        call.variant = latest
         return call
 
     def read(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
