@@ -24,12 +24,13 @@ class Products(NamedTuple):
     others: int = 0
 
 
-def products_in(program: Any, each_turn: bool) -> Products | None:
+def products_in(program: Any, each_turn: bool, at_most: float = math.inf) -> Products | None:
     """Counts what each turn of a scan computes, or the body of a loop once, as the compiler's own
     analysis does. Equations whose results nothing uses are left out, but loops and branches are
-    counted whole. None if the program calls code whose work is unknown.
+    counted whole. None if the program calls code whose work is unknown, or if there are more
+    products than `at_most`, when counting ends.
     """
-    return _Counter(each_turn).of(program)
+    return _Counter(each_turn, at_most).of(program)
 
 
 class _Counter:
@@ -37,8 +38,9 @@ class _Counter:
     ids stay valid.)
     """
 
-    def __init__(self, each_turn: bool):
+    def __init__(self, each_turn: bool, at_most: float):
         self._each_turn = each_turn
+        self._at_most = at_most
         self._known: dict[Any, Products | None] = {}
 
     def of(self, program: Any, used: Sequence[bool] | None = None) -> Products | None:
@@ -56,6 +58,8 @@ class _Counter:
             used = tuple(id(x) in live for x in eqn.outvars)
             if True not in used and not eqn.effects:
                 continue
+            if products > self._at_most:
+                return None
             live.update(map(id, eqn.invars))
             name = eqn.primitive.name
             if name in _UNKNOWN:

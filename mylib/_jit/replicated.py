@@ -38,12 +38,14 @@ def about_replicated(
     if not positions:
         return
     traced = again(call.program.jitted.trace)
-    work = products_in(traced.jaxpr, each_turn=False)
-    if work is None or not _are_worth_dividing(work, devices):
-        return
     compiled = again(lambda *_, **__: traced.lower()).compile()
     flops = (compiled.cost_analysis() or {}).get("flops", 0)
-    if flops < _ALL * 2 * work.products:
+    # Counting takes longest, and most programs need not be counted to their end.
+    at_most = flops / (2 * _ALL)
+    if at_most < _FEW:
+        return
+    work = products_in(traced.jaxpr, each_turn=False, at_most=at_most)
+    if work is None or work.products > at_most or not _are_worth_dividing(work, devices):
         return
     call.program.variants.is_replicated_told = True
     arguments = names_of(call)
