@@ -77,7 +77,7 @@ class _Counter:
             products += found.products
             looped += found.looped
             others += found.others
-        return Products(products, looped, others)
+        return Products(products, looped, others) if products <= self._at_most else None
 
     def _called(self, eqn: Any, inner: list[Any], used: tuple[bool, ...]) -> Products | None:
         name = eqn.primitive.name

@@ -45,7 +45,7 @@ def about_replicated(
     if at_most < _FEW:
         return
     work = products_in(traced.jaxpr, each_turn=False, at_most=at_most)
-    if work is None or work.products > at_most or not _are_worth_dividing(work, devices):
+    if work is None or not _are_worth_dividing(work, devices):
         return
     call.program.variants.is_replicated_told = True
     arguments = names_of(call)

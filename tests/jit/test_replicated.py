@@ -217,6 +217,11 @@ class TestProducts:
 
         assert self.of(f, jnp.ones((4, 4))).products == 4 * 64
 
+    def test_of_at_most_so_many(self):
+        f = jax.jit(lambda x: jax.jit(lambda x: x @ x)(x) @ x).trace(jnp.ones((4, 4))).jaxpr
+        assert products_in(f, True, at_most=2 * 64) == Products(2 * 64)
+        assert products_in(f, True, at_most=2 * 64 - 1) is None
+
     def test_of_all_devices(self):
         f = jax.shard_map(lambda x: x @ x.T, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
         assert self.of(f, jnp.ones((16, 4))).products == 8 * 2 * 2 * 4
