@@ -85,7 +85,7 @@ def _by_way_of(arrays: list[Any], between: Iterable[NamedSharding | None]) -> li
 def _columns(
     kept: Target | None, used: Target | None, shape: Sequence[int]
 ) -> NamedSharding | None:
-    """Where the gradient of a table that is kept by rows is summed, if its rows are looked up.
+    """Where the gradient of a matrix that is kept by rows is summed, if its rows are looked up.
 
     A device has a gradient for the rows that its examples use. To sum these by rows, each device
     sends as many as the table has. By columns it sends as many as it has examples.
@@ -94,14 +94,12 @@ def _columns(
     `tests/fsdp/test_embeddings.py` passes without it.
     """
     # On other meshes the compiler gathers the rows instead, and sends more.
-    if not isinstance(kept, NamedSharding) or not is_over_all_devices(kept, used):
+    if len(shape) != 2 or not isinstance(kept, NamedSharding) or not is_over_all_devices(kept, used):
         return None
     rows, *others = kept.spec.partitions or (None,)
-    if rows is None or any(others):
+    if rows is None or any(others) or shape[1] % kept.mesh.size:
         return None
-    even = (dim for dim in range(1, len(shape)) if shape[dim] % kept.mesh.size == 0)
-    dim = next(even, None)
-    return None if dim is None else NamedSharding(kept.mesh, PartitionSpec(*[None] * dim, rows))
+    return NamedSharding(kept.mesh, PartitionSpec(None, rows))
 
 
 def _is_explicit(x: Any) -> bool:

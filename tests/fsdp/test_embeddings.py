@@ -111,6 +111,22 @@ def test_the_contract_does_not_hold_if_activations_are_exchanged():
         mylib.audit(gradient, model, tokens).expect(mylib.contracts.fsdp("data"))
 
 
+def test_a_kernel_is_no_table():
+    """Its gradient is summed where it is kept. By columns, it would be exchanged once more."""
+    mesh = mesh_of(data=8)
+    model = {"into": eqx.nn.Conv2d(8, 16, 2, key=KEYS[0]), "layer": eqx.nn.Linear(4, 4, key=KEYS[1])}
+    model = mylib.filter_shard(model, KEPT, mesh=mesh)
+    images = mylib.filter_shard(np.ones((16, 8, 5, 5), np.float32), batch("data"), mesh=mesh)
+
+    def loss(model, images):
+        model = mylib.fully_shard(model, eqx.nn.Linear, KEPT, mesh=mesh)
+        found = jax.vmap(model["into"])(images)
+        return jnp.mean(jax.vmap(model["layer"])(found[:, 0, 0]) ** 2)
+
+    gradient = mylib.filter_jit(eqx.filter_grad(loss), out_shardings=KEPT, mesh=mesh)
+    assert mylib.audit(gradient, model, images).count("all-to-all") == 0
+
+
 LARGE, WIDE, EXAMPLES = 16384, 1024, 512
 
 
