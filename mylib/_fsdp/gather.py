@@ -94,10 +94,10 @@ def _columns(
     `tests/fsdp/test_embeddings.py` passes without it.
     """
     # On other meshes the compiler gathers the rows instead, and sends more.
-    if len(shape) != 2 or not isinstance(kept, NamedSharding) or not is_over_all_devices(kept, used):
+    if not isinstance(kept, NamedSharding) or not is_over_all_devices(kept, used):
         return None
     rows, *others = kept.spec.partitions or (None,)
-    if rows is None or any(others) or shape[1] % kept.mesh.size:
+    if rows is None or any(others) or len(shape) != 2 or shape[1] % kept.mesh.size:
         return None
     return NamedSharding(kept.mesh, PartitionSpec(None, rows))
 

@@ -114,7 +114,10 @@ def test_the_contract_does_not_hold_if_activations_are_exchanged():
 def test_a_kernel_is_no_table():
     """Its gradient is summed where it is kept. By columns, it would be exchanged once more."""
     mesh = mesh_of(data=8)
-    model = {"into": eqx.nn.Conv2d(8, 16, 2, key=KEYS[0]), "layer": eqx.nn.Linear(4, 4, key=KEYS[1])}
+    model = {
+        "into": eqx.nn.Conv2d(8, 16, 2, key=KEYS[0]),
+        "layer": eqx.nn.Linear(4, 4, key=KEYS[1]),
+    }
     model = mylib.filter_shard(model, KEPT, mesh=mesh)
     images = mylib.filter_shard(np.ones((16, 8, 5, 5), np.float32), batch("data"), mesh=mesh)
 
