@@ -16,6 +16,7 @@ class Dims:
     def __init__(self) -> None:
         self._parent: list[int] = []
         self._parts: list[int] = []
+        self._is_one: list[bool] = []
 
     def new(self, shape: Iterable[int]) -> Nodes:
         nodes: list[int] = []
@@ -23,6 +24,7 @@ class Dims:
             nodes.append(len(self._parent))
             self._parent.append(len(self._parent))
             self._parts.append(int(size))
+            self._is_one.append(size == 1)
         return tuple(nodes)
 
     def group(self, node: int) -> int:
@@ -40,8 +42,9 @@ class Dims:
 
     def join(self, a: int, b: int) -> None:
         a, b = sorted((self.group(a), self.group(b)))
-        # A dimension of size 1 is broadcast, not split.
-        if a != b and min(self._parts[a], self._parts[b]) > 1:
+        # A dimension of size 1 is broadcast, not split: it is joined with others of size 1 alone.
+        are_ones = self._is_one[a] and self._is_one[b]
+        if a != b and (are_ones or min(self._parts[a], self._parts[b]) > 1):
             self._parent[b] = a
             self._parts[a] = math.gcd(self._parts[a], self._parts[b])
 
@@ -55,6 +58,8 @@ class Dims:
         """Joins the dimensions of an array with those of its reshape. Where one becomes several, it
         is joined with the slowest of them: heads, if heads and their width come apart.
         """
+        if 0 in before:
+            return
         i = j = 0
         while i < len(before) and j < len(after):
             first, a, b = (i, j), before[i], after[j]

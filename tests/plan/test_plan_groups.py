@@ -40,6 +40,7 @@ class TestDims:
             ((6, 4), (24,), [(0, 0)]),
             ((1, 8), (8,), [(1, 0)]),
             ((4, 6), (6, 4), [(0, 0)]),
+            ((16, 0, 4), (16, 0), []),
         ],
     )
     def test_reshapes(self, before, after, joined):
@@ -60,6 +61,12 @@ class TestDims:
         dims.join(a, b)
         dims.join(a, c)
         assert dims.parts(b) == 4 and dims.group(c) != dims.group(a)
+
+    def test_ones_are_joined_with_ones(self):
+        dims = Dims()
+        (a, b, c) = dims.new((1, 1, 8))
+        dims.join_all((a, a), (b, c))
+        assert dims.group(a) == dims.group(b) != dims.group(c)
 
 
 class TestTransformer:

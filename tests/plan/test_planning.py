@@ -355,6 +355,14 @@ def test_a_cache_has_rows_and_heads():
     assert plan.applying.returned == ("cache",)
 
 
+def test_biases_of_convolutions():
+    """Their dimensions of size 1 are those of their moments and results: all are donated."""
+    make = lambda key: eqx.nn.Conv2d(3, 8, 3, padding=1, key=key)  # noqa: E731
+    args = steps.abstract(make, jax.ShapeDtypeStruct((16, 3, 8, 8), jnp.float32))
+    plan = modelled(STEP, *args, axes={"data": 8})
+    assert plan.applying.returned == ("model", "state")
+
+
 def test_two_models():
     """A generator and a discriminator of one class, each with a rule of its own."""
     models = eqx.filter_eval_shape(
