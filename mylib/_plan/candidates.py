@@ -159,25 +159,24 @@ def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype:
         tried.why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
 
 
-def measure(tried: Tried, machine: Machine, dtype: Any) -> None:
-    """Runs a candidate on the machine, with zeros: the fastest of a few calls counts."""
-    assert tried.traced is not None and tried.strategy is not None
-    step, applied = tried.traced.step, applying(tried, dtype)
-    mesh = mesh_of(machine, tried.strategy.sizes)
-    fun = PlannedFunction(step.fun, applied, mesh)
-    places = tuple(Planned(applied.arguments[name], name) for name in step.names)
-    zeros = filter_jit(lambda: jax.tree.map(_zeros, step.args), out_shardings=places, mesh=mesh)
-    times: list[float] = []
-    for _ in range(1 + _CALLS):
-        # Made anew, as the step's arguments are donated.
-        args = jax.block_until_ready(zeros())
+class Run:
+    """Calls of a candidate on the machine, with zeros."""
+
+    def __init__(self, tried: Tried, machine: Machine, dtype: Any):
+        assert tried.traced is not None and tried.strategy is not None
+        step, applied = tried.traced.step, applying(tried, dtype)
+        mesh = mesh_of(machine, tried.strategy.sizes)
+        places = tuple(Planned(applied.arguments[name], name) for name in step.names)
+        make = lambda: jax.tree.map(_zeros, step.args)  # noqa: E731
+        self.fun = PlannedFunction(step.fun, applied, mesh)
+        self.zeros = filter_jit(make, out_shardings=places, mesh=mesh)
+
+    def __call__(self) -> float:
+        """The seconds of a call. Arguments are made anew, as it donates them."""
+        args = jax.block_until_ready(self.zeros())
         start = time.perf_counter()
-        jax.block_until_ready(eqx.filter(fun(*args), eqx.is_array))
-        times.append(time.perf_counter() - start)
-    tried.measured = min(times[1:])
-
-
-_CALLS = 5
+        jax.block_until_ready(eqx.filter(self.fun(*args), eqx.is_array))
+        return time.perf_counter() - start
 
 
 def _zeros(x: Any) -> Any:

@@ -15,11 +15,11 @@ from .cache import CachedPlan
 from .candidates import (
     RESERVE,
     TIES,
+    Run,
     Tried,
     applying,
     compiled,
     is_tie,
-    measure as run,
     ordered,
     priced,
     to_compile,
@@ -81,13 +81,13 @@ def plan(
     - `compile`: how many candidates are compiled at most. With 0 all figures are modelled, no
         compiler is needed, and the plan may not fit.
     - `budget`: after as many seconds no further candidate is compiled.
-    - `measure`: how many of the compiled candidates that fit are run, with zeros, if the machine is
-        here; then measured times decide. This takes the memory that the step takes.
+    - `measure`: how many of the compiled candidates that fit are run, with zeros and in turns, if
+        the machine is here; then measured times decide. This takes the memory that the step takes.
     - `progress`: whether to write what is compiled to stderr; by default on terminals.
 
     **Returns:**
 
-    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled returns the best so far. If JAX keeps
+    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled or run returns the best so far. If JAX keeps
     compiled programs (`jax_compilation_cache_dir`), plans are kept there, too, and read if the
     program, the machine, the options and all versions are the same.
 
@@ -214,9 +214,25 @@ class _Search:
             best = min(best, math.inf if x.why else x.seconds)
 
     def measure(self, chosen: Sequence[Tried], line: "_Line") -> None:
-        for i, x in enumerate(chosen):
-            line.write(f"measuring {i + 1} of {len(chosen)}: {x.name}")
-            run(x, self.target, self.dtype)
+        """Runs candidates in turns, so that what else the machine does slows all alike. The fastest
+        of a few calls counts.
+        """
+        runs = [(x, Run(x, self.target, self.dtype)) for x in chosen]
+        try:
+            for turn in range(1 + _CALLS if runs else 0):
+                seconds = list[float]()
+                for x, run in runs:
+                    line.write(f"measuring, {turn} of {_CALLS}: {x.name}")
+                    seconds.append(run())
+                for x, found in zip(chosen, seconds, strict=True):
+                    # The first call is compiled.
+                    x.measured = min(found, x.measured or math.inf) if turn else None
+        except KeyboardInterrupt:
+            self.is_interrupted = True
+
+
+# How often each candidate is called, after it was compiled.
+_CALLS = 5
 
 
 class _Line:

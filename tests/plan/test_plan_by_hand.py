@@ -130,14 +130,36 @@ def test_compiled_figures_decide():
 
 
 @pytest.mark.slow
-def test_measured_times_decide():
+def test_measured_times_decide(capsys):
     args = steps.abstract(steps.mlp, steps.ROWS)
     step = steps.step_of(steps.squared_loss)
-    plan = mylib.plan(step, *args, policies=("full",), compile=2, measure=2)
+    options = {"policies": ("full",), "compile": 2, "measure": 2, "progress": True}
+    plan = mylib.plan(step, *args, **options)
     assert plan.chosen.measured == plan.chosen.seconds > 0
     assert plan.others[0].measured is not None
+    # In turns: what slows a machine for a while slows all alike.
+    lines = [x.strip() for x in capsys.readouterr().err.split("\r") if x.startswith("measuring")]
+    names = [x.partition(": ")[2] for x in lines]
+    assert len(names) >= 8 and len(set(names[:2])) == 2 and names == names[:2] * (len(names) // 2)
     with pytest.raises(ValueError, match="h100 x 8 is not here"):
         mylib.plan(step, *args, machine="h100 x 8", measure=1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_it_measures():
+    """What was compiled decides, as not all candidates were run."""
+    traces = []
+
+    def step(*args):
+        traces.append(args)
+        if len(traces) == 5:  # one trace to price, one for each compilation, and the second run
+            raise KeyboardInterrupt
+        return steps.step_of(steps.squared_loss)(*args)
+
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    options = {"layers": eqx.nn.Linear, "policies": ("full",), "compile": 2, "measure": 2}
+    plan = mylib.plan(step, *args, **options)
+    assert len(traces) == 5 and plan.chosen.source == plan.others[0].source == "compiled"
 
 
 @pytest.mark.slow
