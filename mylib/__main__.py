@@ -100,13 +100,14 @@ def _plan(options: argparse.Namespace) -> int:
     step, *args = options.function(options.machine)
     keywords = args.pop() if args and isinstance(args[-1], dict) else {}
     limits = {"compile": options.compile, "budget": options.budget}
+    start = time.monotonic()
     try:
-        with _told(f"planned for {options.machine}"):
-            found = plan(step, *args, machine=options.machine, **limits, **keywords)
+        # On terminals it writes a line of its own meanwhile.
+        found = plan(step, *args, machine=options.machine, **limits, **keywords)
     except (CompilerError, PlanError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(found)
+    print(f"planned for {options.machine} in {time.monotonic() - start:.1f} s", found, sep="\n")
     if options.save is not None:
         Path(options.save).write_text(found.as_text())
         print(f"saved in {options.save}")

@@ -1,7 +1,6 @@
 """The programs of examples/models: the numbers of one device, and what each strategy may send."""
 
 import importlib.util
-import os
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_models import FOLDER, OTHERS, PROGRAMS, TRAINED, program, size_of, task_of
 from scripts import printed_by
 
 import mylib
@@ -17,22 +17,7 @@ from mylib._jit import replicated
 from mylib.contracts._text import bytes_in
 
 _ROOT = Path(__file__).resolve().parent.parent
-_FOLDER = _ROOT / "examples" / "models"
-_TRAINED = ["llama", "experts", "adapters", "vit", "state_space", "long_context"]
-# Those with a step of their own.
-_OTHERS = ["unet", "gan"]
-_PROGRAMS = [*_TRAINED, *_OTHERS, "generate"]
 slow, thorough = pytest.mark.slow, pytest.mark.thorough
-
-
-def program(name):
-    """One of the programs as a module; `running` has been told that devices are simulated."""
-    assert "device_count" in os.environ["XLA_FLAGS"]
-    sys.path.insert(0, str(_FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(_FOLDER))
 
 
 def strategies(*names):
@@ -42,14 +27,6 @@ def strategies(*names):
         for name in names
         for i, strategy in enumerate(program(name).STRATEGIES)
     ]
-
-
-def size_of(name, size="SMALL"):
-    return getattr(program(name), size, None) or getattr(program("llama"), size)
-
-
-def task_of(name, how=None, size="SMALL"):
-    return program(name).task(size_of(name, size), **(how.options if how else {}))
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +43,7 @@ def on_one_device():
         if name not in known:
             running = program("running")
             mesh = mylib.make_mesh(data=1, devices=jax.devices()[:1])
-            if name in _OTHERS:
+            if name in OTHERS:
                 of_size = program(name).train, size_of(name)
             else:
                 of_size = running.train, task_of(name)
@@ -76,7 +53,7 @@ def on_one_device():
     return losses
 
 
-@pytest.mark.parametrize(("name", "strategy"), strategies(*_TRAINED))
+@pytest.mark.parametrize(("name", "strategy"), strategies(*TRAINED))
 def test_training(name, strategy, on_one_device):
     running, how = program("running"), program(name).STRATEGIES[strategy]
     mesh = mylib.make_mesh(**how.axes)
@@ -85,7 +62,7 @@ def test_training(name, strategy, on_one_device):
     running.report(task_of(name, how), how, mesh).expect(*how.contracts)
 
 
-@pytest.mark.parametrize(("name", "strategy"), strategies(*_OTHERS))
+@pytest.mark.parametrize(("name", "strategy"), strategies(*OTHERS))
 def test_training_with_a_step_of_its_own(name, strategy, on_one_device):
     module = program(name)
     how, size = module.STRATEGIES[strategy], size_of(name)
@@ -129,7 +106,7 @@ def test_what_generating_communicates(name, strategy):
 @pytest.mark.parametrize("name", ["adapters", "generate", "unet", "gan"])
 def test_program(name, checkout_env, cache_env):
     env = {k: v for k, v in (checkout_env | cache_env).items() if k not in ("XLA_FLAGS", "NPROC")}
-    printed = printed_by("-W", "error", _FOLDER / f"{name}.py", env=env)
+    printed = printed_by("-W", "error", FOLDER / f"{name}.py", env=env)
     assert printed.count("\n") == len(program(name).STRATEGIES)
 
 
@@ -138,7 +115,7 @@ def test_program(name, checkout_env, cache_env):
 @pytest.mark.compilers
 @pytest.mark.timeout(900)
 @pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
-@pytest.mark.parametrize("name", _PROGRAMS)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_on_machines(name, machine):
     """They compile and fit, at full size."""
     running, module = program("running"), program(name)
@@ -146,7 +123,7 @@ def test_on_machines(name, machine):
         mesh = machine.mesh(**how.axes)
         if name == "generate":
             report = module.report(how, mesh)
-        elif name in _OTHERS:
+        elif name in OTHERS:
             report = module.report(module.LARGE, how, mesh)
         else:
             report = running.report(task_of(name, how, "LARGE"), how, mesh)

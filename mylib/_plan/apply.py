@@ -35,7 +35,8 @@ class Planned(Rule):
             return PartitionSpec(*self.specs[path])
         raise PlanError(
             f"{self.of} has no {leaf.name} in the plan, which was made for other arguments: plan "
-            "the step again"
+            "the step again, or say which argument this is, as explain(..., argument=) and "
+            "make(..., arguments=) take it"
         )
 
     def why(self, leaf: Leaf) -> str:

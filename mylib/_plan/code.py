@@ -43,7 +43,7 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     given = [name, classes, "kept", "used", "mesh=mesh"]
     given += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
     given += [f"policy={policy}"] if policy else []
-    given += [f"saved={_spec(applying.saved)}"] if applying.saved else []
+    given += [f"saved={spec_text(applying.saved)}"] if applying.saved else []
     lines.append("# in the loss:")
     target = name if name.isidentifier() else "model"
     call = f"{target} = mylib.fully_shard({', '.join(given)})"
@@ -53,7 +53,7 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
 
 
 def _by_path(name: str, patterns: Sequence[tuple[str, Spec]], rest: str) -> list[str]:
-    lines = [f"        {_text(k)}: {_spec(v)}," for k, v in patterns]
+    lines = [f"        {_text(k)}: {spec_text(v)}," for k, v in patterns]
     return [f"{name} = mylib.rules.by_path(", "    {", *lines, "    }", f") | {rest}"]
 
 
@@ -75,7 +75,7 @@ def _pattern(path: str) -> str:
     return ".".join(part for part in parts if part)
 
 
-def _spec(spec: Spec) -> str:
+def spec_text(spec: Spec) -> str:
     return f"P({', '.join(map(_text, spec))})"
 
 

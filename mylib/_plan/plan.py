@@ -1,6 +1,7 @@
 """`plan`: the search for a plan."""
 
 import math
+import numbers
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -112,7 +113,7 @@ def plan(
         ```
     """
     target = Machine.of(machine) if isinstance(machine, str) else machine or here()
-    _check_policies(policies)
+    _check(policies, axes, memory)
     if measure and not target.is_here:
         raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
     if target.is_here and compile and jax.process_count() > 1:
@@ -138,7 +139,10 @@ def plan(
         tried += priced(trace(step, policy, classes, dtype), known, room, sizes, fixed)
     if not tried:
         named = ", ".join(f"{axis}={n}" for axis, n in (axes or {}).items())
-        raise PlanError(f"axes: no mesh of {target} is considered with {named}")
+        raise PlanError(
+            f"axes: no mesh of {target} is considered with {named}. The axes are 'replica' across "
+            "hosts of GPUs, 'data', and 'model' within a host"
+        )
     search = _Search(target, known, room, dtype, compile, budget)
     if not compile:
         for x in tried:
@@ -159,10 +163,14 @@ def plan(
     return made
 
 
-def _check_policies(policies: Sequence[str]) -> None:
+def _check(policies: Sequence[str], axes: Any, memory: Any) -> None:
     unknown = [x for x in policies if x not in POLICIES]
     if unknown or not policies:
         raise ValueError(f"plan: policies={policies!r}: write some of {', '.join(POLICIES)}")
+    if not isinstance(axes, Mapping | None):
+        raise TypeError(f"plan: axes={axes!r} is no dict of sizes, such as dict(data=4, model=2)")
+    if not isinstance(memory, numbers.Real | None):
+        raise TypeError(f"plan: memory={memory!r} is no number of bytes, such as 80 * 2**30")
 
 
 def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:
@@ -330,6 +338,11 @@ def _notes(
     same = [x.name for x in ranked[1:] if x.source == best.source and is_tie(x, best)]
     if same:
         yield f"a tie, within {100 * TIES[best.source]:g} %: {listed(same, 4)}"
+    if any(x.seconds < best.seconds for x in ranked[1:] if x.source != best.source):
+        yield (
+            f"the chosen one was {best.source}. Others were not, and come after it: modelled "
+            "seconds don't compare with them"
+        )
     if best.report is None:
         yield "nothing was compiled: all figures are modelled, and it may not fit"
     if is_assumed:

@@ -16,7 +16,8 @@ from .._text import show_bytes, table
 from ..machines import Machine, here
 from .apply import Applying, Planned, PlannedFunction
 from .candidates import TIES
-from .code import code_of
+from .code import code_of, spec_text
+from .fixes import Spec
 from .picture import Dot, page_of
 from .strategy import mesh_of
 from .trace import PlanError
@@ -253,9 +254,10 @@ class Plan:
         ]
         for name in ("arguments", "used"):
             for one in dict.fromkeys([*ours[name], *theirs[name]]):
-                a, b = (x[name].get(one, {}) for x in (ours, theirs))
+                a, b = (_frozen(x[name].get(one, {})) for x in (ours, theirs))
+                what = one if name == "arguments" else f"used {self.applying.called(one)}"
                 lines += [
-                    f"{name} {one}{path}: {a.get(path)} -> {b.get(path)}"
+                    f"{what}{path}: {_spec_at(a, path)} -> {_spec_at(b, path)}"
                     for path in dict.fromkeys([*a, *b])
                     if a.get(path) != b.get(path)
                 ]
@@ -349,6 +351,10 @@ def _rows(some: Sequence[Candidate]) -> list[str]:
         )
         for x in some
     ])  # fmt: skip
+
+
+def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
+    return spec_text(specs[path]) if path in specs else "not there"
 
 
 def _frozen(x: Any) -> Any:

@@ -134,8 +134,11 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
             given = PartitionSpec(*kept)
             return f"kept= fixes {name} at {given}, and here it is used at {PartitionSpec(*used)}"
         over |= set() if leaf.is_data else axes_of(kept)
-    is_idle = fixes.kept and strategy.is_sharded and "data" not in over
-    return "kept= leaves no weight in parts over 'data'" if is_idle else ""
+    if fixes.kept and strategy.is_sharded and "data" not in over:
+        return "kept= leaves no weight in parts over 'data'"
+    if "data" in over and all(path in fixes.kept for path in traced.in_models):
+        return "" if strategy.is_sharded else "kept= has weights in parts over 'data'"
+    return ""
 
 
 _SETS = 4

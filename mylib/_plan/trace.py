@@ -15,6 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from .._errors import PlacementError
 from .._fsdp import fully_shard
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys
@@ -324,6 +325,11 @@ def trace(
             jaxpr = _jaxpr_of(step)
     except NotServedError as error:
         raise PlanError(f"{error}. {_by_hand(step)}") from None
+    except PlacementError as error:
+        raise PlanError(
+            "the step is traced before there is a mesh, as the plan chooses it, and this one needs "
+            f"one. Write placements that it may lack with mylib.rules.where_present. {error}"
+        ) from error
     if not calls.seen:
         names = ", ".join(step.called(role.path) for role in step.roles)
         raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")

@@ -49,7 +49,10 @@ class TestPlan:
     def test_differs(self, made):
         other = modelled(STEP, *MLP, axes={"data": 8})
         assert other != made
-        assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in made.diff(other)
+        diff = made.diff(other)
+        assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in diff
+        weight = next(x for x in diff.splitlines() if x.startswith("used model.layers[0].weight"))
+        assert weight.endswith(' -> P()') and '"model"' in weight
 
     def test_moments_are_where_their_weights_are(self, made):
         model = made.applying.arguments["model"]
@@ -146,6 +149,8 @@ class TestFixed:
         assert ours.parts["gathers of weights"] < theirs.parts["gathers of weights"]
         whole = modelled(STEP, *MLP, axes={"data": 8}, kept=mylib.rules.replicated())
         assert "leaves no weight in parts" in whole.why_not(name)
+        parts = modelled(STEP, *MLP, axes={"data": 8}, kept=mylib.rules.fsdp("data"))
+        assert parts.chosen.name == name and "has weights in parts" in parts.why_not("DP 8")
 
     def test_used(self):
         rule = mylib.rules.by_path({"layers.0.weight": mylib.rules.where_present(P("model"))})
@@ -236,6 +241,13 @@ class TestRefuses:
         with pytest.raises(mylib.PlanError, match="no argument of the step has a Module"):
             modelled(lambda x, w: x @ w, steps.ROWS, np.ones((64, 2)))
 
+    def test_a_step_that_needs_a_mesh(self):
+        step = steps.step_of(
+            lambda model, x: jnp.mean(jax.vmap(model)(mylib.filter_shard(x, P("data"))))
+        )
+        with pytest.raises(mylib.PlanError, match="traced before there is a mesh"):
+            modelled(step, *MLP)
+
     def test_no_batch(self):
         with pytest.raises(mylib.PlanError, match="none of the arguments model is a batch"):
             modelled(lambda model: model(jnp.ones(64)), MLP[1])
@@ -256,6 +268,10 @@ class TestRefuses:
     def test_options(self):
         with pytest.raises(ValueError, match="policies"):
             modelled(STEP, *MLP, policies=("some",))
+        with pytest.raises(TypeError, match=r"axes=\(8,\) is no dict of sizes"):
+            modelled(STEP, *MLP, axes=(8,))
+        with pytest.raises(TypeError, match="memory='80 GiB' is no number of bytes"):
+            modelled(STEP, *MLP, memory="80 GiB")
         with pytest.raises(TypeError, match="neither a class"):
             modelled(STEP, *MLP, layers="Block")
         with pytest.raises(mylib.PlanError, match="no argument of the step has a Conv2d"):
