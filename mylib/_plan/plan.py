@@ -88,9 +88,9 @@ def plan(
 
     **Returns:**
 
-    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled or run returns the best so far. If JAX keeps
-    compiled programs (`jax_compilation_cache_dir`), plans are kept there, too, and read if the
-    program, the machine, the options and all versions are the same.
+    A [`mylib.Plan`][]. Ctrl-C while candidates are compiled or run returns the best so far. If JAX
+    keeps compiled programs (`jax_compilation_cache_dir`), plans are kept there, too, and read if
+    the program, the machine, the options and all versions are the same.
 
     **Raises:**
 

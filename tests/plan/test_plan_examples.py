@@ -81,7 +81,7 @@ def compare(name, strategy, machine):
         theirs = program(name).report(size_of(name), how, mesh)
     (*ours, needed), (*theirs, least) = figures(ours), figures(theirs)
     assert ours == theirs and ours[0]
-    # By hand the U-Net's weights are gathered before its images get noise, and in a plan after that,
+    # By hand the U-Net's weights are gathered before its images get noise, and in a plan after it,
     # where the model is called: arrays live a little longer.
     assert needed == least or (name == "unet" and abs(needed / least - 1) < 0.02)
 

@@ -52,7 +52,7 @@ class TestPlan:
         diff = made.diff(other)
         assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in diff
         weight = next(x for x in diff.splitlines() if x.startswith("used model.layers[0].weight"))
-        assert weight.endswith(' -> P()') and '"model"' in weight
+        assert weight.endswith(" -> P()") and '"model"' in weight
 
     def test_moments_are_where_their_weights_are(self, made):
         model = made.applying.arguments["model"]
