@@ -86,9 +86,44 @@ def abstract(make, batch):
     return batch, *eqx.filter_eval_shape(lambda: with_state(make(key=jax.random.key(0))))
 
 
+class Decoder(eqx.Module):
+    query: jax.Array
+    key: jax.Array
+    out: jax.Array
+
+    def __call__(self, x, cache, position):
+        q, k = ((x @ w).reshape(x.shape[0], 8, -1) for w in (self.query, self.key))
+        cache = jax.lax.dynamic_update_slice(cache, k[:, None], (0, position, 0, 0))
+        weights = jax.nn.softmax(jnp.einsum("bhd,bthd->bht", q, cache))
+        return x + jnp.einsum("bht,bthd->bhd", weights, cache).reshape(
+            x.shape[0], -1
+        ) @ self.out, cache
+
+
+def decode(x, model, cache, position):
+    return model(x, cache, position)
+
+
+class Recurrent(eqx.Module):
+    cell: eqx.nn.GRUCell
+
+    def __init__(self, key, width=64):
+        self.cell = eqx.nn.GRUCell(width, width, key=key)
+
+    def __call__(self, x):
+        return jax.lax.scan(lambda h, x: (self.cell(x, h),) * 2, jnp.zeros_like(x[0]), x)[1]
+
+
 def mlp(key, size=64, hidden=256, depth=2):
     return eqx.nn.MLP(size, size, hidden, depth, key=key)
 
 
+_array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+DECODED = (
+    _array(32, 64),
+    Decoder(*(_array(64, 64) for _ in range(3))),
+    _array(32, 16, 8, 8),
+    jax.ShapeDtypeStruct((), jnp.int32),
+)
 TOKENS = jax.ShapeDtypeStruct((16, 17), jnp.int32)
 ROWS = jax.ShapeDtypeStruct((16, 64), jnp.float32)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import planned_steps as steps
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import mylib
 from mylib._plan.candidates import priced
@@ -73,6 +74,53 @@ def test_is_the_program_by_hand(make, name):
     ours = figures(plan.jit(step).lower(*args))
     assert ours == figures(by_hand(plan, args))
     assert ours[0]
+
+
+def whole(module, path):
+    """The model is one layer."""
+    return not path
+
+
+@pytest.mark.slow
+def test_decoding_with_a_cache_is_the_program_by_hand():
+    weights = mylib.rules.by_path(
+        {"query": P(None, "model"), "key": P(None, "model"), "out": P("model")}
+    )
+    only = {"axes": {"data": 4, "model": 2}, "policies": ("full",), "compile": 0}
+    plan = mylib.plan(steps.decode, *steps.DECODED, **only)
+
+    def decode(x, model, cache, position):
+        model = mylib.fully_shard(model, whole, weights, weights, mesh=plan.mesh)
+        return model(x, cache, position)
+
+    cache = P("data", None, "model")
+    places = {"x": P("data"), "model": weights, "cache": cache, "position": P()}
+    by_hand = mylib.filter_jit(
+        decode, in_shardings=places, out_shardings=(P("data"), cache), donate=("cache",),
+        mesh=plan.mesh,
+    )  # fmt: skip
+    ours, theirs = (fun.lower(*steps.DECODED) for fun in (plan.jit(steps.decode), by_hand))
+    assert figures(ours) == figures(theirs)
+
+
+@pytest.mark.slow
+def test_a_recurrent_layer_is_the_program_by_hand():
+    args = steps.abstract(steps.Recurrent, jax.ShapeDtypeStruct((16, 8, 64), jnp.float32))
+    kept = mylib.rules.fsdp("data")
+    step = steps.step_of(steps.squared_loss)
+    only = {"axes": {"data": 8}, "policies": ("full",), "compile": 0}
+    plan = mylib.plan(step, *args, **only, kept=kept)
+    assert plan.chosen.name == "FSDP 8"
+    sharded = lambda m: mylib.fully_shard(m, whole, kept, mesh=plan.mesh)  # noqa: E731
+    by_hand = mylib.filter_jit(
+        steps.step_of(steps.squared_loss, sharded),
+        in_shardings=(P("data"), kept, kept),
+        out_shardings=(kept, kept, P()),
+        mesh=plan.mesh,
+        donate="all-except-first",
+    )
+    ours = figures(plan.jit(step).lower(*args))
+    assert ours == figures(by_hand.lower(*args)) and ours[0]
 
 
 @pytest.mark.slow

@@ -346,26 +346,8 @@ class TestCalls:
         assert plan.applying.order == ("[1]",)
 
 
-class Decoder(eqx.Module):
-    query: jax.Array
-    key: jax.Array
-    out: jax.Array
-
-    def __call__(self, x, cache, position):
-        q, k = ((x @ w).reshape(x.shape[0], 8, -1) for w in (self.query, self.key))
-        cache = jax.lax.dynamic_update_slice(cache, k[:, None], (0, position, 0, 0))
-        weights = jax.nn.softmax(jnp.einsum("bhd,bthd->bht", q, cache))
-        return x + jnp.einsum("bht,bthd->bhd", weights, cache).reshape(
-            x.shape[0], -1
-        ) @ self.out, cache
-
-
 def test_a_cache_has_rows_and_heads():
-    array = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    model = Decoder(*(array(64, 64) for _ in range(3)))
-    cache, position = array(32, 16, 8, 8), jax.ShapeDtypeStruct((), jnp.int32)
-    step = lambda x, model, cache, position: model(x, cache, position)  # noqa: E731
-    plan = modelled(step, array(32, 64), model, cache, position, axes={"data": 4, "model": 2})
+    plan = modelled(steps.decode, *steps.DECODED, axes={"data": 4, "model": 2})
     assert plan.applying.arguments["cache"] == {"": ("data", None, "model")}
     assert plan.applying.results["[1]"] == ("data", None, "model")
     assert plan.applying.returned == ("cache",)
