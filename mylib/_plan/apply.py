@@ -107,7 +107,7 @@ class PlannedFunction:
         self._mesh = mesh
         specs = applying.arguments
         places = {name: Planned(specs[name], name) for name in applying.names}
-        kept, returned = self._parted([places[name] for name in applying.names])
+        kept, returned = self.parted([places[name] for name in applying.names])
         self._jitted = filter_jit(
             self._run,
             in_shardings=(kept, returned),
@@ -117,13 +117,14 @@ class PlannedFunction:
         )
 
     def __call__(self, *args: Any) -> Any:
-        return self._jitted(*self._parted(args))
+        return self._jitted(*self.parted(args))
 
     def lower(self, *args: Any) -> Any:
         """Lowers the step for these arguments, as `lower` of `filter_jit`."""
-        return self._jitted.lower(*self._parted(args))
+        return self._jitted.lower(*self.parted(args))
 
-    def _parted(self, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def parted(self, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The arguments as the lowered and compiled program takes them."""
         names, returned = self._applying.names, self._applying.returned
         if len(args) != len(names):
             raise TypeError(f"the step was planned with the arguments {', '.join(names)}")

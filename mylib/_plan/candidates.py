@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
@@ -46,8 +46,8 @@ _NOT_FIXED = FixedParts()
 @dataclass
 class Tried:
     """A strategy and its price. `rows` is their number if they can't be divided over the mesh,
-    `report` and `estimated` are those of the compiled program, and `measured` are the seconds that
-    a call took.
+    `report` and `estimated` are those of the compiled program, `call` calls it if the machine is
+    here, and `measured` are the seconds that a call took.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Tried:
     rows: int | None = None
     report: Report | None = None
     estimated: tuple[float, tuple[float, float]] | None = None
+    call: Callable[..., Any] | None = None
     measured: float | None = None
 
     @property
@@ -153,6 +154,8 @@ def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype:
         tried.why = too_much(error.fit.needed, error.fit.available, "by its compiler")
         return
     tried.report = report = program.audit(mesh=mesh)
+    if machine.is_here:
+        tried.call = lambda *args: program(*fun.parted(args))
     estimate = report.estimate(known)
     tried.estimated = estimate.seconds, estimate.interval
     if tried.memory > room * (1 - RESERVE):
@@ -160,22 +163,22 @@ def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype:
 
 
 class Run:
-    """Calls of a candidate on the machine, with zeros."""
+    """Calls of a compiled candidate on the machine that is here, with zeros."""
 
     def __init__(self, tried: Tried, machine: Machine, dtype: Any):
-        assert tried.traced is not None and tried.strategy is not None
+        assert tried.traced is not None and tried.strategy is not None and tried.call is not None
         step, applied = tried.traced.step, applying(tried, dtype)
         mesh = mesh_of(machine, tried.strategy.sizes)
         places = tuple(Planned(applied.arguments[name], name) for name in step.names)
         make = lambda: jax.tree.map(_zeros, step.args)  # noqa: E731
-        self.fun = PlannedFunction(step.fun, applied, mesh)
         self.zeros = filter_jit(make, out_shardings=places, mesh=mesh)
+        self.step = tried.call
 
     def __call__(self) -> float:
         """The seconds of a call. Arguments are made anew, as it donates them."""
         args = jax.block_until_ready(self.zeros())
         start = time.perf_counter()
-        jax.block_until_ready(eqx.filter(self.fun(*args), eqx.is_array))
+        jax.block_until_ready(eqx.filter(self.step(*args), eqx.is_array))
         return time.perf_counter() - start
 
 

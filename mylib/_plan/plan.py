@@ -233,13 +233,13 @@ class _Search:
                     line.write(f"measuring, {turn} of {_CALLS}: {x.name}")
                     seconds.append(run())
                 for x, found in zip(chosen, seconds, strict=True):
-                    # The first call is compiled.
+                    # The first call warms up.
                     x.measured = min(found, x.measured or math.inf) if turn else None
         except KeyboardInterrupt:
             self.is_interrupted = True
 
 
-# How often each candidate is called, after it was compiled.
+# How often each candidate is called, after a first time.
 _CALLS = 5
 
 
