@@ -162,7 +162,7 @@ def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype:
         tried.why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
 
 
-class Run:
+class Trial:
     """Calls of a compiled candidate on the machine that is here, with zeros."""
 
     def __init__(self, tried: Tried, machine: Machine, dtype: Any):

@@ -16,7 +16,7 @@ from .cache import CachedPlan
 from .candidates import (
     RESERVE,
     TIES,
-    Run,
+    Trial,
     Tried,
     applying,
     compiled,
@@ -225,13 +225,13 @@ class _Search:
         """Runs candidates in turns, so that what else the machine does slows all alike. The fastest
         of a few calls counts.
         """
-        runs = [(x, Run(x, self.target, self.dtype)) for x in chosen]
+        trials = [(x, Trial(x, self.target, self.dtype)) for x in chosen]
         try:
-            for turn in range(1 + _CALLS if runs else 0):
+            for turn in range(1 + _CALLS if trials else 0):
                 seconds = list[float]()
-                for x, run in runs:
+                for x, call in trials:
                     line.write(f"measuring, {turn} of {_CALLS}: {x.name}")
-                    seconds.append(run())
+                    seconds.append(call())
                 for x, found in zip(chosen, seconds, strict=True):
                     # The first call warms up.
                     x.measured = min(found, x.measured or math.inf) if turn else None
