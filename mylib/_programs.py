@@ -42,7 +42,7 @@ def jaxprs_in(eqn: Any) -> list[Any]:
     """
     found: list[Any] = []
     for param in eqn.params.values():
-        if isinstance(param, _JAXPRS):
+        if isinstance(param, JAXPRS):
             found.append(param)
         elif isinstance(param, tuple | list):
             found += _jaxprs_among(param)
@@ -51,7 +51,7 @@ def jaxprs_in(eqn: Any) -> list[Any]:
 
 def _jaxprs_among(several: Iterable[Any]) -> Iterator[Any]:
     for x in several:
-        if isinstance(x, _JAXPRS):
+        if isinstance(x, JAXPRS):
             yield x
         elif isinstance(x, tuple | list):
             yield from _jaxprs_among(x)
@@ -85,7 +85,7 @@ def is_opaque(eqn: Any) -> bool:
     return name in names.OPAQUE_CALLS or name in names.KERNELS or bool(jaxprs_in(eqn))
 
 
-_JAXPRS = (Jaxpr, ClosedJaxpr)
+JAXPRS = (Jaxpr, ClosedJaxpr)
 
 
 def bind_as(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
