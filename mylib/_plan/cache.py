@@ -1,5 +1,6 @@
 """Plans on disk, beside the programs that JAX keeps in its compilation cache."""
 
+import functools
 import hashlib
 import re
 from collections.abc import Iterator, Sequence
@@ -83,6 +84,7 @@ def _fixes(traced: TracedStep, target: Machine, fixed: FixedParts) -> Iterator[A
             yield str(error)
 
 
+@functools.cache
 def _sources() -> str:
     """What this library is, also while it is edited."""
     files = sorted(Path(__file__).parent.parent.rglob("*.py"))
