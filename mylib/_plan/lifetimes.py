@@ -36,14 +36,21 @@ def lives_of(
 ) -> list[Live]:
     """`moments` are equations, and when each begins and ends. Compilers fuse what isn't solid with
     what uses it, so it takes no memory, and its operands are held until then.
+
+    What is solid, returns little, and is needed by nothing else that is solid runs last, such as
+    the loss's value where the gradient computes the loss again: XLA schedules from the end, and so
+    holds the gathered weights of the loss during the backward pass of the layers.
     """
     last: dict[Any, float] = dict.fromkeys(returned, end + 1)
-    solid = set(returned)
+    solid, needed = set(returned), set[Any]()
     for eqn, start, stop in reversed(moments):
-        is_big = _is_solid(eqn)
+        is_big, is_needed = _is_solid(eqn), not needed.isdisjoint(eqn.outvars)
+        if is_big or is_needed:
+            needed.update(v for v in eqn.invars if not is_literal(v))
         if is_big:
             solid.update(eqn.outvars)
-            until = float(stop)
+            is_last = top and not is_needed and all(bytes_of(v.aval) <= _SMALL for v in eqn.outvars)
+            until = float(end if is_last else stop)
         else:
             held = (v for v in eqn.outvars if _is_alias(eqn) or v not in solid)
             until = max([start, *(last.get(v, start) for v in held)])
