@@ -45,7 +45,7 @@ class CachedPlan:
                 (traced.step.names, traced.step.batch, [role.path for role in traced.called]),
                 [f"{cls.__module__}:{cls.__qualname__}" for cls in traced.layers],
                 (target.chip, target.hosts, target.shape, target.is_here, axes, *options),
-                [*_fixes(traced, target, fixed)],
+                [*_fixes(traced, target, fixed, axes)],
                 (versions(target.chip.platform), _sources()),
             )
             self._path = at / f"mylib-plan-{self._key}.json"
@@ -76,8 +76,10 @@ class CachedPlan:
         return f"{self._key} {_hash(text)}"
 
 
-def _fixes(traced: TracedStep, target: Machine, fixed: FixedParts) -> Iterator[Any]:
-    for sizes, _ in meshes(target) if fixed != FixedParts() else ():
+def _fixes(
+    traced: TracedStep, target: Machine, fixed: FixedParts, axes: dict[str, int] | None
+) -> Iterator[Any]:
+    for sizes, _ in meshes(target, axes) if fixed != FixedParts() else ():
         try:
             yield fixed.on(traced, dict(sizes))
         except ContradictionError as error:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._placement import (
     axis_names,
@@ -55,10 +55,19 @@ class FixedParts:
             _specs(name, given, traced, mesh)
             for name, given in (("kept", self.kept), ("used", self.used))
         )
-        other = next((path for path in used if path not in traced.in_models), None)
-        if other is not None:
-            name = traced.step.called(other)
-            raise PlanError(f"used= fixes {name}, which is not a weight of a model that is called")
+        for path, spec in used.items():
+            name = traced.step.called(path)
+            if path not in traced.in_models:
+                raise PlanError(
+                    f"used= fixes {name}, which is not a weight of a model that is called"
+                )
+            if not axes_of(spec) <= {MODEL}:
+                raise PlanError(
+                    f"used= fixes {name} at {PartitionSpec(*spec)}, and plans split weights where "
+                    "they are used only over 'model': the other axes split rows, and weights are "
+                    "gathered from them. Write kept= for where it is kept, or the strategy by "
+                    "hand, with mylib.fully_shard"
+                )
         return Fixes(kept, used)
 
 

@@ -30,6 +30,7 @@ from .fixes import FixedParts
 from .layers import has_layers
 from .price import with_figures
 from .result import Candidate, Plan
+from .strategy import AXES, WIDEST, meshes
 from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
 
@@ -114,6 +115,7 @@ def plan(
     """
     target = Machine.of(machine) if isinstance(machine, str) else machine or here()
     _check(policies, axes, memory)
+    _check_axes(axes, target)
     if measure and not target.is_here:
         raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
     if target.is_here and compile and jax.process_count() > 1:
@@ -137,12 +139,6 @@ def plan(
     tried = priced(traced, known, room, sizes, fixed)
     for policy in policies[1:]:
         tried += priced(trace(step, policy, classes, dtype), known, room, sizes, fixed)
-    if not tried:
-        named = ", ".join(f"{axis}={n}" for axis, n in (axes or {}).items())
-        raise PlanError(
-            f"axes: no mesh of {target} is considered with {named}. The axes are 'replica' across "
-            "hosts of GPUs, 'data', and 'model' within a host"
-        )
     search = _Search(target, known, room, dtype, compile, budget)
     if not compile:
         for x in tried:
@@ -171,6 +167,22 @@ def _check(policies: Sequence[str], axes: Any, memory: Any) -> None:
         raise TypeError(f"plan: axes={axes!r} is no dict of sizes, such as dict(data=4, model=2)")
     if not isinstance(memory, numbers.Real | None):
         raise TypeError(f"plan: memory={memory!r} is no number of bytes, such as 80 * 2**30")
+
+
+def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:
+    if axes is None or any(True for _ in meshes(target, axes)):
+        return
+    named = ", ".join(f"{axis}={n}" for axis, n in axes.items())
+    told = f"axes: no mesh of {target} is considered with {named}"
+    if not set(axes) <= set(AXES):
+        raise PlanError(
+            f"{told}: the axes of plans are 'data' (rows, and kept parts of weights), 'replica' "
+            "(rows) and 'model' (tensor parallelism). With axes of other names, write the strategy "
+            "by hand, with mylib.fully_shard"
+        )
+    if math.prod(axes.values()) != target.count:
+        raise PlanError(f"{told}: it has {target.count} devices, not {math.prod(axes.values())}")
+    raise PlanError(f"{told}: 'model' must be within a host of GPUs, and at most {WIDEST}")
 
 
 def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:

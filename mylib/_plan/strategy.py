@@ -75,9 +75,7 @@ def strategies(
     traced: TracedStep, machine: Machine, axes: Mapping[str, int] | None, fixed: FixedParts
 ) -> Iterator[Strategy | Impossible]:
     """All strategies for a machine, in one order; with `axes` only those on this mesh."""
-    for sizes, is_sharded in meshes(machine):
-        if axes is not None and dict(sizes) != {k: n for k, n in axes.items() if n > 1}:
-            continue
+    for sizes, is_sharded in meshes(machine, axes):
         strategy = Strategy(sizes or (("data", 1),), is_sharded, policy=traced.policy)
         rows, devices = traced.batch_size, math.prod(strategy.sizes[x] for x in strategy.rows)
         if rows % devices:
@@ -143,26 +141,31 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
 
 _SETS = 4
 # TPUs have no hosts that are faster inside, so their axis "model" has a limit.
-_WIDEST = 32
+WIDEST = 32
+AXES = "replica", "data", MODEL
 
 
-def meshes(machine: Machine) -> Iterator[tuple[tuple[tuple[str, int], ...], bool]]:
-    """Meshes, and whether weights are kept in parts on them: over all devices, or within hosts. The
-    axis "model" is within a host of GPUs.
+def meshes(
+    machine: Machine, axes: Mapping[str, int] | None
+) -> Iterator[tuple[tuple[tuple[str, int], ...], bool]]:
+    """Meshes, and whether weights are kept in parts on them: over all devices, or within hosts;
+    with `axes` those of these sizes. The axis "model" is within a host of GPUs.
     """
+    given = None if axes is None else {axis: n for axis, n in axes.items() if n > 1}
     count, is_torus = machine.count, machine.chip.platform == "tpu"
     host = count if is_torus else machine.shape[-1]
     for model in _divisors(count):
-        if model > min(host, _WIDEST) or host % model:
+        if model > min(host, WIDEST) or host % model:
             continue
         for data in _divisors(count // model):
             replicas = count // model // data
             within_hosts = not is_torus and data * model == host
-            if replicas > 1 and data > 1 and not within_hosts:
+            if replicas > 1 and data > 1 and not within_hosts and given is None:
                 continue
             sizes = {"replica": replicas, "data": data} if data > 1 else {"data": replicas}
-            named = {**sizes, MODEL: model}
-            yield tuple((axis, n) for axis, n in named.items() if n > 1), data > 1
+            named = {axis: n for axis, n in {**sizes, MODEL: model}.items() if n > 1}
+            if given in (None, named):
+                yield tuple(named.items()), data > 1
 
 
 def _divisors(n: int) -> list[int]:

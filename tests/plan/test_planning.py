@@ -161,6 +161,24 @@ class TestFixed:
         used = plan.applying.used["[1]"]
         assert used[".layers[0].weight"] == () and any(used.values())
 
+    @pytest.mark.parametrize("spec", [("model", "data"), ("data", "model"), (("data", "model"),)])
+    def test_kept_over_both_axes(self, spec):
+        rule = mylib.rules.by_path({"layers.0.weight": P(*spec)})
+        plan = modelled(STEP, *MLP, kept=rule, axes={"data": 4, "model": 2})
+        assert kept_of(plan) == kept_of(plan, "[0].mu.layers[0].weight", "state") == spec
+        model_at = [i for i, x in enumerate(spec) if "model" in x]
+        used = plan.applying.used["[1]"][".layers[0].weight"]
+        assert [i for i, x in enumerate(used) if x] == model_at
+
+    def test_kept_over_replicas(self):
+        rule = mylib.rules.by_path({"layers.0.weight": P("replica", "data")})
+        plan = modelled(STEP, *MLP, kept=rule, axes={"replica": 2, "data": 4})
+        assert plan.chosen.name == "FSDP 4 x DP 2" and plan.axes == {"replica": 2, "data": 4}
+        assert (
+            kept_of(plan) == ("replica", "data")
+            and not plan.applying.used["[1]"][".layers[0].weight"]
+        )
+
     def test_by_argument(self):
         moments = mylib.rules.by_path({"*.mu.layers.0.weight": P("data")})
         plan = modelled(STEP, *MLP, axes={"data": 8}, kept={"state": moments, "batch": P()})
@@ -174,8 +192,21 @@ class TestFixed:
             ({"kept": mylib.rules.by_path({"layers.0.weight": P("fsdp")})}, "fsdp"),
             (
                 {"used": mylib.rules.by_path({"layers.0.weight": P("data")})},
-                r"used= fixes model.layers\[0\].weight at",
+                r"used= fixes model.layers\[0\].weight at .*only over 'model'.*Write kept=",
             ),
+            (
+                {
+                    "used": mylib.rules.by_path({"layers.0.weight": P("replica")}),
+                    "axes": {"replica": 2, "data": 4},
+                },
+                r"used= fixes model.layers\[0\].weight at .*only over 'model'.*Write kept=",
+            ),
+            (
+                {"axes": {"fsdp": 8}},
+                "the axes of plans are 'data'.*by hand, with mylib",
+            ),
+            ({"axes": {"data": 4, "model": 4}}, "data=4, model=4: it has 8 devices, not 16"),
+            ({"axes": {"model": 16}, "machine": "h100 x 16"}, "'model' must be within a host"),
             (
                 {"kept": {"model": P()}, "used": P("model"), "axes": {"model": 8}},
                 r"used= fixes model.layers\[0\].bias|used= fixes model",
