@@ -11,7 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 from .._jit import filter_jit
 from .._tree import Leaf
 from ..rules import Rule
-from .calls import Calls, NotServedError, roles_in
+from .calls import Calls, NotServedError, argument_of, roles_in
 from .fixes import Spec
 from .trace import PlanError, sharded
 
@@ -75,25 +75,33 @@ class Applying:
     dtype: Any
     saved: Spec | None
 
-    def kept(self, model: str) -> dict[str, Spec]:
-        """Where a model's weights are kept, by their path in it."""
-        number, _, rest = model[1:].partition("]")
-        specs = self.arguments[self.names[int(number)]]
-        return {path: specs[rest + path] for path in self.used[model]}
+    def kept(self, model: str) -> Planned:
+        """Where a model's weights are kept."""
+        name, rest = self._named(model)
+        specs = self.arguments[name]
+        return Planned({path: specs[rest + path] for path in self.used[model]}, name + rest)
+
+    def used_in(self, model: str) -> Planned:
+        """Where a model's weights are used."""
+        return Planned(self.used[model], self.called(model))
 
     def fixed_in(self, model: str) -> dict[str, Spec]:
-        """Where those of a model's weights are kept that `kept=` fixes."""
-        number, _, rest = model[1:].partition("]")
-        fixed = self.fixed.get(self.names[int(number)], ())
-        return {path: spec for path, spec in self.kept(model).items() if rest + path in fixed}
+        """Where those of a model's weights are kept that `kept=` fixes, by their path in it."""
+        name, rest = self._named(model)
+        fixed = self.fixed.get(name, ())
+        kept = self.kept(model).specs
+        return {path: spec for path, spec in kept.items() if rest + path in fixed}
 
     def called(self, model: str) -> str:
-        number, _, rest = model[1:].partition("]")
-        return self.names[int(number)] + rest
+        return "".join(self._named(model))
+
+    def _named(self, model: str) -> tuple[str, str]:
+        """The name of the argument that a model is in, and the path in it."""
+        number, rest = argument_of(model)
+        return self.names[number], rest
 
     def shard(self, model: str, module: Any, mesh: Mesh) -> Any:
-        kept = Planned(self.kept(model), self.called(model))
-        used = Planned(self.used[model], self.called(model))
+        kept, used = self.kept(model), self.used_in(model)
         return sharded(module, self.layers, kept, used, mesh, self.dtype, self.policy, self.saved)
 
 

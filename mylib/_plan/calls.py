@@ -44,6 +44,12 @@ class CalledModule:
         return kind_of(self.module)
 
 
+def argument_of(path: str) -> tuple[int, str]:
+    """For a path of the tuple of arguments: the number of the argument, and the path in it."""
+    number, _, rest = path[1:].partition("]")
+    return int(number), rest
+
+
 def kind_of(module: Any) -> tuple[Any, ...]:
     """Its class, and the paths and shapes of its arrays: what a call can be recognised by. Static
     fields and dtypes may change before it.

@@ -19,6 +19,7 @@ from .._text import show_bytes
 from .._tree import is_of_keys
 from ..machines import Machine, OutOfMemoryError
 from .apply import Applying, Planned, PlannedFunction
+from .calls import argument_of
 from .dims import Nodes
 from .fixes import FixedParts
 from .price import Price, Prices
@@ -200,8 +201,8 @@ def applying(tried: Tried, dtype: Any) -> Applying:
     fixed: dict[str, list[str]] = {}
     used: dict[str, dict[str, Any]] = {path: {} for path in traced.models}
     for leaf in traced.leaves:
-        number, _, path = leaf.path[1:].partition("]")
-        name = step.names[int(number)]
+        number, path = argument_of(leaf.path)
+        name = step.names[number]
         arguments[name][path] = spec = spec_of(leaf, strategy, traced)
         if fix_of(leaf, strategy, traced) is not None:
             fixed.setdefault(name, []).append(path)

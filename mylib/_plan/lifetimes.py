@@ -39,7 +39,8 @@ def lives_of(
 
     What is solid, returns little, and is needed by nothing else that is solid runs last, such as
     the loss's value where the gradient computes the loss again: XLA schedules from the end, and so
-    holds the gathered weights of the loss during the backward pass of the layers.
+    holds the gathered weights of the loss during the backward pass of the layers. (Read in programs
+    for GPUs. Those for TPUs may hold less.)
     """
     last: dict[Any, float] = dict.fromkeys(returned, end + 1)
     solid, needed = set(returned), set[Any]()

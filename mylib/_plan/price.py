@@ -5,6 +5,7 @@ assumed here, because without a compiler there is no schedule.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,16 +177,18 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     together: dict[int, list[Sum]] = {}
     for one in traced.program.sums:
         together.setdefault(id(one.root), []).append(one)
-    weights = {frozenset(dims) for dims, _ in traced.weights}
+    parts_of_weights = {
+        frozenset(part)
+        for dims, _ in traced.weights
+        for count in range(len(dims) + 1)
+        for part in itertools.combinations(dims, count)
+    }
     found: list[Sum] = []
     is_gradient: list[bool] = []
-    of_weights: dict[frozenset[int], bool] = {}
     for ones in together.values():
         largest = max(ones, key=lambda one: one.amount)
         dims = frozenset(map(group, largest.dims))
-        if dims not in of_weights:
-            of_weights[dims] = any(dims <= own for own in weights)
-        is_gradient.append(any(x.scattered for x in ones) or of_weights[dims])
+        is_gradient.append(any(x.scattered for x in ones) or dims in parts_of_weights)
         over = tuple({group(x) for one in ones for x in one.over})
         found.append(dataclasses.replace(largest, over=over, after=largest.root.after))
     return found, np.array(is_gradient, bool)

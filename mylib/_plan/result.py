@@ -152,13 +152,11 @@ class Plan:
 
     @property
     def kept(self) -> Planned:
-        model = self.applying.order[0]
-        return Planned(self.applying.kept(model), self.applying.called(model))
+        return self.applying.kept(self.applying.order[0])
 
     @property
     def used(self) -> Planned:
-        model = self.applying.order[0]
-        return Planned(self.applying.used[model], self.applying.called(model))
+        return self.applying.used_in(self.applying.order[0])
 
     def jit(self, fun: Callable[..., Any]) -> PlannedFunction:
         """The step under the plan.

@@ -20,7 +20,7 @@ from .._fsdp import fully_shard
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys
 from ..rules import fsdp, where_even
-from .calls import CalledModule, Calls, LayerInputs, NotServedError, roles_in
+from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
 from .groups import program_of
 from .layers import has_layers, repeated_in
@@ -70,8 +70,8 @@ class PlannedStep:
 
     def called(self, path: str) -> str:
         """A path of the tuple of arguments, with the argument's name."""
-        number, _, rest = path[1:].partition("]")
-        return self.names[int(number)] + rest
+        number, rest = argument_of(path)
+        return self.names[number] + rest
 
 
 def _described(x: Any) -> Any:
@@ -94,7 +94,7 @@ def _names(fun: Callable[..., Any], count: int) -> Iterator[str]:
 
 def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[CalledModule]) -> int:
     """The first argument with an array outside of Modules and states."""
-    models = {int(role.path[1:].partition("]")[0]) for role in roles}
+    models = {argument_of(role.path)[0] for role in roles}
     for i, x in enumerate(args):
         leaves = jtu.tree_leaves(x, is_leaf=lambda x: isinstance(x, eqx.nn.State))
         if i not in models and any(map(_has_rows, leaves)):
@@ -153,7 +153,7 @@ class TracedStep:
     results: list[tuple[str, Any, Nodes]]
     rows: set[int]
     jaxpr: Any = field(repr=False)
-    inputs: list[Event | None]
+    inputs: Sequence[Event | None]
     input: "LayerInput | None" = None
 
     @cached_property
