@@ -25,7 +25,7 @@ _STRUCTURE = {
 }
 # Calls whose result is that of the computation.
 _RESULTS = ("fusion", "call", "call-start", "async-start")
-_FAR = 400  # the most instructions that are looked at
+_FAR = 2000  # the most instructions that are looked at
 
 # From an argument's name in the program to its path.
 Names = Callable[[str], str]
