@@ -68,9 +68,9 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """An equation's parameters, with the jaxprs among them as `change` returns them."""
 
     def changed(x: Any) -> Any:
-        return change(x) if isinstance(x, _JAXPRS) else x
+        return change(x) if isinstance(x, JAXPRS) else x
 
-    holders = (*_JAXPRS, tuple, list)
+    holders = (*JAXPRS, tuple, list)
     params = eqn.params.items()
     return {k: jax.tree.map(changed, x) if isinstance(x, holders) else x for k, x in params}
 

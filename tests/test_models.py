@@ -175,6 +175,6 @@ def test_program_for_a_machine(machine, checkout_env):
     """What a program prints with `--machine`. The others call the same `running.main`."""
     env = {k: v for k, v in checkout_env.items() if k not in ("XLA_FLAGS", "NPROC")}
     options = "--machine", str(machine), "--strategy", "FSDP"
-    printed = printed_by(_FOLDER / "gan.py", *options, env=env)
+    printed = printed_by(FOLDER / "gan.py", *options, env=env)
     assert f"FSDP on {machine}: the program needs" in printed
     assert "each device sends" in printed
