@@ -1,6 +1,6 @@
 """Numbers, sizes, lists and tables as text."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 # A list of more numbers is written as ranges, and ends after as many of them.
 _LONG = 8
@@ -26,15 +26,21 @@ def in_short(numbers: Sequence[int]) -> str:
     """
     if len(numbers) <= _LONG:
         return ", ".join(map(str, numbers))
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    text = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in ranges[:_LONG])
-    left = sum(b - a + 1 for a, b in ranges[_LONG:])
+    runs = runs_of(numbers)
+    text = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in runs[:_LONG])
+    left = sum(b - a + 1 for a, b in runs[_LONG:])
     return f"{text} and {left} more" if left else text
+
+
+def runs_of(numbers: Iterable[int]) -> list[list[int]]:
+    """The first and the last of the numbers that follow each other."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return runs
 
 
 def show_bytes(size: float) -> str:

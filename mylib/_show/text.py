@@ -5,8 +5,9 @@ import shutil
 import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
 from typing import Any
+
+from .._text import runs_of
 
 # Escape codes of terminals.
 BOLD, DIM, RED, GREEN, YELLOW, BLUE = "1", "2", "31", "32", "33", "34"
@@ -28,12 +29,10 @@ def platform_of(device: Any) -> str:
 def show_numbers(devices: Iterable[Any]) -> str:
     """The numbers of devices: `0-3, 6`."""
     numbers = sorted(map(number_of, devices))
-    # Consecutive numbers differ by as much as their positions.
-    runs = [
-        [number for _, number in run]
-        for _, run in groupby(enumerate(numbers), lambda x: x[1] - x[0])
+    texts = [
+        f"{first}-{last}" if last - first > 1 else ", ".join(map(str, range(first, last + 1)))
+        for first, last in runs_of(numbers)
     ]
-    texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
     if len(texts) <= _RUNS:
         return ", ".join(texts)
     return f"{', '.join(texts[:2])}, ..., {texts[-1]} ({len(numbers)} devices)"

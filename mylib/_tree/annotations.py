@@ -5,7 +5,6 @@ import sys
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -22,12 +21,8 @@ Step = tuple[Any, Any]
 Fit = tuple[int, tuple[str | None, ...]]
 
 
-@dataclass(frozen=True)
-class _Hint:
-    """What an annotation allows, and the dimensions of the arrays among it."""
-
-    choices: Sequence[Any]
-    dims: Sequence[str]
+# The types that an annotation allows.
+_Hint = Sequence[Any]
 
 
 def fit_of(steps: Sequence[Step], ndim: int) -> Fit | None:
@@ -42,19 +37,18 @@ def fit_of(steps: Sequence[Step], ndim: int) -> Fit | None:
     if last < 0:
         return None
     node, field = steps[last]
-    hint = _field_hints(type(node)).get(field.name)
+    hint = _field_hints(type(node)).get(field.name, ())
     for node, key in steps[last + 1 :]:
         if isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
             hint = _element_hint(hint, key.idx)
         elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
             hint = _element_hint(hint, None)
         else:
-            hint = None
-    if hint is None:
-        return None
-    fits = [fit for dims in hint.dims for fit in _fit(dims, ndim)]
+            return None
+    arrays = (x for x in hint if isinstance(x, type) and issubclass(x, AbstractArray))
+    fits = [fit for x in arrays if (fit := name_dimensions(x.dim_str, ndim)) is not None]
     # Of `Float[Array, "a"] | Float[Array, "a b"]`, take the one that covers the most dimensions.
-    return min(fits, key=lambda fit: fit[0]) if fits else None
+    return min(fits, key=lambda fit: fit[0], default=None)
 
 
 def steps_of(tree: Any) -> Sequence[Sequence[Step]]:
@@ -72,8 +66,8 @@ def steps_of(tree: Any) -> Sequence[Sequence[Step]]:
 
 
 @cache
-def _field_hints(cls: type) -> Mapping[str, _Hint | None]:
-    hints: dict[str, _Hint | None] = {}
+def _field_hints(cls: type) -> Mapping[str, _Hint]:
+    hints: dict[str, _Hint] = {}
     for base in reversed(cls.__mro__):
         names = getattr(sys.modules.get(base.__module__), "__dict__", {})
         for name, written in annotations_of(base).items():
@@ -124,51 +118,42 @@ def _alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _hint(annotation: Any) -> _Hint | None:
+def _hint(annotation: Any) -> _Hint:
     try:
-        choices = _alternatives(annotation)
+        return _alternatives(annotation)
     except NameError:  # `type Weight = ...` of a name that was imported for type checkers only
-        return None
-    arrays = [c for c in choices if isinstance(c, type) and issubclass(c, AbstractArray)]
-    return _Hint(choices, [array.dim_str for array in arrays])
+        return ()
 
 
-def _element_hint(hint: _Hint | None, index: int | None) -> _Hint | None:
-    for choice in hint.choices if hint else ():
+def _element_hint(hint: _Hint, index: int | None) -> _Hint:
+    for choice in hint:
         origin, args = typing.get_origin(choice), typing.get_args(choice)
         if not isinstance(origin, type) or not args:
             continue
         if issubclass(origin, tuple) and index is not None:
             if len(args) == 2 and args[1] is Ellipsis:
                 return _hint(args[0])
-            return _hint(args[index]) if index < len(args) else None
+            return _hint(args[index]) if index < len(args) else ()
         if issubclass(origin, Mapping) and len(args) == 2:
             return _hint(args[1])
         if issubclass(list, origin) and len(args) == 1:
             return _hint(args[0])
-    return None
+    return ()
 
 
+@cache
 def name_dimensions(names: str, ndim: int) -> Fit | None:
     """Reads `names`, written as in a jaxtyping annotation, for an array of rank `ndim`; None if
     there are more names than dimensions.
     """
-    return next(iter(_fit(names, ndim)), None)
-
-
-@cache
-def _fit(dim_str: str, ndim: int) -> Sequence[Fit]:
-    """The number of dimensions before the annotated ones, and the names of all; empty if the
-    annotation has more dimensions than the array.
-    """
-    dims = dim_str.split()
-    names = [_dimension_name(dim) for dim in dims]
+    dims = names.split()
+    own = [_dimension_name(dim) for dim in dims]
     at = next((i for i, dim in enumerate(dims) if _is_variadic(dim)), None)
-    before, after = ([], names) if at is None else (names[:at], names[at + 1 :])
+    before, after = ([], own) if at is None else (own[:at], own[at + 1 :])
     extra = ndim - len(before) - len(after)
     if extra < 0:
-        return ()
-    return (((extra if at is None else 0), (*before, *[None] * extra, *after)),)
+        return None
+    return (extra if at is None else 0), (*before, *[None] * extra, *after)
 
 
 # "#" broadcasts, "*" stands for several dimensions, "?" varies from leaf to leaf, and "heads=4"
