@@ -13,8 +13,6 @@ import mylib
 # Why no plan can have the others.
 _NO_AXIS = "no mesh of cpu x 8 is considered with "
 _REFUSED = {
-    # Copies are over hosts, and here is one.
-    ("llama", "HSDP"): _NO_AXIS + "replica=2, data=4",
     # Plans have no axes for positions or experts, and `shard_map` needs a mesh.
     ("llama", "FSDP, sequence parallel"): _NO_AXIS + "data=4, time=2",
     ("experts", "experts"): _NO_AXIS + "data=2, expert=4",
