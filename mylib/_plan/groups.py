@@ -19,7 +19,7 @@ from .dims import Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, line_of, shape_of
 from .lifetimes import lives_of
 from .reading import Event, Named, Operand, Place, Product, Reading, Sum
-from .repeats import Part, Situation, Structures
+from .repeats import Repeat, Situation, Structures
 
 
 def program_of(closed: Any) -> Reading:
@@ -40,7 +40,7 @@ class _Reader:
         self.dims = self.program.dims
         self.clock = 0
         self.structures = Structures()
-        self.parts: dict[Hashable, Part] = {}
+        self.parts: dict[Hashable, Repeat] = {}
 
     def fresh(self, aval: Any) -> Nodes:
         return self.dims.new(shape_of(aval))
@@ -55,7 +55,7 @@ class _Reader:
             self.clock += part.took
             return part.again(self.program, at)
         results = self.read(jaxpr, given, place)
-        self.parts[at.key] = Part(self.program, at, results, self.clock)
+        self.parts[at.key] = Repeat(self.program, at, results, self.clock)
         return results
 
     def read(

@@ -120,7 +120,7 @@ class Situation:
         )
 
 
-class Part:
+class Repeat:
     """What a reading has added to a program, to add it again where the situation is the same."""
 
     def __init__(self, program: Reading, at: Situation, results: Sequence[Operand], clock: int):

@@ -125,6 +125,7 @@ class Changes(Shown):
     **Attributes:**
 
     - `moves`: a [`Move`][mylib._show.Move] for each array leaf.
+    - `rows`: a [`Row`][mylib._show.Row] for each array leaf of the later tree.
     - `nbytes`: how many bytes the devices had to receive, all of them together.
     - `bytes_by_device`: how many each of them had to receive.
     """
