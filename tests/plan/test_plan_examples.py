@@ -13,11 +13,11 @@ import mylib
 # Why no plan can have the others.
 _NO_AXIS = "no mesh of cpu x 8 is considered with "
 _REFUSED = {
-    # Plans have no axes for positions or experts, and `shard_map` needs a mesh.
+    # Plans have no axes for positions or experts.
     ("llama", "FSDP, sequence parallel"): _NO_AXIS + "data=4, time=2",
     ("experts", "experts"): _NO_AXIS + "data=2, expert=4",
     ("experts", "experts, FSDP"): _NO_AXIS + "data=2, expert=4",
-    "long_context": "the step is traced before there is a mesh",
+    "long_context": _NO_AXIS + "data=2, sequence=4",
     # It calls the parts of its model, not the model.
     "generate": "the step calls none of its models",
 }
