@@ -42,7 +42,7 @@ def jaxprs_in(eqn: Any) -> list[Any]:
     """
     found: list[Any] = []
     for param in eqn.params.values():
-        if isinstance(param, JAXPRS):
+        if isinstance(param, _JAXPRS):
             found.append(param)
         elif isinstance(param, tuple | list):
             found += _jaxprs_among(param)
@@ -51,7 +51,7 @@ def jaxprs_in(eqn: Any) -> list[Any]:
 
 def _jaxprs_among(several: Iterable[Any]) -> Iterator[Any]:
     for x in several:
-        if isinstance(x, JAXPRS):
+        if isinstance(x, _JAXPRS):
             yield x
         elif isinstance(x, tuple | list):
             yield from _jaxprs_among(x)
@@ -68,9 +68,9 @@ def with_jaxprs(eqn: Any, change: Callable[[Any], Any]) -> dict[str, Any]:
     """An equation's parameters, with the jaxprs among them as `change` returns them."""
 
     def changed(x: Any) -> Any:
-        return change(x) if isinstance(x, JAXPRS) else x
+        return change(x) if isinstance(x, _JAXPRS) else x
 
-    holders = (*JAXPRS, tuple, list)
+    holders = (*_JAXPRS, tuple, list)
     params = eqn.params.items()
     return {k: jax.tree.map(changed, x) if isinstance(x, holders) else x for k, x in params}
 
@@ -85,7 +85,7 @@ def is_opaque(eqn: Any) -> bool:
     return name in names.OPAQUE_CALLS or name in names.KERNELS or bool(jaxprs_in(eqn))
 
 
-JAXPRS = (Jaxpr, ClosedJaxpr)
+_JAXPRS = (Jaxpr, ClosedJaxpr)
 
 
 def bind_as(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:

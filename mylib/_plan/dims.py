@@ -27,19 +27,6 @@ class Dims:
             self._is_one.append(size == 1)
         return tuple(nodes)
 
-    def __len__(self) -> int:
-        return len(self._parent)
-
-    def united(self, groups: Sequence[int], parts: int) -> int:
-        """Makes one group of these, with as many `parts`; a new one if there are none."""
-        if not groups:
-            return self.new([parts])[0]
-        first = min(groups)
-        for x in groups:
-            self._parent[x] = first
-        self._parts[first] = parts
-        return first
-
     def group(self, node: int) -> int:
         """The group of a node, as one of its nodes."""
         parent = self._parent

@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from .._compat import names, opened
@@ -90,11 +89,6 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 def bytes_of(aval: Any) -> int:
     size = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return math.prod(shape_of(aval)) * size
-
-
-def line_of(eqn: Any) -> str:
-    """The line of the user's code that has made an equation of a jaxpr."""
-    return source_info_util.summarize(eqn.source_info)
 
 
 def is_kept(eqn: Equation) -> bool:

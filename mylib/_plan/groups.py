@@ -8,18 +8,105 @@ priced in milliseconds.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from jax.extend import source_info_util
 
 from .._compat import names, opened, scan_sizes
 from .._products import products_of
 from .._programs import jaxprs_in
-from .dims import Nodes
-from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, line_of, shape_of
-from .lifetimes import lives_of
-from .reading import Event, Named, Operand, Place, Product, Reading, Sum
-from .repeats import Repeat, Situation, Structures
+from .dims import Dims, Nodes
+from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, shape_of
+from .lifetimes import Live, lives_of
+
+
+@dataclass(eq=False)
+class Place:
+    """The body of a loop, or the program outside of loops, whose `number` is 0. It runs as many
+    `times` in a call. `outside` is the number of the place where the loop is.
+    """
+
+    number: int = 0
+    times: int = 1
+    outside: int = 0
+
+
+@dataclass(eq=False)
+class Event:
+    """Something that takes time, with the dimensions that divide it.
+
+    - `place`: where it happens.
+    - `dims`: the nodes that divide `amount`.
+    - `over`: the nodes that are summed over, or needed whole.
+    """
+
+    place: Place
+    amount: float
+    dims: Nodes
+    over: Nodes = ()
+
+
+@dataclass(eq=False)
+class Product(Event):
+    """A product: `amount` is in FLOPs, and `operands` are what it reads and writes, as bytes and
+    their nodes.
+    """
+
+    dtype: str = ""
+    operands: tuple[tuple[int, Nodes], ...] = ()
+
+
+@dataclass(eq=False)
+class Sum(Event):
+    """A sum of as many bytes. Sums that are added to each other first are summed together:
+    `first` is one of them. `scattered` if the result is constrained to where weights are kept.
+    `after` is where it is all-reduced: outside of loops whose turns only add to it.
+    """
+
+    number: int = 0
+    first: "Sum | None" = None
+    scattered: bool = False
+    after: Place = field(default_factory=Place)
+
+    @property
+    def root(self) -> "Sum":
+        return self if self.first is None else self.first.root
+
+
+@dataclass(eq=False)
+class Reading:
+    """What a jaxpr computes.
+
+    - `inputs`, `results`: the nodes of its arguments and results.
+    - `places`: its loops, by their number.
+    - `products`, `sums`: its products, and its sums over dimensions.
+    - `moves`: weights that are gathered where a layer is called.
+    - `whole`: dimensions that an operation needs whole.
+    - `lives`: the arrays that it holds.
+    - `loops`: the first dimensions of what loops iterate over.
+    - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
+        arrays are, by their number.
+    - `named`: for each such name the bytes of the array.
+    - `unknown`: primitives whose dimensions are unknown, with a line that has them.
+    - `counted_once`: the lines of loops whose length depends on data.
+    """
+
+    dims: Dims = field(default_factory=Dims)
+    inputs: list[Nodes] = field(default_factory=list)
+    results: list[Nodes] = field(default_factory=list)
+    places: list[Place] = field(default_factory=lambda: [Place()])
+    products: list[Product] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)
+    moves: list[Event] = field(default_factory=list)
+    whole: list[Event] = field(default_factory=list)
+    lives: list[Live] = field(default_factory=list)
+    loops: set[int] = field(default_factory=set)
+    origins: dict[str, int | None] = field(default_factory=dict)
+    named: dict[str, Event] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    counted_once: list[str] = field(default_factory=list)
 
 
 def program_of(closed: Any) -> Reading:
@@ -28,10 +115,22 @@ def program_of(closed: Any) -> Reading:
     jaxpr = opened(closed)
     program = walk.program
     program.inputs = [walk.fresh(var.aval) for var in jaxpr.invars]
-    given = [Operand(nodes, origin=i) for i, nodes in enumerate(program.inputs)]
-    results = walk.read(jaxpr, given, program.places[0], top=True)
+    given = [_Operand(nodes, origin=i) for i, nodes in enumerate(program.inputs)]
+    results = walk.through(jaxpr, given, program.places[0], top=True)
     program.results = [x.nodes for x in results]
     return program
+
+
+@dataclass
+class _Operand:
+    """What is known about an operand: the sum that it is, the argument, and in the body of a loop
+    the number of the carried value that it is, plus sums, if nothing else uses that.
+    """
+
+    nodes: Nodes
+    sum: Sum | None = None
+    origin: int | None = None
+    carried: int | None = None
 
 
 class _Reader:
@@ -39,34 +138,24 @@ class _Reader:
         self.program = Reading()
         self.dims = self.program.dims
         self.clock = 0
-        self.structures = Structures()
-        self.parts: dict[Hashable, Repeat] = {}
 
     def fresh(self, aval: Any) -> Nodes:
         return self.dims.new(shape_of(aval))
 
-    def through(self, jaxpr: Any, given: Sequence[Operand], place: Place) -> list[Operand]:
-        """Walks through a jaxpr with these arguments; its results. What an equal one has added to
-        the program is copied.
-        """
-        at = Situation(self.program, self.structures.of(jaxpr), given, place, self.clock)
-        if at.key in self.parts:
-            part = self.parts[at.key]
-            self.clock += part.took
-            return part.again(self.program, at)
-        results = self.read(jaxpr, given, place)
-        self.parts[at.key] = Repeat(self.program, at, results, self.clock)
-        return results
-
-    def read(
-        self, jaxpr: Any, given: Sequence[Operand], place: Place, top: bool = False
-    ) -> list[Operand]:
+    def through(
+        self,
+        jaxpr: Any,
+        given: Sequence[_Operand],
+        place: Place,
+        top: bool = False,
+    ) -> list[_Operand]:
+        """Walks through a jaxpr with these arguments; its results."""
         values = dict(zip(jaxpr.invars, given, strict=True))
-        values |= {var: Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
+        values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
 
-        def read(var: Any) -> Operand:
+        def read(var: Any) -> _Operand:
             if is_literal(var):
-                return Operand(self.fresh(var.aval))
+                return _Operand(self.fresh(var.aval))
             value = values[var]
             is_used_once = value.carried is None or uses[var] == 1
             return value if is_used_once else replace(value, carried=None)
@@ -79,7 +168,7 @@ class _Reader:
             self.clock += 1
             start = self.clock
             ins = [read(var) for var in eqn.invars]
-            outs = [Operand(self.fresh(var.aval)) for var in eqn.outvars]
+            outs = [_Operand(self.fresh(var.aval)) for var in eqn.outvars]
             _Apply(self, eqn, ins, outs, place).run()
             values.update(zip(eqn.outvars, outs, strict=True))
             moments.append((eqn, start, self.clock))
@@ -93,7 +182,7 @@ class _Apply:
     """Joins the dimensions of one operation."""
 
     def __init__(
-        self, walk: _Reader, eqn: Equation, ins: list[Operand], outs: list[Operand], place: Place
+        self, walk: _Reader, eqn: Equation, ins: list[_Operand], outs: list[_Operand], place: Place
     ):
         self.walk, self.program, self.dims = walk, walk.program, walk.dims
         self.eqn, self.ins, self.outs, self.place = eqn, ins, outs, place
@@ -109,7 +198,7 @@ class _Apply:
             self.unknown()
 
     def unknown(self) -> None:
-        self.program.unknown.setdefault(self.eqn.name, line_of(self.eqn.source))
+        self.program.unknown.setdefault(self.eqn.name, _line(self.eqn))
 
     def param(self, name: str) -> Any:
         return self.eqn.params[name]
@@ -170,12 +259,12 @@ class _Apply:
         for nodes, value in zip(inside, carry, strict=True):
             self.dims.join_all(nodes, value.nodes)
         self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
-        given = [Operand(x.nodes, origin=x.origin) for x in before]
+        given = [_Operand(x.nodes, origin=x.origin) for x in before]
         given += [
-            Operand(nodes, origin=x.origin, carried=i)
+            _Operand(nodes, origin=x.origin, carried=i)
             for i, (nodes, x) in enumerate(zip(inside, carry, strict=True))
         ]
-        given += [Operand(x.nodes[1:], origin=x.origin) for x in xs]
+        given += [_Operand(x.nodes[1:], origin=x.origin) for x in xs]
         results = self.walk.through(body, given, self._turns(self.param(names.PARAM_LENGTH)))
         for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
             self.dims.join_all(nodes, value.nodes)
@@ -191,19 +280,19 @@ class _Apply:
         places.append(Place(len(places), self.place.times * count, self.place.number))
         return places[-1]
 
-    def _split(self, count: int) -> tuple[list[Operand], list[Operand]]:
+    def _split(self, count: int) -> tuple[list[_Operand], list[_Operand]]:
         return self.ins[:count], self.ins[count:]
 
     def loop(self) -> None:
         before = self.param(names.PARAM_COND_NCONSTS)
         constants = self.param(names.PARAM_BODY_NCONSTS)
         body, given = opened(self.param(names.PARAM_BODY_JAXPR)), self.ins[before:]
-        inside = [Operand(x.nodes, origin=x.origin) for x in given]
+        inside = [_Operand(x.nodes, origin=x.origin) for x in given]
         results = self.walk.through(body, inside, self._turns(1))
         for out, value, x in zip(self.outs, results, given[constants:], strict=True):
             self.dims.join_all(out.nodes, value.nodes)
             self.dims.join_all(out.nodes, x.nodes)
-        self.program.counted_once.append(line_of(self.eqn.source))
+        self.program.counted_once.append(_line(self.eqn))
 
     def call(self) -> None:
         """Of a checkpoint, or of the branches of a condition, of which all are counted."""
@@ -331,7 +420,7 @@ class _Apply:
         self.outs[0].sum = None
         self._needs_whole(cut)
 
-    def _join_batches(self, table: Operand, indices: Operand, of_indices: Sequence[int]) -> None:
+    def _join_batches(self, table: _Operand, indices: _Operand, of_indices: Sequence[int]) -> None:
         numbers = self.param(names.PARAM_DIMENSION_NUMBERS)
         for i, j in zip(numbers.operand_batching_dims, of_indices, strict=True):
             self.dims.join(table.nodes[i], indices.nodes[j])
@@ -403,11 +492,15 @@ class _Apply:
     def named(self) -> None:
         self.outs[0].sum = self.ins[0].sum
         name = self.param(names.PARAM_NAME)
-        x, size = self.ins[0], bytes_of(self.avals[0])
-        self.program.named.append(Named(self.place, size, x.nodes, name=name, origin=x.origin))
+        self.program.origins[name] = self.ins[0].origin
+        self.program.named[name] = Event(self.place, bytes_of(self.avals[0]), self.ins[0].nodes)
 
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum
+
+
+def _line(eqn: Equation) -> str:
+    return source_info_util.summarize(eqn.source.source_info)
 
 
 _Rule = Callable[[_Apply], None]

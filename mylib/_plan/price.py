@@ -18,8 +18,8 @@ from .._audit import Message, seconds, speeds
 from ..machines import Chip, Machine
 from .equations import bytes_of
 from .fixes import MODEL, axes_of
+from .groups import Event, Sum
 from .lifetimes import Live
-from .reading import Event, Sum
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
 

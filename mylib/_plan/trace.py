@@ -22,9 +22,8 @@ from .._tree import is_array, is_of_keys
 from ..rules import fsdp, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
-from .groups import program_of
+from .groups import Event, Reading, program_of
 from .layers import has_layers, repeated_in
-from .reading import Event, Reading
 
 # The policies for what layers save, and how to write them.
 POLICIES: dict[str, tuple[str, Any]] = {
@@ -425,8 +424,7 @@ def _traced(
         ArrayIn(jtu.keystr(path), x, groups(nodes))
         for (path, x), nodes in zip(flat, program.inputs, strict=True)
     ]
-    origins = {x.name: x.origin for x in program.named}
-    called = calls.called(origins, [leaf.path for leaf in leaves])
+    called = calls.called(program.origins, [leaf.path for leaf in leaves])
     results = [
         (jtu.keystr(path), x, groups(nodes))
         for (path, x), nodes in zip(
@@ -436,8 +434,7 @@ def _traced(
     rows = _rows(leaves, f"[{step.batch}]")
     for leaf in leaves:
         leaf.is_data = leaf.path.startswith(f"[{step.batch}]") or bool(rows & set(leaf.groups))
-    named = {x.name: x for x in program.named}
-    events = [named.get(inputs.name(i)) for i in range(len(inputs.ranks))]
+    events = [program.named.get(inputs.name(i)) for i in range(len(inputs.ranks))]
     traced = TracedStep(
         step, policy, layers, program, leaves, called, results, rows, closed, events
     )

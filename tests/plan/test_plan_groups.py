@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
 from mylib._plan.dims import Dims
-from mylib._plan.groups import _Reader, program_of
+from mylib._plan.groups import program_of
 from mylib._plan.trace import (
     LayerInput,
     PlanError,
@@ -267,71 +267,6 @@ def test_what_each_turn_only_adds_to_is_summed_after_the_loop():
     assert all(
         group(rows) in map(group, one.over) for one in program.sums if one.after is not one.place
     )
-
-
-def described(program):
-    """All that a reading has found, with groups and sums by the order in which they come."""
-    groups, sums = {}, {id(one): i for i, one in enumerate(program.sums)}
-
-    def of(nodes):
-        found = [program.dims.group(x) for x in nodes]
-        return [(groups.setdefault(x, len(groups)), program.dims.parts(x)) for x in found]
-
-    def event(x):
-        return x.place.number, x.amount, of(x.dims), of(x.over)
-
-    return [
-        [of(x) for x in (*program.inputs, *program.results)],
-        [(x.number, x.times, x.outside) for x in program.places],
-        [(event(x), x.dtype, [(size, of(nodes)) for size, nodes in x.operands])
-         for x in program.products],
-        [(event(x), x.number, sums[id(x.root)], x.scattered, x.after.number)
-         for x in program.sums],
-        [*map(event, program.moves)],
-        [*map(event, program.whole)],
-        [(event(x), x.name, x.origin) for x in program.named],
-        [x._replace(nodes=of(x.nodes)) for x in program.lives],
-        {groups[program.dims.group(x)] for x in program.loops},
-        program.counted_once,
-    ]  # fmt: skip
-
-
-class TestEqualParts:
-    """They are read once and copied."""
-
-    @pytest.mark.parametrize("policy", ["full", "all"])
-    def test_copies_are_what_would_be_read(self, policy, monkeypatch):
-        jaxpr = traced(DeepTransformer, steps.TOKENS, steps.language_loss, policy).jaxpr
-        read, reads = _Reader.read, []
-
-        def counted(*args, **options):
-            reads.append(args)
-            return read(*args, **options)
-
-        monkeypatch.setattr(_Reader, "read", counted)
-        copied, count = described(program_of(jaxpr)), len(reads)
-        monkeypatch.setattr(_Reader, "through", _Reader.read)
-        assert copied == described(program_of(jaxpr))
-        assert len(reads) > 2.5 * count
-
-    def test_arguments_of_other_groups_are_told_apart(self):
-        """Equal calls, of arguments that are joined and of ones that aren't."""
-
-        @jax.jit
-        def product(x, y):
-            return jax.checkpoint(lambda x, y: jnp.sin(x) @ jnp.cos(y))(x, y)
-
-        def f(a, b, c):
-            return product(a, b), product(a + a.T, b), product(c, c)
-
-        program = program_of(jax.make_jaxpr(f)(*jnp.ones((3, 4, 4))))
-        groups = program.dims.groups
-        (_, b, c), (_, second, third) = map(groups, program.inputs), map(groups, program.results)
-        assert len({*second, *b, *c}) == 3 and len({*third, *c}) == 1
-
-
-def DeepTransformer(key):  # noqa: N802
-    return steps.PlainTransformer(key, depth=6)
 
 
 def test_the_loss_s_value_is_computed_last():
