@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, Final
 
 import equinox as eqx
@@ -177,8 +177,7 @@ def ask(rule: Rule, leaf: Leaf) -> Any:
 def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
     """The description of a leaf that rules are called with."""
     x = leaves.arrays[i]
-    steps = partial(leaves.steps_to, i)
-    return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, steps)
+    return Leaf(leaves.paths[i], tuple(x.shape), canonical_dtype(x), mesh, leaves.walker)
 
 
 def is_placement_leaf(x: Any) -> bool:

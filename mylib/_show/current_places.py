@@ -1,6 +1,5 @@
 """Where the leaves of a tree are at present."""
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ def present_rows(leaves: Leaves, world: World) -> tuple[Row, ...]:
         state = _state_of(x, kind)
         why = f"traced as {jax.typeof(x)}" if state == TRACED else state
         # The dtype that it has: JAX will hold NumPy's 64 bits as 32.
-        leaf = Leaf(leaves.paths[i], tuple(x.shape), x.dtype, None, partial(leaves.steps_to, i))
+        leaf = Leaf(leaves.paths[i], tuple(x.shape), x.dtype, None, leaves.walker)
         rows.append(Row(leaf, place, place, why, False, state))
     return tuple(rows)
 

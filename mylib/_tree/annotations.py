@@ -12,9 +12,9 @@ import jax.tree_util as jtu
 from jaxtyping import AbstractArray
 
 from .lazy import annotations_of
-from .nodes import children_of
 
 Step = tuple[Any, Any]
+_ABSENT = object()
 
 
 # The number of a leaf's dimensions before the annotated ones, and the names of all its dimensions.
@@ -51,18 +51,55 @@ def fit_of(steps: Sequence[Step], ndim: int) -> Fit | None:
     return min(fits, key=lambda fit: fit[0], default=None)
 
 
-def steps_of(tree: Any) -> Sequence[Sequence[Step]]:
-    """For each leaf of a tree the nodes on the path to it, each with the key of the next one."""
-    found: list[Sequence[Step]] = []
-    queue: list[tuple[Any, Any, tuple[Step, ...]]] = [(tree, jtu.tree_structure(tree), ())]
-    while queue:
-        node, treedef, steps = queue.pop()
-        if treedef.num_nodes == treedef.num_leaves == 1:
-            found.append(steps)
-            continue
-        pairs = list(zip(children_of(node)[0], treedef.children(), strict=True))
-        queue += [(x, inner, (*steps, (node, key))) for (key, x), inner in reversed(pairs)]
-    return found
+class Walker:
+    """Finds the nodes on the path to a leaf of a tree."""
+
+    def __init__(self, tree: Any):
+        self.tree = tree
+        # The children of nodes whose keys don't show how to read them. The nodes are kept, so that
+        # their ids stay valid.
+        self._flattened: dict[int, tuple[Any, dict[str, Any]]] = {}
+
+    def steps_to(self, path: Sequence[Any]) -> Sequence[Step]:
+        """The nodes on `path`, each with the key of the next one. It ends early if a key leads
+        nowhere.
+        """
+        steps: list[Step] = []
+        node = self.tree
+        for i, key in enumerate(path):
+            if i:
+                node = self._child(node, path[i - 1])
+            if node is _ABSENT:
+                break
+            steps.append((node, key))
+        return steps
+
+    def _child(self, node: Any, key: Any) -> Any:
+        if isinstance(key, jtu.GetAttrKey):
+            child = _attribute(node, key.name)
+            if child is not _ABSENT:
+                return child
+        elif isinstance(key, jtu.SequenceKey) and isinstance(node, Sequence):
+            return node[key.idx] if key.idx < len(node) else _ABSENT
+        elif isinstance(key, jtu.DictKey) and isinstance(node, Mapping):
+            return node.get(key.key, _ABSENT)
+        return self._children(node).get(str(key), _ABSENT)
+
+    def _children(self, node: Any) -> dict[str, Any]:
+        known = self._flattened.get(id(node))
+        if known is None:
+            children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+            known = node, {str(path[0]): child for path, child in children if path}
+            self._flattened[id(node)] = known
+        return known[1]
+
+
+def _attribute(node: Any, name: str) -> Any:
+    try:
+        # That of a Module is slow Python, which looks for methods.
+        return object.__getattribute__(node, name)
+    except AttributeError:
+        return getattr(node, name, _ABSENT)
 
 
 @cache

@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from .._errors import Fault
-from .annotations import Fit, Step, fit_of, steps_of
+from .annotations import Fit, Step, Walker, fit_of
 
 KeyPath = tuple[Any, ...]
 
@@ -132,13 +132,9 @@ class Leaves:
         """A fault, as one of this array."""
         return replace(fault, path=self.name(i), shape=tuple(self.arrays[i].shape))
 
-    def steps_to(self, i: int) -> Sequence[Step]:
-        """The nodes on the path to an array, each with the key of the next one."""
-        return self._steps[self.positions[i]]
-
     @cached_property
-    def _steps(self) -> Sequence[Sequence[Step]]:
-        return steps_of(self.tree)
+    def walker(self) -> Walker:
+        return Walker(self.tree)
 
     def join(self, arrays: Iterable[Any]) -> Any:
         """The same tree with other arrays in it."""
@@ -240,7 +236,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     mesh: Any
-    _find_steps: Callable[[], Sequence[Step]] = field(default=tuple, repr=False, compare=False)
+    _walker: Walker | None = field(default=None, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -287,4 +283,4 @@ class Leaf:
 
     @cached_property
     def _steps(self) -> Sequence[Step]:
-        return self._find_steps()
+        return () if self._walker is None else self._walker.steps_to(self.path)

@@ -8,7 +8,6 @@ import jax.tree_util as jtu
 
 from .._errors import Fault, PlacementError
 from .leaves import KeyPath, Kind, Leaves, kind_of
-from .nodes import children_of
 
 IsLeaf = Callable[[Any], bool]
 Naming = Callable[[KeyPath], str]
@@ -55,8 +54,8 @@ def _spread_one_level(
     prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, naming: Naming, faults: list[Fault]
 ) -> Iterator[Any]:
     # JAX stops at the first mismatch; going down level by level finds them all.
-    prefixes, prefix_def = children_of(prefix)
-    subtrees, tree_def = children_of(tree)
+    prefixes, prefix_def = _children(prefix)
+    subtrees, tree_def = _children(tree)
     if prefixes and prefix_def == tree_def:
         for (key, inner), (_, subtree) in zip(prefixes, subtrees, strict=True):
             yield from _spread(inner, subtree, (*path, key), is_leaf, naming, faults)
@@ -79,7 +78,7 @@ def first_difference(one: Any, other: Any, path: KeyPath = ()) -> tuple[str, str
     """The path of the first node at which the structures of two trees differ, and both nodes as
     text.
     """
-    (ones, one_def), (others, other_def) = children_of(one), children_of(other)
+    (ones, one_def), (others, other_def) = _children(one), _children(other)
     if ones and one_def == other_def:
         for (key, x), (_, y) in zip(ones, others, strict=True):
             if jtu.tree_structure(x) != jtu.tree_structure(y):
@@ -106,6 +105,11 @@ def _static_field(one: Any, other: Any) -> str | None:
         if field.metadata.get("static") and getattr(one, field.name) != getattr(other, field.name):
             return field.name
     return None
+
+
+def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    children, treedef = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+    return [(path[0], child) for path, child in children if path], treedef
 
 
 def _outline(node: Any) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .leaves import KeyPath, Leaves
-from .nodes import children_of
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 # Longer texts are cut off, and end with a checksum.
@@ -45,20 +44,20 @@ def named_texts_of(leaves: Leaves) -> dict[str, str]:
 
 
 def _walk(x: Any, path: KeyPath, arrays: set[int]) -> Iterator[tuple[KeyPath, str]]:
-    children, treedef = children_of(x)
+    children, treedef = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     node = treedef.node_data()
     if node is None:
         yield path, "an array" if id(x) in arrays else shortened(_text(x))
         return
     kind, held = node
-    keys = {key for key, _ in children}
+    keys = {path[0] for path, _ in children}
     fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
     yield path, kind.__qualname__ if fields else shortened(f"{kind.__qualname__} {_text(held)}")
     for field in fields:
         key = jtu.GetAttrKey(field.name)
         if key not in keys:
             yield (*path, key), shortened(_text(getattr(x, field.name, None)))
-    for key, child in children:
+    for (key, *_), child in children:
         yield from _walk(child, (*path, key), arrays)
 
 
