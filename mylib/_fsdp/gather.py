@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._compat import batched
-from .._placement import Target, current_world
+from .._placement import Target, current_world, unusual_memory_kind
 from .._transfer import place_leaves, transfer_and_constrain
 from .._tree import split
 from .torus import halfway, is_over_all_devices
@@ -228,10 +228,14 @@ def _cast(x: Any, dtype: Any) -> Any:
 
 
 def on_device(targets: Targets) -> Targets:
-    """The same targets in memory that programs compute in."""
-    return tuple(
-        NamedSharding(t.mesh, t.spec) if isinstance(t, NamedSharding) else t for t in targets
-    )
+    return tuple(t and _computable(t) for t in targets)
+
+
+def _computable(target: Target) -> Target:
+    """The same target in memory that programs compute in."""
+    if isinstance(target, NamedSharding) and unusual_memory_kind(target) is not None:
+        return NamedSharding(target.mesh, target.spec)
+    return target
 
 
 def _without(target: Target | None, dims: Sequence[int]) -> Target | None:

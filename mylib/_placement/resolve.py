@@ -308,13 +308,7 @@ class _Resolver:
 
     def target(self, entry: Any) -> Target:
         if isinstance(entry, PartitionSpec):
-            if self.mesh is None:
-                reason = "a PartitionSpec needs a mesh, and there is none here"
-                fix = "pass `mesh=`, or call this under `jax.set_mesh(mesh)`"
-                raise _Misfit(because(reason, fix))
-            if faults := _faults_of_spec(entry, self.mesh):
-                raise _Misfit(*faults)
-            return NamedSharding(self.mesh, entry)
+            return NamedSharding(self.checked_mesh(entry), entry)
         if isinstance(entry, jax.Device):
             if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
                 raise _Misfit(
@@ -327,9 +321,24 @@ class _Resolver:
             raise _Misfit(_not_a_placement(entry))
         sharding = sharding_of(entry)
         if has_partial_sums(sharding) and isinstance(sharding, NamedSharding):
-            if faults := list(unfit_partial_sums(sharding.spec, sharding.mesh)):
+            faults = list(unfit_partial_sums(sharding.spec, sharding.mesh))
+            if faults:
                 raise _Misfit(*faults)
         return entry
+
+    def checked_mesh(self, spec: PartitionSpec) -> AnyMesh:
+        mesh = self.mesh
+        if mesh is None:
+            raise _Misfit(
+                because(
+                    "a PartitionSpec needs a mesh, and there is none here",
+                    "pass `mesh=`, or call this under `jax.set_mesh(mesh)`",
+                )
+            )
+        faults = _faults_of_spec(spec, mesh)
+        if faults:
+            raise _Misfit(*faults)
+        return mesh
 
     def unfit_world(self, target: Target, size: int | None) -> Iterator[Fault]:
         """Faults of a target in this context; elsewhere it may be fine."""

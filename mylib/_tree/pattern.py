@@ -54,21 +54,16 @@ class Pattern:
         )
 
     @cached_property
-    def _names_odd_keys(self) -> bool:
+    def names_odd_keys(self) -> bool:
         """Whether it has keys whose `str` and `repr` may differ, so that the text in a path may be
         different from the key's.
         """
         matches = _PART.finditer(self.text)
         return any(match["other"] or not (match["key"] or "0").isdigit() for match in matches)
 
-    def ends_path(self, path: KeyPath, parts: str) -> bool:
-        """Whether the pattern matches the end of a path, which is also given as `joined`, or has
-        keys and is the literal end of `jax.tree_util.keystr(path)`.
-        """
-        if self.ends(parts):
-            return True
-        starts = range(len(path) if self._names_odd_keys else 0)
-        return any(jtu.keystr(path[start:]) == self.text for start in starts)
+    def ends_as_it_stands(self, path: KeyPath) -> bool:
+        """Whether `jax.tree_util.keystr(path)` ends with the literal text of the pattern."""
+        return any(jtu.keystr(path[start:]) == self.text for start in range(len(path)))
 
     @cached_property
     def ends(self) -> Callable[[str], Any]:

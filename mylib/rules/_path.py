@@ -110,7 +110,9 @@ class ByPath(Rule):
         found: list[Fault] = []
         for pattern, value in self.patterns:
             pairs = zip(leaves, paths, strict=True)
-            matched = [leaf for leaf, path in pairs if pattern.ends_path(leaf.path, path)]
+            matched = [leaf for leaf, path in pairs if pattern.ends(path)]
+            if pattern.names_odd_keys:
+                matched += [leaf for leaf in leaves if pattern.ends_as_it_stands(leaf.path)]
             found += _unused(pattern, value, matched, leaves)
         for rule, asked in self._nested(leaves):
             found += rule.unused(asked)
@@ -126,7 +128,10 @@ class ByPath(Rule):
     def _matching(self, leaf: Leaf) -> Iterator[tuple[Pattern, Any]]:
         path = joined(leaf.parts)
         for pattern, value in self.patterns:
-            if pattern.ends_path(leaf.path, path) and not _is_too_long(value, leaf):
+            ends = pattern.ends(path)
+            if pattern.names_odd_keys:
+                ends = ends or pattern.ends_as_it_stands(leaf.path)
+            if ends and not _is_too_long(value, leaf):
                 yield pattern, value
 
     def _value(self, leaf: Leaf) -> Any:

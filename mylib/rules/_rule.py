@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ParamSpec
@@ -160,14 +160,14 @@ class FirstOf(Rule):
         return FirstOf((*self.rules, as_rule(other))) if is_rule(other) else NotImplemented
 
     def __call__(self, leaf: Leaf) -> Any:
-        return self._chosen(leaf)[1]
+        return next((a for a in self._results(leaf) if a is not PASS), PASS)
 
     def why(self, leaf: Leaf) -> str:
-        rule, _ = self._chosen(leaf)
+        rule = self._chosen(leaf)
         return "all rules return PASS" if rule is None else rule.why(leaf)
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
-        rule, _ = self._chosen(leaf)
+        rule = self._chosen(leaf)
         return spec if rule is None else rule.fill(leaf, spec)
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
@@ -181,10 +181,12 @@ class FirstOf(Rule):
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return [fault for rule in self.rules for fault in rule.unused(leaves)]
 
-    def _chosen(self, leaf: Leaf) -> tuple[Rule | None, Any]:
-        """The rule that decides, and its result."""
-        results = ((rule, rule(leaf)) for rule in self.rules)
-        return next((pair for pair in results if pair[1] is not PASS), (None, PASS))
+    def _results(self, leaf: Leaf) -> Iterator[Any]:
+        return (rule(leaf) for rule in self.rules)
+
+    def _chosen(self, leaf: Leaf) -> Rule | None:
+        results = zip(self.rules, self._results(leaf), strict=True)
+        return next((rule for rule, placement in results if placement is not PASS), None)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.rules))
@@ -216,9 +218,14 @@ class Both(Rule):
         return self.second.fill(leaf, self.first.fill(leaf, spec))
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        placed = [(leaf, self.first(leaf)) for leaf in leaves]
-        filled = [leaf for leaf, placement in placed if isinstance(placement, PartitionSpec)]
-        passed = [leaf for leaf, placement in placed if placement is PASS]
+        filled: list[Leaf] = []
+        passed: list[Leaf] = []
+        for leaf in leaves:
+            placement = self.first(leaf)
+            if placement is PASS:
+                passed.append(leaf)
+            elif isinstance(placement, PartitionSpec):
+                filled.append(leaf)
         unfit = (self._unfit(leaf) for leaf in filled)
         return [
             *self.first.contradictions(leaves),
