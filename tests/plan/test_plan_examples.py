@@ -80,8 +80,8 @@ def compare(name, strategy, machine):
     (*ours, needed), (*theirs, least) = figures(ours), figures(theirs)
     assert ours == theirs and ours[0]
     # By hand the U-Net's weights are gathered before its images get noise, and in a plan after it,
-    # where the model is called: arrays live a little longer.
-    assert needed == least or (name == "unet" and abs(needed / least - 1) < 0.02)
+    # where the model is called: arrays live a little longer (3.4 % with JAX 0.10).
+    assert needed == least or (name == "unet" and abs(needed / least - 1) < 0.04)
 
 
 @pytest.mark.parametrize(("name", "strategy"), _all())
