@@ -256,13 +256,16 @@ _Node = tuple[Any, Any, Sequence[str] | None]
 
 
 def _flatten(model: Any, methods: _Methods) -> tuple[list[_Node], Any]:
-    def chosen(path: KeyPath, x: Any) -> Sequence[str] | None:
-        return methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
+    chosen: dict[str, Sequence[str]] = {}
 
-    nodes, treedef = jtu.tree_flatten_with_path(
-        model, is_leaf=lambda path, x: chosen(path, x) is not None, is_leaf_takes_path=True
-    )
-    return [(path, node, chosen(path, node)) for path, node in nodes], treedef
+    def ends(path: Any, x: Any) -> bool:
+        found = methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
+        if found is not None:
+            chosen[jtu.keystr(path)] = found
+        return found is not None
+
+    nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=ends, is_leaf_takes_path=True)
+    return [(path, node, chosen.get(jtu.keystr(path))) for path, node in nodes], treedef
 
 
 def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[Fault]:
