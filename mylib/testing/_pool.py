@@ -79,8 +79,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Session:
-    """The settings of each process's pytest: its command line, its folder, whether its cache is
-    used, of which each process then has its own, and what is sent to the processes.
+    """The settings of each process's pytest: its command line, its folder, whether it uses a cache
+    (each process has one of its own), and what is sent to the processes.
 
     That is: `options` of pytest; those for measuring `coverage`, or None; the index of the process
     that opens a debugger when a test fails (`debug`; -1 for the first that fails, or None); and the
