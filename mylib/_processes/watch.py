@@ -123,16 +123,18 @@ class Watch:
                 if time.monotonic() - self._exchanged < _EXCHANGE and not self._ended:
                     continue
             self._exchanged = time.monotonic()
+            # Who sets it from here on may come too late for this exchange.
+            self._busy.clear()
             # If the service does not answer, JAX itself ends the processes that have lost it.
             with suppress(jax.errors.JaxRuntimeError):
                 self._exchange()
-                if self.also is not None:
-                    self.also()
+                if (also := self.also) is not None:
+                    also()
             if coordination_client() is not self.client:
                 return  # the processes have parted
             with self._lock:
-                if self.is_idle():
-                    self._busy.clear()
+                if not self.is_idle():
+                    self._busy.set()
 
     def wake(self) -> None:
         """Makes it tell and read at once."""

@@ -111,12 +111,13 @@ class Others:
     def _exchange(self) -> None:
         """In the other thread."""
         now = time.monotonic()
+        if self._has_left.is_set():
+            return
         if self._why is not None:
             self._tell_record()
             self._tell(now, "left")
             self._bulletin.leave(self._count)
             self._has_left.set()
-            self._watch.also = None
             return
         if self._lookout.is_asked:
             self._lookout.is_asked = False

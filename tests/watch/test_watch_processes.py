@@ -136,6 +136,16 @@ def test_a_signal_asks_all_processes(mesh, reports):
     assert "rocesses 0, 1 " in text and "ended call 1, <lambda> in test_watch_processes" in text
 
 
+@processes
+def test_nobody_waits_to_leave():
+    """A watch may be left at the very moment at which its thread tells something."""
+    for i in range(60):
+        with mylib.watch(stuck_after=60):
+            time.sleep(0.045 + i % 20 * 0.001)
+            left = time.monotonic()
+        assert time.monotonic() - left < 4
+
+
 def _run(case, count, checkout_env):
     """The status and the output of a job, and when it says that it hangs."""
     launch = [sys.executable, "-m", "mylib.testing", "launch", "-n", str(count)]
