@@ -16,6 +16,7 @@ os.environ["JAX_PLATFORMS"] = (
 )
 
 import argparse
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -137,6 +138,7 @@ def main(
     parser.add_argument("--strategy", choices=strategies, help="one of them; by default all")
     options = parser.parse_args()
     for name, strategy in strategies.items():
+        fixed = math.prod(size for size in strategy.axes.values() if size > 0)
         if options.strategy not in (None, name):
             continue
         if options.machine:
@@ -144,6 +146,8 @@ def main(
             found = compile_large(strategy, machine.mesh(**strategy.axes))
             print(f"\n{name} on {machine}: {found.memory.fits(machine)}\n{found}")
             print(found.estimate(machine))
+        elif jax.device_count() % fixed:
+            print(f"{name:<24} left out: it needs {fixed} devices, or a multiple of them")
         else:
             print(f"{name:<24} {run(strategy, mylib.make_mesh(**strategy.axes))}")
 
