@@ -216,11 +216,28 @@ def cells(truth: Truth, plan: mylib.Plan) -> list[str]:
     ]  # fmt: skip
 
 
+class Priced(NamedTuple):
+    """A step, and the strategy whose price is compared."""
+
+    step: Truth
+    in_list: bool = False
+
+
+def _few(machine: str, sequences: float, time: int, strategy: str) -> Truth:
+    return Truth("7B, 4 layers", machine, LLAMA2_7B._replace(depth=4), sequences, time, strategy)
+
+
 PRICED = (
-    Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 64"),
-    Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 8 x DP 8"),
-    Truth("7B", "h100 x 64", LLAMA2_7B._replace(depth=4), 4, 4096, "FSDP 32 x TP 2"),
-    Truth("70B", "h100 x 256", LLAMA3_70B, 1, 8192, "FSDP 32 x TP 8, splits saved"),
+    Priced(Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 64")),
+    Priced(Truth("7B", "h100 x 64", LLAMA2_7B, 4, 4096, "FSDP 8 x DP 8")),
+    Priced(_few("h100 x 64", 4, 4096, "FSDP 32 x TP 2")),
+    Priced(_few("h100 x 16", 1, 4096, "FSDP 16"), in_list=True),
+    Priced(Truth("8B", "h100 x 8", LLAMA3_8B, 1, 8192, "FSDP 8")),
+    Priced(Truth("70B", "h100 x 256", LLAMA3_70B, 1, 8192, "FSDP 32 x TP 8, splits saved")),
+    Priced(Truth("125M", "v5e 4x4", SMALL, 16, 1024, "DP 16")),
+    Priced(_few("v5e 4x4", 1, 2048, "FSDP 16")),
+    Priced(_few("v5e 4x4", 1, 2048, "FSDP 16"), in_list=True),
+    Priced(_few("v5e 4x4", 1, 2048, "FSDP 8 x TP 2")),
 )
 
 
@@ -232,10 +249,14 @@ def prices(only: list[str]) -> None:
 
     columns = "step", "machine", "strategy", "all-gather GiB", "compiled", "sums GiB", "compiled"
     print_header("modelled and compiled", (*columns, "memory GiB", "compiled", "compiled in s"))
-    for truth in PRICED:
-        if not any(part in f"{truth.name} {truth.machine}" for part in only):
+    for truth, in_list in PRICED:
+        title = f"{truth.name}, in a list" if in_list else truth.name
+        if not any(part in f"{title} {truth.machine}" for part in only):
             continue
-        args, machine = arguments(truth), mylib.machines.Machine.of(truth.machine)
+        batch, model, _ = arguments(truth)
+        model = in_a_list(model) if in_list else model
+        args = batch, model, eqx.filter_eval_shape(OPTIM.init, model)
+        machine = mylib.machines.Machine.of(truth.machine)
         traced = trace(PlannedStep.of(step, args), "full", (Block,), jnp.bfloat16)
         found = priced(traced, machine, float("inf"))
         one = next(x for x in found if x.name == truth.published)
@@ -248,7 +269,7 @@ def prices(only: list[str]) -> None:
         modelled = [sum(n for k, n in one.price.sent.items() if k.startswith(kinds))
                     for kinds in ("all-gather", sums)]  # fmt: skip
         real = report.bytes("all-gather"), sum(map(report.bytes, sums))
-        print_row([truth.name, truth.machine, truth.published,
+        print_row([title, truth.machine, truth.published,
                    *(f"{n / 2**30:.2f}" for pair in zip(modelled, real, strict=True) for n in pair),
                    f"{one.price.memory / 2**30:.2f}", f"{report.memory.peak / 2**30:.2f}",
                    f"{took:.0f}"])  # fmt: skip
