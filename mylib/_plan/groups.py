@@ -19,7 +19,7 @@ from .._products import products_of
 from .._programs import jaxprs_in
 from .dims import Dims, Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, shape_of
-from .lifetimes import Live, lives_of
+from .lifetimes import Scope
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Reading:
     - `products`, `sums`: its products, and its sums over dimensions.
     - `moves`: weights that are gathered where a layer is called.
     - `whole`: dimensions that an operation needs whole.
-    - `lives`: the arrays that it holds.
+    - `scopes`: its jaxprs, from which follows what it holds.
     - `loops`: the first dimensions of what loops iterate over.
     - `origins`: for each name of `jax.ad_checkpoint.checkpoint_name`, the arguments that the named
         arrays are, by their number.
@@ -101,7 +101,7 @@ class Reading:
     sums: list[Sum] = field(default_factory=list)
     moves: list[Event] = field(default_factory=list)
     whole: list[Event] = field(default_factory=list)
-    lives: list[Live] = field(default_factory=list)
+    scopes: list[Scope] = field(default_factory=list)
     loops: set[int] = field(default_factory=set)
     origins: dict[str, int | None] = field(default_factory=dict)
     named: dict[str, Event] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class _Reader:
             moments.append((eqn, start, self.clock))
         returned = {var for var in results if not is_literal(var)}
         nodes = {var: value.nodes for var, value in values.items()}
-        self.program.lives += lives_of(moments, returned, nodes, self.clock, place.times, top)
+        self.program.scopes.append(Scope(moments, returned, nodes, self.clock, place.times, top))
         return [read(var) for var in results]
 
 

@@ -26,22 +26,30 @@ class Live(NamedTuple):
     times: int
 
 
-def lives_of(
-    moments: Sequence[tuple[Equation, int, int]],
-    returned: set[Any],
-    nodes: Mapping[Any, Nodes],
-    end: int,
-    times: int,
-    top: bool,
-) -> list[Live]:
-    """`moments` are equations, and when each begins and ends. Compilers fuse what isn't solid with
-    what uses it, so it takes no memory, and its operands are held until then.
-
-    What is solid, returns little, and is needed by nothing else that is solid runs last, such as
-    the loss's value where the gradient computes the loss again: XLA schedules from the end, and so
-    holds the gathered weights of the loss during the backward pass of the layers. (Read in programs
-    for GPUs. Those for TPUs may hold less.)
+class Scope(NamedTuple):
+    """A jaxpr that was read: its equations, and when each begins and ends; its results; the
+    dimensions of its arrays; when it ends; `times` and `top` as in `Live`.
     """
+
+    moments: Sequence[tuple[Equation, int, int]]
+    returned: set[Any]
+    nodes: Mapping[Any, Nodes]
+    end: int
+    times: int
+    top: bool
+
+
+def lives_of(scope: Scope, values_last: bool) -> list[Live]:
+    """Compilers fuse what isn't solid with what uses it, so it takes no memory, and its operands
+    are held until then.
+
+    What is solid, returns little, and is needed by nothing else that is solid runs last if
+    `values_last`, such as the loss's value where the gradient computes the loss again: XLA
+    schedules from the end, and so holds the gathered weights of the loss during the backward pass
+    of the layers. Read in programs for GPUs; those for TPUs hold less.
+    """
+    moments, returned, nodes, end, times, top = scope
+    values_last &= top
     last: dict[Any, float] = dict.fromkeys(returned, end + 1)
     solid, needed = set(returned), set[Any]()
     for eqn, start, stop in reversed(moments):
@@ -50,7 +58,8 @@ def lives_of(
             needed.update(v for v in eqn.invars if not is_literal(v))
         if is_big:
             solid.update(eqn.outvars)
-            is_last = top and not is_needed and all(bytes_of(v.aval) <= _SMALL for v in eqn.outvars)
+            returns_little = all(bytes_of(v.aval) <= _SMALL for v in eqn.outvars)
+            is_last = values_last and returns_little and not is_needed
             until = float(end if is_last else stop)
         else:
             held = (v for v in eqn.outvars if _is_alias(eqn) or v not in solid)

@@ -19,7 +19,7 @@ from ..machines import Chip, Machine
 from .equations import bytes_of
 from .fixes import MODEL, axes_of
 from .groups import Event, Sum
-from .lifetimes import Live
+from .lifetimes import Live, lives_of
 from .strategy import Strategy, used_spec
 from .trace import SMALL, TracedStep
 
@@ -104,7 +104,8 @@ class Prices:
         self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in self.held])
         self.is_data = np.array([leaf.is_data for leaf in self.held], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in self.held], bool)
-        lives = program.lives
+        values_last = machine.chip.platform != "tpu"
+        lives = [x for scope in program.scopes for x in lives_of(scope, values_last)]
         self.lives = many([x.nodes for x in lives])
         self.live_bytes = np.array([float(x.bytes) for x in lives])
         self.is_kept, self.is_between = _kinds_of(lives, traced, group)
