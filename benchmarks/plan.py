@@ -5,9 +5,10 @@ prices compare with compiled programs.
     python benchmarks/plan.py --only 7B           rows with this in their name
     python benchmarks/plan.py --prices            modelled bytes and memory, and compiled ones
     python benchmarks/plan.py --time              the time of pricing all strategies of a step
+    python benchmarks/plan.py --compile           the time of a plan that compiles the best eight
 
-Nothing is run, and no GPU or TPU is needed. Only `--prices` needs compilers (`pip install
-'.[gpu-compiler,tpu-compiler]'`).
+Nothing is run, and no GPU or TPU is needed. Only `--prices` and `--compile` need compilers (`pip
+install '.[gpu-compiler,tpu-compiler]'`).
 """
 
 import argparse
@@ -292,16 +293,30 @@ def times(only: list[str]) -> None:
         print_row([f"{title}, {where}", str(plan.machine), str(count), f"{took:.1f}"])
 
 
+def compiling(only: list[str]) -> None:
+    columns = "step", "machine", "chosen", "compiled", "s", "CPU seconds"
+    print_header("planning, with up to eight compiled in up to ten minutes", columns)
+    rows = {f"{one.name}, {one.machine}": one for one in TRUTHS}
+    for title in "7B, h100 x 64", "16B, v5e 16x16":
+        if not any(part in title for part in only):
+            continue
+        start, cpu = time.monotonic(), time.process_time()
+        plan = planned(rows[title], compile=8)
+        took = time.monotonic() - start, time.process_time() - cpu
+        count = sum(x.compiled for x in (plan.chosen, *plan.others, *plan.rejected))
+        print_row([rows[title].name, str(plan.machine), plan.chosen.name, str(count),
+                   *(f"{x:.0f}" for x in took)])  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[""], help="rows with one of these")
     parser.add_argument("--prices", action="store_true", help="against compiled programs")
     parser.add_argument("--time", action="store_true", help="how long planning takes")
+    parser.add_argument("--compile", action="store_true", help="how long it takes with compiling")
     given = parser.parse_args()
-    if given.time:
-        times(given.only)
-    else:
-        (prices if given.prices else truths)(given.only)
+    chosen = [(given.time, times), (given.prices, prices), (given.compile, compiling)]
+    next((run for asked, run in chosen if asked), truths)(given.only)
 
 
 if __name__ == "__main__":
