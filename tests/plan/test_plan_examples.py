@@ -105,11 +105,14 @@ def test_is_the_program_of_the_example_on_gpus(name, strategy, machine):
     compare(name, strategy, machine)
 
 
-# Each takes more than half a minute.
+# Those for GPUs are compared each day.
 @pytest.mark.thorough
 @pytest.mark.compilers
 @pytest.mark.timeout(900)
 @pytest.mark.compiles_for("v5e 2x4")
-@pytest.mark.parametrize(("name", "strategy"), [("llama", "FSDP"), ("vit", "tensor parallel")])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [("llama", "FSDP"), ("llama", "FSDP, tensor parallel"), ("vit", "tensor parallel")],
+)
 def test_is_the_program_of_the_example_on_tpus(name, strategy, machine):
     compare(name, strategy, machine)
