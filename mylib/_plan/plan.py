@@ -82,7 +82,8 @@ def plan(
         batch dimensions), `"all"`.
     - `compile`: how many candidates are compiled at most. With 0 all figures are modelled, no
         compiler is needed, and the plan may not fit.
-    - `budget`: after as many seconds no further candidate is compiled.
+    - `budget`: seconds for compiling. At least one candidate is compiled; no other is that would
+        end later if it takes as long as the longest before it.
     - `measure`: how many of the compiled candidates that fit are run, with zeros and in turns, if
         the machine is here; then measured times decide. This takes the memory that the step takes.
     - `progress`: whether to write what is compiled to stderr; by default on terminals.
@@ -216,11 +217,12 @@ class _Search:
 
     def compile(self, left: Sequence[Tried], line: "_Line") -> None:
         """Compiles the best. If none of them fits, it goes on with those of least memory."""
-        start, best = time.monotonic(), math.inf
+        start, longest, best = time.monotonic(), 0.0, math.inf
         chosen = to_compile(left, self.count)
         others = [x for x in left if not any(x is y for y in chosen)] if self.count else []
         for i, x in enumerate([*chosen, *sorted(others, key=lambda x: x.memory)]):
-            if i and time.monotonic() - start > self.budget:
+            begun = time.monotonic()
+            if i and begun + longest > start + self.budget:
                 return
             if i >= self.count and best < math.inf:
                 return
@@ -231,6 +233,7 @@ class _Search:
             except KeyboardInterrupt:
                 self.is_interrupted = True
                 return
+            longest = max(longest, time.monotonic() - begun)
             best = min(best, math.inf if x.why else x.seconds)
 
     def measure(self, chosen: Sequence[Tried], line: "_Line") -> None:

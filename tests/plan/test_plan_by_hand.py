@@ -4,6 +4,7 @@ import functools
 import io
 import math
 import sys
+import time
 from collections import Counter
 
 import equinox as eqx
@@ -177,6 +178,19 @@ def test_compiled_figures_decide():
     needed = mylib.plan(step, *args, **only).memory
     with pytest.raises(mylib.PlanError, match="by its compiler, and 5 % are kept free"):
         mylib.plan(step, *args, **only, memory=needed)
+
+
+@pytest.mark.slow
+def test_no_candidate_is_begun_that_would_end_after_the_budget():
+    """If it takes as long as the one before: here at least two seconds."""
+    args, step = steps.abstract(steps.mlp, steps.ROWS), steps.step_of(steps.squared_loss)
+
+    def slow(*args):
+        time.sleep(2)
+        return step(*args)
+
+    plan = mylib.plan(slow, *args, policies=("full",), compile=3, budget=3.9)
+    assert plan.chosen.compiled and not any(x.compiled for x in plan.others)
 
 
 @pytest.mark.slow
