@@ -64,7 +64,7 @@ class Donated:
         # In the order in which JAX flattens them.
         arguments = [*enumerate(call.args), *sorted(call.kwargs.items())]
         if isinstance(donate, tuple):
-            flags = [program.function.slot(key).parameter in donate for key, _ in arguments]
+            flags = [program.function.parameter(key) in donate for key, _ in arguments]
         else:
             flags = [not (key == 0 and spares_the_first(donate)) for key, _ in arguments]
         counts = [len(outlined(x, call.is_abstract)[0]) for _, x in arguments]

@@ -25,7 +25,7 @@ from .._placement import (
 from .._processes import one_call, raised_in_all
 from .._transfer import mesh_of_all, place_leaves
 from .._tree import Arrays, Leaves, split
-from .signature import Function, Slot
+from .signature import Function
 from .variants import Call
 
 Targets = Sequence[Target | None]
@@ -150,12 +150,7 @@ class Inputs:
         if is_placement_leaf(asked):
             return asked
         if isinstance(asked, dict):
-            by_name = _ByName(function, asked, self.otherwise)
-            by_name.check(args, kwargs)
-            return (
-                tuple([by_name.entry(function.slot(i)) for i in range(len(args))]),
-                {key: by_name.entry(function.slot(key)) for key in kwargs},
-            )
+            return _by_name(asked, self.otherwise, function, len(args), kwargs)
         if type(asked) in (tuple, list):
             if len(asked) != len(args):
                 raise TypeError(
@@ -180,61 +175,58 @@ class Inputs:
         return defaults
 
 
-@dataclass(frozen=True, eq=False)
-class _ByName:
-    """A dict from parameter names to prefixes."""
+def _by_name(
+    asked: Mapping[Any, Any], otherwise: Placement, function: Function, count: int, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A prefix of (args, kwargs), of which `count` are positional, from a dict from parameter names
+    to prefixes.
+    """
+    name, parameters = function.name, function.signature.parameters
+    several, rest = function.several, function.rest
+    # The entries of `**kwargs` may stand beside the parameters'.
+    beside = {key: entry for key, entry in asked.items() if key not in parameters}
+    if beside and not (rest and rest not in asked and all(key in kwargs for key in beside)):
+        raise TypeError(
+            f"{name} has no parameter {', '.join(map(repr, beside))}: it has "
+            f"{', '.join(parameters)}. To place the entries of an argument that is a dict, write "
+            "{'parameter name': {...}}"
+        )
+    by_position = [asked.get(key, otherwise) for key in function.by_position[:count]]
+    by_keyword = {key: asked.get(key, otherwise) for key in kwargs if key in function.by_keyword}
+    left, others = count - len(by_position), [key for key in kwargs if key not in by_keyword]
+    further = _for_each(asked.get(several, otherwise), left, name, f"*{several}")
+    named = _for_names(asked.get(rest, beside or otherwise), others, name, f"**{rest}")
+    return (*by_position, *further), dict.fromkeys(others, otherwise) | named | by_keyword
 
-    function: Function
-    entries: Mapping[Any, Any]
-    otherwise: Placement
 
-    @cached_property
-    def others(self) -> Any:
-        """The entries of `**kwargs`, whose names may stand beside the parameters'."""
-        parameters = self.function.signature.parameters
-        among = {key: entry for key, entry in self.entries.items() if key not in parameters}
-        return self.entries.get(self.function.rest, among)
+def _for_each(entry: Any, count: int, name: str, what: str) -> Sequence[Any]:
+    """The prefixes of the arguments in `*args`."""
+    if is_placement_leaf(entry):
+        return [entry] * count
+    if not isinstance(entry, tuple | list):
+        raise TypeError(_not_for_all(entry, name, what, "a tuple with one for each"))
+    if len(entry) != count:
+        raise TypeError(
+            f"{name}: there are {len(entry)} entries for {what}, and it has {count}. Give one for "
+            "each, or a placement for all of them"
+        )
+    return entry
 
-    def entry(self, slot: Slot) -> Any:
-        """The prefix for an argument."""
-        if slot.within is None:
-            return self.entries.get(slot.parameter, self.otherwise)
-        if isinstance(slot.within, str):
-            others = self.others
-            return others.get(slot.within, self.otherwise) if isinstance(others, dict) else others
-        several = self.entries.get(slot.parameter, self.otherwise)
-        return several if is_placement_leaf(several) else several[slot.within]
 
-    def check(self, args: Any, kwargs: Any) -> None:
-        function, entries = self.function, self.entries
-        name, parameters, rest = function.name, function.signature.parameters, function.rest
-        unknown = [key for key in entries if key not in parameters]
-        if unknown and not (rest and rest not in entries and all(key in kwargs for key in unknown)):
-            raise TypeError(
-                f"{name} has no parameter {', '.join(map(repr, unknown))}: it has "
-                f"{', '.join(parameters)}. To place the entries of an argument that "
-                "is a dict, write {'parameter name': {...}}"
-            )
-        several: Any = entries.get(function.several)
-        count = max(0, len(args) - len(function.by_position))
-        for entry, what, kinds, how in (
-            (several, f"*{function.several}", (tuple, list), "a tuple with one for each"),
-            (self.others, f"**{rest}", dict, "a dict from its names"),
-        ):
-            if not is_placement_leaf(entry) and not isinstance(entry, kinds):
-                raise TypeError(
-                    f"{name}: write a placement for all of {what}, or {how}, not a "
-                    f"{type(entry).__name__}"
-                )
-        if not is_placement_leaf(several) and len(several) != count:
-            raise TypeError(
-                f"{name}: there are {len(several)} entries for *{function.several}, and it has "
-                f"{count}. Give one for each, or a placement for all of them"
-            )
-        if isinstance(self.others, dict):
-            spare = [key for key in self.others if key in function.by_keyword or key not in kwargs]
-            if spare:
-                raise TypeError(f"{name} got no {', '.join(map(repr, spare))} in **{rest}")
+def _for_names(entry: Any, names: Sequence[str], name: str, what: str) -> Mapping[str, Any]:
+    """The prefixes of arguments in `**kwargs`."""
+    if is_placement_leaf(entry):
+        return dict.fromkeys(names, entry)
+    if not isinstance(entry, dict):
+        raise TypeError(_not_for_all(entry, name, what, "a dict from its names"))
+    if spare := [key for key in entry if key not in names]:
+        raise TypeError(f"{name} got no {', '.join(map(repr, spare))} in {what}")
+    return entry
+
+
+def _not_for_all(entry: Any, name: str, what: str, how: str) -> str:
+    kind = type(entry).__name__
+    return f"{name}: write a placement for all of {what}, or {how}, not a {kind}"
 
 
 def _abstract(leaves: Leaves, targets: Targets, world: World) -> list[Any]:

@@ -294,10 +294,10 @@ def about_spared(call: Call, result: Any) -> None:
     if jtu.treedef_is_leaf(first[0]) or first not in forms:
         return
     forms.remove(first)
-    slot = call.program.function.slot
-    states = [slot(i).parameter for i, x in enumerate(others, 1) if x[1] and x in forms]
+    parameter = call.program.function.parameter
+    states = [parameter(i) for i, x in enumerate(others, 1) if x[1] and x in forms]
     if states:
-        model, donate = slot(0).parameter, call.program.donate
+        model, donate = parameter(0), call.program.donate
         size = sum(x.nbytes for x in outlined(args[0])[0])
         warn(
             f"{call.program.name} returns a new {model}, and donate={donate!r} keeps the old one "

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.tree_util as jtu
 
@@ -24,20 +24,6 @@ def about(fun: Any) -> dict[str, Any]:
     shown = inspect.unwrap(fun)
     metadata = {name: getattr(shown, name) for name in _ABOUT if hasattr(shown, name)}
     return metadata | ({"__annotations__": annotations_of(shown)} if callable(shown) else {})
-
-
-class Slot(NamedTuple):
-    """The parameter that gets an argument. `within` is the index in `*args`, or the name in
-    `**kwargs`.
-    """
-
-    parameter: str
-    within: int | str | None = None
-
-    def __str__(self) -> str:
-        if isinstance(self.within, str):
-            return self.within
-        return self.parameter if self.within is None else f"{self.parameter}[{self.within}]"
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,16 +77,13 @@ class Function:
         bound.arguments.update((p.name, total + i) for i, p in enumerate(added))
         return bound.args, bound.kwargs, [p.default for p in added]
 
-    def slot(self, key: int | str) -> Slot:
+    def parameter(self, key: int | str) -> str:
         """The parameter that gets an argument, by the argument's position or keyword."""
         if isinstance(key, str):
-            named = key in self.by_keyword or self.rest is None
-            return Slot(key) if named else Slot(self.rest or "", key)
+            return key if key in self.by_keyword else self.rest or key
         if key < len(self.by_position):
-            return Slot(self.by_position[key])
-        if self.several is None:  # one too many: the call will fail
-            return Slot("args", key)
-        return Slot(self.several, key - len(self.by_position))
+            return self.by_position[key]
+        return self.several or f"args[{key}]"  # one too many: the call will fail
 
     @cached_property
     def by_position(self) -> list[str]:
@@ -128,7 +111,10 @@ class Function:
         if len(path) < 2:
             return jtu.keystr(path)
         side, key, *rest = path
-        return f"{self.slot(key.key if side.idx else key.idx)}{jtu.keystr(tuple(rest))}"
+        name = key.key if side.idx else self.parameter(key.idx)
+        if self.several and not side.idx and key.idx >= len(self.by_position):
+            rest = [jtu.SequenceKey(key.idx - len(self.by_position)), *rest]
+        return name + jtu.keystr(tuple(rest))
 
     def split(self, arguments: Any, abstract: bool = False) -> Leaves:
         """Flattens (args, kwargs)."""
