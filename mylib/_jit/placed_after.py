@@ -5,10 +5,9 @@ sharding of a result from its type, which forgets the Auto axes of a dimension t
 Explicit axes, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
-import jax.tree_util as jtu
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
@@ -23,32 +22,30 @@ from .._placement import (
     resolve_leaves,
     sharding_of,
 )
-from .._transfer import filter_device_put
+from .._transfer import place_leaves
 from .._tree import split
 
 
 def targets_after(
     result: Any, placement: PyTree[Placement], mesh: AnyMesh | None
-) -> dict[int, Target]:
-    """The targets of a program's results that are placed after it, by the leaf."""
+) -> list[Target | None]:
+    """The targets of arrays that are placed after the program, and None for the others; empty if
+    there are none.
+    """
     leaves, world = split(result), current_world()
     if all(x.size for x in leaves.arrays) and not any(map(_is_mixed, (world.mesh, mesh))):
-        return {}
+        return []
     targets = resolve_leaves(leaves, placement, mesh, world)
-    return {
-        position: grounded(target, world)
-        for x, position, target in zip(leaves.arrays, leaves.positions, targets, strict=True)
-        if target is not None and (not x.size or _mixes_types(target))
-    }
+    later: list[Target | None] = [
+        grounded(target, world) if target and (not x.size or _mixes_types(target)) else None
+        for x, target in zip(leaves.arrays, targets, strict=True)
+    ]
+    return later if any(later) else []
 
 
-def placed_after(result: Any, targets: Mapping[int, Target]) -> Any:
-    leaves, treedef = jtu.tree_flatten(result)
-    moving = [leaves[position] for position in targets]
-    placed = filter_device_put(moving, list(targets.values()), check=False)
-    for position, x in zip(targets, placed, strict=True):
-        leaves[position] = x
-    return jtu.tree_unflatten(treedef, leaves)
+def placed_after(result: Any, targets: Sequence[Target | None]) -> Any:
+    leaves = split(result)
+    return leaves.join(place_leaves(leaves, targets, current_world(), check=False))
 
 
 def _is_mixed(mesh: AnyMesh | None) -> bool:

@@ -22,13 +22,13 @@ from .._compat import (
     with_actual_memory_kind,
 )
 from .._errors import PlacementError
-from .._placement import AnyMesh, Target, current_world, is_described
+from .._placement import AnyMesh, current_world, is_described
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .arrivals import compare, expect
 from .donation import Donate, Donated, let_go_of_moved, used_once
 from .error_checks import Checks, calling, with_checks_as_values
-from .inputs import Inputs, Resolved
+from .inputs import Inputs, Resolved, Targets
 from .naming import (
     about_captured,
     about_compiled,
@@ -73,8 +73,8 @@ class _Traced(Rest):
     trace: Trace
     # Whether results are in host memory.
     in_host_memory: bool
-    # The targets of results that are placed after the program, by the leaf.
-    later: Mapping[int, Target]
+    # The targets of results that are placed after the program.
+    later: Targets
     checks: Checks | None = None
 
 
@@ -249,7 +249,7 @@ class Program:
 
     def _called(
         self, split: Split, targets: Resolved | None, arrays: Arrays
-    ) -> tuple[Any, Mapping[int, Target]]:
+    ) -> tuple[Any, Targets]:
         """What the function returns, and what of it is placed after the program."""
         arguments = split.fill(arrays[: split.count])
         args, kwargs = arguments if isinstance(arguments, list) else (arguments, {})
@@ -259,7 +259,7 @@ class Program:
         else:
             result = fun.resolved(targets.targets, args, kwargs)
         if self.out_shardings is None:
-            return result, {}
+            return result, ()
         try:
             placed = filter_device_put(result, self.out_shardings, mesh=self.mesh)
         except PlacementError as error:
