@@ -1,6 +1,5 @@
 """Compares where a program's weights arrive with where `fully_shard` keeps them."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, S
 
 from .._compat import value_under
 from .._errors import PlacementWarning, folded, warn
-from .._placement import Target, axis_types, same_axes, sharding_of, split_over
+from .._placement import Target, axis_types, bytes_on_each, same_axes, sharding_of, split_over
 from .._text import show_bytes
 from .._tree import Arrays
 from .naming import names_of
@@ -56,8 +55,8 @@ def compare(call: Call, kept: Kept, arguments: Arrays) -> None:
         if keeps is not None and not x.sharding.is_equivalent_to(keeps, x.ndim):
             how = f"{_show(x.sharding)} instead of {_show(keeps)}"
             others.setdefault(how, []).append(arrays[i])
-            held += _bytes_at(x.sharding, x)
-            expected += _bytes_at(keeps, x)
+            held += bytes_on_each(x.sharding, x.shape, x.dtype)
+            expected += bytes_on_each(keeps, x.shape, x.dtype)
     if others:
         texts = (f"{', '.join(folded(those))}: {how}" for how, those in others.items())
         cost = f"Each device holds {show_bytes(held)} of them instead of {show_bytes(expected)}"
@@ -81,7 +80,3 @@ def _for_comparing(kept: NamedSharding, arrived: Sharding) -> NamedSharding | No
 
 def _show(sharding: Sharding) -> str:
     return str(sharding.spec if isinstance(sharding, NamedSharding) else sharding)
-
-
-def _bytes_at(sharding: Sharding, x: jax.Array) -> int:
-    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize

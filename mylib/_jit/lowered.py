@@ -29,7 +29,7 @@ from .._compat import (
     serialized,
 )
 from .._errors import SavedProgramError
-from .._placement import AnyMesh
+from .._placement import AnyMesh, bytes_on_each
 from .._saved import SavedProgram, compare, program_for, read, write
 from .._tree import Arrays
 from ..machines import (
@@ -39,7 +39,6 @@ from ..machines import (
     Machine,
     Memory,
     about_kernels,
-    arguments_of,
     out_of_memory,
 )
 from .naming import explain, named, names_of, not_here
@@ -63,9 +62,14 @@ class _LoweredFrom(NamedTuple):
 
 def lowered_for(call: Call) -> "Lowered":
     lowered, traced, arrays = call.program.lower(call)
-    arguments = arguments_of(names_of(call), arrays)
+    arguments = [_argument(name, x) for name, x in zip(names_of(call), arrays, strict=True)]
     origin = _LoweredFrom(call.program, call.variant, call.own, arguments, traced)
     return Lowered(origin, lowered)
+
+
+def _argument(name: str, x: Any) -> Argument:
+    shape = tuple(x.shape)
+    return Argument(name, shape, bytes_on_each(getattr(x, "sharding", None), shape, x.dtype))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -13,6 +13,7 @@ from .parts import (
     Bounds as Bounds,
     Shape as Shape,
     Span as Span,
+    bytes_on_each as bytes_on_each,
     devices_of as devices_of,
     parts_of as parts_of,
     regions_of as regions_of,

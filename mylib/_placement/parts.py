@@ -1,5 +1,6 @@
 """Which part of an array each device holds."""
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding
 
-from .shardings import AnyMesh, axis_names, spec_over
+from .shardings import AnyMesh, axis_names, entries_of, spec_over
 
 Span = tuple[int, int]
 """Where a part starts and stops in one dimension."""
@@ -37,6 +38,18 @@ def regions_of(shape: Shape, sharding: Sharding) -> dict[Bounds, list[Any]]:
     for device in sorted(parts, key=lambda device: device.id):
         regions.setdefault(parts[device], []).append(device)
     return regions
+
+
+def bytes_on_each(sharding: Sharding | None, shape: Shape, dtype: Any) -> int:
+    """The bytes of an array that each device of its sharding holds; all without a sharding."""
+    if isinstance(sharding, NamedSharding):
+        # Not `shard_shape`, which refuses uneven sizes and raises inside shard_map.
+        entries, sizes = entries_of(sharding.spec, len(shape)), sharding.mesh.shape
+        pairs = zip(shape, entries, strict=False)
+        shape = tuple(-(-n // math.prod(sizes[x] for x in axis_names(y))) for n, y in pairs)
+    elif sharding is not None:
+        shape = sharding.shard_shape(shape)
+    return math.prod(shape) * dtype.itemsize
 
 
 def _parts_over_mesh(sharding: NamedSharding, shape: Shape) -> dict[Any, Bounds]:

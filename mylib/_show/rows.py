@@ -1,6 +1,5 @@
 """One row for each array leaf: where it is or would go, and its bytes."""
 
-import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,8 @@ from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceShar
 
 from .._placement import (
     Target,
-    axis_names,
+    bytes_on_each,
     default_memory_kind,
-    entries_of,
     entries_over,
     sharding_of,
 )
@@ -87,14 +85,7 @@ class Row:
     def bytes_per_device(self) -> int:
         if self.place is None or not self._counts:
             return 0
-        if not isinstance(self.place, NamedSharding):
-            return math.prod(self.place.shard_shape(self.leaf.shape)) * self.leaf.dtype.itemsize
-        # Not `shard_shape`: it raises inside shard_map.
-        size, mesh = self.leaf.dtype.itemsize, self.place.mesh
-        entries = entries_of(self.place.spec, self.leaf.ndim)
-        for dim, entry in zip(self.leaf.shape, entries, strict=False):
-            size *= -(-dim // math.prod(mesh.shape[name] for name in axis_names(entry)))
-        return size
+        return bytes_on_each(self.place, self.leaf.shape, self.leaf.dtype)
 
     @property
     def nbytes(self) -> int:

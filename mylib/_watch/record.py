@@ -4,7 +4,6 @@ A call costs a few hundred nanoseconds and keeps at most 4 KiB alive. Nothing wa
 results are asked whether they are ready.
 """
 
-import math
 import sys
 import threading
 import time
@@ -20,6 +19,7 @@ import equinox as eqx
 import jax
 
 from .._compat import data_of_shards
+from .._placement import bytes_on_each
 from .._processes import owners, text_of
 from .._text import counted
 from .._tree import is_of_keys
@@ -157,9 +157,11 @@ class Record:
     def _witness(self, kind: str, name: str, variant: Any, arrays: Sequence[Any]) -> Witness:
         found = Witness(self._lock, name, variant)
         sizes = sorted(
-            (_bytes_here(x), i)
+            (len(devices) * bytes_on_each(x.sharding, x.shape, x.dtype), i)
             for i, x in enumerate(arrays)
-            if isinstance(x, jax.Array) and not is_of_keys(x) and x.sharding.addressable_devices
+            if isinstance(x, jax.Array)
+            and not is_of_keys(x)
+            and (devices := x.sharding.addressable_devices)
         )
         if sizes:
             sharding = arrays[sizes[0][1]].sharding
@@ -229,8 +231,3 @@ def ended_of(calls: Sequence[Started]) -> list[bool | None]:
 def line_in(code: CodeType, instruction: int) -> int:
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
     return next(lines, None) or code.co_firstlineno
-
-
-def _bytes_here(x: jax.Array) -> int:
-    shards = len(x.sharding.addressable_devices)
-    return shards * math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize

@@ -11,7 +11,7 @@ from ._fit import (
 )
 from ._gpu_errors import WITHOUT_TRITON as WITHOUT_TRITON, about_kernels as about_kernels
 from ._machine import Machine as Machine, gpu as gpu, here as here, tpu as tpu
-from ._memory import Memory as Memory, arguments_of as arguments_of
+from ._memory import Memory as Memory
 from ._sheets import CHIPS as CHIPS, Chip as Chip
 from ._torus import coordinates as coordinates, shape_of as shape_of
 from ._tpu_errors import out_of_memory as out_of_memory

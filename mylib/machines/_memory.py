@@ -1,9 +1,7 @@
 """The memory that a compiled program needs on each device."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from .._text import show_bytes
 from ._fit import Alive, Argument, Fit
@@ -95,15 +93,3 @@ class Memory:
         names = "arguments", "results", "temporaries", "aliased", "code", "constants", "host"
         parts = {name: getattr(self, name) for name in names} | {"peak": self.peak}
         return ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
-
-
-def arguments_of(names: Sequence[str], arrays: Sequence[Any]) -> list[Argument]:
-    return [
-        Argument(name, tuple(x.shape), _bytes_of(x)) for name, x in zip(names, arrays, strict=True)
-    ]
-
-
-def _bytes_of(x: Any) -> int:
-    sharding = getattr(x, "sharding", None)
-    shape = x.shape if sharding is None else sharding.shard_shape(tuple(x.shape))
-    return math.prod(shape) * x.dtype.itemsize
