@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from ._errors import SavedProgramError
-from ._text import counted
+from ._text import more
 
 _KIND = b"a program compiled by mylib\n"
 # Files of other forms are refused: raise it when the header or the executable changes.
@@ -192,5 +192,4 @@ _MOST = 10
 def _differences(what: str, saved: Sequence[str], here: Sequence[str]) -> list[str]:
     pairs = zip_longest(saved, here, fillvalue="nothing")
     problems = [f"{what} {i}: {a}, and here {b}" for i, (a, b) in enumerate(pairs) if a != b]
-    rest = len(problems) - _MOST
-    return problems if rest <= 0 else [*problems[:_MOST], f"and {counted(rest, f'more {what}')}"]
+    return [*problems[:_MOST], *more(len(problems) - _MOST, what)]

@@ -20,6 +20,11 @@ def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
     return f"{text}{separator.rstrip(', ')} and {left} more" if left > 0 else text
 
 
+def more(left: int, what: str) -> list[str]:
+    """The last line of a list of which so many are `left` out: `and 2 more arrays`."""
+    return [f"and {counted(left, f'more {what}')}"] if left > 0 else []
+
+
 def in_short(numbers: Sequence[int]) -> str:
     """The numbers in their order: `0, 1, 5`, many as `0..511, 2048..2559`, and very many ranges as
     the first of them `and 4000 more`.

@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import Sharding
 
-from .._text import counted, show_bytes
+from .._text import counted, more, show_bytes
 from .drawing import directions, processes, sums
 from .fold import fold
 from .html import Html, page, table, tag
@@ -63,8 +63,7 @@ def _mesh_figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
             groups.setdefault(meaning(place), (place, []))[1].append(row)
     ordered = sorted(groups.values(), key=lambda group: -sum(row.nbytes for row in group[1]))
     figures = [_mesh_figure(place, of, meshes) for place, of in ordered[:_FIGURES]]
-    left = len(ordered) - _FIGURES
-    return figures + [tag("p", f"and {counted(left, 'more sharding')}")] * (left > 0)
+    return figures + [tag("p", text) for text in more(len(ordered) - _FIGURES, "sharding")]
 
 
 def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
@@ -74,7 +73,7 @@ def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
     groups = fold(rows)
     lines = [f"{label}: {sizes(group)[1]}" for label, group in groups[:shown]]
     left = sum(len(group) for _, group in groups[shown:])
-    held = "\n".join([*lines, *[f"and {counted(left, 'more array')}"] * (left > 0)])
+    held = "\n".join([*lines, *more(left, "array")])
     each = show_bytes(sum(row.bytes_per_device for row in rows))
     title = tag("div", show_place(place) + meshes.suffix(place), class_="strong")
     where = " on each device" if place.num_devices > 1 else ""

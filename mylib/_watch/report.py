@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .._processes import named
-from .._text import counted, in_short
+from .._text import counted, in_short, more
 from .verdict import GONE, Account, findings, verb
 
 # The most groups of processes that are described, and calls of each.
@@ -27,8 +27,7 @@ def report(accounts: Sequence[Account], title: str) -> str:
         head, *rest = (_agreeing(line, who) for line in text)
         lines += [f"{named(who).capitalize()} {head}", *(f"  {line}" for line in rest)]
     left = [x for those in list(groups.values())[_GROUPS:] for x in those]
-    lines += [f"and {counted(len(left), 'more process', 'more processes')}"] if left else []
-    return "\n".join(lines)
+    return "\n".join([*lines, *more(len(left), "process")])
 
 
 def _agreeing(line: str, who: Sequence[int]) -> str:
