@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from .._compat import (
+    closed_or_open,
     devices_of_lowering,
     error_with,
     function_of_equinox,
@@ -194,7 +195,6 @@ def _lower_alone(ctx: Any, x: Any) -> list[Any]:
 mlir.register_lowering(alone_p, _lower_alone)
 
 
-@jtu.register_static
 @dataclass(eq=False)
 class Checks:
     """The checks of a program, and their messages in one list."""
@@ -252,7 +252,8 @@ class _Rewriting:
     def __init__(self, opens_primitives: bool) -> None:
         self.checks = Checks()
         self._opens_primitives = opens_primitives
-        # By jaxpr or equation, which JAX compares by identity.
+        # By jaxpr or equation, which JAX compares by identity. What is called twice is rewritten,
+        # and so compiled, once.
         self.has_check = functools.cache(self._has_check)
         self._is_concerned = functools.cache(self._calls_check)
         self._rewritten = functools.cache(self._rewrite)
@@ -319,7 +320,8 @@ class _Rewriting:
         return run
 
     def _rewrite(self, program: Any) -> Any:
-        return _traced(self._function(program), _types(opened(program)))
+        rewritten = _traced(self._function(program), _types(opened(program)))
+        return closed_or_open(rewritten, program)
 
     def check(self, eqn: Any, args: list[Any]) -> list[Any]:
         pred, index, *arrays = args
@@ -329,26 +331,18 @@ class _Rewriting:
         number = cast(self.checks.number_of(check) + chosen, manual_axes())
         return [*arrays, jax.lax.select(cast(pred, manual_axes()), number, _none())]
 
+    def rewritten(self, eqn: Any, args: list[Any]) -> list[Any]:
+        return bind_as(eqn, args, **with_jaxprs(eqn, self._rewritten))
+
     def jit(self, eqn: Any, args: list[Any]) -> list[Any]:
-        params = eqn.params
-        return bind_as(
-            eqn,
-            args,
-            **{
-                # The same for all calls, so that it is compiled once.
-                names.PARAM_JAXPR: self._rewritten(params[names.PARAM_JAXPR]),
-                names.PARAM_OUT_SHARDINGS: (*params[names.PARAM_OUT_SHARDINGS], unspecified()),
-                names.PARAM_OUT_LAYOUTS: (*params[names.PARAM_OUT_LAYOUTS], None),
-            },
-        )
+        params = with_jaxprs(eqn, self._rewritten)
+        params[names.PARAM_OUT_SHARDINGS] += (unspecified(),)
+        params[names.PARAM_OUT_LAYOUTS] += (None,)
+        return bind_as(eqn, args, **params)
 
     def inlined(self, eqn: Any, args: list[Any]) -> list[Any]:
         (inner,) = jaxprs_in(eqn)
         return self._function(inner)(*args)
-
-    def cond(self, eqn: Any, args: list[Any]) -> Any:
-        branches = tuple(map(self._rewritten, eqn.params[names.PARAM_BRANCHES]))
-        return bind_as(eqn, args, **{names.PARAM_BRANCHES: branches})
 
     def scan(self, eqn: Any, args: list[Any]) -> list[Any]:
         constants, carried = scan_sizes(eqn)
@@ -394,10 +388,6 @@ class _Rewriting:
             },
         )
         return [*carry, jnp.max(failed)]
-
-    def checkpoint(self, eqn: Any, args: list[Any]) -> Any:
-        rewritten = self._rewritten(eqn.params[names.PARAM_JAXPR])
-        return bind_as(eqn, args, **{names.PARAM_JAXPR: opened(rewritten)})
 
     def shard_map(self, eqn: Any, args: list[Any]) -> list[Any]:
         params = eqn.params
@@ -477,10 +467,10 @@ _CALLS: dict[str, Callable[[_Rewriting, Any, list[Any]], Any]] = {
     names.JIT: _Rewriting.jit,
     names.CLOSED_CALL: _Rewriting.inlined,
     names.EVAL_JAXPR: _Rewriting.inlined,
-    names.COND: _Rewriting.cond,
+    names.COND: _Rewriting.rewritten,
     names.SCAN: _Rewriting.scan,
     names.WHILE: _Rewriting.while_,
-    names.REMAT: _Rewriting.checkpoint,
+    names.REMAT: _Rewriting.rewritten,
     names.SHARD_MAP: _Rewriting.shard_map,
     names.CUSTOM_JVP_CALL: _Rewriting.custom_jvp,
     names.CUSTOM_VJP_CALL: _Rewriting.custom_vjp,
