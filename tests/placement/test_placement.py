@@ -26,6 +26,7 @@ from jax.sharding import (
 )
 
 import mylib
+from mylib._placement import bytes_on_each
 from mylib.rules import PASS
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -577,3 +578,18 @@ def test_a_tree_on_paper_resolves_as_the_tree_itself(case):
     resolved = mylib.resolve(paper, case.placement, mesh=case.mesh)
     expected = mylib.resolve(case.tree, case.placement, mesh=case.mesh)
     assert with_nones(resolved) == with_nones(expected)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "each"),
+    [
+        (None, 7 * 4 * 4),
+        (SingleDeviceSharding(jax.devices()[0]), 7 * 4 * 4),
+        (NamedSharding(MESH, P()), 7 * 4 * 4),
+        (NamedSharding(MESH, P(None, ("data", "model"))), 7 * 1 * 4),
+        (NamedSharding(MESH, P("data", P.UNCONSTRAINED)), 2 * 4 * 4),  # an uneven size
+        (NamedSharding(MESH.abstract_mesh, P(None, "model")), 7 * 2 * 4),
+    ],
+)
+def test_bytes_on_each_device(sharding, each):
+    assert bytes_on_each(sharding, (7, 4), np.dtype("float32")) == each
