@@ -193,8 +193,9 @@ def _by_name(
         )
     by_position = [asked.get(key, otherwise) for key in function.by_position[:count]]
     by_keyword = {key: asked.get(key, otherwise) for key in kwargs if key in function.by_keyword}
-    left, others = count - len(by_position), [key for key in kwargs if key not in by_keyword]
+    left = count - len(by_position)
     further = _for_each(asked.get(several, otherwise), left, name, f"*{several}")
+    others = [key for key in kwargs if key not in by_keyword]
     named = _for_names(asked.get(rest, beside or otherwise), others, name, f"**{rest}")
     return (*by_position, *further), dict.fromkeys(others, otherwise) | named | by_keyword
 
@@ -213,7 +214,7 @@ def _for_each(entry: Any, count: int, name: str, what: str) -> Sequence[Any]:
     return entry
 
 
-def _for_names(entry: Any, names: Sequence[str], name: str, what: str) -> Mapping[str, Any]:
+def _for_names(entry: Any, names: Sequence[str], name: str, what: str) -> dict[str, Any]:
     """The prefixes of arguments in `**kwargs`."""
     if is_placement_leaf(entry):
         return dict.fromkeys(names, entry)

@@ -147,6 +147,10 @@ class Compiled:
     def as_text(self) -> str:
         return self.compiled.as_text() or ""
 
+    @functools.cached_property
+    def _module(self) -> HloModule:
+        return HloModule(self.as_text())
+
     def cost_analysis(self) -> Any:
         """The compiler's own analysis, as JAX returns it: it counts the body of a loop once and no
         collectives, and the compiler for GPUs that are not here has none. `audit().work` counts
@@ -192,7 +196,7 @@ class Compiled:
         name = self._origin.program.name
         if self._file is not None:
             raise SavedProgramError(f"{name} was read from {self._file}: copy that file")
-        if host_callbacks(self.compiled) and (found := callbacks_of(HloModule(self.as_text()))):
+        if host_callbacks(self.compiled) and (found := callbacks_of(self._module)):
             calls = "".join(f"\n  {x}" for x in found)
             raise SavedProgramError(
                 f"{name} can't be saved, as it calls functions of Python, which are not in its "
@@ -200,7 +204,7 @@ class Compiled:
             )
         device = devices_of_lowered(self._lowered)[0]
         if is_compile_only(device) and device.platform == "gpu":
-            _refuse_unmeasured(name, device.device_kind, HloModule(self.as_text()))
+            _refuse_unmeasured(name, device.device_kind, self._module)
         try:
             executable = serialized(self.compiled)
         except _NOT_SERIALISED as error:

@@ -91,7 +91,13 @@ def explain(error: Exception, call: Call) -> None:
         raise readable from None
     if ran_on_a_description(error):
         name = call.program.name
-        raise (_not_here_either(name) if call.is_abstract else not_here(name)) from error
+        if not call.is_abstract:
+            raise not_here(name) from error
+        raise NotHereError(
+            f"while {name} was traced, JAX ran a computation on the mesh of jax.set_mesh, whose "
+            "machine is not here: it can compile, not run. Leave out jax.set_mesh, and pass mesh= "
+            "where it is needed"
+        ) from error
     if lowered_for_a_missing_backend(error):
         raise NotHereError(
             f"{call.program.name} calls back into Python (jax.debug.print, pure_callback, "
@@ -108,14 +114,6 @@ def not_here(name: str) -> NotHereError:
     return NotHereError(
         f"{name} can't be called: its devices are those of a machine that is not here, which can "
         "compile, not run. Call .lower(...).compile()"
-    )
-
-
-def _not_here_either(name: str) -> NotHereError:
-    return NotHereError(
-        f"while {name} was traced, JAX ran a computation on the mesh of jax.set_mesh, whose "
-        "machine is not here: it can compile, not run. Leave out jax.set_mesh, and pass mesh= "
-        "where it is needed"
     )
 
 
@@ -390,6 +388,7 @@ def _variables(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
     """The closure variables and globals of a function, by name."""
     if code is None:
         return
+    # Not `inspect.getclosurevars`, which raises if one of them has no value yet.
     for name, cell in zip(code.__code__.co_freevars, code.__closure__ or (), strict=True):
         with suppress(ValueError):  # an empty cell
             yield name, cell.cell_contents
