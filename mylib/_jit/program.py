@@ -49,8 +49,7 @@ Mode = Literal["eager", "transformed", "staged"]
 class _Counts(threading.local):
     """The number of programs that JAX has compiled in this thread."""
 
-    def __init__(self) -> None:
-        self.compiled = 0
+    compiled = 0
 
 
 _counts = _Counts()
