@@ -445,10 +445,12 @@ PROGRAMS |= {
     "debug_callback": lambda: traced(lambda x: jax.debug.callback(lambda x: None, x)),
     "debug_print": lambda: traced(lambda x: jax.debug.print("{}", x)),
     "empty": lambda: traced(lambda x: jnp.empty(3) + x[0]),
+    "empty2": lambda: gradient(lambda x: jnp.diag(jnp.outer(x, x))),
     "gather": lambda: traced(lambda x: x[jnp.argsort(x)]),
     "integer_pow": lambda: traced(lambda x: x**3),
     "iota": lambda: traced(lambda x: lax.iota(jnp.int32, 3) + x[0]),
     "one_minus_square": lambda: gradient(jnp.tanh),
+    "platform_index": lambda: traced(lambda x: jnp.diag(jnp.outer(x, x))),
     "random_seed": lambda: traced(jax.random.key, jnp.int32(0)),
     "reduce_window_max": pooled(eqx.nn.MaxPool2d, lambda f, x: f(x)),
     "reduce_window_min": lambda: traced(

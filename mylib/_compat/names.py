@@ -172,9 +172,8 @@ TRANSPOSE = "transpose"
 # Made of nothing, or of keys.
 MADE = frozenset(
     {
-        "empty", "iota", "random_bits", "random_fold_in", "random_seed", "random_split",
-        "random_unwrap",
-        "random_wrap", "threefry2x32",
+        "empty", "empty2", "iota", "platform_index", "random_bits", "random_fold_in",
+        "random_seed", "random_split", "random_unwrap", "random_wrap", "threefry2x32",
     }
 )  # fmt: skip
 # Their results are in memory, because compilers fuse them with nothing that follows.
@@ -185,7 +184,7 @@ SOLID = SCATTERS | {
 # Their result is their operand.
 ALIASES = frozenset({BARRIER, CHECKPOINT_NAME, "reshape", "squeeze", "transpose"})
 # Their result needs no memory.
-FILLED = frozenset({"broadcast_in_dim", "empty", "iota"})
+FILLED = frozenset({"broadcast_in_dim", "empty", "empty2", "iota"})
 # Only shows something.
 SHOWS = frozenset({"debug_callback", "debug_print"})
 JOINED = "stack"

@@ -22,6 +22,7 @@ from .apply import Applying, Planned, PlannedFunction
 from .calls import argument_of
 from .dims import Nodes
 from .fixes import FixedParts
+from .layers import layers_in
 from .price import Price, Prices
 from .strategy import (
     Impossible,
@@ -221,6 +222,10 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         reasons=reasons,
         fixed=fixed,
         order=tuple(role.path for role in traced.called),
+        layered={
+            path: tuple(cls.__name__ for cls in layers_in(role.module, traced.layers))
+            for path, role in traced.models.items()
+        },
         layers=traced.layers,
         policy=traced.policy,
         dtype=dtype,

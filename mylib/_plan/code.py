@@ -23,11 +23,12 @@ def code_of(
         lines += _of_model(applying, model, "data" if is_sharded else None, model in stacked)
     rows = [axis for axis in axes if axis != MODEL]
     entry = _text(rows[0] if len(rows) == 1 else tuple(rows))
-    return "\n".join([*lines, f"rows = mylib.rules.batch({entry})"])
+    of_rows = f"batch({entry})" if rows else "replicated()"
+    return "\n".join([*lines, f"rows = mylib.rules.{of_rows}"])
 
 
 def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool) -> list[str]:
-    name, layers = applying.called(model), [cls.__name__ for cls in applying.layers]
+    name, layers = applying.called(model), applying.layered[model]
     classes = layers[0] if len(layers) == 1 else f"({', '.join(layers)})" if layers else None
     classes = classes or "lambda module, path: not path"
     lines = ["used = mylib.rules.replicated()"]

@@ -43,7 +43,7 @@ def _paths(module: Any, name: str) -> Sequence[str]:
     return [name + jtu.keystr(path) for path, x in leaves if is_array(x, abstract=True)]
 
 
-def has_layers(module: Any, layers: tuple[type, ...]) -> bool:
-    """Whether a Module has one of these in it, or is one."""
+def layers_in(module: Any, layers: tuple[type, ...]) -> tuple[type, ...]:
+    """Those of these classes of which a Module has one in it, outside of others, or is one."""
     found = jtu.tree_leaves(module, is_leaf=lambda x: isinstance(x, layers))
-    return any(isinstance(x, layers) for x in found)
+    return tuple(cls for cls in layers if any(isinstance(x, cls) for x in found))

@@ -27,7 +27,7 @@ from .candidates import (
     too_much,
 )
 from .fixes import FixedParts
-from .layers import has_layers
+from .layers import layers_in
 from .price import with_figures
 from .result import Candidate, Plan
 from .strategy import AXES, WIDEST, meshes
@@ -192,9 +192,11 @@ def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:
     classes = layers if isinstance(layers, tuple) else (layers,)
     if not classes or not all(isinstance(cls, type) for cls in classes):
         raise TypeError(f"plan: layers={layers!r} is neither a class nor a tuple of classes")
-    if not any(has_layers(role.module, classes) for role in step.roles):
-        names = ", ".join(cls.__qualname__ for cls in classes)
-        raise PlanError(f"layers: no argument of the step has a {names}")
+    found = {cls for role in step.roles for cls in layers_in(role.module, classes)}
+    missing = [cls.__qualname__ for cls in classes if cls not in found]
+    if missing:
+        names = " or ".join(missing)
+        raise PlanError(f"layers: no argument of the step has a {names} outside of other layers")
     return classes
 
 

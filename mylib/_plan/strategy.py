@@ -11,7 +11,7 @@ from .._placement import trimmed
 from .._text import listed
 from ..machines import Machine
 from .fixes import MODEL, ContradictionError, FixedParts, Fixes, Spec, axes_at, axes_of
-from .trace import SMALL, ArrayIn, Together, TracedStep, role_of
+from .trace import SMALL, ArrayIn, TracedStep, role_of
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ def _on_mesh(strategy: Strategy, traced: TracedStep) -> list[Strategy]:
     if parts > 1:
         choices = traced.choices(parts, strategy.fixes.is_whole)
         if not choices:
-            closest = _closest(traced.groups)
-            why = f"no group of dimensions can be divided by {parts}{closest}"
-            raise ContradictionError(why)
+            raise ContradictionError(_no_group(parts, traced))
         found = [
             replace(strategy, tensor=tuple(sorted(x for group in chosen for x in group.groups)))
             for chosen in choices
@@ -172,9 +170,12 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _closest(groups: Sequence[Together]) -> str:
-    limits = sorted({group.limit for group in groups}, reverse=True)[:3]
-    return f": the largest can be divided into {', '.join(map(str, limits))}" if limits else ""
+def _no_group(parts: int, traced: TracedStep) -> str:
+    if traced.choices(parts):
+        return "kept= or used= leaves no dimensions of weights to split over 'model'"
+    limits = sorted({group.limit for group in traced.groups}, reverse=True)[:3]
+    largest = f": the largest can be divided into {', '.join(map(str, limits))}" if limits else ""
+    return f"no group of dimensions can be divided by {parts}{largest}"
 
 
 def mesh_of(machine: Machine, sizes: Mapping[str, int]) -> Mesh:

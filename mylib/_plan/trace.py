@@ -23,7 +23,7 @@ from ..rules import fsdp, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
 from .groups import Event, Reading, program_of
-from .layers import has_layers, repeated_in
+from .layers import layers_in, repeated_in
 
 # The policies for what layers save, and how to write them.
 POLICIES: dict[str, tuple[str, Any]] = {
@@ -307,7 +307,10 @@ def trace(
         if layers is None:
             return model
         kept = where_even(fsdp("_", stacked=layers))
-        made = sharded(model, layers, kept, None, mesh, dtype, policy)
+        try:
+            made = sharded(model, layers, kept, None, mesh, dtype, policy)
+        except PlacementError as error:
+            raise PlanError(f"layers= of {step.called(role.path)}: {error}") from error
         classes = {type(x) for x in jtu.tree_leaves(made, is_leaf=is_layer) if is_layer(x)}
 
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -460,7 +463,7 @@ def sharded(
     saved: tuple[Any, ...] | None = None,
 ) -> Any:
     """The model of `fully_shard`. A model without layers of these classes is one layer."""
-    which: Any = layers if has_layers(model, layers) else (lambda x, path: not path)
+    which: Any = layers_in(model, layers) or (lambda x, path: not path)
     given = {} if used is None else {"used": used}
     options = {"policy": POLICIES[policy][1]} if POLICIES[policy][1] else {}
     options |= {} if saved is None else {"saved": PartitionSpec(*saved)}
