@@ -33,8 +33,9 @@ class Planned(Rule):
         path = self._path(leaf)
         if path is not None:
             return PartitionSpec(*self.specs[path])
+        name = leaf.name.rpartition(f"[{self.of!r}]")[2]
         raise PlanError(
-            f"{self.of} has no {leaf.name} in the plan, which was made for other arguments: plan "
+            f"{self.of} has no {name} in the plan, which was made for other arguments: plan "
             "the step again, or say which argument this is, as explain(..., argument=) and "
             "make(..., arguments=) take it"
         )

@@ -1,7 +1,7 @@
 """Which Modules of a model are its layers."""
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Set
 from typing import Any
 
 import equinox as eqx
@@ -10,9 +10,9 @@ import jax.tree_util as jtu
 from .._tree import is_array
 
 
-def repeated_in(module: Any, stacked: Collection[str]) -> tuple[type, ...]:
+def repeated_in(module: Any, iterated: Set[str]) -> tuple[type, ...]:
     """The classes of Modules that repeat: several in one list or tuple, or stacked, which is so if
-    all their arrays are among the paths in `stacked`. Those inside others are left out.
+    all their arrays are among the paths in `iterated`. Those inside others are left out.
     """
     lists: Counter[tuple[str, type]] = Counter()
     nodes: list[tuple[Any, Any]] = []
@@ -25,22 +25,29 @@ def repeated_in(module: Any, stacked: Collection[str]) -> tuple[type, ...]:
         return False
 
     jtu.tree_flatten_with_path(module, is_leaf=note, is_leaf_takes_path=True)
-    found: list[tuple[str, type]] = []
+    found: list[tuple[Any, type]] = []
     for path, x in nodes:
-        name = jtu.keystr(path)
-        arrays = _paths(x, name)
+        arrays = _paths(x, jtu.keystr(path))
         several = isinstance(path[-1], jtu.SequenceKey) and (
             lists[jtu.keystr(path[:-1]), type(x)] > 1
         )
-        is_inside = any(name.startswith(outer) for outer, _ in found)
-        if arrays and not is_inside and (several or all(p in stacked for p in arrays)):
-            found.append((name, type(x)))
+        is_inside = any(path[: len(outer)] == outer for outer, _ in found)
+        if arrays and not is_inside and (several or arrays <= iterated):
+            found.append((path, type(x)))
     return tuple(dict.fromkeys(cls for _, cls in found))
 
 
-def _paths(module: Any, name: str) -> Sequence[str]:
+def _paths(module: Any, name: str) -> set[str]:
     leaves = jtu.tree_flatten_with_path(module)[0]
-    return [name + jtu.keystr(path) for path, x in leaves if is_array(x, abstract=True)]
+    return {name + jtu.keystr(path) for path, x in leaves if is_array(x, abstract=True)}
+
+
+def weights_of(module: Any, layers: tuple[type, ...]) -> Iterator[set[str]]:
+    """For each layer of these classes the paths of its arrays."""
+    nodes = jtu.tree_flatten_with_path(module, is_leaf=lambda x: isinstance(x, layers))[0]
+    for path, x in nodes:
+        if isinstance(x, layers):
+            yield _paths(x, jtu.keystr(path))
 
 
 def layers_in(module: Any, layers: tuple[type, ...]) -> tuple[type, ...]:

@@ -152,7 +152,7 @@ def plan(
     rest = [x for x in left if not x.why and x.report is None]
     rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
     if not fitting and (not rest or (compile and not search.is_interrupted)):
-        raise PlanError(_nothing(rejected, rest, target, room, budget))
+        raise PlanError(_nothing(step, rejected, rest, target, room, budget))
     ranked = [*ordered(fitting[:measure]), *fitting[measure:], *rest]
     made = plan_of(ranked, rejected, target, is_assumed, dtype)
     if not search.is_interrupted:
@@ -280,11 +280,16 @@ class _Line:
 
 
 def _nothing(
-    rejected: Sequence[Tried], rest: Sequence[Tried], target: Machine, room: float, budget: float
+    step: PlannedStep,
+    rejected: Sequence[Tried],
+    rest: Sequence[Tried],
+    target: Machine,
+    room: float,
+    budget: float,
 ) -> str:
     least = rejected[0]
     if math.isinf(least.memory):
-        rows = _most_rows(rejected, target)
+        rows = _most_rows(step, rejected, target)
         return f"no plan for {target}: {listed([f'{x.name}: {x.why}' for x in rejected], 3)}{rows}"
     missing = show_bytes(least.memory - room * (1 - RESERVE))
     helps = "more devices, a smaller batch, or micro-batches in the step"
@@ -298,14 +303,15 @@ def _nothing(
     )
 
 
-def _most_rows(rejected: Sequence[Tried], target: Machine) -> str:
+def _most_rows(step: PlannedStep, rejected: Sequence[Tried], target: Machine) -> str:
     rows = next((x.rows for x in rejected if x.rows), None)
     if rows is None:
         return ""
     most = max(n for n in range(1, target.count + 1) if rows % n == 0)
     return (
-        f". At most {most} of the devices can share {rows} rows: take a batch of "
-        f"{target.count} rows or a multiple, or a smaller machine"
+        f". At most {most} of the devices can share {rows} rows of {step.names[step.batch]}, the "
+        f"first argument with arrays outside of Modules: take a batch of {target.count} rows or a "
+        "multiple, or a smaller machine. If another argument is the batch, put it first"
     )
 
 
@@ -373,5 +379,5 @@ def _notes(
 def _stacked(traced: TracedStep) -> Iterator[str]:
     """The models with stacked layers."""
     for path in traced.models:
-        if any(traced.is_stacked(x) for x in traced.leaves if x.path.startswith(path)):
+        if any(traced.in_models[weight][0].path == path for weight in traced.stacked):
             yield path

@@ -229,7 +229,7 @@ class _Pricing:
                 axes -= axes_of(tuple(used_spec(leaf, strategy, traced)))
                 over = tuple(axis for axis in self.sizes if axis in axes)
                 # A loop takes the dimension of stacked layers.
-                inside = leaf.groups[int(traced.is_stacked(leaf)) :]
+                inside = leaf.groups[int(traced.is_iterated(leaf)) :]
                 found |= dict.fromkeys((frozenset(leaf.groups), frozenset(inside)), over)
         return found
 

@@ -23,7 +23,7 @@ from ..rules import fsdp, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
 from .groups import Event, Reading, program_of
-from .layers import layers_in, repeated_in
+from .layers import layers_in, repeated_in, weights_of
 
 # The policies for what layers save, and how to write them.
 POLICIES: dict[str, tuple[str, Any]] = {
@@ -105,7 +105,10 @@ def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[Calle
 
 
 def _has_rows(x: Any) -> bool:
-    return is_array(x, abstract=True) and len(x.shape) > 0 and not is_of_keys(x)
+    if not is_array(x, abstract=True) or is_of_keys(x):
+        return False
+    is_raw_key = x.shape == (2,) and x.dtype == np.uint32
+    return len(x.shape) > 0 and not is_raw_key
 
 
 @dataclass(eq=False)
@@ -164,9 +167,24 @@ class TracedStep:
         given = [x.aval.shape[0] for x in self.leaves if x.groups and x.groups[0] in self.rows]
         return math.gcd(*given)
 
-    def is_stacked(self, leaf: ArrayIn) -> bool:
-        """Whether its first dimension is that of layers, which a loop iterates over."""
+    def is_iterated(self, leaf: ArrayIn) -> bool:
+        """Whether a loop iterates over its first dimension."""
         return bool(leaf.groups) and leaf.groups[0] in self.loops
+
+    @cached_property
+    def stacked(self) -> set[str]:
+        """The paths of the weights of stacked layers, whose arrays a loop iterates over."""
+        iterated = {leaf.path for leaf in self.leaves if self.is_iterated(leaf)}
+        layers = [
+            {path + own for own in weights}
+            for path, role in self.models.items()
+            for weights in weights_of(role.module, self.layers)
+        ]
+        return set[str]().union(*(weights for weights in layers if weights <= iterated))
+
+    def is_stacked(self, leaf: ArrayIn) -> bool:
+        """Whether its first dimension is that of stacked layers."""
+        return self.followed.get(leaf.path, leaf.path) in self.stacked
 
     @cached_property
     def weights(self) -> dict[tuple[Nodes, tuple[int, ...]], list[ArrayIn]]:
@@ -473,8 +491,8 @@ def sharded(
 def layers_of(traced: TracedStep) -> tuple[type, ...]:
     """The classes of what repeats in the models of a step that has been traced as it is."""
     found: list[type] = []
-    stacked = {leaf.path for leaf in traced.leaves if traced.is_stacked(leaf)}
+    iterated = {leaf.path for leaf in traced.leaves if traced.is_iterated(leaf)}
     for path, role in traced.models.items():
-        own = {p[len(path) :] for p in stacked if p.startswith(path)}
+        own = {p[len(path) :] for p in iterated if p.startswith(path)}
         found += repeated_in(role.module, own)
     return tuple(dict.fromkeys(found))
