@@ -88,12 +88,11 @@ class Applying:
         """Where a model's weights are used."""
         return Planned(self.used[model], self.called(model))
 
-    def fixed_in(self, model: str) -> dict[str, Spec]:
-        """Where those of a model's weights are kept that `kept=` fixes, by their path in it."""
+    def fixed_in(self, model: str) -> list[str]:
+        """Those of a model's weights that `kept=` fixes, by their path in it."""
         name, rest = self._named(model)
         fixed = self.fixed.get(name, ())
-        kept = self.kept(model).specs
-        return {path: spec for path, spec in kept.items() if rest + path in fixed}
+        return [path for path in self.used[model] if rest + path in fixed]
 
     def called(self, model: str) -> str:
         return "".join(self._named(model))

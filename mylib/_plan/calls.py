@@ -63,10 +63,14 @@ def _shapes(module: Any) -> dict[str, tuple[int, ...]]:
 
 
 def roles_in(args: tuple[Any, ...]) -> list[CalledModule]:
-    """The outermost Modules in the arguments that can be called and have arrays."""
+    """The outermost Modules in the arguments that can be called and have arrays. Those deep in an
+    argument come last, as they may be moments, which have the class of their model.
+    """
     nodes = jtu.tree_flatten_with_path(args, is_leaf=_can_be_called)[0]
     found = [
-        CalledModule(jtu.keystr(path), x, _shapes(x)) for path, x in nodes if _can_be_called(x)
+        CalledModule(jtu.keystr(path), x, _shapes(x))
+        for path, x in sorted(nodes, key=lambda node: len(node[0]))
+        if _can_be_called(x)
     ]
     return [role for role in found if role.shapes]
 

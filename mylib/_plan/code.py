@@ -1,5 +1,6 @@
 """The lines that do by hand what a plan does."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,15 +32,13 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     name, layers = applying.called(model), applying.layered[model]
     classes = layers[0] if len(layers) == 1 else f"({', '.join(layers)})" if layers else None
     classes = classes or "lambda module, path: not path"
-    lines = ["used = mylib.rules.replicated()"]
-    split = {path: spec for path, spec in applying.used[model].items() if spec}
-    if split:
-        lines = _by_path("used", _patterns(applying.used[model]), "mylib.rules.replicated()")
+    specs = applying.used[model]
+    split = [path for path, spec in specs.items() if spec]
+    lines = _by_path("used", split, specs, "mylib.rules.replicated()")
     stacked = f", stacked={classes}" if is_stacked and layers else ""
     spread = f"mylib.rules.where_even(mylib.rules.fsdp({_text(over)}{stacked}))" if over else ""
     rest = f"used & {spread}" if split and spread else spread or "used"
-    fixed = [(_pattern(path), spec) for path, spec in applying.fixed_in(model).items()]
-    lines += _by_path("kept", fixed, rest) if fixed else [f"kept = {rest}"]
+    lines += _by_path("kept", applying.fixed_in(model), applying.kept(model).specs, rest)
     policy = POLICIES[applying.policy][0]
     given = [name, classes, "kept", "used", "mesh=mesh"]
     given += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
@@ -53,27 +52,53 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     return [*lines, *call.splitlines()]
 
 
-def _by_path(name: str, patterns: Sequence[tuple[str, Spec]], rest: str) -> list[str]:
+def _by_path(name: str, paths: Sequence[str], specs: Mapping[str, Spec], rest: str) -> list[str]:
+    """A rule that places these of the paths of `specs`, and the others by `rest`."""
+    if not paths:
+        return [f"{name} = {rest}"]
+    patterns, is_ordered = _patterns(paths, specs)
     lines = [f"        {_text(k)}: {spec_text(v)}," for k, v in patterns]
-    return [f"{name} = mylib.rules.by_path(", "    {", *lines, "    }", f") | {rest}"]
+    end = ["    },", "    ordered=True,"] if is_ordered else ["    }"]
+    return [f"{name} = mylib.rules.by_path(", "    {", *lines, *end, f") | {rest}"]
 
 
-def _patterns(specs: Mapping[str, Spec]) -> list[tuple[str, Spec]]:
-    """A pattern for each spec that splits something: one for all layers where they agree."""
-    alike: dict[str, set[Spec]] = {}
+def _patterns(
+    paths: Sequence[str], specs: Mapping[str, Spec]
+) -> tuple[list[tuple[str, Spec]], bool]:
+    """A pattern for each of the paths: one for all layers where they agree. As patterns match the
+    ends of paths, others that end alike have their own, and the longest pattern counts.
+    """
+    alike: dict[str, set[tuple[Spec, bool]]] = {}
     for path, spec in specs.items():
-        alike.setdefault(role_of(path), set()).add(spec)
-    found: dict[str, Spec] = {}
-    for path, spec in specs.items():
-        role = role_of(path)
-        if spec:
-            found[_pattern(role if len(alike[role]) == 1 else path)] = spec
-    return sorted(found.items())
+        alike.setdefault(role_of(path), set()).add((spec, path in paths))
+    own = {x: _pattern(role_of(x) if len(alike[role_of(x)]) == 1 else x) for x in specs}
+    found = {own[path]: specs[path] for path in paths}
+    others = {
+        own[path]: spec
+        for path, spec in specs.items()
+        if any(spec != known and _ends(path, pattern) for pattern, known in found.items())
+    }
+    ordered = sorted({**found, **others}.items(), key=lambda x: (-x[0].count("."), x[0]))
+    return ordered, bool(others)
+
+
+def _ends(path: str, pattern: str) -> bool:
+    parts = pattern.split(".")
+    ends = _pattern(path).split(".")[-len(parts) :]
+    return len(ends) == len(parts) and all(
+        a in ("*", b) for a, b in zip(parts, ends, strict=True)
+    )
 
 
 def _pattern(path: str) -> str:
+    if _ODD.search(path):
+        return path
     parts = path.replace("[", ".").replace("]", "").replace("'", "").split(".")
     return ".".join(part for part in parts if part)
+
+
+# Keys of dicts with dots or brackets.
+_ODD = re.compile(r"\['[^']*[.\[\]][^']*'\]")
 
 
 def spec_text(spec: Spec) -> str:

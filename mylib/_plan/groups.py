@@ -91,6 +91,7 @@ class Reading:
     - `named`: for each such name the bytes of the array.
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
     - `counted_once`: the lines of loops whose length depends on data.
+    - `grouped`: the lines of gradients of the weights of grouped convolutions.
     """
 
     dims: Dims = field(default_factory=Dims)
@@ -107,6 +108,7 @@ class Reading:
     named: dict[str, Event] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     counted_once: list[str] = field(default_factory=list)
+    grouped: list[str] = field(default_factory=list)
 
 
 def program_of(closed: Any) -> Reading:
@@ -244,7 +246,9 @@ class _Apply:
         by_feature = self.param(names.PARAM_FEATURE_GROUPS) > 1
         a, b = (x.nodes for x in self.ins[:2])
         made = self.outs[0].nodes
-        if not by_batch:
+        if by_batch:
+            self.program.grouped.append(_line(self.eqn))
+        else:
             self.dims.join(a[lhs[0]], made[out[0]])
         if not by_batch and not by_feature:
             self.dims.join(a[lhs[1]], b[rhs[1]])

@@ -853,6 +853,7 @@ def run(program, calls=3):
 
 def options_of(program, args):
     parts = tuple(PARTS[x] for x in program.parts)
+    parts = parts[:1] if program.arrangement == "stacked" else parts
     layers = {"found": None, "given": parts, "Linear": eqx.nn.Linear}
     if program.batch == "images":
         layers["given"] = eqx.nn.Conv2d

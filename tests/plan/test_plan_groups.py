@@ -246,6 +246,15 @@ def test_scans_and_conditions():
     assert program.loops == {time}
 
 
+def test_diagonals():
+    """JAX writes them with a condition on the platform. A contrastive loss has one."""
+    f = lambda x, y: jnp.diag(jax.nn.log_softmax(x @ y.T)).sum()  # noqa: E731
+    program = program_of(jax.make_jaxpr(jax.grad(f))(jnp.ones((8, 4)), jnp.ones((8, 4))))
+    assert not program.unknown
+    group = program.dims.group
+    assert [group(x) for x in program.results[0]] == [group(x) for x in program.inputs[0]]
+
+
 def test_what_each_turn_only_adds_to_is_summed_after_the_loop():
     def loss(w, b, xs):
         def turn(h, x):

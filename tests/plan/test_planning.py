@@ -96,6 +96,12 @@ class TestPlan:
         assert "times as long" in plan.why_not(plan.others[-1].name)
         assert "no mesh of cpu x 8" in plan.why_not("FSDP 3")
 
+    def test_code_without_rows(self):
+        plan = modelled(STEP, *MLP, axes={"model": 8})
+        names = {"mylib": mylib, "P": P, "Linear": eqx.nn.Linear, "model": MLP[1]}
+        exec(plan.code(), names)
+        assert names["rows"] == mylib.rules.replicated()
+
     def test_code_says_the_same(self, made):
         names = {"mylib": mylib, "P": P, "jnp": jnp, "Linear": eqx.nn.Linear, "model": MLP[1]}
         lines = made.code()
@@ -106,6 +112,29 @@ class TestPlan:
             theirs = mylib.resolve(MLP[1], names[name], mesh=names["mesh"])
             same = jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs)
             assert all(jax.tree.leaves(same))
+
+
+class Tied(eqx.Module):
+    both: eqx.nn.Shared
+
+    def __init__(self, key):
+        pair = (eqx.nn.Linear(64, 64, key=key),) * 2
+        self.both = eqx.nn.Shared(pair, lambda x: x[1].weight, lambda x: x[0].weight)
+
+    def __call__(self, x, key=None):
+        first, second = self.both()
+        return second(first(x))
+
+
+class Ends(eqx.Module):
+    inner: dict[str, dict[str, eqx.nn.Linear]]
+    up: eqx.nn.Linear
+
+    def __init__(self, mlp, up):
+        self.inner, self.up = {"up": {"a.b": mlp.layers[1], "up": mlp.layers[0]}}, up
+
+    def __call__(self, x):
+        return self.up(self.inner["up"]["a.b"](jnp.tile(x, 4))[:64])
 
 
 def kept_of(plan, path=".layers[0].weight", name="model"):
@@ -134,6 +163,31 @@ class TestFixed:
             mylib.resolve(MLP[1], x, mesh=plan.mesh) for x in (plan.kept, names["kept"])
         )
         assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs))
+
+    @pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "model": 2}])
+    def test_code_of_paths_that_end_alike(self, axes):
+        """A pattern matches the ends of paths, and so weights of other Modules."""
+        make = lambda key: Ends(steps.mlp(key), eqx.nn.Linear(64, 64, key=key))  # noqa: E731
+        rule = lambda leaf: P("data") if leaf.name == ".up.bias" else mylib.rules.PASS  # noqa: E731
+        args = steps.abstract(make, steps.ROWS)
+        plan = modelled(STEP, *args, axes=axes, kept=rule)
+        names = {"mylib": mylib, "P": P, "Linear": eqx.nn.Linear, "model": args[1]}
+        exec(plan.code(), names)
+        ours, theirs = (
+            mylib.resolve(args[1], x, mesh=plan.mesh) for x in (plan.kept, names["kept"])
+        )
+        assert ours.up.bias.spec == P("data") != ours.inner["up"]["up"].bias.spec
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs))
+
+    def test_other_arguments_need_no_weight_in_parts(self):
+        """None of these weights is worth splitting."""
+        args = steps.abstract(lambda key: steps.mlp(key, 16, 16), np.ones((8, 16), np.float32))
+        plan = modelled(STEP, *args, kept={"batch": P()}, axes={"replica": 2, "data": 4})
+        assert plan.chosen.name == "FSDP 4 x DP 2"
+
+    def test_nothing_is_left_to_split(self):
+        with pytest.raises(mylib.PlanError, match="kept= or used= leaves no dimensions"):
+            modelled(STEP, *MLP, used=P(), axes={"data": 4, "model": 2})
 
     def test_memory_and_bytes(self):
         """With all weights kept whole there is nothing to gather, and more to hold."""
@@ -283,6 +337,29 @@ class TestRefuses:
         with pytest.raises(mylib.PlanError, match="none of the arguments model is a batch"):
             modelled(lambda model: model(jnp.ones(64)), MLP[1])
 
+    def test_another_batch_than_the_first(self):
+        told = "4 rows of state, the first argument with arrays outside of Modules: .* put it first"
+        with pytest.raises(mylib.PlanError, match=told):
+            modelled(lambda state, x, m: jax.vmap(m)(x), np.ones(4), *MLP[:2], axes={"data": 8})
+        key = jax.random.PRNGKey(0)
+        plan = modelled(lambda key, x, m: jax.vmap(m)(x), key, *MLP[:2], axes={"data": 8})
+        assert plan.arguments["x"].specs == {"": ("data",)} and plan.arguments["key"].specs == {"": ()}
+
+    def test_grouped_convolutions_over_model(self):
+        """XLA's gradient of their weights is wrong, or XLA ends the process."""
+        make = lambda key: eqx.nn.Conv2d(8, 8, 3, padding=1, groups=2, key=key)  # noqa: E731
+        args = steps.abstract(make, jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32))
+        told = "the gradient of the weights of a grouped convolution is wrong"
+        with pytest.raises(mylib.PlanError, match=told.removeprefix("the ")):
+            modelled(STEP, *args, axes={"data": 4, "model": 2})
+        assert "model" not in modelled(STEP, *args).axes
+
+    def test_layers_of_tied_weights(self):
+        make = lambda key: eqx.nn.Sequential([Tied(key)])  # noqa: E731
+        state, (x, model, _) = None, steps.abstract(make, steps.ROWS)
+        with pytest.raises(mylib.PlanError, match=r"layers= of model: [^$]*eqx.nn.Shared"):
+            modelled(STEP, x, model, state, layers=eqx.nn.Linear)
+
     def test_an_ensemble(self):
         models = eqx.filter_eval_shape(eqx.filter_vmap(steps.mlp), jax.random.split(KEY, 3))
 
@@ -306,13 +383,13 @@ class TestRefuses:
         with pytest.raises(TypeError, match="neither a class"):
             modelled(STEP, *MLP, layers="Block")
         with pytest.raises(mylib.PlanError, match="no argument of the step has a Conv2d"):
-            modelled(STEP, *MLP, layers=eqx.nn.Conv2d)
+            modelled(STEP, *MLP, layers=(eqx.nn.Linear, eqx.nn.Conv2d))
         with pytest.raises(mylib.PlanError, match="no mesh of cpu x 8 is considered with data=3"):
             modelled(STEP, *MLP, axes={"data": 3})
 
     def test_other_arguments(self, made):
         other = steps.with_state(steps.mlp(KEY, depth=3))
-        with pytest.raises(mylib.PlanError, match=r"model has no .*layers\[3\]"):
+        with pytest.raises(mylib.PlanError, match=r"model has no .layers\[3\]"):
             made.jit(STEP).lower(BATCH, *other)
         with pytest.raises(TypeError, match="batch, model, state"):
             made.jit(STEP)(BATCH)
@@ -410,6 +487,41 @@ def test_two_models():
     split = {path for used in plan.applying.used.values() for path, spec in used.items() if spec}
     assert ".layers[0].weight" in split
     assert plan.code().count("fully_shard(models[") == 2
+
+
+def test_models_with_layers_of_their_own():
+    """Each has only layers of its own class; the optimiser's state comes first."""
+    class_of = {name: type(name, (eqx.nn.Linear,), {}) for name in ("Given", "Judged")}
+    make = lambda name: eqx.nn.Sequential([class_of[name](64, 64, key=KEY)] * 2)  # noqa: E731
+    g, d = eqx.filter_eval_shape(lambda: (make("Given"), make("Judged")))
+
+    def step(state, g, d, batch):
+        loss = lambda g, d: jnp.mean(jax.vmap(d)(jax.vmap(g)(batch)) ** 2)  # noqa: E731
+        return eqx.apply_updates(state, {"mu": eqx.filter_grad(loss)(g, d)})
+
+    plan = modelled(step, {"mu": g}, g, d, steps.ROWS, axes={"data": 8})
+    assert set(plan.layers) == set(class_of.values()) and plan.applying.order == ("[1]", "[2]")
+    names = {"mylib": mylib, "P": P, "g": g, "d": d, **class_of}
+    exec(plan.code(), names)
+    assert "fully_shard(g, Given," in plan.code() and "fully_shard(d, Judged," in plan.code()
+
+
+def test_what_a_loop_over_time_takes_is_not_stacked():
+    """Positions are as long as time, which a loop iterates over."""
+
+    class Timed(steps.Recurrent):
+        places: jax.Array
+
+        def __init__(self, key):
+            super().__init__(key)
+            self.places = jnp.zeros((16, 64))
+
+        def __call__(self, x):
+            return super().__call__(x + self.places)
+
+    args = steps.abstract(Timed, jax.ShapeDtypeStruct((16, 16, 64), jnp.float32))
+    plan = modelled(STEP, *args, axes={"data": 8}, layers=eqx.nn.GRUCell)
+    assert not plan.stacked and "stacked=" not in plan.code()
 
 
 class WithNorm(eqx.Module):
