@@ -35,8 +35,8 @@ class Planned(Rule):
             return PartitionSpec(*self.specs[path])
         name = leaf.name.rpartition(f"[{self.of!r}]")[2]
         raise PlanError(
-            f"{self.of} has no {name} in the plan, which was made for other arguments: plan "
-            "the step again, or say which argument this is, as explain(..., argument=) and "
+            f"{self.of}{name} isn't in the plan, which was made for other arguments: plan the step "
+            "again, or say which argument this is, as explain(..., argument=) and "
             "make(..., arguments=) take it"
         )
 
@@ -142,9 +142,9 @@ class PlannedFunction:
         kept = {name: x for name, x in named.items() if name not in returned}
         return kept, {name: named[name] for name in returned}
 
-    def _run(self, kept: dict[str, Any], returned: dict[str, Any]) -> Any:
+    def _run(self, arguments: dict[str, Any], returned: dict[str, Any]) -> Any:
         applying, mesh = self._applying, self._mesh
-        args = tuple((kept | returned)[name] for name in applying.names)
+        args = tuple((arguments | returned)[name] for name in applying.names)
         roles = roles_in(args)
         known = {role.path: role for role in roles}
         order = [known[path] for path in applying.order]

@@ -115,7 +115,9 @@ def plan(
         ```
     """
     target = Machine.of(machine) if isinstance(machine, str) else machine or here()
-    _check(policies, axes, memory)
+    if not isinstance(target, Machine):
+        raise TypeError(f"plan: machine={machine!r}: write a Machine or its name, 'h100 x 8'")
+    _check(policies, axes, memory, {"compile": compile, "budget": budget, "measure": measure})
     _check_axes(axes, target)
     if measure and not target.is_here:
         raise ValueError(f"plan: measure={measure}: {target} is not here, so nothing can run on it")
@@ -160,14 +162,25 @@ def plan(
     return made
 
 
-def _check(policies: Sequence[str], axes: Any, memory: Any) -> None:
+def _check(
+    policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str, Any]
+) -> None:
     unknown = [x for x in policies if x not in POLICIES]
     if unknown or not policies:
         raise ValueError(f"plan: policies={policies!r}: write some of {', '.join(POLICIES)}")
-    if not isinstance(axes, Mapping | None):
+    sizes = axes.values() if isinstance(axes, Mapping) else [axes]
+    if axes is not None and not (sizes and all(isinstance(n, int) and n > 0 for n in sizes)):
         raise TypeError(f"plan: axes={axes!r} is no dict of sizes, such as dict(data=4, model=2)")
     if not isinstance(memory, numbers.Real | None):
         raise TypeError(f"plan: memory={memory!r} is no number of bytes, such as 80 * 2**30")
+    for name, limit in limits.items():
+        if not isinstance(limit, numbers.Real) or limit < 0:
+            raise TypeError(f"plan: {name}={limit!r}: write a number of at least 0")
+    if limits["measure"] and not limits["compile"]:
+        raise ValueError(
+            f"plan: measure={limits['measure']} runs compiled candidates, and with compile=0 there "
+            "are none"
+        )
 
 
 def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:

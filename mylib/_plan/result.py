@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
@@ -194,12 +195,16 @@ class Plan:
 
         What `make` returns.
         """
+        if isinstance(arguments, str):
+            raise TypeError(f"arguments={arguments!r}: write a tuple of names, ({arguments!r},)")
         known = self.arguments
         places = tuple(known[name] for name in arguments)
         single = len(places) == 1
 
         def made(*args: Any) -> Any:
             out = make(*args)
+            if not single and not (isinstance(out, tuple | list) and len(out) == len(places)):
+                raise TypeError(f"make must return a tuple of {', '.join(arguments)}")
             return (out,) if single else tuple(out)
 
         out = filter_jit(made, out_shardings=places, mesh=self.mesh)(*args)
@@ -253,7 +258,8 @@ class Plan:
         for name in ("arguments", "used"):
             for one in dict.fromkeys([*ours[name], *theirs[name]]):
                 a, b = (_frozen(x[name].get(one, {})) for x in (ours, theirs))
-                what = one if name == "arguments" else f"used {self.applying.called(one)}"
+                plan = self if one in ours[name] else other
+                what = one if name == "arguments" else f"used {plan.applying.called(one)}"
                 lines += [
                     f"{what}{path}: {_spec_at(a, path)} -> {_spec_at(b, path)}"
                     for path in dict.fromkeys([*a, *b])
@@ -297,6 +303,11 @@ class Plan:
         A [`mylib.Plan`][], equal to the one that was saved.
         """
         given = _frozen(json.loads(text))
+        needed = {x.name for x in (*fields(Applying), *fields(cls))} - {"applying", "audit"}
+        if not isinstance(given, dict) or not needed <= {*given}:
+            raise ValueError(
+                "this isn't the text of a plan, or that of another version: plan the step again"
+            )
         named, dtype = given["machine"], given["dtype"]
         applying = {x.name: given[x.name] for x in fields(Applying)}
         applying |= {
@@ -364,12 +375,10 @@ def _frozen(x: Any) -> Any:
 
 def _imported(name: str) -> type:
     module, _, attributes = name.partition(":")
-    found: Any = importlib.import_module(module)
-    for attribute in attributes.split("."):
-        if not hasattr(found, attribute):
-            raise ValueError(
-                f"{name} can't be imported: pass the classes of the layers, "
-                f"Plan.of(text, layers=[{attributes.rpartition('.')[2]}])"
-            )
-        found = getattr(found, attribute)
-    return found
+    try:
+        return operator.attrgetter(attributes)(importlib.import_module(module))
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise ValueError(
+            f"{name} can't be imported: pass the classes of the layers, "
+            f"Plan.of(text, layers=[{attributes.rpartition('.')[2]}])"
+        ) from error

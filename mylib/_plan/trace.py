@@ -59,7 +59,7 @@ class PlannedStep:
     def of(fun: Callable[..., Any], args: Sequence[Any]) -> "PlannedStep":
         given = tuple(jax.tree.map(_described, tuple(args)))
         roles = tuple(roles_in(given))
-        names = tuple(_names(fun, len(given)))
+        names = tuple(_names(fun, given))
         if not roles:
             raise PlanError(
                 "no argument of the step has a Module that can be called: plan needs the model as "
@@ -83,12 +83,15 @@ def _described(x: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, dtype)
 
 
-def _names(fun: Callable[..., Any], count: int) -> Iterator[str]:
-    parameters = list(inspect.signature(fun).parameters.values())
-    for i in range(count):
-        one = parameters[min(i, len(parameters) - 1)]
-        several = one.kind is inspect.Parameter.VAR_POSITIONAL
-        yield f"{one.name}[{i - len(parameters) + 1}]" if several else one.name
+def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[str]:
+    signature = inspect.signature(fun)
+    try:
+        found = signature.bind(*args).arguments
+    except TypeError as error:
+        raise TypeError(f"plan: the step can't be called with these arguments: {error}") from None
+    for name, x in found.items():
+        several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        yield from (f"{name}[{i}]" for i in range(len(x))) if several else (name,)
 
 
 def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[CalledModule]) -> int:

@@ -46,11 +46,21 @@ class TestPlan:
         assert modelled(STEP, *MLP, axes={"data": 4, "model": 2}) == made
         assert not made.diff(again)
 
+    def test_other_texts(self, made):
+        with pytest.raises(ValueError, match="this isn't the text of a plan, or that of another"):
+            mylib.Plan.of("{}")
+        text = made.as_text().replace("equinox.nn._linear:Linear", "not.there:Linear")
+        with pytest.raises(ValueError, match=r"can't be imported: .*layers=\[Linear\]"):
+            mylib.Plan.of(text)
+        assert mylib.Plan.of(text, layers=made.layers) == made
+
     def test_differs(self, made):
         other = modelled(STEP, *MLP, axes={"data": 8})
         assert other != made
         diff = made.diff(other)
         assert "axes: {'data': 4, 'model': 2} -> {'data': 8}" in diff
+        more = modelled(lambda a, b, c, m: jax.vmap(m)(a), *MLP[:1], None, None, MLP[1])
+        assert "used m.layers[0].weight: not there -> " in made.diff(more)
         weight = next(x for x in diff.splitlines() if x.startswith("used model.layers[0].weight"))
         assert weight.endswith(" -> P()") and '"model"' in weight
 
@@ -82,6 +92,10 @@ class TestPlan:
             mylib.explain(MLP[1], made, argument="models")
         with pytest.raises(mylib.PlanError, match=told):
             made.make(lambda: None, arguments=("models",))
+        with pytest.raises(TypeError, match="make must return a tuple of model, state"):
+            made.make(lambda: steps.mlp(KEY))
+        with pytest.raises(TypeError, match=r"write a tuple of names, \('model',\)"):
+            made.make(lambda: steps.mlp(KEY), arguments="model")
 
     def test_explained_tensor_parallelism(self, made):
         rows = mylib.explain(MLP[2], made, argument="state").rows
@@ -376,8 +390,17 @@ class TestRefuses:
     def test_options(self):
         with pytest.raises(ValueError, match="policies"):
             modelled(STEP, *MLP, policies=("some",))
-        with pytest.raises(TypeError, match=r"axes=\(8,\) is no dict of sizes"):
-            modelled(STEP, *MLP, axes=(8,))
+        for axes in ((8,), {}, {"data": "8"}, {"data": 0}):
+            with pytest.raises(TypeError, match=r"axes=.* is no dict of sizes"):
+                modelled(STEP, *MLP, axes=axes)
+        with pytest.raises(TypeError, match="machine=8: write a Machine or its name"):
+            modelled(STEP, *MLP, machine=8)
+        with pytest.raises(TypeError, match="compile=-1: write a number of at least 0"):
+            modelled(STEP, *MLP, compile=-1)
+        with pytest.raises(ValueError, match="measure=2 runs compiled candidates, and with compile=0"):
+            modelled(STEP, *MLP, measure=2)
+        with pytest.raises(TypeError, match="can't be called with these arguments: too many"):
+            modelled(lambda: None, *MLP)
         with pytest.raises(TypeError, match="memory='80 GiB' is no number of bytes"):
             modelled(STEP, *MLP, memory="80 GiB")
         with pytest.raises(TypeError, match="neither a class"):
@@ -389,7 +412,7 @@ class TestRefuses:
 
     def test_other_arguments(self, made):
         other = steps.with_state(steps.mlp(KEY, depth=3))
-        with pytest.raises(mylib.PlanError, match=r"model has no .layers\[3\]"):
+        with pytest.raises(mylib.PlanError, match=r"model.layers\[3\].weight isn't in the plan"):
             made.jit(STEP).lower(BATCH, *other)
         with pytest.raises(TypeError, match="batch, model, state"):
             made.jit(STEP)(BATCH)
