@@ -384,9 +384,9 @@ def selected():
 
 
 UNARY = """
-    abs acos acosh asin asinh atan atanh cbrt ceil cos cosh digamma erf erf_inv erfc exp exp2
-    expm1 floor is_finite lgamma log log1p logistic round rsqrt sign sin sinh sqrt square
-    tan tanh
+    abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos cosh digamma erf
+    erf_inv erfc exp exp2 expm1 floor is_finite lgamma log log1p logistic round rsqrt sign sin sinh
+    sqrt square tan tanh
 """
 BINARY = "atan2 eq ge gt le lt ne nextafter pow rem".split()
 WHOLE = {
@@ -449,8 +449,10 @@ PROGRAMS |= {
     "gather": lambda: traced(lambda x: x[jnp.argsort(x)]),
     "integer_pow": lambda: traced(lambda x: x**3),
     "iota": lambda: traced(lambda x: lax.iota(jnp.int32, 3) + x[0]),
+    "lt_to": lambda: traced(lambda x: jnp.interp(x, x, x)),
     "one_minus_square": lambda: gradient(jnp.tanh),
     "platform_index": lambda: traced(lambda x: jnp.diag(jnp.outer(x, x))),
+    "random_gamma": lambda: traced(lambda key: jax.random.gamma(key, 2.0), KEY),
     "random_seed": lambda: traced(jax.random.key, jnp.int32(0)),
     "reduce_window_max": pooled(eqx.nn.MaxPool2d, lambda f, x: f(x)),
     "reduce_window_min": lambda: traced(

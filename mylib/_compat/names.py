@@ -129,11 +129,11 @@ BY_ELEMENT = frozenset(
     {
         BARRIER, CHECKPOINT_NAME, CONSTRAINT, CONVERT, DEVICE_PUT, DIV, MUL, RESHARD, SELECT,
         STOP_GRADIENT, "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan",
-        "atan2", "atanh", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex", "conj",
-        "copy", "cos", "cosh",
-        "digamma", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt",
-        "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max",
-        "min", "ne", "neg", "nextafter", "not", "one_minus_square", "or",
+        "atan2", "atanh", "bessel_i0e", "bessel_i1e", "bitcast_convert_type", "cbrt", "ceil",
+        "clamp", "complex", "conj", "copy", "cos", "cosh", "digamma", "eq", "erf", "erf_inv",
+        "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite",
+        "le", "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "ne",
+        "neg", "nextafter", "not", "one_minus_square", "or",
         "population_count", "pow", "real",
         "reduce_precision", "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic",
         "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh", "xor",
@@ -173,7 +173,8 @@ TRANSPOSE = "transpose"
 MADE = frozenset(
     {
         "empty", "empty2", "iota", "platform_index", "random_bits", "random_fold_in",
-        "random_seed", "random_split", "random_unwrap", "random_wrap", "threefry2x32",
+        "random_gamma", "random_seed", "random_split", "random_unwrap", "random_wrap",
+        "threefry2x32",
     }
 )  # fmt: skip
 # Their results are in memory, because compilers fuse them with nothing that follows.

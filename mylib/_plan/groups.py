@@ -15,6 +15,7 @@ from typing import Any
 from jax.extend import source_info_util
 
 from .._compat import names, opened, scan_sizes
+from .._fsdp import tangent_p
 from .._products import products_of
 from .._programs import jaxprs_in
 from .dims import Dims, Nodes
@@ -530,6 +531,8 @@ _RULES: dict[str, _Rule] = {
     names.TAKEN_APART: _Apply.taken_apart,
     names.TILED: _Apply.tiled,
     names.TRANSPOSE: _Apply.transposed,
+    # Forward mode moves the tangents of weights as it moves these.
+    tangent_p.name: _Apply.barrier,
     names.WHILE: _Apply.loop,
 }
 # What else some of the operations by element tell.

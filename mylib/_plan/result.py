@@ -228,7 +228,10 @@ class Plan:
                 if x.why or x.seconds is None:
                     return f"{x.name} was rejected: {x.why}"
                 return f"{x.name} takes {self._times(x)}: {x.reason}"
-        return f"{name} was not considered: no mesh of {self.machine} has this shape"
+        return (
+            f"{name} was not considered: no mesh of {self.machine} has this shape, or axes= asks for "
+            "another"
+        )
 
     def _times(self, x: Candidate) -> str:
         assert x.seconds is not None and self.chosen.seconds is not None

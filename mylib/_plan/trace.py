@@ -437,7 +437,8 @@ def _traced(
 ) -> TracedStep:
     closed, program, arrays, out = jaxpr
     if program.unknown:
-        listed = ", ".join(f"{name} ({line})" for name, line in program.unknown.items())
+        lines = {name: f" ({line})" if line else "" for name, line in program.unknown.items()}
+        listed = ", ".join(name + line for name, line in lines.items())
         raise PlanError(
             f"plan doesn't know how these may be split: {listed}. Write the step without them, "
             "replace kernels by plain JAX for planning, or choose a strategy by hand"

@@ -246,6 +246,12 @@ def test_scans_and_conditions():
     assert program.loops == {time}
 
 
+def test_forward_mode():
+    step = lambda batch, model: jax.jvp(jax.vmap(model), (batch,), (batch,))  # noqa: E731
+    found = trace(PlannedStep.of(step, (steps.ROWS, steps.abstract(steps.mlp, steps.ROWS)[1])), "full", (eqx.nn.Linear,))
+    assert not found.program.unknown and found.groups
+
+
 def test_diagonals():
     """JAX writes them with a condition on the platform. A contrastive loss has one."""
     f = lambda x, y: jnp.diag(jax.nn.log_softmax(x @ y.T)).sum()  # noqa: E731
