@@ -470,7 +470,7 @@ PROGRAMS |= {
 
 # Those that one of the supported versions has only.
 ONLY = {
-    "0.10.2": {"closed_call", "core_map", "reduced_vary_cast_p"},
+    "0.10.2": {"closed_call", "core_map", "lt_to", "reduced_vary_cast_p"},
     "0.12.0.1": {
         "call_hi_primitive",
         "empty",
