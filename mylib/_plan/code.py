@@ -85,9 +85,7 @@ def _patterns(
 def _ends(path: str, pattern: str) -> bool:
     parts = pattern.split(".")
     ends = _pattern(path).split(".")[-len(parts) :]
-    return len(ends) == len(parts) and all(
-        a in ("*", b) for a, b in zip(parts, ends, strict=True)
-    )
+    return len(ends) == len(parts) and all(a in ("*", b) for a, b in zip(parts, ends, strict=True))
 
 
 def _pattern(path: str) -> str:

@@ -162,9 +162,7 @@ def plan(
     return made
 
 
-def _check(
-    policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str, Any]
-) -> None:
+def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str, Any]) -> None:
     unknown = [x for x in policies if x not in POLICIES]
     if unknown or not policies:
         raise ValueError(f"plan: policies={policies!r}: write some of {', '.join(POLICIES)}")

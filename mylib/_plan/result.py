@@ -229,8 +229,8 @@ class Plan:
                     return f"{x.name} was rejected: {x.why}"
                 return f"{x.name} takes {self._times(x)}: {x.reason}"
         return (
-            f"{name} was not considered: no mesh of {self.machine} has this shape, or axes= asks for "
-            "another"
+            f"{name} was not considered: no mesh of {self.machine} has this shape, or axes= asks "
+            "for another"
         )
 
     def _times(self, x: Candidate) -> str:

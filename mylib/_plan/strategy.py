@@ -144,8 +144,8 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
 _SETS = 4
 # So it is in plain JAX (0.10.2 and 0.12.0.1): docs/layers.md, "Grouped convolutions".
 _GROUPED = (
-    "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, on meshes "
-    "with 'model': "
+    "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, on "
+    "meshes with 'model': "
 )
 # TPUs have no hosts that are faster inside, so their axis "model" has a limit.
 WIDEST = 32

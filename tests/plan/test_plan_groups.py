@@ -248,7 +248,11 @@ def test_scans_and_conditions():
 
 def test_forward_mode():
     step = lambda batch, model: jax.jvp(jax.vmap(model), (batch,), (batch,))  # noqa: E731
-    found = trace(PlannedStep.of(step, (steps.ROWS, steps.abstract(steps.mlp, steps.ROWS)[1])), "full", (eqx.nn.Linear,))
+    found = trace(
+        PlannedStep.of(step, (steps.ROWS, steps.abstract(steps.mlp, steps.ROWS)[1])),
+        "full",
+        (eqx.nn.Linear,),
+    )
     assert not found.program.unknown and found.groups
 
 

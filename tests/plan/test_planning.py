@@ -357,7 +357,9 @@ class TestRefuses:
             modelled(lambda state, x, m: jax.vmap(m)(x), np.ones(4), *MLP[:2], axes={"data": 8})
         key = jax.random.PRNGKey(0)
         plan = modelled(lambda key, x, m: jax.vmap(m)(x), key, *MLP[:2], axes={"data": 8})
-        assert plan.arguments["x"].specs == {"": ("data",)} and plan.arguments["key"].specs == {"": ()}
+        assert plan.arguments["x"].specs == {"": ("data",)} and plan.arguments["key"].specs == {
+            "": ()
+        }
 
     def test_grouped_convolutions_over_model(self):
         """XLA's gradient of their weights is wrong, or XLA ends the process."""
@@ -397,7 +399,9 @@ class TestRefuses:
             modelled(STEP, *MLP, machine=8)
         with pytest.raises(TypeError, match="compile=-1: write a number of at least 0"):
             modelled(STEP, *MLP, compile=-1)
-        with pytest.raises(ValueError, match="measure=2 runs compiled candidates, and with compile=0"):
+        with pytest.raises(
+            ValueError, match="measure=2 runs compiled candidates, and with compile=0"
+        ):
             modelled(STEP, *MLP, measure=2)
         with pytest.raises(TypeError, match="can't be called with these arguments: too many"):
             modelled(lambda: None, *MLP)
