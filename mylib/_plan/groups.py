@@ -92,7 +92,8 @@ class Reading:
     - `named`: for each such name the bytes of the array.
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
     - `counted_once`: the lines of loops whose length depends on data.
-    - `grouped`: the lines of gradients of the weights of grouped convolutions.
+    - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
+        rows that each sums over.
     """
 
     dims: Dims = field(default_factory=Dims)
@@ -109,7 +110,7 @@ class Reading:
     named: dict[str, Event] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
     counted_once: list[str] = field(default_factory=list)
-    grouped: list[str] = field(default_factory=list)
+    grouped: list[tuple[str, int]] = field(default_factory=list)
 
 
 def program_of(closed: Any) -> Reading:
@@ -248,7 +249,7 @@ class _Apply:
         a, b = (x.nodes for x in self.ins[:2])
         made = self.outs[0].nodes
         if by_batch:
-            self.program.grouped.append(_line(self.eqn))
+            self.program.grouped.append((_line(self.eqn), a[lhs[1]]))
         else:
             self.dims.join(a[lhs[0]], made[out[0]])
         if not by_batch and not by_feature:

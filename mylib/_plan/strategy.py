@@ -82,8 +82,9 @@ def strategies(
             why = f"{rows} rows can't be divided over {devices} devices"
             yield Impossible(strategy.name, why, rows)
             continue
-        if traced.program.grouped and MODEL in strategy.sizes:
-            yield Impossible(strategy.name, _GROUPED + traced.program.grouped[0])
+        grouped = _wrongly_summed(strategy, traced)
+        if grouped:
+            yield Impossible(strategy.name, _GROUPED + grouped)
             continue
         try:
             strategy = replace(strategy, fixes=fixed.on(traced, strategy.sizes))
@@ -99,6 +100,16 @@ def strategies(
             # Other policies save more, which would stay whole.
             if one.tensor and saved and traced.policy == "full":
                 yield replace(one, saved=saved)
+
+
+def _wrongly_summed(strategy: Strategy, traced: TracedStep) -> str:
+    """The line of a grouped convolution whose rows are not split over all devices; empty if there
+    is none. They may be a micro-batch, cut from rows of which each device has some.
+    """
+    for line, rows in traced.program.grouped:
+        if MODEL in strategy.sizes or traced.program.dims.group(rows) not in traced.rows:
+            return line
+    return ""
 
 
 def _on_mesh(strategy: Strategy, traced: TracedStep) -> list[Strategy]:
@@ -144,8 +155,8 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
 _SETS = 4
 # So it is in plain JAX (0.10.2 and 0.12.0.1): docs/layers.md, "Grouped convolutions".
 _GROUPED = (
-    "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, on "
-    "meshes with 'model': "
+    "XLA's gradient of the weights of a grouped convolution is wrong, or ends the process, if its "
+    "rows are not split over all devices: "
 )
 # TPUs have no hosts that are faster inside, so their axis "model" has a limit.
 WIDEST = 32

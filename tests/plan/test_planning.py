@@ -361,7 +361,7 @@ class TestRefuses:
             "": ()
         }
 
-    def test_grouped_convolutions_over_model(self):
+    def test_grouped_convolutions(self):
         """XLA's gradient of their weights is wrong, or XLA ends the process."""
         make = lambda key: eqx.nn.Conv2d(8, 8, 3, padding=1, groups=2, key=key)  # noqa: E731
         args = steps.abstract(make, jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32))
@@ -369,6 +369,15 @@ class TestRefuses:
         with pytest.raises(mylib.PlanError, match=told.removeprefix("the ")):
             modelled(STEP, *args, axes={"data": 4, "model": 2})
         assert "model" not in modelled(STEP, *args).axes
+
+        def halves(batch, model, state):
+            split = batch.reshape(2, 8, *batch.shape[1:])
+            return jax.lax.scan(
+                lambda c, x: (STEP(x, model, state), None), (model, state, 0.0), split
+            )
+
+        with pytest.raises(mylib.PlanError, match="its rows are not split over all devices"):
+            modelled(halves, *args, axes={"data": 8})
 
     def test_layers_of_tied_weights(self):
         make = lambda key: eqx.nn.Sequential([Tied(key)])  # noqa: E731
