@@ -175,10 +175,12 @@ TRUTHS = (
 )  # fmt: skip
 
 
-def arguments(truth: Truth) -> tuple[Any, Llama, Any]:
+def arguments(truth: Truth, in_list: bool = False) -> tuple[Any, Llama, Any]:
+    """With the layers stacked, or in a list."""
     machine = mylib.machines.Machine.of(truth.machine)
     batch = jax.ShapeDtypeStruct((int(truth.sequences * machine.count), truth.time), jnp.int32)
     model = model_of(truth.size)
+    model = in_a_list(model) if in_list else model
     return batch, model, eqx.filter_eval_shape(OPTIM.init, model)
 
 
@@ -254,10 +256,7 @@ def prices(only: list[str]) -> None:
         title = f"{truth.name}, in a list" if in_list else truth.name
         if not any(part in f"{title} {truth.machine}" for part in only):
             continue
-        batch, model, _ = arguments(truth)
-        model = in_a_list(model) if in_list else model
-        args = batch, model, eqx.filter_eval_shape(OPTIM.init, model)
-        machine = mylib.machines.Machine.of(truth.machine)
+        args, machine = arguments(truth, in_list), mylib.machines.Machine.of(truth.machine)
         traced = trace(PlannedStep.of(step, args), "full", (Block,), jnp.bfloat16)
         found = priced(traced, machine, float("inf"))
         one = next(x for x in found if x.name == truth.published)
@@ -276,16 +275,18 @@ def prices(only: list[str]) -> None:
                    f"{took:.0f}"])  # fmt: skip
 
 
+def by_title() -> dict[str, Truth]:
+    return {f"{one.name}, {one.machine}": one for one in TRUTHS}
+
+
 def times(only: list[str]) -> None:
     columns = "step", "machine", "strategies", "CPU seconds"
     print_header("planning, without compiling", columns)
-    rows = {f"{one.name}, {one.machine}": one for one in TRUTHS}
+    rows = by_title()
     for title, where in ("7B, h100 x 64", "scan"), ("70B, h100 x 256", "list"):
         if not any(part in f"{title}, {where}" for part in only):
             continue
-        batch, model, _ = arguments(rows[title])
-        model = in_a_list(model) if where == "list" else model
-        args = batch, model, eqx.filter_eval_shape(OPTIM.init, model)
+        args = arguments(rows[title], in_list=where == "list")
         start = time.process_time()
         plan = planned(rows[title], *args)
         took = time.process_time() - start
@@ -296,7 +297,7 @@ def times(only: list[str]) -> None:
 def compiling(only: list[str]) -> None:
     columns = "step", "machine", "chosen", "compiled", "s", "CPU seconds"
     print_header("planning, with up to eight compiled in up to ten minutes", columns)
-    rows = {f"{one.name}, {one.machine}": one for one in TRUTHS}
+    rows = by_title()
     for title in "7B, h100 x 64", "16B, v5e 16x16":
         if not any(part in title for part in only):
             continue
