@@ -21,7 +21,7 @@ def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
 
 
 def more(left: int, what: str) -> list[str]:
-    """The last line of a list of which so many are `left` out: `and 2 more arrays`."""
+    """The last line of a list, if some are `left` out: `and 2 more arrays`."""
     return [f"and {counted(left, f'more {what}')}"] if left > 0 else []
 
 

@@ -178,8 +178,8 @@ class Inputs:
 def _by_name(
     asked: Mapping[Any, Any], otherwise: Placement, function: Function, count: int, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A prefix of (args, kwargs), of which `count` are positional, from a dict from parameter names
-    to prefixes.
+    """A prefix for each argument, from a dict that has them by parameter. The first `count`
+    arguments are positional.
     """
     name, parameters = function.name, function.signature.parameters
     several, rest = function.several, function.rest

@@ -51,6 +51,6 @@ def weights_of(module: Any, layers: tuple[type, ...]) -> Iterator[set[str]]:
 
 
 def layers_in(module: Any, layers: tuple[type, ...]) -> tuple[type, ...]:
-    """Those of these classes of which a Module has one in it, outside of others, or is one."""
+    """Which of these classes the outermost layers of a Module have; it may be one itself."""
     found = jtu.tree_leaves(module, is_leaf=lambda x: isinstance(x, layers))
     return tuple(cls for cls in layers if any(isinstance(x, cls) for x in found))

@@ -104,7 +104,7 @@ def strategies(
 
 def _wrongly_summed(strategy: Strategy, traced: TracedStep) -> str:
     """The line of a grouped convolution whose rows are not split over all devices; empty if there
-    is none. They may be a micro-batch, cut from rows of which each device has some.
+    is none. Rows of a micro-batch may be on some devices though those of the batch are on all.
     """
     for line, rows in traced.program.grouped:
         if MODEL in strategy.sizes or traced.program.dims.group(rows) not in traced.rows:
