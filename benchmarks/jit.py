@@ -41,8 +41,8 @@ from side_by_side import (
 )
 
 import mylib
+from mylib._advice import about_replicated
 from mylib._jit import program
-from mylib._jit.replicated import about_replicated
 from mylib.rules import fsdp, replicated
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -137,10 +137,11 @@ def warning(effort: float) -> Iterator[Row]:
     """
     seconds: list[float] = []
 
-    def timed(*args: Any) -> None:
+    def timed(*args: Any) -> bool:
         start = time.thread_time()
-        about_replicated(*args)
+        was_told = about_replicated(*args)
         seconds.append(time.thread_time() - start)
+        return was_told
 
     batch = np.ones((2048, 256), np.float32)
     where = {"NumPy": None, "placed": NamedSharding(MESH, P("data"))}

@@ -83,6 +83,13 @@ class AuditError(ValueError):
 class NotHereError(RuntimeError):
     """Raised instead of running something on a machine that is not here: it can only compile."""
 
+    @classmethod
+    def of_call(cls, name: str) -> "NotHereError":
+        return cls(
+            f"{name} can't be called: its devices are those of a machine that is not here, which "
+            "can compile, not run. Call .lower(...).compile()"
+        )
+
 
 class SavedProgramError(ValueError):
     """A compiled program can't be saved, or a file can't be used as one: it is something else, it

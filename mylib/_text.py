@@ -20,6 +20,10 @@ def listed(texts: Sequence[str], most: int, separator: str = ", ") -> str:
     return f"{text}{separator.rstrip(', ')} and {left} more" if left > 0 else text
 
 
+def some(texts: Sequence[str], separator: str = ", ") -> str:
+    return listed(texts, 8, separator)
+
+
 def more(left: int, what: str) -> list[str]:
     """The last line of a list, if some are `left` out: `and 2 more arrays`."""
     return [f"and {counted(left, f'more {what}')}"] if left > 0 else []

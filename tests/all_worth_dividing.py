@@ -6,7 +6,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from mylib._jit import replicated
+from mylib._advice import replicated
 
 replicated._FEW = 1
 del sys.argv[0]

@@ -439,7 +439,7 @@ class TestPrivateNames:
         assert found == [split, split, [], []], told
 
     def test_executables(self):
-        """tests/saved/test_saved_programs.py shows what may be in one (`names.PICKLED_NAMES`)."""
+        """tests/ahead/test_saved_programs.py shows what may be in one (`names.PICKLED_NAMES`)."""
 
         def calls(x):
             jax.debug.print("{}", x)

@@ -13,7 +13,7 @@ from example_models import FOLDER, OTHERS, PROGRAMS, TRAINED, program, size_of, 
 from scripts import printed_by
 
 import mylib
-from mylib._jit import replicated
+from mylib._advice import replicated
 from mylib.contracts._text import bytes_in
 
 _ROOT = Path(__file__).resolve().parent.parent

@@ -1,8 +1,5 @@
 """`filter_jit`: functions compiled with placements in and out, and checks of errors in programs."""
 
-from typing import TYPE_CHECKING
-
-from .arrivals import expect as expect
 from .donation import Donate as Donate
 from .inputs import Inputs as Inputs, Targets as Targets
 from .jit import (
@@ -11,8 +8,5 @@ from .jit import (
     load_compiled as load_compiled,
     refuse_by_position as refuse_by_position,
 )
-from .naming import captured_by as captured_by, code_of as code_of
 from .signature import Function as Function, about as about
-
-if TYPE_CHECKING:
-    from .lowered import Lowered as Lowered
+from .traces import expect as expect

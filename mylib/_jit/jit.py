@@ -13,16 +13,17 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
 
+from .._advice import code_of
 from .._placement import AnyMesh, Placement
 from .._tree import Arrays, outlined
 from .donation import Donate, checked
 from .inputs import Inputs
-from .naming import code_of, explain
+from .naming import explain
 from .program import Program
 from .signature import Function, about
 
 if TYPE_CHECKING:
-    from .lowered import Compiled, Lowered
+    from .._ahead import Compiled, Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -208,7 +209,7 @@ class Jitted(Generic[P, T]):
         `jax.ShapeDtypeStruct`s.
         """
         # With it come `audit` and the machines, which most programs don't need.
-        from .lowered import lowered_for
+        from .ahead import lowered_for
 
         call = self.program.prepare(self.arrays, args, kwargs, abstract=True)
         try:

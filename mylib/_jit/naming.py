@@ -1,21 +1,11 @@
-"""Notes on errors, and warnings after a compilation, which name the arguments of the call at hand.
-Nothing here changes a result.
-"""
+"""Names of a call's arguments, and notes on its errors that tell them."""
 
-import functools
-import inspect
 import re
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from itertools import compress
-from types import FunctionType, MethodType
 from typing import Any
 
-import equinox as eqx
-import jax
 import jax.tree_util as jtu
-import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from .._compat import (
@@ -26,24 +16,14 @@ from .._compat import (
     readable_error,
 )
 from .._errors import (
-    CapturedArrayWarning,
-    DonationWarning,
     NotHereError,
-    RecompilationWarning,
-    StaticNumberWarning,
-    folded,
-    warn,
 )
 from .._placement import AnyMesh, axis_types, current_world
-from .._programs import all_jaxprs
-from .._text import listed, show_bytes
-from .._tree import Arrays, Kind, is_array, is_of_keys, kind_of, outlined
-from .donation import Donated, spares_the_first, warns
-from .traces import Trace, outermost
-from .variants import Call, Location, Place
+from .._text import some
+from .._tree import Kind, is_array, is_of_keys, kind_of
+from .donation import Donated
+from .variants import Call
 
-# Captured arrays of this many bytes or more are reported.
-_LARGE = 2**20
 # The names of arrays in the program, which takes two lists of them.
 _NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
 _IN_ERRORS = re.compile(rf"[Aa]rgument ({_NUMBERED.pattern})")
@@ -58,8 +38,12 @@ def names_of(call: Call) -> list[str]:
         own = [name + jtu.keystr(path) for path, _ in compress(paths, fun.are_arrays)]
     else:  # a node that changes when it is unflattened
         own = [f"{name}<leaf {i}>" for i in range(fun.count)]
-    arguments = [argument for argument, _ in _arguments(call)]
-    return [*compress(arguments, call.split.are_arrays), *own]
+    return [*compress(leaves_of(call), call.split.are_arrays), *own]
+
+
+def leaves_of(call: Call) -> list[str]:
+    """The names of the leaves of the arguments."""
+    return [name for name, _ in _arguments(call)]
 
 
 def named(own: str, arrays: list[str], donated: Donated | None) -> str:
@@ -77,10 +61,6 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
         yield call.program.function.naming(path), x
 
 
-def some(texts: list[str], separator: str = ", ") -> str:
-    return listed(texts, 8, separator)
-
-
 # Notes on errors
 
 
@@ -92,7 +72,7 @@ def explain(error: Exception, call: Call) -> None:
     if ran_on_a_description(error):
         name = call.program.name
         if not call.is_abstract:
-            raise not_here(name) from error
+            raise NotHereError.of_call(name) from error
         raise NotHereError(
             f"while {name} was traced, JAX ran a computation on the mesh of jax.set_mesh, whose "
             "machine is not here: it can compile, not run. Leave out jax.set_mesh, and pass mesh= "
@@ -108,13 +88,6 @@ def explain(error: Exception, call: Call) -> None:
         _add(error, _about_explicit_axes(call))
     notes = (about(error, call) for text, about in _NOTES.items() if text in str(error))
     _add(error, next(filter(None, notes), ""))
-
-
-def not_here(name: str) -> NotHereError:
-    return NotHereError(
-        f"{name} can't be called: its devices are those of a machine that is not here, which can "
-        "compile, not run. Call .lower(...).compile()"
-    )
 
 
 def _add(error: Exception, note: str) -> None:
@@ -219,179 +192,3 @@ def unhashable(call: Call) -> str:
                 "not arrays are static, and must be hashable)"
             )
     return f"(among the arguments of {call.program.name})"
-
-
-# Warnings
-
-
-def about_numbers(call: Call, positions: set[int]) -> None:
-    """Warns about Python numbers, at these positions among the leaves, that compile anew."""
-    arguments = [name for name, _ in _arguments(call)]
-    texts = ", ".join(arguments[i] for i in sorted(positions))
-    warn(
-        f"{call.program.name} is compiled at each call: its argument {texts} is a Python number, "
-        f"which is static, and has a new value each time. Pass jnp.asarray({texts}).",
-        StaticNumberWarning,
-    )
-
-
-def about_captured(call: Call, trace: Trace, closed: Any) -> None:
-    """Warns, once for a trace, about large arrays that it has captured."""
-    trace.is_new = False
-    code, around = call.program.code, outermost()
-    if around is not None:  # its program is looked at instead
-        around.nested.append(code)
-        return
-    constants = (x for jaxpr in all_jaxprs(closed) for x in getattr(jaxpr, "consts", ()))
-    large = [x for x in constants if getattr(x, "nbytes", 0) >= _LARGE]
-    if not large:
-        return
-    captured = [pair for inner in (code, *trace.nested) for pair in captured_by(inner)]
-    shown = ", ".join(_show_constant(x, captured) for x in large)
-    warn(
-        f"{call.program.name} captures large arrays: {shown}. They become part of the compiled "
-        "program, whole on every device, and no report of its memory shows them. Pass them as "
-        "arguments.",
-        CapturedArrayWarning,
-    )
-
-
-def about_compiled(call: Call, arrays: Arrays, donated: Arrays, returned: Arrays) -> None:
-    """Warns after a call outside all transformations that compiled the program."""
-    variant = call.variant
-    before, results = variant.locations, {id(ref()) for ref in variant.returned}
-    variant.locations = [(x.shape, x.dtype, _place_of(x)) for x in arrays]
-    variant.returned = [weakref.ref(x) for x in returned if isinstance(x, jax.Array)]
-    if variant.donated is not None and warns(call.program.donate):
-        _about_not_taken(call, donated, variant.donated)
-    _about_moved(call, arrays, before, results)
-
-
-def _about_not_taken(call: Call, donated: Arrays, which: Donated) -> None:
-    left = [isinstance(x, jax.Array) and not x.is_deleted() for x in donated]
-    if any(left):
-        pairs = zip(which.parted(names_of(call))[1], donated, strict=True)
-        texts = [f"{name} {tuple(x.shape)}" for name, x in compress(pairs, left)]
-        warn(
-            f"Some donated buffers were not usable: {call.program.name} was given {some(texts)}. "
-            "It does not use them, or returns nothing of the same shape, dtype and sharding that "
-            "could take their memory.",
-            DonationWarning,
-        )
-
-
-def about_spared(call: Call, result: Any) -> None:
-    """Warns after a compilation that a model is the one argument that is not donated: the first
-    one, of which the function returns a new version, as it does of an optimiser's state.
-    """
-    args, returned = call.args, result if isinstance(result, tuple) else ()
-    if not (spares_the_first(call.program.donate) and len(args) > 1 and len(returned) > 1):
-        return
-    first, *others = map(_form_of, args)
-    forms = list(map(_form_of, returned))
-    if jtu.treedef_is_leaf(first[0]) or first not in forms:
-        return
-    forms.remove(first)
-    parameter = call.program.function.parameter
-    states = [parameter(i) for i, x in enumerate(others, 1) if x[1] and x in forms]
-    if states:
-        model, donate = parameter(0), call.program.donate
-        size = sum(x.nbytes for x in outlined(args[0])[0])
-        warn(
-            f"{call.program.name} returns a new {model}, and donate={donate!r} keeps the old one "
-            f"beside it: {show_bytes(size)} in all. Write donate={(model, *states)!r}, or "
-            f"donate={tuple(states)!r} if the old one is still needed.",
-            DonationWarning,
-        )
-
-
-def _form_of(tree: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The structure of a tree, and the shapes and dtypes of its arrays."""
-    arrays, split = outlined(tree)
-    return split.treedef, [(x.shape, x.dtype) for x in arrays]
-
-
-def _about_moved(call: Call, arrays: Arrays, before: Sequence[Location], results: set[int]) -> None:
-    after = call.variant.locations
-    if [x[:2] for x in before] != [x[:2] for x in after]:  # other shapes or dtypes
-        return
-    moved: dict[str, list[int]] = {}
-    for i, (x, (*_, then), (*_, now)) in enumerate(zip(arrays, before, after, strict=True)):
-        if id(x) in results and then != now:
-            moved.setdefault(_show_move(then, now), []).append(i)
-    if moved:
-        arguments = names_of(call)
-        texts = (
-            f"{some([*folded([arguments[i] for i in those])])}: {how}"
-            for how, those in moved.items()
-        )
-        warn(
-            f"{call.program.name} was compiled twice for the same shapes. Give it in_shardings and "
-            "out_shardings, or place these arguments before the first call, as its results came "
-            f"back with other shardings: {some([*texts], '; ')}.",
-            RecompilationWarning,
-        )
-
-
-def _place_of(x: Any) -> Place:
-    return (x.sharding, x.committed) if isinstance(x, jax.Array) else None
-
-
-def _show_move(then: Place, now: Place) -> str:
-    first, second = _show_place(then), _show_place(now)
-    return f"{first}, then {second}" + (" on another mesh" if first == second else "")
-
-
-def _show_place(place: Place) -> str:
-    if place is None:
-        return "a NumPy array"
-    from .._show import show_place  # which most programs don't need
-
-    sharding, is_committed = place
-    return show_place(sharding) + ("" if is_committed else " (not committed)")
-
-
-def _show_constant(x: Any, captured: Iterable[tuple[str, Any]]) -> str:
-    size = f"{x.dtype}{list(x.shape)}, {show_bytes(x.nbytes)}"
-    name = next((name for name, y in captured if _is_same(x, y)), None)
-    return size if name is None else f"{name} ({size})"
-
-
-def _is_same(constant: Any, x: Any) -> bool:
-    # JAX wraps captured NumPy arrays.
-    return constant is x or (isinstance(x, np.ndarray) and np.may_share_memory(constant, x))
-
-
-def code_of(fun: Any) -> FunctionType | None:
-    """The Python function behind a callable, or None."""
-    fun = inspect.unwrap(fun)
-    while isinstance(fun, functools.partial | eqx.Partial):
-        fun = fun.func
-    if not isinstance(fun, FunctionType | MethodType | type):
-        fun = inspect.unwrap(inspect.getattr_static(type(fun), "__call__"))
-    fun = getattr(fun, "__func__", fun)
-    return fun if isinstance(fun, FunctionType) else None
-
-
-def captured_by(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
-    """The leaves that a function may capture, by name."""
-    for name, value in _variables(code):
-        try:
-            leaves = jtu.tree_flatten_with_path(value)[0]
-        except (TypeError, ValueError):
-            continue  # not a tree: can't have been captured
-        for path, x in leaves:
-            yield name + jtu.keystr(path), x
-
-
-def _variables(code: FunctionType | None) -> Iterator[tuple[str, Any]]:
-    """The closure variables and globals of a function, by name."""
-    if code is None:
-        return
-    # Not `inspect.getclosurevars`, which raises if one of them has no value yet.
-    for name, cell in zip(code.__code__.co_freevars, code.__closure__ or (), strict=True):
-        with suppress(ValueError):  # an empty cell
-            yield name, cell.cell_contents
-    for name in code.__code__.co_names:
-        if name in code.__globals__:
-            yield name, code.__globals__[name]

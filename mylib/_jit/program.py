@@ -11,6 +11,15 @@ import jax
 import jax.tree_util as jtu
 
 from .. import _watched
+from .._advice import (
+    Compilation,
+    about_arrivals,
+    about_captured,
+    about_not_taken,
+    about_replicated,
+    about_spared,
+    devices_of,
+)
 from .._compat import (
     DELETED_ARRAYS_END_IT,
     donation_warning,
@@ -21,26 +30,17 @@ from .._compat import (
     trace_kind,
     with_actual_memory_kind,
 )
-from .._errors import PlacementError
+from .._errors import NotHereError, PlacementError
 from .._placement import AnyMesh, current_world, is_described
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
-from .arrivals import compare, expect
-from .donation import Donate, Donated, let_go_of_moved, used_once
+from .donation import Donate, Donated, let_go_of_moved, spares_the_first, used_once, warns
 from .error_checks import Checks, calling, with_checks_as_values
 from .inputs import Inputs, Resolved, Targets
-from .naming import (
-    about_captured,
-    about_compiled,
-    about_numbers,
-    about_spared,
-    not_here,
-    unhashable,
-)
+from .naming import leaves_of, names_of, unhashable
 from .placed_after import placed_after, targets_after
-from .replicated import about_replicated, devices_of
 from .signature import Function
-from .traces import Trace, tracing
+from .traces import Trace, expect, outermost, tracing
 from .variants import Call, Variant, Variants
 
 Mode = Literal["eager", "transformed", "staged"]
@@ -158,9 +158,9 @@ class Program:
         if variant is None:
             mesh = self.mesh if self.mesh is not None else current_world().devices
             if not call.is_abstract and is_described(mesh) and not is_staged():
-                raise not_here(self.name)
-            if changing := variants.changing(call.split):
-                about_numbers(call, changing)
+                raise NotHereError.of_call(self.name)
+            latest = None if variants.latest is None else variants.latest.split
+            variants.numbers.are_in(call.split, latest, self.name, partial(leaves_of, call))
             if variants.is_full():
                 variants.known = {}
                 self.jitted.clear_cache()
@@ -197,7 +197,7 @@ class Program:
             returned.arrays = list(map(with_actual_memory_kind, returned.arrays))
         if rest.trace.is_new:
             traced = _run(self.jitted.trace, operands, returns_errors)  # JAX still has it
-            about_captured(call, rest.trace, traced.jaxpr)
+            self._about_captured(rest.trace, traced.jaxpr)
         if rest.trace.kept and mode == "staged":
             # The surrounding program expects what this one does of the arguments that it got.
             expect([arrays[i] for i in rest.trace.kept], list(rest.trace.kept.values()))
@@ -205,17 +205,47 @@ class Program:
         if rest.later and mode != "staged":  # else the surrounding program decides
             result = placed_after(result, rest.later)
         if first or _counts.compiled != compiled:
-            compare(call, rest.trace.kept, arrays)
-            if mode == "eager":
-                about_compiled(call, arrays, donated, returned.arrays)
-                about_spared(call, result)
-            if mode == "eager" and not ahead:
-                again = partial(_run, operands=operands, returns_errors=True)
-                about_replicated(call, arrays, returned.arrays, again)
             variant.is_parallel |= any(devices_of(x) > 1 for x in (*arrays, *returned.arrays))
+            made = Compilation(self.name, partial(names_of, call), arrays, returned.arrays)
+            about_arrivals(made, rest.trace.kept)
+            if mode == "eager":
+                self._advise(call, made, donated, result, None if ahead else operands)
         if placed is not call.arrays and variant.donated is not None and mode == "eager":
             let_go_of_moved(call, placed, variant.donated)
         return result
+
+    def _advise(
+        self, call: Call, made: Compilation, donated: Arrays, result: Any, operands: Any
+    ) -> None:
+        """Warns after a call outside all transformations that has compiled the program, from its
+        `operands`, which are None if that was done ahead of time.
+        """
+        which, variants = call.variant.donated, self.variants
+        if which is not None and warns(self.donate):
+            about_not_taken(self.name, donated, lambda: which.parted(made.names)[1])
+        call.variant.earlier.about_moved(made)
+        if isinstance(self.donate, str) and spares_the_first(self.donate):
+            about_spared(self.name, self.donate, call.args, result, self.function.parameter)
+        if operands is not None and not variants.is_replicated_told:
+            program = partial(self._compiled, operands)
+            variants.is_replicated_told = about_replicated(made, call.split.count, program)
+
+    def _compiled(self, operands: tuple[Any, ...]) -> tuple[Any, jax.stages.Compiled]:
+        """The program of a call, as a jaxpr and compiled. JAX has both in its caches, and finds
+        them there in the context of the call alone.
+        """
+        traced = _run(self.jitted.trace, operands, returns_errors=True)
+        lowered = _run(lambda *_: traced.lower(), operands, returns_errors=True)
+        return traced.jaxpr, lowered.compile()
+
+    def _about_captured(self, trace: Trace, program: Any) -> None:
+        """Warns, once for a trace, of large arrays that it has captured."""
+        trace.is_new = False
+        around = outermost()
+        if around is not None:  # its program is looked at instead
+            around.nested.append(self.code)
+        else:
+            about_captured(self.name, (self.code, *trace.nested), program)
 
     def lower(self, call: Call) -> tuple[jax.stages.Lowered, Any, Arrays]:
         """The program lowered, and as a jaxpr; and the arrays that it was lowered for."""
@@ -231,7 +261,7 @@ class Program:
         trace = traced.out_info.rest.trace
         if trace.is_new:
             # Now: the program may be called in another process.
-            about_captured(call, trace, traced.jaxpr)
+            self._about_captured(trace, traced.jaxpr)
         return lowered, traced.jaxpr, arrays
 
     def _trace(

@@ -4,11 +4,9 @@ leaves.
 
 import weakref
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from jax.sharding import Sharding
-
+from .._advice import Earlier, ChangingNumbers
 from .._tree import Arrays, Split
 
 if TYPE_CHECKING:
@@ -17,13 +15,6 @@ if TYPE_CHECKING:
 
 # The most variants that are kept for a function.
 _MOST = 256
-# After this many new variants in a row that differ only in Python numbers, there is a warning.
-_IN_A_ROW = 10
-
-# Where an array is, and whether it is committed; None for NumPy arrays.
-Place = tuple[Sharding, bool] | None
-# The shape, dtype and place of an argument.
-Location = tuple[tuple[int, ...], Any, Place]
 
 
 @dataclass(slots=True, eq=False)
@@ -59,9 +50,7 @@ class Variant:
         self.in_place: tuple[Any, Any] | None = None
         # Whether several devices took part in a call.
         self.is_parallel = False
-        # The arguments at the last compilation, and the results of that call.
-        self.locations: list[Location] = []
-        self.returned: list[weakref.ref[Any]] = []
+        self.earlier = Earlier()
         # What `audit` has found, if it was asked; for `mylib.watch`.
         self.collectives: Any = None
 
@@ -75,24 +64,10 @@ class Variants:
         self.latest: Variant | None = None
         # Whether it has been told that all devices compute the same.
         self.is_replicated_told = False
-        # New variants in a row, each of which differs from the one before it only in numbers. None
-        # when the warning was given.
-        self._numbered: list[Split] | None = []
+        self.numbers = ChangingNumbers()
 
     def __len__(self) -> int:
         return len(self.known)
 
     def is_full(self) -> bool:
         return len(self) >= _MOST
-
-    def changing(self, split: Split) -> set[int]:
-        """Once, for a new variant: the leaves whose numbers change at each call."""
-        row = self._numbered
-        if row is None:
-            return set()
-        is_next = row and self.latest is not None and self.latest.split is row[-1]
-        row = [*row, split] if is_next and split.numbers_changed(row[-1]) else [split]
-        self._numbered = row if len(row) < _IN_A_ROW else None
-        if self._numbered is not None:
-            return set()
-        return set[int]().union(*(after.numbers_changed(before) for before, after in pairwise(row)))

@@ -13,9 +13,10 @@ import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
+from .._advice import captured_by, code_of
 from .._compat import jit, names
 from .._errors import Fault, PlacementError, because
-from .._jit import Function, Jitted, Targets, about, captured_by, code_of, refuse_by_position
+from .._jit import Function, Jitted, Targets, about, refuse_by_position
 from .._placement import (
     AnyMesh,
     Placement,
@@ -38,7 +39,7 @@ from .summed_twice import warn_of_sums
 from .under_vmap import watched
 
 if TYPE_CHECKING:
-    from .._jit import Lowered
+    from .._ahead import Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -9,9 +9,10 @@ import jax.tree_util as jtu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
+from .._advice import code_of
 from .._compat import sharding_under, value_under
 from .._errors import PlacementError, because, line_of_caller
-from .._jit import Donate, Jitted, about, code_of, filter_jit
+from .._jit import Donate, Jitted, about, filter_jit
 from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from scripts import printed_by
 
 import mylib
-from mylib import _saved
+from mylib._ahead import files
 from mylib._compat import names
 
 FSDP = mylib.rules.fsdp("data", min_size=1)
@@ -72,8 +72,8 @@ def saved(path, fun=double, *args):
 
 
 def rewritten(path, **changes):
-    program, executable = _saved.read(path)
-    _saved.write(path, dataclasses.replace(program, **changes), executable)
+    program, executable = files.read(path)
+    files.write(path, dataclasses.replace(program, **changes), executable)
 
 
 def message(path, *args, fun=double, **options):
@@ -229,10 +229,10 @@ def test_programs(path, name, compilations):
 
 
 class TestFiles:
-    @pytest.mark.parametrize("name", sorted(_saved._made_for(jax.devices())))
+    @pytest.mark.parametrize("name", sorted(files._made_for(jax.devices())))
     def test_made_for_something_else(self, path, name):
         saved(path)
-        made_for = _saved.read(path)[0].made_for
+        made_for = files.read(path)[0].made_for
         rewritten(path, made_for={**made_for, name: "another"})
         text = message(path)
         assert "(double) was compiled for something else" in text
@@ -241,7 +241,7 @@ class TestFiles:
 
     def test_every_difference_is_told(self, path):
         saved(path)
-        made_for = _saved.read(path)[0].made_for
+        made_for = files.read(path)[0].made_for
         rewritten(path, made_for={**made_for, "jax": "0.1", "platform": "gpu", "of old": "x"})
         text = message(path, np.ones(4, np.float32))
         assert "jax: 0.1" in text and "platform: gpu" in text and "of old: x, and here none" in text
@@ -319,7 +319,7 @@ class TestFiles:
         assert told in message(path)
 
     def test_a_newer_one(self, path, monkeypatch):
-        monkeypatch.setattr(_saved, "_FORM", 2)
+        monkeypatch.setattr(files, "_FORM", 2)
         saved(path)
         monkeypatch.undo()
         text = message(path)
@@ -335,8 +335,8 @@ class TestFiles:
                 return os.mkdir, (str(tmp_path / "broken in"),)
 
         saved(path)
-        program, _ = _saved.read(path)
-        _saved.write(path, program, pickle.dumps(Evil()))
+        program, _ = files.read(path)
+        files.write(path, program, pickle.dumps(Evil()))
         assert "posix.mkdir is no part of an executable" in message(path)
         assert not (tmp_path / "broken in").exists()
 

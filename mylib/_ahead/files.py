@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
-from ._errors import SavedProgramError
-from ._text import more
+from .._errors import SavedProgramError
+from .._text import more
 
 _KIND = b"a program compiled by mylib\n"
 # Files of other forms are refused: raise it when the header or the executable changes.

@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._jit import program, replicated
+from mylib._advice import replicated
+from mylib._jit import program
 from mylib._products import Products, products_in
 
 MESH = mylib.make_mesh(data=8)

@@ -3,7 +3,7 @@
 import functools
 import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,10 +28,8 @@ from .._compat import (
     lacks_code,
     serialized,
 )
-from .._errors import SavedProgramError
+from .._errors import NotHereError, SavedProgramError
 from .._placement import AnyMesh, bytes_on_each
-from .._saved import SavedProgram, compare, program_for, read, write
-from .._tree import Arrays
 from ..machines import (
     WITHOUT_TRITON,
     Argument,
@@ -41,33 +39,29 @@ from ..machines import (
     about_kernels,
     out_of_memory,
 )
-from .naming import explain, named, names_of, not_here
-from .program import Program
-from .variants import Call, Variant
+from .files import SavedProgram, compare, program_for, read, write
 
 
-class _LoweredFrom(NamedTuple):
-    """A function, and the call that it was lowered for, without its arguments."""
+class Origin(NamedTuple):
+    """What a program was lowered from."""
 
-    program: Program
-    variant: Variant
-    own: Arrays
+    # The function's name, and the mesh that it was given.
+    name: str
+    mesh: AnyMesh | None
+    # The arrays that the program takes, with the caller's names.
     arguments: Sequence[Argument]
     # The program before it is compiled, as a jaxpr.
     traced: Any
-
-    def named(self, own: str) -> str:
-        return named(own, [x.path for x in self.arguments], self.variant.donated)
-
-
-def lowered_for(call: Call) -> "Lowered":
-    lowered, traced, arrays = call.program.lower(call)
-    arguments = [_argument(name, x) for name, x in zip(names_of(call), arrays, strict=True)]
-    origin = _LoweredFrom(call.program, call.variant, call.own, arguments, traced)
-    return Lowered(origin, lowered)
+    # The caller's name of an array that has this name in the program.
+    named: Callable[[str], str]
+    # Calls the function with the compiled program, which may not have been called before, and
+    # these arguments.
+    call: Callable[[jax.stages.Compiled, bool, Any, Any], Any]
+    # Is told what `audit` has found.
+    audited: Callable[[Report], None]
 
 
-def _argument(name: str, x: Any) -> Argument:
+def argument(name: str, x: Any) -> Argument:
     shape = tuple(x.shape)
     return Argument(name, shape, bytes_on_each(getattr(x, "sharding", None), shape, x.dtype))
 
@@ -76,7 +70,7 @@ def _argument(name: str, x: Any) -> Argument:
 class Lowered:
     """A function lowered for some arguments; `lowered` is JAX's own object."""
 
-    _origin: _LoweredFrom
+    _origin: Origin
     lowered: jax.stages.Lowered
 
     def as_text(self) -> str:
@@ -105,7 +99,7 @@ class Lowered:
         compare(path, program, _described(self._origin, self.lowered), check)
         devices = devices_of_lowered(self.lowered)
         if is_compile_only(devices[0]):
-            raise not_here(self._origin.program.name)
+            raise NotHereError.of_call(self._origin.name)
         try:
             compiled = deserialized(executable, self.lowered, devices)
         except pickle.UnpicklingError as error:
@@ -127,7 +121,7 @@ _NOT_SERIALISED = (
 class Compiled:
     """A function compiled ahead of time; `compiled` is JAX's own object."""
 
-    _origin: _LoweredFrom
+    _origin: Origin
     _lowered: jax.stages.Lowered
     compiled: jax.stages.Compiled
     _options: dict[str, Any] | None = None
@@ -164,18 +158,17 @@ class Compiled:
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
         """What the program communicates and holds, as reported by [`mylib.audit`][]."""
-        mesh = self._origin.program.mesh if mesh is None else mesh
         origin = self._origin
         report = report_of(
             self.compiled,
             origin.named,
-            mesh=mesh,
+            mesh=origin.mesh if mesh is None else mesh,
             local=local,
             traced=origin.traced,
             lowered=self._lowered if self._file is None else None,
             options=self._options,
         )
-        origin.variant.collectives = report.collectives
+        origin.audited(report)
         return report
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -193,7 +186,7 @@ class Compiled:
         itself read from a file; on CPUs also if JAX has read it from its compilation cache. For
         GPUs that are not here also if it has kernels that must be chosen by measuring.
         """
-        name = self._origin.program.name
+        name = self._origin.name
         if self._file is not None:
             raise SavedProgramError(f"{name} was read from {self._file}: copy that file")
         if host_callbacks(self.compiled) and (found := callbacks_of(self._module)):
@@ -218,25 +211,9 @@ class Compiled:
         write(path, _described(self._origin, self._lowered), executable)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        program, variant, own, *_ = self._origin
-        call = program.read(own, args, kwargs)
-        if call.split != variant.split:
-            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
-                raise TypeError(
-                    f"{program.name} is called with a jax.ShapeDtypeStruct, which has no numbers: "
-                    "it is for compiling only"
-                )
-            raise TypeError(
-                f"{program.name} was compiled for other static arguments, or for another tree "
-                "structure: compile it for these, too"
-            )
-        call.variant = variant
-        first, self._called = not self._called, True
-        try:
-            return program.call(call, self.compiled, first)
-        except Exception as error:
-            explain(error, call)
-            raise
+        result = self._origin.call(self.compiled, not self._called, args, kwargs)
+        self._called = True
+        return result
 
 
 def _refuse_unmeasured(name: str, kind: str, program: HloModule) -> None:
@@ -260,11 +237,11 @@ def _refuse_unmeasured(name: str, kind: str, program: HloModule) -> None:
     )
 
 
-def _described(origin: _LoweredFrom, lowered: jax.stages.Lowered) -> SavedProgram:
+def _described(origin: Origin, lowered: jax.stages.Lowered) -> SavedProgram:
     """What the compiled program depends on."""
     pairs = zip(origin.arguments, jtu.tree_leaves(lowered.in_avals), strict=True)
     return program_for(
-        origin.program.name,
+        origin.name,
         lowered.as_text() or "",
         (f"{argument.path} {_words(x)}" for argument, x in pairs),
         map(_words, jtu.tree_leaves(lowered.out_info)),

@@ -11,9 +11,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from .._errors import ReplicatedWarning, warn
 from .._placement import current_world
 from .._products import Products, products_in
+from .._text import some
 from .._tree import Arrays
-from .naming import names_of, some
-from .variants import Call
+from .compilation import Compilation
 
 # Fewer products than these, about as many as a device computes while a small message is sent, are
 # not worth dividing; nor are those of programs that compute as much otherwise.
@@ -26,41 +26,40 @@ _UNROLLED = 4
 
 
 def about_replicated(
-    call: Call, arrays: Arrays, returned: Arrays, again: Callable[[Callable[..., Any]], Any]
-) -> None:
-    """Warns after a compilation that all devices compute the same. `again` calls a function as the
-    program was called: in another context, JAX would not find it in its caches.
+    made: Compilation, count: int, program: Callable[[], tuple[Any, jax.stages.Compiled]]
+) -> bool:
+    """Warns that all devices compute the same. The first `count` arrays are arguments, and
+    `program` returns the program as a jaxpr and compiled. Returns whether it did.
     """
-    devices = max(map(devices_of, (*arrays, *returned)), default=1)
-    if devices == 1 or call.program.variants.is_replicated_told:
-        return
-    positions = _whole(arrays[: call.split.count], devices)
+    arrays = made.arrays
+    devices = max(map(devices_of, (*arrays, *made.returned)), default=1)
+    if devices == 1:
+        return False
+    positions = _whole(arrays[:count], devices)
     if not positions:
-        return
-    traced = again(call.program.jitted.trace)
-    compiled = again(lambda *_, **__: traced.lower()).compile()
+        return False
+    traced, compiled = program()
     flops = (compiled.cost_analysis() or {}).get("flops", 0)
     # Counting takes longest, and most programs need not be counted to their end.
     at_most = flops / (2 * _ALL)
     if at_most < _FEW:
-        return
-    work = products_in(traced.jaxpr, each_turn=False, at_most=at_most)
+        return False
+    work = products_in(traced, each_turn=False, at_most=at_most)
     if work is None or not _are_worth_dividing(work, devices):
-        return
-    call.program.variants.is_replicated_told = True
-    arguments = names_of(call)
-    leaves = [arguments[i] for i in positions]
+        return False
+    leaves = [made.names[i] for i in positions]
     parameter = re.split(r"[.\[]", leaves[0])[0]
     first = arrays[positions[0]]
     axis = _axis_for(arrays, first.shape[0])
     rule = f"mylib.rules.batch({axis!r})"
     warn(
-        f"{call.program.name}: all {devices} devices compute the same, as {some(leaves)} "
+        f"{made.name}: all {devices} devices compute the same, as {some(leaves)} "
         f"{_state(first)}. Write "
         f"in_shardings={{{parameter!r}: {rule}}}, or place the batch before the call, by "
         f"mylib.filter_shard(batch, {rule}, mesh=mesh)",
         ReplicatedWarning,
     )
+    return True
 
 
 def _are_worth_dividing(work: Products, devices: int) -> bool:

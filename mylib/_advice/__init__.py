@@ -1,0 +1,13 @@
+"""Warnings after a compilation: of what is compiled again, held too often, or not divided."""
+
+from .arrivals import about_arrivals as about_arrivals
+from .captured import (
+    about_captured as about_captured,
+    captured_by as captured_by,
+    code_of as code_of,
+)
+from .compilation import Compilation as Compilation
+from .donation import about_not_taken as about_not_taken, about_spared as about_spared
+from .moved import Earlier as Earlier
+from .numbers import ChangingNumbers as ChangingNumbers
+from .replicated import about_replicated as about_replicated, devices_of as devices_of

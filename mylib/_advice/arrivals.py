@@ -1,0 +1,53 @@
+"""Warns of weights that arrive elsewhere than `fully_shard` keeps them."""
+
+from collections.abc import Mapping
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, NamedSharding, Sharding
+
+from .._compat import value_under
+from .._errors import PlacementWarning, folded, warn
+from .._placement import bytes_on_each, same_axes
+from .._text import show_bytes
+from .compilation import Compilation
+
+
+def about_arrivals(made: Compilation, kept: Mapping[int, NamedSharding]) -> None:
+    """Warns of weights that have arrived otherwise than they are kept: by position, where."""
+    others: dict[str, list[str]] = {}
+    held = expected = 0
+    for i, sharding in kept.items():
+        x = value_under(made.arrays[i])
+        # The compiler chooses where uncommitted arrays arrive, and takes `kept`.
+        if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
+            continue
+        keeps = _for_comparing(sharding, x.sharding)
+        if keeps is not None and not x.sharding.is_equivalent_to(keeps, x.ndim):
+            how = f"{_show(x.sharding)} instead of {_show(keeps)}"
+            others.setdefault(how, []).append(made.names[i])
+            held += bytes_on_each(x.sharding, x.shape, x.dtype)
+            expected += bytes_on_each(keeps, x.shape, x.dtype)
+    if others:
+        texts = (f"{', '.join(folded(those))}: {how}" for how, those in others.items())
+        cost = f"Each device holds {show_bytes(held)} of them instead of {show_bytes(expected)}"
+        warn(
+            f"{made.name} is given weights that are not where fully_shard keeps them: "
+            f"{'; '.join(texts)}. {cost if held > expected else 'Each call moves them'}. Place "
+            "them as `kept` before the first call, or give in_shardings and out_shardings.",
+            PlacementWarning,
+        )
+
+
+def _for_comparing(kept: NamedSharding, arrived: Sharding) -> NamedSharding | None:
+    """`kept` over the devices of `arrived` and in its memory, or None if they are unknown."""
+    mesh = kept.mesh
+    if isinstance(mesh, AbstractMesh):
+        if not isinstance(arrived, NamedSharding) or not same_axes(arrived.mesh, mesh):
+            return None
+        mesh = arrived.mesh
+    return NamedSharding(mesh, kept.spec, memory_kind=arrived.memory_kind)
+
+
+def _show(sharding: Sharding) -> str:
+    return str(sharding.spec if isinstance(sharding, NamedSharding) else sharding)

@@ -1,0 +1,69 @@
+"""Warns of a program that is compiled twice, as its own results come back with other shardings."""
+
+import weakref
+from typing import Any
+
+import jax
+from jax.sharding import Sharding
+
+from .._errors import RecompilationWarning, folded, warn
+from .._text import some
+from .compilation import Compilation
+
+# Where an array is, and whether it is committed; None for NumPy arrays.
+_Place = tuple[Sharding, bool] | None
+
+
+class Earlier:
+    """The arguments at the last compilation for the same tree of arguments, and the results of that
+    call.
+    """
+
+    def __init__(self) -> None:
+        self._locations: list[tuple[tuple[int, ...], Any, _Place]] = []
+        self._returned: list[weakref.ref[Any]] = []
+
+    def about_moved(self, made: Compilation) -> None:
+        """Warns of results of the compilation before that are arguments of this one."""
+        before, results = self._locations, {id(ref()) for ref in self._returned}
+        after = self._locations = [(x.shape, x.dtype, _place_of(x)) for x in made.arrays]
+        self._returned = [weakref.ref(x) for x in made.returned if isinstance(x, jax.Array)]
+        if [x[:2] for x in before] != [x[:2] for x in after]:  # other shapes or dtypes
+            return
+        moved: dict[str, list[int]] = {}
+        trios = zip(made.arrays, before, after, strict=True)
+        for i, (x, (*_, then), (*_, now)) in enumerate(trios):
+            if id(x) in results and then != now:
+                moved.setdefault(_show_move(then, now), []).append(i)
+        if moved:
+            _warn_of(made, moved)
+
+
+def _warn_of(made: Compilation, moved: dict[str, list[int]]) -> None:
+    texts = [
+        f"{some([*folded([made.names[i] for i in those])])}: {how}" for how, those in moved.items()
+    ]
+    warn(
+        f"{made.name} was compiled twice for the same shapes. Give it in_shardings and "
+        "out_shardings, or place these arguments before the first call, as its results came "
+        f"back with other shardings: {some(texts, '; ')}.",
+        RecompilationWarning,
+    )
+
+
+def _place_of(x: Any) -> _Place:
+    return (x.sharding, x.committed) if isinstance(x, jax.Array) else None
+
+
+def _show_move(then: _Place, now: _Place) -> str:
+    first, second = _show_place(then), _show_place(now)
+    return f"{first}, then {second}" + (" on another mesh" if first == second else "")
+
+
+def _show_place(place: _Place) -> str:
+    if place is None:
+        return "a NumPy array"
+    from .._show import show_place  # which most programs don't need
+
+    sharding, is_committed = place
+    return show_place(sharding) + ("" if is_committed else " (not committed)")
