@@ -83,12 +83,12 @@ class AuditError(ValueError):
 class NotHereError(RuntimeError):
     """Raised instead of running something on a machine that is not here: it can only compile."""
 
-    @classmethod
-    def of_call(cls, name: str) -> "NotHereError":
-        return cls(
-            f"{name} can't be called: its devices are those of a machine that is not here, which "
-            "can compile, not run. Call .lower(...).compile()"
-        )
+
+def not_here(name: str) -> NotHereError:
+    return NotHereError(
+        f"{name} can't be called: its devices are those of a machine that is not here, which can "
+        "compile, not run. Call .lower(...).compile()"
+    )
 
 
 class SavedProgramError(ValueError):

@@ -28,7 +28,7 @@ from .._compat import (
     lacks_code,
     serialized,
 )
-from .._errors import NotHereError, SavedProgramError
+from .._errors import SavedProgramError, not_here
 from .._placement import AnyMesh, bytes_on_each
 from ..machines import (
     WITHOUT_TRITON,
@@ -99,7 +99,7 @@ class Lowered:
         compare(path, program, _described(self._origin, self.lowered), check)
         devices = devices_of_lowered(self.lowered)
         if is_compile_only(devices[0]):
-            raise NotHereError.of_call(self._origin.name)
+            raise not_here(self._origin.name)
         try:
             compiled = deserialized(executable, self.lowered, devices)
         except pickle.UnpicklingError as error:

@@ -72,7 +72,7 @@ def explain(error: Exception, call: Call) -> None:
     if ran_on_a_description(error):
         name = call.program.name
         if not call.is_abstract:
-            raise NotHereError.of_call(name) from error
+            raise not_here(name) from error
         raise NotHereError(
             f"while {name} was traced, JAX ran a computation on the mesh of jax.set_mesh, whose "
             "machine is not here: it can compile, not run. Leave out jax.set_mesh, and pass mesh= "

@@ -30,7 +30,7 @@ from .._compat import (
     trace_kind,
     with_actual_memory_kind,
 )
-from .._errors import NotHereError, PlacementError
+from .._errors import PlacementError, not_here
 from .._placement import AnyMesh, current_world, is_described
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
@@ -158,7 +158,7 @@ class Program:
         if variant is None:
             mesh = self.mesh if self.mesh is not None else current_world().devices
             if not call.is_abstract and is_described(mesh) and not is_staged():
-                raise NotHereError.of_call(self.name)
+                raise not_here(self.name)
             latest = None if variants.latest is None else variants.latest.split
             variants.numbers.are_in(call.split, latest, self.name, partial(leaves_of, call))
             if variants.is_full():

@@ -6,7 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .._advice import Earlier, ChangingNumbers
+from .._advice import ChangingNumbers, Earlier
 from .._tree import Arrays, Split
 
 if TYPE_CHECKING:
