@@ -15,9 +15,7 @@ from .._compat import (
     ran_on_a_description,
     readable_error,
 )
-from .._errors import (
-    NotHereError,
-)
+from .._errors import NotHereError, not_here
 from .._placement import AnyMesh, axis_types, current_world
 from .._text import some
 from .._tree import Kind, is_array, is_of_keys, kind_of
