@@ -42,7 +42,7 @@ from mylib._compat import (
     closed_or_open,
     compilation_cache,
     coordination_client,
-    data_of_nodes,
+    data_of,
     data_of_shards,
     deserialized,
     devices_of_lowered,
@@ -51,6 +51,7 @@ from mylib._compat import (
     host_callbacks,
     is_filter_jit,
     label_of,
+    nodes_of,
     opened,
     pass_of,
     readable_error,
@@ -1063,16 +1064,19 @@ class Data(eqx.Module):
 
 
 def test_data_of_nodes():
-    told = "what PyTreeDef.__getstate__ returns: see data_of_nodes in mylib/_compat/private.py"
+    told = "what PyTreeDef.__getstate__ returns: see nodes_of in mylib/_compat/private.py"
+
+    def all_data(tree):
+        return data_of(nodes_of(jax.tree.structure(tree)))
 
     def data(tree):
-        return [x for x in data_of_nodes(jax.tree.structure(tree)) if x in (print, "a", "b", 7)]
+        return [x for x in all_data(tree) if x in (print, "a", "b", 7)]
 
     tree = [Data(jnp.ones(2), 7), {"a": 1, "b": (3, None)}, Data(jnp.ones(2), 7.0)]
     assert list(map(repr, data(tree))) == ["7", "'a'", "'b'", "7.0"], told
     # Data that is neither a tuple nor a list stays whole.
     assert data([jax.tree_util.Partial(print), Data(1.0, 7)]) == [print, 7], told
-    assert data_of_nodes(jax.tree.structure([1, (2, None)])) == [], told
+    assert all_data([1, (2, None)]) == [], told
 
 
 def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():

@@ -11,7 +11,7 @@ import pickle
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
@@ -144,12 +144,15 @@ def trace_kind() -> Literal["eager", "transformed", "staged"]:
     return "staged" if _is_staged_trace(trace) else "transformed"
 
 
-def data_of_nodes(treedef: Any) -> list[Any]:
-    """The data of a tree's own nodes: static fields, keys of dicts. `PyTreeDef.walk` would call a
-    Python function for each node.
-    """
+def nodes_of(treedef: Any) -> Sequence[Any]:
+    """A tree's nodes and leaves. `PyTreeDef.walk` would call a Python function for each node."""
+    return treedef.__getstate__()[1]
+
+
+def data_of(nodes: Iterable[Any]) -> list[Any]:
+    """The nodes' own data: static fields, keys of dicts."""
     # What is pickled of each node: its kind, the number of its children, its data, ...
-    data = list(map(_data_of_node, treedef.__getstate__()[1]))
+    data = list(map(_data_of_node, nodes))
     if _USUAL.issuperset(map(type, data)):  # each call comes here
         return list(chain.from_iterable(filter(None, data)))
     own = [x for x in data if x is not None]

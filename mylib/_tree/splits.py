@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .._compat import data_of_nodes
+from .._compat import data_of, nodes_of
 from .leaves import Leaves, is_array, which_are_arrays
 
 Arrays = list[Any]
@@ -47,7 +47,16 @@ class Split:
     @cached_property
     def data(self) -> list[Any]:
         """The nodes' own data: static fields, dict keys."""
-        return data_of_nodes(self.treedef)
+        return self._data_in(self.treedef)
+
+    def _data_in(self, equal: Any) -> list[Any]:
+        """The data in an equal structure."""
+        return data_of(self._with_data(nodes_of(equal)))
+
+    @cached_property
+    def _with_data(self) -> "Take":
+        """Picks the nodes that have data."""
+        return _taking([i for i, x in enumerate(nodes_of(self.treedef)) if data_of([x])])
 
     @cached_property
     def _hash(self) -> int:
@@ -68,7 +77,7 @@ class Split:
             and self.are_arrays == other.are_arrays
             and _all_same(self.static, other.static)
             # Looking at each node is slow. Nodes that equal nodes without data have none.
-            and (not self.data or _all_same(self.data, data_of_nodes(other.treedef)))
+            and (not self.data or _all_same(self.data, self._data_in(other.treedef)))
         )
 
     def numbers_changed(self, other: "Split") -> set[int]:
