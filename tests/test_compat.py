@@ -31,6 +31,7 @@ from jax.sharding import (
 import mylib
 import mylib.testing
 from mylib._compat import (
+    INLINING_LOSES_LINES,
     UNCOMMITTED,
     GradientPass,
     UnknownParameter,
@@ -1080,8 +1081,8 @@ def test_data_of_nodes():
 
 
 def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
-    """Where nothing supported loses lines, `Program._with_checks` may inline what it traced instead
-    of calling `evaluate`.
+    """Where nothing supported loses lines, `Program._with_checks` may inline what it traced, and
+    `INLINING_LOSES_LINES` go.
     """
 
     def sine(x):
@@ -1090,8 +1091,7 @@ def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():
     line = inspect.getsourcelines(sine)[1] + 1
     inlined = jax.jit(sine, inline=True)
     text = jax.jit(lambda x: inlined(x)).lower(1.0).as_text(debug_info=True)
-    loses = jax.__version_info__ < (0, 12)
-    assert (f'test_compat.py":{line}:' not in text) == loses
+    assert (f'test_compat.py":{line}:' not in text) == INLINING_LOSES_LINES
 
 
 @pytest.mark.parametrize(("folder", "enabled"), [("a", True), ("a", False), (None, True)])

@@ -22,6 +22,7 @@ from .._advice import (
 )
 from .._compat import (
     DELETED_ARRAYS_END_IT,
+    INLINING_LOSES_LINES,
     donation_warning,
     is_staged,
     jit,
@@ -32,6 +33,7 @@ from .._compat import (
 )
 from .._errors import PlacementError, not_here
 from .._placement import AnyMesh, current_world, is_described
+from .._programs import interpret
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .donation import Donate, Donated, let_go_of_moved, spares_the_first, used_once, warns
@@ -128,6 +130,18 @@ class Program:
         run.__name__ = run.__qualname__ = self.name
         return jit(run, static_argnums=(0, 1, 2), donate_argnums=4, **self.options)
 
+    @functools.cached_property
+    def inlined(self) -> Any:
+        """Its operations become those of the program that calls it."""
+
+        def run(
+            key: Callable[[], Variant], targets: Resolved | None, kept: Arrays, donated: Arrays
+        ) -> Made:
+            return self._trace(key(), targets, kept, donated)
+
+        run.__name__ = run.__qualname__ = self.name
+        return jit(run, static_argnums=(0, 1), inline=True)
+
     def prepare(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
         """A call with these arguments. If it is only lowered, arrays may be `abstract`."""
         call = self.read(own, args, kwargs, abstract)
@@ -164,6 +178,7 @@ class Program:
             if variants.is_full():
                 variants.known = {}
                 self.jitted.clear_cache()
+                self.inlined.clear_cache()
             # Or that of another thread, which was faster.
             variant = variants.known.setdefault(call.split, Variant(call.split, Donated.of(call)))
         variants.latest = variant
@@ -300,9 +315,13 @@ class Program:
         self, key: Any, mode: Mode, targets: Resolved | None, kept: Arrays, donated: Arrays
     ) -> Made:
         """The traced function, with its checks of errors as values."""
-        traced = self.jitted.trace(key, "staged", targets, kept, donated)
+        operands = key, targets, kept, donated
+        traced = self.inlined.trace(*operands)
         arrays = jtu.tree_leaves((kept, donated))
-        values, failed, checks = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
+        checked = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
+        if checked is None and not INLINING_LOSES_LINES:
+            return self.inlined(*operands)
+        values, failed, checks = checked or (interpret(traced.jaxpr, arrays), None, None)
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
 
