@@ -26,10 +26,10 @@ _UNROLLED = 4
 
 
 def about_replicated(
-    made: Compilation, count: int, program: Callable[[], tuple[Any, jax.stages.Compiled]]
+    made: Compilation, count: int, program: Callable[[], tuple[Any, jax.stages.Lowered]]
 ) -> bool:
     """Warns that all devices compute the same. The first `count` arrays are arguments, and
-    `program` returns the program as a jaxpr and compiled. Returns whether it did.
+    `program` returns the program traced and lowered. Returns whether it did.
     """
     arrays = made.arrays
     devices = max(map(devices_of, (*arrays, *made.returned)), default=1)
@@ -38,13 +38,13 @@ def about_replicated(
     positions = _whole(arrays[:count], devices)
     if not positions:
         return False
-    traced, compiled = program()
-    flops = (compiled.cost_analysis() or {}).get("flops", 0)
+    traced, lowered = program()
+    flops = (lowered.compile().cost_analysis() or {}).get("flops", 0)
     # Counting takes longest, and most programs need not be counted to their end.
     at_most = flops / (2 * _ALL)
     if at_most < _FEW:
         return False
-    work = products_in(traced, each_turn=False, at_most=at_most)
+    work = products_in(traced.jaxpr, each_turn=False, at_most=at_most)
     if work is None or not _are_worth_dividing(work, devices):
         return False
     leaves = [made.names[i] for i in positions]

@@ -242,16 +242,14 @@ class Program:
         if isinstance(self.donate, str) and spares_the_first(self.donate):
             about_spared(self.name, self.donate, call.args, result, self.function.parameter)
         if operands is not None and not variants.is_replicated_told:
-            program = partial(self._compiled, operands)
+            # JAX has both in its caches, and finds them there in the context of the call alone.
+            program = partial(self._lowered, operands)
             variants.is_replicated_told = about_replicated(made, call.split.count, program)
 
-    def _compiled(self, operands: tuple[Any, ...]) -> tuple[Any, jax.stages.Compiled]:
-        """The program of a call, as a jaxpr and compiled. JAX has both in its caches, and finds
-        them there in the context of the call alone.
-        """
+    def _lowered(self, operands: tuple[Any, ...]) -> tuple[Any, jax.stages.Lowered]:
+        """The program traced, and lowered."""
         traced = _run(self.jitted.trace, operands, returns_errors=True)
-        lowered = _run(lambda *_: traced.lower(), operands, returns_errors=True)
-        return traced.jaxpr, lowered.compile()
+        return traced, _run(lambda *_: traced.lower(), operands, returns_errors=True)
 
     def _about_captured(self, trace: Trace, program: Any) -> None:
         """Warns, once for a trace, of large arrays that it has captured."""
@@ -271,8 +269,7 @@ class Program:
         arrays, which = placed + own, call.variant.donated
         kept, donated = (arrays, []) if which is None else which.parted(arrays)
         operands = call.variant.key, "eager", targets, kept, donated
-        lowered = _run(self.jitted.lower, operands, returns_errors=True)
-        traced = _run(self.jitted.trace, operands, returns_errors=True)
+        traced, lowered = self._lowered(operands)
         trace = traced.out_info.rest.trace
         if trace.is_new:
             # Now: the program may be called in another process.
