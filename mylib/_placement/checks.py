@@ -21,7 +21,6 @@ from .shardings import (
     axes_in,
     axis_names,
     axis_types,
-    has_partial_sums,
     mesh_in_force,
     same_axes,
     sharding_of,
@@ -72,12 +71,6 @@ def unfit_partial_sums(spec: PartitionSpec, mesh: AnyMesh) -> Iterator[Fault]:
             )
 
 
-def unfit_dtype(target: Target, x: Any) -> Iterator[Fault]:
-    sharding = sharding_of(target)
-    if has_partial_sums(sharding) and is_of_keys(x):
-        yield because("keys can't be summed", "leave out unreduced= and reduced=")
-
-
 def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
     sharding = sharding_of(target)
     if not isinstance(sharding, NamedSharding):
@@ -90,7 +83,7 @@ def unfit_shape(target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
         yield from unfit_rank(sharding.spec, shape)
         return
     for dim, entry in enumerate(sharding.spec.partitions):
-        parts = math.prod(sharding.mesh.shape[name] for name in axis_names(entry))
+        parts = math.prod(map(sharding.mesh.shape.__getitem__, axis_names(entry)))
         # Symbolic sizes, as in `jax.export`, are checked when the exported program is called.
         if isinstance(shape[dim], int) and shape[dim] % parts:
             yield because(

@@ -20,11 +20,20 @@ from jax.sharding import (
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, because
-from .._tree import MISFIT, Kind, Leaf, Leaves, canonical_dtype, name_of, split, spread_prefix
+from .._tree import (
+    MISFIT,
+    Kind,
+    Leaf,
+    Leaves,
+    canonical_dtype,
+    is_of_keys,
+    name_of,
+    split,
+    spread_prefix,
+)
 from .checks import (
     show,
     show_mesh,
-    unfit_dtype,
     unfit_layout,
     unfit_partial_sums,
     unfit_shape,
@@ -217,7 +226,8 @@ class _Resolver:
 
     def __post_init__(self) -> None:
         self.mesh_given = self.mesh is not None
-        self.mesh = _mesh_of_specs(self.mesh, self.world)
+        if self.mesh is None:
+            self.mesh = _mesh_of_specs(self.world)
 
     def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
         faults, faulty = list(misfits), set[int]()
@@ -295,9 +305,11 @@ class _Resolver:
             target = self.target(entry)
         except _Misfit as misfit:
             return None, self.requested(written, misfit.faults)
-        faults = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, size))
+        sharding = sharding_of(target)
+        faults = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, sharding, size))
         faults = faults or list(self.fit(target, tuple(x.shape)))
-        faults += unfit_dtype(target, x)
+        if has_partial_sums(sharding) and is_of_keys(x):
+            faults.append(because("keys can't be summed", "leave out unreduced= and reduced="))
         if isinstance(target, Format) and target.layout is not None:
             faults = faults or list(unfit_layout(target.layout, x))
         return target, self.requested(written, faults) if faults else []
@@ -340,9 +352,8 @@ class _Resolver:
             raise _Misfit(*faults)
         return mesh
 
-    def unfit_world(self, target: Target, size: int | None) -> Iterator[Fault]:
+    def unfit_world(self, target: Target, sharding: Sharding, size: int | None) -> Iterator[Fault]:
         """Faults of a target in this context; elsewhere it may be fine."""
-        sharding = sharding_of(target)
         if self.world.staged:
             yield from unfit_staged(sharding, self.world, size)
         elif isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, AbstractMesh):
@@ -373,9 +384,7 @@ def faults_of(rule: Rule, leaves: Sequence[Leaf]) -> list[Fault]:
     ]
 
 
-def _mesh_of_specs(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
-    if mesh is not None:
-        return mesh
+def _mesh_of_specs(world: World) -> AnyMesh | None:
     if world.staged and not world.mesh.empty:
         return world.mesh
     return world.devices if world.mesh.empty or world.devices is not None else world.mesh

@@ -6,7 +6,7 @@ from typing import Any
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, Sharding
 
-from .._placement import Target, axis_names, fill_free, memory_kind, sharding_of, spec_over
+from .._placement import axis_names, fill_free, memory_kind, sharding_of, spec_over
 from .._tree import Kind
 
 
@@ -26,14 +26,14 @@ def not_there(
             answer = answers.get(key)
             if answer is None:
                 answer = answers[key] = same_place(sharding, sharding_of(target), x.ndim), sharding
-            if answer[0] and _has_layout(x, target):
+            if answer[0] and (not isinstance(target, Format) or _has_layout(x, target)):
                 continue
         moving.append(i)
     return moving
 
 
-def _has_layout(x: Any, target: Target) -> bool:
-    if not isinstance(target, Format) or not isinstance(target.layout, Layout):
+def _has_layout(x: Any, target: Format) -> bool:
+    if not isinstance(target.layout, Layout):
         return True
     layout, requested = x.format.layout, target.layout
     if layout is None or layout.major_to_minor != requested.major_to_minor:
@@ -53,7 +53,10 @@ def same_place(source: Sharding, target: Sharding, ndim: int) -> bool:
         target = fill_free(target, source, ndim)
         if target.mesh.explicit_axes and not same_type(source, target, ndim):
             return False
-    return memory_kind(source) == memory_kind(target) and source.is_equivalent_to(target, ndim)
+    has_kind = source.memory_kind == target.memory_kind or (
+        memory_kind(source) == memory_kind(target)
+    )
+    return has_kind and source.is_equivalent_to(target, ndim)
 
 
 def same_type(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
