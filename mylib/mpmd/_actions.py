@@ -45,5 +45,5 @@ def needs(action: Action, stages: int) -> list[Action]:
         return [Action(kind, stage - 1, microbatch)] if stage else []
     if kind is Pass.WEIGHT:
         return [Action(Pass.BACKWARD, stage, microbatch)]
-    own = Action(Pass.FORWARD, stage, microbatch)
-    return [own, Action(kind, stage + 1, microbatch)] if stage + 1 < stages else [own]
+    forward = Action(Pass.FORWARD, stage, microbatch)
+    return [forward, Action(kind, stage + 1, microbatch)] if stage + 1 < stages else [forward]

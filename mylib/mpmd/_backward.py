@@ -39,8 +39,8 @@ def flattened(fun: Callable[..., Any], *args: Any) -> Any:
     single equations, because what is inside can't be run in two parts.
     """
     program = jax.make_jaxpr(fun)(*args)
-    flat = jax.tree.leaves(args)
-    return without_dead_code(jax.make_jaxpr(lambda *args: _inlined(program, args))(*flat))
+    inlined = jax.make_jaxpr(lambda *args: interpret(program, args, _call))
+    return without_dead_code(inlined(*jax.tree.leaves(args)))
 
 
 _CALLS = (
@@ -52,10 +52,6 @@ _CALLS = (
 )
 
 
-def _inlined(program: Any, args: Sequence[Any]) -> list[Any]:
-    return interpret(program, args, _call)
-
-
 def _call(eqn: Any, args: Sequence[Any]) -> list[Any]:
     if eqn.primitive.name not in _CALLS or _is_placed(eqn):
         return bind_as(eqn, args)
@@ -64,14 +60,14 @@ def _call(eqn: Any, args: Sequence[Any]) -> list[Any]:
         # early, and hold them until they are needed.
         args = list(jax.lax.optimization_barrier(tuple(args)))
     (inner,) = jaxprs_in(eqn)
-    return _inlined(inner, args)
+    return interpret(inner, args, _call)
 
 
 def _is_placed(eqn: Any) -> bool:
     """Whether it is a `jit` that places its arguments or results."""
-    places = (names.PARAM_IN_SHARDINGS, names.PARAM_OUT_SHARDINGS)
-    given = [x for name in places for x in eqn.params.get(name, ())]
-    return any(isinstance(x, jax.sharding.Sharding) for x in given)
+    params = (names.PARAM_IN_SHARDINGS, names.PARAM_OUT_SHARDINGS)
+    shardings = [x for name in params for x in eqn.params.get(name, ())]
+    return any(isinstance(x, jax.sharding.Sharding) for x in shardings)
 
 
 def _computes_again(eqn: Any) -> bool:
@@ -81,33 +77,33 @@ def _computes_again(eqn: Any) -> bool:
 def pieces(
     program: Any,
     goals: Sequence[Sequence[Atom]],
-    kept: Iterable[Var] = (),
+    held: Iterable[Var] = (),
     late: Iterable[Var] = (),
 ) -> list[Piece]:
     """A piece for each of the `goals`, which are results of the program. Each computes its goal
     from the arguments and from what earlier pieces give, and nothing is computed twice.
 
     Only constants, and values that are moved or rearranged (transposed weights, for example), are
-    made again if that keeps less between the pieces. `kept` are arguments that are held anyway;
+    made again if that keeps less between the pieces. `held` are arguments that are held anyway;
     `late` are arguments that the first piece does not get.
     """
-    graph = _Dependencies(program, kept)
-    given_late = graph.depending_on(late)
+    graph = _Dependencies(program, held)
+    needing_late = graph.depending_on(late)
     effects = [i for i, eqn in enumerate(graph.eqns) if eqn.effects]
     done: set[int] = set()
     cuts: list[_Cut] = []
     for number, goal in enumerate(goals):
-        ready = [i for i in effects if i not in done and (number or i not in given_late)]
+        ready = [i for i in effects if i not in done and (number or i not in needing_late)]
         cut = graph.cut(goal, ready, done)
         done |= cut.eqns
         cuts.append(cut)
-    made: list[Piece] = []
-    wanted: dict[Var, None] = {}
+    in_reverse: list[Piece] = []
+    needed: dict[Var, None] = {}
     for cut in reversed(cuts):
-        crossing = [x for x in wanted if graph.maker.get(x) in cut.new]
-        made.append(graph.piece(cut, crossing))
-        wanted.update(dict.fromkeys(cut.takes))
-    return made[::-1]
+        crossing = [x for x in needed if graph.maker.get(x) in cut.new]
+        in_reverse.append(graph.piece(cut, crossing))
+        needed.update(dict.fromkeys(cut.takes))
+    return in_reverse[::-1]
 
 
 @dataclass(frozen=True)
@@ -125,16 +121,16 @@ class _Cut:
 class _Dependencies:
     """Which equations need which."""
 
-    def __init__(self, program: Any, kept: Iterable[Var]):
+    def __init__(self, program: Any, held: Iterable[Var]):
         self.program = program
         self.eqns = opened(program).eqns
         self.constants = set(opened(program).constvars)
         self.maker = {x: i for i, eqn in enumerate(self.eqns) for x in eqn.outvars}
-        self.cheap = self._cheap(kept)
+        self.cheap = self._cheap(held)
 
-    def _cheap(self, kept: Iterable[Var]) -> set[int]:
+    def _cheap(self, held: Iterable[Var]) -> set[int]:
         """The equations that are called again rather than keeping their results."""
-        constant, free, cheap = set(self.constants), set(kept), set()
+        constant, free, cheap = set(self.constants), set(held), set()
         for i, eqn in enumerate(self.eqns):
             args = [x for x in eqn.invars if not _is_literal(x)]
             if eqn.effects:
@@ -143,20 +139,20 @@ class _Dependencies:
                 constant.update(eqn.outvars)
                 cheap.add(i)
             elif eqn.primitive.name in _MOVES:
-                held = [x for x in args if x not in constant and x not in free]
-                if not held:
+                to_hold = [x for x in args if x not in constant and x not in free]
+                if not to_hold:
                     free.update(eqn.outvars)
-                if not held or _is_worth_repeating(eqn, held):
+                if not to_hold or _is_worth_repeating(eqn, to_hold):
                     cheap.add(i)
         return cheap
 
     def depending_on(self, args: Iterable[Var]) -> set[int]:
-        known, found = set(args), set()
+        variables, eqns = set(args), set()
         for i, eqn in enumerate(self.eqns):
-            if not known.isdisjoint(x for x in eqn.invars if not _is_literal(x)):
-                known.update(eqn.outvars)
-                found.add(i)
-        return found
+            if not variables.isdisjoint(x for x in eqn.invars if not _is_literal(x)):
+                variables.update(eqn.outvars)
+                eqns.add(i)
+        return eqns
 
     def cut(self, goal: Sequence[Atom], effects: Sequence[int], done: set[int]) -> _Cut:
         """The equations that lead to `goal`, without those that are `done`; and `effects`."""

@@ -31,13 +31,14 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PieceProgram:
-    """A compiled piece. The first of its results are `given` back, others are added to `totals`,
-    whose memory is reused. Later pieces of the same microbatch may need all but the totals.
+    """A compiled piece. The first of its results are `sent` to other stages, others are added to
+    `totals`, whose memory is reused. Later pieces of the same microbatch may need all but the
+    totals.
     """
 
     takes: tuple[Var, ...]
     makes: tuple[Atom, ...]
-    given: int
+    sent: int
     # None if there is nothing to compute.
     compiled: Any
 
@@ -46,8 +47,8 @@ class PieceProgram:
     ) -> tuple[Arrays, Arrays, dict[Var, jax.Array]]:
         if self.compiled is None:
             return [], totals, {}
-        made, totals = self.compiled(totals, [value_of(x) for x in self.takes])
-        return made[: self.given], totals, dict(zip(self.makes, made, strict=True))
+        results, totals = self.compiled(totals, [value_of(x) for x in self.takes])
+        return results[: self.sent], totals, dict(zip(self.makes, results, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,26 +82,26 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
     cotangents = chosen(after.sent, after.floating) if after else []
     arguments = Arguments(*stage.arguments, cotangents)
     with jax.set_mesh(stage.mesh):
-        traced = flattened(functools.partial(_both_passes, stage), *arguments)
+        traced = flattened(functools.partial(_forward_and_backward, stage), *arguments)
         variables = jax.tree.unflatten(jax.tree.structure(arguments), traced.jaxpr.invars)
         parts = _parts(stage, traced, variables, splits, checkpoint)
         structs = jax.tree.leaves(arguments)
         compiler = _Compiler(dict(zip(traced.jaxpr.invars, structs, strict=True)))
         kinds = list(Pass) if splits else [Pass.FORWARD, Pass.BACKWARD]
-        given = {
+        sent = {
             Pass.FORWARD: () if after is None else after.sent,
             Pass.BACKWARD: chosen(stage.before.received, stage.before.floating),
         }
         value = [] if stage.value is None else [stage.value]
         totals = {Pass.FORWARD: value, kinds[-1]: stage.params}
         by_pass = {
-            kind: compiler.compile(part, given.get(kind, ()), totals.get(kind, ()))
+            kind: compiler.compile(part, sent.get(kind, ()), totals.get(kind, ()))
             for kind, part in zip(kinds, parts, strict=True)
         }
         return Programs(variables, _zeros(totals), by_pass)
 
 
-def _both_passes(
+def _forward_and_backward(
     stage: Stage,
     module: Arrays,
     arrived: Arrays,
@@ -124,11 +125,11 @@ def _both_passes(
         flags = stage.after.floating
         return chosen(sent, flags), chosen(sent, [not x for x in flags])
 
-    made, pull, rest = jax.vjp(
+    outputs, pull, integers = jax.vjp(
         forward, chosen(module, trained), chosen(arrived, has_cotangent), has_aux=True
     )
-    grads, back = pull(cotangents if stage.after else [jnp.ones_like(made[0])])
-    sent = made if stage.after is None else merged(stage.after.floating, made, rest)
+    grads, back = pull(cotangents if stage.after else [jnp.ones_like(outputs[0])])
+    sent = outputs if stage.after is None else merged(stage.after.floating, outputs, integers)
     return sent, back, grads
 
 
@@ -140,10 +141,10 @@ def _parts(
     first = len(stage.after.sent) if stage.after else 1
     sent, back = results[:first], results[first : len(results) - len(grads)]
     backward = [back, grads] if splits else [back + grads]
-    kept, late = variables.module, variables.cotangents
+    held, late = variables.module, variables.cotangents
     if checkpoint:
-        return [*pieces(traced, [sent], kept, late), *pieces(traced, backward, kept)]
-    return pieces(traced, [sent, *backward], kept, late)
+        return [*pieces(traced, [sent], held, late), *pieces(traced, backward, held)]
+    return pieces(traced, [sent, *backward], held, late)
 
 
 def _zeros(structs: dict[Pass, list[Struct]]) -> Any:
@@ -154,32 +155,32 @@ def _zeros(structs: dict[Pass, list[Struct]]) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Compiler:
-    """Compiles the pieces of a stage, one after the other. `known` has the types of the arguments,
-    and of what earlier pieces keep: the compiler decides how that is sharded.
+    """Compiles the pieces of a stage, one after the other. `structs` has the types of the
+    arguments, and of the residuals of earlier pieces: the compiler decides how they are sharded.
     """
 
-    known: dict[Var, Struct]
+    structs: dict[Var, Struct]
 
     def compile(
-        self, piece: Piece, given: Sequence[Struct], totals: Sequence[Struct]
+        self, piece: Piece, sent: Sequence[Struct], totals: Sequence[Struct]
     ) -> PieceProgram:
         if not piece.gives and not piece.eqns:
             return PieceProgram((), (), 0, None)
-        gives, first, last = piece.gives, len(given), len(given) + len(totals)
+        gives, first, last = piece.gives, len(sent), len(sent) + len(totals)
         # A result that later pieces need, too, is returned once.
-        kept = [i for i in range(last, len(gives)) if gives[i] not in gives[:first]]
-        returned = [*range(first), *kept]
+        residuals = [i for i in range(last, len(gives)) if gives[i] not in gives[:first]]
+        returned = [*range(first), *residuals]
 
         def run(so_far: Arrays, args: Arrays) -> tuple[Arrays, Arrays]:
-            made = piece(*args)
-            summed = [x + y for x, y in zip(so_far, made[first:last], strict=True)]
-            return [made[i] for i in returned], summed
+            results = piece(*args)
+            summed = [x + y for x, y in zip(so_far, results[first:last], strict=True)]
+            return [results[i] for i in returned], summed
 
-        where = [x.sharding for x in given] + [None] * len(kept), [x.sharding for x in totals]
+        where = [x.sharding for x in sent] + [None] * len(residuals), [x.sharding for x in totals]
         program = jit(run, donate_argnums=0, out_shardings=where)
-        takes = [self.known[x] for x in piece.takes]
+        takes = [self.structs[x] for x in piece.takes]
         compiled = program.lower(list(totals), takes).compile()
         makes = tuple(gives[i] for i in returned)
         for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
-            self.known[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
+            self.structs[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
         return PieceProgram(piece.takes, makes, first, compiled)

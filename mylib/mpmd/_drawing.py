@@ -23,8 +23,8 @@ class _Picture:
     """What is drawn, on which mesh, and how long a unit of time is, in pixels."""
 
     def __init__(self, lines: Sequence[Sequence[Timed]]):
-        every = sorted((timed, mesh) for mesh, line in enumerate(lines) for timed in line)
-        self.count, self.drawn = len(every), every[:_MOST]
+        actions = sorted((timed, mesh) for mesh, line in enumerate(lines) for timed in line)
+        self.count, self.drawn = len(actions), actions[:_MOST]
         self.names = [f"mesh {mesh}" for mesh in range(len(lines))]
         self.end = max(end for (_, end, _), _ in self.drawn)
         shortest = min(end - start for (start, end, _), _ in self.drawn)
@@ -75,8 +75,7 @@ def draw_svg(title: str, notes: str, lines: Sequence[Sequence[Timed]]) -> str:
 def _rows(picture: _Picture) -> Iterator[html.Html]:
     for i, name in enumerate(picture.names):
         yield _text(name, picture.left - 8, _top(i) + _ROW / 2 + 4, text_anchor="end")
-        length = picture.unit * picture.end
-        yield _box(picture.left, _top(i) + 2, length, _ROW - 4, fill=_IDLE)
+        yield _box(picture.left, _top(i) + 2, picture.unit * picture.end, _ROW - 4, fill=_IDLE)
 
 
 def _actions(picture: _Picture) -> Iterator[html.Html]:
@@ -145,11 +144,11 @@ def _fill(kind: Pass, chunk: int) -> str:
 
 
 def _box(
-    x: float, y: float, width: float, height: float, *inside: str, **more: object
+    x: float, y: float, width: float, height: float, *inside: str, **attributes: object
 ) -> html.Html:
     size = {"x": f"{x:g}", "y": f"{y:g}", "width": f"{width:g}", "height": f"{height:g}"}
-    return html.tag("rect", *inside, **size, **more)
+    return html.tag("rect", *inside, **size, **attributes)
 
 
-def _text(text: str, x: float, y: float, **more: object) -> html.Html:
-    return html.tag("text", text, x=f"{x:g}", y=f"{y:g}", **more)
+def _text(text: str, x: float, y: float, **attributes: object) -> html.Html:
+    return html.tag("text", text, x=f"{x:g}", y=f"{y:g}", **attributes)

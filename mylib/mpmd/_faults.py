@@ -30,13 +30,13 @@ def _misplaced(stages: int, meshes: int, microbatches: int, rows: Sequence[Row])
     counts = Counter(action for row in rows for action in row)
     split = any(action.kind is Pass.WEIGHT for action in counts)
     kinds = [kind for kind in Pass if split or kind is not Pass.WEIGHT]
-    wanted = {Action(*x) for x in product(kinds, range(stages), range(microbatches))}
-    lacking = sorted(wanted.difference(counts))
+    expected = {Action(*x) for x in product(kinds, range(stages), range(microbatches))}
+    lacking = sorted(expected.difference(counts))
     sizes = f"{stages} stages and {microbatches} microbatches, counted from 0"
     for mesh, row in enumerate(rows):
-        if strange := [action for action in row if action not in wanted]:
+        if strange := [action for action in row if action not in expected]:
             yield f"row {mesh} has {listed(list(map(str, strange)), _NAMED)}, and there are {sizes}"
-        if away := [x for x in row if x in wanted and x.stage % meshes != mesh]:
+        if away := [x for x in row if x in expected and x.stage % meshes != mesh]:
             homes = ", ".join(
                 f"stage {stage} runs on mesh {stage % meshes}"
                 for stage in sorted({action.stage for action in away})

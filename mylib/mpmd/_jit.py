@@ -89,7 +89,7 @@ class OnMesh(Generic[P, T]):
         self._compiled: Jitted[..., Any] = filter_jit(
             fun, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh, donate=donate
         )
-        self._known: dict[Any, Callable[[], Any] | None] = {}
+        self._results_by_types: dict[Any, Callable[[], Any] | None] = {}
         self._name = f"{getattr(fun, '__qualname__', type(fun).__name__)} on {named(processes)}"
         # Lambdas, for instance, all have one name.
         code = code_of(fun)
@@ -98,9 +98,9 @@ class OnMesh(Generic[P, T]):
         get_ready(self._devices)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        given, leaves = self._placed(args, kwargs)
-        results = None if self._is_here else self._results_of(leaves, given)
-        out = self._run(leaves, *given) if results is None else results()
+        arguments, leaves = self._placed(args, kwargs)
+        results = None if self._is_here else self._results_of(leaves, arguments)
+        out = self._call_compiled(leaves, *arguments) if results is None else results()
         if jax.process_count() > 1:
             maker = f"{self._name}{self._line}, called in {line_of_caller()}"
             # Transfers under `grad` find the values, not the tracers.
@@ -110,7 +110,7 @@ class OnMesh(Generic[P, T]):
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
 
-    def _run(self, leaves: Leaves, args: Any, kwargs: Any) -> Any:
+    def _call_compiled(self, leaves: Leaves, args: Any, kwargs: Any) -> Any:
         if leaves.arrays:
             return self._compiled(*args, **kwargs)
         # Nothing else says where a function without arrays runs.
@@ -130,8 +130,8 @@ class OnMesh(Generic[P, T]):
         self._refuse_others(devices, args, kwargs)
         everywhere = NamedSharding(self._mesh, PartitionSpec()) if self._places else None
         where = [
-            everywhere if there is None and kind in (Kind.HOST, Kind.DEVICE) else None
-            for there, kind in zip(devices, leaves.kinds, strict=True)
+            everywhere if current is None and kind in (Kind.HOST, Kind.DEVICE) else None
+            for current, kind in zip(devices, leaves.kinds, strict=True)
         ]
         if any(where):
             args, kwargs = leaves.join(filter_device_put(list(leaves.arrays), where))
@@ -140,9 +140,9 @@ class OnMesh(Generic[P, T]):
 
     def _refuse_others(self, devices: Sequence[set[Any] | None], args: Any, kwargs: Any) -> None:
         elsewhere = {
-            i: sorted(device.id for device in there)
-            for i, there in enumerate(devices)
-            if there is not None and not there <= self._devices
+            i: sorted(device.id for device in current)
+            for i, current in enumerate(devices)
+            if current is not None and not current <= self._devices
         }
         if elsewhere:
             bound = signature_of(self._fun).bind(*args, **kwargs)
@@ -158,7 +158,7 @@ class OnMesh(Generic[P, T]):
             ]
             raise PlacementError(list(map(named_leaves.at, elsewhere, faults)))
 
-    def _results_of(self, leaves: Leaves, given: tuple[Any, Any]) -> Callable[[], Any] | None:
+    def _results_of(self, leaves: Leaves, arguments: tuple[Any, Any]) -> Callable[[], Any] | None:
         """Makes what the function returns in a process that doesn't run it; None if only compiling
         it tells. It is the same for all arguments of the same types, if these can be compared.
         """
@@ -169,22 +169,22 @@ class OnMesh(Generic[P, T]):
         try:
             hash(key)
         except TypeError:
-            return self._resolved(given)
-        if key not in self._known:
-            self._known[key] = self._resolved(given)
-        return self._known[key]
+            return self._resolved(arguments)
+        if key not in self._results_by_types:
+            self._results_by_types[key] = self._resolved(arguments)
+        return self._results_by_types[key]
 
-    def _resolved(self, given: tuple[Any, Any]) -> Callable[[], Any] | None:
-        args, kwargs = given
+    def _resolved(self, arguments: tuple[Any, Any]) -> Callable[[], Any] | None:
+        args, kwargs = arguments
         shapes = split(eqx.filter_eval_shape(self._fun, *args, **kwargs))
         targets = resolve_leaves(shapes, self._out_shardings, self._mesh, current_world())
-        known = [sharding_of(target) for target in targets if target is not None]
-        if len(known) < len(targets):
+        shardings = [sharding_of(target) for target in targets if target is not None]
+        if len(shardings) < len(targets):
             return None
-        return lambda: shapes.join(map(handle, shapes.arrays, known))
+        return lambda: shapes.join(map(handle, shapes.arrays, shardings))
 
 
 def _devices_of(x: Any) -> set[Any] | None:
     """None if it is not on any mesh yet, or this is not known."""
-    under = sharding_under(x)
-    return under.device_set if isinstance(under, Sharding) else None
+    sharding = sharding_under(x)
+    return sharding.device_set if isinstance(sharding, Sharding) else None

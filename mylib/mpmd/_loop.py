@@ -42,11 +42,11 @@ class _State:
         if kind is Pass.FORWARD and variables.microbatch:
             self.deliver(m, variables.microbatch, [self.numbers[m]])
         held, needed = self.held.pop(m, {}), self.programs.needed_after[kind]
-        sent, totals, kept = self.programs.by_pass[kind](
+        sent, totals, results = self.programs.by_pass[kind](
             lambda x: held[x] if x in held else self.fixed[x], self.totals.get(kind, [])
         )
         self.totals[kind] = totals
-        self.held[m] = {x: array for x, array in {**held, **kept}.items() if x in needed}
+        self.held[m] = {x: array for x, array in {**held, **results}.items() if x in needed}
         return sent
 
     @property
@@ -78,37 +78,37 @@ class Run:
 
     def run(self) -> tuple[jax.Array, list[Any]]:
         for kind, s, m in self.plan.order:
-            made = self.states[s].run(kind, m) if s in self.states else None
+            sent = self.states[s].run(kind, m) if s in self.states else None
             if kind is not Pass.WEIGHT:
-                self._pass_on(kind, s, m, made)
-        grads = [self._grads(stage) for stage in self.plan.stages]
+                self._pass_on(kind, s, m, sent)
+        stages = self.plan.stages
+        grads = [self._grads(stage) for stage in stages]
         for tie in self.plan.ties:
             self._tie(tie, grads)
-        last = self.plan.stages[-1]
-        own = self.states.get(last.number)
-        (value,) = handles([last.value]) if own is None else own.totals[Pass.FORWARD]
+        state = self.states.get(stages[-1].number)
+        (value,) = handles([stages[-1].value]) if state is None else state.totals[Pass.FORWARD]
         if jax.process_count() > 1:
-            made = [value, *(x for own in grads for x in own if x is not None)]
-            devices = {x.id for stage in self.plan.stages for x in stage.mesh.devices.flat}
-            where = f"{len(self.plan.stages)} stages on devices {in_short(sorted(devices))}"
-            set_origin(made, next_call(f"the results of a pipeline of {where}"))
-        outlines = [stage.module.outline for stage in self.plan.stages]
+            results = [value, *(x for of_stage in grads for x in of_stage if x is not None)]
+            devices = {x.id for stage in stages for x in stage.mesh.devices.flat}
+            where = f"{len(stages)} stages on devices {in_short(sorted(devices))}"
+            set_origin(results, next_call(f"the results of a pipeline of {where}"))
+        outlines = [stage.module.outline for stage in stages]
         return value, [
-            outline.treedef.unflatten(merged(outline.are_arrays, own, repeat(None)))
-            for outline, own in zip(outlines, grads, strict=True)
+            outline.treedef.unflatten(merged(outline.are_arrays, of_stage, repeat(None)))
+            for outline, of_stage in zip(outlines, grads, strict=True)
         ]
 
-    def _pass_on(self, kind: Pass, s: int, m: int, made: Arrays | None) -> None:
+    def _pass_on(self, kind: Pass, s: int, m: int, sent: Arrays | None) -> None:
         """Sends results to the next stage, or cotangents to the one before."""
         stage, forward = self.plan.stages[s], kind is Pass.FORWARD
         between = stage.after if forward else stage.before
         if between is None or not (forward or between.returns):
             return
-        here, there = between.sent, between.received
+        sent_as, received_as, target = between.sent, between.received, s + 1
         if not forward:
-            here, there = (chosen(x, between.floating) for x in (there, here))
-        target = s + 1 if forward else s - 1
-        arrived = self._transfer(s, target, made, here, there)
+            sent_as, received_as = (chosen(x, between.floating) for x in (received_as, sent_as))
+            target = s - 1
+        arrived = self._transfer(s, target, sent, sent_as, received_as)
         if arrived is not None:
             variables = self.states[target].programs.variables
             into = variables.received if forward else variables.cotangents
@@ -119,20 +119,20 @@ class Run:
         source: int,
         target: int,
         arrays: Arrays | None,
-        here: Sequence[Struct],
-        there: Sequence[Struct],
+        sent_as: Sequence[Struct],
+        received_as: Sequence[Struct],
     ) -> Arrays | None:
         """Moves arrays between two stages. None in processes that don't receive them."""
         if source not in self.states and target not in self.states:
             return None
-        given = handles(here) if arrays is None else arrays
-        arrived = transfer(given, [x.sharding for x in there])
-        return arrived if target in self.states else None
+        arrays = handles(sent_as) if arrays is None else arrays
+        received = transfer(arrays, [x.sharding for x in received_as])
+        return received if target in self.states else None
 
     def _grads(self, stage: Stage) -> list[Any]:
         """The gradients of a stage's arrays: None where there is none."""
-        own = self.states[stage.number].grads if stage.is_here else handles(stage.params)
-        return merged(stage.floating, own, repeat(None))
+        grads = self.states[stage.number].grads if stage.is_here else handles(stage.params)
+        return merged(stage.floating, grads, repeat(None))
 
     def _tie(self, tie: Tie, grads: list[list[Any]]) -> None:
         (s, i), *others = tie.places

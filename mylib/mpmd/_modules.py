@@ -70,9 +70,10 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
         reason = f"the schedule {schedule.name!r} is for {schedule.stages}"
         fix = "make the schedule for as many stages as there are"
         faults.append(because(reason, fix, f"a pipeline of {len(stages)} stages"))
-    read = [split_as(stage, f"stages[{s}]") for s, stage in enumerate(stages)]
-    own = [_mesh_of(s, leaves, faults) for s, leaves in enumerate(read)]
-    meshes = [_shared_mesh(s, own, schedule, faults) for s in range(min(len(own), schedule.stages))]
+    trees = [split_as(stage, f"stages[{s}]") for s, stage in enumerate(stages)]
+    own_meshes = [_mesh_of(s, leaves, faults) for s, leaves in enumerate(trees)]
+    count = min(len(stages), schedule.stages)
+    meshes = [_shared_mesh(s, own_meshes, schedule, faults) for s in range(count)]
     for s, stage in enumerate(stages):
         if not callable(stage):
             fix = "give a Module or a function"
@@ -81,7 +82,7 @@ def read_stages(stages: Sequence[Any], schedule: Schedule) -> list[Module]:
         raise PlacementError(faults)
     return [
         Module(s, mesh, Form(outline_of(leaves), tuple(map(struct_of, leaves.arrays))))
-        for s, (mesh, leaves) in enumerate(zip(meshes, read, strict=True))
+        for s, (mesh, leaves) in enumerate(zip(meshes, trees, strict=True))
         if mesh is not None
     ]
 
@@ -94,9 +95,9 @@ def _mesh_of(s: int, leaves: Leaves, faults: list[Fault]) -> Mesh | None:
         where = getattr(x, "sharding", None) if kind is not Kind.HOST else None
         mesh = where.mesh if isinstance(where, NamedSharding) else None
         if not isinstance(mesh, Mesh):
-            there = "a NumPy array" if kind is Kind.HOST else f"on {where and show(where, None)}"
+            place = "a NumPy array" if kind is Kind.HOST else f"on {where and show(where, None)}"
             fix = f"move it first: mylib.filter_device_put(stages[{s}], placement, mesh=...)"
-            faults.append(leaves.at(i, because(f"it is {there}, and on no mesh", fix, request)))
+            faults.append(leaves.at(i, because(f"it is {place}, and on no mesh", fix, request)))
         elif first is None:
             first, name = mesh, leaves.name(i)
         elif mesh != first:
@@ -112,19 +113,19 @@ def _with_devices(mesh: Mesh) -> str:
 
 
 def _shared_mesh(
-    s: int, own: Sequence[Mesh | None], schedule: Schedule, faults: list[Fault]
+    s: int, own_meshes: Sequence[Mesh | None], schedule: Schedule, faults: list[Fault]
 ) -> Mesh | None:
     """The mesh of a stage: that of the first stage which the schedule runs on the same mesh."""
-    beside = [i for i in range(len(own)) if schedule.mesh_of(i) == schedule.mesh_of(s)]
-    known = [(i, own[i]) for i in beside if own[i] is not None]
+    beside = [i for i in range(len(own_meshes)) if schedule.mesh_of(i) == schedule.mesh_of(s)]
+    with_mesh = [(i, own_meshes[i]) for i in beside if own_meshes[i] is not None]
     request = f"stage {s} of a pipeline"
-    if not known:
+    if not with_mesh:
         reason = "neither it nor another stage of its mesh has arrays, so its mesh is unknown"
         fix = "make it a part of the stage before or after it"
         faults.append(because(reason, fix, request, f"stages[{s}]"))
         return None
-    first, mesh = known[0]
-    if own[s] is not None and own[s] != mesh:
+    first, mesh = with_mesh[0]
+    if own_meshes[s] is not None and own_meshes[s] != mesh:
         reason = (
             f"it is on another mesh than stages[{first}], and the schedule {schedule.name!r} runs "
             "both on one"

@@ -162,13 +162,12 @@ class Pipeline:
         self, stages: Sequence[Any], x: PyTree[Any], y: PyTree[Any], /
     ) -> tuple[jax.Array, list[Any]]:
         _refuse_tracers(stages, x, y)
-        faults: list[Fault] = []
         modules = self._modules
         if len(stages) != len(modules):
             reason = f"the pipeline was made for {len(modules)}"
             fix = "give the stages that it was made for"
-            faults.append(because(reason, fix, f"a call with {len(stages)} stages"))
-            raise PlacementError(faults)
+            raise PlacementError([because(reason, fix, f"a call with {len(stages)} stages")])
+        faults: list[Fault] = []
         arrays = [
             module.arrays_of(stage, faults) for module, stage in zip(modules, stages, strict=True)
         ]

@@ -35,7 +35,7 @@ def chain(
     """
     count = schedule.microbatches
     axes = _batch_axes(batch)
-    made: list[Stage] = []
+    stages: list[Stage] = []
     before = Boundary(batch.form.outline, (), batch.form.structs, returns=False)
     for module, following in zip(modules, [*modules[1:], None], strict=True):
         stage = Stage(module.number, module.mesh, module.form, count, before)
@@ -50,8 +50,8 @@ def chain(
         except Exception as error:  # Perhaps of a user's function.
             error.add_note(f"while stages[{stage.number}] of a pipeline was traced")
             raise
-        made.append(stage)
-    return made
+        stages.append(stage)
+    return stages
 
 
 def _batch_axes(batch: PipelineBatch) -> Any:
@@ -67,10 +67,9 @@ def _batch_axes(batch: PipelineBatch) -> Any:
 def _value(stage: Stage) -> Struct:
     shapes, _ = shape_of_result(stage)
     if len(shapes) != 1 or shapes[0].shape or not jnp.issubdtype(shapes[0].dtype, jnp.floating):
-        told = ", ".join(f"{x.dtype}{x.shape}" for x in shapes) or "no array"
-        reason = f"it returns {told}"
+        returned = ", ".join(f"{x.dtype}{x.shape}" for x in shapes) or "no array"
         fix = "return a real scalar, such as jnp.mean(...) over the rows of a microbatch"
-        raise PlacementError([because(reason, fix, "a loss")])
+        raise PlacementError([because(f"it returns {returned}", fix, "a loss")])
     (shape,) = shapes
     return Struct((), shape.dtype, sharding=NamedSharding(stage.mesh, P()))
 
@@ -96,14 +95,14 @@ class PipelinePlan:
             for stage in stages
             if stage.is_here
         }
-        return cls(stages, schedule.order(), programs, [Tie.of(x, stages) for x in tied])
+        return cls(stages, schedule.order(), programs, [Tie.of(places, stages) for places in tied])
 
     def compiled(self) -> dict[tuple[Pass, int], jax.stages.Compiled]:
         """The programs, by pass and stage, without passes that have nothing to compute."""
         return {
             (kind, s): program.compiled
-            for s, own in self.programs.items()
-            for kind, program in own.by_pass.items()
+            for s, programs in self.programs.items()
+            for kind, program in programs.by_pass.items()
             if program.compiled is not None
         }
 

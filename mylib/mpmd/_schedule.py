@@ -118,8 +118,8 @@ class Schedule:
             backward = 1.0 if self.splits_backward else 2.0
         durations = {Pass.FORWARD: forward, Pass.BACKWARD: backward, Pass.WEIGHT: weight}
         if min(durations.values()) <= 0 or send < 0:
-            given = f"{forward=}, {backward=}, {weight=}, {send=}"
-            raise ValueError(f"passes take time, and sending isn't negative: {given}")
+            arguments = f"{forward=}, {backward=}, {weight=}, {send=}"
+            raise ValueError(f"passes take time, and sending isn't negative: {arguments}")
         return simulate(
             self.rows,
             lambda action: needs(action, self.stages),

@@ -105,9 +105,9 @@ def interleaved(meshes: int, microbatches: int, chunks: int) -> Schedule:
         )
     # With several stages, one more forward pass for each mesh after this one: the transfers there
     # and back then have the time of a pass.
-    more = [0 if chunks == 1 else meshes - 1 - i + (chunks - 1) * meshes for i in range(meshes)]
+    extra = [0 if chunks == 1 else meshes - 1 - i + (chunks - 1) * meshes for i in range(meshes)]
     rows = [
-        _row(mesh, meshes, microbatches, meshes - 1 - mesh + more[mesh], chunks)
+        _row(mesh, meshes, microbatches, meshes - 1 - mesh + extra[mesh], chunks)
         for mesh in range(meshes)
     ]
     return Schedule("interleaved 1F1B", meshes * chunks, meshes, microbatches, tuple(rows))

@@ -28,8 +28,8 @@ def simulate(
                 needed = list(needs(action))
                 if not ends.keys() >= set(needed):
                     break
-                made = [ends[x] for x in needed]
-                start = max([free, *(end if other == mesh else end + send for end, other in made)])
+                inputs = [ends[x] for x in needed]
+                start = max([free, *(end if at == mesh else end + send for end, at in inputs)])
                 free = start + duration(action)
                 done[mesh].append((start, free, action))
                 ends.setdefault(action, (free, mesh))

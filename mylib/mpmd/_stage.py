@@ -71,9 +71,9 @@ class Stage:
         """Whether this process has devices of its mesh. Those of a machine that is not here are as
         good: programs can be compiled for them.
         """
-        here = jax.process_index()
+        process = jax.process_index()
         return is_described(self.mesh) or any(
-            device.process_index == here for device in self.mesh.devices.flat
+            device.process_index == process for device in self.mesh.devices.flat
         )
 
     @property
@@ -107,11 +107,11 @@ class Stage:
         """
         fun: Any = self.module.outline.fill(module)
         arrays = received if self.number else self._parts(received, microbatch)
-        made = fun(self.before.outline.fill(arrays))
+        result = fun(self.before.outline.fill(arrays))
         if self.loss is not None:
             assert self.targets is not None
-            made = self.loss(made, self.targets.outline.fill(self._parts(targets, microbatch)))
-        return outlined(made)
+            result = self.loss(result, self.targets.outline.fill(self._parts(targets, microbatch)))
+        return outlined(result)
 
     def _parts(self, arrays: Arrays, microbatch: Arrays) -> Arrays:
         """A microbatch: every n-th row, so that devices that hold a part of the rows find all of
@@ -149,12 +149,12 @@ def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
         return Made([jnp.asarray(x) for x in arrays], Rest(outline))
 
     with jax.set_mesh(stage.mesh):
-        made = jax.eval_shape(result, *stage.arguments)
-    return made.arrays, made.rest.split
+        shapes = jax.eval_shape(result, *stage.arguments)
+    return shapes.arrays, shapes.rest.split
 
 
 def boundary(
-    structs: Iterable[Struct], outline: Split, here: Mesh, there: Mesh, rows: int, axes: Any
+    structs: Sequence[Struct], outline: Split, source: Mesh, target: Mesh, rows: int, axes: Any
 ) -> Boundary:
     """How the results of a stage are placed: arrays that have the rows of the microbatch as first
     dimension are split over `axes`, as the batch is; all others are on every device.
@@ -167,6 +167,5 @@ def boundary(
         spec = P(named) if splits else P()
         return Struct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    given = list(structs)
-    sent, arrived = ([placed(x, mesh) for x in given] for mesh in (here, there))
-    return Boundary(outline, tuple(sent), tuple(arrived))
+    sent, received = (tuple(placed(x, mesh) for x in structs) for mesh in (source, target))
+    return Boundary(outline, sent, received)

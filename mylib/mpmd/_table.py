@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from .._text import more
 from ._simulation import Timed
 
 # How wide a block of columns may be, in characters; and how many blocks are printed.
@@ -31,6 +32,4 @@ def table(lines: Sequence[Sequence[Timed]], short: bool) -> str:
         )
         for start in starts[:_BLOCKS]
     ]
-    if len(starts) > _BLOCKS:
-        blocks.append(f"and {steps - _BLOCKS * per_block} more steps")
-    return "\n\n".join(blocks)
+    return "\n\n".join([*blocks, *more(steps - _BLOCKS * per_block, "step")])

@@ -9,7 +9,7 @@ import jax
 from .._compat import jit
 from .._errors import Fault, PlacementError, because
 from ._modules import Module
-from ._stage import Stage, Struct, is_floating, struct_of
+from ._stage import Stage, Struct, is_floating
 
 Where = Callable[[Sequence[Any]], Any]
 # A stage, and the number of one of its arrays.
@@ -23,13 +23,13 @@ def tied_groups(
     faults: list[Fault] = []
     groups: list[list[Place]] = []
     for n, pair in enumerate(tied):
-        one, other = (_places(where, modules) for where in pair)
+        first, second = (_places(where, modules) for where in pair)
         faults += [
             because(reason, _FIX, "one parameter in two places", f"tied[{n}]")
-            for reason in _unequal(one, other, modules)
+            for reason in _unequal(first, second, modules)
         ]
         if not faults:
-            for places in zip(one, other, strict=True):
+            for places in zip(first, second, strict=True):
                 _join(groups, places)
     if faults:
         raise PlacementError(faults)
@@ -39,20 +39,20 @@ def tied_groups(
 def _places(where: Where, modules: Sequence[Module]) -> list[Place]:
     # Objects in the arrays' places show which ones `where` takes.
     marks = [[object() for _ in module.form.structs] for module in modules]
-    places = {id(x): (s, i) for s, own in enumerate(marks) for i, x in enumerate(own)}
-    marked = [module.form.outline.fill(own) for module, own in zip(modules, marks, strict=True)]
+    places = {id(x): (s, i) for s, stubs in enumerate(marks) for i, x in enumerate(stubs)}
+    marked = [module.form.outline.fill(stubs) for module, stubs in zip(modules, marks, strict=True)]
     return [places[id(x)] for x in jax.tree.leaves(where(marked)) if id(x) in places]
 
 
 _FIX = "give two functions of the stages, whose arrays have equal shapes and dtypes"
 
 
-def _unequal(one: list[Place], other: list[Place], modules: Sequence[Module]) -> Iterator[str]:
+def _unequal(first: list[Place], second: list[Place], modules: Sequence[Module]) -> Iterator[str]:
     """Why the arrays in these places can't be one parameter."""
-    if len(one) != len(other) or not one:
-        yield f"the first function takes {len(one)} arrays, and the second {len(other)}"
+    if len(first) != len(second) or not first:
+        yield f"the first function takes {len(first)} arrays, and the second {len(second)}"
         return
-    for x, y in zip(one, other, strict=True):
+    for x, y in zip(first, second, strict=True):
         a, b = (modules[stage].form.structs[i] for stage, i in (x, y))
         if a.shape != b.shape or a.dtype != b.dtype:
             yield (
@@ -87,5 +87,5 @@ class Tie:
         add = None
         if stages[places[0][0]].is_here:
             program = jit(lambda *grads: sum(grads[1:], grads[0]), out_shardings=first.sharding)
-            add = program.lower(*[struct_of(first)] * len(places)).compile()
+            add = program.lower(*[first] * len(places)).compile()
         return cls(places, structs, add)

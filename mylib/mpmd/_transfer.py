@@ -48,14 +48,14 @@ def split(mesh: Mesh, axis_name: str, /) -> list[Mesh]:
         ```
     """
     if axis_name not in mesh.axis_names:
-        known = ", ".join(map(repr, mesh.axis_names))
-        raise ValueError(f"the mesh has no axis {axis_name!r} to split along: its axes are {known}")
+        axes = ", ".join(map(repr, mesh.axis_names))
+        raise ValueError(f"the mesh has no axis {axis_name!r} to split along: its axes are {axes}")
     get_ready(mesh.devices.flat)
     position = mesh.axis_names.index(axis_name)
     alone = len(mesh.axis_names) == 1
-    kept = [i for i in range(len(mesh.axis_names)) if alone or i != position]
-    names = tuple(mesh.axis_names[i] for i in kept)
-    types = tuple(mesh.axis_types[i] for i in kept)
+    dims = [i for i in range(len(mesh.axis_names)) if alone or i != position]
+    names = tuple(mesh.axis_names[i] for i in dims)
+    types = tuple(mesh.axis_types[i] for i in dims)
     return [
         Mesh(np.take(mesh.devices, [i] if alone else i, position), names, axis_types=types)
         for i in range(mesh.devices.shape[position])
@@ -165,8 +165,8 @@ def _one_device_each() -> NamedSharding:
 
 
 def _value(x: jax.Array) -> Any:
-    own = x if x.is_fully_addressable else x.addressable_data(0)
-    return jax.block_until_ready(own) if is_of_keys(own) else jax.device_get(own)
+    local = x if x.is_fully_addressable else x.addressable_data(0)
+    return jax.block_until_ready(local) if is_of_keys(local) else jax.device_get(local)
 
 
 def is_remote(x: Any, /) -> bool:
