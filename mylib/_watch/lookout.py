@@ -48,7 +48,7 @@ class Lookout:
         self._is_reported = False
         self._wakeup = Wakeup(signum)
         self._others = None if self.count == 1 else Others(self, number)
-        self._thread = threading.Thread(target=self._run, name="mylib-lookout", daemon=True)
+        self._thread = threading.Thread(target=self._look_often, name="mylib-lookout", daemon=True)
         self._thread.start()
 
     def stop(self, why: str) -> None:
@@ -60,7 +60,7 @@ class Lookout:
             self._others.leave(why)
         faulthandler.cancel_dump_traceback_later()
 
-    def _run(self) -> None:
+    def _look_often(self) -> None:
         looked = time.monotonic()
         while (asked := self._wakeup.wait(self._pace)) is not None:
             now = time.monotonic()
@@ -112,9 +112,9 @@ class Lookout:
 
     def account(self, full: bool) -> Account:
         """That of this process."""
-        found = threads()
-        news = news_of(self.record, found.get(self._watched))
-        record = record_of(self.record, found, self._watched) if full else {}
+        stacks = threads()
+        news = news_of(self.record, stacks.get(self._watched))
+        record = record_of(self.record, stacks, self._watched) if full else {}
         return Account(self.me, self.age, state=self._state, news=news, record=record)
 
     def own_report(self, title: str) -> str:

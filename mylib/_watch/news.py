@@ -35,11 +35,11 @@ def _starting(
     """The call that has not returned: its kind, number and text. On CPUs it may run the program.
     Before it returns nobody knows its devices; they are taken for those of the last time.
     """
-    found = thread and thread.starts()
+    start = thread and thread.starts()
     programs = [x.witness for x in calls if x.witness.tally and "programs" in x.witness.tally.name]
-    if not found:
+    if not start:
         return None
-    name, line = found
+    name, line = start
     kinds = [x.tally.name for x in programs if x.name == name and x.tally]
     kind = kinds[-1] if kinds else ""
     return kind, counts.get(kind, 0) + 1, f"{name} in {line}"
@@ -55,7 +55,7 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
     loaders = {i: x for i, x in threads.items() if for_batch and x.name == "mylib.data.prefetch"}
     shown = {"a thread of a callback": callbacks, "the loader's thread": loaders}
     stacks = {
-        name: x.lines() for name, those in shown.items() for i, x in those.items() if x is not main
+        name: x.lines() for name, group in shown.items() for x in group.values() if x is not main
     }
     return {
         "calls": [
@@ -120,9 +120,9 @@ class Bulletin:
         """The process that has ended all of them, if any; and how often all were asked for their
         records.
         """
-        found = dict(self._client.key_value_dir_get(f"{self._place}/orders/"))
-        ends = [int(who) for key, who in found.items() if key.endswith(END)]
-        return (ends[0] if ends else None), len(found) - len(ends)
+        orders = dict(self._client.key_value_dir_get(f"{self._place}/orders/"))
+        ends = [int(who) for key, who in orders.items() if key.endswith(END)]
+        return (ends[0] if ends else None), len(orders) - len(ends)
 
     def order(self, order: str) -> bool:
         """False if another process was faster."""

@@ -137,14 +137,14 @@ class Others:
         account = lookout.account(full=False)
         if lookout.age >= _SOON * self._limit and self._recorded != lookout.progress:
             self._tell_record()
-        more = {
+        standing = {
             "number": self._number,
             "age": lookout.age,
             "state": state or account.state,
             "why": self._why or "",
             "recorded": self._recorded == lookout.progress,
         }
-        self._bulletin.tell("news", account.news | more)
+        self._bulletin.tell("news", account.news | standing)
 
     def _tell_record(self) -> None:
         self._recorded = self._lookout.progress
@@ -219,9 +219,9 @@ class Others:
         """Reports what a signal has asked for, once all have told it."""
         records = self._bulletin.read("record")
         for x in accounts:
-            found = records.get(x.index, {})
-            if found.get("orders", 0) >= self._asked:
-                x.record = found
+            record = records.get(x.index, {})
+            if record.get("orders", 0) >= self._asked:
+                x.record = record
         assert self._deadline is not None
         waits_for = [x for x in accounts if self._speaks(x) or x.state == "absent"]
         if now >= self._deadline or all(x.record for x in waits_for):

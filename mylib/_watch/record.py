@@ -77,9 +77,9 @@ class Started(NamedTuple):
     number: int
     code: CodeType
     instruction: int
-    # The result that is kept, and its position; or weak references to some.
+    # A result that is held, and its position; or weak references to some.
     position: int
-    kept: Any
+    held: Any
     references: Sequence[weakref.ref[Any]]
 
     def line(self) -> str:
@@ -87,8 +87,8 @@ class Started(NamedTuple):
 
     def results(self) -> list[Any]:
         """Those that still exist."""
-        found = [ref() for ref in self.references] if self.kept is None else [self.kept]
-        return [x for x in found if x is not None and not x.is_deleted()]
+        results = [ref() for ref in self.references] if self.held is None else [self.held]
+        return [x for x in results if x is not None and not x.is_deleted()]
 
     def has_ended(self) -> bool | None:
         """None if nothing tells."""
@@ -145,17 +145,17 @@ class Record:
         while frame.f_code.co_filename.startswith(_PASSED_THROUGH) and frame.f_back is not None:
             frame = frame.f_back
         tally.count = number = tally.count + 1
-        position, kept, references = -1, None, ()
+        position, held, references = -1, None, ()
         if witness.small:
             position = witness.small[0]
-            kept = arrays[position]
+            held = arrays[position]
         else:
             references = [weakref.ref(arrays[i]) for i in witness.others]
         line = frame.f_code, frame.f_lasti
-        self._calls.append((witness, number, *line, position, kept, references))
+        self._calls.append((witness, number, *line, position, held, references))
 
     def _witness(self, kind: str, name: str, variant: Any, arrays: Sequence[Any]) -> Witness:
-        found = Witness(self._lock, name, variant)
+        witness = Witness(self._lock, name, variant)
         sizes = sorted(
             (len(devices) * bytes_on_each(x.sharding, x.shape, x.dtype), i)
             for i, x in enumerate(arrays)
@@ -165,18 +165,18 @@ class Record:
         )
         if sizes:
             sharding = arrays[sizes[0][1]].sharding
-            found.tally = self._tally(kind, owners(sharding))
-            found.devices = tuple(sorted(d.id for d in sharding.addressable_devices))
-            found.small = [i for size, i in sizes[:_ASKED] if size <= _BYTES]
-            found.others = [i for _, i in sizes[:_ASKED]]
-        return found
+            witness.tally = self._tally(kind, owners(sharding))
+            witness.devices = tuple(sorted(d.id for d in sharding.addressable_devices))
+            witness.small = [i for size, i in sizes[:_ASKED] if size <= _BYTES]
+            witness.others = [i for _, i in sizes[:_ASKED]]
+        return witness
 
     def _tally(self, kind: str, processes: tuple[int, ...]) -> Tally:
         with self._lock:
-            found = self._tallies.get((kind, processes))
-            if found is None:
-                found = self._tallies[kind, processes] = Tally(f"{kind} {text_of(processes)}")
-            return found
+            tally = self._tallies.get((kind, processes))
+            if tally is None:
+                tally = self._tallies[kind, processes] = Tally(f"{kind} {text_of(processes)}")
+            return tally
 
     @contextmanager
     def waiting(self, kind: str, what: str, processes: tuple[int, ...]) -> Iterator[None]:
@@ -207,7 +207,7 @@ class Record:
             witness = call.witness
             if call.has_ended():
                 ended[witness.devices] = witness.tally, call.number
-            elif call.kept is not None and call.kept.is_deleted():
+            elif call.held is not None and call.held.is_deleted():
                 # It was donated to a later call. Next time another one is kept.
                 witness.small = [i for i in witness.small if i != call.position]
         self._ended |= ended
@@ -221,10 +221,10 @@ def ended_of(calls: Sequence[Started]) -> list[bool | None]:
     ended: list[bool | None] = []
     last: set[tuple[int, ...]] = set()
     for call in reversed(calls):
-        one = True if call.witness.devices in last else call.has_ended()
-        if one:
+        has_ended = True if call.witness.devices in last else call.has_ended()
+        if has_ended:
             last.add(call.witness.devices)
-        ended.append(one)
+        ended.append(has_ended)
     return ended[::-1]
 
 

@@ -16,17 +16,17 @@ def report(accounts: Sequence[Account], title: str) -> str:
     """What is odd, and where each process is: first those that have done least. Processes that are
     at the same place are described together.
     """
-    found = findings(accounts)
-    lines = [f"mylib.watch: {title}{found and f': {found[0]}' or ''}"]
-    lines += [f"  {text}" for text in found[1:]]
+    oddities = findings(accounts)
+    lines = [f"mylib.watch: {title}{oddities and f': {oddities[0]}' or ''}"]
+    lines += [f"  {text}" for text in oddities[1:]]
     groups: dict[tuple[str, ...], list[Account]] = {}
     for x in sorted(accounts, key=lambda x: sum(x.counts.values())):
         groups.setdefault(tuple(_described(x)), []).append(x)
-    for text, those in list(groups.items())[:_GROUPS]:
-        who = [x.index for x in those]
+    for text, group in list(groups.items())[:_GROUPS]:
+        who = [x.index for x in group]
         head, *rest = (_agreeing(line, who) for line in text)
         lines += [f"{named(who).capitalize()} {head}", *(f"  {line}" for line in rest)]
-    left = [x for those in list(groups.values())[_GROUPS:] for x in those]
+    left = [x for group in list(groups.values())[_GROUPS:] for x in group]
     return "\n".join([*lines, *more(len(left), "process")])
 
 
@@ -72,8 +72,8 @@ def _calls(record: dict[str, Any]) -> Iterator[str]:
             yield f"has started call {n}, {text}: whether it has ended is unknown"
         else:
             where = f" on {'device' if len(devices) == 1 else 'devices'} {in_short(devices)}"
-            told = f". It communicates {about}" if about else ""
-            yield f"has not ended call {n}, {text}{where if devices else ''}{told}"
+            communicated = f". It communicates {about}" if about else ""
+            yield f"has not ended call {n}, {text}{where if devices else ''}{communicated}"
     if len(running) > _CALLS:
         yield f"and {counted(len(running) - _CALLS, 'later call')}"
 

@@ -36,15 +36,15 @@ class Thread(NamedTuple):
 
     def where(self) -> str:
         """The innermost line of the user's own."""
-        return _line(self._own() or self.frames[0])
+        return _line(self._innermost_of_user() or self.frames[0])
 
-    def _own(self) -> FrameType | None:
-        return next((x for x in self.frames if _is_own(x)), None)
+    def _innermost_of_user(self) -> FrameType | None:
+        return next((x for x in self.frames if _is_of_user(x)), None)
 
     def is_in_jax(self) -> bool:
         """Whether the user's innermost line has called JAX, which may wait for devices there."""
-        own = self._own()
-        inside = self.frames[: self.frames.index(own)] if own else self.frames
+        of_user = self._innermost_of_user()
+        inside = self.frames[: self.frames.index(of_user)] if of_user else self.frames
         return any(x.f_code.co_filename.startswith(_JAX) for x in inside)
 
     def starts(self) -> tuple[str, str] | None:
@@ -54,7 +54,7 @@ class Thread(NamedTuple):
             code = frame.f_code
             if code.co_qualname == "Program.call" and code.co_filename.startswith(_OURS):
                 name = frame.f_locals["self"].name
-            elif name and _is_own(frame):
+            elif name and _is_of_user(frame):
                 return name, f"{Path(code.co_filename).name}:{frame.f_lineno}"
         return None
 
@@ -76,22 +76,22 @@ class Thread(NamedTuple):
         shown = [
             x
             for x, inner in zip(self.frames, [None, *self.frames], strict=False)
-            if (_is_own(x) or inner is None or _is_own(inner))
+            if (_is_of_user(x) or inner is None or _is_of_user(inner))
             and not x.f_code.co_filename.startswith(_FROZEN)
         ]
         # What has started Python's program or thread.
-        while len(shown) > 1 and not _is_own(shown[-1]):
+        while len(shown) > 1 and not _is_of_user(shown[-1]):
             shown.pop()
         return [_line(x) for x in shown[:_SHOWN]][::-1]
 
 
 def threads() -> dict[int, Thread]:
     """The threads that run Python, but those that only send messages, and this one."""
-    known = {thread.ident: thread.name for thread in threading.enumerate()}
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        ident: Thread(known.get(ident, ""), list(_frames(frame)))
+        ident: Thread(names.get(ident, ""), list(_frames(frame)))
         for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
-        if ident != threading.get_ident() and not known.get(ident, "").startswith(_HELPERS)
+        if ident != threading.get_ident() and not names.get(ident, "").startswith(_HELPERS)
     }
 
 
@@ -101,13 +101,13 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_own(frame: FrameType) -> bool:
+def _is_of_user(frame: FrameType) -> bool:
     return not frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _line(frame: FrameType) -> str:
     code = frame.f_code
-    file = Path(code.co_filename).name if _is_own(frame) else _short(code.co_filename)
+    file = Path(code.co_filename).name if _is_of_user(frame) else _short(code.co_filename)
     return f"{file}:{frame.f_lineno} in {code.co_name}"
 
 

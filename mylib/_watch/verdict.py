@@ -44,11 +44,11 @@ def is_stuck(accounts: Sequence[Account], limit: float) -> bool:
 
     It may wait for each process that has not made more calls than itself.
     """
-    here = [x for x in accounts if x.state not in GONE]
-    kinds = {kind for x in here for kind in x.counts}
-    late = {_place(x, kinds) for x in here if x.age >= limit}
-    moving = {_place(x, kinds) for x in here if x.age < limit}
-    return any(all(_is_ahead(one, x) for one in moving) for x in late)
+    watched = [x for x in accounts if x.state not in GONE]
+    kinds = {kind for x in watched for kind in x.counts}
+    late = {_place(x, kinds) for x in watched if x.age >= limit}
+    moving = {_place(x, kinds) for x in watched if x.age < limit}
+    return any(all(_is_ahead(place, x) for place in moving) for x in late)
 
 
 # The numbers of a process's calls of each kind that it takes part in.
@@ -60,9 +60,9 @@ def _place(account: Account, kinds: Iterable[str]) -> _Place:
     return frozenset((kind, account.counts.get(kind, 0)) for kind in mine)
 
 
-def _is_ahead(one: _Place, other: _Place) -> bool:
+def _is_ahead(place: _Place, other: _Place) -> bool:
     theirs = dict(other)
-    pairs = [(n, theirs[kind]) for kind, n in one if kind in theirs]
+    pairs = [(n, theirs[kind]) for kind, n in place if kind in theirs]
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 
 
@@ -74,17 +74,17 @@ def _group(kind: str) -> frozenset[int]:
 
 def findings(accounts: Sequence[Account]) -> list[str]:
     """What is odd about some of the processes, the most telling first."""
-    here = [x for x in accounts if x.state not in GONE]
-    come = [x for x in accounts if x.state != "absent"]
-    found = [
+    watched = [x for x in accounts if x.state not in GONE]
+    present = [x for x in accounts if x.state != "absent"]
+    oddities = [
         *_absent(accounts),
-        *_silent(here),
-        *_differences(come),
+        *_silent(watched),
+        *_differences(present),
         *_gone(accounts),
-        *_behind([x for x in come if not x.silent]),
-        *_in_functions(here),
+        *_behind([x for x in present if not x.silent]),
+        *_in_functions(watched),
     ]
-    return found or [*_places(here)]
+    return oddities or [*_places(watched)]
 
 
 def _absent(accounts: Sequence[Account]) -> Iterator[str]:
@@ -98,8 +98,8 @@ def _gone(accounts: Sequence[Account]) -> Iterator[str]:
         yield f"{named(who)} {verb('has', who)} left this mylib.watch{why and f' by {why}'}"
 
 
-def _silent(here: Sequence[Account]) -> Iterator[str]:
-    silent = [x for x in here if x.silent]
+def _silent(accounts: Sequence[Account]) -> Iterator[str]:
+    silent = [x for x in accounts if x.silent]
     if silent:
         seconds = min(x.silent for x in silent)
         who = [x.index for x in silent]
@@ -109,27 +109,27 @@ def _silent(here: Sequence[Account]) -> Iterator[str]:
         )
 
 
-def _differences(here: Sequence[Account]) -> Iterator[str]:
+def _differences(accounts: Sequence[Account]) -> Iterator[str]:
     """The first call of each kind that is another one in some processes."""
-    known = [(x, x.calls) for x in here if x.record]
-    kinds = sorted({kind for _, calls in known for kind, _ in calls})
+    recorded = [(x, x.calls) for x in accounts if x.record]
+    kinds = sorted({kind for _, calls in recorded for kind, _ in calls})
     for kind in kinds:
-        numbers = sorted({n for _, calls in known for k, n in calls if k == kind})
+        numbers = sorted({n for _, calls in recorded for k, n in calls if k == kind})
         for n in numbers:
-            made = _by(here, lambda x, n=n, kind=kind: x.calls.get((kind, n)))
-            if len(made) > 1:
-                texts = ", but ".join(f"{text} in {named(who)}" for text, who in made[:3])
+            by_text = _by(accounts, lambda x, n=n, kind=kind: x.calls.get((kind, n)))
+            if len(by_text) > 1:
+                texts = ", but ".join(f"{text} in {named(who)}" for text, who in by_text[:3])
                 yield f"call {n} of {named(sorted(_group(kind)))} is {texts}"
                 break
 
 
-def _behind(here: Sequence[Account]) -> Iterator[str]:
-    kinds = {kind for x in here for kind in x.counts}
+def _behind(accounts: Sequence[Account]) -> Iterator[str]:
+    kinds = {kind for x in accounts for kind in x.counts}
     for kind in sorted(kinds, key=lambda kind: [*_NAMES].index(kind.partition(" ")[0])):
-        some = [x for x in here if x.index in _group(kind)]
-        most = max(x.counts.get(kind, 0) for x in some)
-        first = [x for x in some if x.counts.get(kind, 0) == most]
-        for count, who in _by(some, lambda x, kind=kind: x.counts.get(kind, 0)):
+        group = [x for x in accounts if x.index in _group(kind)]
+        most = max(x.counts.get(kind, 0) for x in group)
+        first = [x for x in group if x.counts.get(kind, 0) == most]
+        for count, who in _by(group, lambda x, kind=kind: x.counts.get(kind, 0)):
             if count < most:
                 have = verb("has", who)
                 texts = {x.calls.get((kind, count + 1)) for x in first} - {None}
@@ -139,7 +139,7 @@ def _behind(here: Sequence[Account]) -> Iterator[str]:
                     what = f", and {have} not come to compare ({waits[0]})" if waits else ""
                 calls = counted(most - count, _NAMES[kind.partition(" ")[0]])
                 others = named([x.index for x in first])
-                places = {_place_of(x) for x in some if x.index in who}
+                places = {_place_of(x) for x in group if x.index in who}
                 they = "it is" if len(who) == 1 else "they are"
                 at = f": {they} {places.pop()}" if len(places) == 1 else ""
                 yield f"{named(who)} {verb('is', who)} {calls} behind {others}{what}{at}"
@@ -154,20 +154,20 @@ _NAMES = {
 }
 
 
-def _in_functions(here: Sequence[Account]) -> Iterator[str]:
-    for where, who in _by(here, lambda x: x.record.get("callback") or None):
+def _in_functions(accounts: Sequence[Account]) -> Iterator[str]:
+    for where, who in _by(accounts, lambda x: x.record.get("callback") or None):
         yield f"a callback of {named(who)} has not returned: it is at {where}"
-    for where, who in _by(here, lambda x: x.record.get("loader") or None):
+    for where, who in _by(accounts, lambda x: x.record.get("loader") or None):
         yield f"the loader of {named(who)} has not made its next batch: it is at {where}"
 
 
-def _places(here: Sequence[Account]) -> Iterator[str]:
+def _places(accounts: Sequence[Account]) -> Iterator[str]:
     """Where they are, those first that do not wait for what mylib knows of."""
 
     def waits(x: Account) -> bool:
         return bool(x.record and (x.record["starting"] or x.record["in_jax"] or x.record["waits"]))
 
-    for where, who in _by(sorted(here, key=waits), _place_of)[:_PLACES]:
+    for where, who in _by(sorted(accounts, key=waits), _place_of)[:_PLACES]:
         yield f"{named(who)} {verb('is', who)} {where}"
 
 
@@ -178,12 +178,12 @@ def _place_of(x: Account) -> str:
 
 def _by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:
     """The processes by something, for those that have it."""
-    found: dict[Any, list[int]] = {}
+    by_value: dict[Any, list[int]] = {}
     for x in accounts:
         value = key(x)
         if value is not None:
-            found.setdefault(value, []).append(x.index)
-    return list(found.items())
+            by_value.setdefault(value, []).append(x.index)
+    return list(by_value.items())
 
 
 def verb(one: str, who: Sequence[Any]) -> str:

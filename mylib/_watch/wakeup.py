@@ -22,12 +22,12 @@ class Wakeup:
         """Whether the signal has come, within this time; None at the end."""
         self._reads.settimeout(seconds)
         try:
-            found = self._reads.recv(64)
+            signals = self._reads.recv(64)
         except TimeoutError:
             return False
         if self._is_closed:
             return None
-        return self._signum is not None and self._signum in found
+        return self._signum is not None and self._signum in signals
 
     def close(self) -> None:
         if self._signum is not None:
