@@ -38,12 +38,12 @@ def agree(
     """Raises the same error in all processes of the arrays' targets, if one of them has found a
     fault, or if they disagree. If `check` is True, they also compare if nothing must be moved.
     """
-    wanted = {
+    compared = {
         i: fill_free(target, None, len(leaves.arrays[i].shape))
         for i in moving
         if (target := targets[i]) is not None and _comes_from_each(leaves, i, target)
     }
-    groups = {i: owners(sharding_of(target)) for i, target in wanted.items()}
+    groups = {i: owners(sharding_of(target)) for i, target in compared.items()}
     reached = [
         owners(sharding_of(target))
         for kind, target in zip(leaves.kinds, targets, strict=True)
@@ -53,7 +53,7 @@ def agree(
     if len(everybody) > 1 and jax.process_index() in everybody:
         meet = meeting("placement", everybody)
         with on_the_way("placement", everybody):
-            facts = _facts(leaves, wanted, groups)
+            facts = _facts(leaves, compared, groups)
             outline = {"the outline": digest(texts_of(leaves))}
             brief = {**facts, everybody: {**facts.get(everybody, {}), **outline}}
         difference = compare(meet, faults, brief)

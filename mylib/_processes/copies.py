@@ -9,7 +9,7 @@ import jax
 from .._errors import Fault
 from .._text import in_short
 from .differences import Facts, Versions, names_in, texts_of, unexamined
-from .groups import members, named, text_of
+from .groups import named, text_of
 from .series import Processes
 
 FIX = "make it from the same numbers in every process, or place the values of one of them again"
@@ -20,7 +20,7 @@ Held = dict[str, list[int]]
 
 
 @dataclass
-class Found:
+class Copies:
     """One process's data about an array: its shards that have copies, by number."""
 
     what: str
@@ -37,7 +37,7 @@ class Found:
         return [number for number, held in self.held.items() if len(held) > 1]
 
 
-def facts_of(found: Mapping[str, Found], everybody: Processes) -> Facts:
+def facts_of(copies: Mapping[str, Copies], everybody: Processes) -> Facts:
     """The facts that processes must agree on: their arrays, and the copies of each shard."""
     facts: dict[Processes, dict[str, str]] = {}
 
@@ -45,7 +45,7 @@ def facts_of(found: Mapping[str, Found], everybody: Processes) -> Facts:
         values = facts.setdefault(group, {})
         values[name] = f"{values.get(name, '')} {text}"
 
-    for name, x in found.items():
+    for name, x in copies.items():
         add(x.owners, name, x.what)
         for number, held in x.held.items():
             add(x.holders[number], name, f"{number}: {', '.join(held)}")
@@ -56,10 +56,10 @@ def facts_of(found: Mapping[str, Found], everybody: Processes) -> Facts:
     return {group: values for group, values in facts.items() if len(group) > 1}
 
 
-def details(found: Mapping[str, Found], everybody: Processes, group: Processes) -> dict[str, Any]:
+def details(copies: Mapping[str, Copies], everybody: Processes, group: Processes) -> dict[str, Any]:
     """The arrays, and the copies of shards that are held by the group."""
     arrays: dict[str, Any] = {}
-    for name, x in found.items():
+    for name, x in copies.items():
         numbers = [n for n, holders in x.holders.items() if holders == group]
         numbers += x.odd if group == everybody else []
         held = {number: x.held[number] for number in numbers}
@@ -69,18 +69,18 @@ def details(found: Mapping[str, Found], everybody: Processes, group: Processes) 
 
 def faults_in(fix: str, versions: Versions) -> Iterator[Fault]:
     """The faults in the details of all."""
-    for name in dict.fromkeys(name for them in versions.values() for name in names_in(them)):
+    for name in dict.fromkeys(name for answers in versions.values() for name in names_in(answers)):
         yield from list(_different_arrays(name, versions)) or _different_copies(fix, name, versions)
 
 
 def _different_arrays(name: str, versions: Versions) -> Iterator[Fault]:
     # Different groups of processes may have different arrays of that name.
-    for group, them in versions.items():
-        own = [x[name] for x in them.values() if name in x and tuple(members(x[name][3])) == group]
-        values = {who: x.get(name, ["no array of that name"])[0] for who, x in them.items()}
-        if own and (texts := texts_of(group, values)):
+    for group, answers in versions.items():
+        arrays = [x[name] for x in answers.values() if name in x and x[name][3] == text_of(group)]
+        values = {who: x.get(name, ["no array of that name"])[0] for who, x in answers.items()}
+        if arrays and (texts := texts_of(group, values)):
             reason = f"it is not the same array in all processes: {texts}"
-            _, shape, request, *_ = own[0]
+            _, shape, request, *_ = arrays[0]
             yield Fault(name, tuple(shape), request, reason, _FIX_TREE)
 
 
@@ -89,11 +89,11 @@ def _different_copies(fix: str, name: str, versions: Versions) -> Iterator[Fault
     values: dict[str, dict[str, dict[str, None]]] = {}
     more: dict[str, list[str]] = {}
     array: list[Any] = []
-    for group, them in versions.items():
-        for processes, facts in them.items():
+    for group, answers in versions.items():
+        for processes, facts in answers.items():
             array = array or facts.get(name, [])
             for number, held in facts[name][-1].items() if name in facts else ():
-                more[number] = more.get(number) or unexamined(group, them)
+                more[number] = more.get(number) or unexamined(group, answers)
                 for value, ids in held.items():
                     holders = _holders(ids, processes)
                     values.setdefault(number, {}).setdefault(value, {})[holders] = None
@@ -103,8 +103,8 @@ def _different_copies(fix: str, name: str, versions: Versions) -> Iterator[Fault
         first = values[number]
         texts = "; ".join([*(" and ".join(holders) for holders in first.values()), *more[number]])
         differ = "differs" if len(others) == 1 else "differ"
-        rest = f" (and {len(others)} more of its shards {differ})" if others else ""
-        reason = f"there are {len(first)} values of it: {texts}{rest}"
+        more_shards = f" (and {len(others)} more of its shards {differ})" if others else ""
+        reason = f"there are {len(first)} values of it: {texts}{more_shards}"
         _, shape, request, *_ = array
         yield Fault(name, tuple(shape), request, reason, fix)
 

@@ -77,8 +77,8 @@ def compare(meet: Meet, faults: Sequence[Fault], facts: Facts) -> Difference | N
     def judge(messages: dict[int, str]) -> str:
         return json.dumps(difference_of({i: json.loads(text) for i, text in messages.items()}))
 
-    found = json.loads(meet(json.dumps(in_brief(faults, facts)), judge))
-    return None if found is None else Difference(*found)
+    decision = json.loads(meet(json.dumps(in_brief(faults, facts)), judge))
+    return None if decision is None else Difference(*decision)
 
 
 def in_brief(faults: Sequence[Fault], facts: Facts) -> dict[str, Any]:
@@ -114,9 +114,9 @@ def difference_of(brief: Mapping[int, Mapping[str, Any]]) -> Difference | None:
 def disagreements(fix: str, versions: Versions) -> Iterable[Fault]:
     """A fault for each fact that differs."""
     faults: dict[Fault, None] = {}
-    for group, them in versions.items():
-        for name in names_in(them):
-            values = {who: x.get(name, "nothing of that name") for who, x in them.items()}
+    for group, answers in versions.items():
+        for name in names_in(answers):
+            values = {who: x.get(name, "nothing of that name") for who, x in answers.items()}
             if texts := texts_of(group, values):
                 faults[Fault(name, None, _SAME, f"it differs between them: {texts}", fix)] = None
     return faults
@@ -142,10 +142,10 @@ def faults_in_full(
 
 def message(me: int, difference: Difference, faults: Sequence[Fault], facts: Facts) -> str:
     """What process `me` sends to the second meeting; most send nothing."""
-    known = {text_of(group): values for group, values in facts.items()}
-    known[_FAULTS] = {"": list(map(asdict, faults))}
+    by_group = {text_of(group): values for group, values in facts.items()}
+    by_group[_FAULTS] = {"": list(map(asdict, faults))}
     mine = {
-        group: known.get(group, {})
+        group: by_group.get(group, {})
         for group, versions in difference.versions.items()
         if any(members(alike)[0] == me for alike in versions)
     }
@@ -160,8 +160,8 @@ def judge(difference: Difference, fix: str, examine: Examine, messages: Mapping[
         for group, alike in difference.versions.items()
     }
     if _FAULTS in versions:
-        return _packed(_found(versions[_FAULTS], len(messages)))
-    faults = examine(fix, {tuple(members(group)): them for group, them in versions.items()})
+        return _packed(_with_their_finders(versions[_FAULTS], len(messages)))
+    faults = examine(fix, {tuple(members(group)): answers for group, answers in versions.items()})
     return _packed([asdict(fault) for fault in _shortened(list(faults), difference.more_groups)])
 
 
@@ -179,23 +179,23 @@ def _alike(values: Mapping[int, Any]) -> list[str]:
     return [text_of(tuple(indices)) for indices in list(by_value.values())[:_VERSIONS]]
 
 
-def _found(
+def _with_their_finders(
     versions: Mapping[Processes, Mapping[str, list[Any]]], count: int
 ) -> list[dict[str, Any]]:
     """The faults that processes have found, and which of the `count` processes did."""
-    found_by: dict[str, list[int]] = {}
+    finders: dict[str, list[int]] = {}
     for processes, faults in versions.items():
         for fault in dict.fromkeys(map(json.dumps, faults[""])):
-            found_by.setdefault(fault, []).extend(processes)
-    found = [json.loads(fault) for fault in found_by]
-    for fault, by in zip(found, found_by.values(), strict=True):
+            finders.setdefault(fault, []).extend(processes)
+    merged = [json.loads(fault) for fault in finders]
+    for fault, by in zip(merged, finders.values(), strict=True):
         if len(by) < count:
             fault["request"] += f" (in {named(sorted(by))})"
-    if more := count - sum(map(len, versions)):
-        who = "process has" if more == 1 else "processes have"
-        reason = f"{more} more {who} found others, which are not listed"
-        found.append(asdict(because(reason, "fix those that are listed first", _SAME)))
-    return found
+    if left := count - sum(map(len, versions)):
+        have = "has" if left == 1 else "have"
+        reason = f"{counted(left, 'more process')} {have} found others, which are not listed"
+        merged.append(asdict(because(reason, "fix those that are listed first", _SAME)))
+    return merged
 
 
 def names_in(versions: Mapping[Processes, Mapping[str, Any]]) -> Iterable[str]:
@@ -213,14 +213,14 @@ def texts_of(group: Processes, values: Mapping[Processes, str]) -> str:
 
 def unexamined(group: Processes, examined: Iterable[Processes]) -> list[str]:
     """How many of the group's processes have other versions, which are not examined, as text."""
-    count = len(group) - sum(map(len, examined))
-    who = "process differs" if count == 1 else "processes differ"
-    return [f"{count} more {who} from all of these"] if count else []
+    left = len(group) - sum(map(len, examined))
+    differ = "differs" if left == 1 else "differ"
+    return [f"{counted(left, 'more process')} {differ} from all of these"] if left else []
 
 
 def _shortened(faults: list[Fault], more_groups: int) -> list[Fault]:
-    rest = f"it differs between processes; only the first {_DESCRIBED} such faults are described"
-    faults[_DESCRIBED:] = [replace(fault, reason=rest) for fault in faults[_DESCRIBED:]]
+    brief = f"it differs between processes; only the first {_DESCRIBED} such faults are described"
+    faults[_DESCRIBED:] = [replace(fault, reason=brief) for fault in faults[_DESCRIBED:]]
     if more_groups:
         reason = f"values differ within {counted(more_groups, 'more group')} of processes"
         faults.append(because(reason, "fix those that are listed first", _SAME))

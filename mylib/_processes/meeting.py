@@ -214,10 +214,10 @@ def _judge_in_order(judge: Judge, messages: dict[int, str]) -> str:
     parts = {index: messages[index].partition("\n") for index in sorted(messages)}
     calls = {index: json.loads(call) for index, (call, _, _) in parts.items()}
     (first, (purpose, line, *before)), *others = calls.items()
-    for index, (other, there, *before_it) in others:
+    for index, (other_purpose, other_line, *before_it) in others:
         who = f"processes {first} and {index} make other calls"
-        if other != purpose:
-            return f"!{who}: {purpose} in {line} and {other} in {there}. {IN_ORDER}"
+        if other_purpose != purpose:
+            return f"!{who}: {purpose} in {line} and {other_purpose} in {other_line}. {IN_ORDER}"
         if before_it != before:
             return f"?{who}, before {purpose} in {line}. {IN_ORDER}"
     return "=" + judge({index: text for index, (_, _, text) in parts.items()})

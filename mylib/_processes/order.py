@@ -11,7 +11,7 @@ from .series import OneThread, Processes, patience
 IN_ORDER = "All processes must make the same calls in the same order"
 
 # As many calls are remembered until the other processes are known to have made the same.
-_KEPT = 1000
+_REMEMBERED = 1000
 # After as many seconds a process has told others what it has found.
 _TOLD = 1.5
 
@@ -85,7 +85,7 @@ class Lane:
         with self._lock:
             self.count, self.digest = self.count + 1, digest([self.digest, text])[:16]
             self._calls[self.count] = call = Turn(self, self.count, self.digest, text)
-            self._calls.pop(self.count - _KEPT, None)
+            self._calls.pop(self.count - _REMEMBERED, None)
             return call
 
     def give(self, call: Turn, arrays: tuple[Any, ...]) -> None:
@@ -109,15 +109,16 @@ class Lane:
         """
         with self._lock:
             takes = list(self._takes.values())
-            for one in self._gives.values():
-                one.arrays = () if one.is_ready() else one.arrays
-        for one in takes:
-            if all(_has_come(x, one.call.number <= self._told["ready"]) for x in one.arrays):
-                error = _error_of(one.arrays)
+            for move in self._gives.values():
+                move.arrays = () if move.is_ready() else move.arrays
+        for move in takes:
+            if all(_has_come(x, move.call.number <= self._told["ready"]) for x in move.arrays):
+                error = _error_of(move.arrays)
                 with self._lock:
-                    self._takes.pop(one.call.number, None)
+                    self._takes.pop(move.call.number, None)
                     if error is not None and self._broken is None:
-                        text = f"{one.call.text}: process {min(self.neighbours)} broke off: {error}"
+                        peer = min(self.neighbours)
+                        text = f"{move.call.text}: process {peer} broke off: {error}"
                         self._broken = time.monotonic(), text
         if self._broken is None or time.monotonic() - self._broken[0] <= _TOLD:
             return None
@@ -126,8 +127,8 @@ class Lane:
 
     def is_settled(self) -> bool:
         with self._lock:
-            known = {*self._equal.values(), *self._equal_there.values()}
-            return known == {self.count} and not (self._gives or self._takes or self._broken)
+            equal_calls = {*self._equal.values(), *self._equal_there.values()}
+            return equal_calls == {self.count} and not (self._gives or self._takes or self._broken)
 
     def done(self, since: float = 0.0) -> int:
         """How many calls this process has made, up to the first that gives what is not ready. Only
@@ -135,13 +136,13 @@ class Lane:
         """
         with self._lock:
             gives = self._gives.items()
-            late = [n for n, one in gives if one.since > since and not one.is_ready()]
+            late = [n for n, move in gives if move.since > since and not move.is_ready()]
             return min(late, default=self.count + 1) - 1
 
     def oldest(self) -> Pending | None:
         """What this process has waited for longest."""
         with self._lock:
-            return min(self._takes.values(), key=lambda one: one.since, default=None)
+            return min(self._takes.values(), key=lambda move: move.since, default=None)
 
     def account(self, neighbour: int) -> dict[str, Any]:
         """What a neighbour has to know of the calls here."""
@@ -166,8 +167,8 @@ class Lane:
 
     def _differing(self, neighbour: int, theirs: dict[str, Any]) -> str | None:
         self._equal_there[neighbour] = theirs["equal"]
-        common = [(n, told) for n, told in theirs["digests"] if n in self._calls]
-        differs = next((n for n, told in common if self._calls[n].digest != told), None)
+        common = [(n, sent) for n, sent in theirs["digests"] if n in self._calls]
+        differs = next((n for n, sent in common if self._calls[n].digest != sent), None)
         if differs is None:
             self._equal[neighbour] = common[-1][0] if common else self._equal[neighbour]
             equal = min(*self._equal.values(), *self._equal_there.values())
@@ -177,27 +178,27 @@ class Lane:
         self._differs[neighbour] = differs, self._calls[differs].text
         if theirs["differs"] is None or theirs["differs"][0] != differs:
             return None
-        made = {self.me: self._calls[differs].text, neighbour: theirs["differs"][1]}
-        (one, text), (other, instead) = sorted(made.items())
+        texts = {self.me: self._calls[differs].text, neighbour: theirs["differs"][1]}
+        (first, text), (second, instead) = sorted(texts.items())
         return (
-            f"call {differs} of {named(self.processes)} is {text} in process {one}, but {instead} "
-            f"in process {other}. {IN_ORDER}"
+            f"call {differs} of {named(self.processes)} is {text} in process {first}, but "
+            f"{instead} in process {second}. {IN_ORDER}"
         )
 
     def _late(self, peer: int) -> str | None:
         limit, now = patience(), time.monotonic()
-        takes = [(one, "waits for", "has not sent it") for one in self._takes.values()]
-        gives = [(one, "sends", "has not asked for it") for one in self._gives.values()]
-        for one, *_ in takes:
-            if one.call.number <= self._told["ready"]:
-                one.sent = one.sent or now
-        for one, does, lacks in takes + gives:
-            is_late = one.call.number > self._told["count"] and now - one.since > limit
-            if one.sent is not None:
-                is_late, lacks = now - one.sent > limit, "sent it, but it has not arrived"
+        takes = [(move, "waits for", "has not sent it") for move in self._takes.values()]
+        gives = [(move, "sends", "has not asked for it") for move in self._gives.values()]
+        for move, *_ in takes:
+            if move.call.number <= self._told["ready"]:
+                move.sent = move.sent or now
+        for move, does, lacks in takes + gives:
+            is_late = move.call.number > self._told["count"] and now - move.since > limit
+            if move.sent is not None:
+                is_late, lacks = now - move.sent > limit, "sent it, but it has not arrived"
             if is_late:
                 return (
-                    f"process {self.me} {does} {one.call.text}, but process {peer} {lacks} within "
+                    f"process {self.me} {does} {move.call.text}, but process {peer} {lacks} within "
                     f"{limit:g} s. All processes must make the same transfers. If one is slow, set "
                     "MYLIB_EXCHANGE_TIMEOUT to more seconds"
                 )

@@ -17,7 +17,7 @@ from .._errors import Fault, ReplicaError
 from .._placement import memory_space, regions_of, without_partial_sums
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 from .agreement import described, owners
-from .copies import FIX, Found, Held, details, facts_of, faults_in
+from .copies import FIX, Copies, Held, details, facts_of, faults_in
 from .differences import compare, faults_in_full
 from .groups import members
 from .meeting import meeting, processes_of
@@ -62,37 +62,37 @@ def check_replicas(tree: PyTree[Any], /) -> None:
         mylib.check_replicas(mylib.filter_shard(model, P(), mesh=mesh))
         ```
     """
-    found = _found(split(tree))
-    groups = [x.owners for x in found.values() if len(x.owners) > 1]
+    copies = _copies_by_name(split(tree))
+    groups = [x.owners for x in copies.values() if len(x.owners) > 1]
     everybody = tuple(sorted({index for group in groups for index in group}))
-    faults = _faults_between(found, everybody) if everybody else _faults_here(found)
+    faults = _faults_between(copies, everybody) if everybody else _faults_here(copies)
     if faults:
         raise ReplicaError(faults)
 
 
-def _faults_between(found: Mapping[str, Found], everybody: Processes) -> list[Fault]:
+def _faults_between(copies: Mapping[str, Copies], everybody: Processes) -> list[Fault]:
     meet = meeting("check_replicas", everybody)
-    difference = compare(meet, [], facts_of(found, everybody))
+    difference = compare(meet, [], facts_of(copies, everybody))
     if difference is None:
         return []
     groups = [tuple(members(group)) for group in difference.versions]
-    facts = {group: details(found, everybody, group) for group in groups}
+    facts = {group: details(copies, everybody, group) for group in groups}
     return faults_in_full(meet, difference, [], facts, FIX, faults_in)
 
 
-def _faults_here(found: Mapping[str, Found]) -> list[Fault]:
-    odd = {name: x for name, x in found.items() if x.odd}
+def _faults_here(copies: Mapping[str, Copies]) -> list[Fault]:
+    odd = {name: x for name, x in copies.items() if x.odd}
     me = (jax.process_index(),)
     return list(faults_in(FIX, {me: {me: details(odd, me, me)}}))
 
 
-def _found(leaves: Leaves) -> dict[str, Found]:
+def _copies_by_name(leaves: Leaves) -> dict[str, Copies]:
     """The arrays that have shards in this process, by name."""
     arrays = dict(_arrays(leaves))
     copies = {name: _copies(x.sharding, tuple(x.shape)) for name, x in arrays.items()}
     # All transfers start before the first one is read.
     to_read = {name: _to_read(x) for name, x in arrays.items() if copies[name][0]}
-    found: dict[str, Found] = {}
+    by_name: dict[str, Copies] = {}
     devices: dict[Sharding, list[int]] = {}
     for name, x in arrays.items():
         number_on, holders = copies[name]
@@ -103,7 +103,7 @@ def _found(leaves: Leaves) -> dict[str, Found]:
             for device, shard in zip(devices[data.sharding], data_of_shards(data), strict=True):
                 if device in number_on:
                     by_number.setdefault(number_on[device], []).append((device, shard))
-        found[name] = Found(
+        by_name[name] = Copies(
             what=f"{_dtype_name(x.dtype)}{list(x.shape)} as {described(x.sharding)}",
             shape=tuple(x.shape),
             request=_request(x.sharding),
@@ -111,7 +111,7 @@ def _found(leaves: Leaves) -> dict[str, Found]:
             held={number: _compared(data) for number, data in by_number.items()},
             holders=holders,
         )
-    return found
+    return by_name
 
 
 def _arrays(leaves: Leaves) -> Iterator[tuple[str, jax.Array]]:
@@ -147,9 +147,9 @@ def _copies(
     number_on: dict[int, int] = {}
     holders: dict[int, Processes] = {}
     for number, devices in enumerate(shards.values()):
-        own = [device.id for device in devices if device.process_index == jax.process_index()]
-        if len(devices) > 1 and own:
-            number_on |= dict.fromkeys(own, number)
+        ids = [device.id for device in devices if device.process_index == jax.process_index()]
+        if len(devices) > 1 and ids:
+            number_on |= dict.fromkeys(ids, number)
             holders[number] = processes_of(devices)
     return number_on, holders
 

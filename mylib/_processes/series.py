@@ -100,7 +100,7 @@ class Series:
         self._me = me
         self._begun = False
         # The first meeting whose keys the service may still hold.
-        self._kept = 0
+        self._first_held = 0
 
     def begin(self) -> bool:
         """False if this process has begun these meetings before: it has died, and been replaced."""
@@ -109,9 +109,9 @@ class Series:
         return self._begun
 
     def say(self, mine: str, judge: Judge) -> None:
-        client, here = connected(), self._here()
-        client.key_value_set(f"{here}/said/{self._me}", mine)
-        if client.key_value_increment(f"{here}/count", 1) == len(self.processes):
+        client, meeting = connected(), self._key()
+        client.key_value_set(f"{meeting}/said/{self._me}", mine)
+        if client.key_value_increment(f"{meeting}/count", 1) == len(self.processes):
             self.conclude(JUDGED, judge(self.messages()))
 
     def hear(self, judge: Judge, seconds: float) -> Conclusion | None:
@@ -125,32 +125,32 @@ class Series:
 
     def read(self, seconds: float) -> Conclusion | None:
         """`hear`, for a process that has sent no message."""
-        key, milliseconds = f"{self._here()}/conclusion", int(1000 * seconds)
+        key, milliseconds = f"{self._key()}/conclusion", int(1000 * seconds)
         try:
-            found = connected().blocking_key_value_get(key, milliseconds)
+            conclusion = connected().blocking_key_value_get(key, milliseconds)
         except jax.errors.JaxRuntimeError as error:
             if names.TEXT_DEADLINE not in str(error):
                 raise
             return None
-        kind, _, text = found.partition(" ")
+        kind, _, text = conclusion.partition(" ")
         return Conclusion(kind, text)
 
     def conclude(self, kind: str, text: str) -> bool:
         """Ends the meeting. Returns False if another process was faster."""
-        return set_once(connected(), f"{self._here()}/conclusion", f"{kind} {text}")
+        return set_once(connected(), f"{self._key()}/conclusion", f"{kind} {text}")
 
     def messages(self) -> dict[int, str]:
         """The messages so far, by process."""
-        return values_by_process(connected(), f"{self._here()}/said")
+        return values_by_process(connected(), f"{self._key()}/said")
 
     def go_on(self, *, judged: bool = True) -> None:
         """Moves on to the next meeting. `judged` is whether all processes attended this one."""
         turn, self.turn = self.turn, self.turn + 1
         if judged:
-            kept, self._kept = self._kept, turn
+            first, self._first_held = self._first_held, turn
             # All processes have read the conclusions of the meetings before this one.
-            for one in range(kept, turn) if self._me == self.processes[0] else ():
-                connected().key_value_delete(f"{self.place}/{one}/")
+            for meeting in range(first, turn) if self._me == self.processes[0] else ():
+                connected().key_value_delete(f"{self.place}/{meeting}/")
 
     def count(self, what: str) -> int:
         """Counts this process, and returns the count."""
@@ -162,9 +162,10 @@ class Series:
 
     def _come(self) -> int:
         """The number of processes that have come. It is less to read than their messages."""
-        return int(value_at(connected(), f"{self._here()}/count") or 0)
+        return int(value_at(connected(), f"{self._key()}/count") or 0)
 
-    def _here(self) -> str:
+    def _key(self) -> str:
+        """The folder of the current meeting."""
         return f"{self.place}/{self.turn}"
 
 

@@ -67,7 +67,7 @@ class Watch:
         self._exchanged = self._reads_next = 0.0
         self._busy = threading.Event()
         self._ended = False
-        self._thread = threading.Thread(target=self._run, name="mylib-watch", daemon=True)
+        self._thread = threading.Thread(target=self._compare, name="mylib-watch", daemon=True)
         self._thread.start()
         # Before JAX leaves the other processes: they must know what has arrived here.
         atexit.register(self._end_thread)
@@ -88,8 +88,8 @@ class Watch:
 
     def check(self, processes: Processes) -> None:
         """Raises an error if two of these processes are known to be out of step."""
-        for known, text in list(self.failures.items()):
-            if len({*known}.intersection(processes)) > 1:
+        for concerned, text in list(self.failures.items()):
+            if len({*concerned}.intersection(processes)) > 1:
                 raise TransferError(text)
 
     def tell(self) -> None:
@@ -98,7 +98,7 @@ class Watch:
 
     def fail(self, processes: Processes, text: str) -> None:
         with self._lock:
-            if any({*processes}.issubset(known) for known in self.failures):
+            if any({*processes}.issubset(concerned) for concerned in self.failures):
                 return
             self.failures[processes] = text
             broken = [x for x in self.lanes.values() if {*x.processes}.issubset(processes)]
@@ -113,7 +113,7 @@ class Watch:
         waits = any(meeting.waits for meeting in MEETINGS.values())
         return not waits and all(lane.is_settled() for lane in self.lanes.values())
 
-    def _run(self) -> None:
+    def _compare(self) -> None:
         while not self._ended:
             if self._busy.wait(_IDLE):
                 time.sleep(_LOOK)
@@ -168,8 +168,8 @@ class Watch:
         failures = list(self.failures.items())
         for peer in peers:
             wrong = {text_of(who): text for who, text in failures if peer in who}
-            told = {lane.name: lane.account(peer) for lane in lanes if peer in lane.neighbours}
-            self._tell(f"{_ACCOUNTS}/{peer}/{self.me}", {"failures": wrong, "lanes": told})
+            calls = {lane.name: lane.account(peer) for lane in lanes if peer in lane.neighbours}
+            self._tell(f"{_ACCOUNTS}/{peer}/{self.me}", {"failures": wrong, "lanes": calls})
 
     def _refuse_circle(self, lanes: list[Lane]) -> None:
         if self.failures:
@@ -195,21 +195,21 @@ class Watch:
             done[name] = waits.number if waits else meeting.turn
             if waits and waits.since < long_ago:
                 at = name, waits.number, f"{waits.what}, to compare it with process"
-        takes = [one for lane in lanes if (one := lane.oldest()) and one.since < long_ago]
+        takes = [move for lane in lanes if (move := lane.oldest()) and move.since < long_ago]
         if takes:
-            lane, number, _, text = min(takes, key=lambda one: one.since).call
+            lane, number, _, text = min(takes, key=lambda move: move.since).call
             at = lane.name, number, f"{text}, call {number}, from process"
-        since = min((one.since for one in takes), default=math.inf)
+        since = min((move.since for move in takes), default=math.inf)
         return Waiting(*at, done | {lane.name: lane.done(since) for lane in lanes}) if at else None
 
     def _read(self, place: str) -> dict[int, Any]:
-        found = values_by_process(self.client, place)
-        return {index: json.loads(text) for index, text in found.items()}
+        texts = values_by_process(self.client, place)
+        return {index: json.loads(text) for index, text in texts.items()}
 
-    def _tell(self, key: str, told: Any) -> None:
-        if told != self._told.get(key):
-            self.client.key_value_set(key, json.dumps(told), allow_overwrite=True)
-            self._told[key] = told
+    def _tell(self, key: str, content: Any) -> None:
+        if content != self._told.get(key):
+            self.client.key_value_set(key, json.dumps(content), allow_overwrite=True)
+            self._told[key] = content
 
 
 _watches: list[Watch] = []
@@ -240,8 +240,7 @@ def wait_in_step(conclusion: Future[str], meeting: Series, what: str) -> str:
     meeting.waits = Wait(since, meeting.turn + 1, what) if what else None
     try:
         while not conclusion.done():
-            is_long = bool(what) and time.monotonic() - since > _LONG
-            if is_long:
+            if what and time.monotonic() - since > _LONG:
                 watch().tell()
             if _watches:
                 watch().check(meeting.processes)
