@@ -46,13 +46,13 @@ def crosses(x: jax.Array, target: Sharding, *, always: bool = False) -> bool:
     `always` is whether an array on devices of a single process is the same one in all processes. It
     may also be another one in each of them, which places it as its own part of the target.
     """
-    here = x.sharding
-    if jax.process_count() == 1 or not x.committed or here.device_set == target.device_set:
+    current = x.sharding
+    if jax.process_count() == 1 or not x.committed or current.device_set == target.device_set:
         return False
-    source, wanted = set(owners(here)), set(owners(target))
-    if always or not source & wanted:
+    senders, receivers = set(owners(current)), set(owners(target))
+    if always or not senders & receivers:
         return True
-    return len(source) > 1 and not (here.is_fully_replicated and wanted <= source)
+    return len(senders) > 1 and not (current.is_fully_replicated and receivers <= senders)
 
 
 def is_nowhere_here(source: Sharding, target: Sharding) -> bool:
@@ -70,9 +70,11 @@ def is_handle(x: Any) -> bool:
     this process.
     """
     x = value_under(x)
+    if not isinstance(x, jax.Array) or isinstance(x, Tracer):
+        return False
     # JAX has arrays without a sharding, too: Python numbers under `grad`.
-    here = getattr(x, "sharding", None) if isinstance(x, jax.Array) else None
-    return isinstance(here, Sharding) and not isinstance(x, Tracer) and not here.addressable_devices
+    sharding = getattr(x, "sharding", None)
+    return isinstance(sharding, Sharding) and not sharding.addressable_devices
 
 
 def handles(structs: Iterable[Any]) -> list[jax.Array]:
@@ -87,9 +89,9 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
     ours = [leaf for leaf in leaves if not is_nowhere_here(leaf.x.sharding, leaf.target)]
     platforms = {next(iter(leaf.target.device_set)).platform for leaf in ours}
     links = {platform: links_for(platform) for platform in sorted(platforms)}
-    known = {platform: found for platform, found in links.items() if found is not None}
-    if len(known) == len(links):
-        moved = _assemble(leaves, _travel(leaves, known))
+    connected = {name: platform for name, platform in links.items() if platform is not None}
+    if len(connected) == len(links):
+        moved = _assemble(leaves, _travel(leaves, connected))
     else:
         moved = move_by_program(leaves)
     for leaf, y, (_, _, known_as) in zip(leaves, moved, crossings, strict=True):
@@ -144,14 +146,14 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
         arrived = {key: jax.device_put(pieces[key], target) for key, target in stay.items()}
         calls: dict[_Place, Turn] = {}
         for place, lane in lanes.items():
-            both = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
-            text = f"{described_all(leaves[i] for i in both)} in {line}"
+            concerned = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
+            text = f"{described_all(leaves[i] for i in concerned)} in {line}"
             calls[place] = watch().count(lane, text)
         for (platform, peer), keys in gives.items():
             links[platform].offer(calls[platform, peer], peer, [pieces[key] for key in keys])
         for (platform, peer), keys in takes.items():
-            wanted = [leaves[i].piece(j) for i, j in keys]
-            pulled = links[platform].ask(calls[platform, peer], peer, wanted)
+            structs = [leaves[i].piece(j) for i, j in keys]
+            pulled = links[platform].ask(calls[platform, peer], peer, structs)
             arrived.update(zip(keys, pulled, strict=True))
     return arrived
 

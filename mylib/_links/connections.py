@@ -64,14 +64,14 @@ class Links:
         limit = patience()
         key = f"{_PLACE}/{self._platform}/{peer}"
         try:
-            found = self.client.blocking_key_value_get(key, int(1000 * limit))
+            value = self.client.blocking_key_value_get(key, int(1000 * limit))
         except jax.errors.JaxRuntimeError as error:
             raise TransferError(
                 f"process {self._me} waits for arrays of process {peer}, which has begun no "
                 f"transfer within {limit:g} s. All processes must make the same transfers. If one "
                 "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
             ) from error
-        address, host = found.split(" ", 1)
+        address, host = value.split(" ", 1)
         if address.startswith((_LOOPBACK, "[::1]")) and host != socket.gethostname():
             raise TransferError(
                 f"process {peer} is on another host ({host}), and accepts connections of its own "
@@ -91,20 +91,20 @@ def open_links(address: str) -> None:
     """Sets the address at which other processes reach this one, before its first transfer."""
     if _links:
         raise RuntimeError("the address must be set before the first transfer between processes")
-    _host[:] = [_own_address(address)]
+    _host[:] = [_address_of_this_host(address)]
 
 
-def _own_address(name: str) -> str:
+def _address_of_this_host(name: str) -> str:
     """An address of this host: that, or what a name stands for. Given a name, JAX's server would
     accept connections at all addresses.
     """
     try:
-        found = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
+        candidates = socket.getaddrinfo(name.strip("[]"), None, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
-    for family, *_, place in found:
-        with socket.socket(family, socket.SOCK_STREAM) as one, suppress(OSError):
-            one.bind(place)
+        candidates = []
+    for family, *_, place in candidates:
+        with socket.socket(family, socket.SOCK_STREAM) as probe, suppress(OSError):
+            probe.bind(place)
             host = str(place[0])
             if not ip_address(host.partition("%")[0]).is_unspecified:
                 return f"[{host}]" if family == socket.AF_INET6 else host
@@ -117,11 +117,11 @@ def _own_address(name: str) -> str:
 
 def links_for(platform: str) -> Links | None:
     """The links for arrays of a platform; None if JAX can't make them there, or shall not."""
-    wanted = os.environ.get("MYLIB_TRANSPORT", "links")
-    if wanted == "program":
+    setting = os.environ.get("MYLIB_TRANSPORT", "links")
+    if setting == "program":
         return None
-    if wanted != "links":
-        raise ValueError(f"MYLIB_TRANSPORT is {wanted!r}, and can be 'links' or 'program'")
+    if setting != "links":
+        raise ValueError(f"MYLIB_TRANSPORT is {setting!r}, and can be 'links' or 'program'")
     with _starting:
         links = _links.get(platform)
         if links is None or links.client is not coordination_client():
@@ -141,8 +141,8 @@ def _break_off(processes: Processes) -> None:
 def get_ready(devices: Iterable[Any]) -> None:
     """Lets other processes find this one, so that their first transfer need not wait for it."""
     if jax.process_count() > 1:
-        here = {device.platform for device in jax.local_devices()}
-        for platform in sorted(here.intersection(device.platform for device in devices)):
+        platforms = {device.platform for device in jax.local_devices()}
+        for platform in sorted(platforms.intersection(device.platform for device in devices)):
             links_for(platform)
 
 
@@ -171,5 +171,5 @@ def transport(platform: str) -> str:
 
 def _number(call: Turn, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
-    said = f"{call.lane.name} {giver} {taker} {call.number} {call.digest}".encode()
-    return int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "big") >> 1
+    text = f"{call.lane.name} {giver} {taker} {call.number} {call.digest}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1

@@ -24,7 +24,7 @@ _FEW = 8
 _LONG = 200
 
 # Lines of a program are few: a count of each is kept.
-_made: Counter[str] = Counter()
+_calls_of: Counter[str] = Counter()
 _lock = threading.Lock()
 
 
@@ -43,12 +43,12 @@ class Shipment(NamedTuple):
 
 def leaf_of(x: jax.Array, target: Sharding, known_as: Any) -> Shipment:
     """`known_as` is the array whose origin it has: itself, unless it is the data of keys."""
-    here = x.sharding
-    places = f"{placed_as(x.shape, here)}, to {placed_as(x.shape, target)}"
+    source = x.sharding
+    places = f"{placed_as(x.shape, source)}, to {placed_as(x.shape, target)}"
     origin = origin_of(known_as)
-    made = f" ({origin})" if origin else ""
-    text = f"{x.dtype}{list(x.shape)} {places}{made}"
-    return Shipment(x, target, plan(x.shape, here, target), text)
+    maker = f" ({origin})" if origin else ""
+    text = f"{x.dtype}{list(x.shape)} {places}{maker}"
+    return Shipment(x, target, plan(x.shape, source, target), text)
 
 
 def described_all(leaves: Iterable[Shipment]) -> str:
@@ -92,8 +92,8 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 def next_call(maker: str) -> str:
     """What `maker` makes now."""
     with _lock:
-        _made[maker] += 1
-        return f"{maker}#{_made[maker]}"
+        _calls_of[maker] += 1
+        return f"{maker}#{_calls_of[maker]}"
 
 
 def set_origin(arrays: Iterable[Any], call: str) -> None:

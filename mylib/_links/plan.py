@@ -48,11 +48,11 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Division
     for bounds, devices in regions_of(shape, target).items():
         for group in _by_process(devices):
             first = len(pieces)
-            for there, givers in held.items():
-                common = _overlap(there, bounds)
+            for held_bounds, givers in held.items():
+                common = _overlap(held_bounds, bounds)
                 if common is not None:
                     giver = _nearest(givers, group, len(pieces))
-                    start = tuple(a[0] - b[0] for a, b in zip(common, there, strict=True))
+                    start = tuple(a[0] - b[0] for a, b in zip(common, held_bounds, strict=True))
                     pieces.append(Fragment(common, start, giver, group[0], _shape(common)))
             numbers = tuple(range(first, len(pieces)))
             regions.append(Region(bounds, group, numbers, _shape(bounds)))

@@ -29,19 +29,19 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
     """Returns handles in processes without devices of the target."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for i, leaf in enumerate(leaves):
-        both = leaf.x.sharding.device_set | leaf.target.device_set
-        groups.setdefault(tuple(sorted(both, key=lambda d: d.id)), []).append(i)
+        devices_of_both = leaf.x.sharding.device_set | leaf.target.device_set
+        groups.setdefault(tuple(sorted(devices_of_both, key=lambda d: d.id)), []).append(i)
     moved: dict[int, jax.Array] = {}
     for devices, index in groups.items():
         processes = processes_of(devices)
         if jax.process_index() in processes:
-            here = [leaves[i] for i in index]
-            purpose = f"transfer of {described_all(here)}"
+            shipments = [leaves[i] for i in index]
+            purpose = f"transfer of {described_all(shipments)}"
             try:
-                exchange(purpose, "", processes, lambda said: "", in_order=True)
+                exchange(purpose, "", processes, lambda messages: "", in_order=True)
             except AbsentError as error:
                 raise TransferError(str(error)) from error
-            rows = _run(devices, here)
+            rows = _move_all(devices, shipments)
         else:
             rows = [{} for _ in index]
         for i, row in zip(index, rows, strict=True):
@@ -49,16 +49,16 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
     return [moved[i] for i in range(len(leaves))]
 
 
-def _run(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any, jax.Array]]:
+def _move_all(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any, jax.Array]]:
     mesh = Mesh(np.array(devices), (_AXIS,), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, PartitionSpec(_AXIS))
-    found: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
+    shards: list[dict[Any, jax.Array]] = [_without_elements(leaf) for leaf in leaves]
     full = [i for i, leaf in enumerate(leaves) if leaf.x.size]
     routes = tuple((x.shape, x.sharding, target) for x, target, *_ in leaves if x.size)
     stacked = _move(routes, rows, [_stacked(devices, leaves[i], rows) for i in full])
     for i, x in zip(full, stacked, strict=True):
-        found[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}
-    return found
+        shards[i] = {device: jnp.squeeze(shard, 0) for device, shard in shards_of(x).items()}
+    return shards
 
 
 def _without_elements(leaf: Shipment) -> dict[Any, jax.Array]:
@@ -72,13 +72,13 @@ def _stacked(devices: Sequence[Any], leaf: Shipment, rows: NamedSharding) -> jax
     """An array with a row for each device: its shard of the source, or zeros."""
     size = leaf.x.sharding.shard_shape(leaf.x.shape)
     shards = shards_of(leaf.x)
-    own = []
+    stacked = []
     for device in rows.addressable_devices_indices_map((len(devices), *size)):
         shard = shards.get(device)
         if shard is None:
             shard = jax.device_put(np.zeros(size, leaf.x.dtype), device)
-        own.append(jnp.expand_dims(shard, 0))
-    return jax.make_array_from_single_device_arrays((len(devices), *size), rows, own)
+        stacked.append(jnp.expand_dims(shard, 0))
+    return jax.make_array_from_single_device_arrays((len(devices), *size), rows, stacked)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -86,11 +86,11 @@ def _move(
     routes: tuple[_Passage, ...], rows: NamedSharding, stacked: list[jax.Array]
 ) -> list[jax.Array]:
     moved: list[jax.Array] = []
-    for route, given in zip(routes, stacked, strict=True):
+    for route, array in zip(routes, stacked, strict=True):
         # Or the compiler moves the floats after all.
-        given_bits = lax.optimization_barrier(_bits_of(given))
-        bits = [_move_bits(route, rows, x) for x in given_bits]
-        moved.append(_of_bits(lax.optimization_barrier(bits), given.dtype))
+        parts = lax.optimization_barrier(_bits_of(array))
+        bits = [_move_bits(route, rows, part) for part in parts]
+        moved.append(_of_bits(lax.optimization_barrier(bits), array.dtype))
     return moved
 
 
@@ -113,18 +113,18 @@ def _of_bits(bits: Sequence[jax.Array], dtype: Any) -> jax.Array:
     return lax.bitcast_convert_type(bits[0], dtype) if bits[0].dtype != dtype else bits[0]
 
 
-def _move_bits(route: _Passage, rows: NamedSharding, given: jax.Array) -> jax.Array:
-    """`given` has a row for each device: its shard of the source. The result has those of the
+def _move_bits(route: _Passage, rows: NamedSharding, stacked: jax.Array) -> jax.Array:
+    """`stacked` has a row for each device: its shard of the source. The result has those of the
     target.
     """
     shape, source, target = route
     assert isinstance(rows.mesh, Mesh)
     row = {device: i for i, device in enumerate(rows.mesh.devices.flat)}
-    whole = jnp.zeros(shape, given.dtype)
+    whole = jnp.zeros(shape, stacked.dtype)
     for bounds, holders in regions_of(shape, source).items():
         start = [start for start, _ in bounds]
-        whole = lax.dynamic_update_slice(whole, given[row[holders[0]]], start)
-    shards = [jnp.zeros(target.shard_shape(shape), given.dtype)] * len(row)
+        whole = lax.dynamic_update_slice(whole, stacked[row[holders[0]]], start)
+    shards = [jnp.zeros(target.shard_shape(shape), stacked.dtype)] * len(row)
     for bounds, takers in regions_of(shape, target).items():
         shard = lax.slice(whole, *zip(*bounds, strict=True)) if bounds else whole
         for device in takers:
