@@ -152,12 +152,12 @@ class Table:
         for owner, parts in leaf.owners if self.entries else ():
             entries = self._for(owner)
             if entries:
-                found = self._at.get((owner, parts))
-                if found is None:
+                matching = self._at.get((owner, parts))
+                if matching is None:
                     path = joined(parts)
-                    found = [entry for entry in entries if entry.pattern.matches(path)]
-                    self._at[owner, parts] = found
-                yield from found
+                    matching = [entry for entry in entries if entry.pattern.matches(path)]
+                    self._at[owner, parts] = matching
+                yield from matching
 
     def _for(self, owner: type) -> list[Entry]:
         entries = self._of_class.get(owner)
@@ -174,7 +174,7 @@ _EQUINOX = Table(EQUINOX_NAMES)
 @dataclass(frozen=True, repr=False)
 class ByAxes(Rule):
     axes: tuple[tuple[str, Axes | None], ...]
-    given: Table
+    table: Table
 
     def __call__(self, leaf: Leaf) -> Any:
         names = self._names(leaf)
@@ -193,18 +193,18 @@ class ByAxes(Rule):
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if all(leaf.ndim == 0 for leaf in leaves):
             return []
-        found: set[str | None] = set()
+        in_use: set[str | None] = set()
         used: set[Entry] = set()
         for leaf in leaves:
-            given = tuple(self.given.fitting(leaf))
-            found.update(_names(given, leaf) or ())
-            used.update(e for e in given if name_dimensions(e.names, leaf.ndim) is not None)
-        names = sorted(name for name in found if name is not None)
-        unused = [entry for entry in self.given.entries if entry not in used]
+            entries = tuple(self.table.fitting(leaf))
+            in_use.update(_names(entries, leaf) or ())
+            used.update(e for e in entries if name_dimensions(e.names, leaf.ndim) is not None)
+        names = sorted(name for name in in_use if name is not None)
+        unused = [entry for entry in self.table.entries if entry not in used]
         return [*_missing(self.axes, names, len(leaves)), *map(_unused, unused)]
 
     def _names(self, leaf: Leaf) -> Names | None:
-        return _names(self.given.fitting(leaf), leaf)
+        return _names(self.table.fitting(leaf), leaf)
 
     def _assign(self, names: Names) -> list[tuple[Any, str]]:
         """The mesh axes of each dimension, and the reason why it doesn't have more."""
@@ -212,23 +212,23 @@ class ByAxes(Rule):
         assigned: list[tuple[Any, str]] = [(None, "")] * len(names)
         for name, axes in self.axes:
             for dim in [dim for dim, other in enumerate(names) if other == name]:
-                wanted = axis_names(axes)
-                free = tuple(axis for axis in wanted if axis not in taken)
+                requested = axis_names(axes)
+                free = tuple(axis for axis in requested if axis not in taken)
                 refused = "; ".join(
                     f"{axis!r} goes to {taken[axis]!r}, not to {name!r}"
-                    for axis in wanted
+                    for axis in requested
                     if axis in taken
                 )
                 taken |= dict.fromkeys(free, name)
-                assigned[dim] = (axes if free == wanted else free or None), refused
+                assigned[dim] = (axes if free == requested else free or None), refused
         return assigned
 
     def __repr__(self) -> str:
         return f"by_axes({dict(self.axes)!r})"
 
 
-def _names(given: Iterable[Entry], leaf: Leaf) -> Names | None:
-    entry = next(iter(given), None)
+def _names(entries: Iterable[Entry], leaf: Leaf) -> Names | None:
+    entry = next(iter(entries), None)
     fit = next(_fits(leaf), None) if entry is None else name_dimensions(entry.names, leaf.ndim)
     return None if fit is None else fit[1]
 
@@ -255,19 +255,19 @@ def dimensions_in_front(leaf: Leaf) -> int:
     return next(_fits(leaf), (0, ()))[0]
 
 
-def _missing(axes: Sequence[tuple[str, Any]], found: Sequence[str], count: int) -> Iterator[Fault]:
-    for name, wanted in axes:
-        if name not in found:
-            close = difflib.get_close_matches(name, found, 1)
-            listed = f"the names there are {', '.join(map(repr, found))}"
+def _missing(axes: Sequence[tuple[str, Any]], names: Sequence[str], count: int) -> Iterator[Fault]:
+    for name, requested in axes:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            listed = f"the names there are {', '.join(map(repr, names))}"
             yield because(
                 f"no dimension of the {count} leaves has that name",
                 f"did you mean {close[0]!r}?"
                 if close
                 else listed
-                if found
+                if names
                 else "annotate the fields, or give names for their classes in `names=`",
-                f"by_axes: {name!r} over {wanted!r}",
+                f"by_axes: {name!r} over {requested!r}",
             )
 
 

@@ -82,23 +82,23 @@ class Like(Rule):
     targets: dict[tuple[Parts, tuple[int, ...]], Target] = field(repr=False)
 
     def __call__(self, leaf: Leaf) -> Any:
-        found = self._find(leaf)
-        if found is not None:
-            return self.targets[found, leaf.shape]
+        path = self._find(leaf)
+        if path is not None:
+            return self.targets[path, leaf.shape]
         everywhere = self._everywhere
         return PASS if leaf.ndim or everywhere is None else everywhere
 
     def why(self, leaf: Leaf) -> str:
-        found = self._find(leaf)
-        if found is not None:
-            return f"like {spelled(found) or 'the array'}"
+        path = self._find(leaf)
+        if path is not None:
+            return f"like {spelled(path) or 'the array'}"
         return "like no other leaf" if self(leaf) is PASS else "a leaf of rank 0"
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         paths = {path for path, _ in self.targets}
         # Shapes may differ: all factored moments may have other shapes than their weights.
-        known = any(end in paths for leaf in leaves for end in _ends(leaf))
-        if known or all(leaf.ndim == 0 for leaf in leaves):
+        follows = any(end in paths for leaf in leaves for end in _ends(leaf))
+        if follows or all(leaf.ndim == 0 for leaf in leaves):
             return []
         reason = f"no path of the {len(leaves)} leaves is, or ends like, a path of that tree"
         fix = f"give a tree with such paths: this one has {'.'.join(next(iter(paths)))!r}"

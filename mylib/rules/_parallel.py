@@ -129,12 +129,12 @@ class TensorParallel(Rule):
     def _role(self, leaf: Leaf) -> Role | None:
         for pattern, side in self._matching(leaf):
             return Role(side, f"{_SIDES[side]}, pattern {pattern.text!r}")
-        return _known_role(leaf)
+        return _role_in_equinox(leaf)
 
     def _unfit(self, leaf: Leaf) -> Iterator[Fault]:
         name, matching = name_of(leaf.path), self._matching(leaf)
-        said = ", ".join(f"{_SIDES[side]} {pattern.text!r}" for pattern, side in matching)
-        request = f"{self._name}: {said}" if said else self._name
+        patterns = ", ".join(f"{_SIDES[side]} {pattern.text!r}" for pattern, side in matching)
+        request = f"{self._name}: {patterns}" if patterns else self._name
         if len({side for _, side in matching}) > 1:
             fix = "make the patterns narrower: a layer is one or the other"
             yield Fault(name, leaf.shape, request, "patterns of both kinds match it", fix)
@@ -162,8 +162,8 @@ class TensorParallel(Rule):
             kind: [pattern.text for pattern, side in self.patterns if side == which]
             for which, kind in _SIDES.items()
         }
-        given = "".join(f", {kind}={texts!r}" for kind, texts in listed.items() if texts)
-        return f"tensor_parallel({self.axis!r}{given})"
+        patterns = "".join(f", {kind}={texts!r}" for kind, texts in listed.items() if texts)
+        return f"tensor_parallel({self.axis!r}{patterns})"
 
 
 def _is_at(pattern: Pattern, parts: tuple[str, ...]) -> bool:
@@ -171,7 +171,7 @@ def _is_at(pattern: Pattern, parts: tuple[str, ...]) -> bool:
     return bool(pattern.ends(joined(parts)) or pattern.ends(joined(parts[:-1])))
 
 
-def _known_role(leaf: Leaf) -> Role | None:
+def _role_in_equinox(leaf: Leaf) -> Role | None:
     """The role of a leaf in the layers of Equinox."""
     for node, parts in leaf.holders:
         match node:

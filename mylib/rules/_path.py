@@ -93,30 +93,28 @@ class ByPath(Rule):
         return value.fill(leaf, spec) if isinstance(value, Rule) else super().fill(leaf, spec)
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        found: list[Fault] = []
+        faults: list[Fault] = []
         if not self.ordered:
             for leaf in leaves:
                 matching = list(self._matching(leaf))
                 if any(not _same(value, matching[0][1]) for _, value in matching):
-                    found.append(_conflict(leaf, matching))
+                    faults.append(_conflict(leaf, matching))
         for rule, asked in self._nested(leaves):
-            found += rule.contradictions(asked)
-        return found
+            faults += rule.contradictions(asked)
+        return faults
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if all(leaf.ndim == 0 for leaf in leaves):
             return []  # an optimiser state that holds only a counter
         paths = [joined(leaf.parts) for leaf in leaves]
-        found: list[Fault] = []
+        faults: list[Fault] = []
         for pattern, value in self.patterns:
             pairs = zip(leaves, paths, strict=True)
-            matched = [leaf for leaf, path in pairs if pattern.ends(path)]
-            if pattern.names_odd_keys:
-                matched += [leaf for leaf in leaves if pattern.ends_as_it_stands(leaf.path)]
-            found += _unused(pattern, value, matched, leaves)
+            matched = [leaf for leaf, path in pairs if _matches(pattern, leaf, path)]
+            faults += _unused(pattern, value, matched, leaves)
         for rule, asked in self._nested(leaves):
-            found += rule.unused(asked)
-        return found
+            faults += rule.unused(asked)
+        return faults
 
     def _nested(self, leaves: Sequence[Leaf]) -> Iterable[tuple[Rule, list[Leaf]]]:
         """The rules among the values, each with its leaves."""
@@ -128,10 +126,7 @@ class ByPath(Rule):
     def _matching(self, leaf: Leaf) -> Iterator[tuple[Pattern, Any]]:
         path = joined(leaf.parts)
         for pattern, value in self.patterns:
-            ends = pattern.ends(path)
-            if pattern.names_odd_keys:
-                ends = ends or pattern.ends_as_it_stands(leaf.path)
-            if ends and not _is_too_long(value, leaf):
+            if _matches(pattern, leaf, path) and not _is_too_long(value, leaf):
                 yield pattern, value
 
     def _value(self, leaf: Leaf) -> Any:
@@ -144,14 +139,19 @@ class ByPath(Rule):
         return f"by_path({{{patterns}}}{', ordered=True' if self.ordered else ''})"
 
 
+def _matches(pattern: Pattern, leaf: Leaf, path: str) -> bool:
+    odd = pattern.names_odd_keys
+    return bool(pattern.ends(path) or (odd and pattern.ends_as_it_stands(leaf.path)))
+
+
 def _is_too_long(value: Any, leaf: Leaf) -> bool:
     return isinstance(value, PartitionSpec) and len(value) > leaf.ndim
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, PartitionSpec) and isinstance(other, PartitionSpec):
-        one, other = (s.update(partitions=trimmed(s.partitions)) for s in (one, other))
-    return one == other
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, PartitionSpec) and isinstance(b, PartitionSpec):
+        a, b = (s.update(partitions=trimmed(s.partitions)) for s in (a, b))
+    return a == b
 
 
 def _conflict(leaf: Leaf, matching: Sequence[tuple[Pattern, Any]]) -> Fault:

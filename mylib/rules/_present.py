@@ -102,8 +102,8 @@ class WherePresent(Rule):
         return f"{reason}; without {absent}, which the mesh doesn't have" if absent else reason
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        there = [leaf for leaf in leaves if _axes_of(leaf.mesh)]
-        return [f for f in self.rule.contradictions(there) if not lacks_axis(f)]
+        placed = [leaf for leaf in leaves if _axes_of(leaf.mesh)]
+        return [f for f in self.rule.contradictions(placed) if not lacks_axis(f)]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return self.rule.unused(leaves)

@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ParamSpec
@@ -33,12 +33,12 @@ def makes_rules(example: str) -> Callable[[Callable[P, "Rule"]], Callable[P, "Ru
 
     def decorate(make: Callable[P, "Rule"]) -> Callable[P, "Rule"]:
         @functools.wraps(make)
-        def made(*args: P.args, **kwargs: P.kwargs) -> "Rule":
+        def make_rule(*args: P.args, **kwargs: P.kwargs) -> "Rule":
             if args and isinstance(args[0], Leaf):
                 raise TypeError(f"{make.__name__} makes a rule, and is not one: write {example}")
             return make(*args, **kwargs)
 
-        return made
+        return make_rule
 
     return decorate
 
@@ -123,10 +123,10 @@ class Plain(Rule):
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if not leaves:
             return []
-        found = faults_of(self.function, leaves)
+        faults = faults_of(self.function, leaves)
         for rule, asked in self._returned_rules(leaves):
-            found += rule.contradictions(asked)
-        return found
+            faults += rule.contradictions(asked)
+        return faults
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return [
@@ -160,7 +160,7 @@ class FirstOf(Rule):
         return FirstOf((*self.rules, as_rule(other))) if is_rule(other) else NotImplemented
 
     def __call__(self, leaf: Leaf) -> Any:
-        return next((a for a in self._results(leaf) if a is not PASS), PASS)
+        return next((a for rule in self.rules if (a := rule(leaf)) is not PASS), PASS)
 
     def why(self, leaf: Leaf) -> str:
         rule = self._chosen(leaf)
@@ -172,21 +172,17 @@ class FirstOf(Rule):
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         *others, last = self.rules
-        found: list[Fault] = []
+        faults: list[Fault] = []
         for rule in others:
-            found += rule.contradictions(leaves)
+            faults += rule.contradictions(leaves)
             leaves = [leaf for leaf in leaves if rule(leaf) is PASS]
-        return [*found, *last.contradictions(leaves)]
+        return [*faults, *last.contradictions(leaves)]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return [fault for rule in self.rules for fault in rule.unused(leaves)]
 
-    def _results(self, leaf: Leaf) -> Iterator[Any]:
-        return (rule(leaf) for rule in self.rules)
-
     def _chosen(self, leaf: Leaf) -> Rule | None:
-        results = zip(self.rules, self._results(leaf), strict=True)
-        return next((rule for rule, placement in results if placement is not PASS), None)
+        return next((rule for rule in self.rules if rule(leaf) is not PASS), None)
 
     def __repr__(self) -> str:
         return " | ".join(map(repr, self.rules))
@@ -218,14 +214,9 @@ class Both(Rule):
         return self.second.fill(leaf, self.first.fill(leaf, spec))
 
     def contradictions(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
-        filled: list[Leaf] = []
-        passed: list[Leaf] = []
-        for leaf in leaves:
-            placement = self.first(leaf)
-            if placement is PASS:
-                passed.append(leaf)
-            elif isinstance(placement, PartitionSpec):
-                filled.append(leaf)
+        results = [(leaf, self.first(leaf)) for leaf in leaves]
+        filled = [leaf for leaf, result in results if isinstance(result, PartitionSpec)]
+        passed = [leaf for leaf, result in results if result is PASS]
         unfit = (self._unfit(leaf) for leaf in filled)
         return [
             *self.first.contradictions(leaves),
@@ -286,11 +277,11 @@ def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
     return spec.update(partitions=entries)
 
 
-def _merge(leaf: Leaf, spec: PartitionSpec, more: Any) -> PartitionSpec:
-    if not isinstance(more, PartitionSpec):
+def _merge(leaf: Leaf, spec: PartitionSpec, added: Any) -> PartitionSpec:
+    if not isinstance(added, PartitionSpec):
         return spec
     for dim in free_dimensions(spec, leaf.ndim):
-        entry = entries_of(more, leaf.ndim)[dim]
+        entry = entries_of(added, leaf.ndim)[dim]
         names = axis_names(entry)
         if names and not used_axes(spec).intersection(names):
             spec = with_entry(spec, dim, entry)
