@@ -74,7 +74,7 @@ class Relocation(NamedTuple):
 
 def move(moves: Sequence[Relocation]) -> list[jax.Array]:
     """Moves the arrays to their targets."""
-    on_devices = [i for i, one in enumerate(moves) if one.kind is Kind.DEVICE]
+    on_devices = [i for i, m in enumerate(moves) if m.kind is Kind.DEVICE]
     # Those of 64 bits, made under `jax.enable_x64`, while JAX makes only arrays of 32.
     wide = {i for i in on_devices if canonical_dtype(moves[i].x) != moves[i].x.dtype}
     if not wide:
@@ -82,8 +82,8 @@ def move(moves: Sequence[Relocation]) -> list[jax.Array]:
     # Without 64 bits, JAX moves the shards of such an array as 32 bits, but not its dtype.
     with jax.enable_x64(True):
         of_64_bits = iter(_move([moves[i] for i in sorted(wide)]))
-    rest = iter(_move([one for i, one in enumerate(moves) if i not in wide]))
-    return [next(of_64_bits if i in wide else rest) for i in range(len(moves))]
+    of_32_bits = iter(_move([m for i, m in enumerate(moves) if i not in wide]))
+    return [next(of_64_bits if i in wide else of_32_bits) for i in range(len(moves))]
 
 
 def _move(moves: Sequence[Relocation]) -> list[jax.Array]:
@@ -103,16 +103,16 @@ def _move(moves: Sequence[Relocation]) -> list[jax.Array]:
         if isinstance(sharding, NamedSharding) and has_partial_sums(sharding):
             partial.append((i, sharding))
             target = without_partial_sums(sharding)
-        there = sharding_of(target)
+        destination = sharding_of(target)
         if not several_processes or kind is not Kind.DEVICE:
             work.add(i, x, kind, target, donate, bool(may_alias))
-        elif across or crosses(x, there):
+        elif across or crosses(x, destination):
             work.add_crossing(i, x, target, whole)
-        elif is_nowhere_here(x.sharding, there):
-            work.elsewhere.append((i, handle(x, fill_free(there, None, x.ndim))))
+        elif is_nowhere_here(x.sharding, destination):
+            work.elsewhere.append((i, handle(x, fill_free(destination, None, x.ndim))))
         else:
-            if counted and x.sharding.device_set == there.device_set:
-                work.counted.append(Crossing(x, fill_free(there, None, x.ndim), whole))
+            if counted and x.sharding.device_set == destination.device_set:
+                work.counted.append(Crossing(x, fill_free(destination, None, x.ndim), whole))
             work.add(i, x, kind, target, donate, bool(may_alias))
     for i, y in work.carry_out():
         moved[i] = y
@@ -280,17 +280,13 @@ def _private(
         # NumPy has no weak types. Copies the whole array to all devices first, since cutting it up
         # on one device compiles for its shape.
         if one_to_many and isinstance(destination, NamedSharding):
-            return _replicas(x, destination.mesh)
+            copy = jax.device_put(x, source, may_alias=False)
+            return jax.device_put(copy, NamedSharding(destination.mesh, PartitionSpec()))
     elif _on_cpu(source) or (one_to_many and x.nbytes < thresholds.WORTH_COMPILING):
         return on_host(x, donate or alias)
     if alias or not _may_share(x, source, destination):
         return x
     return jax.device_put(x, source, may_alias=False)
-
-
-def _replicas(x: jax.Array, mesh: Any) -> jax.Array:
-    copy = jax.device_put(x, x.sharding, may_alias=False)
-    return jax.device_put(copy, NamedSharding(mesh, PartitionSpec()))
 
 
 def _may_share(x: jax.Array, source: Sharding, destination: Sharding) -> bool:

@@ -80,13 +80,13 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 class LocalData(NamedTuple):
-    """This process's data of an array of a given shape. `within` maps an index of the whole array
+    """This process's data of an array with this shape. `within` maps an index of the whole array
     to one of this data.
     """
 
-    own: Any
+    data: Any
     shape: tuple[int, ...]
-    wanted: Sharding
+    sharding: Sharding
     within: Callable[[Any], Any]
 
 
@@ -96,15 +96,15 @@ def assemble(all_data: Sequence[LocalData], may_alias: bool) -> list[jax.Array]:
         return [_assemble_one(data, may_alias) for data in all_data]
 
 
-def _assemble_one(data: LocalData, may_alias: bool) -> jax.Array:
-    numbers, shape, sharding = data.own, data.shape, data.wanted
+def _assemble_one(local: LocalData, may_alias: bool) -> jax.Array:
+    numbers, shape, sharding = local.data, local.shape, local.sharding
     if is_of_keys(numbers):
         numbers = jax.random.key_data(numbers)
         sharding = sharding_of(over_key_data(sharding, len(shape)))
         shape += numbers.shape[len(shape) :]
     numbers = on_host(numbers, may_alias)
-    y = put_pieces(lambda index: numbers[data.within(index)], shape, sharding, numbers.dtype)
-    return as_keys(y, data.own) if is_of_keys(data.own) else y
+    y = put_pieces(lambda index: numbers[local.within(index)], shape, sharding, numbers.dtype)
+    return as_keys(y, local.data) if is_of_keys(local.data) else y
 
 
 def allow_transfers() -> AbstractContextManager[None]:

@@ -176,9 +176,9 @@ class _Assembly:
         self.dtypes = {self.dtype, *narrowed}
 
     def parts(self) -> Iterator["_Part"]:
-        here = self.sharding.addressable_devices
+        local = self.sharding.addressable_devices
         for bounds, devices in sorted(regions_of(self.shape, self.sharding).items()):
-            holders = [device for device in devices if device in here]
+            holders = [device for device in devices if device in local]
             if holders:
                 yield _Part(self, tuple(slice(*ends) for ends in bounds), holders)
 
@@ -212,9 +212,9 @@ class _Part:
         leaf = self.plan.leaf
         try:
             # Keys have one dimension less than the numbers that are read.
-            given = read(leaf, self.index[: leaf.ndim])
-            of_keys = isinstance(given, jax.Array) and is_of_keys(given)
-            x = np.asarray(jax.random.key_data(given) if of_keys else given)
+            part = read(leaf, self.index[: leaf.ndim])
+            of_keys = isinstance(part, jax.Array) and is_of_keys(part)
+            x = np.asarray(jax.random.key_data(part) if of_keys else part)
         except Exception as error:
             error.add_note(f"(raised by {_called(read)} for {self._name})")
             raise

@@ -36,8 +36,8 @@ def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) ->
     shardings = _in_force([sharding_of(target) for target in targets], world)
     plain = [i for i, s in enumerate(shardings) if s is not None and not _has_explicit_axes(s)]
     # One call for all is cheaper than one for each.
-    values, wanted = pick(plain, arrays), pick(plain, shardings)
-    put_back(constrained, plain, jax.lax.with_sharding_constraint(values, wanted))
+    values, requested = pick(plain, arrays), pick(plain, shardings)
+    put_back(constrained, plain, jax.lax.with_sharding_constraint(values, requested))
     for i, sharding in enumerate(shardings):
         if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
             constrained[i] = _to_explicit(arrays[i], sharding, world)
@@ -79,10 +79,8 @@ def _constant(x: Any) -> Any:
 
 def _in_force(shardings: Sequence[Sharding], world: World) -> list[Sharding | None]:
     """The shardings over the meshes in force here; None if no constraint is left."""
-    in_force: dict[int, Sharding | None] = {}
-    for sharding in shardings:
-        if id(sharding) not in in_force:
-            in_force[id(sharding)] = _one_in_force(sharding, world)
+    different = {id(sharding): sharding for sharding in shardings}
+    in_force = {key: _one_in_force(sharding, world) for key, sharding in different.items()}
     return [in_force[id(sharding)] for sharding in shardings]
 
 
@@ -109,9 +107,9 @@ def _to_explicit(x: Any, sharding: NamedSharding, world: World) -> jax.Array:
     if devices_unknown and not mesh_known:
         whole = without_partial_sums(sharding)
         x = _on_devices(whole, jax.device_get(x) if kind_of(x) is Kind.DEVICE else x)
-    here = jax.typeof(x).sharding
-    there = NamedSharding(mesh, here.spec) if same_axes(here.mesh, mesh) else None
-    filled = fill_free(sharding, there, x.ndim)
+    current = jax.typeof(x).sharding
+    on_mesh = NamedSharding(mesh, current.spec) if same_axes(current.mesh, mesh) else None
+    filled = fill_free(sharding, on_mesh, x.ndim)
     x = jax.sharding.reshard(x, _over(mesh.explicit_axes, filled))
     if devices_unknown and mesh_known:
         x = _on_devices(sharding, x)

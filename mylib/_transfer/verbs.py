@@ -142,8 +142,8 @@ def place_leaves(
     """
     if not world.staged:
         return _move_all(leaves, targets, **moving)
-    placed, rest = _place_abstract(leaves, targets)
-    put_back(placed, rest, how(pick(rest, placed), pick(rest, targets), world))
+    placed, valued = _place_abstract(leaves, targets)
+    put_back(placed, valued, how(pick(valued, placed), pick(valued, targets), world))
     return placed
 
 
@@ -225,7 +225,7 @@ def _place_abstract(
 ) -> tuple[list[Any], list[int]]:
     """The leaves, with the abstract ones at their targets, and the positions of the others."""
     placed = list(leaves.arrays)
-    rest: list[int] = []
+    valued: list[int] = []
     for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
         if target is None:
             continue
@@ -236,8 +236,8 @@ def _place_abstract(
                 x.shape, x.dtype, sharding=target, weak_type=x.weak_type
             )
         else:
-            rest.append(i)
-    return placed, rest
+            valued.append(i)
+    return placed, valued
 
 
 def _move_all(
@@ -253,9 +253,9 @@ def _move_all(
     sources = sources or [None] * count
     donate = donate or [False] * count
     may_alias = may_alias or [None] * count
-    placed, rest = _place_abstract(leaves, targets)
-    traced = [i for i in rest if leaves.kinds[i] is Kind.TRACED]
-    concrete = [i for i in rest if leaves.kinds[i] is not Kind.TRACED] if traced else rest
+    placed, valued = _place_abstract(leaves, targets)
+    traced = [i for i in valued if leaves.kinds[i] is Kind.TRACED]
+    concrete = [i for i in valued if leaves.kinds[i] is not Kind.TRACED] if traced else valued
     moving = not_there(placed, leaves.kinds, targets, concrete)
     if not (moving or traced or check):
         return placed
@@ -291,7 +291,7 @@ def _move_all(
         if _watched.record is not None:
             _watched.record.placed([placed[i] for i in moving])
         _label_placed(leaves, targets, moving, placed)
-        let_go([one.x for one, i in zip(moves, moving, strict=True) if donate[i]], placed)
+        let_go([m.x for m, i in zip(moves, moving, strict=True) if donate[i]], placed)
     return placed
 
 
