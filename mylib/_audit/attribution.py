@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
-from .._compat import names as known
+from .._compat import names as jax_names
 from .hlo import HloModule, Instruction
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
 from .values import MOVES, behind, done_of, inputs_here
@@ -15,13 +15,13 @@ from .values import MOVES, behind, done_of, inputs_here
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 # `transpose(jvp(vmap(eqx.nn.Linear)))`: all that is around a scope but calls of functions.
-_TRANSFORMED = re.compile(rf"^(?:(?!{known.JIT}\()\w+\()+([^()]*)\)+$")
+_TRANSFORMED = re.compile(rf"^(?:(?!{jax_names.JIT}\()\w+\()+([^()]*)\)+$")
 _STRUCTURE = {
-    *known.STRUCTURE,
-    known.SCOPE_BODY,
-    known.SCOPE_CHECKPOINT,
-    known.SCOPE_CONDITION,
-    known.STACK_RECOMPUTED,
+    *jax_names.STRUCTURE,
+    jax_names.SCOPE_BODY,
+    jax_names.SCOPE_CHECKPOINT,
+    jax_names.SCOPE_CONDITION,
+    jax_names.STACK_RECOMPUTED,
 }
 # Calls whose result is that of the computation.
 _RESULTS = ("fusion", "call", "call-start", "async-start")
@@ -35,13 +35,13 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     """Where a collective comes from, as fields of `Collective`. They are empty if the program
     doesn't contain them.
     """
-    named, primitive = _own_names(x), own_primitive_of(x)
+    named, primitive = _origin_names(x), own_primitive_of(x)
     generated = 'is_spmd_generated="true"' in x.attributes
-    written = re.sub(r"_(start|done)$", "", primitive) in known.COLLECTIVES and not generated
-    informed = x if named and primitive not in known.STRUCTURE else next(_informed_users(x), x)
-    if not _own_names(informed):
+    written = re.sub(r"_(start|done)$", "", primitive) in jax_names.COLLECTIVES and not generated
+    informed = x if named and primitive not in jax_names.STRUCTURE else next(_informed_users(x), x)
+    if not _origin_names(informed):
         informed = _informed_input(x)
-    around = _own_names(informed)
+    around = _origin_names(informed)
     at = named if written else around
     return dict(
         arrays=tuple(dict.fromkeys(map(names, _arrays(x)))),
@@ -55,7 +55,7 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
 
 def is_gradient(x: Instruction) -> bool:
     """Whether a collective is of the backward pass, or given what this computes."""
-    return "backward" in (phase_of(_own_names(y)) for y in (x, _informed_input(x)))
+    return "backward" in (phase_of(_origin_names(y)) for y in (x, _informed_input(x)))
 
 
 def gradients_of(updated: Sequence[int], module: HloModule, names: Names) -> tuple[str, ...]:
@@ -76,24 +76,24 @@ def _keys(path: str) -> int:
     return len(re.findall(r"[.\[]", path))
 
 
-def _own_names(x: Instruction) -> list[str]:
+def _origin_names(x: Instruction) -> list[str]:
     """JAX's names for its origin, without names of arguments."""
-    return [name for name in x.op_names if name.startswith(f"{known.JIT}(") or "/" in name]
+    return [name for name in x.op_names if name.startswith(f"{jax_names.JIT}(") or "/" in name]
 
 
 def own_primitive_of(x: Instruction) -> str:
     """The JAX primitive of an instruction, if it has one itself."""
-    return _primitive(_own_names(x))
+    return _primitive(_origin_names(x))
 
 
 def is_of_dot(x: Instruction) -> bool:
     """Whether it is a product of JAX, or a part of one."""
-    return any(name.endswith(f"/{known.DOT}") for name in x.op_names)
+    return any(name.endswith(f"/{jax_names.DOT}") for name in x.op_names)
 
 
 def line_and_primitive(x: Instruction) -> tuple[str, str]:
     """The line and the primitive that compute a value."""
-    informed = x if _own_names(x) else _informed_input(x)
+    informed = x if _origin_names(x) else _informed_input(x)
     return source_of(informed), own_primitive_of(informed)
 
 
@@ -110,18 +110,20 @@ def _primitive(names: Sequence[str]) -> str:
 def _scope(name: str) -> str:
     """The scopes of `jax.named_scope`; each of Equinox's layers is in one."""
     parts = (_TRANSFORMED.sub(r"\1", part) for part in name.split("/")[:-1])
-    own = [x for x in parts if x not in ("", *_STRUCTURE) and not x.startswith(known.SCOPE_BRANCH)]
+    scopes = [
+        x for x in parts if x not in ("", *_STRUCTURE) and not x.startswith(jax_names.SCOPE_BRANCH)
+    ]
     # Several names that were merged into one have a colon.
-    return "/".join(x for x in own if set(x).isdisjoint("(:"))
+    return "/".join(x for x in scopes if set(x).isdisjoint("(:"))
 
 
 def phase_of(names: Sequence[str]) -> str:
     """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated."""
-    if any(known.STACK_RECOMPUTED in name for name in names):
+    if any(jax_names.STACK_RECOMPUTED in name for name in names):
         return "recomputed"
-    if any(f"{known.STACK_TRANSPOSE}(" in name for name in names[:1]):
+    if any(f"{jax_names.STACK_TRANSPOSE}(" in name for name in names[:1]):
         return "backward"
-    return "forward" if any(f"{known.STACK_JVP}(" in name for name in names[:1]) else ""
+    return "forward" if any(f"{jax_names.STACK_JVP}(" in name for name in names[:1]) else ""
 
 
 def source_of(x: Instruction) -> str:
@@ -137,7 +139,7 @@ def _informed_users(x: Instruction) -> Iterator[Instruction]:
     for at in queue:
         if len(queue) > _FAR:
             return
-        if at is not x and _own_names(at) and own_primitive_of(at) not in known.STRUCTURE:
+        if at is not x and _origin_names(at) and own_primitive_of(at) not in jax_names.STRUCTURE:
             yield at
             continue
         for user in _users(at):
@@ -162,7 +164,7 @@ def _users(x: Instruction) -> Iterator[Instruction]:
 
 def _informed_input(x: Instruction) -> Instruction:
     """The nearest instruction behind it whose origin is known; itself if there is none."""
-    return next(filter(_own_names, islice(behind(x.inputs(), inputs_here), _FAR)), x)
+    return next(filter(_origin_names, islice(behind(x.inputs(), inputs_here), _FAR)), x)
 
 
 def _arrays(x: Instruction) -> Iterator[str]:
@@ -187,19 +189,19 @@ def _moved_by(x: Instruction) -> list[Instruction]:
 
 def callbacks_of(program: HloModule) -> list[str]:
     """The functions of Python that a compiled program calls, by their primitives and lines."""
-    return _told(program, lambda x: x.target in CALLBACKS)
+    return _lines_of(program, lambda x: x.target in CALLBACKS)
 
 
 def kernels_of_cudnn(program: HloModule) -> list[str]:
-    return _told(program, lambda x: x.target.startswith(CUDNN))
+    return _lines_of(program, lambda x: x.target.startswith(CUDNN))
 
 
 def products_by_triton(program: HloModule) -> list[str]:
-    return _told(program, lambda x: PRODUCT_BY_TRITON.search(x.attributes) is not None)
+    return _lines_of(program, lambda x: PRODUCT_BY_TRITON.search(x.attributes) is not None)
 
 
-def _told(program: HloModule, chosen: Callable[[Instruction], bool]) -> list[str]:
+def _lines_of(program: HloModule, chosen: Callable[[Instruction], bool]) -> list[str]:
     """Some instructions of a program, by their primitives and lines."""
     lines = (line_and_primitive(x) for x in program.instructions() if chosen(x))
-    told = (f"{primitive} at {line}" if line else primitive for line, primitive in lines)
-    return list(dict.fromkeys(told))
+    texts = (f"{primitive} at {line}" if line else primitive for line, primitive in lines)
+    return list(dict.fromkeys(texts))

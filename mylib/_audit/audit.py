@@ -143,16 +143,16 @@ def _names_of_equinox(jitted: Any, args: Any, kwargs: Any) -> Names:
     bound = signature_of(jitted).bind(*args, **kwargs)
     bound.apply_defaults()
     leaves: list[str] = []
-    for name, value in bound.arguments.items():
-        by_key = bound.signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD
-        for key, one in value.items() if by_key else [(name, value)]:
-            leaves += _leaves_of(key, one)
+    for key, value in bound.arguments.items():
+        by_key = bound.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
+        for inner, tree in value.items() if by_key else [(key, value)]:
+            leaves += _leaves_of(inner, tree)
     first = len(jtu.tree_leaves(bound.args[:1]))
     named = {"first": leaves[:first], "rest": leaves[first:], "fun": _leaves_of("", jitted)}
 
-    def name_of(own: str) -> str:
-        part, number = argument_of_filter_jit(own) or ("fun", len(named["fun"]))
-        return named[part][number] if number < len(named[part]) else own
+    def name_of(name: str) -> str:
+        part, number = argument_of_filter_jit(name) or ("fun", len(named["fun"]))
+        return named[part][number] if number < len(named[part]) else name
 
     return name_of
 
@@ -219,8 +219,8 @@ def _share(work: Work, traced: Any) -> float | None:
     """The part of a traced program's products that each device computes."""
     if traced is None or work.unknown:
         return None
-    found = products_in(without_dead_code(traced), each_turn=True)
-    return sum(work.flops.values()) / (2 * found.products) if found and found.products else None
+    totals = products_in(without_dead_code(traced), each_turn=True)
+    return sum(work.flops.values()) / (2 * totals.products) if totals and totals.products else None
 
 
 def _parameters(
@@ -256,8 +256,8 @@ def _paths_of(structure: Any) -> list[str]:
     tree = jtu.tree_unflatten(structure, marks)
     match tree:
         case Made() | (Made(),):
-            made = tree if isinstance(tree, Made) else tree[0]
-            tree = made.tree() if made.failed is None else (made.tree(), [made.failed])
+            result = tree if isinstance(tree, Made) else tree[0]
+            tree = result.tree() if result.failed is None else (result.tree(), [result.failed])
     paths = {id(x): jtu.keystr(path) for path, x in jtu.tree_flatten_with_path(tree)[0]}
     return [paths.get(id(mark), f"result {i}") for i, mark in enumerate(marks)]
 

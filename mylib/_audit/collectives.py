@@ -77,7 +77,7 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
             "one of the two is understood"
         )
     runs = runs_of(module)
-    each: list[Transfer] = []
+    single: list[Transfer] = []
     started: set[tuple[str, str]] = set()
     repeated: list[tuple[Instruction, tuple[str, str]]] = []
     for name, computation in module.computations.items():
@@ -90,11 +90,11 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
                 repeated.append((x, key))
                 continue
             started.add(key)
-            each += _transfers(kind, x, runs[name], module.devices)
+            single += _transfers(kind, x, runs[name], module.devices)
     for x, key in repeated:
         if key not in started:
             raise AuditError(f"{x} goes on with a collective that nothing starts")
-    return chained(each)
+    return chained(single)
 
 
 def _goes_on(x: Instruction) -> bool:
@@ -118,15 +118,15 @@ def _transfers(
         raise AuditError(f"nothing waits for {x}")
     if kind == "reduce-scatter":
         arrays = tuple(array for operand in x.inputs() for array in operand.arrays)
-    size = sum(array.bytes for array in arrays)
-    late = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
-    late = late or _is_started_by_fusion(x)
-    each = groups.shape[1]
+
+    asynchronous = x.opcode.endswith(("-start", "send")) or any(run.asynchronous for run in runs)
+    asynchronous = asynchronous or _is_started_by_fusion(x)
+    per_group = groups.shape[1]
     elements = _elements(done_of(x), len(arrays))
     results = tuple(y for several in elements for y in several)
-    sent = wire_bytes(kind, size, each)
+    sent = wire_bytes(kind, sum(array.bytes for array in arrays), per_group)
     numbers = tuple(range(len(arrays)))
-    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", late, results, numbers)
+    transfer = Transfer(kind, x, runs, groups, arrays, sent, "", asynchronous, results, numbers)
     if kind != "all-reduce":
         yield transfer
         return
@@ -134,17 +134,17 @@ def _transfers(
     by_use: dict[bool | None, list[int]] = {}
     for i, users in enumerate(elements):
         by_use.setdefault(_is_scattered(x, users, groups), []).append(i)
-    for fused, some in by_use.items():
-        own = tuple(arrays[i] for i in some)
+    for fused, indices in by_use.items():
+        part = tuple(arrays[i] for i in indices)
         sent_as = "reduce-scatter" if fused else "all-reduce"
         yield replace(
             transfer,
             kind="all-reduce" if fused is None else "reduce-scatter",
-            arrays=own,
-            wire_bytes=wire_bytes(sent_as, sum(array.bytes for array in own), each),
+            arrays=part,
+            wire_bytes=wire_bytes(sent_as, sum(array.bytes for array in part), per_group),
             spelling=_SPELLINGS[fused],
-            results=tuple(y for i in some for y in elements[i]),
-            elements=tuple(some),
+            results=tuple(y for i in indices for y in elements[i]),
+            elements=tuple(indices),
         )
 
 
@@ -155,13 +155,13 @@ _WINDOWED = re.compile(r"windowed_dot_general_body_(ag|rs)\b")
 _MEANT = {"ag": "all-gather", "rs": "reduce-scatter"}
 
 
-def chained(every: list[Transfer]) -> list[Transfer]:
+def chained(all_transfers: list[Transfer]) -> list[Transfer]:
     """The transfers, those that are steps of a larger collective as that one."""
-    steps = [t for t in every if t.kind == "collective-permute"]
+    steps = [t for t in all_transfers if t.kind == "collective-permute"]
     chain_of = {id(step): chain for chain in _looped(steps) for step in chain.members}
     unrolled = _unrolled([t for t in steps if id(t) not in chain_of])
     chain_of |= {id(step): chain for chain in unrolled for step in chain.members}
-    return list(dict.fromkeys(chain_of.get(id(transfer), transfer) for transfer in every))
+    return list(dict.fromkeys(chain_of.get(id(transfer), transfer) for transfer in all_transfers))
 
 
 def _looped(all_steps: list[Transfer]) -> Iterator[Transfer]:
@@ -179,10 +179,10 @@ def _looped(all_steps: list[Transfer]) -> Iterator[Transfer]:
         if not turns or any(t.times is None for t in members):
             continue
         sent = len(near) + turns * len(steps)
-        one = _as_one(members, members[0], _MEANT[match[1]], sent, sent)
-        if one is not None:
+        whole = _as_one(members, members[0], _MEANT[match[1]], sent, sent)
+        if whole is not None:
             yield replace(
-                one,
+                whole,
                 runs=[
                     replace(run, times=(run.times or 0) // turns, loops=run.loops[:-1])
                     for run in steps[0].runs
@@ -219,10 +219,10 @@ def _unrolled(steps: list[Transfer]) -> Iterator[Transfer]:
         members = [steps[i] for i in ring if i not in seen]
         if not members or any(steps[i].bytes != members[-1].bytes for i in ring):
             continue
-        one = _as_one(members, members[-1], "reduce-scatter", len(members), len(ring))
-        if one is not None and abs(len(ring) - one.groups.shape[1]) <= 1:
+        whole = _as_one(members, members[-1], "reduce-scatter", len(members), len(ring))
+        if whole is not None and abs(len(ring) - whole.groups.shape[1]) <= 1:
             seen.update(ring)
-            yield replace(one, ends=(end,))
+            yield replace(whole, ends=(end,))
 
 
 def _touches(transfer: Transfer, loop: Instruction) -> bool:

@@ -105,7 +105,7 @@ def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> 
     )
     result = walk.run(module.entry, parameters)
     many = isinstance(result, tuple) and not isinstance(result, Mark | Concatenated)
-    walk.graph.results = [joined([one]) for one in (result if many else [result])]
+    walk.graph.results = [joined([value]) for value in (result if many else [result])]
     return walk.graph
 
 
@@ -132,9 +132,9 @@ class _Walk:
         # Where sums that are chains end, and what marks them.
         self.ends: dict[int, int] = {}
         self.rings = 0
-        self.known: dict[tuple[str, object], object] = {}
+        self.evaluated: dict[tuple[str, object], object] = {}
         # Instructions that depend on the device alone, and the sources that do.
-        self.own: dict[int, Mark | None] = {}
+        self.of_device: dict[int, Mark | None] = {}
         self.numbers = 0
         self.depth = 0
         for i, whole in enumerate(transfers):
@@ -155,13 +155,13 @@ class _Walk:
 
     def run(self, computation: Computation, arguments: tuple[Marks, ...]) -> Marks:
         key = computation.name, arguments
-        if key not in self.known:
+        if key not in self.evaluated:
             values: dict[str, Marks] = {}
             for x in computation.instructions:
                 inputs = [values[name] for name in x.operands]
                 values[x.name] = self.value(x, inputs, arguments)
-            self.known[key] = values[computation.result.name]
-        return self.known[key]
+            self.evaluated[key] = values[computation.result.name]
+        return self.evaluated[key]
 
     def value(self, x: Instruction, inputs: list[Marks], arguments: tuple[Marks, ...]) -> Marks:
         """What the result of an instruction depends on."""
@@ -194,7 +194,7 @@ class _Walk:
             return self._collective(x, inputs)
         if x.opcode.endswith(("-done", "-update")):
             return inputs[0]
-        called = [own for role, own in x.calls if role in ("calls", "to_apply")]
+        called = [computation for role, computation in x.calls if role in ("calls", "to_apply")]
         if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
             operands = given_to(x)
             input_of = dict(zip(x.operands, inputs, strict=True))
@@ -233,16 +233,16 @@ class _Walk:
                 return _shaped(x, joined(inputs))
         if len(inputs) == 1 and not isinstance(inputs[0], Mark | Concatenated) and opcode in _SAME:
             return inputs[0]
-        every = joined(inputs)
+        mark = joined(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
         # Small products are written as sums.
         if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
             self._use(x, inputs, phase)
             # A product without a name is taken for one of the model.
             of_model = phase or not self.phased or not x.op_names
-            return _shaped(x, Mark(every.any, 0, every.any if of_model else every.product))
+            return _shaped(x, Mark(mark.any, 0, mark.any if of_model else mark.product))
         data = inputs[: _FIRST.get(opcode, len(inputs))]
-        return _shaped(x, Mark(every.any, self._near(x, opcode, data), every.product))
+        return _shaped(x, Mark(mark.any, self._near(x, opcode, data), mark.product))
 
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
         for operand, value in zip(x.inputs(), inputs, strict=True):
@@ -270,10 +270,8 @@ class _Walk:
         return carried
 
     def _collective(self, x: Instruction, inputs: list[Marks]) -> Marks:
-        first = x
-        if id(x) not in self.sent:
-            channel = x.attribute("channel_id")
-            first = self.channels.get((opcode_of(x), channel), x)
+        key = opcode_of(x), x.attribute("channel_id")
+        first = x if id(x) in self.sent else self.channels.get(key, x)
         if id(first) not in self.sent:  # each device alone
             return inputs[0] if len(inputs) == 1 else tuple(inputs)
         sent = self.sent[id(first)]
@@ -291,19 +289,19 @@ class _Walk:
         results: list[Mark] = []
         for element in range(count):
             number = next((i for i, _, t in sent if element in t.elements), sent[0][0])
-            given = joined(inputs if together else inputs[element : element + 1])
+            operand = joined(inputs if together else inputs[element : element + 1])
             results.append(
-                self._result(number, given if first is x else NOTHING, 0 if is_chain else element)
+                self._result(number, operand if first is x else NOTHING, 0 if is_chain else element)
             )
         return results[0] if count == 1 else tuple(results)
 
     def _result(
-        self, number: int, given: Mark, element: int = 0, part: tuple[int, int] | None = None
+        self, number: int, operand: Mark, element: int = 0, part: tuple[int, int] | None = None
     ) -> Mark:
         """A result of a collective that is given this."""
         result = self.source(Source("collective", number, element, part))
         bit = result.any.bit_length() - 1
-        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), given)
+        self.graph.into[bit] = _joined(self.graph.into.get(bit, NOTHING), operand)
         return result
 
     def _step(self, operand: Mark, chains: Sequence[int]) -> Mark:
@@ -326,7 +324,7 @@ class _Walk:
         if isinstance(value, Concatenated):
             value = joined([value])
         if not isinstance(value, Mark):
-            return tuple(self._ended(one, number) for one in value)
+            return tuple(self._ended(element, number) for element in value)
         if not value.any >> bit & 1:
             return value
         return self._result(number, Mark(*(mask & ~self.rings for mask in value)))
@@ -336,10 +334,10 @@ class _Walk:
 
     def _of_device(self, x: Instruction, value: Mark) -> Mark:
         """A value that depends on the device alone, known by its numbers if they are few."""
-        if id(x) not in self.own:
+        if id(x) not in self.of_device:
             position = positions(x, self.devices) if x.arrays[0].size == 1 else None
-            self.own[id(x)] = None if position is None else self._position(position[:, 0])
-        position = self.own[id(x)]
+            self.of_device[id(x)] = None if position is None else self._position(position[:, 0])
+        position = self.of_device[id(x)]
         return value if position is None else position
 
     def _position(self, numbers: np.ndarray) -> Mark:
@@ -367,8 +365,8 @@ def _flat(value: Marks) -> Iterator[Mark]:
     elif isinstance(value, Concatenated):
         yield from value.marks
     else:
-        for one in value:
-            yield from _flat(one)
+        for element in value:
+            yield from _flat(element)
 
 
 def joined(values: Sequence[Marks]) -> Mark:
@@ -390,7 +388,7 @@ def _with(value: Marks, mark: Mark) -> Marks:
         return value
     if isinstance(value, Mark | Concatenated):
         return _joined(joined([value]), mark)
-    return tuple(_with(one, mark) for one in value)
+    return tuple(_with(element, mark) for element in value)
 
 
 def _shaped(x: Instruction, mark: Mark) -> Marks:

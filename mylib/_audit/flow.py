@@ -80,8 +80,8 @@ class Flow:
         reached, new = 0, mask
         while new:
             reached |= new
-            given = joined([self.graph.into.get(b, NOTHING) for b in self.graph.sources_in(new)])
-            new = (given.near if copies else given.any) & ~reached
+            behind = joined([self.graph.into.get(b, NOTHING) for b in self.graph.sources_in(new)])
+            new = (behind.near if copies else behind.any) & ~reached
         return reached
 
     @cached_property
@@ -89,8 +89,8 @@ class Flow:
         """For each result, the sources that it combines element by element: directly, and directly
         or through collectives.
         """
-        near = [mark.near for mark in self.graph.results]
-        return [(mask, self.reaching(mask, copies=True)) for mask in near]
+        results = self.graph.results
+        return [(mark.near, self.reaching(mark.near, copies=True)) for mark in results]
 
     def updated(self, number: int) -> list[int]:
         """The parameters that are combined with what a collective returns into a result."""
@@ -173,7 +173,7 @@ class Flow:
         queue = [(bit, alone) for bit in self.graph.sources_in(mask)]
         seen = set(queue)
         for bit, by_device in queue:
-            if all(one & part for one in set(by_device) for part in parts):
+            if all(devices & part for devices in set(by_device) for part in parts):
                 continue
             if data >> bit & 1:
                 return bit
@@ -199,11 +199,11 @@ class Flow:
                 for device in row:
                     sources[device] = sum(1 << i for i in row)
         sources_of: dict[int, int] = {}
-        for one in set(by_device):
-            sources_of[one] = 0
-            for device in self.graph.sources_in(one):
-                sources_of[one] |= sources[device]
-        return tuple(sources_of[one] for one in by_device)
+        for results in set(by_device):
+            sources_of[results] = 0
+            for device in self.graph.sources_in(results):
+                sources_of[results] |= sources[device]
+        return tuple(sources_of[results] for results in by_device)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:

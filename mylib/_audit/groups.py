@@ -186,6 +186,6 @@ class Axes(NamedTuple):
 
 def axes_in(text: str) -> list[Axes]:
     """The meshes in a program's text, unless XLA has invented their names."""
-    found = re.findall(r"replica_groups=mesh\[([^\]]*)\](?!,)", text)
-    meshes = dict.fromkeys(map(Axes.read, found))
+    texts = re.findall(r"replica_groups=mesh\[([^\]]*)\](?!,)", text)
+    meshes = dict.fromkeys(map(Axes.read, texts))
     return [x for x in meshes if not all(re.fullmatch(r"axis_\d+", name) for name in x.names)]

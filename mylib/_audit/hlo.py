@@ -128,10 +128,10 @@ class Instruction:
 
     def called(self, role: str) -> "Computation":
         """The computation that an attribute names."""
-        found = next((computation for name, computation in self.calls if name == role), None)
-        if found is None:
-            raise AuditError(f"{self} has no {role}")
-        return found
+        for name, computation in self.calls:
+            if name == role:
+                return computation
+        raise AuditError(f"{self} has no {role}")
 
     def attribute(self, name: str) -> str:
         """The text of an attribute, such as `{0,1}` or `7`; empty if it has none."""
@@ -152,9 +152,8 @@ class Instruction:
     @property
     def target(self) -> str:
         """The target of a custom call; empty for others."""
-        if self.opcode != "custom-call":
-            return ""
-        return self.attribute("custom_call_target").strip('"')
+        is_call = self.opcode == "custom-call"
+        return self.attribute("custom_call_target").strip('"') if is_call else ""
 
     @cached_property
     def op_names(self) -> list[str]:

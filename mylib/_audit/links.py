@@ -97,10 +97,8 @@ def _on_torus(message: Message, mesh: Axes, machine: Machine) -> tuple[float, st
     if not directions:  # the two cores of a chip share its memory
         rate = (chip.memory_bandwidth or math.inf) / 2
         return _HOP + message.wire_bytes / rate, f"{over} is within a chip"
-    if message.kind == "collective-permute":
-        rate = link  # in one direction
-    else:
-        rate = link * sum(directions)
+    # A permutation sends in one direction.
+    rate = link if message.kind == "collective-permute" else link * sum(directions)
     # Each core of a chip has its own group, and they share the links.
     rate /= chip.devices if cores < chip.devices else 1
     if message.kind in _ALL_TO_ALL:

@@ -93,16 +93,16 @@ def at_the_peak(memory: Memory) -> tuple[str, list[tuple[str, ...]]]:
     if memory.alive is None:
         return f"{counted}; what is held then is unknown", []
     listed_bytes = show_bytes(sum(x.bytes for x in memory.alive))
-    shown = memory.alive[:_SHOWN]
-    rows = [(show_bytes(x.bytes), x.arrays, x.primitive, x.source) for x in shown]
+    largest = memory.alive[:_SHOWN]
+    rows = [(show_bytes(x.bytes), x.arrays, x.primitive, x.source) for x in largest]
     return f"{counted}; by the schedule, {listed_bytes} of it besides arguments", rows
 
 
 def lines_of(memory: Memory) -> list[str]:
     """The lines that a report ends with."""
     parts = ", ".join(f"{name} {show_bytes(size)}" for name, size in held(memory).items())
-    aliased = show_bytes(memory.aliased)
-    shared = f" ({aliased} of them in donated arguments)" if memory.aliased else ""
+    donated = f" ({show_bytes(memory.aliased)} of them in donated arguments)"
+    shared = donated if memory.aliased else ""
     heading, rows = at_the_peak(memory)
     lines = [f"each device holds {parts or 'nothing'}{shared}", heading + ":" * bool(rows)]
     return [*lines, *(table(rows) if rows else [])]

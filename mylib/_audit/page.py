@@ -32,7 +32,7 @@ def _collectives(
     # On narrow pages the first cell is the heading of a row.
     header = (*_heading_first(columns), "share")
     bars = [bar(size / (max(sent) or 1), f"{show_bytes(size)} in a call") for size in sent]
-    body = [(*_heading_first(row), one) for row, one in zip(rows, bars, strict=True)]
+    body = [(*_heading_first(row), picture) for row, picture in zip(rows, bars, strict=True)]
     numbers = [i for i, name in enumerate(header) if name in _NUMBERS]
     hover = [
         "\n".join(f"{name}: {text}" for name, text in zip(columns, row, strict=True) if text)

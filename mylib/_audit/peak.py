@@ -130,11 +130,10 @@ class _Lifetimes:
 
     def _in_place(self, x: Instruction, index: int) -> Buffer | None:
         """The memory of the operand that an update is written into."""
-        value = Value(x, (index,) if len(x.arrays) > 1 else ())
         if x.opcode == "fusion":
             called = x.called("calls")
-            value = Value(called.result, value.path)
-            *_, value = _within(value, called)
+            path = (index,) if len(x.arrays) > 1 else ()
+            *_, value = _within(Value(called.result, path), called)
             if value.made_by.opcode != "dynamic-update-slice":
                 return None
             *_, target = _within(Value(value.made_by.operand(0)), called)

@@ -68,8 +68,8 @@ class _Numbers:
         if x.opcode not in (*_ELEMENTWISE, *_OTHERS):
             return None
         operands = [self.of(y, deep - 1) for y in x.inputs()]
-        known = [numbers for numbers in operands if numbers is not None]
-        return self._result(x, known) if len(known) == len(operands) else None
+        known_operands = [numbers for numbers in operands if numbers is not None]
+        return self._result(x, known_operands) if len(known_operands) == len(operands) else None
 
     def _constant(self, x: Instruction) -> np.ndarray | None:
         if not re.fullmatch(r"[su]\d+|pred", x.arrays[0].dtype):

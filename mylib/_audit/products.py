@@ -17,8 +17,8 @@ def dtype_of(x: Instruction) -> str:
     """JAX's name of the dtype that is multiplied: that of the wider operand."""
     # A kernel may take tables of indices first.
     factors = [] if x.target == "tpu_custom_call" else x.inputs()[:2]
-    both = [array for y in factors for array in y.arrays[:1]] or x.arrays[:1]
-    return _named(max(both, key=lambda array: array.bytes / max(1, array.size)).dtype)
+    arrays = [array for y in factors for array in y.arrays[:1]] or x.arrays[:1]
+    return _named(max(arrays, key=lambda array: array.bytes / max(1, array.size)).dtype)
 
 
 def _named(dtype: str) -> str:

@@ -155,8 +155,7 @@ class Report:
         """The bytes that a device sends in all executions of these collectives. `kind` and `axes`
         are as for `count`.
         """
-        sent = ((c.branches, times_of(c) * c.wire_bytes) for c in self.among(kind, axes))
-        return _most(sent)
+        return _most((c.branches, times_of(c) * c.wire_bytes) for c in self.among(kind, axes))
 
     def among(
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
@@ -267,7 +266,7 @@ def _most(amounts: Iterable[tuple[Sequence[tuple[str, int]], int]]) -> int:
             inside.setdefault(condition, {}).setdefault(number, []).append((branches[1:], amount))
         else:
             total += amount
-    return total + sum(max(map(_most, one.values())) for one in inside.values())
+    return total + sum(max(map(_most, by_branch.values())) for by_branch in inside.values())
 
 
 def times_of(c: Collective) -> int:
@@ -317,7 +316,6 @@ def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:
 def _row(group: Sequence[Collective]) -> tuple[str, ...]:
     c = group[0]
     times = "?" if c.times is None else f"{c.times * len(group)}"
-    what = what_of(group)
     notes = [c.spelling] if c.spelling else []
     notes += ["overlapped"] if c.overlapped else []
     notes += ["in a branch"] if c.sometimes else []
@@ -329,7 +327,7 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
         show_bytes(c.wire_bytes),
         "inserted" if c.inserted else "written",
         c.phase,
-        what + (f" ({', '.join(notes)})" if notes else ""),
+        what_of(group) + (f" ({', '.join(notes)})" if notes else ""),
         c.source + (f" in the loop of {c.loops[-1]}" if c.loops else ""),
     )
 

@@ -78,11 +78,11 @@ class Speed(NamedTuple):
     of_kernels: float = 1
     of_memory: float = 1
 
-    def seconds(self, one: Operation) -> tuple[float, float]:
+    def seconds(self, operation: Operation) -> tuple[float, float]:
         """The seconds of the products of an operation, and of its memory traffic."""
-        products = sum(n / self.flops[dtype] for dtype, n in one.flops)
-        share = self.of_kernels if one.is_kernel else self.of_products
-        return products / share, one.bytes / self.memory / self.of_memory
+        products = sum(n / self.flops[dtype] for dtype, n in operation.flops)
+        share = self.of_kernels if operation.is_kernel else self.of_products
+        return products / share, operation.bytes / self.memory / self.of_memory
 
 
 def estimate(
@@ -96,18 +96,18 @@ def estimate(
         f"{real.of_kernels:.0%}, memory {_MEMORY:.0%}",
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
-    times = [(one.times, *real.seconds(one)) for one in work.operations]
+    times = [(op.times, *real.seconds(op)) for op in work.operations]
     parts = {"compute": sum(n * x for n, x, _ in times), "memory": sum(n * y for n, _, y in times)}
     body = sum(n * max(x, y) for n, x, y in times)
-    low = sum(one.times * max(ideal.seconds(one)) for one in work.operations)
-    links = [seconds(one, axes, machine) for one in sent]
-    for one, (each, text) in zip(sent, links, strict=True):
-        part = f"communication over {', '.join(map(axis_of, one.axes))}"
-        parts[part] = parts.get(part, 0.0) + each * one.times
+    low = sum(op.times * max(ideal.seconds(op)) for op in work.operations)
+    links = [seconds(message, axes, machine) for message in sent]
+    for message, (each, text) in zip(sent, links, strict=True):
+        part = f"communication over {', '.join(map(axis_of, message.axes))}"
+        parts[part] = parts.get(part, 0.0) + each * message.times
         assumed.append(text)
     most = sum(parts.values())
     low = max(low, most - parts["compute"] - parts["memory"])
-    total = played(work.schedule, lambda one: max(real.seconds(one)), [each for each, _ in links])
+    total = played(work.schedule, lambda op: max(real.seconds(op)), [each for each, _ in links])
     return Estimate(
         seconds=total,
         interval=(min(total, low), math.inf if work.unknown else most),

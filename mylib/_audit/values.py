@@ -224,19 +224,19 @@ def _waiting(x: Instruction) -> Iterator[Instruction]:
 def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
     """Whether a loop leaves an element of its carry unchanged."""
     body = loop.called("body")
-    for made_by, found in islice(unchanged(Value(body.result, path)), 100):
+    for made_by, source in islice(unchanged(Value(body.result, path)), 100):
         if made_by.opcode == "parameter" and made_by.computation is body:
-            return found == path
+            return source == path
         if made_by.opcode == "parameter" and made_by.computation.callers[:1] == [loop]:
             return False
     return False
 
 
 def behind(
-    operands: Iterable[Instruction], given: Callable[[Instruction], Iterable[Instruction]]
+    operands: Iterable[Instruction], inputs_of: Callable[[Instruction], Iterable[Instruction]]
 ) -> Iterator[Instruction]:
-    """What these values are copies of, where they are computed, and what is behind what is `given`
-    to that; the nearest first.
+    """What these values are copies of, where they are computed, and what is behind the inputs of
+    that; the nearest first.
     """
     queue = [Value(x) for x in operands]
     seen: set[int] = set()
@@ -246,7 +246,7 @@ def behind(
         if id(made_by) not in seen:
             seen.add(id(made_by))
             yield made_by
-            queue += map(Value, given(made_by))
+            queue += map(Value, inputs_of(made_by))
 
 
 def inputs_here(x: Instruction) -> list[Instruction]:

@@ -86,7 +86,7 @@ class Work:
     def operations(self) -> tuple[Operation, ...]:
         """The operations without their order, equal ones together."""
         counts = _counted(self.schedule)
-        return tuple(one._replace(times=times) for one, times in counts.items())
+        return tuple(operation._replace(times=times) for operation, times in counts.items())
 
 
 def work_of(module: HloModule, sent: Sequence[Transfer]) -> Work:
@@ -95,10 +95,10 @@ def work_of(module: HloModule, sent: Sequence[Transfer]) -> Work:
     steps, unknown = reader.read(module.entry)
     counts = _counted(steps)
     flops: Counter[str] = Counter()
-    for one, times in counts.items():
-        for dtype, number in one.flops:
+    for operation, times in counts.items():
+        for dtype, number in operation.flops:
             flops[dtype] += times * number
-    traffic = sum(times * one.bytes for one, times in counts.items())
+    traffic = sum(times * operation.bytes for operation, times in counts.items())
     return Work(dict(flops), traffic, unknown, steps)
 
 
@@ -116,8 +116,8 @@ def _counted(steps: Iterable[Step], times: int = 1) -> Counter[Operation]:
 def _weight(steps: tuple[Step, ...]) -> float:
     """For comparing branches: in bytes, at 300 operations a byte, as GPUs and TPUs have."""
     return sum(
-        times * max(one.bytes, sum(n for _, n in one.flops) / 300)
-        for one, times in _counted(steps).items()
+        times * max(operation.bytes, sum(n for _, n in operation.flops) / 300)
+        for operation, times in _counted(steps).items()
     )
 
 
@@ -125,21 +125,21 @@ class _ScheduleReader:
     def __init__(self, begins: Moments[Begin], ends: Moments[End]) -> None:
         self._begins = begins
         self._ends = ends
-        self._known: dict[str, tuple[tuple[Step, ...], int]] = {}
+        self._steps: dict[str, tuple[tuple[Step, ...], int]] = {}
 
     def read(self, computation: Computation) -> tuple[tuple[Step, ...], int]:
         """What a computation does; and how much of it isn't known."""
-        if computation.name not in self._known:
+        if computation.name not in self._steps:
             steps: list[Step] = []
             unknown = 0
             for x in computation.instructions:
-                steps_of_x, uncounted = self._own(x)
+                steps_of_x, uncounted = self._steps_of(x)
                 steps += [*self._begins.get(id(x), ()), *steps_of_x, *self._ends.get(id(x), ())]
                 unknown += uncounted
-            self._known[computation.name] = tuple(steps), unknown
-        return self._known[computation.name]
+            self._steps[computation.name] = tuple(steps), unknown
+        return self._steps[computation.name]
 
-    def _own(self, x: Instruction) -> tuple[Sequence[Step], int]:
+    def _steps_of(self, x: Instruction) -> tuple[Sequence[Step], int]:
         runs = x.calls if opcode_of(x) in ("while", "conditional", "call", "async") else []
         called = [self.read(computation) for _, computation in runs]
         parts = [steps for steps, _ in called]
