@@ -74,8 +74,8 @@ class Judged:
     def _labels_of(self, number: int) -> np.ndarray:
         split = axes_of(self.report.parameters[number])
         places = np.unravel_index(np.arange(self.mesh.size), self.mesh.sizes)
-        own = [place * (name in split) for name, place in zip(self.mesh.names, places, strict=True)]
-        return np.ravel_multi_index(own, self.mesh.sizes)
+        at = [place * (name in split) for name, place in zip(self.mesh.names, places, strict=True)]
+        return np.ravel_multi_index(at, self.mesh.sizes)
 
     def varies(self, mask: int) -> bool:
         """Whether devices along the axis have different values."""
@@ -90,8 +90,7 @@ class Judged:
     def gradients(self) -> Iterator[Violation]:
         """The faults of weights whose gradient isn't summed once over the axis."""
         for result, number in self._trained_by_data:
-            reason = self._unsummed(result)
-            if reason:
+            if reason := self._unsummed(result):
                 yield Violation((self.report.parameters[number].path,), reason)
 
     @cached_property
@@ -100,9 +99,8 @@ class Judged:
 
     def _unsummed(self, result: int) -> str:
         r, mask = self.report.results[result], self.flow.graph.results[result].any
-        way = self.flow.uncrossed(mask, self.data, self.places)
-        varies = self.varies(mask)
-        if way is not None or (varies and self.axis not in axes_of(r)):
+        uncrossed = self.flow.uncrossed(mask, self.data, self.places)
+        if uncrossed is not None or (self.axis not in axes_of(r) and self.varies(mask)):
             return f"its gradient is not summed over {self.axis}"
         others = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
         if self.axis in axes_of(r) and not self.varies(others):
@@ -272,17 +270,15 @@ class Judged:
         whole = sum(math.prod(p.shape) * parts(self.report, p, axes) for p in of)
         return min(1.0, self.flow.array(m.bit).size / whole)
 
-    def bounded(self, some: Sequence[Moved], limit: int) -> Iterator[Violation]:
+    def bounded(self, moved: Sequence[Moved], limit: int) -> Iterator[Violation]:
         """The faults of what is moved, if it is more than a limit in a call."""
-        total = sum(m.bytes * times_of(m.c) for m in some)
+        total = sum(m.bytes * times_of(m.c) for m in moved)
         if total <= limit:
             return
-        most = (
-            f"at most {show_bytes(limit)} in a call expected" if limit else "no activation expected"
-        )
-        for c in dict.fromkeys(m.c for m in some):
-            paths = [n for m in some if m.c is c for n in m.names(self.report)]
-            yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most}")
+        most = f"at most {show_bytes(limit)} in a call" if limit else "no activation"
+        for c in dict.fromkeys(m.c for m in moved):
+            paths = [n for m in moved if m.c is c for n in m.names(self.report)]
+            yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most} expected")
 
     @cached_property
     def multiplied(self) -> list[int]:
@@ -331,10 +327,8 @@ class Judged:
         # What is in no list, such as the head, is not one of many layers.
         for path, c in gathered:
             if re.search(r"\[\d+\]", path):
-                text = (
-                    f"gathered once for the forward and the backward pass: {text_of(c)}, {_ADVICE}"
-                )
-                yield Violation((path,), text)
+                text = f"gathered once for the forward and the backward pass: {text_of(c)}"
+                yield Violation((path,), f"{text}, {_ADVICE}")
 
     def is_of_product(self, m: Moved) -> bool:
         """Whether a product computes what is moved."""

@@ -14,12 +14,12 @@ from ._text import (
     Violation,
     bytes_in,
     including,
+    lines,
     moved_by,
     names_of,
     over,
     show,
     text_of,
-    told,
 )
 
 
@@ -133,7 +133,7 @@ def never(
             for c in including(report, kind, axes)
             if c.bytes > limit and (c.loops or not in_loops) and (c.inserted or not inserted)
         ]
-        return told(violations)
+        return lines(violations)
 
     return faults
 
@@ -174,11 +174,10 @@ def memory(**limits: Size) -> Contract:
     def faults(report: Report) -> list[str]:
         if report.memory is None:
             return ["the memory is unknown: audit the compiled program, not its text"]
-        found = {name: getattr(report.memory, name) for name in allowed}
         return [
-            f"{name}: {show_bytes(found[name])}, and at most {show_bytes(limit)} expected"
+            f"{name}: {show_bytes(size)}, and at most {show_bytes(limit)} expected"
             for name, limit in allowed.items()
-            if found[name] > limit
+            if (size := getattr(report.memory, name)) > limit
         ]
 
     return faults

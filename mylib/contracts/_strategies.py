@@ -8,7 +8,7 @@ from .._audit import Contract, Report, times_of
 from .._text import show_bytes
 from ._judged import Judged, Moved
 from ._roles import axes_of
-from ._text import Size, Violation, bytes_in, text_of, told
+from ._text import Size, Violation, bytes_in, lines, text_of
 
 
 def data_parallel(
@@ -46,7 +46,7 @@ def data_parallel(
         ```
     """
     limit = bytes_in(activations)
-    return lambda report: told(_of_data_parallel(Judged(report, axis, argument), pieces, limit))
+    return lambda report: lines(_of_data_parallel(Judged(report, axis, argument), pieces, limit))
 
 
 def fsdp(
@@ -101,7 +101,7 @@ def fsdp(
 
     def faults(report: Report) -> list[str]:
         judged = Judged(report, axis, argument)
-        return told(_of_fsdp(judged, judged.roles.weights, pieces, most, limit))
+        return lines(_of_fsdp(judged, judged.roles.weights, pieces, most, limit))
 
     return faults
 
@@ -147,7 +147,7 @@ def tensor_parallel(
         ```
     """
     limit = bytes_in(activations)
-    return lambda report: told(_of_tensor_parallel(Judged(report, axis, argument), forward, limit))
+    return lambda report: lines(_of_tensor_parallel(Judged(report, axis, argument), forward, limit))
 
 
 def two_d(
@@ -202,7 +202,7 @@ def two_d(
     def faults(report: Report) -> list[str]:
         judged = Judged(report, data, argument)
         violations = list(_of_fsdp(judged, judged.multiplied, pieces, None, limit))
-        return told(
+        return lines(
             [*violations, *_of_tensor_parallel(Judged(report, model, argument), None, limit)]
         )
 
@@ -230,8 +230,8 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Viola
 
 
 def _bounded(judged: Judged, limit: int) -> Iterator[Violation]:
-    some = [m for m in judged.moved if m.role in ("activation", "result")]
-    yield from judged.bounded(some, limit)
+    moved = [m for m in judged.moved if m.role in ("activation", "result")]
+    yield from judged.bounded(moved, limit)
 
 
 def _of_fsdp(
@@ -289,11 +289,11 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
         if reason:
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     # Megatron's sequence parallelism gathers what it has scattered.
-    some = [m for m in judged.moved if m.role in ("activation", "result")]
+    moved = [m for m in judged.moved if m.role in ("activation", "result")]
     summing = {"all-reduce", "reduce-scatter"}
-    gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in some) else set[str]()
-    yield from judged.bounded([m for m in some if m.c.kind not in summing | gathers], limit)
-    forwards = [m for m in some if m.c.kind in summing and m.c.phase in ("forward", "")]
+    gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in moved) else set[str]()
+    yield from judged.bounded([m for m in moved if m.c.kind not in summing | gathers], limit)
+    forwards = [m for m in moved if m.c.kind in summing and m.c.phase in ("forward", "")]
     sums = sum(times_of(m.c) for m in forwards)
     if forward is not None and sums != forward:
         yield Violation(

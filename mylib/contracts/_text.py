@@ -32,7 +32,7 @@ class Violation:
     text: str
 
 
-def told(faults: Iterable[Violation]) -> list[str]:
+def lines(faults: Iterable[Violation]) -> list[str]:
     """Sentences that name the leaves first. Faults that differ only in these are one."""
     alike: dict[str, list[str]] = {}
     for fault in faults:
