@@ -112,8 +112,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         room = _ROOMS[name]
         module = import_module(f".{room or name}", __name__)
-        found = globals()[name] = getattr(module, name) if room else module
-        return found
+        value = globals()[name] = getattr(module, name) if room else module
+        return value
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

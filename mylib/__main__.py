@@ -73,9 +73,9 @@ def _machine(text: str) -> Machine:
 def _compile(options: argparse.Namespace) -> int:
     machine: Machine = options.machine
     try:
-        with _told("traced and lowered"):
+        with _timed("traced and lowered"):
             lowered = options.function(machine)
-        with _told(f"compiled for {machine}"):
+        with _timed(f"compiled for {machine}"):
             # What is saved must run there: see `Compiled.save`.
             is_run = options.save is not None and machine.chip.platform == "gpu"
             compiled = lowered.compile(WITHOUT_TRITON if is_run else None)
@@ -103,19 +103,19 @@ def _plan(options: argparse.Namespace) -> int:
     start = time.monotonic()
     try:
         # On terminals it writes a line of its own meanwhile.
-        found = plan(step, *args, machine=options.machine, **limits, **keywords)
+        planned = plan(step, *args, machine=options.machine, **limits, **keywords)
     except (CompilerError, PlanError) as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"planned for {options.machine} in {time.monotonic() - start:.1f} s", found, sep="\n")
+    print(f"planned for {options.machine} in {time.monotonic() - start:.1f} s", planned, sep="\n")
     if options.save is not None:
-        Path(options.save).write_text(found.as_text())
+        Path(options.save).write_text(planned.as_text())
         print(f"saved in {options.save}")
     return 0
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _timed(what: str) -> Iterator[None]:
     """Says how long something took; on a terminal also that it goes on."""
     start, ended = time.monotonic(), threading.Event()
 

@@ -67,14 +67,14 @@ def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
     wrong = [name for name, size in axes.items() if size < 1 and size != -1]
     if wrong or len(free) > 1:
         raise ValueError(f"a mesh of {text}: sizes are positive, and one of them may be -1")
-    known = math.prod(size for size in axes.values() if size != -1)
-    if count % known if free else count != known:
+    product = math.prod(size for size in axes.values() if size != -1)
+    if count % product if free else count != product:
         raise ValueError(
-            f"a mesh of {text} needs {'a multiple of ' if free else ''}{known} devices, and there "
-            f"{'is' if count == 1 else 'are'} {count}. Change a size, or let one be -1"
-            f"{_to_simulate(known) if count < known else ''}"
+            f"a mesh of {text} needs {'a multiple of ' if free else ''}{product} devices, and "
+            f"there {'is' if count == 1 else 'are'} {count}. Change a size, or let one be -1"
+            f"{_to_simulate(product) if count < product else ''}"
         )
-    return tuple(count // known if size == -1 else size for size in axes.values())
+    return tuple(count // product if size == -1 else size for size in axes.values())
 
 
 def _to_simulate(count: int) -> str:
