@@ -170,7 +170,10 @@ class Explanation(Shown, Rows):
         groups = fold(self.replicated, _WASTES)
         left = sum(len(rows) for _, rows in groups[_WASTES:])
         lines = [_show_waste(label, rows) for label, rows in groups[:_WASTES]]
-        return lines + [f"and {left} more arrays are large and replicated"] * (left > 0)
+        last = (
+            f"and {counted(left, 'more array')} {'is' if left == 1 else 'are'} large and replicated"
+        )
+        return lines + [last] * bool(left)
 
 
 def _show_waste(label: str, rows: Sequence[Row]) -> str:

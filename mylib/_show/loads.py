@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .._text import show_bytes
+from .._text import counted, show_bytes
 from .text import BLUE, Paint, show_devices
 
 _LINES, _BAR = 12, 24
@@ -25,9 +25,7 @@ def load_lines(bytes_by_device: Mapping[Any, int], paint: Paint) -> list[str]:
     lines = ["devices by bytes:"]
     for nbytes, devices in groups[:_LINES]:
         bar = "█" * max(1, round(_BAR * nbytes / most)) if nbytes else ""
-        text = f"{show_bytes(nbytes):>10}"
-        lines.append(
-            f"{text}  {paint(bar, BLUE)}{' ' * (_BAR - len(bar))}  {show_devices(devices)}"
-        )
-    rest = sum(len(devices) for _, devices in groups[_LINES:])
-    return lines + [f"            and {rest} devices with less"] * bool(rest)
+        padded = paint(bar, BLUE) + " " * (_BAR - len(bar))
+        lines.append(f"{show_bytes(nbytes):>10}  {padded}  {show_devices(devices)}")
+    left = sum(len(devices) for _, devices in groups[_LINES:])
+    return lines + [f"            and {counted(left, 'device')} with less"] * bool(left)

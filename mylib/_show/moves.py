@@ -82,9 +82,9 @@ class Move:
     def _differs(self) -> bool:
         """Whether it is an array of another shape or dtype."""
         assert self.before is not None and self.after is not None
-        one, other = self.before.leaf, self.after.leaf
+        before, after = self.before.leaf, self.after.leaf
         # JAX holds NumPy's 64 bits as 32: that is a move, and no other array.
-        return (one.shape, canonical_dtype(one)) != (other.shape, canonical_dtype(other))
+        return (before.shape, canonical_dtype(before)) != (after.shape, canonical_dtype(after))
 
     @cached_property
     def likeness(self) -> Hashable:

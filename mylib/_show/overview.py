@@ -93,8 +93,8 @@ class Overview(Shown, Rows):
         shape, dtype = str(row.leaf.shape), str(row.leaf.dtype)
         return label, shape, dtype, self._place_of(row), row.why, nbytes, per_device
 
-    def _code_of(self, one: Row, column: str) -> str:
-        return _CODES.get(one.state, "") if column == "state" else ""
+    def _code_of(self, item: Row, column: str) -> str:
+        return _CODES.get(item.state, "") if column == "state" else ""
 
     def _notes(self) -> list[str]:
         return [*totals(self), *self._meshes.lines(), *_static_lines(self.static)]
@@ -158,8 +158,8 @@ class Changes(Shown):
     def _meshes(self) -> Meshes:
         return Meshes(row for move in self.moves for row in (move.before, move.after))
 
-    def _code_of(self, one: Move, column: str) -> str:
-        return YELLOW if one.what and column == "what" else ""
+    def _code_of(self, item: Move, column: str) -> str:
+        return YELLOW if item.what and column == "what" else ""
 
     def _cells(self, label: str, alike: Sequence[Move]) -> tuple[str, ...]:
         move = alike[0]

@@ -12,11 +12,11 @@ from jax.sharding import Sharding
 from .._placement import Bounds, Shape, Span, parts_of
 
 
-def overlap(one: Bounds, other: Bounds) -> int:
+def overlap(a: Bounds, b: Bounds) -> int:
     """How many elements two parts have in common."""
     return math.prod(
         max(0, min(stop, end) - max(start, begin))
-        for (start, stop), (begin, end) in zip(one, other, strict=True)
+        for (start, stop), (begin, end) in zip(a, b, strict=True)
     )
 
 

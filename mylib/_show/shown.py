@@ -32,7 +32,7 @@ class Shown:
     def _notes(self) -> list[str]:
         """The lines below the table."""
 
-    def _code_of(self, one: Any, column: str) -> str:
+    def _code_of(self, item: Any, column: str) -> str:
         """The colour of a cell."""
         return ""
 

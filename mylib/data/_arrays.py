@@ -11,7 +11,7 @@ from .._errors import Fault, because
 from .._tree import KeyPath, Kind, Pattern, joined, kind_of, name_of, parts_of
 
 
-def own(x: Any) -> Any:
+def copied(x: Any) -> Any:
     """Copies NumPy arrays, because their source may overwrite them."""
     return x.copy() if isinstance(x, np.ndarray) else x
 

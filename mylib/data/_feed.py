@@ -24,7 +24,7 @@ from .._placement import current_world
 from .._processes import patience
 from .._watched import waits
 from ._agreement import farewell, in_words, settle, settle_end
-from ._arrays import own
+from ._arrays import copied
 from ._channel import Channel
 from ._request import BatchRequest
 from ._share import Share, look_through
@@ -131,7 +131,7 @@ class _Maker:
         batch = settled.placed()
         if not self.request.may_alias:
             # Leaves that are not placed would still belong to the source.
-            batch = jtu.tree_map(own, batch)
+            batch = jtu.tree_map(copied, batch)
         return Item(batch, state_of(self.source))
 
     def _read(self) -> tuple[Share | None, bool]:

@@ -35,7 +35,7 @@ from .._processes import (
 )
 from .._transfer import LocalData, assemble, not_there, place_leaves
 from .._tree import Kind, Leaves, canonical_dtype, is_of_keys, split
-from ._arrays import as_arrays, own
+from ._arrays import as_arrays, copied
 from ._request import BatchRequest, Tail
 from ._rows import ALONE, ReaderShard, fits_all, of_rows, readers_of, row_blocks, unfit_rows
 
@@ -121,7 +121,7 @@ class Share:
     def emptied(self) -> "Share":
         """The share without its rows, independent of the source's buffers."""
         share = self.with_rows(0)
-        return replace(share, leaves=split(jtu.tree_map(own, share.leaves.tree)))
+        return replace(share, leaves=split(jtu.tree_map(copied, share.leaves.tree)))
 
     def with_rows(self, rows: int) -> "Share":
         """The share with this number of rows: the last ones dropped, or zeros added."""
@@ -275,8 +275,8 @@ def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]
         fix = "if it was donated to a function, make another one"
         yield leaves.at(i, because(reason, fix, request))
     elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
-        there = named(owners(x.sharding))
-        reason = f"it is already an array on {there}, not a share of one process"
+        holders = named(owners(x.sharding))
+        reason = f"it is already an array on {holders}, not a share of one process"
         fix = "move it by mylib.filter_shard, before or after"
         yield leaves.at(i, because(reason, fix, request))
 
@@ -327,11 +327,11 @@ def _undecided_rules(share: Share) -> Iterator[Fault]:
     request = share.request
     decision = decide(leaves, request.placement, request.mesh, current_world(), fit=fits_all)
     for i in share.spanning:
-        one, other = share.targets[i], decision.targets[i]
-        if is_rule(decision.entries[i]) and one != other:
+        of_share, of_whole = share.targets[i], decision.targets[i]
+        if is_rule(decision.entries[i]) and of_share != of_whole:
             reason = (
-                f"for one process's share it returns {one and show(one, None)}, for the whole, "
-                f"{whole[i].shape}, {other and show(other, None)}"
+                f"for one process's share it returns {of_share and show(of_share, None)}, for the "
+                f"whole, {whole[i].shape}, {of_whole and show(of_whole, None)}"
             )
             fix = "give the result of mylib.resolve for an example of a whole batch"
             yield share.leaves.at(i, because(reason, fix, repr(decision.entries[i])))

@@ -150,7 +150,7 @@ def assert_same_everywhere(tree: PyTree[Any], /) -> None:
     """
     all_of_them = everybody()
     paths = jax.tree_util.tree_flatten_with_path(tree)[0]
-    facts = {name_of(path): _said_of(x) for path, x in paths}
+    facts = {name_of(path): _fact_of(x) for path, x in paths}
     meet = meeting("assert_same_everywhere", all_of_them)
     faults = everybodys_faults(meet, [], {all_of_them: facts})
     if faults:
@@ -158,15 +158,15 @@ def assert_same_everywhere(tree: PyTree[Any], /) -> None:
     check_replicas(tree)
 
 
-def _said_of(x: Any) -> str:
+def _fact_of(x: Any) -> str:
     kind = split(x).kinds
     if not kind or isinstance(x, jax.ShapeDtypeStruct):
         return repr(x) if x is None or isinstance(x, int | float | complex | str) else str(type(x))
     if is_handle(x):
-        there = named(owners(x.sharding))
-        return f"{x.dtype}{list(x.shape)} on {there} (compare what mylib.mpmd.fetch brings here)"
+        holders = named(owners(x.sharding))
+        return f"{x.dtype}{list(x.shape)} on {holders} (compare what mylib.mpmd.fetch brings here)"
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return f"{x.dtype}{list(x.shape)} at {x.sharding}"
     if isinstance(x, jax.Array) and is_of_keys(x):
-        return f"keys of {jax.random.key_impl(x)}, {_said_of(jax.random.key_data(x))}"
+        return f"keys of {jax.random.key_impl(x)}, {_fact_of(jax.random.key_data(x))}"
     return f"{x.dtype}{list(x.shape)}, checksum {checksum([np.asarray(x)], x.dtype)}"

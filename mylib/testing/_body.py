@@ -110,9 +110,9 @@ def all_equal(value: Any, timeout: float = 60.0) -> None:
         mylib.testing.all_equal(str(jax.tree.structure({"a": 1})))
         ```
     """
-    said = gather(value, timeout)
-    if any(value != said[0] for value in said):
-        lines = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(said))
+    values = gather(value, timeout)
+    if any(value != values[0] for value in values):
+        lines = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(values))
         raise AssertionError(f"the processes disagree:\n{lines}")
 
 
@@ -142,7 +142,7 @@ def same_program(
     """
     jitted: Any = fun if hasattr(fun, "lower") else jax.jit(fun)
     mine = jitted.lower(*args, **kwargs).as_text()
-    first = exchange("same_program", mine, everybody(), lambda said: said[0], timeout=timeout)
+    first = exchange("same_program", mine, everybody(), lambda texts: texts[0], timeout=timeout)
     differing = [i for i, same in enumerate(gather(mine == first, timeout)) if not same]
     if differing:
         lines = difflib.unified_diff(

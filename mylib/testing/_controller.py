@@ -35,7 +35,7 @@ _OWN_OPTIONS = {
     "usepdb", "xmlpath",
 }  # fmt: skip
 
-_given = pytest.StashKey[TopologyRequest]()
+_requested = pytest.StashKey[TopologyRequest]()
 _limit = pytest.StashKey[float]()
 
 
@@ -93,7 +93,7 @@ class Controller:
         those in which it failed.
         """
         start = time.time()
-        request = given_to(item)
+        request = request_for(item)
         try:
             topology = request.topology(self._config.option.multihost_platform)
             pool = self._pool(topology, item if request.fresh else None, anew=anew)
@@ -115,9 +115,9 @@ class Controller:
             grace=grace,
         )
         self._served += 1
-        if request.fresh or not result.kept:
+        if request.fresh or not result.is_pool_kept:
             del self._pools[topology]
-            if result.kept:
+            if result.is_pool_kept:
                 pool.close()
         self._pass_on(result)
         reports = Merger(item, result, timeout=timeout, grace=grace, start=start).reports()
@@ -140,14 +140,14 @@ class Controller:
         else:
             later = self._items[self._items.index(item) + 1 :]
         for other in later:
-            if self._asks_for(other, topology) and not given_to(other).fresh:
+            if self._asks_for(other, topology) and not request_for(other).fresh:
                 return other
         return None
 
     def _asks_for(self, item: pytest.Item, topology: Topology) -> bool:
         try:
             default = self._config.option.multihost_platform
-            return given_to(item).topology(default) == topology
+            return request_for(item).topology(default) == topology
         except Unavailable:
             return False
 
@@ -270,10 +270,8 @@ class Controller:
     def _close_all(self) -> None:
         while self._pools:
             topology, pool = self._pools.popitem()
-            trouble = pool.close()
-            if trouble:
-                text = f"mylib.testing: {topology} ended in disorder: {trouble}\n"
-                sys.stderr.write(text)
+            if trouble := pool.close():
+                sys.stderr.write(f"mylib.testing: {topology} ended in disorder: {trouble}\n")
 
     def pytest_unconfigure(self) -> None:
         self._kill_all()
@@ -312,7 +310,7 @@ def mark(items: Sequence[pytest.Item]) -> None:
         if not item.get_closest_marker("multihost") or item.get_closest_marker("skip"):
             continue
         try:
-            item.stash[_given] = _request_of(item)
+            item.stash[_requested] = _request_of(item)
         except (TypeError, ValueError) as error:
             text = str(error).removeprefix("TopologyRequest.__init__() ")
             faults.append(f"{item.nodeid}: @pytest.mark.multihost: {text}")
@@ -334,11 +332,11 @@ def _request_of(item: pytest.Item) -> TopologyRequest:
 
 
 def is_marked(item: pytest.Item) -> bool:
-    return _given in item.stash
+    return _requested in item.stash
 
 
-def given_to(item: pytest.Item) -> TopologyRequest:
-    return item.stash[_given]
+def request_for(item: pytest.Item) -> TopologyRequest:
+    return item.stash[_requested]
 
 
 def _name_of(item: pytest.Item) -> str:

@@ -21,7 +21,7 @@ import pytest
 
 from .._compat import value_at
 from .._processes import AbsentError, connected, everybody, gather, named
-from ._controller import given_to, is_marked
+from ._controller import is_marked, request_for
 from ._pool import Outcome, Result
 from ._process import OneOfSeveral, make_devices
 from ._report import Merger, stack_of
@@ -87,14 +87,14 @@ class Member:
 
     def _why_not(self, item: pytest.Item) -> str | None:
         """The reason why these processes can't run a test."""
-        request = given_to(item)
+        request = request_for(item)
         asked = {
             "processes": (request.processes, self._count),
             "devices a process": (request.devices_per_process, jax.local_device_count()),
         }
-        for what, (needed, there) in asked.items():
-            if needed not in (None, there):
-                return f"needs {needed} {what}, this job has {there}"
+        for what, (needed, available) in asked.items():
+            if needed not in (None, available):
+                return f"needs {needed} {what}, this job has {available}"
         on = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
         if request.platform not in (None, on):
             return f"is for {request.platform}, this job is on {on}"
@@ -117,7 +117,7 @@ class Member:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         self._number += 1
         self._reports = 0
-        limit = given_to(item).timeout if is_marked(item) else None
+        limit = request_for(item).timeout if is_marked(item) else None
         self._running = item.nodeid, time.monotonic() + (limit or self._timeout)
         try:
             return (yield)
@@ -159,15 +159,15 @@ class Member:
         """The values of all processes at this point of the session."""
         mine = [where, json.dumps(mine, default=str)]
         try:
-            said = gather("session", mine, everybody(), timeout=timeout)
+            messages = gather("session", mine, everybody(), timeout=timeout)
         except AbsentError as error:
             raise _ApartError(
                 f"{named(error.missing)} had not reached this point after {timeout:g} s"
             ) from error
-        elsewhere = {index: theirs for index, (theirs, _) in enumerate(said) if theirs != where}
+        elsewhere = {index: theirs for index, (theirs, _) in enumerate(messages) if theirs != where}
         if elsewhere:
             raise _ApartError(f"the processes are not at the same point: {elsewhere}, not {where}")
-        return [json.loads(text) for _, text in said]
+        return [json.loads(text) for _, text in messages]
 
     # --- the end --------------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ class Result:
     timed_out: bool
     # The reason why the processes can't run another test, although all have passed this one.
     out_of_step: str | None = None
-    kept: bool = True
+    is_pool_kept: bool = True
 
     @property
     def by_time(self) -> list[Outcome]:
@@ -172,11 +172,11 @@ class Pool:
         result = Result(run.outcomes, timed_out)
         phases = {tuple(report["outcome"] for report in o.reports) for o in run.outcomes}
         if len(phases) > 1 or any(not o.finished or o.trouble or o.stop for o in run.outcomes):
-            result.kept = False
+            result.is_pool_kept = False
         else:
             result.out_of_step = self._out_of_step()
-            result.kept = result.out_of_step is None
-        if not result.kept:
+            result.is_pool_kept = result.out_of_step is None
+        if not result.is_pool_kept:
             self.kill()
         return result
 

@@ -219,8 +219,8 @@ class Merger:
             elif outcome.status is not None:
                 head = f"{name} died: {named_status(outcome.status)}"
                 after = ", after another had failed" if order else ""
-                said = _without_noise(outcome.output + outcome.errors)
-                yield head, (head + after, said[-_LAST_WORDS:].strip())
+                output = _without_noise(outcome.output + outcome.errors)
+                yield head, (head + after, output[-_LAST_WORDS:].strip())
             elif outcome.trouble:
                 text = outcome.trouble.strip()
                 yield f"{name}: {text.splitlines()[-1]}", (name, text)

@@ -68,13 +68,13 @@ class TopologyRequest:
         processes, devices = self.processes, self.devices_per_process
         if platform == "cpu":
             return Topology(processes or 2, devices or 4, platform, env)
-        there = len(chips(platform))
-        processes = processes or max(1, there // (devices or 1))
-        devices = devices or max(1, there // processes)
-        if processes * devices > there:
+        available = len(chips(platform))
+        processes = processes or max(1, available // (devices or 1))
+        devices = devices or max(1, available // processes)
+        if processes * devices > available:
             raise Unavailable(
                 f"needs {counted(processes, 'process')} with {counted(devices, 'device')} each; "
-                f"for {platform} this machine has {there}"
+                f"for {platform} this machine has {available}"
             )
         if platform == "tpu" and (processes, devices) not in _TPU_BOUNDS:
             topologies = ", ".join(f"{n} x {k}" for n, k in _TPU_BOUNDS)
@@ -161,12 +161,12 @@ _TPU_BOUNDS = {
 
 
 def _tpu(index: int, topology: Topology, ports: list[int]) -> dict[str, str]:
-    grid, own = _TPU_BOUNDS[topology.processes, topology.devices]
+    grid, of_process = _TPU_BOUNDS[topology.processes, topology.devices]
     first = index * topology.devices
     return {
         "CLOUD_TPU_TASK_ID": str(index),
         "TPU_PROCESS_BOUNDS": grid,
-        "TPU_CHIPS_PER_PROCESS_BOUNDS": own,
+        "TPU_CHIPS_PER_PROCESS_BOUNDS": of_process,
         "TPU_PROCESS_ADDRESSES": ",".join(f"localhost:{port}" for port in ports),
         "TPU_PROCESS_PORT": str(ports[index]),
         "TPU_VISIBLE_CHIPS": ",".join(chips("tpu")[first : first + topology.devices]),
