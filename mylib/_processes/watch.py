@@ -203,8 +203,7 @@ class Watch:
         return Waiting(*at, done | {lane.name: lane.done(since) for lane in lanes}) if at else None
 
     def _read(self, place: str) -> dict[int, Any]:
-        texts = values_by_process(self.client, place)
-        return {index: json.loads(text) for index, text in texts.items()}
+        return {i: json.loads(text) for i, text in values_by_process(self.client, place).items()}
 
     def _tell(self, key: str, content: Any) -> None:
         if content != self._told.get(key):

@@ -170,10 +170,8 @@ class Explanation(Shown, Rows):
         groups = fold(self.replicated, _WASTES)
         left = sum(len(rows) for _, rows in groups[_WASTES:])
         lines = [_show_waste(label, rows) for label, rows in groups[:_WASTES]]
-        last = (
-            f"and {counted(left, 'more array')} {'is' if left == 1 else 'are'} large and replicated"
-        )
-        return lines + [last] * bool(left)
+        last = f"and {counted(left, 'more array')} {'is' if left == 1 else 'are'} large"
+        return [*lines, f"{last} and replicated"] if left else lines
 
 
 def _show_waste(label: str, rows: Sequence[Row]) -> str:

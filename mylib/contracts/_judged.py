@@ -34,8 +34,7 @@ class Moved(NamedTuple):
     bytes: int
 
     def names(self, report: Report) -> tuple[str, ...]:
-        paths = [report.parameters[i].path for i in self.leaves]
-        return moved_by(self.c, paths)
+        return moved_by(self.c, [report.parameters[i].path for i in self.leaves])
 
 
 class Judged:

@@ -52,13 +52,11 @@ def _unequal(first: list[Place], second: list[Place], modules: Sequence[Module])
     if len(first) != len(second) or not first:
         yield f"the first function takes {len(first)} arrays, and the second {len(second)}"
         return
-    for x, y in zip(first, second, strict=True):
-        a, b = (modules[stage].form.structs[i] for stage, i in (x, y))
+    for (s, i), (t, j) in zip(first, second, strict=True):
+        a, b = modules[s].form.structs[i], modules[t].form.structs[j]
         if a.shape != b.shape or a.dtype != b.dtype:
-            yield (
-                f"stages[{x[0]}] has {a.dtype}{a.shape}, and stages[{y[0]}] has {b.dtype}{b.shape}"
-            )
-        if x == y:
+            yield f"stages[{s}] has {a.dtype}{a.shape}, and stages[{t}] has {b.dtype}{b.shape}"
+        if (s, i) == (t, j):
             yield "both are the same array"
         if not is_floating(a):
             yield "integers have no gradient"

@@ -112,7 +112,7 @@ class TensorParallel(Rule):
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if all(leaf.ndim == 0 for leaf in leaves):
             return []
-        paths = [leaf.parts for leaf in leaves]
+
         return [
             because(
                 f"the pattern matches none of the {len(leaves)} leaves, nor their layers",
@@ -120,7 +120,7 @@ class TensorParallel(Rule):
                 f"{self._name}: {_SIDES[side]} {pattern.text!r}",
             )
             for pattern, side in self.patterns
-            if not any(_is_at(pattern, parts) for parts in paths)
+            if not any(_is_at(pattern, leaf.parts) for leaf in leaves)
         ]
 
     def _matching(self, leaf: Leaf) -> list[tuple[Pattern, str]]:
