@@ -20,7 +20,7 @@ from .collectives import Transfer
 from .hlo import Computation, HloModule, Instruction
 from .opcodes import ELEMENTWISE, KINDS, opcode_of
 from .positions import positions
-from .values import done_of, given_to
+from .values import done_of, operands_of_call
 
 
 class Mark(NamedTuple):
@@ -196,7 +196,7 @@ class _Walk:
             return inputs[0]
         called = [computation for role, computation in x.calls if role in ("calls", "to_apply")]
         if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
-            operands = given_to(x)
+            operands = operands_of_call(x)
             input_of = dict(zip(x.operands, inputs, strict=True))
             if any(y.name not in input_of for y in operands):
                 return self._unknown()

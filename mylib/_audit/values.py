@@ -184,7 +184,7 @@ def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
     if caller.opcode == "conditional":
         branches = [called for _, called in caller.calls]
         return Value(caller.operand(1 + branches.index(x.computation)), path)
-    return Value(given_to(caller)[number], path) if _enters(caller) else None
+    return Value(operands_of_call(caller)[number], path) if _enters(caller) else None
 
 
 def _enters(x: Instruction) -> bool:
@@ -193,7 +193,7 @@ def _enters(x: Instruction) -> bool:
     return x.opcode in _WRAPPERS or "calls=" in x.attributes
 
 
-def given_to(x: Instruction) -> list[Instruction]:
+def operands_of_call(x: Instruction) -> list[Instruction]:
     """The operands of the computation that an instruction calls."""
     # The SparseCores of a TPU are started before they have operands; an update brings those.
     updates = () if x.operands else x.computation.users[x.name]

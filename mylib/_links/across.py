@@ -89,7 +89,7 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
     ours = [leaf for leaf in leaves if not is_nowhere_here(leaf.x.sharding, leaf.target)]
     platforms = {next(iter(leaf.target.device_set)).platform for leaf in ours}
     links = {platform: links_for(platform) for platform in sorted(platforms)}
-    connected = {name: platform for name, platform in links.items() if platform is not None}
+    connected = {platform: opened for platform, opened in links.items() if opened is not None}
     if len(connected) == len(links):
         moved = _assemble(leaves, _travel(leaves, connected))
     else:

@@ -210,8 +210,8 @@ class Others:
             self._is_reported = False
         elif not (self._is_reported or any(map(self._speaks, accounts[: self._me]))):
             slow = [x for x in accounts if x.age >= self._limit / 2 and x.index != self._me]
-            told = all(x.news["recorded"] for x in slow if self._speaks(x))
-            if told or self._oldest >= self._limit + _PATIENCE:
+            all_told = all(x.news["recorded"] for x in slow if self._speaks(x))
+            if all_told or self._oldest >= self._limit + _PATIENCE:
                 self._is_reported = True
                 self._report(accounts)
 

@@ -186,9 +186,9 @@ def _by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:
     return list(by_value.items())
 
 
-def verb(one: str, who: Sequence[Any]) -> str:
+def verb(word: str, who: Sequence[Any]) -> str:
     """A word, as it is said of these processes."""
-    return one if len(who) == 1 else _SEVERAL.get(one, one)
+    return word if len(who) == 1 else _SEVERAL.get(word, word)
 
 
 _SEVERAL = {"is": "are", "was": "were", "has": "have", "waits": "wait", "its": "their"}
