@@ -87,7 +87,7 @@ def _move(
 ) -> list[jax.Array]:
     moved: list[jax.Array] = []
     for route, array in zip(routes, stacked, strict=True):
-        # Or the compiler moves the floats after all.
+        # Without the barriers, XLA cancels the bitcasts and moves the floats after all.
         parts = lax.optimization_barrier(_bits_of(array))
         bits = [_move_bits(route, rows, part) for part in parts]
         moved.append(_of_bits(lax.optimization_barrier(bits), array.dtype))
