@@ -84,7 +84,7 @@ class _RecomputeResharded:
 
     def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
         name = primitive.name
-        if name in _MADE_AGAIN and _MADE_AGAIN[name](avals, params):
+        if name in _IS_RECOMPUTED and _IS_RECOMPUTED[name](avals, params):
             return False
         if name == names.CHECKPOINT_NAME and self.policy(jax.lax.neg_p, *avals) is True:
             # If the base policy saves everything, don't save the named value too: it is a copy.
@@ -94,9 +94,9 @@ class _RecomputeResharded:
 
 def _is_gathered(avals: Any, params: Any) -> bool:
     """Whether each device has at least as much as before, and nothing was summed."""
-    here, there = avals[0].sharding, params[names.PARAM_DST_SHARDING]
-    before, after = (math.prod(s.shard_shape(avals[0].shape)) for s in (here, there))
-    return after >= before and not here.spec.unreduced
+    source, target = avals[0].sharding, params[names.PARAM_DST_SHARDING]
+    size_before, size_after = (math.prod(s.shard_shape(avals[0].shape)) for s in (source, target))
+    return size_after >= size_before and not source.spec.unreduced
 
 
 def _is_to_device(avals: Any, params: Any) -> bool:
@@ -115,7 +115,7 @@ def _is_large_part(avals: Any, params: Any) -> bool:
 
 # By primitive name: when its results are not saved, because they are its operands, moved or
 # rearranged.
-_MADE_AGAIN: dict[str, Callable[[Any, Any], bool]] = {
+_IS_RECOMPUTED: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(names.ONLY_MOVED | {constrain_auto_p.name}, lambda avals, params: True),
     names.RESHARD: _is_gathered,
     names.DEVICE_PUT: _is_to_device,
@@ -234,24 +234,24 @@ class _Checkpointed(eqx.Module):
         return self.fun
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        arrays, given = outlined(self._kept(args, kwargs, before=True))
+        arrays, split = outlined(self._placed_arguments(args, kwargs, before=True))
 
-        def computed(arrays: Arrays) -> Made:
-            args, kwargs = self._kept(*given.fill(arrays))
+        def call(arrays: Arrays) -> Made:
+            args, kwargs = self._placed_arguments(*split.fill(arrays))
             return Made.of(self.fun(*args, **kwargs))
 
-        checkpoint = jax.checkpoint(computed, prevent_cse=self.prevent_cse, policy=self.policy)
-        return checkpoint(arrays).tree()
+        run = jax.checkpoint(call, prevent_cse=self.prevent_cse, policy=self.policy)
+        return run(arrays).tree()
 
-    def _kept(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:
+    def _placed_arguments(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:
         """The arguments, sharded as they are to be saved; `before` or inside the checkpoint."""
         if self.in_shardings is None:
             return args, kwargs
         function, world = Function.of(self.fun), current_world()
         inputs = _Saved(self.in_shardings, self.mesh)
-        given = inputs.bind(function, args, kwargs)
-        leaves = function.split(given)
-        targets = inputs.resolve(function, leaves, *given, world)
+        arguments = inputs.bind(function, args, kwargs)
+        leaves = function.split(arguments)
+        targets = inputs.resolve(function, leaves, *arguments, world)
         if before and world.staged:
             # On Auto axes the constraint must come after the barrier that prevents merging; before
             # it, it would only be one more value to save.
@@ -289,6 +289,5 @@ def _has_another_type(x: Any, target: Target | None, world: World) -> bool:
     """Whether `x` is split differently on Explicit axes, and so would be saved that way, too."""
     if target is None or not isinstance(sharding := sharding_of(target), NamedSharding):
         return False
-    here = jax.typeof(x).sharding
-    explicit = mesh_in_force(sharding.mesh, world).explicit_axes
-    return entries_over(here.spec, explicit) != entries_over(sharding.spec, explicit)
+    now, explicit = jax.typeof(x).sharding, mesh_in_force(sharding.mesh, world).explicit_axes
+    return entries_over(now.spec, explicit) != entries_over(sharding.spec, explicit)

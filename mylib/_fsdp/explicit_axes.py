@@ -31,19 +31,18 @@ Values = Sequence[Any]
 Run = Callable[[Arrays, Arrays], Arrays]
 
 
-def as_written(run: Run, weights: Arrays, given: Arrays, route: Route) -> tuple[Run, Arrays, Any]:
-    """Traces `run(gathered weights, given)` with the types that its author sees. Returns it for
-    Auto axes, its second argument, to which the arrays are added that it closes over, and the types
-    of its results.
+def as_written(run: Run, weights: Arrays, inputs: Arrays, route: Route) -> tuple[Run, Arrays, Any]:
+    """Traces `run(gathered weights, inputs)` with the types that its author sees. Returns it for
+    Auto axes; the inputs, preceded by the arrays that it closes over; and the types of its results.
     """
     gathered = jax.make_jaxpr(lambda xs: gather(xs, route)[0])(weights).out_avals
-    program = jax.make_jaxpr(run)([_struct(aval) for aval in gathered], given)
+    program = jax.make_jaxpr(run)([_struct(aval) for aval in gathered], inputs)
     count = len(program.consts)
 
-    def untyped(weights: Arrays, given: Arrays) -> Arrays:
-        return _run(program, [*weights, *given[count:]], given[:count])
+    def untyped(weights: Arrays, inputs: Arrays) -> Arrays:
+        return _run_on_auto_axes(program, [*weights, *inputs[count:]], inputs[:count])
 
-    return untyped, [*program.consts, *given], program.out_avals
+    return untyped, [*program.consts, *inputs], program.out_avals
 
 
 def on_auto_axes(run: Run, types: Sequence[Any]) -> Run:
@@ -60,7 +59,7 @@ def _struct(aval: Any, typed: bool = True) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=weak)
 
 
-def _run(program: Any, args: Values, constants: Values | None = None) -> Arrays:
+def _run_on_auto_axes(program: Any, args: Values, constants: Values | None = None) -> Arrays:
     """Runs a program that was traced on Explicit axes where these axes are Auto."""
     mesh = jax.sharding.get_abstract_mesh()
 
@@ -81,22 +80,24 @@ def _call(eqn: Any, args: Values) -> Arrays:
         return [_constrained(args[0], params[names.PARAM_DST_SHARDING])]
     if name in names.KERNELS:
         return bind_as(eqn, args)
-    made = bind_as(eqn, args, **{key: _untyped(x) for key, x in params.items()})
+    results = bind_as(eqn, args, **{key: _untyped(x) for key, x in params.items()})
+    if name == names.DEVICE_PUT:
+        return _all_constrained(results, params[names.PARAM_DEVICES])
     for key in (names.PARAM_SHARDING, names.PARAM_OUT_SHARDING):
-        made = _all_constrained(made, [params.get(key)] * len(made))
-    return _all_constrained(made, params[names.PARAM_DEVICES]) if name == names.DEVICE_PUT else made
+        results = _all_constrained(results, [params.get(key)] * len(results))
+    return results
 
 
-def _constrained(x: Any, asked: NamedSharding) -> Any:
+def _constrained(x: Any, sharding: NamedSharding) -> Any:
     """`x` as its author asked for. A partial sum is a sum: the compiler decides where to add."""
-    if asked.spec.unreduced or not asked.mesh.explicit_axes:
+    if sharding.spec.unreduced or not sharding.mesh.explicit_axes:
         return x
-    return _at(x, asked)
+    return _at(x, sharding)
 
 
-def _at(x: Any, asked: NamedSharding) -> Any:
-    entries: Sequence[Any] = asked.spec.partitions
-    if asked.mesh.auto_axes:
+def _at(x: Any, sharding: NamedSharding) -> Any:
+    entries: Sequence[Any] = sharding.spec.partitions
+    if sharding.mesh.auto_axes:
         # What is asked for axes of one type leaves those of the other as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
     mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec(*entries)
@@ -121,7 +122,7 @@ def _untyped(param: Any) -> Any:
 
 def _untyped_program(program: Any) -> Any:
     like = [_struct(x.aval, typed=False) for x in opened(program).invars]
-    traced = jax.make_jaxpr(lambda *xs: _run(program, xs))(*like)
+    traced = jax.make_jaxpr(lambda *xs: _run_on_auto_axes(program, xs))(*like)
     return closed_or_open(traced, program)
 
 
@@ -134,13 +135,13 @@ def _untyped_constant(x: Any) -> Any:
         return x
     mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
     shards = [shard.data for shard in x.addressable_shards]
-    there = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-    return jax.make_array_from_single_device_arrays(x.shape, there, shards, dtype=x.dtype)
+    on_auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(x.shape, on_auto, shards, dtype=x.dtype)
 
 
 def _inlined(eqn: Any, args: Values) -> Arrays:
     (inner,) = jaxprs_in(eqn)
-    return _run(inner, args)
+    return _run_on_auto_axes(inner, args)
 
 
 def _jit(eqn: Any, args: Values) -> Arrays:
@@ -148,23 +149,23 @@ def _jit(eqn: Any, args: Values) -> Arrays:
     args = _all_constrained(args, params[names.PARAM_IN_SHARDINGS])
 
     def run(*args: Any) -> Arrays:
-        return _run(params[names.PARAM_JAXPR], args)
+        return _run_on_auto_axes(params[names.PARAM_JAXPR], args)
 
     run.__name__ = params[names.PARAM_NAME]
-    made = jax.jit(run, inline=params[names.PARAM_INLINE])(*args)
-    return _all_constrained(made, params[names.PARAM_OUT_SHARDINGS])
+    results = jax.jit(run, inline=params[names.PARAM_INLINE])(*args)
+    return _all_constrained(results, params[names.PARAM_OUT_SHARDINGS])
 
 
-def _all_constrained(xs: Values, asked: Values) -> Arrays:
+def _all_constrained(xs: Values, shardings: Values) -> Arrays:
     return [
         _constrained(x, s) if isinstance(s, NamedSharding) else x
-        for x, s in zip(xs, asked, strict=True)
+        for x, s in zip(xs, shardings, strict=True)
     ]
 
 
 def _constraint(eqn: Any, args: Values) -> Arrays:
-    asked = eqn.params[names.PARAM_SHARDING]
-    return [_at(args[0], asked)] if isinstance(asked, NamedSharding) else bind_as(eqn, args)
+    sharding = eqn.params[names.PARAM_SHARDING]
+    return [_at(args[0], sharding)] if isinstance(sharding, NamedSharding) else bind_as(eqn, args)
 
 
 def _custom_jvp(eqn: Any, args: Values) -> Arrays:
@@ -173,9 +174,9 @@ def _custom_jvp(eqn: Any, args: Values) -> Arrays:
 
     def jvp(primals: Any, tangents: Any) -> Any:
         like = [*types, *(t.to_tangent_aval() for t in types)]
-        made, _ = _traced_again(rule_of_custom_jvp(eqn), eqn, like, [*primals, *tangents])
-        half = len(made) // 2
-        return made[:half], made[half:]
+        outputs, _ = _traced_again(rule_of_custom_jvp(eqn), eqn, like, [*primals, *tangents])
+        half = len(outputs) // 2
+        return outputs[:half], outputs[half:]
 
     run.defjvp(jvp, symbolic_zeros=eqn.params[names.PARAM_SYMBOLIC_ZEROS])
     return run(*args)
@@ -191,9 +192,9 @@ def _custom_vjp(eqn: Any, args: Values) -> Arrays:
     def fwd(*xs: Any) -> Any:
         perturbed = [x.perturbed if symbolic else True for x in xs]
         values = [x.value for x in xs] if symbolic else xs
-        made, avals = _traced_again(partial(forward, perturbed), eqn, types, values)
+        outputs, avals = _traced_again(partial(forward, perturbed), eqn, types, values)
         saved[:] = avals[len(results) :]
-        return made[: len(results)], made[len(results) :]
+        return outputs[: len(results)], outputs[len(results) :]
 
     def bwd(residuals: Any, cotangents: Any) -> Any:
         like = [*saved, *(t.to_tangent_aval() for t in results)]
@@ -215,19 +216,19 @@ def _traced_again(
     index = [
         i for i, x in enumerate(args) if i not in zeros and jax.typeof(x).dtype != jax.dtypes.float0
     ]
-    is_given: list[bool] = []
+    are_values: list[bool] = []
 
     def traced(*xs: Any) -> Arrays:
         replaced = zeros | dict(zip(index, xs, strict=True))
-        made = fun(*[replaced.get(i, x) for i, x in enumerate(args)])
-        is_given[:] = [x is not None for x in made]
-        return [_instantiated(x) for x in made if x is not None]
+        outputs = fun(*[replaced.get(i, x) for i, x in enumerate(args)])
+        are_values[:] = [x is not None for x in outputs]
+        return [_instantiated(x) for x in outputs if x is not None]
 
     with eqn.ctx.manager:
         program = jax.make_jaxpr(traced)(*[_struct(types[i]) for i in index])
     with jax.sharding.use_abstract_mesh(mesh):
-        made = iter(_run(program, [args[i] for i in index]))
-    return [next(made) if given else None for given in is_given], program.out_avals
+        outputs = iter(_run_on_auto_axes(program, [args[i] for i in index]))
+    return [next(outputs) if is_value else None for is_value in are_values], program.out_avals
 
 
 def _instantiated(x: Any) -> Any:
@@ -246,22 +247,22 @@ def _typed(eqn: Any, args: Values) -> Arrays:
     """Calls an operation that knows the types of its results, on Explicit axes as it was traced."""
     mesh, shardings = jax.sharding.get_abstract_mesh(), [x.aval.sharding for x in eqn.invars]
     with eqn.ctx.manager:
-        there = [
+        typed_args = [
             # A constant of the program may have come here as an argument of a nested one.
             jax.sharding.reshard(x, PartitionSpec() if s.mesh.empty else s)
             if not jax.typeof(x).sharding.mesh.empty
             else x
             for x, s in zip(args, shardings, strict=True)
         ]
-        made = bind_as(eqn, there)
+        results = bind_as(eqn, typed_args)
     with jax.sharding.use_abstract_mesh(mesh):
-        return [jax.sharding.reshard(x, PartitionSpec()) for x in made]
+        return [jax.sharding.reshard(x, PartitionSpec()) for x in results]
 
 
 def _shard_map(eqn: Any, args: Values) -> Arrays:
     params = eqn.params
     run = jax.shard_map(
-        lambda *xs: _run(params[names.PARAM_JAXPR], xs),
+        lambda *xs: _run_on_auto_axes(params[names.PARAM_JAXPR], xs),
         in_specs=tuple(params[names.PARAM_IN_SPECS]),
         out_specs=list(params[names.PARAM_OUT_SPECS]),
         axis_names=set(params[names.PARAM_MANUAL_AXES]),

@@ -164,8 +164,8 @@ def fully_shard(
     route = Route(kept_at, used_at, dtype, reduce_dtype)
     turns = Turns(prefetch) if prefetch else None
     residuals = None if saved is None else Residuals.of(saved, mesh, used_at)
-    made: list[Any] = []
-    at_top: dict[int, int] = {}  # the positions in `made` of arrays that are in no layer
+    new_nodes: list[Any] = []
+    at_top: dict[int, int] = {}  # the positions in `new_nodes` of arrays that are in no layer
     start = 0
     for _, node, chosen in nodes:
         inside = range(start, start := start + len(split(node).arrays))
@@ -176,13 +176,13 @@ def fully_shard(
             )
             node = as_layer(node, chosen, plan)
         else:
-            at_top |= dict.fromkeys(inside, len(made))
-        made.append(node)
+            at_top |= dict.fromkeys(inside, len(new_nodes))
+        new_nodes.append(node)
     top = replace(route, reduce_dtype=None, lookups=True).part(list(at_top))
     gathered, _ = gather([leaves.arrays[i] for i in at_top], top)
     for position, x in zip(at_top.values(), gathered, strict=True):
-        made[position] = x
-    return jtu.tree_unflatten(treedef, made)
+        new_nodes[position] = x
+    return jtu.tree_unflatten(treedef, new_nodes)
 
 
 def _check_order(layers: Any, kept: Any) -> None:
@@ -259,10 +259,10 @@ def _flatten(model: Any, methods: _Methods) -> tuple[list[_Node], Any]:
     chosen: dict[str, Sequence[str]] = {}
 
     def ends(path: Any, x: Any) -> bool:
-        found = methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
-        if found is not None:
-            chosen[jtu.keystr(path)] = found
-        return found is not None
+        names = methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
+        if names is not None:
+            chosen[jtu.keystr(path)] = names
+        return names is not None
 
     nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=ends, is_leaf_takes_path=True)
     return [(path, node, chosen.get(jtu.keystr(path))) for path, node in nodes], treedef
@@ -283,21 +283,21 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
         )
     if gathering:
         return
-    found = [(path, node, chosen) for path, node, chosen in nodes if chosen is not None]
-    yield from _missing(layers, modules, [node for _, node, _ in found])
+    new_layers = [(path, node, chosen) for path, node, chosen in nodes if chosen is not None]
+    yield from _missing(layers, modules, [node for _, node, _ in new_layers])
     shared = [path for path, x in modules if isinstance(x, eqx.nn.Shared)]
-    for path, node, chosen in found:
+    for path, node, chosen in new_layers:
         cls = type(node)
         lacking = [name for name in chosen if not is_method(cls, name)]
         if lacking:
-            own = [x for x in vars(cls) if not x.startswith("_") and is_method(cls, x)]
+            public_methods = [x for x in vars(cls) if not x.startswith("_") and is_method(cls, x)]
             yield Fault(
                 jtu.keystr(path),
                 None,
                 f"fully_shard of {cls.__qualname__}",
                 f"{cls.__qualname__} has no method {', '.join(lacking)}",
                 "name the methods that gather, as in "
-                f"layers={{{cls.__qualname__}: {own or ['encode', 'decode']}}}",
+                f"layers={{{cls.__qualname__}: {public_methods or ['encode', 'decode']}}}",
             )
         if any(path[: len(tied)] == tied for tied in shared):
             yield Fault(
@@ -312,28 +312,28 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
 
 def _modules(model: Any) -> list[tuple[KeyPath, eqx.Module]]:
     """All Modules of a model, with their paths."""
-    found: list[tuple[KeyPath, eqx.Module]] = []
+    modules: list[tuple[KeyPath, eqx.Module]] = []
 
     def note(path: KeyPath, x: Any) -> bool:
         if isinstance(x, eqx.Module):
-            found.append((path, x))
+            modules.append((path, x))
         return False
 
     jtu.tree_flatten_with_path(model, is_leaf=note, is_leaf_takes_path=True)
-    return found
+    return modules
 
 
 def _missing(
-    layers: Any, modules: Sequence[tuple[KeyPath, eqx.Module]], found: Sequence[Any]
+    layers: Any, modules: Sequence[tuple[KeyPath, eqx.Module]], selected: Sequence[Any]
 ) -> Iterator[Fault]:
-    there = dict.fromkeys(type(x).__qualname__ for _, x in modules)
-    wanted = layers if isinstance(layers, tuple | Mapping) else (layers,)
-    for cls in wanted:
+    names = dict.fromkeys(type(x).__qualname__ for _, x in modules)
+    requested = layers if isinstance(layers, tuple | Mapping) else (layers,)
+    for cls in requested:
         is_class = isinstance(cls, type)
-        if any(isinstance(x, cls) for x in found) if is_class else found:
+        if any(isinstance(x, cls) for x in selected) if is_class else selected:
             continue
         reason = "no Module of the model matches"
-        fix = f"its Modules are {', '.join(there)}" if there else "it has no Module"
+        fix = f"its Modules are {', '.join(names)}" if names else "it has no Module"
         if is_class and any(isinstance(x, cls) for _, x in modules):
             reason = "all of them are inside other layers, which gather their weights"
             fix = "leave the class out"
@@ -375,9 +375,9 @@ def _refuse_exchanged(
     leaves: Leaves, kept: Sequence[Target | None], used: Sequence[Target | None]
 ) -> Iterator[Fault]:
     """Faults of weights that `used` splits over an axis over which `kept` splits no weight."""
-    known = {axis for target in kept for axis in split_over(target)}
+    kept_axes = {axis for target in kept for axis in split_over(target)}
     for i, (before, target) in enumerate(zip(kept, used, strict=True)):
-        others = [axis for axis in split_over(target) if axis not in known]
+        others = [axis for axis in split_over(target) if axis not in kept_axes]
         if before is not None and target is not None and others:
             yield leaves.at(
                 i,

@@ -52,8 +52,7 @@ def gather(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
     """The weights where they are used, and their sinks (`gradient_dtype.py`), each None if there is
     no `reduce_dtype`.
     """
-    made: Any = _gather(list(arrays), route)
-    return made
+    return _gather(list(arrays), route)
 
 
 def keep(arrays: Sequence[Any], targets: Targets) -> list[Any]:
@@ -118,19 +117,19 @@ def _sink(x: Any, dtype: Any) -> Any:
 def _rule(route: Route, primals: Any, tangents: Any) -> Any:
     (arrays,), (tangents,) = primals, tangents
     # Not `_gather` again: a checkpoint's policy would see it as one call, and save its result.
-    made = _gathered(arrays, route)
+    gathered = _gathered(arrays, route)
     index = [i for i, x in enumerate(tangents) if not isinstance(x, SymbolicZero)]
-    moved = jtu.tree_map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), made)
-    found = _gather_tangents([tangents[i] for i in index], route.part(index))
-    for all_of, some in zip(moved, found, strict=True):
+    moved = jtu.tree_map(lambda x: SymbolicZero(jax.typeof(x).to_tangent_aval()), gathered)
+    gathered_tangents = _gather_tangents([tangents[i] for i in index], route.part(index))
+    for all_of, some in zip(moved, gathered_tangents, strict=True):
         for i, x in zip(index, some, strict=True):
             all_of[i] = x
-    return made, moved
+    return gathered, moved
 
 
 def _gather_tangents(tangents: list[Any], route: Route) -> Any:
-    program, made = jax.make_jaxpr(partial(_gathered, route=route), return_shape=True)(tangents)
-    structure, dtypes = jtu.tree_structure(made), [x.dtype for x in tangents]
+    program, shapes = jax.make_jaxpr(partial(_gathered, route=route), return_shape=True)(tangents)
+    structure, dtypes = jtu.tree_structure(shapes), [x.dtype for x in tangents]
 
     def backward(*cotangents: Any) -> list[Any]:
         return _backward(route, dtypes, *jtu.tree_unflatten(structure, cotangents))
@@ -157,12 +156,11 @@ tangent_p.multiple_results = True
 
 @tangent_p.def_abstract_eval
 def _abstract(*avals: Any, move: _Gathering) -> Sequence[Any]:
-    del avals
     return move.program.out_avals
 
 
 @tangent_p.def_impl
-def _run(*tangents: Any, move: _Gathering) -> Sequence[Any]:
+def _run_program(*tangents: Any, move: _Gathering) -> Sequence[Any]:
     return jaxpr_as_fun(move.program)(*tangents)
 
 
@@ -172,7 +170,6 @@ def _jvp(primals: Any, tangents: Any, *, move: _Gathering) -> tuple[Any, Any]:
 
 
 def _transpose(cotangents: Any, *tangents: Any, move: _Gathering) -> Sequence[Any]:
-    del tangents
     return move.backward(*map(ad.instantiate_zeros, cotangents))
 
 
@@ -180,12 +177,12 @@ def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, move: _Gathering
 ) -> tuple[Any, Any]:
     mapped = [dim is not None for dim in dims]
-    program, made = batched(move.program, axis, mapped)
+    program, outputs_mapped = batched(move.program, axis, mapped)
     summed = jax.make_jaxpr(move.backward)(*move.program.out_avals)
-    backward = jaxpr_as_fun(batched(summed, axis, made)[0])
+    backward = jaxpr_as_fun(batched(summed, axis, outputs_mapped)[0])
     args = batched_at_front(axis, args, dims, mapped)
     moved = tangent_p.bind(*args, move=_Gathering(program, backward))
-    return moved, [0 if is_mapped else None for is_mapped in made]
+    return moved, [0 if is_mapped else None for is_mapped in outputs_mapped]
 
 
 def batched_at_front(
@@ -201,7 +198,7 @@ def batched_at_front(
 ad.primitive_jvps[tangent_p] = _jvp
 ad.primitive_transposes[tangent_p] = _transpose
 batching.fancy_primitive_batchers[tangent_p] = _batch
-mlir.register_lowering(tangent_p, mlir.lower_fun(_run, multiple_results=True))
+mlir.register_lowering(tangent_p, mlir.lower_fun(_run_program, multiple_results=True))
 
 
 def _backward(

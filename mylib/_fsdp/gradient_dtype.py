@@ -26,14 +26,14 @@ Values = list[Any]
 
 
 def call_with_sinks(
-    fun: Callable[[Values, Values], Values], weights: Values, sinks: Values, given: Values
+    fun: Callable[[Values, Values], Values], weights: Values, sinks: Values, inputs: Values
 ) -> Values:
-    """`fun(weights, given)`. If a weight has a sink (not None), the sink gets the gradient of its
+    """`fun(weights, inputs)`. If a weight has a sink (not None), the sink gets the gradient of its
     products.
     """
-    program = jax.make_jaxpr(fun)(weights, given)
+    program = jax.make_jaxpr(fun)(weights, inputs)
     views = [_view(x, sink) for x, sink in zip(weights, sinks, strict=True)]
-    return _values(interpret(program, [*views, *given], _call))
+    return _values(interpret(program, [*views, *inputs], _call))
 
 
 class View(eqx.Module):
@@ -73,12 +73,12 @@ def _call(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
     if name in names.PRODUCTS:
         return [_product(eqn, args)]
     values = _values(args)
-    made = bind_as(eqn, values)
+    results = bind_as(eqn, values)
     if name in (names.CONVERT, names.CHECKPOINT_NAME):
-        return [_view(made[0], args[0].sink)]
+        return [_view(results[0], args[0].sink)]
     if name in names.VIEWS and _is_view(args[0]):
-        return list(map(_view, made, bind_as(eqn, [args[0].sink, *values[1:]])))
-    return made
+        return list(map(_view, results, bind_as(eqn, [args[0].sink, *values[1:]])))
+    return results
 
 
 def _inside(eqn: Any) -> Callable[[Sequence[Any]], list[Any]]:
@@ -92,8 +92,8 @@ def _scan(eqn: Any, args: Sequence[Any]) -> Values:
     run = _inside(eqn)
 
     def turn(carry: Any, xs: Any) -> Any:
-        made = _values(run([*args[:constants], *carry, *xs]))
-        return made[:carried], made[carried:]
+        results = _values(run([*args[:constants], *carry, *xs]))
+        return results[:carried], results[carried:]
 
     carry, ys = scanned(eqn, turn, _values(args[constants:first]), args[first:])
     return [*carry, *ys]
@@ -111,13 +111,13 @@ def _product(eqn: Any, args: Sequence[Any]) -> Any:
     def jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
         (args,), (moved,) = primals, tangents
         values = _values(args)
-        made = bind_as(eqn, values)[0]
+        result = bind_as(eqn, values)[0]
         sums = [
             _tangent(eqn, i, values, _is_view(args[i]), x)
             for i, x in enumerate(x.sink if _is_view(x) else x for x in moved)
             if not isinstance(x, SymbolicZero)
         ]
-        return made, sum(sums[1:], sums[0]) if sums else jnp.zeros_like(made)
+        return result, sum(sums[1:], sums[0]) if sums else jnp.zeros_like(result)
 
     return call(list(args))
 
@@ -141,14 +141,12 @@ product_p = Primitive("wide_product")
 
 @product_p.def_abstract_eval
 def _abstract(*avals: Any, program: Any) -> Any:
-    del avals
     return program.out_avals[0]
 
 
 @product_p.def_impl
 def _narrow(sink: Any, *others: Any, program: Any) -> Any:
-    weight = sink.astype(program.in_avals[0].dtype)
-    return _multiplied(program, weight, *others)
+    return _multiplied(program, sink.astype(program.in_avals[0].dtype), *others)
 
 
 def _multiplied(program: Any, weight: Any, *others: Any) -> Any:
@@ -157,8 +155,8 @@ def _multiplied(program: Any, weight: Any, *others: Any) -> Any:
 
 def _jvp(primals: Any, tangents: Any, *, program: Any) -> tuple[Any, Any]:
     (sink, *others), (of_sink, *of_others) = primals, map(ad.instantiate_zeros, tangents)
-    made, moved = jax.jvp(partial(_narrow, sink, program=program), others, of_others)
-    return made, moved + product_p.bind(of_sink, *others, program=program)
+    result, moved = jax.jvp(partial(_narrow, sink, program=program), others, of_others)
+    return result, moved + product_p.bind(of_sink, *others, program=program)
 
 
 def _transpose(cotangent: Any, sink: Any, *others: Any, program: Any) -> Values:
@@ -173,8 +171,8 @@ def _transpose(cotangent: Any, sink: Any, *others: Any, program: Any) -> Values:
 
     backward = jax.make_jaxpr(transposed)(cotangent, *others)
     wide = sink.aval.dtype
-    made = interpret(backward, [cotangent, *others], partial(_with_wide, wide))
-    return [made[0].astype(wide), *[None] * len(others)]
+    (gradient,) = interpret(backward, [cotangent, *others], partial(_with_wide, wide))
+    return [gradient.astype(wide), *[None] * len(others)]
 
 
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, program: Any) -> tuple[Any, int]:

@@ -57,17 +57,17 @@ def as_layer(module: eqx.Module, methods: Sequence[str], plan: LayerPlan) -> Any
 
 def _make(cls: type, fields: dict[str, Any]) -> Any:
     # As Equinox unflattens: without `__init__` and its checks.
-    made = object.__new__(cls)
-    made.__dict__.update(fields)
-    return made
+    module = object.__new__(cls)
+    module.__dict__.update(fields)
+    return module
 
 
 def is_method(cls: type, name: str) -> bool:
     """Whether instances of a class have this method."""
     # `getattr` alone would find the `__call__` of the metaclass.
-    found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
-    is_bound = isinstance(found, staticmethod | classmethod)
-    return found is not None and not is_bound and callable(getattr(cls, name))
+    attribute = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), None)
+    is_bound = isinstance(attribute, staticmethod | classmethod)
+    return attribute is not None and not is_bound and callable(getattr(cls, name))
 
 
 class _Unhooked:
@@ -102,13 +102,13 @@ def _layer_class(cls: type, methods: tuple[str, ...]) -> type:
         "__copy__": lambda layer: _make(type(layer), layer.__dict__),
         "__deepcopy__": _deep_copy,
     }
-    made: Any = type(cls)(cls.__name__, (_Unhooked, cls), namespace)
+    subclass: Any = type(cls)(cls.__name__, (_Unhooked, cls), namespace)
     # Equinox flattens by the fields that it has read now. All others read those of the original.
     fields, hidden = (vars(x)["__dataclass_fields__"] for x in (cls, _Hidden))
     # An `__init__` of the original doesn't take the plan.
-    made.__dataclass_fields__ = fields | hidden if "__init__" in vars(made) else fields
-    made.__annotations__ = {}
-    return made
+    subclass.__dataclass_fields__ = fields | hidden if "__init__" in vars(subclass) else fields
+    subclass.__annotations__ = {}
+    return subclass
 
 
 def _split_fields(layer: Any) -> tuple[dict[str, Any], LayerPlan]:
@@ -161,32 +161,32 @@ def _called(
     kwargs: Any,
 ) -> Any:
     route, weights = plan.route.without(stacked), leaves.arrays
-    given, outline = outlined((args, kwargs))
+    inputs, outline = outlined((args, kwargs))
     call = _LayerCall(method, leaves, outline)
     if world.mesh.explicit_axes:
-        compute, given, types = as_written(call, weights, given, route)
+        compute, inputs, types = as_written(call, weights, inputs, route)
         run = on_auto_axes(_after_gathering(compute, route), types)
     else:
         run = _after_gathering(call, route)
     if plan.turns is not None:
-        return call.filled(call_ahead(run, weights, given, route.kept, plan.turns))
+        return call.filled(call_ahead(run, weights, inputs, route.kept, plan.turns))
     if plan.in_turn and not stacked:
-        weights, given = _after(weights, given, route)
+        weights, inputs = _after(weights, inputs, route)
     if plan.checkpoint:
         policy = None if plan.policy is None else recompute_resharded(plan.policy)
         run = jax.checkpoint(run, policy=policy)
-    return call.filled(run(weights, given))
+    return call.filled(run(weights, inputs))
 
 
 class _LayerCall:
     """A call of a layer's method, as a function of its weights and the arrays of its arguments."""
 
-    def __init__(self, method: Callable[..., Any], leaves: Leaves, given: Split):
-        self._method, self._leaves, self._given = method, leaves, given
-        self._returned = given
+    def __init__(self, method: Callable[..., Any], leaves: Leaves, outline: Split):
+        self._method, self._leaves, self._outline = method, leaves, outline
+        self._returned = outline
 
-    def __call__(self, weights: Arrays, given: Arrays) -> Arrays:
-        args, kwargs = self._given.fill(given)
+    def __call__(self, weights: Arrays, inputs: Arrays) -> Arrays:
+        args, kwargs = self._outline.fill(inputs)
         returned = self._method(self._leaves.join(weights), *args, **kwargs)
         arrays, self._returned = outlined(returned)
         return arrays
@@ -199,20 +199,20 @@ class _LayerCall:
 def _after_gathering(compute: Run, route: Route) -> Run:
     """`compute` as a function of weights where they are kept."""
 
-    def run(weights: Arrays, given: Arrays) -> Arrays:
+    def run(weights: Arrays, inputs: Arrays) -> Arrays:
         gathered, sinks = gather(weights, route)
         if route.reduce_dtype is None:
-            return compute(gathered, given)
-        return call_with_sinks(compute, gathered, sinks, given)
+            return compute(gathered, inputs)
+        return call_with_sinks(compute, gathered, sinks, inputs)
 
     return run
 
 
-def _after(weights: Arrays, given: Arrays, route: Route) -> tuple[Arrays, Arrays]:
+def _after(weights: Arrays, inputs: Arrays, route: Route) -> tuple[Arrays, Arrays]:
     """The weights, available only after the arguments."""
-    weights, given = jax.lax.optimization_barrier((weights, given))
+    weights, inputs = jax.lax.optimization_barrier((weights, inputs))
     # Constrain them again. Otherwise the compiler gathers them before the barrier and keeps them.
-    return keep(weights, route.kept), given
+    return keep(weights, route.kept), inputs
 
 
 def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
@@ -223,19 +223,19 @@ def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
         "change the model before fully_shard. If weights are tied (eqx.nn.Shared), name a class "
         "that holds both of them, or leave theirs out of `layers`"
     )
-    ours = "those of the model that fully_shard was called with"
+    original = "those of the model that fully_shard was called with"
     count, now = len(plan.shapes), [tuple(x.shape) for x in leaves.arrays]
     if len(now) != count:
-        reason = f"its arrays are not {ours}: it has {len(now)}, and had {count}"
+        reason = f"its arrays are not {original}: it has {len(now)}, and had {count}"
         raise PlacementError([because(reason, fix, request)])
     # `shard_map` cuts weights.
     are_cut = world.manual_axes and list(map(len, now)) == list(map(len, plan.shapes))
     shapes = now if are_cut else plan.shapes
-    found = [_ways(shape, x) for shape, x in zip(shapes, now, strict=True)]
+    all_ways = [_ways(shape, x) for shape, x in zip(shapes, now, strict=True)]
     faults: list[Fault] = []
-    for i, ways in enumerate(found):
+    for i, ways in enumerate(all_ways):
         if not ways:
-            reason = f"it is not a slice of {ours}, of shape {plan.shapes[i]}"
+            reason = f"it is not a slice of {original}, of shape {plan.shapes[i]}"
             faults.append(leaves.at(i, because(reason, fix, request)))
         elif len(ways) > 1:
             reason = f"it may be a slice of the weights {plan.shapes[i]} along several dimensions"
@@ -243,7 +243,7 @@ def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
             faults.append(leaves.at(i, because(reason, stack, request)))
     if faults:
         raise PlacementError(faults)
-    removed = tuple(ways[0] for ways in found)
+    removed = tuple(ways[0] for ways in all_ways)
     return removed if any(removed) else ()
 
 

@@ -31,16 +31,16 @@ from .prefetch_order import Turns
 Run = Callable[[Arrays, Arrays], Arrays]
 
 
-def call_ahead(run: Run, weights: Arrays, given: Arrays, kept: Targets, turns: Turns) -> Arrays:
-    """`run(weights, given)`, which gathers the weights."""
+def call_ahead(run: Run, weights: Arrays, inputs: Arrays, kept: Targets, turns: Turns) -> Arrays:
+    """`run(weights, inputs)`, which gathers the weights."""
     token, is_ahead = turns.take()
     # Inside `shard_map` JAX 0.10 lets all operands of a barrier vary over the same axes.
-    arrays = [*weights, *given, token]
+    arrays = [*weights, *inputs, token]
     *arrays, token = map(cast, arrays, map(varying, jax.eval_shape(_barrier, arrays)))
-    weights, given = arrays[: len(weights)], arrays[len(weights) :]
-    traced = jax.make_jaxpr(run)(weights, given)
+    weights, inputs = arrays[: len(weights)], arrays[len(weights) :]
+    traced = jax.make_jaxpr(run)(weights, inputs)
     # The others include what the layer's method closes over, which may have a gradient.
-    others, start = [*traced.consts, *given], len(traced.consts)
+    others, start = [*traced.consts, *inputs], len(traced.consts)
 
     def computed(weights: Arrays, others: Arrays) -> Arrays:
         return interpret(traced, [*weights, *others[start:]], constants=others[:start])
@@ -81,13 +81,13 @@ class _Layer:
     # Which arguments have tangents.
     moving: Sequence[bool] = ()
 
-    def __call__(self, given: Arrays) -> Arrays:
-        return interpret(self.program, given)
+    def __call__(self, operands: Arrays) -> Arrays:
+        return interpret(self.program, operands)
 
-    def split(self, given: Arrays) -> tuple[Arrays, Arrays]:
+    def split(self, operands: Arrays) -> tuple[Arrays, Arrays]:
         """The weights, and the other arrays."""
         count = len(self.after.in_avals) - 1
-        return given[:count], given[count:]
+        return operands[:count], operands[count:]
 
     def wait(self, weights: Arrays, token: Any) -> tuple[Arrays, Any]:
         def run(weights: Arrays, token: Any) -> Arrays:
@@ -97,24 +97,24 @@ class _Layer:
         *weights, token = (run if is_staged() else jax.jit(run))(weights, token)
         return weights, token
 
-    def linearised(self, given: Arrays) -> Any:
+    def linearised(self, operands: Arrays) -> Any:
         """`jax.vjp` for the arguments and results that have tangents."""
 
         def computed(xs: Arrays) -> Arrays:
-            rest = iter(xs)
-            pairs = zip(given, self.moving, strict=True)
-            results = self([next(rest) if moves else x for x, moves in pairs])
+            primals = iter(xs)
+            pairs = zip(operands, self.moving, strict=True)
+            results = self([next(primals) if moves else x for x, moves in pairs])
             return [x for x in results if _is_float(x)]
 
-        return jax.vjp(computed, list(compress(given, self.moving)))
+        return jax.vjp(computed, list(compress(operands, self.moving)))
 
 
 def _call(layer: _Layer, is_ahead: bool) -> Any:
     """A function of a layer's arguments and a token. It returns a token behind its results."""
 
     @jax.custom_jvp
-    def call(given: Arrays, token: Any) -> Arrays:
-        weights, others = layer.split(given)
+    def call(operands: Arrays, token: Any) -> Arrays:
+        weights, others = layer.split(operands)
         if not is_ahead:
             others, token = _barrier((others, token))
         weights, token = layer.wait(weights, token)
@@ -122,10 +122,10 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
         return [*layer([*weights, *others]), token]
 
     def rule(primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
-        (given, _), (tangents, _) = primals, tangents
+        (operands, _), (tangents, _) = primals, tangents
         moving = [not isinstance(x, SymbolicZero) for x in tangents]
         results, differentiated = call(*primals), replace(layer, moving=moving)
-        moved = iter(tangent_p.bind(*given, *compress(tangents, moving), layer=differentiated))
+        moved = iter(tangent_p.bind(*operands, *compress(tangents, moving), layer=differentiated))
         types = [jax.typeof(x).to_tangent_aval() for x in results]
         pairs = zip(results, types, strict=True)
         return results, [next(moved) if _is_float(x) else SymbolicZero(t) for x, t in pairs]
@@ -141,16 +141,15 @@ tangent_p.multiple_results = True
 
 @tangent_p.def_abstract_eval
 def _abstract(*avals: Any, layer: _Layer) -> Sequence[Any]:
-    del avals
     return [x.to_tangent_aval() for x in layer.program.out_avals if _is_float(x)]
 
 
 def _forward_mode(*args: Any, layer: _Layer) -> Arrays:
     # A layer may have a `jax.custom_vjp`, which has no forward mode. The transpose of a transpose
     # has.
-    inputs = len(layer.program.in_avals)
-    results, pull = layer.linearised(list(args[:inputs]))
-    (moved,) = jax.linear_transpose(pull, results)((list(args[inputs:]),))
+    count = len(layer.program.in_avals)
+    results, pull = layer.linearised(list(args[:count]))
+    (moved,) = jax.linear_transpose(pull, results)((list(args[count:]),))
     return moved
 
 
@@ -165,8 +164,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, layer: _Layer) -> t
 
 
 def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence[Any]:
-    inputs = len(layer.program.in_avals)
-    (weights, others), tangents = layer.split(list(args[:inputs])), args[inputs:]
+    count = len(layer.program.in_avals)
+    (weights, others), tangents = layer.split(list(args[:count])), args[count:]
     cotangents = [ad.instantiate_zeros(x) for x in cotangents]
     token, is_ahead = layer.turns.take(backward=True)
     if not is_ahead:
@@ -174,23 +173,22 @@ def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence
     weights, token = layer.wait(weights, token)
     others, cotangents, token = _barrier((others, cotangents, token))
     layer.turns.add(token, backward=True)
-    given = [*weights, *others]
-    (sums,) = layer.linearised(given)[1](cotangents)
+    (sums,) = layer.linearised([*weights, *others])[1](cotangents)
     # Otherwise the gradients of many layers could be whole at the same time.
     sums = _barrier(sums)
-    found = [x if ad.is_undefined_primal(t) else None for x, t in zip(sums, tangents, strict=True)]
-    return [*[None] * inputs, *found]
+    grads = [x if ad.is_undefined_primal(t) else None for x, t in zip(sums, tangents, strict=True)]
+    return [*[None] * count, *grads]
 
 
 def _batch(
     axis: Any, args: Sequence[Any], dims: Sequence[Any], *, layer: _Layer
 ) -> tuple[Any, Any]:
-    inputs, weights = len(layer.program.in_avals), len(layer.after.in_avals) - 1
-    of_tangents = iter(dims[inputs:])
+    count, weights = len(layer.program.in_avals), len(layer.after.in_avals) - 1
+    of_tangents = iter(dims[count:])
     # An argument is batched if its tangent is, and the other way round.
     mapped = [
         (dim, next(of_tangents) if moves else None) != (None, None)
-        for dim, moves in zip(dims[:inputs], layer.moving, strict=True)
+        for dim, moves in zip(dims[:count], layer.moving, strict=True)
     ]
     program, results = batched(layer.program, axis, mapped)
     after, _ = batched(layer.after, axis, [*mapped[:weights], False])

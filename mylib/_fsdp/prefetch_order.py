@@ -47,14 +47,14 @@ class Turns:
             (self._backward if backward else self._forward).append(weakref.ref(token))
 
     def _note(self, program: Any) -> None:
-        known = [ref() for ref, _ in self._programs]
+        programs = [ref() for ref, _ in self._programs]
         if is_eager(program):
             return
-        if known and known[-1] is program:
+        if programs and programs[-1] is program:
             self._programs[-1] = self._programs[-1][0], False
             return
         alone = [is_alone for _, is_alone in self._programs] == [True, True]
-        if alone and not any(x is program for x in known) and not self._warned:
+        if alone and not any(x is program for x in programs) and not self._warned:
             self._warned = True
             warn(
                 "fully_shard: prefetch= has no effect across transformations. Transform the loop "
