@@ -23,7 +23,7 @@ def lowered_for(call: Call) -> Lowered:
         [argument(name, x) for name, x in zip(names, arrays, strict=True)],
         traced,
         partial(named, arrays=names, donated=variant.donated),
-        partial(_call, program, variant, call.own),
+        partial(_call, program, variant, call.fun_arrays),
         lambda report: setattr(variant, "collectives", report.collectives),
     )
     return Lowered(origin, lowered)
@@ -32,13 +32,13 @@ def lowered_for(call: Call) -> Lowered:
 def _call(
     program: Program,
     variant: Variant,
-    own: Arrays,
+    fun_arrays: Arrays,
     compiled: jax.stages.Compiled,
     first: bool,
     args: Any,
     kwargs: Any,
 ) -> Any:
-    call = program.read(own, args, kwargs)
+    call = program.read(fun_arrays, args, kwargs)
     if call.split != variant.split:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
             raise TypeError(

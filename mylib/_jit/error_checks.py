@@ -132,14 +132,12 @@ def _nan_jvp(primals: Any, tangents: Any) -> Any:
 def _raise_as_equinox(
     pred: Any, index: Any, *arrays: Any, check: Check, stuck_in: str | None
 ) -> list[Any]:
-    del stuck_in
     options: Any = {"msgs": check.messages, "on_error": "raise", "stack": check.stack}
     return _replace()(list(arrays), pred, index, **options)
 
 
 @check_p.def_abstract_eval
 def _abstract(pred: Any, index: Any, *avals: Any, **params: Any) -> list[Any]:
-    del pred, index, params
     return list(avals)
 
 
@@ -203,7 +201,7 @@ class Checks:
     # The position of each check's first message.
     first: dict[Check, int] = field(default_factory=dict)
     # Whether there are other checks, raised by Equinox's callback.
-    others: bool = False
+    has_callbacks: bool = False
 
     def number_of(self, check: Check) -> int:
         """The number of a check's first message."""
@@ -216,7 +214,7 @@ class Checks:
         """Raises Equinox's error if `failed`, which a program has returned with these arrays, is a
         message's number.
         """
-        if self.others:
+        if self.has_callbacks:
             jax.block_until_ready(list(map(value_under, arrays)))
         if is_handle(failed):
             return  # the program runs in other processes, which raise
@@ -301,7 +299,7 @@ class _Rewriting:
         """The program, with checks that say in which call they can't return their errors."""
         if not self.has_check(program):
             return program
-        self.checks.others = True
+        self.checks.has_callbacks = True
 
         def marked(eqn: Any) -> Any:
             params = with_jaxprs(eqn, lambda inner: self._stuck(inner, where))
@@ -361,24 +359,24 @@ class _Rewriting:
         params = eqn.params
         cond, body = params[names.PARAM_COND_JAXPR], params[names.PARAM_BODY_JAXPR]
         constants = params[names.PARAM_COND_NCONSTS], params[names.PARAM_BODY_NCONSTS]
-        ours, theirs, carry = _cut(args, constants)
+        of_cond, of_body, carry = _cut(args, constants)
 
         # Each turn computes the condition for the next one, because a condition returns nothing
         # else, and it may have checks, too.
         def turn(*values: Any) -> list[Any]:
-            ours, theirs, (failed, _, *carry) = _cut(values, constants)
-            carry, of_body = self.run(body, [*theirs, *carry])
-            (goes_on,), of_cond = self.run(cond, [*ours, *carry])
-            return [_first(_first(failed, of_body), of_cond), goes_on, *carry]
+            of_cond, of_body, (failed, _, *carry) = _cut(values, constants)
+            carry, failed_body = self.run(body, [*of_body, *carry])
+            (goes_on,), failed_cond = self.run(cond, [*of_cond, *carry])
+            return [_first(_first(failed, failed_body), failed_cond), goes_on, *carry]
 
-        (goes_on,), failed = self.run(cond, [*ours, *carry])
+        (goes_on,), failed = self.run(cond, [*of_cond, *carry])
         # Under `vmap` each element of the batch has its own condition.
         state = [jnp.broadcast_to(failed, goes_on.shape), goes_on]
         types = [*map(jax.typeof, state), *body.in_avals[constants[1] :]]
         constant_types = [*cond.in_avals[: constants[0]], *body.in_avals[: constants[1]]]
         failed, _, *carry = bind_as(
             eqn,
-            [*ours, *theirs, *state, *carry],
+            [*of_cond, *of_body, *state, *carry],
             **{
                 names.PARAM_COND_JAXPR: _traced(lambda failed, goes_on, *carry: goes_on, types),
                 names.PARAM_COND_NCONSTS: 0,
@@ -504,7 +502,7 @@ def _types(jaxpr_or_eqn: Any) -> list[Any]:
     return [x.aval for x in jaxpr_or_eqn.invars]
 
 
-def _cut(values: Sequence[Any], sizes: Sequence[int]) -> tuple[Sequence[Any], ...]:
+def _cut(values: Sequence[Any], sizes: tuple[int, int]) -> tuple[Sequence[Any], ...]:
     """The first values, the next ones, and the rest."""
-    first, both = sizes[0], sum(sizes)
-    return values[:first], values[first:both], values[both:]
+    first, second = sizes
+    return values[:first], values[first : first + second], values[first + second :]

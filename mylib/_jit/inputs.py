@@ -31,11 +31,11 @@ from .variants import Call
 Targets = Sequence[Target | None]
 
 
+@dataclass(frozen=True)
 class Resolved:
     """The targets of a call's arguments, as a static argument of `jax.jit`."""
 
-    def __init__(self, targets: tuple[Target | None, ...]):
-        self.targets = targets
+    targets: tuple[Target | None, ...]
 
     @cached_property
     def _hash(self) -> int:
@@ -43,9 +43,6 @@ class Resolved:
 
     def __hash__(self) -> int:
         return self._hash
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, Resolved) and self.targets == other.targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,12 +73,12 @@ class Inputs:
         return decide(leaves, prefix, self.mesh, world)
 
     def needed(
-        self, leaves: Leaves, targets: Targets, own: Arrays, world: World
+        self, leaves: Leaves, targets: Targets, fun_arrays: Arrays, world: World
     ) -> tuple[Targets, Targets]:
         """The targets of the arrays that must be moved before the call, and None for the others: of
         the arguments, and of the function itself.
         """
-        return targets, [None] * len(own)
+        return targets, [None] * len(fun_arrays)
 
     def bind(self, function: Function, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Splits the arguments into positional and keyword ones. Adds defaults that hold arrays and
@@ -95,45 +92,45 @@ class Inputs:
         """The arrays of the arguments and of the function, at their targets, and the targets, if
         the function needs them. If the call is abstract, nothing is moved.
         """
-        world, variant, own = current_world(), call.variant, call.own
+        world, variant, fun_arrays = current_world(), call.variant, call.fun_arrays
         if world.staged and not self.also_staged:
-            return call.arrays, own, None
-        state = self.state_of(call.arrays + own, world)
+            return call.arrays, fun_arrays, None
+        state = self.state_of(call.arrays + fun_arrays, world)
         if state is not None and variant.in_place is not None and variant.in_place[0] == state:
-            return call.arrays, own, variant.in_place[1]
+            return call.arrays, fun_arrays, variant.in_place[1]
         leaves = call.program.function.split((call.args, call.kwargs), call.is_abstract)
         of_all = None if call.is_abstract else mesh_of_all(self.mesh, world)
         with one_call(of_all, None), raised_in_all(of_all, None):
             resolved = self._resolved(call, leaves, world)
         for_function = resolved if self.for_function else None
-        targets, own_targets = self.needed(leaves, resolved.targets, own, world)
-        at = _abstract if call.is_abstract else place_leaves
-        values, own_values = at(leaves, targets, world), at(split(own), own_targets, world)
-        if all(map(is_, values + own_values, leaves.arrays + own)):
+        targets, fun_targets = self.needed(leaves, resolved.targets, fun_arrays, world)
+        place = _abstract if call.is_abstract else place_leaves
+        values = place(leaves, targets, world)
+        fun_values = place(split(fun_arrays), fun_targets, world)
+        if all(map(is_, values + fun_values, leaves.arrays + fun_arrays)):
             # The state does not include layouts.
             if not any(isinstance(target, Format) for target in resolved.targets):
                 variant.in_place = state, for_function
-            return call.arrays, own, for_function
+            return call.arrays, fun_arrays, for_function
         everything = list(leaves.all)
         for position, x in zip(leaves.positions, values, strict=True):
             everything[position] = x
-        return list(compress(everything, call.split.are_arrays)), own_values, for_function
+        return list(compress(everything, call.split.are_arrays)), fun_values, for_function
 
     def _resolved(self, call: Call, leaves: Leaves, world: World) -> Resolved:
         """Rules are called once for the same shapes in the same context."""
-        asked = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
+        key = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
         resolved = call.variant.resolved
-        if resolved is None or resolved[0] != asked:
+        if resolved is None or resolved[0] != key:
             targets = self.resolve(call.program.function, leaves, call.args, call.kwargs, world)
-            resolved = call.variant.resolved = asked, Resolved(tuple(targets))
+            resolved = call.variant.resolved = key, Resolved(tuple(targets))
         return resolved[1]
 
     def resolve(
         self, function: Function, leaves: Leaves, args: Any, kwargs: Any, world: World
     ) -> list[Target | None]:
         """The targets of the arguments' arrays, `leaves`."""
-        prefix = self.prefix(function, args, kwargs)
-        decision = self.decide(leaves, prefix, world)
+        decision = self.decide(leaves, self.prefix(function, args, kwargs), world)
         if decision.faults:
             raise PlacementError(decision.faults)
         return decision.targets
@@ -146,58 +143,58 @@ class Inputs:
 
     def prefix(self, function: Function, args: Any, kwargs: Any) -> Any:
         """A prefix of (args, kwargs)."""
-        asked = self.placement
-        if is_placement_leaf(asked):
-            return asked
-        if isinstance(asked, dict):
-            return _by_name(asked, self.otherwise, function, len(args), kwargs)
-        if type(asked) in (tuple, list):
-            if len(asked) != len(args):
+        placement = self.placement
+        if is_placement_leaf(placement):
+            return placement
+        if isinstance(placement, dict):
+            return _by_name(placement, self.otherwise, function, len(args), kwargs)
+        if type(placement) in (tuple, list):
+            if len(placement) != len(args):
                 raise TypeError(
-                    f"{function.name}: {self.option} is a {type(asked).__name__} of {len(asked)}; "
-                    f"positional arguments in this call: {len(args)}. Give one for each, or a dict "
-                    "from parameter names"
+                    f"{function.name}: {self.option} is a {type(placement).__name__} of "
+                    f"{len(placement)}; positional arguments in this call: {len(args)}. Give one "
+                    "for each, or a dict from parameter names"
                 )
-            return tuple(asked), dict.fromkeys(kwargs, self.otherwise)
+            return tuple(placement), dict.fromkeys(kwargs, self.otherwise)
         raise TypeError(
-            f"{function.name}: {self.option} is a {type(asked).__name__}, which could be meant for "
-            "the first argument or for all. Write a tuple with an entry for each positional "
+            f"{function.name}: {self.option} is a {type(placement).__name__}, which could be meant "
+            "for the first argument or for all. Write a tuple with an entry for each positional "
             "argument, or a dict from parameter names"
         )
 
     def _placed_defaults(self, function: Function) -> frozenset[str]:
         """The parameters whose defaults hold arrays that have a placement."""
-        asked, defaults = self.placement, function.array_defaults
-        if isinstance(asked, dict):
-            return frozenset(name for name in defaults if asked.get(name) is not None)
-        if type(asked) in (tuple, list):
-            return defaults.intersection([*function.signature.parameters][: len(asked)])
+        placement, defaults = self.placement, function.array_defaults
+        if isinstance(placement, dict):
+            return frozenset(name for name in defaults if placement.get(name) is not None)
+        if type(placement) in (tuple, list):
+            return defaults.intersection([*function.signature.parameters][: len(placement)])
         return defaults
 
 
 def _by_name(
-    asked: Mapping[Any, Any], otherwise: Placement, function: Function, count: int, kwargs: Any
+    entries: Mapping[Any, Any], default: Placement, function: Function, count: int, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A prefix for each argument, from a dict that has them by parameter. The first `count`
     arguments are positional.
     """
     name, parameters = function.name, function.signature.parameters
-    several, rest = function.several, function.rest
+    args_name, kwargs_name = function.args_name, function.kwargs_name
     # The entries of `**kwargs` may stand beside the parameters'.
-    beside = {key: entry for key, entry in asked.items() if key not in parameters}
-    if beside and not (rest and rest not in asked and all(key in kwargs for key in beside)):
+    beside = {key: entry for key, entry in entries.items() if key not in parameters}
+    if beside and not (kwargs_name and kwargs_name not in entries and set(beside) <= set(kwargs)):
         raise TypeError(
             f"{name} has no parameter {', '.join(map(repr, beside))}: it has "
             f"{', '.join(parameters)}. To place the entries of an argument that is a dict, write "
             "{'parameter name': {...}}"
         )
-    by_position = [asked.get(key, otherwise) for key in function.by_position[:count]]
-    by_keyword = {key: asked.get(key, otherwise) for key in kwargs if key in function.by_keyword}
-    left = count - len(by_position)
-    further = _for_each(asked.get(several, otherwise), left, name, f"*{several}")
-    others = [key for key in kwargs if key not in by_keyword]
-    named = _for_names(asked.get(rest, beside or otherwise), others, name, f"**{rest}")
-    return (*by_position, *further), dict.fromkeys(others, otherwise) | named | by_keyword
+    by_position = [entries.get(key, default) for key in function.by_position[:count]]
+    by_keyword = {key: entries.get(key, default) for key in kwargs if key in function.by_keyword}
+    remaining = count - len(by_position)
+    further = _for_each(entries.get(args_name, default), remaining, name, f"*{args_name}")
+    keys = [key for key in kwargs if key not in by_keyword]
+    named = _for_names(entries.get(kwargs_name, beside or default), keys, name, f"**{kwargs_name}")
+    return (*by_position, *further), dict.fromkeys(keys, default) | named | by_keyword
 
 
 def _for_each(entry: Any, count: int, name: str, what: str) -> Sequence[Any]:
@@ -232,7 +229,6 @@ def _not_for_all(entry: Any, name: str, what: str, how: str) -> str:
 
 def _abstract(leaves: Leaves, targets: Targets, world: World) -> list[Any]:
     """The arrays, or their shapes at the targets."""
-    del world
     shapes = jax.eval_shape(lambda arrays: arrays, leaves.arrays)
     trios = zip(leaves.arrays, shapes, targets, strict=True)
     return [x if target is None else shape.update(sharding=target) for x, shape, target in trios]

@@ -5,7 +5,7 @@
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
@@ -121,7 +121,9 @@ def filter_jit(
     """
     refuse_by_position("filter_jit", fun, by_position)
     if others:
-        raise TypeError(_refused(others))
+        name = next(iter(others))
+        problem = f"filter_jit() got an unexpected keyword argument {name!r}"
+        raise TypeError(f"{problem}: {_INSTEAD[name]}" if name in _INSTEAD else problem)
     options = {
         "inline": inline,
         "keep_unused": keep_unused,
@@ -160,12 +162,6 @@ _INSTEAD = {
 }
 
 
-def _refused(others: Mapping[str, Any]) -> str:
-    name = next(iter(others))
-    problem = f"filter_jit() got an unexpected keyword argument {name!r}"
-    return f"{problem}: {_INSTEAD[name]}" if name in _INSTEAD else problem
-
-
 @jtu.register_pytree_node_class
 class Jitted(Generic[P, T]):
     """A function compiled by `filter_jit` or `filter_shard_map`. It is a PyTree, as it may hold
@@ -179,13 +175,13 @@ class Jitted(Generic[P, T]):
 
     @classmethod
     def of(
-        cls, fun: Callable[..., Any], donate: Donate = "none", **given: Any
+        cls, fun: Callable[..., Any], donate: Donate = "none", **settings: Any
     ) -> "Jitted[..., Any]":
-        """`given` are options of a `Program`."""
+        """`settings` are fields of a `Program`."""
         arrays, split = outlined(fun)
         function = Function.of(fun)
         donate = checked(donate, function)
-        program = Program(split, code_of(fun), about(fun), function, donate, **given)
+        program = Program(split, code_of(fun), about(fun), function, donate, **settings)
         return cls(arrays, program.shared())
 
     @property
@@ -234,16 +230,15 @@ class Jitted(Generic[P, T]):
         # Without the programs. The function is stored whole, because tree structures can't be
         # copied.
         names = "donate", "inputs", "out_shardings", "mesh", "options"
-        given = {name: getattr(self.program, name) for name in names}
-        return functools.partial(type(self).of, **given), (self._compiled_function(),)
+        settings = {name: getattr(self.program, name) for name in names}
+        return functools.partial(type(self).of, **settings), (self._compiled_function(),)
 
     def tree_flatten(self) -> tuple[tuple[Arrays], Program]:
         return (self.arrays,), self.program
 
     @classmethod
     def tree_unflatten(cls, program: Program, children: Any) -> "Jitted[..., Any]":
-        (arrays,) = children
-        return cls(arrays, program)
+        return cls(*children, program)
 
 
 def load_compiled(

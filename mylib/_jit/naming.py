@@ -6,7 +6,7 @@ from itertools import compress
 from typing import Any
 
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from .._compat import (
     is_sharding_type_error,
@@ -16,7 +16,7 @@ from .._compat import (
     readable_error,
 )
 from .._errors import NotHereError, not_here
-from .._placement import AnyMesh, axis_types, current_world
+from .._placement import AnyMesh, current_world
 from .._text import some
 from .._tree import Kind, is_array, is_of_keys, kind_of
 from .donation import Donated
@@ -31,12 +31,12 @@ _CLASSES = re.compile(r"<class '(.+?)'>")
 def names_of(call: Call) -> list[str]:
     """The names of the arrays of a program: those of the arguments, then the function's own."""
     name, fun = call.program.name, call.program.fun
-    paths, _ = jtu.tree_flatten_with_path(fun.fill(call.own))
+    paths, _ = jtu.tree_flatten_with_path(fun.fill(call.fun_arrays))
     if len(paths) == len(fun.are_arrays):
-        own = [name + jtu.keystr(path) for path, _ in compress(paths, fun.are_arrays)]
+        of_function = [name + jtu.keystr(path) for path, _ in compress(paths, fun.are_arrays)]
     else:  # a node that changes when it is unflattened
-        own = [f"{name}<leaf {i}>" for i in range(fun.count)]
-    return [*compress(leaves_of(call), call.split.are_arrays), *own]
+        of_function = [f"{name}<leaf {i}>" for i in range(fun.count)]
+    return [*compress(leaves_of(call), call.split.are_arrays), *of_function]
 
 
 def leaves_of(call: Call) -> list[str]:
@@ -44,13 +44,13 @@ def leaves_of(call: Call) -> list[str]:
     return [name for name, _ in _arguments(call)]
 
 
-def named(own: str, arrays: list[str], donated: Donated | None) -> str:
+def named(name: str, arrays: list[str], donated: Donated | None) -> str:
     """The caller's name of an array with this name in the program, among the names of all."""
-    if not (match := _NUMBERED.fullmatch(own)):
-        return own
+    if not (match := _NUMBERED.fullmatch(name)):
+        return name
     kept, gone = (arrays, []) if donated is None else donated.parted(arrays)
-    among, position = {"kept": kept, "donated": gone}[match[1]], int(match[2])
-    return among[position] if position < len(among) else own
+    group, position = {"kept": kept, "donated": gone}[match[1]], int(match[2])
+    return group[position] if position < len(group) else name
 
 
 def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
@@ -104,8 +104,7 @@ def _about_explicit_axes(call: Call) -> str:
     for _, x in _arguments(call):
         if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding):
             meshes.append(x.sharding.mesh)
-    kinds = {name: kind for mesh in meshes for name, kind in axis_types(mesh).items()}
-    axes = [repr(name) for name, kind in kinds.items() if kind is AxisType.Explicit]
+    axes = dict.fromkeys(repr(name) for mesh in meshes for name in mesh.explicit_axes)
     if not axes:  # a function inside another one, which knows more
         return ""
     what = "is an Explicit axis" if len(axes) == 1 else "are Explicit axes"

@@ -142,9 +142,9 @@ class Program:
         run.__name__ = run.__qualname__ = self.name
         return jit(run, static_argnums=(0, 1), inline=True)
 
-    def prepare(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
+    def prepare(self, fun_arrays: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
         """A call with these arguments. If it is only lowered, arrays may be `abstract`."""
-        call = self.read(own, args, kwargs, abstract)
+        call = self.read(fun_arrays, args, kwargs, abstract)
         latest = self.variants.latest
         # Usually the same variant is called again, and then nothing need be hashed.
         if latest is None or latest.split != call.split:
@@ -152,7 +152,7 @@ class Program:
         call.variant = latest
         return call
 
-    def read(self, own: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
+    def read(self, fun_arrays: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
         """A call with these arguments, of no variant yet."""
         if self.inputs is not None:
             args, kwargs = self.inputs.bind(self.function, args, kwargs)
@@ -160,12 +160,12 @@ class Program:
             args, kwargs = self.function.bind(args, kwargs)
         # Without keyword arguments a tree of the positional ones (a tuple) is enough.
         arrays, split = outlined([args, kwargs] if kwargs else args, abstract)
-        return Call(self, args, kwargs, arrays, split, own, abstract)
+        return Call(self, args, kwargs, arrays, split, fun_arrays, abstract)
 
     def _variant(self, call: Call) -> Variant:
         variants = self.variants
         try:
-            variant = variants.known.get(call.split)
+            variant = variants.all.get(call.split)
         except TypeError as error:
             error.add_note(unhashable(call))
             raise
@@ -176,11 +176,11 @@ class Program:
             latest = None if variants.latest is None else variants.latest.split
             variants.numbers.are_in(call.split, latest, self.name, partial(leaves_of, call))
             if variants.is_full():
-                variants.known = {}
+                variants.all = {}
                 self.jitted.clear_cache()
                 self.inlined.clear_cache()
             # Or that of another thread, which was faster.
-            variant = variants.known.setdefault(call.split, Variant(call.split, Donated.of(call)))
+            variant = variants.all.setdefault(call.split, Variant(call.split, Donated.of(call)))
         variants.latest = variant
         return variant
 
@@ -190,10 +190,10 @@ class Program:
         """
         __equinox_jit_id__ = self.id  # noqa: F841
         compiled, mode, variant = _counts.compiled, trace_kind(), call.variant
-        placed, own, targets = call.arrays, call.own, None
+        placed, fun_arrays, targets = call.arrays, call.fun_arrays, None
         if self.inputs is not None:
-            placed, own, targets = self.inputs.place(call)
-        arrays = kept = placed + own if own else placed
+            placed, fun_arrays, targets = self.inputs.place(call)
+        arrays = kept = placed + fun_arrays if fun_arrays else placed
         donated: Arrays = []
         if variant.donated is not None:
             kept, donated = used_once(call, arrays, variant.donated)
@@ -202,7 +202,7 @@ class Program:
         # A program that was compiled ahead of time has no static operands.
         operands = (kept, donated) if ahead else (variant.key, mode, targets, kept, donated)
         returns_errors = mode == "eager" or ahead is not None
-        returned = _run(ahead or self.jitted, operands, returns_errors)
+        returned = _call_jit(ahead or self.jitted, operands, returns_errors)
         rest: _Traced = returned.rest
         if _watched.record is not None and mode == "eager":
             _watched.record.started(call, rest.trace.memo, returned.arrays)
@@ -211,7 +211,7 @@ class Program:
         if rest.in_host_memory:
             returned.arrays = list(map(with_actual_memory_kind, returned.arrays))
         if rest.trace.is_new:
-            traced = _run(self.jitted.trace, operands, returns_errors)  # JAX still has it
+            traced = _call_jit(self.jitted.trace, operands, returns_errors)  # JAX still has it
             self._about_captured(rest.trace, traced.jaxpr)
         if rest.trace.kept and mode == "staged":
             # The surrounding program expects what this one does of the arguments that it got.
@@ -221,35 +221,35 @@ class Program:
             result = placed_after(result, rest.later)
         if first or _counts.compiled != compiled:
             variant.is_parallel |= any(devices_of(x) > 1 for x in (*arrays, *returned.arrays))
-            made = Compilation(self.name, partial(names_of, call), arrays, returned.arrays)
-            about_arrivals(made, rest.trace.kept)
+            compilation = Compilation(self.name, partial(names_of, call), arrays, returned.arrays)
+            about_arrivals(compilation, rest.trace.kept)
             if mode == "eager":
-                self._advise(call, made, donated, result, None if ahead else operands)
+                self._advise(call, compilation, donated, result, None if ahead else operands)
         if placed is not call.arrays and variant.donated is not None and mode == "eager":
             let_go_of_moved(call, placed, variant.donated)
         return result
 
     def _advise(
-        self, call: Call, made: Compilation, donated: Arrays, result: Any, operands: Any
+        self, call: Call, compilation: Compilation, donated: Arrays, result: Any, operands: Any
     ) -> None:
         """Warns after a call outside all transformations that has compiled the program, from its
         `operands`, which are None if that was done ahead of time.
         """
         which, variants = call.variant.donated, self.variants
         if which is not None and warns(self.donate):
-            about_not_taken(self.name, donated, lambda: which.parted(made.names)[1])
-        call.variant.earlier.about_moved(made)
+            about_not_taken(self.name, donated, lambda: which.parted(compilation.names)[1])
+        call.variant.earlier.about_moved(compilation)
         if isinstance(self.donate, str) and spares_the_first(self.donate):
             about_spared(self.name, self.donate, call.args, result, self.function.parameter)
         if operands is not None and not variants.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
             program = partial(self._lowered, operands)
-            variants.is_replicated_told = about_replicated(made, call.split.count, program)
+            variants.is_replicated_told = about_replicated(compilation, call.split.count, program)
 
     def _lowered(self, operands: tuple[Any, ...]) -> tuple[Any, jax.stages.Lowered]:
         """The program traced, and lowered."""
-        traced = _run(self.jitted.trace, operands, returns_errors=True)
-        return traced, _run(lambda *_: traced.lower(), operands, returns_errors=True)
+        traced = _call_jit(self.jitted.trace, operands, returns_errors=True)
+        return traced, _call_jit(lambda *_: traced.lower(), operands, returns_errors=True)
 
     def _about_captured(self, trace: Trace, program: Any) -> None:
         """Warns, once for a trace, of large arrays that it has captured."""
@@ -263,10 +263,10 @@ class Program:
     def lower(self, call: Call) -> tuple[jax.stages.Lowered, Any, Arrays]:
         """The program lowered, and as a jaxpr; and the arrays that it was lowered for."""
         __equinox_jit_id__ = self.id  # noqa: F841
-        placed, own, targets = call.arrays, call.own, None
+        placed, fun_arrays, targets = call.arrays, call.fun_arrays, None
         if self.inputs is not None:
-            placed, own, targets = self.inputs.place(call)
-        arrays, which = placed + own, call.variant.donated
+            placed, fun_arrays, targets = self.inputs.place(call)
+        arrays, which = placed + fun_arrays, call.variant.donated
         kept, donated = (arrays, []) if which is None else which.parted(arrays)
         operands = call.variant.key, "eager", targets, kept, donated
         traced, lowered = self._lowered(operands)
@@ -323,7 +323,7 @@ class Program:
         return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
 
 
-def _run(function: Callable[..., Any], operands: tuple[Any, ...], returns_errors: bool) -> Any:
+def _call_jit(function: Callable[..., Any], operands: tuple[Any, ...], returns_errors: bool) -> Any:
     """Calls `function` with a program's operands. The last one is a list of donated arrays."""
     with calling(returns_errors):
         if not operands[-1]:

@@ -69,21 +69,21 @@ class Function:
             bound = self.signature.bind(*range(count), **by_name)
         except TypeError as error:
             raise TypeError(f"{self.name}: {error}") from None
-        left = [p for p in self.signature.parameters.values() if p.name not in bound.arguments]
+        missing = [p for p in self.signature.parameters.values() if p.name not in bound.arguments]
         # Positional-only arguments before another one can't be left out.
-        only = [p.name for p in left if p.kind is p.POSITIONAL_ONLY]
-        last = max((i for i, name in enumerate(only) if name in defaults), default=0)
-        added = [p for p in left if p.name in defaults.union(only[:last])]
+        positional_only = [p.name for p in missing if p.kind is p.POSITIONAL_ONLY]
+        last = max((i for i, name in enumerate(positional_only) if name in defaults), default=0)
+        added = [p for p in missing if p.name in defaults.union(positional_only[:last])]
         bound.arguments.update((p.name, total + i) for i, p in enumerate(added))
         return bound.args, bound.kwargs, [p.default for p in added]
 
     def parameter(self, key: int | str) -> str:
         """The parameter that gets an argument, by the argument's position or keyword."""
         if isinstance(key, str):
-            return key if key in self.by_keyword else self.rest or key
+            return key if key in self.by_keyword else self.kwargs_name or key
         if key < len(self.by_position):
             return self.by_position[key]
-        return self.several or f"args[{key}]"  # one too many: the call will fail
+        return self.args_name or f"args[{key}]"  # one too many: the call will fail
 
     @cached_property
     def by_position(self) -> list[str]:
@@ -94,12 +94,12 @@ class Function:
         return self._of_kinds(_Parameter.POSITIONAL_OR_KEYWORD, _Parameter.KEYWORD_ONLY)
 
     @cached_property
-    def several(self) -> str | None:
+    def args_name(self) -> str | None:
         """The name of `*args`."""
         return next(iter(self._of_kinds(_Parameter.VAR_POSITIONAL)), None)
 
     @cached_property
-    def rest(self) -> str | None:
+    def kwargs_name(self) -> str | None:
         """The name of `**kwargs`."""
         return next(iter(self._of_kinds(_Parameter.VAR_KEYWORD)), None)
 
@@ -110,11 +110,11 @@ class Function:
         """The name of a node of (args, kwargs): `model.layers[0].weight`."""
         if len(path) < 2:
             return jtu.keystr(path)
-        side, key, *rest = path
+        side, key, *keys = path
         name = key.key if side.idx else self.parameter(key.idx)
-        if self.several and not side.idx and key.idx >= len(self.by_position):
-            rest = [jtu.SequenceKey(key.idx - len(self.by_position)), *rest]
-        return name + jtu.keystr(tuple(rest))
+        if self.args_name and not side.idx and key.idx >= len(self.by_position):
+            keys = [jtu.SequenceKey(key.idx - len(self.by_position)), *keys]
+        return name + jtu.keystr(tuple(keys))
 
     def split(self, arguments: Any, abstract: bool = False) -> Leaves:
         """Flattens (args, kwargs)."""

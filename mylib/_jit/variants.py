@@ -19,8 +19,8 @@ _MOST = 256
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """A call: its arguments, the `arrays` in them and the rest, and the function's `own` arrays. If
-    it `is_abstract`, it is only lowered, and arrays may be abstract.
+    """A call: its arguments, the `arrays` in them and the rest, and the arrays of the function (a
+    Module's). If it `is_abstract`, it is only lowered, and arrays may be abstract.
     """
 
     program: "Program"
@@ -28,7 +28,7 @@ class Call:
     kwargs: Any
     arrays: Arrays
     split: Split
-    own: Arrays
+    fun_arrays: Arrays
     is_abstract: bool
     variant: "Variant" = field(init=False)
 
@@ -59,7 +59,7 @@ class Variants:
     """The variants of a function. Beyond a number of them all are let go."""
 
     def __init__(self) -> None:
-        self.known: dict[Split, Variant] = {}
+        self.all: dict[Split, Variant] = {}
         # The one that was called last. Usually it is called again.
         self.latest: Variant | None = None
         # Whether it has been told that all devices compute the same.
@@ -67,7 +67,7 @@ class Variants:
         self.numbers = ChangingNumbers()
 
     def __len__(self) -> int:
-        return len(self.known)
+        return len(self.all)
 
     def is_full(self) -> bool:
         return len(self) >= _MOST

@@ -44,7 +44,7 @@ def wrong_in(program: Any) -> list[str]:
     """
     looked_into = {id(opened(jaxpr)) for jaxpr in all_jaxprs(program, without=_is_sealed)}
     constants = cache(partial(_constants_in, program))
-    found: list[str] = []
+    problems: list[str] = []
     for jaxpr in map(opened, all_jaxprs(program)):
         for eqn in jaxpr.eqns:
             axes = _differs_over(eqn)
@@ -52,10 +52,10 @@ def wrong_in(program: Any) -> list[str]:
                 continue
             stuck = axes & union(map(communicates_over, _branches(eqn)))
             if stuck:
-                found.append(_would_wait(eqn, stuck))
+                problems.append(_would_wait(eqn, stuck))
             elif id(jaxpr) in looked_into:
-                found += _mistakes(eqn, axes, jaxpr, constants)
-    return list(dict.fromkeys(found))
+                problems += _mistakes(eqn, axes, jaxpr, constants)
+    return list(dict.fromkeys(problems))
 
 
 def _differs_over(eqn: Any) -> AxisSet:
@@ -99,7 +99,7 @@ def _mistakes(
         alike = [
             i
             for i, x in enumerate(eqn.invars[1:])
-            if _is_differentiable(x) and axes - _of_types([x]) and not _is_known(x, constants())
+            if _is_differentiable(x) and axes - _of_types([x]) and not _is_constant(x, constants())
         ]
         if any(_casts(branch, alike, axes) for branch in _branches(eqn)):
             yield _would_add_up(eqn, axes)
@@ -118,14 +118,14 @@ def _casts(branch: Any, alike: list[int], axes: AxisSet) -> bool:
     gradient communicates, although other devices may take another branch.
     """
     jaxpr = opened(branch)
-    given = {id(jaxpr.invars[i]) for i in alike}
+    derived = {id(jaxpr.invars[i]) for i in alike}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == names.STOP_GRADIENT or not any(id(x) in given for x in eqn.invars):
+        if eqn.primitive.name == names.STOP_GRADIENT or derived.isdisjoint(map(id, eqn.invars)):
             continue
         inner = [e for jaxpr in jaxprs_in(eqn) for e in all_equations(jaxpr)]
         if any(_cast_to(e) & axes for e in (eqn, *inner)):
             return True
-        given |= {id(x) for x in eqn.outvars if _is_differentiable(x)}
+        derived |= {id(x) for x in eqn.outvars if _is_differentiable(x)}
     return False
 
 
@@ -133,29 +133,29 @@ def _is_differentiable(x: Any) -> bool:
     return jnp.issubdtype(getattr(x.aval, "dtype", jnp.int32), jnp.inexact)
 
 
-def _is_known(x: Any, known: set[int]) -> bool:
-    return isinstance(x, Literal) or id(x) in known
+def _is_constant(x: Any, constants: set[int]) -> bool:
+    return isinstance(x, Literal) or id(x) in constants
 
 
 def _constants_in(program: Any) -> set[int]:
     """The values in a program that don't depend on its arguments: they have no gradient."""
     inside = (inner for eqn in all_equations(program) for inner in jaxprs_in(eqn))
     calls = Counter(id(opened(inner)) for inner in inside)
-    known: set[int] = set()
+    constants: set[int] = set()
     queue = [opened(program)]
     for jaxpr in queue:
-        known |= set(map(id, jaxpr.constvars))
+        constants |= set(map(id, jaxpr.constvars))
         for eqn in jaxpr.eqns:
-            are_known = [_is_known(x, known) for x in eqn.invars]
-            if all(are_known):
-                known |= set(map(id, eqn.outvars))
+            are_constant = [_is_constant(x, constants) for x in eqn.invars]
+            if all(are_constant):
+                constants |= set(map(id, eqn.outvars))
             for inner in map(opened, jaxprs_in(eqn)):
                 # A jaxpr with several callers may have other arguments there.
                 if eqn.primitive.name in _PASS_ON and calls[id(inner)] == 1:
-                    given = are_known[len(eqn.invars) - len(inner.invars) :]
-                    known |= set(map(id, compress(inner.invars, given)))
+                    flags = are_constant[len(eqn.invars) - len(inner.invars) :]
+                    constants |= set(map(id, compress(inner.invars, flags)))
                     queue.append(inner)
-    return known
+    return constants
 
 
 # Equations that pass their operands on to their jaxprs (a cond all but the first).
@@ -169,14 +169,14 @@ def _uncast_outputs(jaxpr: Any, reached: set[int], axes: AxisSet) -> set[int] | 
     reached = {*reached}
     for eqn in jaxpr.eqns:
         index = [i for i, x in enumerate(eqn.invars) if id(x) in reached]
-        made = [] if not index or axes <= _cast_to(eqn) else _made_of(index, eqn, axes)
-        if made is None:
+        derived = [] if not index or axes <= _cast_to(eqn) else _derived_results(index, eqn, axes)
+        if derived is None:
             return None
-        reached |= set(map(id, made))
+        reached |= set(map(id, derived))
     return {i for i, x in enumerate(jaxpr.outvars) if id(x) in reached}
 
 
-def _made_of(index: list[int], eqn: Any, axes: AxisSet) -> list[Any] | None:
+def _derived_results(index: list[int], eqn: Any, axes: AxisSet) -> list[Any] | None:
     """The results of an equation that are computed from these operands."""
     inner = jaxprs_in(eqn)
     if not inner or eqn.primitive.name in names.ELEMENTWISE:
@@ -230,8 +230,8 @@ def _name(eqn: Any) -> str:
 
 
 def where(eqn: Any) -> str:
-    known = source_info_util.summarize(eqn.source_info)
-    return f"at {known}" if known else "(JAX doesn't know the line)"
+    line = source_info_util.summarize(eqn.source_info)
+    return f"at {line}" if line else "(JAX doesn't know the line)"
 
 
 _BRANCHING = {

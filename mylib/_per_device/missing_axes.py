@@ -15,17 +15,17 @@ from .._compat import names
 
 
 @contextmanager
-def unknown_named(name: str, known: Collection[Any]) -> Iterator[None]:
+def unknown_named(name: str, axes: Collection[Any]) -> Iterator[None]:
     """If JAX checks types, `psum` over an unknown axis, or over one of `vmap`, raises an
     AssertionError without a message. This raises an error that names the axis instead, as other
-    collectives do. `name` is the function's name, `known` are the axes that it can use.
+    collectives do. `name` is the function's name, `axes` are those that it can use.
     """
     try:
         yield
     except AssertionError as error:
         asked, around = _axes_asked_for(error)
         mapped = [axis for axis in asked if axis in around]
-        unknown = [axis for axis in asked if axis not in known and axis not in around]
+        unknown = [axis for axis in asked if axis not in axes and axis not in around]
         if str(error) or not (mapped or unknown):
             raise
         if mapped:
@@ -36,7 +36,7 @@ def unknown_named(name: str, known: Collection[Any]) -> Iterator[None]:
             ) from error
         raise NameError(
             f"{name} communicates over {', '.join(map(repr, unknown))}, and there is no such axis: "
-            f"those of the mesh are {', '.join(map(repr, sorted(known, key=str)))}"
+            f"those of the mesh are {', '.join(map(repr, sorted(axes, key=str)))}"
         ) from error
 
 

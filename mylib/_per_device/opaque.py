@@ -137,12 +137,12 @@ class _OpaqueCall:
     outline: Split
     by_argument: list[Split]
     axes: AxisSet
-    # The outlines of the result and the residuals, known after tracing.
+    # The outlines of the result and the residuals, once they have been traced.
     result: Any = None
-    kept: Any = None
+    residuals: Any = None
 
     def __call__(self, arrays: Arrays) -> Any:
-        run = _sealed(self._run)
+        run = _sealed(self._primal)
         if self.fwd is not None:
             run = jax.custom_vjp(run)
             run.defvjp(_sealed(self._forward), _sealed(self._backward))
@@ -156,7 +156,7 @@ class _OpaqueCall:
         # JAX differentiates Python numbers as objects that are not quite arrays.
         return self.outline.fill(map(jnp.asarray, arrays))
 
-    def _run(self, arrays: Arrays) -> Arrays:
+    def _primal(self, arrays: Arrays) -> Arrays:
         fun, args, kwargs = self._filled(arrays)
         result, self.result = outlined(fun(*args, **kwargs))
         return self._cast(result)
@@ -170,22 +170,22 @@ class _OpaqueCall:
                 "opaque: fwd must return a pair, the result and the residuals for bwd, but "
                 f"returned {returned!r}"
             )
-        result, kept = returned
+        result, residuals = returned
         if not self.result:
-            jax.eval_shape(self._run, arrays)
+            jax.eval_shape(self._primal, arrays)
         result, outline = outlined(result)
         if outline.treedef != self.result.treedef:
             raise TypeError(
                 "opaque: fwd must return the function's result, "
                 f"{self.result.treedef}, and residuals; it returned {outline.treedef}"
             )
-        kept, self.kept = outlined(kept)
-        return self._cast(result), self._cast(kept)
+        residuals, self.residuals = outlined(residuals)
+        return self._cast(result), self._cast(residuals)
 
-    def _backward(self, kept: Arrays, cotangents: Arrays) -> tuple[Arrays]:
+    def _backward(self, residuals: Arrays, cotangents: Arrays) -> tuple[Arrays]:
         assert self.bwd is not None
-        found = self.bwd(self.kept.fill(kept), self.result.fill(cotangents))
-        return (self._cast(self._by_array(found)),)
+        returned = self.bwd(self.residuals.fill(residuals), self.result.fill(cotangents))
+        return (self._cast(self._by_array(returned)),)
 
     def _by_array(self, cotangents: Any) -> Arrays:
         """A cotangent, or None, for each array among the arguments."""
@@ -201,12 +201,12 @@ class _OpaqueCall:
                 by_array += [None] * arg.count
                 continue
             try:
-                given = arg.treedef.flatten_up_to(cotangent)
+                leaves = arg.treedef.flatten_up_to(cotangent)
             except (ValueError, TypeError) as error:
                 raise TypeError(
                     f"opaque: bwd returned no cotangent of argument {i}: {error}"
                 ) from None
-            by_array += compress(given, arg.are_arrays)
+            by_array += compress(leaves, arg.are_arrays)
         # Integers have neither tangents nor cotangents.
         return [None if getattr(g, "dtype", None) == jax.dtypes.float0 else g for g in by_array]
 

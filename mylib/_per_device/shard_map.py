@@ -205,8 +205,7 @@ class Mapped:
 
     @classmethod
     def tree_unflatten(cls, options: MapOptions, children: Any) -> "Mapped":
-        (fun,) = children
-        return cls(fun, options)
+        return cls(*children, options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
@@ -223,16 +222,15 @@ class Mapped:
     def _call(self, resolved: Targets | None, args: Any, kwargs: Any) -> Any:
         options, world = self.options, current_world()
         function, specs = options.function, options.specs
-        given = specs.bind(function, args, kwargs)
+        arguments = specs.bind(function, args, kwargs)
         region = specs.region(world)
-        asked = specs.targets(given, resolved, region, world)
+        placed = specs.targets(arguments, resolved, region, world)
         if not options.check_vma:
-            _refuse_to_forget(function, given, world)
+            _refuse_to_forget(function, arguments, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
-        everything = self.fun, given
-        leaves = split(everything, options.naming, abstract=False)
+        leaves = split((self.fun, arguments), options.naming, abstract=False)
         whole = NamedSharding(region.mesh, PartitionSpec())
-        targets = [whole] * (len(leaves.arrays) - len(asked)) + asked
+        targets = [whole] * (len(leaves.arrays) - len(placed)) + placed
         arrays, in_specs = _enter(options, leaves, targets, region, world)
         outputs = _Outputs(options, region, world)
 
@@ -307,14 +305,14 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        found = [
+        captured = [
             name
             for name, x in captured_by(code_of(fun))
             if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding)
         ]
-        if found and names.TEXT_OTHER_MESH in str(error):
+        if captured and names.TEXT_OTHER_MESH in str(error):
             error.add_note(
-                f"({Function.of(fun).name} captures {', '.join(found)}, which is on a mesh "
+                f"({Function.of(fun).name} captures {', '.join(captured)}, which is on a mesh "
                 "already: pass it as an argument)"
             )
         raise
@@ -325,42 +323,42 @@ def _enter(
 ) -> tuple[Arrays, list[PartitionSpec]]:
     """The arrays of (function, (args, kwargs)), placed for the call, and their specs."""
     specs: list[PartitionSpec] = []
-    wanted: list[Target | None] = []
+    moves: list[Target | None] = []
     faults: list[Fault] = []
 
     for i, (x, target) in enumerate(zip(leaves.arrays, targets, strict=True)):
-        here = region.spec_of(x)
-        if here is None:
+        spec_now = region.spec_of(x)
+        if spec_now is None:
             faults += [leaves.at(i, fault) for fault in options.specs.unmovable(x, target)]
         if target is None:
             if region.explicit != region.names:
                 reason = "an array's sharding is known only over Explicit axes"
-                kept = because(reason, "write a PartitionSpec", "None: keep its sharding")
-                faults.append(leaves.at(i, kept))
-            specs.append(PartitionSpec(*entries_over(here, region.names)))
-            wanted.append(None)
+                no_sharding = because(reason, "write a PartitionSpec", "None: keep its sharding")
+                faults.append(leaves.at(i, no_sharding))
+            specs.append(PartitionSpec(*entries_over(spec_now, region.names)))
+            moves.append(None)
             continue
         # On Auto axes the compiler reshards.
         visible = region.explicit if world.staged else region.names
-        lies_so = here is not None and entries_over(here, visible) == entries_over(
+        is_there = spec_now is not None and entries_over(spec_now, visible) == entries_over(
             target.spec, visible
         )
-        if region.explicit and not (options.specs.reshard or lies_so or here is None):
+        if region.explicit and not (options.specs.reshard or is_there or spec_now is None):
             request = f"{target.spec} over {show_mesh(region.mesh)}"
             fix = "call mylib.filter_shard on it before, or leave out reshard=False"
-            reason = f"it is split as {here}, and reshard=False"
+            reason = f"it is split as {spec_now}, and reshard=False"
             faults.append(leaves.at(i, because(reason, fix, request)))
         specs.append(target.spec)
-        left_alone = world.staged and (lies_so or not region.explicit)
-        wanted.append(None if left_alone else region.beside(target, here or PartitionSpec()))
+        left_alone = world.staged and (is_there or not region.explicit)
+        moves.append(None if left_alone else region.beside(target, spec_now or PartitionSpec()))
     if faults:
         raise PlacementError(faults)
-    return place_leaves(leaves, wanted, world), specs
+    return place_leaves(leaves, moves, world), specs
 
 
-def _refuse_to_forget(function: Function, given: Any, world: World) -> None:
+def _refuse_to_forget(function: Function, arguments: Any, world: World) -> None:
     """An inner shard_map with `check_vma=False` would drop the varying types of the outer one."""
-    axes = union(varying(x) for x in outlined(given)[0]) & world.manual_axes
+    axes = union(varying(x) for x in outlined(arguments)[0]) & world.manual_axes
     if axes:
         refuse_map(
             function,
@@ -399,8 +397,8 @@ class _Outputs:
             specs.append(spec)
             if i not in decision.faulty:
                 request = "None" if target is None else f"{spec} over {show_mesh(region.mesh)}"
-                found = self._promises(x, spec, target is None)
-                faults += [leaves.at(i, replace(fault, request=request)) for fault in found]
+                for fault in self._promises(x, spec, target is None):
+                    faults.append(leaves.at(i, replace(fault, request=request)))
         if faults:
             raise PlacementError(faults)
         return specs
@@ -417,9 +415,9 @@ class _Outputs:
         differs = (varying(x) & self._region.names) - axes_in(spec) - set(spec.unreduced)
         if differs:
             along = ", ".join(map(repr, sorted(differs, key=str)))
-            given = "" if x.ndim else ", after adding a dimension (x[None]),"
+            how = "" if x.ndim else ", after adding a dimension (x[None]),"
             yield because(
                 f"it differs between the devices along {along}, which this does not name",
-                f"name {along} in its spec{given} or make it the same everywhere: "
+                f"name {along} in its spec{how} or make it the same everywhere: "
                 "jax.lax.psum, pmean, all_gather(..., to='invarying')",
             )

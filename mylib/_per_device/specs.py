@@ -74,8 +74,7 @@ class ManualMesh:
             )
         if PartitionSpec.UNCONSTRAINED in target.spec.partitions:
             yield because("shard_map leaves no choice to the compiler", "write the axes, or None")
-        others = sorted(axes_in(target.spec) - self.names, key=str)
-        for name in others:
+        for name in sorted(axes_in(target.spec) - self.names, key=str):
             yield because(
                 f"{name!r} is not among the axes that are split over here, "
                 f"{tuple(sorted(self.names, key=str))}",
@@ -84,18 +83,18 @@ class ManualMesh:
 
     def spec_of(self, x: Any) -> PartitionSpec | None:
         """How an array is split over the mesh, if known."""
-        here = x.sharding if kind_of(x) is Kind.DEVICE else jax.typeof(x).sharding
-        if not isinstance(here, NamedSharding) or not same_axes(here.mesh, self.mesh):
+        sharding = x.sharding if kind_of(x) is Kind.DEVICE else jax.typeof(x).sharding
+        if not isinstance(sharding, NamedSharding) or not same_axes(sharding.mesh, self.mesh):
             return None
-        return here.spec if self.explicit.issubset(here.mesh.explicit_axes) else None
+        return sharding.spec if self.explicit.issubset(sharding.mesh.explicit_axes) else None
 
-    def beside(self, target: NamedSharding, here: PartitionSpec) -> NamedSharding:
-        """The target of an array that is `here`; over all other axes it stays split as it is."""
+    def beside(self, target: NamedSharding, spec_now: PartitionSpec) -> NamedSharding:
+        """The target of an array, which stays split as it is now over all other axes."""
         spec, taken = target.spec, axes_in(target.spec) | self.names
-        pairs = zip(entries_of(spec, len(here)), entries_of(here, len(spec)), strict=True)
+        pairs = zip(entries_of(spec, len(spec_now)), entries_of(spec_now, len(spec)), strict=True)
         entries = [
-            (*names_of(asked), *(name for name in names_of(found) if name not in taken))
-            for asked, found in pairs
+            (*names_of(asked), *(name for name in names_of(entry) if name not in taken))
+            for asked, entry in pairs
         ]
         return target.update(spec=spec.update(partitions=entries))
 
@@ -144,9 +143,9 @@ class Specs(Inputs):
 
     def _mesh_in(self, world: World) -> AnyMesh:
         function, around = self.function, world.mesh
-        given = self._given
+        requested = self._requested_mesh
         if around.empty:
-            mesh = given or world.devices
+            mesh = requested or world.devices
             if mesh is None:
                 refuse_map(
                     function,
@@ -155,32 +154,32 @@ class Specs(Inputs):
                 )
             return mesh
         devices = world.devices
-        if given is not None and not (
-            same_axes(given, around)
+        if requested is not None and not (
+            same_axes(requested, around)
             and (
                 devices is None
-                or isinstance(given, AbstractMesh)
-                or list(given.devices.flat) == list(devices.devices.flat)
+                or isinstance(requested, AbstractMesh)
+                or list(requested.devices.flat) == list(devices.devices.flat)
             )
         ):
             refuse_map(
                 function,
                 f"the mesh in force here is {show_mesh(around)}, but `mesh=` is another: "
-                f"{show_mesh(given)}, or the same one with its devices in another order",
+                f"{show_mesh(requested)}, or the same one with its devices in another order",
                 "leave out `mesh=`, or call it outside of `jax.set_mesh`",
             )
         if world.staged:
             return around  # axis types can't change inside a program
-        if given is not None and given.axis_types != around.axis_types:
-            if not (world.clean and isinstance(given, Mesh)):
+        if requested is not None and requested.axis_types != around.axis_types:
+            if not (world.clean and isinstance(requested, Mesh)):
                 refuse_map(
                     function,
-                    f"`mesh=` has axes of the types {_show_types(given)}, and those of the mesh in "
-                    f"force here are {_show_types(around)}",
+                    f"`mesh=` has axes of the types {_show_types(requested)}, and those of the "
+                    f"mesh in force here are {_show_types(around)}",
                     "leave out `mesh=`, or call it outside of `jax.set_mesh`, or in `jax.jit`, "
                     "where the types in force count",
                 )
-            return given
+            return requested
         return around if devices is None else devices
 
     def in_force(self, world: World) -> AbstractContextManager[None]:
@@ -188,30 +187,30 @@ class Specs(Inputs):
         `mesh=` takes precedence, as in `filter_shard`.
         """
         around = world.mesh
-        given = None if around.empty or not world.clean else self._given
-        if isinstance(given, Mesh) and same_axes(given, around):
-            if given.axis_types != around.axis_types:
-                return jax.set_mesh(given)
+        requested = None if around.empty or not world.clean else self._requested_mesh
+        if isinstance(requested, Mesh) and same_axes(requested, around):
+            if requested.axis_types != around.axis_types:
+                return jax.set_mesh(requested)
         return nullcontext()
 
     @cached_property
-    def _given(self) -> AnyMesh | None:
+    def _requested_mesh(self) -> AnyMesh | None:
         if self.mesh is not None:
             return self.mesh
         leaves = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
 
     def targets(
-        self, given: tuple[Any, Any], resolved: Targets | None, region: ManualMesh, world: World
+        self, arguments: tuple[Any, Any], resolved: Targets | None, region: ManualMesh, world: World
     ) -> list[Target | None]:
         """The targets of the arrays in (args, kwargs), which the call may have resolved already."""
-        leaves = self.function.split(given)
+        leaves = self.function.split(arguments)
         # The kinds of arrays that are placed differ, outside and inside of a program.
         if resolved is None or len(resolved) != len(leaves.arrays):
-            return self.resolve(self.function, leaves, *given, world)
+            return self.resolve(self.function, leaves, *arguments, world)
         # Outside of the program less is checked.
-        here = [None if to is None else NamedSharding(region.mesh, spec_in(to)) for to in resolved]
-        decision = decide_each(leaves, here, region.mesh, world, region.unfit_input)
+        on_mesh = [to and NamedSharding(region.mesh, spec_in(to)) for to in resolved]
+        decision = decide_each(leaves, on_mesh, region.mesh, world, region.unfit_input)
         if decision.faults:
             raise PlacementError(decision.faults)
         return decision.targets
@@ -237,7 +236,7 @@ class Specs(Inputs):
         return decide(leaves, prefix, region.mesh, world, fit=region.unfit_input)
 
     def needed(
-        self, leaves: Leaves, targets: Targets, own: Arrays, world: World
+        self, leaves: Leaves, targets: Targets, fun_arrays: Arrays, world: World
     ) -> tuple[Targets, Targets]:
         """Moves arrays that are not on the mesh."""
         mesh = self.region(world).mesh
@@ -253,7 +252,7 @@ class Specs(Inputs):
         whole = NamedSharding(mesh, PartitionSpec())
         return (
             [to if away else None for to, away in zip(targets, elsewhere, strict=True)],
-            [None if _is_on(mesh, x) else whole for x in own],
+            [None if _is_on(mesh, x) else whole for x in fun_arrays],
         )
 
 
@@ -268,10 +267,10 @@ def spec_in(target: Any) -> PartitionSpec:
 
 def _is_on(mesh: AnyMesh, x: Any) -> bool:
     """Whether an array is on this mesh, with any spec."""
-    here = x.sharding if kind_of(x) is Kind.DEVICE else sharding_under(x)
-    if not isinstance(here, NamedSharding) or here.mesh != mesh:
+    sharding = x.sharding if kind_of(x) is Kind.DEVICE else sharding_under(x)
+    if not isinstance(sharding, NamedSharding) or sharding.mesh != mesh:
         return False
-    return here.memory_kind in (None, _memory_of(mesh))
+    return sharding.memory_kind in (None, _memory_of(mesh))
 
 
 @functools.lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ All other values have no marks. In case of doubt a value's marks are dropped, so
 wrong.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -63,7 +63,8 @@ def summed_twice(program: Any) -> list[tuple[Any, str]]:
     """Each axis over which a jaxpr of `shard_map` sums a gradient twice, with the line of the
     second sum.
     """
-    if not _has_candidates(program):
+    # One of them may be JAX's own. Most programs have none.
+    if sum(eqn.primitive.name in _SUMS for eqn in all_equations(program)) < 2:
         return []
     jaxpr = opened(program)
     reader = _MarksReader()
@@ -71,7 +72,7 @@ def summed_twice(program: Any) -> list[tuple[Any, str]]:
         reader.read(jaxpr, [NONE] * len(jaxpr.invars), GradientPass.NONE)
     except UnknownParameter:
         return []  # newer JAX: a failed check must not cost the result
-    return list(dict.fromkeys(reader.found))
+    return list(dict.fromkeys(reader.sums))
 
 
 def warn_of_sums(name: str, program: Any) -> None:
@@ -88,113 +89,108 @@ def warn_of_sums(name: str, program: Any) -> None:
         )
 
 
-def _has_candidates(program: Any) -> bool:
-    """Whether the program has two sums, one of which may be JAX's own. Most programs have none."""
-    return sum(eqn.primitive.name in _SUMS for eqn in all_equations(program)) > 1
-
-
 class _MarksReader:
     def __init__(self):
-        self.found: list[tuple[Any, str]] = []
-        self._known: dict[Any, tuple[list[Marks], list[tuple[Any, str]]]] = {}
+        self.sums: list[tuple[Any, str]] = []
+        self._cache: dict[Any, tuple[list[Marks], list[tuple[Any, str]]]] = {}
 
-    def read(self, jaxpr: Any, given: list[Marks], around: GradientPass) -> list[Marks]:
+    def read(self, jaxpr: Any, operands: list[Marks], around: GradientPass) -> list[Marks]:
         """The marks of a jaxpr's results, from those of its arguments."""
         # Equal calls are read once. (The program holds the jaxpr, so its id stays valid.)
-        key = id(jaxpr), tuple(given), around
-        if key in self._known:
-            results, found = self._known[key]
-            self.found += found
+        key = id(jaxpr), tuple(operands), around
+        if key in self._cache:
+            results, repeated = self._cache[key]
+            self.sums += repeated
         else:
-            before = len(self.found)
-            results = self._read(jaxpr, given, around)
-            self._known[key] = results, self.found[before:]
+            before = len(self.sums)
+            results = self._read(jaxpr, operands, around)
+            self._cache[key] = results, self.sums[before:]
         return results
 
-    def _read(self, jaxpr: Any, given: list[Marks], around: GradientPass) -> list[Marks]:
+    def _read(self, jaxpr: Any, operands: list[Marks], around: GradientPass) -> list[Marks]:
         # If a future JAX changes the number of arguments, values have no marks; nothing raises.
-        marks: dict[int, Marks] = dict(zip(map(id, jaxpr.invars), given, strict=False))
+        marks: dict[int, Marks] = dict(zip(map(id, jaxpr.invars), operands, strict=False))
 
         def of(x: Any) -> Marks:
             return _of_literal(x) if isinstance(x, Literal) else marks.get(id(x), NONE)
 
         for eqn in jaxpr.eqns:
-            made = self._made_by(eqn, list(map(of, eqn.invars)), pass_of(eqn, around))
-            for x, its in zip(eqn.outvars, made, strict=False):
-                if its:
-                    marks[id(x)] = its
+            results = self._results_of(eqn, list(map(of, eqn.invars)), pass_of(eqn, around))
+            for x, result in zip(eqn.outvars, results, strict=False):
+                if result:
+                    marks[id(x)] = result
         return list(map(of, jaxpr.outvars))
 
-    def _made_by(self, eqn: Any, given: list[Marks], within: GradientPass) -> list[Marks]:
+    def _results_of(self, eqn: Any, operands: list[Marks], within: GradientPass) -> list[Marks]:
         name = eqn.primitive.name
         inner = [] if name in names.KERNELS else list(map(opened, jaxprs_in(eqn)))
-        if name in _CALLS and inner and len(inner[0].invars) == len(given):
-            return self.read(inner[0], given, within)
+        if name in _CALLS and inner and len(inner[0].invars) == len(operands):
+            return self.read(inner[0], operands, within)
         if name in _BRANCHING:
-            return self._made_by_branches(eqn, inner, given, within)
+            return self._results_of_branches(eqn, inner, operands, within)
         for jaxpr in inner:
             self.read(jaxpr, [NONE] * len(jaxpr.invars), within)
         if is_opaque(eqn):
             return [NONE] * len(eqn.outvars)
         if name == names.BARRIER:
-            return given
+            return operands
         transposed = within is GradientPass.TRANSPOSED
         if name == names.PVARY:
-            marks = _cast(given[0], axes_of_cast_or_sum(eqn), within)
+            marks = _cast(operands[0], axes_of_cast_or_sum(eqn), within)
         elif name == names.PSUM and transposed:
-            marks = _summed_by_jax(given[0], axes_of_cast_or_sum(eqn))
+            marks = _summed_by_jax(operands[0], axes_of_cast_or_sum(eqn))
         elif name in _SUMS:
-            marks = self._summed_by_user(eqn, given[0], axes_named_by(eqn))
-        elif given and all(CONSTANT in its for its in given):
-            marks = _joined(given, frozenset.union)
+            marks = self._summed_by_user(eqn, operands[0], axes_named_by(eqn))
+        elif operands and all(CONSTANT in its for its in operands):
+            marks = _joined(operands, frozenset.union)
         elif transposed:
             # Linear in all operands, or in one of two; the other one has no marks.
-            marks = NONE.union(*given) - {CONSTANT, ZERO}
+            marks = NONE.union(*operands) - {CONSTANT, ZERO}
             marks |= {("shared", axis) for axis in axes_named_by(eqn)}
         else:
-            marks = _of_gradients(eqn, given)
+            marks = _of_gradients(eqn, operands)
         return [marks] * len(eqn.outvars)
 
-    def _made_by_branches(
-        self, eqn: Any, inner: list[Any], given: list[Marks], within: GradientPass
+    def _results_of_branches(
+        self, eqn: Any, inner: list[Any], operands: list[Marks], within: GradientPass
     ) -> list[Marks]:
         name = eqn.primitive.name
         if name == names.COND:
-            results = [self.read(branch, given[1:], within) for branch in inner]
+            results = [self.read(branch, operands[1:], within) for branch in inner]
             return [_joined(its, _meet(within)) for its in zip(*results, strict=False)]
         if name == names.SCAN:
             constants, carried = scan_sizes(eqn)
             start = constants + carried
-            parts = given[:constants], given[constants:start], given[start:]
+            parts = operands[:constants], operands[constants:start], operands[start:]
             return self._repeat(inner[0], *parts, within)
         # A while loop: its condition's constants come first, then those of its body.
-        carried = len(given) - len(eqn.outvars)
+        carried = len(operands) - len(eqn.outvars)
         body = opened(while_body(eqn))
         start = carried + len(eqn.outvars) - len(body.invars)
-        return self._repeat(body, given[start:carried], given[carried:], [], within)
+        return self._repeat(body, operands[start:carried], operands[carried:], [], within)
 
     def _repeat(
         self,
         body: Any,
         constants: list[Marks],
         carried: list[Marks],
-        rest: list[Marks],
+        slices: list[Marks],
         within: GradientPass,
     ) -> list[Marks]:
         """The marks that hold for every iteration of a loop."""
         meet = _meet(within)
         while True:
-            found = len(self.found)
-            results = self.read(body, constants + carried + rest, within)
+            before = len(self.sums)
+            results = self.read(body, constants + carried + slices, within)
             after = [_joined(its, meet) for its in zip(carried, results, strict=False)]
             if after == carried:
                 return after + results[len(carried) :]
-            del self.found[found:]
+            del self.sums[before:]
             carried = after
 
     def _summed_by_user(self, eqn: Any, marks: Marks, axes: Iterable[Any]) -> Marks:
         twice = sorted((axis for axis in axes if ("cast", axis) in marks), key=str)
-        self.found += [(axis, where(eqn)) for axis in twice]
+        self.sums += [(axis, where(eqn)) for axis in twice]
         return marks - {(kind, axis) for kind, axis in marks if axis in twice or axis is None}
 
 
@@ -225,19 +221,19 @@ def _summed_by_jax(marks: Marks, axes: Iterable[Any]) -> Marks:
     return marks - {CONSTANT, ZERO}
 
 
-def _of_gradients(eqn: Any, given: list[Marks]) -> Marks:
+def _of_gradients(eqn: Any, operands: list[Marks]) -> Marks:
     """The marks of a gradient that an operation on it keeps."""
     name = eqn.primitive.name
     if name in names.LINEAR_IN_ONE or (name == names.REDUCE_SUM and eqn.outvars[0].aval.shape):
-        return _gradient(given[0])
+        return _gradient(operands[0])
     if name in names.LINEAR_IN_ALL:
-        return _gradient(_joined(given, frozenset.intersection))
+        return _gradient(_joined(operands, frozenset.intersection))
     if name == names.SELECT:
-        return _scaled(_joined(given[1:], frozenset.intersection), given[0])
+        return _scaled(_joined(operands[1:], frozenset.intersection), operands[0])
     if name == names.DIV:
-        return _scaled(given[0], given[1])
+        return _scaled(operands[0], operands[1])
     if name == names.MUL:
-        return _scaled(*given) | _scaled(*reversed(given))
+        return _scaled(*operands) | _scaled(*reversed(operands))
     return NONE
 
 
@@ -258,10 +254,9 @@ def _meet(within: GradientPass) -> Callable[..., Marks]:
     return frozenset.union if within is GradientPass.TRANSPOSED else frozenset.intersection
 
 
-def _joined(given: Iterable[Marks], join: Callable[..., Marks]) -> Marks:
+def _joined(operands: Sequence[Marks], join: Callable[..., Marks]) -> Marks:
     """Constants remove no marks from the values that they are joined with."""
-    several = list(given)
-    others = [marks for marks in several if CONSTANT not in marks]
+    others = [marks for marks in operands if CONSTANT not in marks]
     if others:
         return join(*others)
-    return NONE.union(*several) - (NONE if all(ZERO in its for its in several) else {ZERO})
+    return NONE.union(*operands) - (NONE if all(ZERO in its for its in operands) else {ZERO})

@@ -22,17 +22,17 @@ from .._jit import Function
 from .._placement import axis_names
 
 
-def watched(function: Function, given: Any) -> Any:
+def watched(function: Function, arguments: Any) -> Any:
     """The arguments of a function that is called now."""
     if not any(map(_is_unnamed, vmapped_axes())):
-        return given
+        return arguments
 
     def watch(path: Any, x: Any) -> Any:
         if not isinstance(x, Tracer):
             return x
         return watched_p.bind(x, argument=_MappedArgument(function.name, function.naming(path)))
 
-    return jtu.tree_map_with_path(watch, given)
+    return jtu.tree_map_with_path(watch, arguments)
 
 
 def _is_unnamed(axis: Any) -> bool:
@@ -47,7 +47,7 @@ class _MappedArgument:
     name: str
     dims: tuple[int, ...] = ()
 
-    def tell(self, entries: Sequence[Any]) -> None:
+    def warn_if_split(self, entries: Sequence[Any]) -> None:
         """Warns if one of the dimensions is split. `entries` has the axes of each."""
         for dim in self.dims:
             axes = axis_names(entries[dim]) if dim < len(entries) else ()
@@ -68,16 +68,15 @@ watched_p.def_abstract_eval(lambda x, *, argument: x)
 
 
 @watched_p.def_impl
-def _run(x: Any, *, argument: _MappedArgument) -> Any:
+def _warn_of_array(x: Any, *, argument: _MappedArgument) -> Any:
     sharding = x.sharding if isinstance(x, jax.Array) else None
     if isinstance(sharding, NamedSharding):
-        argument.tell(sharding.spec.partitions)
+        argument.warn_if_split(sharding.spec.partitions)
     return x
 
 
 def _lower(ctx: Any, x: Any, *, argument: _MappedArgument) -> Sequence[Any]:
-    del ctx
-    argument.tell(axes_of_lowered(x))
+    argument.warn_if_split(axes_of_lowered(x))
     return [x]
 
 

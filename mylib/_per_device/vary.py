@@ -26,7 +26,7 @@ def vary(tree: T, axis_names: Any, /) -> T:
 
     **Raises:**
 
-    `ValueError` if one of `axes` is not split over here.
+    `ValueError` if one of `axis_names` is not split over here.
 
     !!! Example
 
@@ -42,11 +42,11 @@ def vary(tree: T, axis_names: Any, /) -> T:
         ```
     """
     axes = axis_names if isinstance(axis_names, tuple | list) else (axis_names,)
-    known = manual_axes()
-    unknown = [axis for axis in axes if axis not in known]
+    manual = manual_axes()
+    unknown = [axis for axis in axes if axis not in manual]
     if unknown:
         raise ValueError(
             f"vary: {', '.join(map(repr, unknown))} is not among the axes split over here; "
-            + (f"there are {known}" if known else "there are none: call it in filter_shard_map")
+            + (f"there are {manual}" if manual else "there are none: call it in filter_shard_map")
         )
     return cast(tree, axes)
