@@ -86,12 +86,11 @@ class Walker:
         return self._children(node).get(str(key), _ABSENT)
 
     def _children(self, node: Any) -> dict[str, Any]:
-        known = self._flattened.get(id(node))
-        if known is None:
+        if id(node) not in self._flattened:
             children, _ = jtu.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-            known = node, {str(path[0]): child for path, child in children if path}
-            self._flattened[id(node)] = known
-        return known[1]
+            by_key = {str(path[0]): child for path, child in children if path}
+            self._flattened[id(node)] = node, by_key
+        return self._flattened[id(node)][1]
 
 
 def _attribute(node: Any, name: str) -> Any:
@@ -112,25 +111,25 @@ def _field_hints(cls: type) -> Mapping[str, _Hint]:
             # type checkers only) must not cost the other fields theirs.
             field = types.SimpleNamespace(__annotations__={name: written})
             try:
-                found = typing.get_type_hints(field, names, dict(vars(base)))
+                evaluated = typing.get_type_hints(field, names, dict(vars(base)))
             except (AttributeError, NameError, SyntaxError, TypeError):
                 hints.pop(name, None)
             else:
-                hints[name] = _hint(_filled_in(found[name], _arguments(cls, base)))
+                hints[name] = _hint(_filled_in(evaluated[name], _arguments(cls, base)))
     return hints
 
 
 def _arguments(cls: type, base: type) -> Mapping[Any, Any]:
     """The arguments that `cls` gives to the type variables of a generic base."""
     for written in getattr(cls, "__orig_bases__", ()):
-        origin, args = typing.get_origin(written) or written, typing.get_args(written)
+        origin = typing.get_origin(written) or written
         parameters = getattr(origin, "__parameters__", ())
+        arguments = dict(zip(parameters, typing.get_args(written), strict=False))
         if origin is base:
-            return dict(zip(parameters, args, strict=False))
+            return arguments
         if isinstance(origin, type) and issubclass(origin, base):
-            given = dict(zip(parameters, args, strict=False))
             inner = _arguments(origin, base)
-            return {variable: _filled_in(arg, given) for variable, arg in inner.items()}
+            return {variable: _filled_in(arg, arguments) for variable, arg in inner.items()}
     return {}
 
 
@@ -184,9 +183,9 @@ def name_dimensions(names: str, ndim: int) -> Fit | None:
     there are more names than dimensions.
     """
     dims = names.split()
-    own = [_dimension_name(dim) for dim in dims]
+    dim_names = [_dimension_name(dim) for dim in dims]
     at = next((i for i, dim in enumerate(dims) if _is_variadic(dim)), None)
-    before, after = ([], own) if at is None else (own[:at], own[at + 1 :])
+    before, after = ([], dim_names) if at is None else (dim_names[:at], dim_names[at + 1 :])
     extra = ndim - len(before) - len(after)
     if extra < 0:
         return None

@@ -60,13 +60,13 @@ def _spread_one_level(
         for (key, inner), (_, subtree) in zip(prefixes, subtrees, strict=True):
             yield from _spread(inner, subtree, (*path, key), is_leaf, naming, faults)
         return
-    wanted, found = _outline(prefix), _outline(tree)
+    expected, actual = _outline(prefix), _outline(tree)
     faults.append(
         Fault(
             naming(path) or "the tree",
             None,
-            f"a prefix that has {wanted} here",
-            f"the tree has {found}" if wanted != found else _static_difference(prefix, tree),
+            f"a prefix that has {expected} here",
+            f"the tree has {actual}" if expected != actual else _static_difference(prefix, tree),
             "give one placement for the whole subtree, or a prefix of the tree's own structure",
         )
     )
@@ -74,19 +74,19 @@ def _spread_one_level(
         yield MISFIT
 
 
-def first_difference(one: Any, other: Any, path: KeyPath = ()) -> tuple[str, str, str]:
+def first_difference(old: Any, new: Any, path: KeyPath = ()) -> tuple[str, str, str]:
     """The path of the first node at which the structures of two trees differ, and both nodes as
     text.
     """
-    (ones, one_def), (others, other_def) = _children(one), _children(other)
+    (ones, one_def), (others, other_def) = _children(old), _children(new)
     if ones and one_def == other_def:
         for (key, x), (_, y) in zip(ones, others, strict=True):
             if jtu.tree_structure(x) != jtu.tree_structure(y):
                 return first_difference(x, y, (*path, key))
-    was, now = _outline(one), _outline(other)
-    if was == now and (field := _static_field(one, other)):
+    was, now = _outline(old), _outline(new)
+    if was == now and (field := _static_field(old, new)):
         path = (*path, jtu.GetAttrKey(field))
-        was, now = repr(getattr(one, field)), repr(getattr(other, field))
+        was, now = repr(getattr(old, field)), repr(getattr(new, field))
     return jtu.keystr(path), was, now
 
 
@@ -97,12 +97,12 @@ def _static_difference(prefix: Any, tree: Any) -> str:
     return f"its {field} is {getattr(prefix, field)!r}, and the tree's is {getattr(tree, field)!r}"
 
 
-def _static_field(one: Any, other: Any) -> str | None:
+def _static_field(old: Any, new: Any) -> str | None:
     """The name of the first static field that two dataclasses of one type hold differently."""
-    if not dataclasses.is_dataclass(one) or type(one) is not type(other):
+    if not dataclasses.is_dataclass(old) or type(old) is not type(new):
         return None
-    for field in dataclasses.fields(one):
-        if field.metadata.get("static") and getattr(one, field.name) != getattr(other, field.name):
+    for field in dataclasses.fields(old):
+        if field.metadata.get("static") and getattr(old, field.name) != getattr(new, field.name):
             return field.name
     return None
 

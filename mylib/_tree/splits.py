@@ -224,5 +224,5 @@ _PLAIN = (int, float, complex, tuple, list, set, frozenset, dict)
 
 
 def _all_found(xs: Iterable[Any], ys: Iterable[Any]) -> bool:
-    own = {y: y for y in ys}
-    return all(_is_same(x, own[x]) for x in xs)
+    by_value = {y: y for y in ys}
+    return all(_is_same(x, by_value[x]) for x in xs)

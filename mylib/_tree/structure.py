@@ -30,10 +30,8 @@ def texts_of(leaves: Leaves) -> list[str]:
             queue += treedef.children()
         elif treedef.num_leaves:
             texts.append("*")
-    arrays = set(leaves.positions) if len(leaves.positions) < len(leaves.all) else None
-    if arrays is not None:
-        texts += [f"{i} {_text(x)}" for i, x in enumerate(leaves.all) if i not in arrays]
-    return texts
+    arrays = set(leaves.positions)
+    return texts + [f"{i} {_text(x)}" for i, x in enumerate(leaves.all) if i not in arrays]
 
 
 def named_texts_of(leaves: Leaves) -> dict[str, str]:
