@@ -566,7 +566,6 @@ PARAMS = {
     "PARAM_BATCH_GROUPS": ("conv_general_dilated",),
     "PARAM_BODY_JAXPR": ("while",),
     "PARAM_BODY_NCONSTS": ("while",),
-    "PARAM_BRANCHES": ("cond",),
     "PARAM_BROADCAST_DIMENSIONS": ("broadcast_in_dim",),
     "PARAM_CALL": ("custom_vmap_call",),
     "PARAM_CALL_JAXPR": ("custom_jvp_call", "custom_vjp_call"),

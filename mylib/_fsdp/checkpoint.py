@@ -1,6 +1,5 @@
 """`filter_checkpoint`: `jax.checkpoint` with placements, and a policy for gathered arrays."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,21 +203,17 @@ def filter_checkpoint(
         )
         ```
     """
-    if fun is None:
-        return functools.partial(
-            filter_checkpoint,
-            prevent_cse=prevent_cse,
-            policy=policy,
-            in_shardings=in_shardings,
-            mesh=mesh,
-        )
     if policy is recompute_resharded:
         raise TypeError(
             "filter_checkpoint: recompute_resharded returns the policy. Write "
             "policy=recompute_resharded(), with a policy for all other values in it"
         )
-    wrapped = _Checkpointed(fun, prevent_cse, policy, in_shardings, mesh)
-    return eqx.module_update_wrapper(wrapped)
+
+    def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
+        wrapped = _Checkpointed(fun, prevent_cse, policy, in_shardings, mesh)
+        return eqx.module_update_wrapper(wrapped)
+
+    return wrap if fun is None else wrap(fun)
 
 
 class _Checkpointed(eqx.Module):

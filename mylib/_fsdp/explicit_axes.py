@@ -23,12 +23,9 @@ from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
 from .gather import Route, gather
-from .prefetch import tangent_p
+from .prefetch import Run, tangent_p
 
 Values = Sequence[Any]
-
-
-Run = Callable[[Arrays, Arrays], Arrays]
 
 
 def as_written(run: Run, weights: Arrays, inputs: Arrays, route: Route) -> tuple[Run, Arrays, Any]:

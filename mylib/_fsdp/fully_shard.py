@@ -167,14 +167,14 @@ def fully_shard(
     new_nodes: list[Any] = []
     at_top: dict[int, int] = {}  # the positions in `new_nodes` of arrays that are in no layer
     start = 0
-    for _, node, chosen in nodes:
+    for _, node, method_names in nodes:
         inside = range(start, start := start + len(split(node).arrays))
-        if chosen is not None:
+        if method_names is not None:
             shapes = tuple(tuple(leaves.arrays[i].shape) for i in inside)
             plan = LayerPlan(
                 route.part(inside), shapes, checkpoint, policy, in_turn, turns, residuals
             )
-            node = as_layer(node, chosen, plan)
+            node = as_layer(node, method_names, plan)
         else:
             at_top |= dict.fromkeys(inside, len(new_nodes))
         new_nodes.append(node)
@@ -256,16 +256,16 @@ _Node = tuple[Any, Any, Sequence[str] | None]
 
 
 def _flatten(model: Any, methods: _Methods) -> tuple[list[_Node], Any]:
-    chosen: dict[str, Sequence[str]] = {}
+    names_by_path: dict[str, Sequence[str]] = {}
 
     def ends(path: Any, x: Any) -> bool:
         names = methods(x, jtu.keystr(path)) if isinstance(x, eqx.Module) else None
         if names is not None:
-            chosen[jtu.keystr(path)] = names
+            names_by_path[jtu.keystr(path)] = names
         return names is not None
 
     nodes, treedef = jtu.tree_flatten_with_path(model, is_leaf=ends, is_leaf_takes_path=True)
-    return [(path, node, chosen.get(jtu.keystr(path))) for path, node in nodes], treedef
+    return [(path, node, names_by_path.get(jtu.keystr(path))) for path, node in nodes], treedef
 
 
 def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[Fault]:
@@ -283,12 +283,12 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
         )
     if gathering:
         return
-    new_layers = [(path, node, chosen) for path, node, chosen in nodes if chosen is not None]
+    new_layers = [(path, node, names) for path, node, names in nodes if names is not None]
     yield from _missing(layers, modules, [node for _, node, _ in new_layers])
     shared = [path for path, x in modules if isinstance(x, eqx.nn.Shared)]
-    for path, node, chosen in new_layers:
+    for path, node, method_names in new_layers:
         cls = type(node)
-        lacking = [name for name in chosen if not is_method(cls, name)]
+        lacking = [name for name in method_names if not is_method(cls, name)]
         if lacking:
             public_methods = [x for x in vars(cls) if not x.startswith("_") and is_method(cls, x)]
             yield Fault(

@@ -16,10 +16,10 @@ from .._errors import Fault, PlacementError, because
 from .._placement import World, axes_in, axis_names, current_world, sharding_of, show
 from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
-from .explicit_axes import Run, as_written, on_auto_axes
+from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather, keep
 from .gradient_dtype import call_with_sinks
-from .prefetch import call_ahead
+from .prefetch import Run, call_ahead
 from .prefetch_order import Turns
 from .residuals import Residuals
 

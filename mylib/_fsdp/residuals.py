@@ -22,12 +22,11 @@ from .._placement import (
     axes_in,
     current_world,
     decide,
-    is_placement_leaf,
     restricted,
     sharding_of,
 )
 from .._transfer import place_leaves
-from .._tree import split
+from .._tree import Split, outlined, split
 from .checkpoint import refuse_memory_kinds
 
 Targets = Sequence[Target | None]
@@ -35,24 +34,23 @@ Targets = Sequence[Target | None]
 
 @dataclass(frozen=True)
 class Residuals:
-    """How the inputs of layers are saved: a prefix, as its leaves and its structure, and the mesh
-    of its specs. `axes` are those over which weights are split where layers use them.
+    """How the inputs of layers are saved: a prefix, which can be hashed like the rest of a layer's
+    plan, and the mesh of its specs. `axes` are those over which weights are split where layers use
+    them.
     """
 
-    entries: tuple[Placement, ...]
-    treedef: Any
+    prefix: Split
     mesh: AnyMesh | None
     axes: frozenset[Any]
 
     @staticmethod
     def of(saved: PyTree[Placement], mesh: AnyMesh | None, used: Targets) -> "Residuals":
-        # As a tuple, because a layer's plan must be hashable.
-        entries, treedef = jtu.tree_flatten(saved, is_leaf=is_placement_leaf)
-        return Residuals(tuple(entries), treedef, mesh, frozenset().union(*map(_axes, used)))
+        _, prefix = outlined(saved)
+        return Residuals(prefix, mesh, frozenset().union(*map(_axes, used)))
 
     def residual(self, args: Sequence[Any], layer: str) -> "Residual":
         """That of a call of a layer: its first argument."""
-        prefix = jtu.tree_unflatten(self.treedef, self.entries)
+        prefix = self.prefix.fill(())
         if not args:
             raise PlacementError([_without_input(layer, prefix)])
         leaves = split(args[0], naming=lambda path: f"the input of {layer}{jtu.keystr(path)}")

@@ -81,12 +81,12 @@ class Donated:
         return [next(donated if x else kept) for x in self.flags]
 
 
-def used_once(call: Call, arrays: Arrays, which: Donated) -> tuple[Arrays, Arrays]:
+def used_once(call: Call, arrays: Arrays, donation: Donated) -> tuple[Arrays, Arrays]:
     """The arrays that are kept and those that are donated, with a copy of each donated one that
     occurs twice or is also passed without being donated: JAX refuses to donate those.
     """
-    kept, donated = which.parted(arrays)
-    taken = {*map(id, kept), *map(id, which.parted(call.arrays)[0])}
+    kept, donated = donation.parted(arrays)
+    taken = {*map(id, kept), *map(id, donation.parted(call.arrays)[0])}
     if len(taken.union(map(id, donated))) == len(taken) + len(donated):
         return kept, donated
     for i, x in enumerate(donated):
@@ -96,7 +96,7 @@ def used_once(call: Call, arrays: Arrays, which: Donated) -> tuple[Arrays, Array
     return kept, donated
 
 
-def let_go_of_moved(call: Call, placed: Arrays, which: Donated) -> None:
+def let_go_of_moved(call: Call, placed: Arrays, donation: Donated) -> None:
     """After a successful call, deletes donated arrays that had to be moved before it."""
-    kept, donated = which.parted(call.arrays)
+    kept, donated = donation.parted(call.arrays)
     let_go(donated, [*kept, *placed])

@@ -48,8 +48,8 @@ def named(name: str, arrays: list[str], donated: Donated | None) -> str:
     """The caller's name of an array with this name in the program, among the names of all."""
     if not (match := _NUMBERED.fullmatch(name)):
         return name
-    kept, gone = (arrays, []) if donated is None else donated.parted(arrays)
-    group, position = {"kept": kept, "donated": gone}[match[1]], int(match[2])
+    kept_names, donated_names = (arrays, []) if donated is None else donated.parted(arrays)
+    group, position = {"kept": kept_names, "donated": donated_names}[match[1]], int(match[2])
     return group[position] if position < len(group) else name
 
 

@@ -235,9 +235,9 @@ class Program:
         """Warns after a call outside all transformations that has compiled the program, from its
         `operands`, which are None if that was done ahead of time.
         """
-        which, variants = call.variant.donated, self.variants
-        if which is not None and warns(self.donate):
-            about_not_taken(self.name, donated, lambda: which.parted(compilation.names)[1])
+        donation, variants = call.variant.donated, self.variants
+        if donation is not None and warns(self.donate):
+            about_not_taken(self.name, donated, lambda: donation.parted(compilation.names)[1])
         call.variant.earlier.about_moved(compilation)
         if isinstance(self.donate, str) and spares_the_first(self.donate):
             about_spared(self.name, self.donate, call.args, result, self.function.parameter)
@@ -266,8 +266,8 @@ class Program:
         placed, fun_arrays, targets = call.arrays, call.fun_arrays, None
         if self.inputs is not None:
             placed, fun_arrays, targets = self.inputs.place(call)
-        arrays, which = placed + fun_arrays, call.variant.donated
-        kept, donated = (arrays, []) if which is None else which.parted(arrays)
+        arrays, donation = placed + fun_arrays, call.variant.donated
+        kept, donated = (arrays, []) if donation is None else donation.parted(arrays)
         operands = call.variant.key, "eager", targets, kept, donated
         traced, lowered = self._lowered(operands)
         trace = traced.out_info.rest.trace
@@ -279,8 +279,8 @@ class Program:
     def _trace(
         self, variant: Variant, targets: Resolved | None, kept: Arrays, donated: Arrays
     ) -> Made:
-        which = variant.donated
-        arrays = kept if which is None else which.joined(kept, donated)
+        donation = variant.donated
+        arrays = kept if donation is None else donation.joined(kept, donated)
         with tracing(arrays) as trace, donation_warning(silenced=False):
             result, later = self._called(variant.split, targets, arrays)
         trace.is_new = is_staged()

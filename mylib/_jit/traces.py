@@ -30,27 +30,27 @@ class Trace:
 
 
 # The traces that go on here, from the outermost one inwards.
-_going: ContextVar[tuple[Trace, ...]] = ContextVar("going", default=())
+_in_progress: ContextVar[tuple[Trace, ...]] = ContextVar("traces_in_progress", default=())
 
 
 @contextmanager
 def tracing(arguments: Arrays) -> Iterator[Trace]:
     trace = Trace(arguments)
-    token = _going.set((*_going.get(), trace))
+    token = _in_progress.set((*_in_progress.get(), trace))
     try:
         yield trace
     finally:
-        _going.reset(token)
+        _in_progress.reset(token)
         trace.arguments = []
 
 
 def outermost() -> Trace | None:
-    return next(iter(_going.get()), None)
+    return next(iter(_in_progress.get()), None)
 
 
 def expect(arrays: Sequence[Any], targets: Sequence[Target | None]) -> None:
     """Notes where weights are kept that are arguments of the program that is being traced."""
-    trace = next(reversed(_going.get()), None)
+    trace = next(reversed(_in_progress.get()), None)
     if trace is None:
         return
     positions = {id(x): i for i, x in enumerate(trace.arguments)}

@@ -86,9 +86,7 @@ def _is_sealed(eqn: Any) -> bool:
 
 
 def _branches(eqn: Any) -> list[Any]:
-    if eqn.primitive.name == names.WHILE:
-        return [eqn.params[names.PARAM_COND_JAXPR], eqn.params[names.PARAM_BODY_JAXPR]]
-    return list(eqn.params.get(names.PARAM_BRANCHES, ()))
+    return jaxprs_in(eqn) if eqn.primitive.name in (names.COND, names.WHILE) else []
 
 
 def _mistakes(

@@ -149,9 +149,6 @@ class _OpaqueCall:
         result = run(arrays)
         return self.result.fill(result)
 
-    def _cast(self, arrays: Arrays) -> Arrays:
-        return cast(arrays, self.axes)
-
     def _filled(self, arrays: Arrays) -> Any:
         # JAX differentiates Python numbers as objects that are not quite arrays.
         return self.outline.fill(map(jnp.asarray, arrays))
@@ -159,7 +156,7 @@ class _OpaqueCall:
     def _primal(self, arrays: Arrays) -> Arrays:
         fun, args, kwargs = self._filled(arrays)
         result, self.result = outlined(fun(*args, **kwargs))
-        return self._cast(result)
+        return cast(result, self.axes)
 
     def _forward(self, arrays: Arrays) -> tuple[Arrays, Arrays]:
         assert self.fwd is not None
@@ -180,12 +177,12 @@ class _OpaqueCall:
                 f"{self.result.treedef}, and residuals; it returned {outline.treedef}"
             )
         residuals, self.residuals = outlined(residuals)
-        return self._cast(result), self._cast(residuals)
+        return cast(result, self.axes), cast(residuals, self.axes)
 
     def _backward(self, residuals: Arrays, cotangents: Arrays) -> tuple[Arrays]:
         assert self.bwd is not None
         returned = self.bwd(self.residuals.fill(residuals), self.result.fill(cotangents))
-        return (self._cast(self._by_array(returned)),)
+        return (cast(self._by_array(returned), self.axes),)
 
     def _by_array(self, cotangents: Any) -> Arrays:
         """A cotangent, or None, for each array among the arguments."""

@@ -1,6 +1,5 @@
 """`filter_shard_map`: `jax.shard_map` for functions of PyTrees."""
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -141,17 +140,16 @@ def filter_shard_map(
         ```
     """
     refuse_by_position("filter_shard_map", fun, by_position)
-    options = {"axis_names": axis_names, "check_vma": check_vma, "reshard": reshard, "jit": jit}
-    if fun is None:
-        return functools.partial(
-            filter_shard_map, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options
-        )
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"filter_shard_map: mesh={mesh!r} is a {type(mesh).__name__}, not a mesh")
     manual = None if axis_names is None else _names(axis_names)
-    specs = Specs(in_specs, mesh, Function.of(fun), manual, reshard)
-    mapped = Mapped(fun, MapOptions(about(fun), specs, out_specs, check_vma))
-    return JittedMap.of(mapped, inputs=specs) if jit else mapped
+
+    def wrap(fun: Callable[..., Any]) -> Callable[..., Any]:
+        specs = Specs(in_specs, mesh, Function.of(fun), manual, reshard)
+        mapped = Mapped(fun, MapOptions(about(fun), specs, out_specs, check_vma))
+        return JittedMap.of(mapped, inputs=specs) if jit else mapped
+
+    return wrap if fun is None else wrap(fun)
 
 
 def _names(axis_names: Collection[Any]) -> frozenset[Any]:

@@ -141,7 +141,7 @@ class _MarksReader:
             marks = _summed_by_jax(operands[0], axes_of_cast_or_sum(eqn))
         elif name in _SUMS:
             marks = self._summed_by_user(eqn, operands[0], axes_named_by(eqn))
-        elif operands and all(CONSTANT in its for its in operands):
+        elif operands and all(CONSTANT in marks for marks in operands):
             marks = _joined(operands, frozenset.union)
         elif transposed:
             # Linear in all operands, or in one of two; the other one has no marks.
@@ -157,7 +157,7 @@ class _MarksReader:
         name = eqn.primitive.name
         if name == names.COND:
             results = [self.read(branch, operands[1:], within) for branch in inner]
-            return [_joined(its, _meet(within)) for its in zip(*results, strict=False)]
+            return [_joined(marks, _meet(within)) for marks in zip(*results, strict=False)]
         if name == names.SCAN:
             constants, carried = scan_sizes(eqn)
             start = constants + carried
@@ -182,7 +182,7 @@ class _MarksReader:
         while True:
             before = len(self.sums)
             results = self.read(body, constants + carried + slices, within)
-            after = [_joined(its, meet) for its in zip(carried, results, strict=False)]
+            after = [_joined(turns, meet) for turns in zip(carried, results, strict=False)]
             if after == carried:
                 return after + results[len(carried) :]
             del self.sums[before:]
@@ -259,4 +259,4 @@ def _joined(operands: Sequence[Marks], join: Callable[..., Marks]) -> Marks:
     others = [marks for marks in operands if CONSTANT not in marks]
     if others:
         return join(*others)
-    return NONE.union(*operands) - (NONE if all(ZERO in its for its in operands) else {ZERO})
+    return NONE.union(*operands) - (NONE if all(ZERO in marks for marks in operands) else {ZERO})

@@ -33,12 +33,8 @@ class Pattern:
     text: str
 
     def __post_init__(self) -> None:
-        at = 0
-        for match in _PART.finditer(self.text):
-            if match.start() != at:
-                break
-            at = match.end()
-        if not self.text or at != len(self.text):
+        parts = "".join(match[0] for match in _PART.finditer(self.text))
+        if not parts or parts != self.text:
             raise ValueError(
                 f"the pattern {self.text!r} is not a path: write parts with dots between them, as "
                 "in 'layers.*.weight', and a key with dots or brackets in it as ['a.b']"

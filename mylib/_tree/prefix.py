@@ -78,9 +78,9 @@ def first_difference(old: Any, new: Any, path: KeyPath = ()) -> tuple[str, str, 
     """The path of the first node at which the structures of two trees differ, and both nodes as
     text.
     """
-    (ones, one_def), (others, other_def) = _children(old), _children(new)
-    if ones and one_def == other_def:
-        for (key, x), (_, y) in zip(ones, others, strict=True):
+    (old_children, old_def), (new_children, new_def) = _children(old), _children(new)
+    if old_children and old_def == new_def:
+        for (key, x), (_, y) in zip(old_children, new_children, strict=True):
             if jtu.tree_structure(x) != jtu.tree_structure(y):
                 return first_difference(x, y, (*path, key))
     was, now = _outline(old), _outline(new)

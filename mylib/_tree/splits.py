@@ -16,6 +16,7 @@ Arrays = list[Any]
 Static = tuple[Any, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Split:
     """A tree without its arrays: its structure, a flag for each leaf, and its static leaves.
 
@@ -23,10 +24,9 @@ class Split:
     1.0, and 0.0 and -0.0, at any depth; NaN equals itself.
     """
 
-    def __init__(self, treedef: Any, are_arrays: tuple[bool, ...], static: Static):
-        self.treedef = treedef
-        self.are_arrays = are_arrays
-        self.static = static
+    treedef: Any
+    are_arrays: tuple[bool, ...]
+    static: Static
 
     @cached_property
     def count(self) -> int:
@@ -104,17 +104,15 @@ class Rest:
 
 
 @jtu.register_pytree_node_class
+@dataclass(slots=True, eq=False, repr=False)
 class Made:
     """What a program returns: arrays, and the rest for each trace. `failed` is the number of a
     failed check of errors, or -1; None if there are no checks.
     """
 
-    __slots__ = ("arrays", "failed", "rest")
-
-    def __init__(self, arrays: Arrays, rest: Rest, failed: Any = None):
-        self.arrays = arrays
-        self.rest = rest
-        self.failed = failed
+    arrays: Arrays
+    rest: Rest
+    failed: Any = None
 
     @classmethod
     def of(cls, tree: Any) -> "Made":
