@@ -41,16 +41,16 @@ class _Counter:
     def __init__(self, each_turn: bool, at_most: float):
         self._each_turn = each_turn
         self._at_most = at_most
-        self._known: dict[Any, Products | None] = {}
+        self._counts: dict[Any, Products | None] = {}
 
     def of(self, program: Any, used: Sequence[bool] | None = None) -> Products | None:
         """Counts what is needed for the results that are used; by default all are."""
         jaxpr = opened(program)
         key = id(jaxpr), used
-        if key not in self._known:
+        if key not in self._counts:
             results = jaxpr.outvars if used is None else compress(jaxpr.outvars, used)
-            self._known[key] = self._count(jaxpr, set(map(id, results)))
-        return self._known[key]
+            self._counts[key] = self._count(jaxpr, set(map(id, results)))
+        return self._counts[key]
 
     def _count(self, jaxpr: Any, live: set[int]) -> Products | None:
         products = looped = others = 0
@@ -71,24 +71,24 @@ class _Counter:
             if not inner:
                 others += sum(math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
                 continue
-            found = self._called(eqn, inner, used)
-            if found is None:
+            inside = self._called(eqn, inner, used)
+            if inside is None:
                 return None
-            products += found.products
-            looped += found.looped
-            others += found.others
+            products += inside.products
+            looped += inside.looped
+            others += inside.others
         return Products(products, looped, others) if products <= self._at_most else None
 
     def _called(self, eqn: Any, inner: list[Any], used: tuple[bool, ...]) -> Products | None:
         name = eqn.primitive.name
-        parts = [self.of(x, used if name in _CALLS else None) for x in inner]
-        known = [part for part in parts if part is not None]
-        if len(known) < len(parts):
+        parts_or_none = [self.of(x, used if name in _CALLS else None) for x in inner]
+        parts = [part for part in parts_or_none if part is not None]
+        if len(parts) < len(parts_or_none):
             return None
         if name == names.COND:
-            return max(known)
+            return max(parts)
         times = _times(eqn, self._each_turn)
-        total = Products(*(times * sum(counts) for counts in zip(*known, strict=True)))
+        total = Products(*(times * sum(counts) for counts in zip(*parts, strict=True)))
         return total._replace(looped=total.products) if name in _LOOPS else total
 
 

@@ -17,7 +17,7 @@ def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False)
 
     Unknown primitives are entered, too: they may call the jaxprs among their parameters.
     """
-    found = {id(opened(program)): program}
+    by_id = {id(opened(program)): program}
     queue = [program]
     while queue:
         for eqn in opened(queue.pop()).eqns:
@@ -25,10 +25,10 @@ def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False)
             if not inner or eqn.primitive.name in names.KERNELS or without(eqn):
                 continue
             for x in inner:
-                if id(opened(x)) not in found:
-                    found[id(opened(x))] = x
+                if id(opened(x)) not in by_id:
+                    by_id[id(opened(x))] = x
                     queue.append(x)
-    return list(found.values())
+    return list(by_id.values())
 
 
 def all_equations(program: Any) -> Iterator[Any]:
@@ -40,17 +40,11 @@ def jaxprs_in(eqn: Any) -> list[Any]:
     """The jaxprs among an equation's parameters, also in tuples. Programs are large, so this must
     be fast.
     """
-    found: list[Any] = []
-    for param in eqn.params.values():
-        if isinstance(param, _JAXPRS):
-            found.append(param)
-        elif isinstance(param, tuple | list):
-            found += _jaxprs_among(param)
-    return found
+    return list(_jaxprs_among(eqn.params.values()))
 
 
-def _jaxprs_among(several: Iterable[Any]) -> Iterator[Any]:
-    for x in several:
+def _jaxprs_among(params: Iterable[Any]) -> Iterator[Any]:
+    for x in params:
         if isinstance(x, _JAXPRS):
             yield x
         elif isinstance(x, tuple | list):
@@ -91,16 +85,16 @@ _JAXPRS = (Jaxpr, ClosedJaxpr)
 def bind_as(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Calls an equation's primitive, with some parameters changed."""
     params = eqn.primitive.get_bind_params({**eqn.params, **changed})
-    made = eqn.primitive.bind(*args, **params)
-    return made if eqn.primitive.multiple_results else [made]
+    results = eqn.primitive.bind(*args, **params)
+    return results if eqn.primitive.multiple_results else [results]
 
 
 @contextmanager
 def in_place_of(eqn: Any) -> Iterator[None]:
     """Gives the equations made here the source line and the name stack of `eqn`."""
     source = eqn.source_info
-    names = source_info_util.current_name_stack() + source.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=names), eqn.ctx.manager:
+    name_stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=name_stack), eqn.ctx.manager:
         yield
 
 
@@ -119,8 +113,9 @@ def interpret(
     be of any type.
     """
     jaxpr = opened(program)
-    own: Sequence[Any] = getattr(program, "consts", ()) if constants is None else constants
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*own, *args], strict=True))
+    if constants is None:
+        constants = getattr(program, "consts", ())
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
 
     def read(x: Any) -> Any:
         return x.val if hasattr(x, "val") else values[x]

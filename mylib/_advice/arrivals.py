@@ -13,26 +13,26 @@ from .._text import show_bytes
 from .compilation import Compilation
 
 
-def about_arrivals(made: Compilation, kept: Mapping[int, NamedSharding]) -> None:
-    """Warns of weights that have arrived otherwise than they are kept: by position, where."""
-    others: dict[str, list[str]] = {}
+def about_arrivals(compilation: Compilation, kept: Mapping[int, NamedSharding]) -> None:
+    """Warns of weights that have arrived otherwise than they are kept. `kept` is by position."""
+    differing: dict[str, list[str]] = {}
     held = expected = 0
     for i, sharding in kept.items():
-        x = value_under(made.arrays[i])
+        x = value_under(compilation.arrays[i])
         # The compiler chooses where uncommitted arrays arrive, and takes `kept`.
         if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
             continue
         keeps = _for_comparing(sharding, x.sharding)
         if keeps is not None and not x.sharding.is_equivalent_to(keeps, x.ndim):
             how = f"{_show(x.sharding)} instead of {_show(keeps)}"
-            others.setdefault(how, []).append(made.names[i])
+            differing.setdefault(how, []).append(compilation.names[i])
             held += bytes_on_each(x.sharding, x.shape, x.dtype)
             expected += bytes_on_each(keeps, x.shape, x.dtype)
-    if others:
-        texts = (f"{', '.join(folded(those))}: {how}" for how, those in others.items())
+    if differing:
+        texts = (f"{', '.join(folded(names))}: {how}" for how, names in differing.items())
         cost = f"Each device holds {show_bytes(held)} of them instead of {show_bytes(expected)}"
         warn(
-            f"{made.name} is given weights that are not where fully_shard keeps them: "
+            f"{compilation.name} is given weights that are not where fully_shard keeps them: "
             f"{'; '.join(texts)}. {cost if held > expected else 'Each call moves them'}. Place "
             "them as `kept` before the first call, or give in_shardings and out_shardings.",
             PlacementWarning,

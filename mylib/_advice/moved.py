@@ -23,28 +23,27 @@ class Earlier:
         self._locations: list[tuple[tuple[int, ...], Any, _Place]] = []
         self._returned: list[weakref.ref[Any]] = []
 
-    def about_moved(self, made: Compilation) -> None:
+    def about_moved(self, compilation: Compilation) -> None:
         """Warns of results of the compilation before that are arguments of this one."""
         before, results = self._locations, {id(ref()) for ref in self._returned}
-        after = self._locations = [(x.shape, x.dtype, _place_of(x)) for x in made.arrays]
-        self._returned = [weakref.ref(x) for x in made.returned if isinstance(x, jax.Array)]
+        after = self._locations = [(x.shape, x.dtype, _place_of(x)) for x in compilation.arrays]
+        self._returned = [weakref.ref(x) for x in compilation.returned if isinstance(x, jax.Array)]
         if [x[:2] for x in before] != [x[:2] for x in after]:  # other shapes or dtypes
             return
         moved: dict[str, list[int]] = {}
-        trios = zip(made.arrays, before, after, strict=True)
+        trios = zip(compilation.arrays, before, after, strict=True)
         for i, (x, (*_, then), (*_, now)) in enumerate(trios):
             if id(x) in results and then != now:
                 moved.setdefault(_show_move(then, now), []).append(i)
         if moved:
-            _warn_of(made, moved)
+            _warn_of(compilation, moved)
 
 
-def _warn_of(made: Compilation, moved: dict[str, list[int]]) -> None:
-    texts = [
-        f"{some([*folded([made.names[i] for i in those])])}: {how}" for how, those in moved.items()
-    ]
+def _warn_of(compilation: Compilation, moved: dict[str, list[int]]) -> None:
+    names = compilation.names
+    texts = [f"{some([*folded([names[i] for i in where])])}: {how}" for how, where in moved.items()]
     warn(
-        f"{made.name} was compiled twice for the same shapes. Give it in_shardings and "
+        f"{compilation.name} was compiled twice for the same shapes. Give it in_shardings and "
         "out_shardings, or place these arguments before the first call, as its results came "
         f"back with other shardings: {some(texts, '; ')}.",
         RecompilationWarning,

@@ -26,13 +26,13 @@ _UNROLLED = 4
 
 
 def about_replicated(
-    made: Compilation, count: int, program: Callable[[], tuple[Any, jax.stages.Lowered]]
+    compilation: Compilation, count: int, program: Callable[[], tuple[Any, jax.stages.Lowered]]
 ) -> bool:
     """Warns that all devices compute the same. The first `count` arrays are arguments, and
     `program` returns the program traced and lowered. Returns whether it did.
     """
-    arrays = made.arrays
-    devices = max(map(devices_of, (*arrays, *made.returned)), default=1)
+    arrays = compilation.arrays
+    devices = max(map(devices_of, (*arrays, *compilation.returned)), default=1)
     if devices == 1:
         return False
     positions = _whole(arrays[:count], devices)
@@ -47,13 +47,13 @@ def about_replicated(
     work = products_in(traced.jaxpr, each_turn=False, at_most=at_most)
     if work is None or not _are_worth_dividing(work, devices):
         return False
-    leaves = [made.names[i] for i in positions]
+    leaves = [compilation.names[i] for i in positions]
     parameter = re.split(r"[.\[]", leaves[0])[0]
     first = arrays[positions[0]]
     axis = _axis_for(arrays, first.shape[0])
     rule = f"mylib.rules.batch({axis!r})"
     warn(
-        f"{made.name}: all {devices} devices compute the same, as {some(leaves)} "
+        f"{compilation.name}: all {devices} devices compute the same, as {some(leaves)} "
         f"{_state(first)}. Write "
         f"in_shardings={{{parameter!r}: {rule}}}, or place the batch before the call, by "
         f"mylib.filter_shard(batch, {rule}, mesh=mesh)",
@@ -78,13 +78,13 @@ def _whole(arrays: Sequence[Any], devices: int) -> list[int]:
     """The arguments that are not split, and could be: those that are not placed at all, if there
     are any, which are more likely to be a batch.
     """
-    could = [
+    could_split = [
         i
         for i, x in enumerate(arrays)
         if any(n and n % devices == 0 for n in x.shape)
         and (not _is_placed(x) or x.sharding.is_fully_replicated)
     ]
-    return [i for i in could if not _is_placed(arrays[i])] or could
+    return [i for i in could_split if not _is_placed(arrays[i])] or could_split
 
 
 def _is_placed(x: Any) -> bool:

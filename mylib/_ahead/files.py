@@ -69,20 +69,20 @@ def program_for(
 
 def versions(kind: str) -> dict[str, str]:
     """The versions and flags of what compiles for a platform."""
-    found = {
+    flags = ("XLA_FLAGS", "LIBTPU_INIT_ARGS") if kind == "tpu" else ("XLA_FLAGS",)
+    return {
         "mylib": _version("mylib"),
         "jax": jax.__version__,
         "jaxlib": _version("jaxlib"),
         **{name: _version(name) for name in _PLUGINS.get(kind, ())},
         "platform": kind,
-        "XLA_FLAGS": _flags("XLA_FLAGS"),
+        **{name: _flags(name) for name in flags},
     }
-    return found | ({"LIBTPU_INIT_ARGS": _flags("LIBTPU_INIT_ARGS")} if kind == "tpu" else {})
 
 
 def _made_for(devices: Sequence[Any]) -> dict[str, str]:
     kind = devices[0].platform
-    found = {
+    texts = {
         **versions(kind),
         "kind of device": devices[0].device_kind,
         "number of devices": str(len(devices)),
@@ -90,21 +90,21 @@ def _made_for(devices: Sequence[Any]) -> dict[str, str]:
         "processes of devices": " ".join(str(x.process_index) for x in devices),
     }
     if kind == "cpu":
-        found["processor"] = _processor()
+        texts["processor"] = _processor()
     if kind == "tpu":
-        found["coordinates of devices"] = " ".join(str(x.coords).replace(" ", "") for x in devices)
-    return found
+        texts["coordinates of devices"] = " ".join(str(x.coords).replace(" ", "") for x in devices)
+    return texts
 
 
 def _processor() -> str:
     """This host's processor and, on Linux, a hash of what it can do: XLA uses all of it."""
-    found = platform.machine()
+    name = platform.machine()
     cpus = Path("/proc/cpuinfo")
     if cpus.exists():
         features = re.search(r"^(?:flags|Features)\s*: (.*)$", cpus.read_text(), re.MULTILINE)
         names = " ".join(sorted(features[1].split())) if features else ""
-        found += f" with features {sha256(names.encode()).hexdigest()[:8]}"
-    return found
+        name += f" with features {sha256(names.encode()).hexdigest()[:8]}"
+    return name
 
 
 def _version(package: str) -> str:
@@ -162,21 +162,21 @@ def read(path: str | os.PathLike[str]) -> tuple[SavedProgram, bytes]:
     return SavedProgram(**fields), content[end:]
 
 
-def compare(path: Any, saved: SavedProgram, here: SavedProgram, check: bool) -> None:
+def compare(path: Any, saved: SavedProgram, current: SavedProgram, check: bool) -> None:
     """Raises an error that lists all differences between a saved program and the one that would be
     compiled here. Without `check` the code may differ, in nothing that can be seen from outside.
     """
     problems = [
-        f"{name}: {saved.made_for.get(name, 'none')}, and here {here.made_for.get(name, 'none')}"
-        for name in {**saved.made_for, **here.made_for}
-        if saved.made_for.get(name, "none") != here.made_for.get(name, "none")
+        f"{name}: {old}, and here {new}"
+        for name in {**saved.made_for, **current.made_for}
+        if (old := saved.made_for.get(name, "none")) != (new := current.made_for.get(name, "none"))
     ]
-    problems += _differences("argument", saved.arguments, here.arguments)
-    problems += _differences("result", saved.results, here.results)
-    if not problems and check and saved.code != here.code:
+    problems += _differences("argument", saved.arguments, current.arguments)
+    problems += _differences("result", saved.results, current.results)
+    if not problems and check and saved.code != current.code:
         problems.append(
-            f"the code: {here.name} has changed, or is given other static arguments or arrays that "
-            "are placed in another way"
+            f"the code: {current.name} has changed, or is given other static arguments or arrays "
+            "that are placed in another way"
         )
     if problems:
         lines = "\n".join(f"  {x}" for x in problems)
@@ -189,7 +189,7 @@ def compare(path: Any, saved: SavedProgram, here: SavedProgram, check: bool) -> 
 _MOST = 10
 
 
-def _differences(what: str, saved: Sequence[str], here: Sequence[str]) -> list[str]:
-    pairs = zip_longest(saved, here, fillvalue="nothing")
+def _differences(what: str, saved: Sequence[str], current: Sequence[str]) -> list[str]:
+    pairs = zip_longest(saved, current, fillvalue="nothing")
     problems = [f"{what} {i}: {a}, and here {b}" for i, (a, b) in enumerate(pairs) if a != b]
     return [*problems[:_MOST], *more(len(problems) - _MOST, what)]

@@ -189,8 +189,8 @@ class Compiled:
         name = self._origin.name
         if self._file is not None:
             raise SavedProgramError(f"{name} was read from {self._file}: copy that file")
-        if host_callbacks(self.compiled) and (found := callbacks_of(self._module)):
-            calls = "".join(f"\n  {x}" for x in found)
+        if host_callbacks(self.compiled) and (callbacks := callbacks_of(self._module)):
+            calls = "".join(f"\n  {x}" for x in callbacks)
             raise SavedProgramError(
                 f"{name} can't be saved, as it calls functions of Python, which are not in its "
                 f"program:{calls}\nLeave them out. equinox.error_if can stay"
