@@ -115,12 +115,10 @@ class PlannedFunction:
         self._applying = applying
         self._fun = fun
         self._mesh = mesh
-        specs = applying.arguments
-        places = {name: Planned(specs[name], name) for name in applying.names}
-        kept, returned = self.parted([places[name] for name in applying.names])
+        places = [Planned(applying.arguments[name], name) for name in applying.names]
         self._jitted = filter_jit(
-            self._run,
-            in_shardings=(kept, returned),
+            self._step,
+            in_shardings=self.parted(places),
             out_shardings=Planned(applying.results, "the result"),
             mesh=mesh,
             donate="all-except-first",
@@ -139,17 +137,19 @@ class PlannedFunction:
         if len(args) != len(names):
             raise TypeError(f"the step was planned with the arguments {', '.join(names)}")
         named = dict(zip(names, args, strict=True))
-        kept = {name: x for name, x in named.items() if name not in returned}
-        return kept, {name: named[name] for name in returned}
+        others = {name: x for name, x in named.items() if name not in returned}
+        return others, {name: named[name] for name in returned}
 
-    def _run(self, arguments: dict[str, Any], returned: dict[str, Any]) -> Any:
+    def _step(self, arguments: dict[str, Any], returned: dict[str, Any]) -> Any:
+        """The step, with its models sharded."""
         applying, mesh = self._applying, self._mesh
         args = tuple((arguments | returned)[name] for name in applying.names)
-        roles = roles_in(args)
-        known = {role.path: role for role in roles}
-        order = [known[path] for path in applying.order]
-        shard = lambda role, model: applying.shard(role.path, model, mesh)  # noqa: E731
-        calls = Calls(roles, shard, order)
+        roles = {role.path: role for role in roles_in(args)}
+        calls = Calls(
+            list(roles.values()),
+            shard=lambda role, model: applying.shard(role.path, model, mesh),
+            order=[roles[path] for path in applying.order],
+        )
         try:
             with calls.tracing():
                 return self._fun(*args)

@@ -35,9 +35,9 @@ class CachedPlan:
         options: Sequence[Any],
     ):
         self._machine, self._layers = target, traced.layers
-        at = folder()
+        directory = folder()
         self._path: Path | None = None
-        if at is not None:
+        if directory is not None:
             self._key = _hash(
                 str(traced.jaxpr),
                 [(x.path, x.aval) for x in traced.leaves],
@@ -48,7 +48,7 @@ class CachedPlan:
                 [*_fixes(traced, target, fixed, axes)],
                 (versions(target.chip.platform), _sources()),
             )
-            self._path = at / f"mylib-plan-{self._key}.json"
+            self._path = directory / f"mylib-plan-{self._key}.json"
 
     def read(self) -> Plan | None:
         """The plan, if there is one. A file that is damaged counts as none."""

@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,10 +39,6 @@ class CalledModule:
     module: eqx.Module
     shapes: dict[str, tuple[int, ...]]
 
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        return kind_of(self.module)
-
 
 def argument_of(path: str) -> tuple[int, str]:
     """For a path of the tuple of arguments: the number of the argument, and the path in it."""
@@ -50,7 +46,7 @@ def argument_of(path: str) -> tuple[int, str]:
     return int(number), rest
 
 
-def kind_of(module: Any) -> tuple[Any, ...]:
+def _kind_of(module: Any) -> tuple[Any, ...]:
     """Its class, and the paths and shapes of its arrays: what a call can be recognised by. Static
     fields and dtypes may change before it.
     """
@@ -67,12 +63,12 @@ def roles_in(args: tuple[Any, ...]) -> list[CalledModule]:
     argument come last, as they may be moments, which have the class of their model.
     """
     nodes = jtu.tree_flatten_with_path(args, is_leaf=_can_be_called)[0]
-    found = [
+    roles = [
         CalledModule(jtu.keystr(path), x, _shapes(x))
         for path, x in sorted(nodes, key=lambda node: len(node[0]))
         if _can_be_called(x)
     ]
-    return [role for role in found if role.shapes]
+    return [role for role in roles if role.shapes]
 
 
 def _can_be_called(x: Any) -> bool:
@@ -97,7 +93,7 @@ class Calls:
     seen: list[tuple[str, list[CalledModule]]] = field(default_factory=list)
 
     def serve(self, module: Any, args: Any, kwargs: Any) -> Any:
-        candidates = [role for role in self.roles if role.kind == kind_of(module)]
+        candidates = [role for role in self.roles if _kind_of(role.module) == _kind_of(module)]
         if not candidates:
             raise NotServedError(_other_shapes(module, self.roles))
         number = len(self.seen)
@@ -123,10 +119,8 @@ class Calls:
         """
         return [_most_likely(mark, roles, origins, paths) for mark, roles in self.seen]
 
-    @contextmanager
-    def tracing(self) -> Iterator[None]:
-        with _asked(self, {type(role.module) for role in self.roles}):
-            yield
+    def tracing(self) -> AbstractContextManager[None]:
+        return _answering_calls(self, {type(role.module) for role in self.roles})
 
     def is_for(self, module: Any) -> bool:
         return any(type(role.module) is type(module) for role in self.roles)
@@ -141,7 +135,7 @@ class LayerInputs:
 
     ranks: list[int | None] = field(default_factory=list)
     classes: set[type] = field(default_factory=set)
-    run: Callable[..., Any] = field(
+    call_layer: Callable[..., Any] = field(
         default_factory=lambda: eqx.filter_jit(lambda module, args, kwargs: module(*args, **kwargs))
     )
 
@@ -152,7 +146,7 @@ class LayerInputs:
             if is_array(x):
                 args = checkpoint_name(x, self.name(len(self.ranks) - 1)), *args[1:]
             if _is_hashable((module, args, kwargs)):
-                return self.run(module, args, kwargs)
+                return self.call_layer(module, args, kwargs)
             return module(*args, **kwargs)
 
     def is_for(self, module: Any) -> bool:
@@ -161,11 +155,9 @@ class LayerInputs:
     def name(self, number: int) -> str:
         return f"{_MARK}.input.{number}"
 
-    @contextmanager
-    def tracing(self, classes: set[type]) -> Iterator[None]:
+    def tracing(self, classes: set[type]) -> AbstractContextManager[None]:
         self.classes |= classes
-        with _asked(self, classes):
-            yield
+        return _answering_calls(self, classes)
 
 
 def _is_hashable(x: Any) -> bool:
@@ -179,9 +171,9 @@ def _is_hashable(x: Any) -> bool:
 
 
 @contextmanager
-def _asked(by: "Calls | LayerInputs", classes: Iterable[type]) -> Iterator[None]:
+def _answering_calls(calls: "Calls | LayerInputs", classes: Iterable[type]) -> Iterator[None]:
     number = next(_numbers)
-    _running[number] = by
+    _running[number] = calls
     try:
         with _dispatching({_owner(cls) for cls in classes} - {None}), _tracing(number):
             yield
@@ -206,17 +198,12 @@ def _marked(module: Any, mark: str) -> Any:
 def _most_likely(
     mark: str, roles: Sequence[CalledModule], origins: dict[str, int | None], paths: Sequence[str]
 ) -> CalledModule:
-    found = {
+    marked = {
         paths[number]
         for name, number in origins.items()
         if number is not None and name.rpartition(".")[0] == mark
     }
-    votes = Counter({i: _votes(role, found) for i, role in enumerate(roles)})
-    return roles[max(votes, key=lambda i: (votes[i], -i))]
-
-
-def _votes(role: CalledModule, paths: set[str]) -> int:
-    return sum(role.path + path in paths for path in role.shapes)
+    return max(roles, key=lambda role: sum(role.path + path in marked for path in role.shapes))
 
 
 def _other_shapes(module: Any, roles: Sequence[CalledModule]) -> str:

@@ -45,7 +45,7 @@ TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
 _NOT_FIXED = FixedParts()
 
 
-@dataclass
+@dataclass(eq=False)
 class Tried:
     """A strategy and its price. `rows` is their number if they can't be divided over the mesh,
     `report` and `estimated` are those of the compiled program, `call` calls it if the machine is
@@ -95,19 +95,19 @@ def priced(
     `why`.
     """
     prices = Prices(traced, machine)
-    found: dict[str, Tried] = {}
-    for one in strategies(traced, machine, axes, fixed):
-        if isinstance(one, Impossible):
-            found[one.name] = Tried(one.name, why=one.why, rows=one.rows)
+    cheapest: dict[str, Tried] = {}
+    for strategy in strategies(traced, machine, axes, fixed):
+        if isinstance(strategy, Impossible):
+            cheapest[strategy.name] = Tried(strategy.name, why=strategy.why, rows=strategy.rows)
             continue
-        price = prices.price(one)
-        tried = Tried(one.name, one, traced, price)
+        price = prices.price(strategy)
+        tried = Tried(strategy.name, strategy, traced, price)
         if price.memory > room * _SURELY:
             tried.why = too_much(price.memory, room, "by the model of its price")
-        known = found.setdefault(one.name, tried)
-        if (bool(tried.why), price.seconds) < (bool(known.why), known.seconds):
-            found[one.name] = tried
-    return list(found.values())
+        best = cheapest.setdefault(strategy.name, tried)
+        if (bool(tried.why), price.seconds) < (bool(best.why), best.seconds):
+            cheapest[strategy.name] = tried
+    return list(cheapest.values())
 
 
 def too_much(needed: float, room: float, by: str) -> str:
@@ -133,17 +133,15 @@ def is_tie(x: Tried, best: Tried) -> bool:
 
 def to_compile(tried: Sequence[Tried], count: int) -> list[Tried]:
     """The best, those with other meshes and policies first."""
-    first: dict[Any, Tried] = {}
+    by_kind: dict[Any, Tried] = {}
     for x in tried:
         assert x.strategy is not None
-        first.setdefault((x.strategy.axes, x.strategy.policy, x.strategy.is_sharded), x)
-    chosen = list(first.values())
-    rest = [x for x in tried if not any(x is y for y in chosen)]
-    return [*chosen, *rest][:count]
+        by_kind.setdefault((x.strategy.axes, x.strategy.policy, x.strategy.is_sharded), x)
+    return [*dict.fromkeys([*by_kind.values(), *tried])][:count]
 
 
-def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype: Any) -> None:
-    """Compiles a candidate for the machine, which judges it. `known` is the machine with all
+def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype: Any) -> None:
+    """Compiles a candidate for the machine, which judges it. `rated` is the machine with all
     figures.
     """
     assert tried.traced is not None and tried.strategy is not None
@@ -158,7 +156,7 @@ def compiled(tried: Tried, machine: Machine, known: Machine, room: float, dtype:
     tried.report = report = program.audit(mesh=mesh)
     if machine.is_here:
         tried.call = lambda *args: program(*fun.parted(args))
-    estimate = report.estimate(known)
+    estimate = report.estimate(rated)
     tried.estimated = estimate.seconds, estimate.interval
     if tried.memory > room * (1 - RESERVE):
         tried.why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
@@ -172,8 +170,9 @@ class Trial:
         step, applied = tried.traced.step, applying(tried, dtype)
         mesh = mesh_of(machine, tried.strategy.sizes)
         places = tuple(Planned(applied.arguments[name], name) for name in step.names)
-        make = lambda: jax.tree.map(_zeros, step.args)  # noqa: E731
-        self.zeros = filter_jit(make, out_shardings=places, mesh=mesh)
+        self.zeros = filter_jit(
+            lambda: jax.tree.map(_zeros, step.args), out_shardings=places, mesh=mesh
+        )
         self.step = tried.call
 
     def __call__(self) -> float:
@@ -242,23 +241,23 @@ def _results(traced: TracedStep, strategy: Strategy) -> dict[str, Any]:
     like: dict[Any, list[ArrayIn]] = {}
     for leaf in traced.leaves:
         like.setdefault(_key(leaf.groups, leaf.aval), []).append(leaf)
-    found: dict[str, Any] = {}
+    specs: dict[str, Any] = {}
     for path, aval, groups in traced.results:
         alike = like.get(_key(groups, aval), [ArrayIn(path, aval, groups, is_data=True)])
         # Of several the one whose path ends in the same way.
         leaf = max(alike, key=lambda leaf: len(commonprefix([leaf.path[::-1], path[::-1]])))
-        found[path] = spec_of(leaf, strategy, traced)
-    return found
+        specs[path] = spec_of(leaf, strategy, traced)
+    return specs
 
 
 def _returned(traced: TracedStep) -> tuple[str, ...]:
     """The arguments of which all arrays are returned, which the step replaces."""
     left = Counter(_key(groups, aval) for _, aval, groups in traced.results)
-    found: list[str] = []
+    returned: list[str] = []
     for i, name in enumerate(traced.step.names):
-        own = [x for x in traced.leaves if x.path.startswith(f"[{i}]")]
-        needed = Counter(_key(x.groups, x.aval) for x in own)
-        if own and i != traced.step.batch and needed <= left:
+        leaves = [x for x in traced.leaves if x.path.startswith(f"[{i}]")]
+        needed = Counter(_key(x.groups, x.aval) for x in leaves)
+        if leaves and i != traced.step.batch and needed <= left:
             left -= needed
-            found.append(name)
-    return tuple(found)
+            returned.append(name)
+    return tuple(returned)

@@ -40,15 +40,15 @@ def _of_model(applying: Applying, model: str, over: str | None, is_stacked: bool
     rest = f"used & {spread}" if split and spread else spread or "used"
     lines += _by_path("kept", applying.fixed_in(model), applying.kept(model).specs, rest)
     policy = POLICIES[applying.policy][0]
-    given = [name, classes, "kept", "used", "mesh=mesh"]
-    given += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
-    given += [f"policy={policy}"] if policy else []
-    given += [f"saved={spec_text(applying.saved)}"] if applying.saved else []
+    texts = [name, classes, "kept", "used", "mesh=mesh"]
+    texts += [f"dtype=jnp.{jnp.dtype(applying.dtype).name}"] if applying.dtype is not None else []
+    texts += [f"policy={policy}"] if policy else []
+    texts += [f"saved={spec_text(applying.saved)}"] if applying.saved else []
     lines.append("# in the loss:")
     target = name if name.isidentifier() else "model"
-    call = f"{target} = mylib.fully_shard({', '.join(given)})"
+    call = f"{target} = mylib.fully_shard({', '.join(texts)})"
     if len(call) > _WIDTH:
-        call = f"{target} = mylib.fully_shard(\n    " + ",\n    ".join(given) + ",\n)"
+        call = f"{target} = mylib.fully_shard(\n    " + ",\n    ".join(texts) + ",\n)"
     return [*lines, *call.splitlines()]
 
 
@@ -71,14 +71,14 @@ def _patterns(
     alike: dict[str, set[tuple[Spec, bool]]] = {}
     for path, spec in specs.items():
         alike.setdefault(role_of(path), set()).add((spec, path in paths))
-    own = {x: _pattern(role_of(x) if len(alike[role_of(x)]) == 1 else x) for x in specs}
-    found = {own[path]: specs[path] for path in paths}
+    pattern_of = {x: _pattern(role_of(x) if len(alike[role_of(x)]) == 1 else x) for x in specs}
+    by_pattern = {pattern_of[path]: specs[path] for path in paths}
     others = {
-        own[path]: spec
+        pattern_of[path]: spec
         for path, spec in specs.items()
-        if any(spec != known and _ends(path, pattern) for pattern, known in found.items())
+        if any(spec != fixed and _ends(path, pattern) for pattern, fixed in by_pattern.items())
     }
-    ordered = sorted({**found, **others}.items(), key=lambda x: (-x[0].count("."), x[0]))
+    ordered = sorted({**by_pattern, **others}.items(), key=lambda x: (-x[0].count("."), x[0]))
     return ordered, bool(others)
 
 

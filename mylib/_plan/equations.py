@@ -45,11 +45,11 @@ def equations_of(jaxpr: Any) -> tuple[list[Equation], list[Any]]:
     """The equations whose results are used, with calls opened, and the jaxpr's results."""
     eqns: list[Equation] = []
 
-    def put(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
-        known = dict(zip(jaxpr.invars, given, strict=True))
+    def inline(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
+        renamed = dict(zip(jaxpr.invars, arguments, strict=True))
 
         def named(var: Any) -> Any:
-            return var if is_literal(var) else known.get(var, var)
+            return var if is_literal(var) else renamed.get(var, var)
 
         for eqn in jaxpr.eqns:
             invars = [named(var) for var in eqn.invars]
@@ -57,25 +57,25 @@ def equations_of(jaxpr: Any) -> tuple[list[Equation], list[Any]]:
             if called:
                 inner = opened(called[0])
                 last = invars[len(invars) - len(inner.invars) :]
-                known.update(zip(eqn.outvars, put(inner, last), strict=True))
+                renamed.update(zip(eqn.outvars, inline(inner, last), strict=True))
             else:
-                known.update({var: _Renamed(var) for var in eqn.outvars})
-                outvars = [known[var] for var in eqn.outvars]
+                renamed.update({var: _Renamed(var) for var in eqn.outvars})
+                outvars = [renamed[var] for var in eqn.outvars]
                 eqns.append(Equation(eqn.primitive.name, invars, outvars, eqn))
         return [named(var) for var in jaxpr.outvars]
 
-    results = put(jaxpr, jaxpr.invars)
+    results = inline(jaxpr, jaxpr.invars)
     return _used(eqns, results), results
 
 
 def _used(eqns: Sequence[Equation], results: Sequence[Any]) -> list[Equation]:
     used = {var for var in results if not is_literal(var)}
-    kept: list[Equation] = []
+    needed: list[Equation] = []
     for eqn in reversed(eqns):
         if any(var in used for var in eqn.outvars):
             used.update(var for var in eqn.invars if not is_literal(var))
-            kept.append(eqn)
-    return kept[::-1]
+            needed.append(eqn)
+    return needed[::-1]
 
 
 def is_literal(var: Any) -> bool:

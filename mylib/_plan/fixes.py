@@ -51,10 +51,8 @@ class FixedParts:
 
     def on(self, traced: TracedStep, sizes: Mapping[str, int]) -> Fixes:
         mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        kept, used = (
-            _specs(name, given, traced, mesh)
-            for name, given in (("kept", self.kept), ("used", self.used))
-        )
+        kept = _specs("kept", self.kept, traced, mesh)
+        used = _specs("used", self.used, traced, mesh)
         for path, spec in used.items():
             name = traced.step.called(path)
             if path not in traced.in_models:
@@ -71,33 +69,32 @@ class FixedParts:
         return Fixes(kept, used)
 
 
-def _specs(name: str, given: Any, traced: TracedStep, mesh: AbstractMesh) -> dict[str, Spec]:
-    found: dict[str, Spec] = {}
-    for path, (tree, placement) in _trees(name, given, traced).items():
+def _specs(name: str, fixed: Any, traced: TracedStep, mesh: AbstractMesh) -> dict[str, Spec]:
+    specs: dict[str, Spec] = {}
+    for start, (tree, placement) in _trees(name, fixed, traced).items():
         leaves = split(tree)
         placement = jax.tree.map(_left_if_passed, placement, is_leaf=is_placement_leaf)
         decision = decide(leaves, placement, mesh, current_world())
         for fault in decision.faults:
             raise ContradictionError(f"{name}= can't be served, {fault.path}: {fault.reason}")
-        for at, target in zip(leaves.paths, decision.targets, strict=True):
+        for path, target in zip(leaves.paths, decision.targets, strict=True):
             if isinstance(target, NamedSharding) and target.mesh == mesh:
-                found[path + jtu.keystr(at)] = trimmed(target.spec.partitions)
+                specs[start + jtu.keystr(path)] = trimmed(target.spec.partitions)
             elif target is not None:
                 raise PlanError(f"{name}= takes specs, as the mesh is still open, not {target!r}")
-    return found
+    return specs
 
 
-def _trees(name: str, given: Any, traced: TracedStep) -> dict[str, tuple[Any, Any]]:
-    """For each path in the tuple of arguments: the tree there, and what is given for it."""
-    if not isinstance(given, dict):
-        models = {} if given is None else traced.models
-        return {path: (role.module, given) for path, role in models.items()}
+def _trees(name: str, fixed: Any, traced: TracedStep) -> dict[str, tuple[Any, Any]]:
+    """For each path in the tuple of arguments: the tree there, and what is fixed of it."""
+    if not isinstance(fixed, dict):
+        models = {} if fixed is None else traced.models
+        return {path: (role.module, fixed) for path, role in models.items()}
     names = traced.step.names
-    unknown = next((x for x in given if x not in names), None)
+    unknown = next((x for x in fixed if x not in names), None)
     if unknown is not None:
         raise PlanError(f"{name}= names {unknown!r}; the step's arguments are {', '.join(names)}")
-    numbers = {x: names.index(x) for x in given}
-    return {f"[{i}]": (traced.step.args[i], given[x]) for x, i in numbers.items()}
+    return {f"[{i}]": (traced.step.args[i], fixed[x]) for i, x in enumerate(names) if x in fixed}
 
 
 def _left_if_passed(placement: Any) -> Any:

@@ -8,7 +8,7 @@ priced in milliseconds.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,12 +115,12 @@ class Reading:
 
 def program_of(closed: Any) -> Reading:
     """Reads a closed jaxpr."""
-    walk = _Reader()
+    reader = _Reader()
     jaxpr = opened(closed)
-    program = walk.program
-    program.inputs = [walk.fresh(var.aval) for var in jaxpr.invars]
-    given = [_Operand(nodes, origin=i) for i, nodes in enumerate(program.inputs)]
-    results = walk.through(jaxpr, given, program.places[0], top=True)
+    program = reader.program
+    program.inputs = [reader.fresh(var.aval) for var in jaxpr.invars]
+    operands = [_Operand(nodes, origin=i) for i, nodes in enumerate(program.inputs)]
+    results = reader.through(jaxpr, operands, program.places[0], top=True)
     program.results = [x.nodes for x in results]
     return program
 
@@ -149,12 +149,12 @@ class _Reader:
     def through(
         self,
         jaxpr: Any,
-        given: Sequence[_Operand],
+        operands: Sequence[_Operand],
         place: Place,
         top: bool = False,
     ) -> list[_Operand]:
         """Walks through a jaxpr with these arguments; its results."""
-        values = dict(zip(jaxpr.invars, given, strict=True))
+        values = dict(zip(jaxpr.invars, operands, strict=True))
         values |= {var: _Operand(self.fresh(var.aval)) for var in jaxpr.constvars}
 
         def read(var: Any) -> _Operand:
@@ -172,9 +172,7 @@ class _Reader:
             self.clock += 1
             start = self.clock
             ins = [read(var) for var in eqn.invars]
-            outs = [_Operand(self.fresh(var.aval)) for var in eqn.outvars]
-            _Apply(self, eqn, ins, outs, place).run()
-            values.update(zip(eqn.outvars, outs, strict=True))
+            values.update(zip(eqn.outvars, _Apply(self, eqn, ins, place).results(), strict=True))
             moments.append((eqn, start, self.clock))
         returned = {var for var in results if not is_literal(var)}
         nodes = {var: value.nodes for var, value in values.items()}
@@ -185,21 +183,20 @@ class _Reader:
 class _Apply:
     """Joins the dimensions of one operation."""
 
-    def __init__(
-        self, walk: _Reader, eqn: Equation, ins: list[_Operand], outs: list[_Operand], place: Place
-    ):
-        self.walk, self.program, self.dims = walk, walk.program, walk.dims
-        self.eqn, self.ins, self.outs, self.place = eqn, ins, outs, place
-        self.avals = [var.aval for var in eqn.invars]
-        self.made = [var.aval for var in eqn.outvars]
+    def __init__(self, reader: _Reader, eqn: Equation, ins: list[_Operand], place: Place):
+        self.reader, self.program, self.dims = reader, reader.program, reader.dims
+        self.eqn, self.ins, self.place = eqn, ins, place
+        self.in_avals = [var.aval for var in eqn.invars]
+        self.out_avals = [var.aval for var in eqn.outvars]
+        self.outs = [_Operand(reader.fresh(aval)) for aval in self.out_avals]
 
-    def run(self) -> None:
-        name = self.eqn.name
-        rule = _RULES.get(name)
+    def results(self) -> list[_Operand]:
+        rule = _RULES.get(self.eqn.name)
         if rule is not None:
             rule(self)
-        elif name not in names.SHOWS:
+        elif self.eqn.name not in names.SHOWS:
             self.unknown()
+        return self.outs
 
     def unknown(self) -> None:
         self.program.unknown.setdefault(self.eqn.name, _line(self.eqn))
@@ -208,22 +205,19 @@ class _Apply:
         return self.eqn.params[name]
 
     def shape(self, i: int) -> tuple[int, ...]:
-        return shape_of(self.avals[i])
+        return shape_of(self.in_avals[i])
 
-    def sum_over(self, over: Iterable[int]) -> Sum:
-        sums = self.program.sums
-        size, nodes = bytes_of(self.made[0]), self.outs[0].nodes
-        made = Sum(self.place, size, nodes, tuple(over), len(sums), after=self.place)
-        sums.append(made)
-        self.outs[0].sum = made
-        return made
+    def sum_over(self, over: Iterable[int]) -> None:
+        sums, out, size = self.program.sums, self.outs[0], bytes_of(self.out_avals[0])
+        out.sum = Sum(self.place, size, out.nodes, tuple(over), len(sums), after=self.place)
+        sums.append(out.sum)
 
     def product(self, over: Nodes) -> None:
         flops = 2.0 * products_of(self.eqn.source)
-        a, b = self.avals[:2]
+        a, b = self.in_avals[:2]
         out = self.outs[0].nodes
         operands = [(bytes_of(x), v.nodes) for x, v in zip((a, b), self.ins, strict=False)]
-        operands.append((bytes_of(self.made[0]), out))
+        operands.append((bytes_of(self.out_avals[0]), out))
         dtype = str(max(a.dtype, b.dtype, key=lambda x: x.itemsize))
         dims = (*out, *over)
         self.program.products.append(Product(self.place, flops, dims, over, dtype, tuple(operands)))
@@ -247,31 +241,32 @@ class _Apply:
         by_batch = self.param(names.PARAM_BATCH_GROUPS) > 1
         by_feature = self.param(names.PARAM_FEATURE_GROUPS) > 1
         a, b = (x.nodes for x in self.ins[:2])
-        made = self.outs[0].nodes
+        out_nodes = self.outs[0].nodes
         if by_batch:
             self.program.grouped.append((_line(self.eqn), a[lhs[1]]))
         else:
-            self.dims.join(a[lhs[0]], made[out[0]])
+            self.dims.join(a[lhs[0]], out_nodes[out[0]])
         if not by_batch and not by_feature:
             self.dims.join(a[lhs[1]], b[rhs[1]])
-        self.dims.join(b[rhs[0]], made[out[1]])
+        self.dims.join(b[rhs[0]], out_nodes[out[1]])
         self.product((b[rhs[1]],))
 
     def scan(self) -> None:
         constants, carried = scan_sizes(self.eqn.source)
-        body, (before, rest) = opened(self.param(names.PARAM_JAXPR)), self._split(constants)
-        carry, xs = rest[:carried], rest[carried:]
-        inside = [self.walk.fresh(var.aval) for var in body.invars[constants : constants + carried]]
+        end = constants + carried
+        before, carry, xs = self.ins[:constants], self.ins[constants:end], self.ins[end:]
+        body = opened(self.param(names.PARAM_JAXPR))
+        inside = [self.reader.fresh(var.aval) for var in body.invars[constants:end]]
         for nodes, value in zip(inside, carry, strict=True):
             self.dims.join_all(nodes, value.nodes)
         self.program.loops.update(x.nodes[0] for x in xs if x.nodes)
-        given = [_Operand(x.nodes, origin=x.origin) for x in before]
-        given += [
+        operands = [_Operand(x.nodes, origin=x.origin) for x in before]
+        operands += [
             _Operand(nodes, origin=x.origin, carried=i)
             for i, (nodes, x) in enumerate(zip(inside, carry, strict=True))
         ]
-        given += [_Operand(x.nodes[1:], origin=x.origin) for x in xs]
-        results = self.walk.through(body, given, self._turns(self.param(names.PARAM_LENGTH)))
+        operands += [_Operand(x.nodes[1:], origin=x.origin) for x in xs]
+        results = self.reader.through(body, operands, self._turns(self.param(names.PARAM_LENGTH)))
         for i, (nodes, value, out) in enumerate(zip(inside, results, self.outs, strict=False)):
             self.dims.join_all(nodes, value.nodes)
             self.dims.join_all(nodes, out.nodes)
@@ -286,16 +281,13 @@ class _Apply:
         places.append(Place(len(places), self.place.times * count, self.place.number))
         return places[-1]
 
-    def _split(self, count: int) -> tuple[list[_Operand], list[_Operand]]:
-        return self.ins[:count], self.ins[count:]
-
     def loop(self) -> None:
         before = self.param(names.PARAM_COND_NCONSTS)
         constants = self.param(names.PARAM_BODY_NCONSTS)
-        body, given = opened(self.param(names.PARAM_BODY_JAXPR)), self.ins[before:]
-        inside = [_Operand(x.nodes, origin=x.origin) for x in given]
-        results = self.walk.through(body, inside, self._turns(1))
-        for out, value, x in zip(self.outs, results, given[constants:], strict=True):
+        body, operands = opened(self.param(names.PARAM_BODY_JAXPR)), self.ins[before:]
+        inside = [_Operand(x.nodes, origin=x.origin) for x in operands]
+        results = self.reader.through(body, inside, self._turns(1))
+        for out, value, x in zip(self.outs, results, operands[constants:], strict=True):
             self.dims.join_all(out.nodes, value.nodes)
             self.dims.join_all(out.nodes, x.nodes)
         self.program.counted_once.append(_line(self.eqn))
@@ -304,8 +296,8 @@ class _Apply:
         """Of a checkpoint, or of the branches of a condition, of which all are counted."""
         called = jaxprs_in(self.eqn.source)
         for inner in map(opened, called):
-            given = self.ins[len(self.ins) - len(inner.invars) :]
-            results = self.walk.through(inner, given, self.place)
+            operands = self.ins[len(self.ins) - len(inner.invars) :]
+            results = self.reader.through(inner, operands, self.place)
             for out, value in zip(self.outs, results, strict=True):
                 self.dims.join_all(out.nodes, value.nodes)
                 out.origin = value.origin
@@ -322,7 +314,7 @@ class _Apply:
 
     def reshaped(self) -> None:
         xs, ys = self.ins[0].nodes, self.outs[0].nodes
-        self.dims.join_reshaped(self.shape(0), shape_of(self.made[0]), xs, ys)
+        self.dims.join_reshaped(self.shape(0), shape_of(self.out_avals[0]), xs, ys)
         self.outs[0].sum = self.ins[0].sum
 
     def _passed(self, nodes: Sequence[int]) -> None:
@@ -330,11 +322,11 @@ class _Apply:
         self.outs[0].sum = self.ins[0].sum
 
     def broadcast(self) -> None:
-        made = shape_of(self.made[0])
+        out_shape = shape_of(self.out_avals[0])
         for i, j in enumerate(self.param(names.PARAM_BROADCAST_DIMENSIONS)):
-            if self.shape(0)[i] == made[j]:
+            if self.shape(0)[i] == out_shape[j]:
                 self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[j])
-        if bytes_of(self.made[0]) == bytes_of(self.avals[0]):
+        if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
             self.outs[0].sum = self.ins[0].sum
 
     def tiled(self) -> None:
@@ -358,7 +350,7 @@ class _Apply:
         axes, nodes = self.param(names.PARAM_AXES), self.ins[0].nodes
         for out in self.outs:
             self.dims.join_all(out.nodes, [x for i, x in enumerate(nodes) if i not in axes])
-        if bytes_of(self.made[0]) == bytes_of(self.avals[0]):
+        if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
             self.outs[0].sum = self.ins[0].sum
         else:
             self.sum_over(nodes[i] for i in axes)
@@ -371,8 +363,8 @@ class _Apply:
             self.unknown()
             return
         for x, out in zip(self.ins, self.outs, strict=True):
-            kept = [node for i, node in enumerate(x.nodes) if i not in axes]
-            self.dims.join_all(out.nodes, kept)
+            left = [node for i, node in enumerate(x.nodes) if i not in axes]
+            self.dims.join_all(out.nodes, left)
         self.sum_over(self.ins[0].nodes[i] for i in axes)
 
     def along_one(self) -> None:
@@ -387,22 +379,26 @@ class _Apply:
 
     def cut(self) -> None:
         whole: list[int] = []
-        for x, aval in zip(self.ins, self.avals, strict=True):
-            for out, made in zip(self.outs, self.made, strict=True):
-                sizes = shape_of(aval), shape_of(made)
-                if len(sizes[0]) != len(sizes[1]):
-                    continue
-                for i, (n, m) in enumerate(zip(*sizes, strict=True)):
-                    if n == m and self.eqn.name != names.REVERSED:
-                        self.dims.join(x.nodes[i], out.nodes[i])
-                    elif n > 1:
-                        whole.append(x.nodes[i])
+        for a, b, before, after in self._dimensions():
+            if before == after and self.eqn.name != names.REVERSED:
+                self.dims.join(a, b)
+            elif before > 1:
+                whole.append(a)
         self._needs_whole(whole)
+
+    def _dimensions(self) -> Iterator[tuple[int, int, int, int]]:
+        """Each dimension of each operand with that of each result at the same place: both nodes,
+        and both sizes. A scalar operand, such as the start of a slice, has none.
+        """
+        for x, aval in zip(self.ins, self.in_avals, strict=True):
+            for out, out_aval in zip(self.outs, self.out_avals, strict=True):
+                shapes = shape_of(aval), shape_of(out_aval)
+                yield from zip(x.nodes, out.nodes, *shapes, strict=False)
 
     def _needs_whole(self, nodes: Iterable[int]) -> None:
         over = tuple(nodes)
         if over and self.outs:
-            size = bytes_of(self.made[0])
+            size = bytes_of(self.out_avals[0])
             self.program.whole.append(Event(self.place, size, self.outs[0].nodes, over))
 
     def gathered(self) -> None:
@@ -410,10 +406,10 @@ class _Apply:
         sizes, (table, indices) = self.param(names.PARAM_SLICE_SIZES), self.ins[:2]
         out = self.outs[0].nodes
         gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        kept = [i for i in range(len(table.nodes)) if i not in gone]
+        left = [i for i in range(len(table.nodes)) if i not in gone]
         cut: list[int] = []
         looked_up = [table.nodes[i] for i in numbers.collapsed_slice_dims]
-        for o, i in zip(numbers.offset_dims, kept, strict=True):
+        for o, i in zip(numbers.offset_dims, left, strict=True):
             if sizes[i] == self.shape(0)[i]:
                 self.dims.join(out[o], table.nodes[i])
             else:
@@ -436,8 +432,8 @@ class _Apply:
         table, indices, updates = self.ins[:3]
         self.dims.join_all(self.outs[0].nodes, table.nodes)
         gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        kept = [i for i in range(len(table.nodes)) if i not in gone]
-        for u, i in zip(numbers.update_window_dims, kept, strict=True):
+        left = [i for i in range(len(table.nodes)) if i not in gone]
+        for u, i in zip(numbers.update_window_dims, left, strict=True):
             if self.shape(2)[u] == self.shape(0)[i]:
                 self.dims.join(updates.nodes[u], table.nodes[i])
         rows = [x for i, x in enumerate(updates.nodes) if i not in numbers.update_window_dims]
@@ -446,11 +442,9 @@ class _Apply:
         self.sum_over(rows)
 
     def made_of_keys(self) -> None:
-        for x, aval in zip(self.ins, self.avals, strict=True):
-            for out, made in zip(self.outs, self.made, strict=True):
-                for i, (n, m) in enumerate(zip(shape_of(aval), shape_of(made), strict=False)):
-                    if n == m:
-                        self.dims.join(x.nodes[i], out.nodes[i])
+        for a, b, before, after in self._dimensions():
+            if before == after:
+                self.dims.join(a, b)
 
     def barrier(self) -> None:
         for x, out in zip(self.ins, self.outs, strict=True):
@@ -458,8 +452,8 @@ class _Apply:
             out.sum, out.origin = x.sum, x.origin
 
     def by_element(self) -> None:
-        out, size = self.outs[0], shape_of(self.made[0])
-        alike = [x for x, a in zip(self.ins, self.avals, strict=True) if shape_of(a) == size]
+        out, size = self.outs[0], shape_of(self.out_avals[0])
+        alike = [x for x, a in zip(self.ins, self.in_avals, strict=True) if shape_of(a) == size]
         for x in alike:
             self.dims.join_all(out.nodes, x.nodes)
         out.origin = next((x.origin for x in alike if x.origin is not None), None)
@@ -485,21 +479,21 @@ class _Apply:
             if x.sum is not None:
                 x.sum.scattered = True
         elif x.sum is None:
-            size = bytes_of(self.avals[0])
+            size = bytes_of(self.in_avals[0])
             self.program.moves.append(Event(self.place, size, x.nodes))
 
     def converted(self) -> None:
         sum_ = self.ins[0].sum
         if sum_ is not None:
             # It may be summed before it is converted.
-            sum_.amount = min(sum_.amount, bytes_of(self.made[0]))
+            sum_.amount = min(sum_.amount, bytes_of(self.out_avals[0]))
             self.outs[0].sum = sum_
 
     def named(self) -> None:
         self.outs[0].sum = self.ins[0].sum
         name = self.param(names.PARAM_NAME)
         self.program.origins[name] = self.ins[0].origin
-        self.program.named[name] = Event(self.place, bytes_of(self.avals[0]), self.ins[0].nodes)
+        self.program.named[name] = Event(self.place, bytes_of(self.in_avals[0]), self.ins[0].nodes)
 
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum

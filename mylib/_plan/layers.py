@@ -14,27 +14,26 @@ def repeated_in(module: Any, iterated: Set[str]) -> tuple[type, ...]:
     """The classes of Modules that repeat: several in one list or tuple, or stacked, which is so if
     all their arrays are among the paths in `iterated`. Those inside others are left out.
     """
-    lists: Counter[tuple[str, type]] = Counter()
+    # How many of a class are in each list or tuple.
+    members: Counter[tuple[str, type]] = Counter()
     nodes: list[tuple[Any, Any]] = []
 
     def note(path: Any, x: Any) -> bool:
         if isinstance(x, eqx.Module) and path:
             nodes.append((path, x))
             if isinstance(path[-1], jtu.SequenceKey):
-                lists[jtu.keystr(path[:-1]), type(x)] += 1
+                members[jtu.keystr(path[:-1]), type(x)] += 1
         return False
 
     jtu.tree_flatten_with_path(module, is_leaf=note, is_leaf_takes_path=True)
-    found: list[tuple[Any, type]] = []
+    outermost: list[tuple[Any, type]] = []
     for path, x in nodes:
         arrays = _paths(x, jtu.keystr(path))
-        several = isinstance(path[-1], jtu.SequenceKey) and (
-            lists[jtu.keystr(path[:-1]), type(x)] > 1
-        )
-        is_inside = any(path[: len(outer)] == outer for outer, _ in found)
-        if arrays and not is_inside and (several or arrays <= iterated):
-            found.append((path, type(x)))
-    return tuple(dict.fromkeys(cls for _, cls in found))
+        repeats = members[jtu.keystr(path[:-1]), type(x)] > 1
+        is_inside = any(path[: len(outer)] == outer for outer, _ in outermost)
+        if arrays and not is_inside and (repeats or arrays <= iterated):
+            outermost.append((path, type(x)))
+    return tuple(dict.fromkeys(cls for _, cls in outermost))
 
 
 def _paths(module: Any, name: str) -> set[str]:
@@ -52,5 +51,5 @@ def weights_of(module: Any, layers: tuple[type, ...]) -> Iterator[set[str]]:
 
 def layers_in(module: Any, layers: tuple[type, ...]) -> tuple[type, ...]:
     """Which of these classes the outermost layers of a Module have; it may be one itself."""
-    found = jtu.tree_leaves(module, is_leaf=lambda x: isinstance(x, layers))
-    return tuple(cls for cls in layers if any(isinstance(x, cls) for x in found))
+    leaves = jtu.tree_leaves(module, is_leaf=lambda x: isinstance(x, layers))
+    return tuple(cls for cls in layers if any(isinstance(x, cls) for x in leaves))

@@ -35,11 +35,11 @@ def page_of(title: str, text: str, dots: Sequence[Dot], room: float | None) -> s
 
 def front(dots: Sequence[Dot]) -> list[Dot]:
     """Those that no other beats in both memory and seconds, by memory."""
-    best, found = math.inf, list[Dot]()
+    best, unbeaten = math.inf, list[Dot]()
     for dot in sorted(dots, key=lambda dot: (dot.memory, dot.seconds)):
         if dot.seconds < best:
-            best, found = dot.seconds, [*found, dot]
-    return found
+            best, unbeaten = dot.seconds, [*unbeaten, dot]
+    return unbeaten
 
 
 def _picture(dots: Sequence[Dot], room: float | None) -> html.Html:
@@ -95,9 +95,9 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, **more: Any) -> html.Html:
+def _line(x1: float, y1: float, x2: float, y2: float, **attributes: Any) -> html.Html:
     at = {name: f"{x:.1f}" for name, x in {"x1": x1, "y1": y1, "x2": x2, "y2": y2}.items()}
-    return html.tag("line", **at, stroke="currentColor", opacity=0.5, **more)
+    return html.tag("line", **at, stroke="currentColor", opacity=0.5, **attributes)
 
 
 def _label(text: str, x: float, y: float, anchor: str = "start") -> html.Html:
