@@ -128,7 +128,7 @@ def plan(
             "plan's as_text(), and read it in all by mylib.Plan.of"
         )
     step = PlannedStep.of(fun, args)
-    known, is_assumed = with_figures(target)
+    rated, is_assumed = with_figures(target)
     room = math.inf if target.memory is None else float(target.memory)
     room = room if memory is None else float(memory)
     classes = _layers(step, layers)
@@ -136,13 +136,13 @@ def plan(
     traced = trace(step, policies[0], classes, dtype)
     options = room, dtype, tuple(policies), compile, budget, measure
     cached = CachedPlan(traced, target, fixed, sizes, options)
-    found = cached.read()
-    if found is not None:
-        return found
-    tried = priced(traced, known, room, sizes, fixed)
+    saved = cached.read()
+    if saved is not None:
+        return saved
+    tried = priced(traced, rated, room, sizes, fixed)
     for policy in policies[1:]:
-        tried += priced(trace(step, policy, classes, dtype), known, room, sizes, fixed)
-    search = _Search(target, known, room, dtype, compile, budget)
+        tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed)
+    search = _Search(target, rated, room, dtype, compile, budget)
     if not compile:
         for x in tried:
             search.judge_by_price(x)
@@ -156,10 +156,10 @@ def plan(
     if not fitting and (not rest or (compile and not search.is_interrupted)):
         raise PlanError(_nothing(step, rejected, rest, target, room, budget))
     ranked = [*ordered(fitting[:measure]), *fitting[measure:], *rest]
-    made = plan_of(ranked, rejected, target, is_assumed, dtype)
+    chosen = plan_of(ranked, rejected, target, is_assumed, dtype)
     if not search.is_interrupted:
-        cached.write(made)
-    return made
+        cached.write(chosen)
+    return chosen
 
 
 def _check(policies: Sequence[str], axes: Any, memory: Any, limits: Mapping[str, Any]) -> None:
@@ -185,16 +185,16 @@ def _check_axes(axes: Mapping[str, int] | None, target: Machine) -> None:
     if axes is None or any(True for _ in meshes(target, axes)):
         return
     named = ", ".join(f"{axis}={n}" for axis, n in axes.items())
-    told = f"axes: no mesh of {target} is considered with {named}"
+    problem = f"axes: no mesh of {target} is considered with {named}"
     if not set(axes) <= set(AXES):
         raise PlanError(
-            f"{told}: the axes of plans are 'data' (rows, and kept parts of weights), 'replica' "
+            f"{problem}: the axes of plans are 'data' (rows, and kept parts of weights), 'replica' "
             "(rows) and 'model' (tensor parallelism). With axes of other names, write the strategy "
             "by hand, with mylib.fully_shard"
         )
     if math.prod(axes.values()) != target.count:
-        raise PlanError(f"{told}: it has {target.count} devices, not {math.prod(axes.values())}")
-    raise PlanError(f"{told}: 'model' must be within a host of GPUs, and at most {WIDEST}")
+        raise PlanError(f"{problem}: it has {target.count} devices, not {math.prod(axes.values())}")
+    raise PlanError(f"{problem}: 'model' must be within a host of GPUs, and at most {WIDEST}")
 
 
 def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:
@@ -203,8 +203,8 @@ def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:
     classes = layers if isinstance(layers, tuple) else (layers,)
     if not classes or not all(isinstance(cls, type) for cls in classes):
         raise TypeError(f"plan: layers={layers!r} is neither a class nor a tuple of classes")
-    found = {cls for role in step.roles for cls in layers_in(role.module, classes)}
-    missing = [cls.__qualname__ for cls in classes if cls not in found]
+    present = {cls for role in step.roles for cls in layers_in(role.module, classes)}
+    missing = [cls.__qualname__ for cls in classes if cls not in present]
     if missing:
         names = " or ".join(missing)
         raise PlanError(f"layers: no argument of the step has a {names} outside of other layers")
@@ -213,10 +213,10 @@ def _layers(step: PlannedStep, layers: Any) -> tuple[type, ...]:
 
 @dataclass
 class _Search:
-    """Compiles candidates. `known` is the machine with all figures."""
+    """Compiles candidates. `rated` is the machine with all figures."""
 
     target: Machine
-    known: Machine
+    rated: Machine
     room: float
     dtype: Any
     count: int
@@ -232,7 +232,7 @@ class _Search:
         """Compiles the best. If none of them fits, it goes on with those of least memory."""
         start, longest, best = time.monotonic(), 0.0, math.inf
         chosen = to_compile(left, self.count)
-        others = [x for x in left if not any(x is y for y in chosen)] if self.count else []
+        others = [x for x in left if x not in chosen] if self.count else []
         for i, x in enumerate([*chosen, *sorted(others, key=lambda x: x.memory)]):
             begun = time.monotonic()
             if i and begun + longest > start + self.budget:
@@ -242,7 +242,7 @@ class _Search:
             so_far = "" if best == math.inf else f"; the best so far takes {best * 1e3:.3g} ms"
             line.write(f"compiling {i + 1} of {len(chosen)}: {x.name}{so_far}")
             try:
-                compiled(x, self.target, self.known, self.room, self.dtype)
+                compiled(x, self.target, self.rated, self.room, self.dtype)
             except KeyboardInterrupt:
                 self.is_interrupted = True
                 return
@@ -260,9 +260,9 @@ class _Search:
                 for x, call in trials:
                     line.write(f"measuring, {turn} of {_CALLS}: {x.name}")
                     seconds.append(call())
-                for x, found in zip(chosen, seconds, strict=True):
+                for x, took in zip(chosen, seconds, strict=True):
                     # The first call warms up.
-                    x.measured = min(found, x.measured or math.inf) if turn else None
+                    x.measured = min(took, x.measured or math.inf) if turn else None
         except KeyboardInterrupt:
             self.is_interrupted = True
 
@@ -336,6 +336,7 @@ def plan_of(
     """The plan with the first of these candidates."""
     best = ranked[0]
     assert best.strategy is not None and best.traced is not None
+    stacked = {best.traced.in_models[weight][0].path for weight in best.traced.stacked}
     return Plan(
         machine=target,
         axes=best.strategy.sizes,
@@ -344,7 +345,7 @@ def plan_of(
         others=tuple(map(_candidate, ranked[1:])),
         rejected=tuple(map(_candidate, rejected)),
         notes=tuple(_notes(ranked, target, is_assumed, best.traced)),
-        stacked=tuple(_stacked(best.traced)),
+        stacked=tuple(path for path in best.traced.models if path in stacked),
         applying=applying(best, dtype),
         audit=best.report,
     )
@@ -385,10 +386,3 @@ def _notes(
     if traced.program.counted_once:
         lines = listed(traced.program.counted_once, 2)
         yield f"loops whose length depends on data are counted once: {lines}"
-
-
-def _stacked(traced: TracedStep) -> Iterator[str]:
-    """The models with stacked layers."""
-    for path in traced.models:
-        if any(traced.in_models[weight][0].path == path for weight in traced.stacked):
-            yield path

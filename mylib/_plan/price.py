@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._audit import Message, seconds, speeds
-from ..machines import Chip, Machine
+from ..machines import Machine
+from .dims import Nodes
 from .equations import bytes_of
 from .fixes import MODEL, axes_of
 from .groups import Event, Sum
@@ -48,8 +49,7 @@ def with_figures(machine: Machine) -> tuple[Machine, bool]:
     missing = {name: x for name, x in _ASSUMED.items() if not getattr(chip, name)}
     if not missing:
         return machine, False
-    known: Chip = dataclasses.replace(chip, **missing)
-    return dataclasses.replace(machine, chip=known), True
+    return dataclasses.replace(machine, chip=dataclasses.replace(chip, **missing)), True
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,14 @@ class Prices:
         program, dims = traced.program, traced.program.dims
         group = cache(dims.group)
 
-        def many(nodes: Iterable[Iterable[int]]) -> _Many:
-            return _Many([[group(x) for x in own] for own in nodes])
+        def many(arrays: Iterable[Nodes]) -> _GroupsOfMany:
+            return _GroupsOfMany([[group(x) for x in nodes] for nodes in arrays])
 
-        dtypes = {one.dtype for one in program.products}
+        dtypes = {product.dtype for product in program.products}
         self.ideal, self.real, self.assumptions = speeds(machine.chip, dtypes)
         self.products = _Events.of(program.products, many)
-        self.rates = np.array([self.ideal.flops[one.dtype] for one in program.products])
-        operands = [(i, *x) for i, one in enumerate(program.products) for x in one.operands]
+        self.rates = np.array([self.ideal.flops[product.dtype] for product in program.products])
+        operands = [(i, *x) for i, product in enumerate(program.products) for x in product.operands]
         self.operands = many([nodes for *_, nodes in operands])
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
@@ -100,7 +100,7 @@ class Prices:
         self.after = np.array([x.after.number for x in sums], int)
         self.times_of = np.array([x.times for x in program.places])
         self.held = traced.leaves
-        self.held_dims = _Many([leaf.groups for leaf in self.held])
+        self.held_dims = _GroupsOfMany([leaf.groups for leaf in self.held])
         self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in self.held])
         self.is_data = np.array([leaf.is_data for leaf in self.held], bool)
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in self.held], bool)
@@ -130,26 +130,26 @@ class Prices:
         return self._links[key]
 
 
-class _Many:
+class _GroupsOfMany:
     """The groups of dimensions of many arrays."""
 
     def __init__(self, groups: Sequence[Sequence[int]]):
-        self._flat = np.array([x for own in groups for x in own], int)
+        self._flat = np.array([x for of_array in groups for x in of_array], int)
         self._ends = np.cumsum([0, *map(len, groups)])
         self._groups = groups
-        self._found: dict[tuple[int, ...], Any] = {}
+        self._having: dict[tuple[int, ...], Any] = {}
 
     @cached_property
     def keys(self) -> list[frozenset[int]]:
-        return [frozenset(own) for own in self._groups]
+        return list(map(frozenset, self._groups))
 
     def has(self, groups: Iterable[int]) -> Any:
         """Which of the arrays have a dimension of these groups."""
         key = tuple(groups)
-        if key not in self._found:
+        if key not in self._having:
             counts = np.cumsum([0, *np.isin(self._flat, key)])[self._ends]
-            self._found[key] = counts[1:] > counts[:-1]
-        return self._found[key]
+            self._having[key] = counts[1:] > counts[:-1]
+        return self._having[key]
 
 
 class _Events(NamedTuple):
@@ -159,11 +159,11 @@ class _Events(NamedTuple):
 
     places: Any
     amounts: Any
-    dims: _Many
-    over: _Many
+    dims: _GroupsOfMany
+    over: _GroupsOfMany
 
     @staticmethod
-    def of(events: Sequence[Event], many: Callable[[Any], _Many]) -> "_Events":
+    def of(events: Sequence[Event], many: Callable[[Any], _GroupsOfMany]) -> "_Events":
         places = np.array([x.place.number for x in events], int)
         amounts = np.array([x.amount for x in events], float)
         return _Events(
@@ -176,33 +176,33 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
     gradients of weights that are kept in parts.
     """
     together: dict[int, list[Sum]] = {}
-    for one in traced.program.sums:
-        together.setdefault(id(one.root), []).append(one)
+    for sum_ in traced.program.sums:
+        together.setdefault(id(sum_.root), []).append(sum_)
     parts_of_weights = {
         frozenset(part)
         for dims, _ in traced.weights
         for count in range(len(dims) + 1)
         for part in itertools.combinations(dims, count)
     }
-    found: list[Sum] = []
+    largest_sums: list[Sum] = []
     is_gradient: list[bool] = []
-    for ones in together.values():
-        largest = max(ones, key=lambda one: one.amount)
+    for sums in together.values():
+        largest = max(sums, key=lambda sum_: sum_.amount)
         dims = frozenset(map(group, largest.dims))
-        is_gradient.append(any(x.scattered for x in ones) or dims in parts_of_weights)
-        over = tuple({group(x) for one in ones for x in one.over})
-        found.append(dataclasses.replace(largest, over=over, after=largest.root.after))
-    return found, np.array(is_gradient, bool)
+        is_gradient.append(any(x.scattered for x in sums) or dims in parts_of_weights)
+        over = tuple({group(x) for sum_ in sums for x in sum_.over})
+        largest_sums.append(dataclasses.replace(largest, over=over, after=largest.root.after))
+    return largest_sums, np.array(is_gradient, bool)
 
 
 def _kinds_of(lives: Sequence[Live], traced: TracedStep, group: Callable[[int], int]) -> Any:
     """Which arrays are kept as weights are, and which are held between layers."""
     weights = traced.weights
     at_top = np.array([x.top and not x.gathered for x in lives], bool)
-    kept = [(tuple(map(group, x.nodes)), x.shape) in weights for x in lives]
+    are_weights = [(tuple(map(group, x.nodes)), x.shape) in weights for x in lives]
     large = np.array([math.prod(x.shape) >= SMALL for x in lives], bool)
     once = np.array([x.times == 1 for x in lives], bool)
-    kept_at_top = at_top & np.array(kept, bool)
+    kept_at_top = at_top & np.array(are_weights, bool)
     return kept_at_top & large, at_top & once & ~kept_at_top
 
 
@@ -221,7 +221,7 @@ class _Pricing:
         """For the dimensions of each weight that is fixed: over which axes it is kept in parts,
         besides those over which it is used in parts.
         """
-        found: dict[frozenset[int], tuple[str, ...]] = {}
+        axes_by_dims: dict[frozenset[int], tuple[str, ...]] = {}
         traced, strategy = self.prices.traced, self.strategy
         for leaf in traced.leaves if strategy.fixes.kept else ():
             if leaf.path in strategy.fixes.kept and leaf.path in traced.in_models:
@@ -230,23 +230,23 @@ class _Pricing:
                 over = tuple(axis for axis in self.sizes if axis in axes)
                 # A loop takes the dimension of stacked layers.
                 inside = leaf.groups[int(traced.is_iterated(leaf)) :]
-                found |= dict.fromkeys((frozenset(leaf.groups), frozenset(inside)), over)
-        return found
+                axes_by_dims |= dict.fromkeys((frozenset(leaf.groups), frozenset(inside)), over)
+        return axes_by_dims
 
-    def kept_over(self, many: _Many) -> dict[tuple[str, ...], Any]:
+    def kept_over(self, arrays: _GroupsOfMany) -> dict[tuple[str, ...], Any]:
         """Over which axes each of these weights is kept in parts, besides those of its use."""
         usual = self.strategy.over
         if not self.fixed:
             return {usual: True}
-        found = [self.fixed.get(key, usual) for key in many.keys]
-        return {axes: np.array([x == axes for x in found], bool) for axes in {usual, *found}}
+        each = [self.fixed.get(key, usual) for key in arrays.keys]
+        return {axes: np.array([x == axes for x in each], bool) for axes in {usual, *each}}
 
     def size(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes)
 
-    def splits(self, many: _Many) -> Any:
+    def splits(self, arrays: _GroupsOfMany) -> Any:
         """In how many parts each of these arrays is."""
-        by_rows, by_model = many.has(self.data), many.has(self.strategy.tensor)
+        by_rows, by_model = arrays.has(self.data), arrays.has(self.strategy.tensor)
         return np.where(by_rows, self.rows, 1) * np.where(by_model, self.model, 1)
 
     def crossed(self, events: _Events) -> tuple[Any, Any]:
@@ -302,9 +302,9 @@ class _Pricing:
         """
         total, left = 0.0, body.copy()
         for place in reversed(self.prices.traced.program.places):
-            now = min(_HIDDEN * moved[place.number], left[place.number])
-            total += now
-            left[place.outside] += (left[place.number] - now) * (place.number != place.outside)
+            hidden = min(_HIDDEN * moved[place.number], left[place.number])
+            total += hidden
+            left[place.outside] += (left[place.number] - hidden) * (place.number != place.outside)
         return total
 
     def computed(self) -> tuple[float, Any]:
@@ -325,25 +325,26 @@ class _Pricing:
 
     def added(self) -> Any:
         """The bytes of sums that each turn of a loop reads and writes, to add to them."""
-        sums, found = self.prices.sums, self.nothing()
-        now = sums.places != self.prices.after
+        sums, added = self.prices.sums, self.nothing()
+        are_looped = sums.places != self.prices.after
         nbytes = 2 * sums.amounts / self.splits(sums.dims)
         for axes, which in self.kept_over(sums.dims).items():
             nbytes = np.where(self.prices.is_gradient & which, nbytes / self.size(axes), nbytes)
-        np.add.at(found, sums.places[now], (nbytes * self.prices.times_of[sums.places])[now])
-        return found
+        times = are_looped * self.prices.times_of[sums.places]
+        np.add.at(added, sums.places, nbytes * times)
+        return added
 
     def gathers(self) -> Any:
         moves, took = self.prices.moves, self.nothing()
         nbytes = moves.amounts / self.splits(moves.dims)
         for axes, which in self.kept_over(moves.dims).items():
-            now = np.broadcast_to(which, nbytes.shape)
-            took += self.send("all-gather", axes, nbytes[now], moves.places[now])
+            gathered = np.broadcast_to(which, nbytes.shape)
+            took += self.send("all-gather", axes, nbytes[gathered], moves.places[gathered])
         return took
 
     def gradients(self) -> Any:
         prices, sums, took = self.prices, self.prices.sums, self.nothing()
-        crossed, _ = self.crossed(sums)
+        rows, (crossed, _) = set(self.strategy.rows), self.crossed(sums)
         nbytes = sums.amounts / self.splits(sums.dims)
         large = prices.is_gradient & (sums.amounts / 4 >= SMALL)
         scattered = {
@@ -355,13 +356,13 @@ class _Pricing:
         # What is scattered is scattered in each turn; the rest is summed after the loop.
         places = np.where(rest, prices.after, sums.places)
         for place in np.unique(places[crossed]):
-            now = crossed & (places == place)
-            found = [("all-reduce", set(self.strategy.rows), nbytes[now & rest])]
+            are_here = crossed & (places == place)
+            collectives = [("all-reduce", rows, nbytes[are_here & rest])]
             for axes, which in scattered.items():
-                own, others = nbytes[now & which], set(self.strategy.rows) - set(axes)
-                found += [("reduce-scatter", set(axes), own)]
-                found += [("all-reduce", others, own / self.size(axes))]
-            for kind, over, sizes in found:
+                sizes = nbytes[are_here & which]
+                collectives += [("reduce-scatter", set(axes), sizes)]
+                collectives += [("all-reduce", rows - set(axes), sizes / self.size(axes))]
+            for kind, over, sizes in collectives:
                 combined = _combined(sizes)
                 took += self.send(kind, over, combined, np.full(len(combined), place))
         return took
@@ -373,12 +374,12 @@ class _Pricing:
         took = self.send("all-reduce", (MODEL,), nbytes[crossed], prices.after[crossed])
         by_rows, by_model = self.crossed(whole)
         nbytes = whole.amounts / self.splits(whole.dims)
-        for axes, found in (
+        for axes, are_crossed in (
             (self.strategy.rows, by_rows & ~by_model),
             ((MODEL,), by_model & ~by_rows),
             ((*self.strategy.rows, MODEL), by_rows & by_model),
         ):
-            took += self.send("all-gather", axes, nbytes[found], whole.places[found])
+            took += self.send("all-gather", axes, nbytes[are_crossed], whole.places[are_crossed])
         if self.strategy.saved is not None:
             inputs = prices.inputs
             nbytes = np.repeat(inputs.amounts / self.splits(inputs.dims), _GATHERED)
