@@ -113,9 +113,8 @@ def interpret(
     be of any type.
     """
     jaxpr = opened(program)
-    if constants is None:
-        constants = getattr(program, "consts", ())
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args], strict=True))
+    consts: Sequence[Any] = getattr(program, "consts", ()) if constants is None else constants
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     def read(x: Any) -> Any:
         return x.val if hasattr(x, "val") else values[x]

@@ -40,8 +40,7 @@ class CachedPlan:
         if directory is not None:
             self._key = _hash(
                 str(traced.jaxpr),
-                [(x.path, x.aval) for x in traced.leaves],
-                [(path, aval) for path, aval, _ in traced.results],
+                [[(x.path, x.aval) for x in xs] for xs in (traced.leaves, traced.results)],
                 (traced.step.names, traced.step.batch, [role.path for role in traced.called]),
                 [f"{cls.__module__}:{cls.__qualname__}" for cls in traced.layers],
                 (target.chip, target.hosts, target.shape, target.is_here, axes, *options),

@@ -20,7 +20,6 @@ from .._tree import is_of_keys
 from ..machines import Machine, OutOfMemoryError
 from .apply import Applying, Planned, PlannedFunction
 from .calls import argument_of
-from .dims import Nodes
 from .fixes import FixedParts
 from .layers import layers_in
 from .price import Price, Prices
@@ -232,31 +231,32 @@ def applying(tried: Tried, dtype: Any) -> Applying:
     )
 
 
-def _key(groups: Nodes, aval: Any) -> tuple[Any, ...]:
-    return groups, tuple(aval.shape), str(aval.dtype)
+def _form_of(x: ArrayIn) -> tuple[Any, ...]:
+    return x.groups, tuple(x.aval.shape), str(x.aval.dtype)
 
 
 def _results(traced: TracedStep, strategy: Strategy) -> dict[str, Any]:
     """A result with the dimensions of an argument stays where that is."""
     like: dict[Any, list[ArrayIn]] = {}
     for leaf in traced.leaves:
-        like.setdefault(_key(leaf.groups, leaf.aval), []).append(leaf)
+        like.setdefault(_form_of(leaf), []).append(leaf)
     specs: dict[str, Any] = {}
-    for path, aval, groups in traced.results:
-        alike = like.get(_key(groups, aval), [ArrayIn(path, aval, groups, is_data=True)])
+    for result in traced.results:
         # Of several the one whose path ends in the same way.
-        leaf = max(alike, key=lambda leaf: len(commonprefix([leaf.path[::-1], path[::-1]])))
-        specs[path] = spec_of(leaf, strategy, traced)
+        end = result.path[::-1]
+        alike = like.get(_form_of(result), [result])
+        leaf = max(alike, key=lambda leaf: len(commonprefix([leaf.path[::-1], end])))
+        specs[result.path] = spec_of(leaf, strategy, traced)
     return specs
 
 
 def _returned(traced: TracedStep) -> tuple[str, ...]:
     """The arguments of which all arrays are returned, which the step replaces."""
-    left = Counter(_key(groups, aval) for _, aval, groups in traced.results)
+    left = Counter(map(_form_of, traced.results))
     returned: list[str] = []
     for i, name in enumerate(traced.step.names):
         leaves = [x for x in traced.leaves if x.path.startswith(f"[{i}]")]
-        needed = Counter(_key(x.groups, x.aval) for x in leaves)
+        needed = Counter(map(_form_of, leaves))
         if leaves and i != traced.step.batch and needed <= left:
             left -= needed
             returned.append(name)

@@ -8,7 +8,7 @@ priced in milliseconds.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -230,8 +230,7 @@ class _Apply:
         a, b = (x.nodes for x in self.ins[:2])
         for i, j in [*zip(left, right, strict=True), *zip(left_rows, right_rows, strict=True)]:
             self.dims.join(a[i], b[j])
-        free = [x for i, x in enumerate(a) if i not in (*left, *left_rows)]
-        free += [x for i, x in enumerate(b) if i not in (*right, *right_rows)]
+        free = [*_without(a, (*left, *left_rows)), *_without(b, (*right, *right_rows))]
         self.dims.join_all(self.outs[0].nodes, [*(a[i] for i in left_rows), *free])
         self.product(tuple(a[i] for i in left))
 
@@ -309,8 +308,7 @@ class _Apply:
         self._passed([self.ins[0].nodes[i] for i in order])
 
     def squeezed(self) -> None:
-        gone = self.param(names.PARAM_DIMENSIONS)
-        self._passed([x for i, x in enumerate(self.ins[0].nodes) if i not in gone])
+        self._passed(_without(self.ins[0].nodes, self.param(names.PARAM_DIMENSIONS)))
 
     def reshaped(self) -> None:
         xs, ys = self.ins[0].nodes, self.outs[0].nodes
@@ -335,21 +333,20 @@ class _Apply:
                 self.dims.join(self.ins[0].nodes[i], self.outs[0].nodes[i])
 
     def stacked(self) -> None:
-        axis = self.param(names.PARAM_AXIS)
-        nodes = self.outs[0].nodes
+        others = _without(self.outs[0].nodes, [self.param(names.PARAM_AXIS)])
         for x in self.ins:
-            self.dims.join_all(x.nodes, (*nodes[:axis], *nodes[axis + 1 :]))
+            self.dims.join_all(x.nodes, others)
 
     def taken_apart(self) -> None:
         axis, nodes = self.param(names.PARAM_AXIS), self.ins[0].nodes
-        for x in self.outs:
-            self.dims.join_all(x.nodes, (*nodes[:axis], *nodes[axis + 1 :]))
+        for out in self.outs:
+            self.dims.join_all(out.nodes, _without(nodes, [axis]))
         self._needs_whole([nodes[axis]])
 
     def reduced(self) -> None:
         axes, nodes = self.param(names.PARAM_AXES), self.ins[0].nodes
         for out in self.outs:
-            self.dims.join_all(out.nodes, [x for i, x in enumerate(nodes) if i not in axes])
+            self.dims.join_all(out.nodes, _without(nodes, axes))
         if bytes_of(self.out_avals[0]) == bytes_of(self.in_avals[0]):
             self.outs[0].sum = self.ins[0].sum
         else:
@@ -363,18 +360,14 @@ class _Apply:
             self.unknown()
             return
         for x, out in zip(self.ins, self.outs, strict=True):
-            left = [node for i, node in enumerate(x.nodes) if i not in axes]
-            self.dims.join_all(out.nodes, left)
+            self.dims.join_all(out.nodes, _without(x.nodes, axes))
         self.sum_over(self.ins[0].nodes[i] for i in axes)
 
     def along_one(self) -> None:
         params = self.eqn.params
         axis = params.get(names.PARAM_AXIS, params.get(names.PARAM_DIMENSION))
-        for x in self.ins:
-            for out in self.outs:
-                for i, (a, b) in enumerate(zip(x.nodes, out.nodes, strict=True)):
-                    if i != axis:
-                        self.dims.join(a, b)
+        for x, out in itertools.product(self.ins, self.outs):
+            self.dims.join_all(_without(x.nodes, [axis]), _without(out.nodes, [axis]))
         self._needs_whole([self.ins[0].nodes[axis]])
 
     def cut(self) -> None:
@@ -406,7 +399,7 @@ class _Apply:
         sizes, (table, indices) = self.param(names.PARAM_SLICE_SIZES), self.ins[:2]
         out = self.outs[0].nodes
         gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
-        left = [i for i in range(len(table.nodes)) if i not in gone]
+        left = _without(range(len(table.nodes)), gone)
         cut: list[int] = []
         looked_up = [table.nodes[i] for i in numbers.collapsed_slice_dims]
         for o, i in zip(numbers.offset_dims, left, strict=True):
@@ -414,8 +407,7 @@ class _Apply:
                 self.dims.join(out[o], table.nodes[i])
             else:
                 (looked_up if sizes[i] == 1 else cut).append(table.nodes[i])
-        rows = [x for i, x in enumerate(out) if i not in numbers.offset_dims]
-        self.dims.join_all(rows, indices.nodes[:-1])
+        self.dims.join_all(_without(out, numbers.offset_dims), indices.nodes[:-1])
         self._join_batches(table, indices, numbers.start_indices_batching_dims)
         # Each device looks up the rows that it has, and the results are summed.
         self.sum_over(looked_up)
@@ -432,11 +424,11 @@ class _Apply:
         table, indices, updates = self.ins[:3]
         self.dims.join_all(self.outs[0].nodes, table.nodes)
         gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-        left = [i for i in range(len(table.nodes)) if i not in gone]
+        left = _without(range(len(table.nodes)), gone)
         for u, i in zip(numbers.update_window_dims, left, strict=True):
             if self.shape(2)[u] == self.shape(0)[i]:
                 self.dims.join(updates.nodes[u], table.nodes[i])
-        rows = [x for i, x in enumerate(updates.nodes) if i not in numbers.update_window_dims]
+        rows = _without(updates.nodes, numbers.update_window_dims)
         self.dims.join_all(rows, indices.nodes[:-1])
         self._join_batches(table, indices, numbers.scatter_indices_batching_dims)
         self.sum_over(rows)
@@ -497,6 +489,10 @@ class _Apply:
 
     def copied(self) -> None:
         self.outs[0].sum = self.ins[0].sum
+
+
+def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
+    return [x for i, x in enumerate(nodes) if i not in places]
 
 
 def _line(eqn: Equation) -> str:

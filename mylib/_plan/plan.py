@@ -143,9 +143,10 @@ def plan(
     for policy in policies[1:]:
         tried += priced(trace(step, policy, classes, dtype), rated, room, sizes, fixed)
     search = _Search(target, rated, room, dtype, compile, budget)
-    if not compile:
-        for x in tried:
-            search.judge_by_price(x)
+    for x in tried if not compile else ():
+        # Without a compiler the price decides what fits.
+        if not x.why and x.memory > room * (1 - RESERVE):
+            x.why = too_much(x.memory, room, "by the model of its price")
     left = ordered([x for x in tried if not x.why])
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
         search.compile(left, line)
@@ -222,11 +223,6 @@ class _Search:
     count: int
     budget: float
     is_interrupted: bool = False
-
-    def judge_by_price(self, x: Tried) -> None:
-        """Without a compiler the price decides what fits."""
-        if not x.why and x.memory > self.room * (1 - RESERVE):
-            x.why = too_much(x.memory, self.room, "by the model of its price")
 
     def compile(self, left: Sequence[Tried], line: "_Line") -> None:
         """Compiles the best. If none of them fits, it goes on with those of least memory."""

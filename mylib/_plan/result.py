@@ -197,18 +197,18 @@ class Plan:
         """
         if isinstance(arguments, str):
             raise TypeError(f"arguments={arguments!r}: write a tuple of names, ({arguments!r},)")
-        known = self.arguments
-        places = tuple(known[name] for name in arguments)
-        single = len(places) == 1
+        placements = self.arguments
+        places = tuple(placements[name] for name in arguments)
+        if len(places) == 1:
+            return filter_jit(make, out_shardings=places[0], mesh=self.mesh)(*args)
 
-        def made(*args: Any) -> Any:
-            out = make(*args)
-            if not single and not (isinstance(out, tuple | list) and len(out) == len(places)):
+        def make_all(*args: Any) -> Any:
+            created = make(*args)
+            if not isinstance(created, tuple | list) or len(created) != len(places):
                 raise TypeError(f"make must return a tuple of {', '.join(arguments)}")
-            return (out,) if single else tuple(out)
+            return tuple(created)
 
-        out = filter_jit(made, out_shardings=places, mesh=self.mesh)(*args)
-        return out[0] if single else out
+        return filter_jit(make_all, out_shardings=places, mesh=self.mesh)(*args)
 
     def why_not(self, name: str) -> str:
         """Why a strategy was not chosen.
@@ -258,11 +258,11 @@ class Plan:
             for name in ("machine", "axes", "policy", "saved", "dtype", "layers", "memory")
             if ours[name] != theirs[name]
         ]
-        for name in ("arguments", "used"):
-            for one in dict.fromkeys([*ours[name], *theirs[name]]):
-                a, b = (_frozen(x[name].get(one, {})) for x in (ours, theirs))
-                plan = self if one in ours[name] else other
-                what = one if name == "arguments" else f"used {plan.applying.called(one)}"
+        for part in ("arguments", "used"):
+            for key in dict.fromkeys([*ours[part], *theirs[part]]):
+                a, b = (_frozen(x[part].get(key, {})) for x in (ours, theirs))
+                plan = self if key in ours[part] else other
+                what = key if part == "arguments" else f"used {plan.applying.called(key)}"
                 lines += [
                     f"{what}{path}: {_spec_at(a, path)} -> {_spec_at(b, path)}"
                     for path in dict.fromkeys([*a, *b])
@@ -278,16 +278,16 @@ class Plan:
 
     def as_text(self) -> str:
         """The plan as text, which [`Plan.of`][mylib.Plan.of] reads."""
-        given = {**vars(self.applying), **vars(self)}
+        contents = {**vars(self.applying), **vars(self)}
         for name in ("applying", "audit", "mesh"):
-            given.pop(name, None)
-        given |= {
+            contents.pop(name, None)
+        contents |= {
             "machine": "here" if self.machine.is_here else str(self.machine),
             "dtype": self.dtype,
             "layers": [f"{cls.__module__}:{cls.__qualname__}" for cls in self.layers],
             "memory": self.memory,
         }
-        return json.dumps(given, indent=1, default=asdict)
+        return json.dumps(contents, indent=1, default=asdict)
 
     @classmethod
     def of(
@@ -305,26 +305,26 @@ class Plan:
 
         A [`mylib.Plan`][], equal to the one that was saved.
         """
-        given = _frozen(json.loads(text))
+        contents = _frozen(json.loads(text))
         needed = {x.name for x in (*fields(Applying), *fields(cls))} - {"applying", "audit"}
-        if not isinstance(given, dict) or not needed <= {*given}:
+        if not isinstance(contents, dict) or not needed <= {*contents}:
             raise ValueError(
                 "this isn't the text of a plan, or that of another version: plan the step again"
             )
-        named, dtype = given["machine"], given["dtype"]
-        applying = {x.name: given[x.name] for x in fields(Applying)}
+        named, dtype = contents["machine"], contents["dtype"]
+        applying = {x.name: contents[x.name] for x in fields(Applying)}
         applying |= {
-            "layers": tuple(map(_imported, given["layers"]) if layers is None else layers),
+            "layers": tuple(map(_imported, contents["layers"]) if layers is None else layers),
             "dtype": None if dtype is None else jnp.dtype(dtype),
         }
-        own = {x.name: given[x.name] for x in fields(cls) if x.name in given}
-        own |= {
+        attributes = {x.name: contents[x.name] for x in fields(cls) if x.name in contents}
+        attributes |= {
             "machine": machine or (here() if named == "here" else Machine.of(named)),
-            "chosen": Candidate(**given["chosen"]),
-            "others": tuple(Candidate(**x) for x in given["others"]),
-            "rejected": tuple(Candidate(**x) for x in given["rejected"]),
+            "chosen": Candidate(**contents["chosen"]),
+            "others": tuple(Candidate(**x) for x in contents["others"]),
+            "rejected": tuple(Candidate(**x) for x in contents["rejected"]),
         }
-        return cls(**own, applying=Applying(**applying))
+        return cls(**attributes, applying=Applying(**applying))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plan) and self.as_text() == other.as_text()
@@ -344,15 +344,15 @@ class Plan:
     def __repr__(self) -> str:
         lines = [f"{self.machine}: {self.chosen.name}", *_rows([self.chosen])]
         lines += [f"  {line}" for line in self.code().splitlines()]
-        for heading, some in ("next", self.others), ("rejected", self.rejected):
-            if some:
-                lines += [heading, *_rows(some[:_SHOWN])]
-                left = len(some) - _SHOWN
+        for heading, candidates in ("next", self.others), ("rejected", self.rejected):
+            if candidates:
+                lines += [heading, *_rows(candidates[:_SHOWN])]
+                left = len(candidates) - _SHOWN
                 lines += [f"  and {left} more"] if left > 0 else []
         return "\n".join([*lines, *self.notes])
 
 
-def _rows(some: Sequence[Candidate]) -> list[str]:
+def _rows(candidates: Sequence[Candidate]) -> list[str]:
     return table([
         (
             x.name,
@@ -361,7 +361,7 @@ def _rows(some: Sequence[Candidate]) -> list[str]:
             "" if x.seconds is None else x.source,
             x.reason,
         )
-        for x in some
+        for x in candidates
     ])  # fmt: skip
 
 

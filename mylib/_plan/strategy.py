@@ -54,8 +54,10 @@ class Strategy:
             parts.append(f"FSDP {sizes['data']}")
         elif sizes.get("data", 1) > 1:
             parts.append(f"DP {sizes['data']}")
-        parts += [f"DP {sizes[a]}" for a in ("replica",) if a in sizes]
-        parts += [f"TP {sizes[a]}" for a in (MODEL,) if a in sizes]
+        if "replica" in sizes:
+            parts.append(f"DP {sizes['replica']}")
+        if MODEL in sizes:
+            parts.append(f"TP {sizes[MODEL]}")
         name = " x ".join(parts) or "one device"
         if self.saved is not None:
             name += ", splits saved"
@@ -88,18 +90,18 @@ def strategies(
             continue
         try:
             strategy = replace(strategy, fixes=fixed.on(traced, strategy.sizes))
-            found = _on_mesh(strategy, traced)
+            on_mesh = _on_mesh(strategy, traced)
         except ContradictionError as error:
             yield Impossible(strategy.name, str(error))
             continue
-        for one in found:
-            yield one
+        for candidate in on_mesh:
+            yield candidate
             saved = traced.input and traced.input.spec(
-                _entry(one.rows), MODEL, one.sizes.get(MODEL, 1)
+                _entry(candidate.rows), MODEL, candidate.sizes.get(MODEL, 1)
             )
             # Other policies save more, which would stay whole.
-            if one.tensor and saved and traced.policy == "full":
-                yield replace(one, saved=saved)
+            if candidate.tensor and saved and traced.policy == "full":
+                yield replace(candidate, saved=saved)
 
 
 def _wrongly_summed(strategy: Strategy, traced: TracedStep) -> str:
@@ -114,17 +116,17 @@ def _wrongly_summed(strategy: Strategy, traced: TracedStep) -> str:
 
 def _on_mesh(strategy: Strategy, traced: TracedStep) -> list[Strategy]:
     """The strategies on a mesh, which must not contradict what is fixed."""
-    parts, found = strategy.sizes.get(MODEL, 1), [strategy]
+    parts, candidates = strategy.sizes.get(MODEL, 1), [strategy]
     if parts > 1:
         choices = traced.choices(parts, strategy.fixes.is_whole)
         if not choices:
             raise ContradictionError(_no_group(parts, traced))
-        found = [
+        candidates = [
             replace(strategy, tensor=tuple(sorted(x for group in chosen for x in group.groups)))
             for chosen in choices
         ]
-    whys = [_contradiction(one, traced) for one in found]
-    possible = [one for one, why in zip(found, whys, strict=True) if not why]
+    whys = [_contradiction(candidate, traced) for candidate in candidates]
+    possible = [candidate for candidate, why in zip(candidates, whys, strict=True) if not why]
     if not possible:
         raise ContradictionError(whys[0])
     return possible[:_SETS]
@@ -137,12 +139,12 @@ def _contradiction(strategy: Strategy, traced: TracedStep) -> str:
         name, used = traced.step.called(leaf.path), trimmed(used_spec(leaf, strategy, traced))
         kept = spec_of(leaf, strategy, traced)
         if fixes.used.get(leaf.path, used) != used:
-            given = PartitionSpec(*fixes.used[leaf.path])
-            return f"used= fixes {name} at {given}, and here it is used at {PartitionSpec(*used)}"
+            spec = PartitionSpec(*fixes.used[leaf.path])
+            return f"used= fixes {name} at {spec}, and here it is used at {PartitionSpec(*used)}"
         missing = any(not set(axes_at(used, i)) <= set(axes_at(kept, i)) for i in range(len(used)))
         if missing and not leaf.is_data:
-            given = PartitionSpec(*kept)
-            return f"kept= fixes {name} at {given}, and here it is used at {PartitionSpec(*used)}"
+            spec = PartitionSpec(*kept)
+            return f"kept= fixes {name} at {spec}, and here it is used at {PartitionSpec(*used)}"
         over |= set() if leaf.is_data else axes_of(kept)
     fixed = [path in fixes.kept for path in traced.in_models]
     if any(fixed) and strategy.is_sharded and "data" not in over:
@@ -169,7 +171,7 @@ def meshes(
     """Meshes, and whether weights are kept in parts on them: over all devices, or within hosts;
     with `axes` those of these sizes. The axis "model" is within a host of GPUs.
     """
-    given = None if axes is None else {axis: n for axis, n in axes.items() if n > 1}
+    requested = None if axes is None else {axis: n for axis, n in axes.items() if n > 1}
     count, is_torus = machine.count, machine.chip.platform == "tpu"
     host = count if is_torus else machine.shape[-1]
     for model in _divisors(count):
@@ -178,11 +180,11 @@ def meshes(
         for data in _divisors(count // model):
             replicas = count // model // data
             within_hosts = not is_torus and data * model == host
-            if replicas > 1 and data > 1 and not within_hosts and given is None:
+            if replicas > 1 and data > 1 and not within_hosts and requested is None:
                 continue
             sizes = {"replica": replicas, "data": data} if data > 1 else {"data": replicas}
             named = {axis: n for axis, n in {**sizes, MODEL: model}.items() if n > 1}
-            if given in (None, named):
+            if requested in (None, named):
                 yield tuple(named.items()), data > 1
 
 

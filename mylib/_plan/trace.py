@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from .._errors import PlacementError
 from .._fsdp import fully_shard
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys
-from ..rules import fsdp, where_even
+from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
 from .groups import Event, Reading, program_of
@@ -57,15 +57,15 @@ class PlannedStep:
 
     @staticmethod
     def of(fun: Callable[..., Any], args: Sequence[Any]) -> "PlannedStep":
-        given = tuple(jax.tree.map(_described, tuple(args)))
-        roles = tuple(roles_in(given))
-        names = tuple(_names(fun, given))
+        abstract = tuple(jax.tree.map(_described, tuple(args)))
+        roles = tuple(roles_in(abstract))
+        names = tuple(_names(fun, abstract))
         if not roles:
             raise PlanError(
                 "no argument of the step has a Module that can be called: plan needs the model as "
                 "an argument, such as plan(step, batch, model, state)"
             )
-        return PlannedStep(fun, given, names, roles, _batch_of(given, names, roles))
+        return PlannedStep(fun, abstract, names, roles, _batch_of(abstract, names, roles))
 
     def called(self, path: str) -> str:
         """A path of the tuple of arguments, with the argument's name."""
@@ -76,20 +76,17 @@ class PlannedStep:
 def _described(x: Any) -> Any:
     if not is_array(x, abstract=True) or isinstance(x, jax.ShapeDtypeStruct):
         return x
-    aval = jax.typeof(x) if isinstance(x, jax.Array) else np.asarray(x)
-    dtype = (
-        jax.dtypes.canonicalize_dtype(aval.dtype) if isinstance(aval, np.ndarray) else aval.dtype
-    )
-    return jax.ShapeDtypeStruct(aval.shape, dtype)
+    aval = jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
 def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[str]:
     signature = inspect.signature(fun)
     try:
-        found = signature.bind(*args).arguments
+        bound = signature.bind(*args).arguments
     except TypeError as error:
         raise TypeError(f"plan: the step can't be called with these arguments: {error}") from None
-    for name, x in found.items():
+    for name, x in bound.items():
         several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
         yield from (f"{name}[{i}]" for i in range(len(x))) if several else (name,)
 
@@ -116,8 +113,8 @@ def _has_rows(x: Any) -> bool:
 
 @dataclass(eq=False)
 class ArrayIn:
-    """An array among the arguments: its path, the groups of its dimensions, and whether it has rows
-    of the batch.
+    """An array among the arguments or results: its path, the groups of its dimensions, and whether
+    it has rows of the batch, or is a result.
     """
 
     path: str
@@ -155,7 +152,7 @@ class TracedStep:
     program: Reading
     leaves: list[ArrayIn]
     called: list[CalledModule]
-    results: list[tuple[str, Any, Nodes]]
+    results: list[ArrayIn]
     rows: set[int]
     jaxpr: Any = field(repr=False)
     inputs: Sequence[Event | None]
@@ -167,8 +164,8 @@ class TracedStep:
 
     @cached_property
     def batch_size(self) -> int:
-        given = [x.aval.shape[0] for x in self.leaves if x.groups and x.groups[0] in self.rows]
-        return math.gcd(*given)
+        sizes = [x.aval.shape[0] for x in self.leaves if x.groups and x.groups[0] in self.rows]
+        return math.gcd(*sizes)
 
     def is_iterated(self, leaf: ArrayIn) -> bool:
         """Whether a loop iterates over its first dimension."""
@@ -179,7 +176,7 @@ class TracedStep:
         """The paths of the weights of stacked layers, whose arrays a loop iterates over."""
         iterated = {leaf.path for leaf in self.leaves if self.is_iterated(leaf)}
         layers = [
-            {path + own for own in weights}
+            {path + path_in_model for path_in_model in weights}
             for path, role in self.models.items()
             for weights in weights_of(role.module, self.layers)
         ]
@@ -192,11 +189,11 @@ class TracedStep:
     @cached_property
     def weights(self) -> dict[tuple[Nodes, tuple[int, ...]], list[ArrayIn]]:
         """Arrays that are no data, by the groups of their dimensions and their shape."""
-        found: dict[tuple[Nodes, tuple[int, ...]], list[ArrayIn]] = {}
+        by_dims: dict[tuple[Nodes, tuple[int, ...]], list[ArrayIn]] = {}
         for leaf in self.leaves:
             if not leaf.is_data and leaf.groups:
-                found.setdefault((leaf.groups, tuple(leaf.aval.shape)), []).append(leaf)
-        return found
+                by_dims.setdefault((leaf.groups, tuple(leaf.aval.shape)), []).append(leaf)
+        return by_dims
 
     @cached_property
     def models(self) -> dict[str, CalledModule]:
@@ -250,28 +247,28 @@ _MOST = 14
 def _groups_of(traced: TracedStep) -> list[Together]:
     group = traced.program.dims.group
     cut = {group(node) for event in traced.program.whole for node in event.over}
-    found: dict[int, list[tuple[str, int, int, int]]] = {}
+    members_of: dict[int, list[tuple[str, int, int, int]]] = {}
     for (groups, shape), leaves in traced.weights.items():
         paths = [leaf.path for leaf in leaves if leaf.path in traced.in_models]
         for i, x in enumerate(groups):
             if x not in traced.rows | traced.loops | cut and shape[i] > 1:
                 members = [(path, i, len(shape), math.prod(shape)) for path in paths]
-                found.setdefault(x, []).extend(members)
+                members_of.setdefault(x, []).extend(members)
     alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
-    for x, members in found.items():
+    for x, members in members_of.items():
         if members:
             key = tuple(sorted({(role_of(path), i) for path, i, *_ in members}))
             alike.setdefault(key, []).append(x)
-    made: list[Together] = []
+    splittable: list[Together] = []
     for together in alike.values():
         twice = len(together) > 1 and _splits_twice(together, traced)
         for part in [[x] for x in together] if twice else [together]:
             if not _splits_twice(part, traced):
-                members = [m for x in part for m in found[x]]
+                members = [m for x in part for m in members_of[x]]
                 limit = math.gcd(*map(traced.program.dims.parts, part))
                 size = sum(m[3] for m in members)
-                made.append(Together(tuple(part), limit, size, [m[:3] for m in members]))
-    return made
+                splittable.append(Together(tuple(part), limit, size, [m[:3] for m in members]))
+    return splittable
 
 
 def role_of(path: str) -> str:
@@ -294,7 +291,7 @@ def _maximal(groups: Sequence[Together], traced: TracedStep) -> list[tuple[Toget
         for i, j in itertools.combinations(range(len(groups)), 2)
         if clash(groups[i], groups[j])
     }
-    found: list[tuple[int, ...]] = []
+    maximal: list[tuple[int, ...]] = []
 
     def against(i: int, chosen: tuple[int, ...]) -> bool:
         return any(frozenset((i, j)) in clashes for j in chosen)
@@ -302,7 +299,7 @@ def _maximal(groups: Sequence[Together], traced: TracedStep) -> list[tuple[Toget
     def grow(i: int, chosen: tuple[int, ...]) -> None:
         if i == len(groups):
             if chosen and all(j in chosen or against(j, chosen) for j in range(i)):
-                found.append(chosen)
+                maximal.append(chosen)
             return
         if not against(i, chosen):
             grow(i + 1, (*chosen, i))
@@ -310,7 +307,7 @@ def _maximal(groups: Sequence[Together], traced: TracedStep) -> list[tuple[Toget
             grow(i + 1, chosen)
 
     grow(0, ())
-    sets = [tuple(groups[i] for i in chosen) for chosen in found]
+    sets = [tuple(groups[i] for i in chosen) for chosen in maximal]
     return sorted(sets, key=lambda chosen: -sum(group.size for group in chosen))
 
 
@@ -329,14 +326,14 @@ def trace(
             return model
         kept = where_even(fsdp("_", stacked=layers))
         try:
-            made = sharded(model, layers, kept, None, mesh, dtype, policy)
+            sharded_model = sharded(model, layers, kept, replicated(), mesh, dtype, policy)
         except PlacementError as error:
             raise PlanError(f"layers= of {step.called(role.path)}: {error}") from error
-        classes = {type(x) for x in jtu.tree_leaves(made, is_leaf=is_layer) if is_layer(x)}
+        classes = {type(x) for x in jtu.tree_leaves(sharded_model, is_leaf=is_layer) if is_layer(x)}
 
         def called(*args: Any, **kwargs: Any) -> Any:
             with inputs.tracing(classes):
-                return made(*args, **kwargs)
+                return sharded_model(*args, **kwargs)
 
         return called
 
@@ -346,7 +343,7 @@ def trace(
     calls = Calls(step.roles, shard)
     try:
         with calls.tracing():
-            jaxpr = _jaxpr_of(step)
+            jaxpr, arrays, returned = _jaxpr_of(step)
     except NotServedError as error:
         raise PlanError(f"{error}. {_by_hand(step)}") from None
     except PlacementError as error:
@@ -357,29 +354,18 @@ def trace(
     if not calls.seen:
         names = ", ".join(step.called(role.path) for role in step.roles)
         raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
-    return _traced(step, policy, layers or (), jaxpr, calls, inputs)
+    return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
 
 
-class _Jaxpr(NamedTuple):
-    """A step's jaxpr, what it computes, and the trees of its arguments and results."""
+def _jaxpr_of(step: PlannedStep) -> tuple[Any, Any, Any]:
+    """A step's jaxpr, and the trees of arrays that it takes and returns."""
+    arrays, static = eqx.partition(step.args, lambda x: is_array(x, abstract=True))
 
-    closed: Any
-    program: Reading
-    arrays: Any
-    out: Any
+    def arrays_returned(arrays: Any) -> Any:
+        return eqx.filter(step.fun(*eqx.combine(arrays, static)), eqx.is_array)
 
-
-def _jaxpr_of(step: PlannedStep) -> _Jaxpr:
-    arrays, rest = eqx.partition(step.args, lambda x: is_array(x, abstract=True))
-    made: list[Any] = []
-
-    def run(arrays: Any) -> Any:
-        out = eqx.filter(step.fun(*eqx.combine(arrays, rest)), eqx.is_array)
-        made.append(out)
-        return out
-
-    closed = jax.make_jaxpr(run)(arrays)
-    return _Jaxpr(closed, program_of(closed), arrays, made[0])
+    jaxpr, returned = jax.make_jaxpr(arrays_returned, return_shape=True)(arrays)
+    return jaxpr, arrays, returned
 
 
 class LayerInput(NamedTuple):
@@ -406,7 +392,7 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
     """
     program, rows = traced.program, traced.rows
     weights = {x for leaf in traced.leaves if not leaf.is_data for x in leaf.groups}
-    found: set[LayerInput | None] = set()
+    layer_inputs: set[LayerInput | None] = set()
     for event, rank in zip(traced.inputs, inputs.ranks, strict=True):
         seen = program.dims.groups(event.dims if event else ())
         if len(seen) > (rank or 0):
@@ -415,8 +401,8 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
             return None
         free = [(i, program.dims.parts(x)) for i, x in enumerate(seen) if x not in weights | rows]
         of_rows = next((i for i, x in enumerate(seen) if x in rows), None)
-        found.add(LayerInput(rank, of_rows, tuple(free)))
-    return found.pop() if len(found) == 1 else None
+        layer_inputs.add(LayerInput(rank, of_rows, tuple(free)))
+    return layer_inputs.pop() if len(layer_inputs) == 1 else None
 
 
 def _by_hand(step: PlannedStep) -> str:
@@ -431,11 +417,13 @@ def _traced(
     step: PlannedStep,
     policy: str,
     layers: tuple[type, ...],
-    jaxpr: _Jaxpr,
     calls: Calls,
     inputs: LayerInputs,
+    jaxpr: Any,
+    arrays: Any,
+    returned: Any,
 ) -> TracedStep:
-    closed, program, arrays, out = jaxpr
+    program = program_of(jaxpr)
     if program.unknown:
         lines = {name: f" ({line})" if line else "" for name, line in program.unknown.items()}
         listed = ", ".join(name + line for name, line in lines.items())
@@ -443,35 +431,30 @@ def _traced(
             f"plan doesn't know how these may be split: {listed}. Write the step without them, "
             "replace kernels by plain JAX for planning, or choose a strategy by hand"
         )
-    groups = program.dims.groups
-    flat = jtu.tree_flatten_with_path(arrays)[0]
-    leaves = [
-        ArrayIn(jtu.keystr(path), x, groups(nodes))
-        for (path, x), nodes in zip(flat, program.inputs, strict=True)
-    ]
+
+    def arrays_in(tree: Any, dims: Sequence[Nodes]) -> list[ArrayIn]:
+        pairs = zip(jtu.tree_flatten_with_path(tree)[0], dims, strict=True)
+        groups = program.dims.groups
+        return [ArrayIn(jtu.keystr(path), x, groups(nodes)) for (path, x), nodes in pairs]
+
+    leaves = arrays_in(arrays, program.inputs)
+    # Like data, results that are no weights or moments are split by their rows.
+    results = [replace(x, is_data=True) for x in arrays_in(returned, program.results)]
     called = calls.called(program.origins, [leaf.path for leaf in leaves])
-    results = [
-        (jtu.keystr(path), x, groups(nodes))
-        for (path, x), nodes in zip(
-            jtu.tree_flatten_with_path(out)[0], program.results, strict=True
-        )
-    ]
     rows = _rows(leaves, f"[{step.batch}]")
     for leaf in leaves:
         leaf.is_data = leaf.path.startswith(f"[{step.batch}]") or bool(rows & set(leaf.groups))
     events = [program.named.get(inputs.name(i)) for i in range(len(inputs.ranks))]
-    traced = TracedStep(
-        step, policy, layers, program, leaves, called, results, rows, closed, events
-    )
+    traced = TracedStep(step, policy, layers, program, leaves, called, results, rows, jaxpr, events)
     traced.input = _layer_input(traced, inputs)
     return traced
 
 
 def _rows(leaves: Sequence[ArrayIn], batch: str) -> set[int]:
     """The groups of the first dimension of a batch: of its first array, and of all as long."""
-    given = [x for x in leaves if x.path.startswith(batch) and x.groups]
-    size = given[0].aval.shape[0]
-    return {x.groups[0] for x in given if x.aval.shape[0] == size}
+    arrays = [x for x in leaves if x.path.startswith(batch) and x.groups]
+    size = arrays[0].aval.shape[0]
+    return {x.groups[0] for x in arrays if x.aval.shape[0] == size}
 
 
 def sharded(
@@ -486,17 +469,17 @@ def sharded(
 ) -> Any:
     """The model of `fully_shard`. A model without layers of these classes is one layer."""
     which: Any = layers_in(model, layers) or (lambda x, path: not path)
-    given = {} if used is None else {"used": used}
-    options = {"policy": POLICIES[policy][1]} if POLICIES[policy][1] else {}
-    options |= {} if saved is None else {"saved": PartitionSpec(*saved)}
-    return fully_shard(model, which, kept, mesh=mesh, dtype=dtype, **given, **options)
+    spec = None if saved is None else PartitionSpec(*saved)
+    return fully_shard(
+        model, which, kept, used, mesh=mesh, dtype=dtype, policy=POLICIES[policy][1], saved=spec
+    )
 
 
 def layers_of(traced: TracedStep) -> tuple[type, ...]:
     """The classes of what repeats in the models of a step that has been traced as it is."""
-    found: list[type] = []
+    classes: list[type] = []
     iterated = {leaf.path for leaf in traced.leaves if traced.is_iterated(leaf)}
     for path, role in traced.models.items():
-        own = {p[len(path) :] for p in iterated if p.startswith(path)}
-        found += repeated_in(role.module, own)
-    return tuple(dict.fromkeys(found))
+        iterated_paths = {p[len(path) :] for p in iterated if p.startswith(path)}
+        classes += repeated_in(role.module, iterated_paths)
+    return tuple(dict.fromkeys(classes))
