@@ -147,16 +147,16 @@ def plan(
         # Without a compiler the price decides what fits.
         if not x.why and x.memory > room * (1 - RESERVE):
             x.why = too_much(x.memory, room, "by the model of its price")
-    left = ordered([x for x in tried if not x.why])
+    possible = ordered([x for x in tried if not x.why])
     with _Line(sys.stderr.isatty() if progress is None else progress) as line:
-        search.compile(left, line)
-        fitting = ordered([x for x in left if not x.why and x.report is not None])
+        search.compile(possible, line)
+        fitting = ordered([x for x in possible if not x.why and x.report is not None])
         search.measure(fitting[:measure], line)
-    rest = [x for x in left if not x.why and x.report is None]
+    uncompiled = [x for x in possible if not x.why and x.report is None]
     rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
-    if not fitting and (not rest or (compile and not search.is_interrupted)):
-        raise PlanError(_nothing(step, rejected, rest, target, room, budget))
-    ranked = [*ordered(fitting[:measure]), *fitting[measure:], *rest]
+    if not fitting and (not uncompiled or (compile and not search.is_interrupted)):
+        raise PlanError(_nothing(step, rejected, uncompiled, target, room, budget))
+    ranked = [*ordered(fitting[:measure]), *fitting[measure:], *uncompiled]
     chosen = plan_of(ranked, rejected, target, is_assumed, dtype)
     if not search.is_interrupted:
         cached.write(chosen)
@@ -224,11 +224,11 @@ class _Search:
     budget: float
     is_interrupted: bool = False
 
-    def compile(self, left: Sequence[Tried], line: "_Line") -> None:
+    def compile(self, possible: Sequence[Tried], line: "_Line") -> None:
         """Compiles the best. If none of them fits, it goes on with those of least memory."""
         start, longest, best = time.monotonic(), 0.0, math.inf
-        chosen = to_compile(left, self.count)
-        others = [x for x in left if x not in chosen] if self.count else []
+        chosen = to_compile(possible, self.count)
+        others = [x for x in possible if x not in chosen] if self.count else []
         for i, x in enumerate([*chosen, *sorted(others, key=lambda x: x.memory)]):
             begun = time.monotonic()
             if i and begun + longest > start + self.budget:
@@ -289,7 +289,7 @@ class _Line:
 def _nothing(
     step: PlannedStep,
     rejected: Sequence[Tried],
-    rest: Sequence[Tried],
+    uncompiled: Sequence[Tried],
     target: Machine,
     room: float,
     budget: float,
@@ -302,8 +302,8 @@ def _nothing(
     helps = "more devices, a smaller batch, or micro-batches in the step"
     if least.traced is not None and least.traced.policy != "full":
         helps = f'policies=("full",), {helps}'
-    if rest:
-        helps = f"a larger budget= than {budget:g} s, as {len(rest)} more are left; {helps}"
+    if uncompiled:
+        helps = f"a larger budget= than {budget:g} s, as {len(uncompiled)} more are left; {helps}"
     return (
         f"no plan fits on {target}. The least, {least.name}, {least.why}: {missing} are missing. "
         f"What would help: {helps}"

@@ -80,23 +80,23 @@ class Prices:
         program, dims = traced.program, traced.program.dims
         group = cache(dims.group)
 
-        def many(arrays: Iterable[Nodes]) -> _GroupsOfMany:
+        def groups_of(arrays: Iterable[Nodes]) -> _GroupsOfMany:
             return _GroupsOfMany([[group(x) for x in nodes] for nodes in arrays])
 
         dtypes = {product.dtype for product in program.products}
         self.ideal, self.real, self.assumptions = speeds(machine.chip, dtypes)
-        self.products = _Events.of(program.products, many)
+        self.products = _Events.of(program.products, groups_of)
         self.rates = np.array([self.ideal.flops[product.dtype] for product in program.products])
         operands = [(i, *x) for i, product in enumerate(program.products) for x in product.operands]
-        self.operands = many([nodes for *_, nodes in operands])
+        self.operands = groups_of([nodes for *_, nodes in operands])
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
-        self.moves = _Events.of([x for x in program.moves if x.amount / 4 >= SMALL], many)
-        self.whole = _Events.of(program.whole, many)
-        self.inputs = _Events.of([x for x in traced.inputs if x is not None], many)
+        self.moves = _Events.of([x for x in program.moves if x.amount / 4 >= SMALL], groups_of)
+        self.whole = _Events.of(program.whole, groups_of)
+        self.inputs = _Events.of([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
-        self.sums = _Events.of(sums, many)
+        self.sums = _Events.of(sums, groups_of)
         self.after = np.array([x.after.number for x in sums], int)
         self.times_of = np.array([x.times for x in program.places])
         self.held = traced.leaves
@@ -106,7 +106,7 @@ class Prices:
         self.is_whole = self.is_data | np.array([leaf.is_small for leaf in self.held], bool)
         values_last = machine.chip.platform != "tpu"
         lives = [x for scope in program.scopes for x in lives_of(scope, values_last)]
-        self.lives = many([x.nodes for x in lives])
+        self.lives = groups_of([x.nodes for x in lives])
         self.live_bytes = np.array([float(x.bytes) for x in lives])
         self.is_kept, self.is_between = _kinds_of(lives, traced, group)
         moments = sorted({x for live in lives for x in (live.start, live.stop)} or {0.0})
@@ -163,11 +163,14 @@ class _Events(NamedTuple):
     over: _GroupsOfMany
 
     @staticmethod
-    def of(events: Sequence[Event], many: Callable[[Any], _GroupsOfMany]) -> "_Events":
+    def of(events: Sequence[Event], groups_of: Callable[[Any], _GroupsOfMany]) -> "_Events":
         places = np.array([x.place.number for x in events], int)
         amounts = np.array([x.amount for x in events], float)
         return _Events(
-            places, amounts, many([x.dims for x in events]), many([x.over for x in events])
+            places,
+            amounts,
+            groups_of([x.dims for x in events]),
+            groups_of([x.over for x in events]),
         )
 
 

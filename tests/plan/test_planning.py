@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import planned_steps as steps
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib._plan.calls import Calls, roles_in
@@ -378,6 +378,21 @@ class TestRefuses:
 
         with pytest.raises(mylib.PlanError, match="its rows are not split over all devices"):
             modelled(halves, *args, axes={"data": 8})
+
+    def test_why_grouped_convolutions_are_refused(self):
+        """Plain JAX does this. Once it doesn't, `plan` need not refuse them any more."""
+
+        def loss(weights, x):
+            y = jax.lax.conv_general_dilated(x, weights, (1, 1), "SAME", feature_group_count=2)
+            return jnp.sum(y**2)
+
+        mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("data", "model"))
+        x, weights = jax.random.normal(KEY, (16, 8, 8, 8)), jax.random.normal(KEY, (8, 4, 3, 3))
+        args = jax.device_put(
+            (weights, x), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data")))
+        )
+        gradient = jax.jit(jax.grad(loss), out_shardings=NamedSharding(mesh, P()))(*args)
+        np.testing.assert_allclose(gradient, 2 * jax.grad(loss)(weights, x), rtol=1e-3, atol=1e-2)
 
     def test_layers_of_tied_weights(self):
         make = lambda key: eqx.nn.Sequential([Tied(key)])  # noqa: E731
