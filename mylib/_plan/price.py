@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class Price:
     """The price of a strategy.
 
     - `seconds`, `interval`: of a call, and at least and at most, as those of an estimate.
-    - `memory`: the bytes that each device holds at most; `held` of them between calls.
+    - `memory`: the bytes that each device holds at most.
     - `parts`: the seconds of each part.
     - `sent`: bytes by kind, as `Collective.bytes` counts them.
     """
@@ -65,7 +65,6 @@ class Price:
     seconds: float
     interval: tuple[float, float]
     memory: int
-    held: int
     parts: Mapping[str, float]
     sent: Mapping[str, float]
 
@@ -84,36 +83,34 @@ class Prices:
             return _GroupsOfMany([[group(x) for x in nodes] for nodes in arrays])
 
         dtypes = {product.dtype for product in program.products}
-        self.ideal, self.real, self.assumptions = speeds(machine.chip, dtypes)
-        self.products = _Events.of(program.products, groups_of)
+        self.ideal, self.real, _ = speeds(machine.chip, dtypes)
+        self.products = _Events(program.products, groups_of)
         self.rates = np.array([self.ideal.flops[product.dtype] for product in program.products])
         operands = [(i, *x) for i, product in enumerate(program.products) for x in product.operands]
-        self.operands = groups_of([nodes for *_, nodes in operands])
+        self.operands = groups_of(nodes for *_, nodes in operands)
         self.operand_of, self.operand_bytes = (
             np.array([x[i] for x in operands], dtype) for i, dtype in enumerate((int, float))
         )
-        self.moves = _Events.of([x for x in program.moves if x.amount / 4 >= SMALL], groups_of)
-        self.whole = _Events.of(program.whole, groups_of)
-        self.inputs = _Events.of([x for x in traced.inputs if x is not None], groups_of)
+        self.moves = _Events([x for x in program.moves if x.amount / 4 >= SMALL], groups_of)
+        self.whole = _Events(program.whole, groups_of)
+        self.inputs = _Events([x for x in traced.inputs if x is not None], groups_of)
         sums, self.is_gradient = _sums_together(traced, group)
-        self.sums = _Events.of(sums, groups_of)
+        self.sums = _Events(sums, groups_of)
         self.after = np.array([x.after.number for x in sums], int)
         self.times_of = np.array([x.times for x in program.places])
-        self.held = traced.leaves
-        self.held_dims = _GroupsOfMany([leaf.groups for leaf in self.held])
-        self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in self.held])
-        self.is_data = np.array([leaf.is_data for leaf in self.held], bool)
-        self.is_whole = self.is_data | np.array([leaf.is_small for leaf in self.held], bool)
+        leaves = traced.leaves
+        self.held_dims = groups_of(leaf.groups for leaf in leaves)
+        self.held_bytes = np.array([float(bytes_of(leaf.aval)) for leaf in leaves])
+        self.is_data = np.array([leaf.is_data for leaf in leaves], bool)
+        self.is_whole = self.is_data | np.array([leaf.is_small for leaf in leaves], bool)
         values_last = machine.chip.platform != "tpu"
         lives = [x for scope in program.scopes for x in lives_of(scope, values_last)]
-        self.lives = groups_of([x.nodes for x in lives])
+        self.lives = groups_of(x.nodes for x in lives)
         self.live_bytes = np.array([float(x.bytes) for x in lives])
         self.is_kept, self.is_between = _kinds_of(lives, traced, group)
-        moments = sorted({x for live in lives for x in (live.start, live.stop)} or {0.0})
-        self.times = [
-            np.searchsorted(moments, [getattr(x, name) for x in lives]).astype(int)
-            for name in ("start", "stop")
-        ]
+        # The moments are numbered; these are the numbers of all starts, and of all stops.
+        _, moments = np.unique([(x.start, x.stop) for x in lives], return_inverse=True)
+        self.starts, self.stops = moments.reshape(-1, 2).T
         self._links: dict[Any, float] = {}
 
     def price(self, strategy: Strategy) -> Price:
@@ -152,26 +149,16 @@ class _GroupsOfMany:
         return self._having[key]
 
 
-class _Events(NamedTuple):
+class _Events:
     """Events as arrays: the numbers of their places, and the groups of the dimensions that divide
     and cross them.
     """
 
-    places: Any
-    amounts: Any
-    dims: _GroupsOfMany
-    over: _GroupsOfMany
-
-    @staticmethod
-    def of(events: Sequence[Event], groups_of: Callable[[Any], _GroupsOfMany]) -> "_Events":
-        places = np.array([x.place.number for x in events], int)
-        amounts = np.array([x.amount for x in events], float)
-        return _Events(
-            places,
-            amounts,
-            groups_of([x.dims for x in events]),
-            groups_of([x.over for x in events]),
-        )
+    def __init__(self, events: Sequence[Event], groups_of: Callable[[Any], _GroupsOfMany]):
+        self.places = np.array([x.place.number for x in events], int)
+        self.amounts = np.array([x.amount for x in events], float)
+        self.dims = groups_of(x.dims for x in events)
+        self.over = groups_of(x.over for x in events)
 
 
 def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[list[Sum], Any]:
@@ -200,12 +187,11 @@ def _sums_together(traced: TracedStep, group: Callable[[int], int]) -> tuple[lis
 
 def _kinds_of(lives: Sequence[Live], traced: TracedStep, group: Callable[[int], int]) -> Any:
     """Which arrays are kept as weights are, and which are held between layers."""
-    weights = traced.weights
     at_top = np.array([x.top and not x.gathered for x in lives], bool)
-    are_weights = [(tuple(map(group, x.nodes)), x.shape) in weights for x in lives]
+    like_weights = [(tuple(map(group, x.nodes)), x.shape) in traced.weights for x in lives]
     large = np.array([math.prod(x.shape) >= SMALL for x in lives], bool)
     once = np.array([x.times == 1 for x in lives], bool)
-    kept_at_top = at_top & np.array(are_weights, bool)
+    kept_at_top = at_top & np.array(like_weights, bool)
     return kept_at_top & large, at_top & once & ~kept_at_top
 
 
@@ -252,6 +238,15 @@ class _Pricing:
         by_rows, by_model = arrays.has(self.data), arrays.has(self.strategy.tensor)
         return np.where(by_rows, self.rows, 1) * np.where(by_model, self.model, 1)
 
+    def on_each(self, nbytes: Any, arrays: _GroupsOfMany, are_kept: Any) -> Any:
+        """The bytes of these arrays on each device; of those that `are_kept` as weights are, the
+        part that it keeps.
+        """
+        nbytes = nbytes / self.splits(arrays)
+        for axes, which in self.kept_over(arrays).items():
+            nbytes = np.where(are_kept & which, nbytes / self.size(axes), nbytes)
+        return nbytes
+
     def crossed(self, events: _Events) -> tuple[Any, Any]:
         """Which events need what is split over the axes of the batch, and over "model"."""
         return tuple(
@@ -282,7 +277,6 @@ class _Pricing:
         moved = gathers + gradients
         hidden, moved = self.hidden(moved, body), moved.sum()
         exposed = tensor * (1 - _HIDDEN_TENSOR.get(self.prices.machine.chip.platform, 0.0))
-        held, peak = self.memory()
         body = body.sum()
         parts = {
             "computation": body,
@@ -293,8 +287,7 @@ class _Pricing:
         return Price(
             seconds=float(body + exposed + moved - hidden),
             interval=(float(max(low, moved + tensor)), float(body + moved + tensor)),
-            memory=peak,
-            held=held,
+            memory=self.memory(),
             parts={name: float(x) for name, x in parts.items() if x},
             sent=dict(sorted(self.sent.items())),
         )
@@ -330,9 +323,7 @@ class _Pricing:
         """The bytes of sums that each turn of a loop reads and writes, to add to them."""
         sums, added = self.prices.sums, self.nothing()
         are_looped = sums.places != self.prices.after
-        nbytes = 2 * sums.amounts / self.splits(sums.dims)
-        for axes, which in self.kept_over(sums.dims).items():
-            nbytes = np.where(self.prices.is_gradient & which, nbytes / self.size(axes), nbytes)
+        nbytes = self.on_each(2 * sums.amounts, sums.dims, self.prices.is_gradient)
         times = are_looped * self.prices.times_of[sums.places]
         np.add.at(added, sums.places, nbytes * times)
         return added
@@ -392,24 +383,19 @@ class _Pricing:
     def held(self) -> Any:
         """The bytes of each argument on each device."""
         prices = self.prices
-        nbytes = prices.held_bytes / self.splits(prices.held_dims)
-        for axes, which in self.kept_over(prices.held_dims).items():
-            nbytes = np.where(which & ~prices.is_whole, nbytes / self.size(axes), nbytes)
-        return nbytes
+        return self.on_each(prices.held_bytes, prices.held_dims, ~prices.is_whole)
 
-    def memory(self) -> tuple[int, int]:
-        """What each device holds between calls, and at the peak."""
-        prices, held = self.prices, self.held().sum()
-        nbytes = prices.live_bytes / self.splits(prices.lives)
-        for axes, which in self.kept_over(prices.lives).items():
-            nbytes = np.where(prices.is_kept & which, nbytes / self.size(axes), nbytes)
+    def memory(self) -> int:
+        """What each device holds at the peak."""
+        prices = self.prices
+        nbytes = self.on_each(prices.live_bytes, prices.lives, prices.is_kept)
         if self.strategy.saved is not None:
             saved = prices.is_between & ~prices.lives.has(self.strategy.tensor)
             nbytes = np.where(saved, nbytes / self.model, nbytes)
-        line = np.zeros(max((x.max(initial=0) for x in prices.times), default=0) + 1)
-        np.add.at(line, prices.times[0], nbytes)
-        np.add.at(line, prices.times[1], -nbytes)
-        return int(held), int(held + np.cumsum(line).max())
+        changes = np.zeros(prices.stops.max(initial=0) + 1)
+        np.add.at(changes, prices.starts, nbytes)
+        np.add.at(changes, prices.stops, -nbytes)
+        return int(self.held().sum() + np.cumsum(changes).max())
 
 
 def _combined(nbytes: Any) -> Any:

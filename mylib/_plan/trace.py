@@ -1,7 +1,6 @@
 """A step, traced with a policy and without a mesh: its leaves, and their groups of dimensions."""
 
 import inspect
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -286,28 +285,21 @@ def _maximal(groups: Sequence[Together], traced: TracedStep) -> list[tuple[Toget
     def clash(a: Together, b: Together) -> bool:
         return any(x & set(a.groups) and x & set(b.groups) for x in arrays)
 
-    clashes = {
-        frozenset((i, j))
-        for i, j in itertools.combinations(range(len(groups)), 2)
-        if clash(groups[i], groups[j])
-    }
-    maximal: list[tuple[int, ...]] = []
+    rivals = [{j for j, b in enumerate(groups) if a is not b and clash(a, b)} for a in groups]
+    maximal: list[set[int]] = []
 
-    def against(i: int, chosen: tuple[int, ...]) -> bool:
-        return any(frozenset((i, j)) in clashes for j in chosen)
-
-    def grow(i: int, chosen: tuple[int, ...]) -> None:
+    def grow(i: int, chosen: set[int]) -> None:
         if i == len(groups):
-            if chosen and all(j in chosen or against(j, chosen) for j in range(i)):
+            if chosen and all(j in chosen or rivals[j] & chosen for j in range(i)):
                 maximal.append(chosen)
             return
-        if not against(i, chosen):
-            grow(i + 1, (*chosen, i))
-        if against(i, tuple(range(len(groups)))):
+        if not rivals[i] & chosen:
+            grow(i + 1, chosen | {i})
+        if rivals[i]:
             grow(i + 1, chosen)
 
-    grow(0, ())
-    sets = [tuple(groups[i] for i in chosen) for chosen in maximal]
+    grow(0, set())
+    sets = [tuple(groups[i] for i in sorted(chosen)) for chosen in maximal]
     return sorted(sets, key=lambda chosen: -sum(group.size for group in chosen))
 
 
