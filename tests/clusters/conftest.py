@@ -16,8 +16,9 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if item.path.parent == here:
             item.add_marker(pytest.mark.clusters)
 
 
