@@ -18,12 +18,20 @@ _MACHINES = _EXAMPLES / "machines_you_dont_have.ipynb"
 _NOTEBOOKS = sorted(path for path in _EXAMPLES.glob("*.ipynb") if path != _MACHINES)
 _MANY_PROCESSES = _EXAMPLES / "many_processes.py"
 _EVERYDAY = ["newton.py"]
+# They take longest, half a minute and more each.
+_THOROUGH = ["strategies.py", "evolution_strategies.py", "feed_the_mesh.ipynb", "two_meshes.ipynb"]
 # Warnings are errors; ours of work that isn't divided, too, however small the work is.
 _STRICTLY = ("-W", "error", Path(__file__).with_name("all_worth_dividing.py"))
 
 
 def _name(path: Path) -> str:
     return path.name
+
+
+def _marks(path: Path) -> list[pytest.MarkDecorator]:
+    if path.name in _EVERYDAY:
+        return []
+    return [pytest.mark.thorough if path.name in _THOROUGH else pytest.mark.slow]
 
 
 @pytest.fixture
@@ -44,7 +52,7 @@ def _run(script, env, *launch):
 @pytest.mark.parametrize(
     "script",
     [
-        pytest.param(path, id=path.name, marks=[] if path.name in _EVERYDAY else [pytest.mark.slow])
+        pytest.param(path, id=path.name, marks=_marks(path))
         for path in _SCRIPTS
         if path != _MANY_PROCESSES
     ],
@@ -103,9 +111,10 @@ def test_what_the_gpt_communicates(monkeypatch):
     assert sum(c.times for c in sums) == 5 * gpt.SMALL.layers
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("path", _NOTEBOOKS, ids=_name)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, id=path.name, marks=_marks(path)) for path in _NOTEBOOKS]
+)
 def test_notebook(path, newcomer_env, cache_env, monkeypatch):
     """Its cells show what is committed with them; numbers and drawings are for the run to say."""
     found = _execute(path, newcomer_env | cache_env, monkeypatch, 120)

@@ -20,10 +20,18 @@ _ROOT = Path(__file__).resolve().parent.parent
 slow, thorough = pytest.mark.slow, pytest.mark.thorough
 
 
+# Of each kind of training one program; what the others show of mylib, other tests do, too.
+SLOW = ["llama", "gan", "generate"]
+
+
 def strategies(*names):
-    """The first of each program is `slow`, the others `thorough`."""
+    """The first of some programs is `slow`, the others `thorough`."""
     return [
-        pytest.param(name, strategy, id=f"{name}-{strategy}", marks=thorough if i else slow)
+        pytest.param(
+            *(name, strategy),
+            id=f"{name}-{strategy}",
+            marks=thorough if i or name not in SLOW else slow,
+        )
         for name in names
         for i, strategy in enumerate(program(name).STRATEGIES)
     ]
@@ -73,7 +81,7 @@ def test_training_with_a_step_of_its_own(name, strategy, on_one_device):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=thorough), True])
 def test_generated_tokens_are_those_without_a_cache(tied):
     generate, llama = program("generate"), program("llama")
     size = llama.Size(2, 32, 4, 2, 64, 64, 16, 8, tied=tied)

@@ -57,19 +57,18 @@ def of_weights(mode: str, stacking: str, base: str | None, recomputing: bool) ->
     return measure(*gathered_weights(SIZE, mode, stacking, checkpoint))
 
 
-MODES = pytest.mark.parametrize("mode", ["auto", "explicit", "shard_map"])
+# One is enough where the test before has shown what differs between them.
+MORE_MODES = [pytest.param(mode, marks=pytest.mark.thorough) for mode in ("explicit", "shard_map")]
 # Unrolled layers take long to compile.
 UNROLLED = pytest.param("unrolled", marks=pytest.mark.thorough)
 STACKINGS = pytest.mark.parametrize("stacking", ["scan", UNROLLED])
 
 
-SLOW = [
-    ("explicit", "scan", "dots"),
+SLOW = [("auto", "scan", "everything")]
+THOROUGH = [
     ("shard_map", "scan", "everything"),
     ("auto", "scan", "nothing"),
-]
-THOROUGH = [
-    ("auto", "scan", "everything"),
+    ("explicit", "scan", "dots"),
     ("explicit", "scan", "everything"),
     ("auto", "scan", "dots"),
     ("shard_map", "scan", "dots"),
@@ -122,7 +121,7 @@ def remat3():
 
 
 @pytest.mark.slow
-@MODES
+@pytest.mark.parametrize("mode", ["auto", *MORE_MODES])
 def test_with_the_checkpoint_that_jax_will_have(remat3, mode):
     """It asks the policy about few operations, and computes the others again."""
     plain = of_weights(mode, "scan", None, False)
@@ -151,7 +150,7 @@ def of_activations(mode: str, stacking: str, how: str) -> Measured:
 
 @pytest.mark.slow
 @STACKINGS
-@pytest.mark.parametrize("mode", ["auto", "explicit"])
+@pytest.mark.parametrize("mode", ["auto", MORE_MODES[0]])
 def test_activations_are_gathered_again_and_not_kept(mode, stacking):
     plain = of_activations(mode, stacking, "plain")
     ours = of_activations(mode, stacking, "pinned")
@@ -416,7 +415,7 @@ OFFLOADING = {
 
 
 @pytest.mark.slow
-@MODES
+@pytest.mark.parametrize("mode", ["auto", *MORE_MODES])
 @STACKINGS
 @pytest.mark.parametrize("what", OFFLOADING)
 def test_offloaded(mode, stacking, what):

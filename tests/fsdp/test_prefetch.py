@@ -83,11 +83,11 @@ def gradients(value, layers, x, mesh, kept=KEPT, used=None, layer=Layer, **optio
     [  # every pair
         pytest.param(AUTO, value_of, 1, id="auto-1"),
         pytest.param(
-            EXPLICIT, value_by_example, 1, id="explicit-examples-1", marks=pytest.mark.slow
+            EXPLICIT, value_by_example, 1, id="explicit-examples-1", marks=pytest.mark.thorough
         ),
         pytest.param(EXPLICIT, value_of, 2, id="explicit-2"),
         pytest.param(AUTO, value_by_example, 2, id="auto-examples-2"),
-        pytest.param(AUTO, value_of, 9, id="auto-9", marks=pytest.mark.slow),
+        pytest.param(AUTO, value_of, 9, id="auto-9", marks=pytest.mark.thorough),
         pytest.param(
             EXPLICIT, value_by_example, 9, id="explicit-examples-9", marks=pytest.mark.slow
         ),
@@ -119,7 +119,7 @@ def test_with_tensor_parallelism():
     assert_close(*found)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_kept_in_another_dtype():
     found, expected = gradients(value_of, LAYERS, X, AUTO, prefetch=1, dtype=jnp.bfloat16)
     assert_close(found, expected, rtol=5e-2)
@@ -159,7 +159,7 @@ def test_gradients_of_each_example():
     assert_close(found, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_a_method_closes_over_has_a_gradient():
     def value(layers, factors):
         count, x = jnp.zeros((), jnp.int32), X
@@ -227,7 +227,7 @@ class Normed(eqx.Module):
     [
         pytest.param(lambda fun: fun, id="plain", marks=pytest.mark.slow),
         eqx.filter_jit,
-        pytest.param(eqx.filter_checkpoint, id="filter_checkpoint", marks=pytest.mark.slow),
+        pytest.param(eqx.filter_checkpoint, id="filter_checkpoint", marks=pytest.mark.thorough),
     ],
 )
 def test_state_of_a_batch(wrap):
@@ -285,7 +285,7 @@ def each_alone(transform, layers, x):
     return jnp.mean(x**2)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_where_another_axis_is_manual():
     def value(layers, x):
         def inside(x):
@@ -306,7 +306,7 @@ def test_where_another_axis_is_manual():
     assert_close(found, eqx.filter_grad(value_of)(LAYERS, X))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_layer_in_a_vmap_of_its_own():
     def value(layers, x):
         return each_alone(jax.vmap, layers, x)
@@ -320,7 +320,9 @@ def test_each_layer_in_a_vmap_of_its_own():
     assert_close(*gradients(value, LAYERS, X, AUTO, prefetch=1))
 
 
-@pytest.mark.parametrize("transform", [jax.checkpoint, jax.jit])
+@pytest.mark.parametrize(
+    "transform", [pytest.param(jax.checkpoint, marks=pytest.mark.thorough), jax.jit]
+)
 @pytest.mark.slow
 def test_each_layer_in_a_program_of_its_own(transform):
     def value(layers, x):
@@ -355,8 +357,8 @@ def traced_twice(layers, x):
     [
         skipping,
         pytest.param(twice_and_backwards, id="twice_and_backwards", marks=pytest.mark.slow),
-        pytest.param(in_parts, id="in_parts", marks=pytest.mark.slow),
-        pytest.param(traced_twice, id="traced_twice", marks=pytest.mark.slow),
+        pytest.param(in_parts, id="in_parts", marks=pytest.mark.thorough),
+        pytest.param(traced_twice, id="traced_twice", marks=pytest.mark.thorough),
     ],
 )
 @pytest.mark.filterwarnings("error::mylib.PrefetchWarning")
@@ -416,7 +418,7 @@ def test_error_checks():
             program(layers, X * 1e6)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_primitives_of_a_layer_with_rules_of_their_own():
     class Rotation(Layer):
         def __call__(self, x, count):
@@ -496,17 +498,17 @@ def _derivative(name, derivative, *marks):
 @pytest.mark.parametrize(
     "derivative",
     [
-        _derivative("jvp", lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1], pytest.mark.slow),
+        _derivative("jvp", lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1], pytest.mark.thorough),
         _derivative("jacfwd", lambda f, x: jax.jacfwd(f)(x)),
         _derivative(
             "forward over reverse",
             lambda f, x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],
-            pytest.mark.slow,
+            pytest.mark.thorough,
         ),
         _derivative(
             "reverse over forward",
             lambda f, x: jax.grad(lambda x: jax.jvp(f, (x,), (jnp.cos(x),))[1])(x),
-            pytest.mark.slow,
+            pytest.mark.thorough,
         ),
         _derivative(
             "reverse over reverse",
@@ -521,7 +523,7 @@ def test_other_derivatives(derivative):
     assert_close(found, derivative(lambda x: squared(LAYERS, x), X[0]), rtol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_forward_mode_by_weights():
     def directional(run):
         _, tangent = eqx.filter_jvp(run, (LAYERS,), (eqx.filter(LAYERS, eqx.is_inexact_array),))

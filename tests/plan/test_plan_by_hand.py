@@ -65,7 +65,7 @@ def figures(lowered):
     "make, name",
     [
         (steps.PlainTransformer, "FSDP 8"),
-        (steps.StackedTransformer, "FSDP 4 x TP 2"),
+        pytest.param(steps.StackedTransformer, "FSDP 4 x TP 2", marks=pytest.mark.thorough),
         pytest.param(steps.PlainTransformer, "DP 4 x TP 2", marks=pytest.mark.thorough),
         pytest.param(steps.PlainTransformer, "FSDP 4 x TP 2", marks=pytest.mark.thorough),
         pytest.param(steps.StackedTransformer, "FSDP 8", marks=pytest.mark.thorough),
@@ -235,7 +235,7 @@ def test_ctrl_c_while_it_measures(monkeypatch, calls, source):
     assert plan.chosen.source == plan.others[0].source == source
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_saved_inputs_in_parts_take_less_memory():
     make = functools.partial(steps.StackedTransformer, depth=16)
     step, args, plan = planned(make, "FSDP 4 x TP 2, splits saved")

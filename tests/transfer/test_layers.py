@@ -245,11 +245,19 @@ def test_the_table_has_every_layer():
 
 
 def every_third(names, first):
-    """Every layer is in one column of the table each day, and a thorough run tries them all."""
+    """Every layer is in one column of the table, and a thorough run tries them all."""
     return [
-        pytest.param(name, marks=[] if i % 3 == first else pytest.mark.thorough)
+        pytest.param(name, marks=[] if i % 3 == first and not is_as_in_2d(name) else THOROUGH)
         for i, name in enumerate(names)
     ]
+
+
+THOROUGH = pytest.mark.thorough
+
+
+def is_as_in_2d(name):
+    """Convolutions and pools of one and of three dimensions."""
+    return "1d`" in name or "3d`" in name
 
 
 @pytest.mark.parametrize("name", every_third(LAYERS, 0))
@@ -273,13 +281,16 @@ def test_explicit_axes_and_sharded_weights(name):
     assert outcome(name, EXPLICIT, by_rows) == said, UPDATE
 
 
-@pytest.mark.parametrize("name, fix", FIXED)
+@pytest.mark.parametrize(
+    "name, fix",
+    [pytest.param(*each, marks=THOROUGH if is_as_in_2d(each[0]) else []) for each in FIXED],
+)
 @pytest.mark.everyday(
     '`BatchNorm`, `mode="ema"`-auto',
     "`BatchNorm` in inference-gather",
     "`Embedding`-auto",
     "`Embedding`-say it",
-    "`Conv1d`-gather",
+    "`Conv2d`-gather",
 )
 def test_fixes(name, fix):
     change, batch = FIXES[fix]
