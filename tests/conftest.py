@@ -96,7 +96,7 @@ def _mark_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
         named.update((test, name) for name in marker.args)
         found.add((test, case))
         if case not in marker.args:
-            item.add_marker(pytest.mark.slow)
+            item.add_marker(marker.kwargs.get("rest", "slow"))
     # Of a test that is asked for by the name of one case the others aren't collected.
     if not any("::" in arg for arg in config.args) and (missing := sorted(named - found)):
         raise pytest.UsageError(f"`everyday` names cases that don't exist: {missing}")

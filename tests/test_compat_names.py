@@ -894,16 +894,18 @@ class TestMoved:
     @pytest.mark.parametrize(
         ("module", "name", "needs"),
         [
-            (
+            pytest.param(
                 "jax._src.interpreters.partial_eval",
                 "dce_jaxpr",
                 "mylib.filter_jit(lambda x: eqx.error_if(x, x < 0, 'no'))(jnp.ones(3))",
+                marks=pytest.mark.thorough,
             ),
-            (
+            pytest.param(
                 "jax._src.traceback_util",
                 "register_exclusion",
                 "f = lambda x: eqx.error_if(x, x < 0, 'no', on_error='breakpoint')\n"
                 "                mylib.filter_jit(f)(jnp.ones(3))",
+                marks=pytest.mark.thorough,
             ),
             ("equinox._errors", "_error", "mylib.filter_jit(lambda x: x + 1)(jnp.ones(3))"),
             ("jax._src.xla_bridge", "register_backend_factory", "mylib.testing.second_backend()"),

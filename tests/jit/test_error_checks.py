@@ -227,14 +227,12 @@ OUTSIDE = {
 @pytest.mark.everyday(
     "grad-check",
     "grad-in_scan",
-    "vmap-check",
     "vmap-in_cond",
     "vmap-in_while",
     "jvp-check",
-    "vjp-check",
     "vjp-in_custom_vjp",
-    "linearize-check",
     "linearize-in_jit",
+    rest="thorough",
 )
 def test_under_an_eager_transformation(place, around):
     x = jax.device_put(GOOD, jax.NamedSharding(AUTO, P("data")))

@@ -135,7 +135,7 @@ def test_programs_in_another_order():
     assert "placed on processes 0, 1" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_to_and_fro_in_another_order():
     """Each process waits for the other one's array before it can send its own."""
     x, first, second = _connected()
@@ -201,7 +201,7 @@ def test_a_circle_with_a_meeting():
     assert "from process 0. Each gives" in text
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.multihost(processes=3, devices_per_process=2, fresh=True)
 def test_a_circle_of_meetings():
     """Of every two processes, before anything has been sent."""
@@ -221,7 +221,7 @@ def test_a_circle_of_meetings():
 
 @pytest.mark.slow
 @pytest.mark.multihost(processes=3, devices_per_process=2, fresh=True)
-@pytest.mark.parametrize("everybody", [False, True])
+@pytest.mark.parametrize("everybody", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_circle_of_meetings_and_arrays(everybody, seconds):
     """One process waits for another one to place values together, that one for an array of a third
     one, and this for an array of the first, or to place values together with both.
@@ -333,7 +333,7 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
     assert bool(told) <= bool(watch().failures)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_arrays_of_two_platforms_are_accounted_for_together(seconds):
     """Those of the second one as that would: there is one platform here."""
     x, first, second = _connected()

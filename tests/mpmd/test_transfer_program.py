@@ -31,7 +31,7 @@ def test_how_they_travel():
 
 @four_processes
 @pytest.mark.parametrize("devices", OTHER_DEVICES, ids=str)
-@pytest.mark.everyday("(5,)", "(4, 5, 6)", "(0, 7)")
+@pytest.mark.everyday("(4, 5, 6)", "(0, 7)", rest="thorough")
 def test_between_four_processes(devices):
     """Those that have devices of neither go on with a handle."""
     first, mesh = mesh_of(0, 1, 2, 3), mesh_of(*devices)
@@ -57,7 +57,7 @@ def test_from_process_to_process():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e5m2", "complex64"])
-@pytest.mark.everyday("float32", "bfloat16")
+@pytest.mark.everyday("float32", "bfloat16", rest="thorough")
 def test_bits(dtype):
     """The compiler adds zeros to what it moves, but not to floats."""
     first, second = two_meshes()

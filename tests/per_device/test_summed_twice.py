@@ -125,7 +125,7 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("case", LOSSES)
-@pytest.mark.everyday("plain", "checkpoint", "indices", "cond")
+@pytest.mark.everyday("plain", "checkpoint", "cond", rest="thorough")
 def test_whatever_the_loss(case):
     loss, w = LOSSES[case]
     own = jax.grad(loss)

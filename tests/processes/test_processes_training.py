@@ -71,7 +71,7 @@ def _assert_shards_of(tree, whole, **tolerance) -> None:
                 np.testing.assert_array_equal(part, wanted)
 
 
-@pytest.mark.everyday("2x4-Explicit")
+@pytest.mark.everyday("2x4-Explicit", rest="thorough")
 def test_born_sharded(mesh):
     key = jax.random.key(7)
     rule = by_path({"embed": P("model"), "layers.0.weight": P("model", "data")}) | fsdp("data")
@@ -91,7 +91,7 @@ def _loss(net, x, y):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.everyday("2x4-Auto-True")
+@pytest.mark.everyday("2x4-Auto-True", rest="thorough")
 def test_three_steps(mesh, checkpointed):
     def step(net, state, x):
         loss = mylib.filter_checkpoint(_loss) if checkpointed else _loss

@@ -383,7 +383,7 @@ class TestManyLeaves:
         assert lines[221].split("  ")[0] == "and 180 more of other kinds"
         assert lines[222] == ""
 
-    @pytest.mark.slow
+    @pytest.mark.thorough
     def test_a_hundred_thousand(self):
         shown = mylib.show(self.tree(100_000))
         start = time.perf_counter()

@@ -136,7 +136,13 @@ def faults(request, tmp_path_factory, env) -> Session:
 
 
 # Each costs new processes, and another test ends in much the same way.
-THOROUGH = "test_one_is_skipped", "test_one_spins_and_the_other_stops_answering"
+THOROUGH = (
+    "test_one_is_skipped",
+    "test_one_changes_a_setting",
+    "test_one_segfaults",
+    "test_all_leave_each_other",
+    "test_one_spins_and_the_other_stops_answering",
+)
 
 
 def _about(test: str, *values: str):
@@ -275,6 +281,7 @@ class TestWords:
         text = faults.said("test_one_exits")
         assert "last words" in text
 
+    @pytest.mark.thorough
     def test_last_words_of_a_segmentation_fault(self, faults):
         assert "Segmentation fault" in faults.said("test_one_segfaults")
         assert "in test_one_segfaults" in faults.said("test_one_segfaults")
@@ -316,10 +323,12 @@ class TestWords:
         text = faults.said("test_one_leaves_something_running")
         assert "has left its processes out of step" in text and ": no answer from process" in text
 
+    @pytest.mark.thorough
     def test_a_setting_of_one_process(self, faults):
         text = faults.said("test_one_changes_a_setting")
         assert "in some processes only: process 1: jax_enable_x64. All must do" in text
 
+    @pytest.mark.thorough
     def test_processes_that_leave_each_other(self, faults):
         assert "shutdown(). Mark it fresh=True" in faults.said("test_all_leave_each_other")
 
@@ -511,7 +520,7 @@ def test_groups_of_xdist(small):
     small.runpytest_subprocess(*options, timeout=300).assert_outcomes(passed=3, failed=2)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_among_other_tests(small):
     """Fixtures of the session itself end when they should, whatever runs elsewhere in between."""
     small.makepyfile(

@@ -291,6 +291,7 @@ def test_explicit_axes_and_sharded_weights(name):
     "`Embedding`-auto",
     "`Embedding`-say it",
     "`Conv2d`-gather",
+    rest="thorough",
 )
 def test_fixes(name, fix):
     change, batch = FIXES[fix]

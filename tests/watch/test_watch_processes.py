@@ -195,7 +195,7 @@ CASES = {
     "plain": r"process 1 is 1 step behind process 0: it is at job.py:\d+ in hang",
 }
 # The others differ less from those that every day's tests show.
-SLOW = {"skips", "lock"}
+SLOW = {"skips"}
 
 
 def _marked(case):
