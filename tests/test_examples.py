@@ -19,7 +19,13 @@ _NOTEBOOKS = sorted(path for path in _EXAMPLES.glob("*.ipynb") if path != _MACHI
 _MANY_PROCESSES = _EXAMPLES / "many_processes.py"
 _EVERYDAY = ["newton.py"]
 # They take longest, half a minute and more each.
-_THOROUGH = ["strategies.py", "evolution_strategies.py", "feed_the_mesh.ipynb", "two_meshes.ipynb"]
+_THOROUGH = [
+    "strategies.py",
+    "evolution_strategies.py",
+    "gpt.py",
+    "feed_the_mesh.ipynb",
+    "two_meshes.ipynb",
+]
 # Warnings are errors; ours of work that isn't divided, too, however small the work is.
 _STRICTLY = ("-W", "error", Path(__file__).with_name("all_worth_dividing.py"))
 
@@ -180,7 +186,8 @@ def test_there_are_examples():
     assert {path.name for path in [*_SCRIPTS, *_NOTEBOOKS]} >= {"train.py", "shard_a_model.ipynb"}
 
 
-@pytest.mark.slow
+# tests/clusters has it of processes that real clusters have started.
+@pytest.mark.thorough
 @pytest.mark.timeout(300)
 def test_many_processes(newcomer_env):
     """The same numbers in one process and in several."""

@@ -357,7 +357,7 @@ class TestCommunication:
             assert not [shape for shape in gathered(whole) if len(shape) == 3 and shape[0] == stack]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_restored_run_goes_on_where_it_was():
     """`like` a running tree, or an abstract one: values from the host go where they were."""
     case = CASES["transformer"]
@@ -391,7 +391,11 @@ class StatefulNet(eqx.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kept", [replicated(), SHARDED], ids=["data parallel", "fsdp"])
+@pytest.mark.parametrize(
+    "kept",
+    [pytest.param(replicated(), marks=pytest.mark.thorough), SHARDED],
+    ids=["data parallel", "fsdp"],
+)
 def test_a_net_with_state(kept):
     optim = optax.adamw(1e-2, eps=1e-4)
 

@@ -261,7 +261,7 @@ def is_as_in_2d(name):
 
 
 @pytest.mark.parametrize("name", every_third(LAYERS, 0))
-@pytest.mark.everyday("`Linear`", "`RMSNorm`", "`Dropout`", "`Conv2d`")
+@pytest.mark.everyday("`Linear`", "`RMSNorm`", "`Dropout`", "`Conv2d`", rest="thorough")
 def test_auto_axes(name):
     for weights in (P(), by_rows):
         assert outcome(name, AUTO, weights) == TABLE[name]["Auto axes"], UPDATE
