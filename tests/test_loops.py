@@ -100,11 +100,12 @@ class TestWhileLoop:
             import jax
             import jax.numpy as jnp
             import mylib
-            from jax.sharding import PartitionSpec as P
+            from jax.sharding import AxisType, PartitionSpec as P
             from mylib.loops import while_loop
+            mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
             f = mylib.filter_shard_map(
                 lambda x: while_loop(lambda c: c.sum() < 9, lambda c: c * 2, x, sync="any"),
-                mesh=jax.make_mesh((4, 2), ("data", "model")), in_specs=P("data", "model"), out_specs=P("data", "model"),
+                mesh=mesh, in_specs=P("data", "model"), out_specs=P("data", "model"),
             )
             print(hashlib.md5(f.lower(jnp.ones((4, 2))).as_text().encode()).hexdigest())
         """
