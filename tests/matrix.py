@@ -455,7 +455,7 @@ def pairwise(cells: list[Cell], seed: int = 0) -> list[Cell]:
     random.Random(seed).shuffle(pairs)
     covered: set[Any] = set()
     chosen: list[Cell] = []
-    for least in range(10, 0, -1):
+    for least in range(len(pairs[0][1]), 0, -1):
         for cell, new in pairs:
             new -= covered
             if len(new) >= least:

@@ -26,6 +26,8 @@ def _in(processes: int, devices: int):
 
 TWO, FOUR = _in(2, 4), _in(4, 2)
 ROWS = 16
+# For what four processes do as two.
+TWO_OF_THEM = pytest.mark.everyday("2x4", rest="thorough")
 
 
 @pytest.fixture(params=[TWO, FOUR], autouse=True)
@@ -176,6 +178,7 @@ def test_uneven_and_partial_meshes():
             np.testing.assert_array_equal(np.asarray(part.data), np.arange(6.0)[part.index])
 
 
+@TWO_OF_THEM
 def test_what_is_here_and_what_is_global_already():
     mesh = _mesh("data across")
     mine = Mesh(np.array(jax.local_devices()), ("here",))
@@ -195,7 +198,8 @@ def test_what_is_here_and_what_is_global_already():
     assert "already an array on processes 0, 1" in text and "not a share of one process" in text
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.everyday("2x4-explicit", "4x2-auto", rest="thorough")
 def test_a_step_on_what_came(axis_type):
     mesh = _mesh("data across", axis_type)
     shard = reader_shard(P("data"), mesh=mesh)
@@ -206,6 +210,7 @@ def test_a_step_on_what_came(axis_type):
         assert [float(step(b)) for b in batches] == [float(np.sum((x * i) ** 2)) for i in range(4)]
 
 
+@TWO_OF_THEM
 def test_placements_of_what_is_no_array():
     """What a process reads does not depend on what else is in the batch."""
     mesh = _mesh("data across")
@@ -221,6 +226,7 @@ def test_placements_of_what_is_no_array():
     assert (reader_shard(mine).index, reader_shard(mine).count) == (0, 1)
 
 
+@TWO_OF_THEM
 def test_arrays_of_devices_and_numbers(processes):
     mesh = _mesh("data across")
     mine = jax.process_index()
@@ -258,6 +264,7 @@ def test_replicas_that_differ(processes):
     _fails(mylib.PlacementError, to_global, mine, P("data"), mesh=mesh, check=True)
 
 
+@TWO_OF_THEM
 def test_differing_shapes_and_missing_leaves():
     mesh = _mesh("data across")
     first = jax.process_index() == 0
@@ -280,6 +287,7 @@ def test_differing_shapes_and_missing_leaves():
     assert "the option tail=" in text
 
 
+@TWO_OF_THEM
 def test_faults_that_one_process_finds():
     mesh = _mesh("data across")
     first = jax.process_index() == 0
@@ -324,6 +332,7 @@ def test_sharers_with_other_rows():
     assert "the number of rows" in text and "5" in text
 
 
+@TWO_OF_THEM
 def test_rules():
     mesh = _mesh("data across")
     shard = reader_shard(P("data"), mesh=mesh)
@@ -395,6 +404,7 @@ def test_a_source_that_ends_earlier(first_ends, processes):
     assert list(prefetch([], P("data"), mesh=mesh)) == []
 
 
+@TWO_OF_THEM
 def test_a_ragged_last_batch_is_filled_up(processes):
     mesh = _mesh("data across")
     rows = [8, 8, 3 + jax.process_index()]
@@ -408,6 +418,7 @@ def test_a_ragged_last_batch_is_filled_up(processes):
     assert "['x']" in text
 
 
+@TWO_OF_THEM
 def test_a_source_that_raises():
     mesh = _mesh("data across")
 
@@ -428,6 +439,7 @@ def test_a_source_that_raises():
     assert list(batches) == [] and not _threads()
 
 
+@TWO_OF_THEM
 def test_a_source_that_can_not_begin():
     """The others hear of it at once, and the next loops find each other."""
     mesh = _mesh("data across")
@@ -455,6 +467,7 @@ def test_a_source_that_can_not_begin():
     assert [count(source), count(source)] == [3, 3]
 
 
+@TWO_OF_THEM
 def test_a_loop_that_is_left_together():
     mesh = _mesh("data across")
     for _ in range(5):
@@ -471,6 +484,7 @@ def test_a_loop_that_is_left_together():
     assert not _threads()
 
 
+@TWO_OF_THEM
 def test_a_loop_that_one_leaves():
     mesh = _mesh("data across")
     batches = prefetch(_source(100), P("data"), mesh=mesh)
@@ -526,6 +540,7 @@ def test_a_process_that_does_not_come(monkeypatch):
     batches.close()
 
 
+@TWO_OF_THEM
 def test_a_loader_that_only_one_has(monkeypatch):
     """The next ones find each other again."""
     mesh = _mesh("data across")
@@ -599,6 +614,7 @@ def test_loops_that_are_not_the_same(monkeypatch):
     assert len(list(prefetch(_source(3), P("data"), mesh=mesh))) == 3
 
 
+@TWO_OF_THEM
 def test_what_has_no_rows_in_batches_that_are_filled_up():
     mesh = _mesh("data across")
     count = 2 if jax.process_index() == 1 else 4
@@ -626,6 +642,7 @@ def test_what_has_no_rows_in_batches_that_are_filled_up():
     assert [batch["scale"].tolist() for batch, _ in filled_up] == [[2, 2]] * 4
 
 
+@TWO_OF_THEM
 def test_a_source_that_begins_again():
     """After its end it is not asked any more, as long as the others go on."""
     mesh = _mesh("data across")
@@ -648,6 +665,7 @@ def test_a_source_that_begins_again():
     assert [int(mask.sum()) for mask in masks] == each
 
 
+@TWO_OF_THEM
 def test_nothing_is_left_behind():
     """Neither of loaders that have ended, nor of those that were left."""
     mesh = _mesh("data across")
@@ -663,6 +681,7 @@ def test_nothing_is_left_behind():
     assert coordination_client().key_value_dir_get("mylib/prefetch/") == []
 
 
+@TWO_OF_THEM
 def test_a_rule_that_fails_in_one_process():
     mesh = _mesh("data across")
 
@@ -675,6 +694,7 @@ def test_a_rule_that_fails_in_one_process():
     assert jax.process_index() or "process 1: KeyError" in str(caught.value)
 
 
+@TWO_OF_THEM
 def test_several_at_once():
     mesh = _mesh("data across")
     train, test = (prefetch(_source(n), P("data"), mesh=mesh) for n in (6, 3))
@@ -685,6 +705,7 @@ def test_several_at_once():
     assert seen == [0, 1, 2] and list(test) == [] and not _threads()
 
 
+@TWO_OF_THEM
 def test_a_state_to_go_on_from(processes):
     mesh = _mesh("data across")
     shard = reader_shard(P("data"), mesh=mesh)

@@ -275,12 +275,14 @@ ON_EXPLICIT = pytest.mark.parametrize("mesh", ["Explicit", "Explicit and Auto"])
     "Mapped-Explicit",
     "Reshards-Explicit and Auto",
     "Places-Explicit and Auto",
+    rest="thorough",
 )
 def test_as_in_plain_jax(cls, mesh):
     compare(cls, MESHES[mesh])
 
 
 @pytest.mark.parametrize("cls", UNTYPED, ids=lambda cls: cls.__name__)
+@pytest.mark.everyday("Plain", "Checked", rest="thorough")
 def test_layers_that_name_no_axis(cls):
     compare(cls, MESHES["Auto and Explicit"])
 
@@ -291,19 +293,24 @@ OPTIONS = {
     "in_turn=False": {"in_turn": False},
     "prefetch": {"prefetch": 1},
     "reduce_dtype": {"reduce_dtype": jnp.float32},
-    "used=None": {"used": None},
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("cls", [OutSharding, Types, CustomVJP], ids=lambda cls: cls.__name__)
+@crossed(
+    option=[*OPTIONS],
+    cls={x.__name__: x for x in (OutSharding, Types, CustomVJP)},
+)
 def test_options(cls, option):
-    if option != "used=None" or cls is OutSharding:  # the others need whole weights
-        compare(cls, GRID, **OPTIONS[option])
+    compare(cls, GRID, **OPTIONS[option])
+
+
+def test_used_as_kept():
+    compare(OutSharding, GRID, used=None)
 
 
 @ON_EXPLICIT
 @pytest.mark.parametrize("cls", [Plain, CustomVJP], ids=lambda cls: cls.__name__)
+@pytest.mark.everyday("Plain-Explicit and Auto", "CustomVJP-Explicit", rest="thorough")
 def test_under_vmap(cls, mesh):
     def by_example(layers, x):
         x = jnp.stack([x, x / 2], 1)

@@ -207,6 +207,7 @@ PARALLEL = {
 
 
 @pytest.mark.parametrize("strategy", PARALLEL)
+@pytest.mark.everyday("tensor parallel", "over both axes", rest="thorough")
 def test_two_axes(strategy):
     net = LISTED if strategy == "over both axes" else STACKED
     kept, used = PARALLEL[strategy]

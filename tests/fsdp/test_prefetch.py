@@ -86,7 +86,7 @@ def gradients(value, layers, x, mesh, kept=KEPT, used=None, layer=Layer, **optio
             EXPLICIT, value_by_example, 1, id="explicit-examples-1", marks=pytest.mark.thorough
         ),
         pytest.param(EXPLICIT, value_of, 2, id="explicit-2"),
-        pytest.param(AUTO, value_by_example, 2, id="auto-examples-2"),
+        pytest.param(AUTO, value_by_example, 2, id="auto-examples-2", marks=pytest.mark.slow),
         pytest.param(AUTO, value_of, 9, id="auto-9", marks=pytest.mark.thorough),
         pytest.param(
             EXPLICIT, value_by_example, 9, id="explicit-examples-9", marks=pytest.mark.slow
@@ -189,6 +189,7 @@ def test_without_a_gradient_and_without_jit():
     assert_close(through(model, X), through(LAYERS, X))
 
 
+@pytest.mark.slow
 def test_a_layer_that_prints(capfd):
     class Loud(Layer):
         def __call__(self, x, count):
@@ -499,7 +500,7 @@ def _derivative(name, derivative, *marks):
     "derivative",
     [
         _derivative("jvp", lambda f, x: jax.jvp(f, (x,), (jnp.cos(x),))[1], pytest.mark.thorough),
-        _derivative("jacfwd", lambda f, x: jax.jacfwd(f)(x)),
+        _derivative("jacfwd", lambda f, x: jax.jacfwd(f)(x), pytest.mark.thorough),
         _derivative(
             "forward over reverse",
             lambda f, x: jax.jvp(jax.grad(f), (x,), (jnp.cos(x),))[1],

@@ -182,8 +182,15 @@ AUTO_ONLY = (in_batched_while, in_batched_condition)
 @pytest.mark.parametrize(
     ("place", "mesh"),
     [
-        pytest.param(place, mesh, id=f"{place.__name__}-{mesh.axis_types[0].name}")
-        for place, mesh in itertools.product(PLACES, [AUTO, EXPLICIT])
+        pytest.param(
+            place,
+            mesh,
+            id=f"{place.__name__}-{mesh.axis_types[0].name}",
+            # Each place with one kind of axes, which takes turns.
+            marks=pytest.mark.thorough if (i + j) % 2 and place not in AUTO_ONLY else [],
+        )
+        for i, place in enumerate(PLACES)
+        for j, mesh in enumerate([AUTO, EXPLICIT])
         if mesh is AUTO or place not in AUTO_ONLY
     ],
 )

@@ -360,6 +360,7 @@ class TestErrorChecks:
         ],
         ids=["plain", "vmap", "grad", "jvp", "vjp", "linearize"],
     )
+    @pytest.mark.everyday("plain", "vmap", "vjp", rest="thorough")
     def test_of_values_that_are_not_there_yet(self, around):
         long = jax.jit(TestReturnsAtOnce.long)
         f = mylib.filter_jit(lambda x: eqx.error_if(x * 2, (x < 0).any(), "negative"))
@@ -804,7 +805,7 @@ def born_on_one_device():
 
 class TestOutShardings:
     @crossed(how=["mesh=", "set_mesh", "placement"], mesh=AXES)
-    @pytest.mark.everyday("placement-auto", "set_mesh-explicit")
+    @pytest.mark.everyday("placement-auto")
     def test_born_sharded(self, mesh, how):
         placement = fsdp("data", min_size=0)
         if how == "placement":
@@ -882,8 +883,7 @@ class TestOutShardings:
             f(jnp.ones(7))
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT, MIXED], ids=["auto", "explicit", "mixed"])
-@pytest.mark.parametrize("context", CONTEXTS)
+@crossed(context=[*CONTEXTS], mesh=AXES | {"mixed": MIXED})
 def test_placements_in_every_context(context, mesh):
     """In and out placements where the function is called from, values against no placement."""
     x = np.arange(1.0, 65.0, dtype=np.float32).reshape(8, 8)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from contexts import AUTO, CONTEXTS, MESHES
+from contexts import AUTO, AXES, CONTEXTS, crossed
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -37,8 +37,7 @@ def outer(x):
     return inner(x) + lax.psum(jnp.sum(x**2), "data")
 
 
-@MESHES
-@pytest.mark.parametrize("context", ["eager", "jit", "grad", "jit(grad)", "jvp", "linearize"])
+@crossed(context=["eager", "jit", "grad", "jit(grad)", "jvp", "linearize"], mesh=AXES)
 def test_values_and_gradients(context, mesh):
     expected = CONTEXTS[context](whole, jnp.asarray(X))
     with jax.set_mesh(mesh):
@@ -67,8 +66,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("mesh", CUBES, ids=["auto", "explicit"])
-@pytest.mark.parametrize("case", LINEAR)
+@crossed(case=[*LINEAR], mesh=dict(zip(["auto", "explicit"], CUBES, strict=True)))
 def test_gradients_of_weights(case, mesh):
     """What JAX keeps for the gradient of the inner map varies over the axes of the outer one."""
     body, same = LINEAR[case]

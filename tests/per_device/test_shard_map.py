@@ -153,6 +153,7 @@ class TestTrees:
             np.testing.assert_allclose(f(X), 2 * X)
 
     @MESHES
+    @pytest.mark.everyday("auto", "explicit", rest="thorough")
     def test_a_module_is_a_function_with_arrays_in_it(self, mesh):
         model = eqx.nn.Linear(8, 8, key=KEY)
         f = mylib.filter_shard_map(

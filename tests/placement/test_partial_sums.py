@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from contexts import crossed
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mylib
@@ -54,8 +55,7 @@ def assert_is_x_at(y, spec, mesh):
     np.testing.assert_array_equal(jax.jit(lambda y: jax.sharding.reshard(y, whole))(y), X)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("verb", VERBS | INSIDE)
+@crossed(spec=SPECS, verb=[*VERBS, *INSIDE])
 def test_they_are_served_on_explicit_axes(verb, spec):
     mesh = grid(EXPLICIT, EXPLICIT)
     for name, make in FROM.items():

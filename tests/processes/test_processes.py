@@ -20,6 +20,8 @@ def _in(processes: int, devices: int):
 
 
 TWO, FOUR = _in(2, 4), _in(4, 2)
+# For what four processes do as two.
+TWO_OF_THEM = pytest.mark.everyday("2x4", rest="thorough")
 
 
 @pytest.fixture(params=[TWO, FOUR], autouse=True)
@@ -62,6 +64,7 @@ def _differing(mesh: Mesh) -> jax.Array:
 # --- values of each process, onto a mesh of all ---------------------------------------------------
 
 
+@TWO_OF_THEM
 def test_values_of_all_kinds(mesh):
     tree = {f"leaf{i}": np.full((8, i + 1), i, np.float32) for i in range(50)}
     tree["nan"] = np.full(8, np.nan, np.float32)
@@ -81,6 +84,7 @@ def test_values_of_all_kinds(mesh):
     assert float(jax.jit(jnp.sum)(placed["leaf3"])) == 8 * 4 * 3
 
 
+@TWO_OF_THEM
 def test_a_process_without_a_shard(mesh):
     one = Mesh(np.array(_own_devices(1)), ("d",))
     y = mylib.filter_shard({"w": np.arange(4, dtype=np.float32)}, P(), mesh=one)["w"]
@@ -106,6 +110,7 @@ def test_uneven_meshes_and_those_of_some_processes():
 # --- arrays over all, moved ----------------------------------------------------------------------
 
 
+@TWO_OF_THEM
 def test_global_arrays_are_resharded_by_one_program(mesh):
     tree = [np.arange(64.0, dtype=np.float32).reshape(8, 8) + i for i in range(5)]
     placed = mylib.filter_shard(tree, P("data", "model"), mesh=mesh)
@@ -132,6 +137,7 @@ def test_global_arrays_are_resharded_by_one_program(mesh):
     )
 
 
+@TWO_OF_THEM
 def test_a_replicated_array_comes_back_to_one_device(mesh):
     x = mylib.filter_shard(np.arange(8.0, dtype=np.float32), P(), mesh=mesh)
     y = mylib.filter_shard(x, jax.local_devices()[1])
@@ -149,6 +155,7 @@ def test_shards_of_all_processes_to_one_device(mesh):
         np.testing.assert_array_equal(y, np.arange(8.0))
 
 
+@TWO_OF_THEM
 def test_grad(mesh):
     x = mylib.filter_shard(np.arange(8.0, dtype=np.float32), P("data"), mesh=mesh)
     g = jax.grad(lambda x: jnp.sum(mylib.filter_shard(x, P("model"), mesh=mesh) ** 2))(x)
@@ -186,6 +193,7 @@ def test_an_odd_process_is_named_by_all(mesh, processes, verb, odd, spec, told):
     assert_placed(verb(usual, P(), mesh=mesh), P(), mesh=mesh)
 
 
+@TWO_OF_THEM
 def test_one_exchange_for_a_whole_tree(mesh, monkeypatch):
     # The room's face has a function of this name.
     meeting = importlib.import_module("mylib._processes.meeting")

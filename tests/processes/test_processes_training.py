@@ -142,6 +142,7 @@ def test_values_of_an_argument_that_differ_are_named(mesh):
     all_equal(str(caught.value))
 
 
+@pytest.mark.everyday("2x4-Explicit", rest="thorough")
 def test_shard_map(mesh):
     net, x = Net(jax.random.key(1)), _batch(3)
 
@@ -161,6 +162,7 @@ def test_shard_map(mesh):
     mylib.check_replicas(g)
 
 
+@pytest.mark.everyday("2x4-Explicit", rest="thorough")
 def test_keys_of_each_device(mesh):
     keys = jax.random.split(jax.random.key(5), 8)
 

@@ -196,15 +196,13 @@ def arrays(tree):
 TRAINED = [(name, strategy, "adamw") for name in CASES for strategy in STRATEGIES] + [
     ("transformer", "both", optimiser) for optimiser in ("adafactor", "multi_transform")
 ]
-EVERYDAY = {"mlp": ["fsdp"], "transformer": ["both"]}
+WHEN = {("mlp", "fsdp", "adamw"): [], ("transformer", "both", "adamw"): [pytest.mark.slow]}
 TRAINED = [
     pytest.param(
         name,
         strategy,
         optimiser,
-        marks=[]
-        if strategy in EVERYDAY.get(name, ()) and optimiser == "adamw"
-        else pytest.mark.thorough,
+        marks=WHEN.get((name, strategy, optimiser), pytest.mark.thorough),
     )
     for name, strategy, optimiser in TRAINED
 ]

@@ -1,5 +1,7 @@
 """The placement law, in every context that it names: enough cells for every pair of choices."""
 
+import dataclasses
+
 import jax
 import pytest
 from matrix import Cell, Request, all_cells, check, pairwise
@@ -20,14 +22,20 @@ def _mesh_for(request: Request, mesh):
     return None if isinstance(request.placement, jax.Device) else mesh
 
 
-_CELLS = all_cells()
+VERBS = {f.__name__: f for f in (filter_shard, filter_device_put)}
 
 
-@pytest.mark.parametrize("cell", pairwise(_CELLS, seed=0), ids=str)
-def test_filter_shard(cell: Cell):
-    check(cell, filter_shard)
+@dataclasses.dataclass(frozen=True)
+class Case(Cell):
+    verb: str
+
+    def __str__(self) -> str:
+        return f"{self.verb}-{super().__str__()}"
 
 
-@pytest.mark.parametrize("cell", pairwise(_CELLS, seed=1), ids=str)
-def test_filter_device_put(cell: Cell):
-    check(cell, filter_device_put)
+CASES = [Case(*vars(cell).values(), verb) for cell in all_cells() for verb in VERBS]
+
+
+@pytest.mark.parametrize("case", pairwise(CASES), ids=str)
+def test_every_pair_of_choices(case: Case):
+    check(case, VERBS[case.verb])
