@@ -35,9 +35,21 @@ def test_known_answers(machine):
     assert count >= 60 and not wrong
 
 
+# Weekly in the other form, too, and for a machine of the other kind.
+CONTRACTS = [
+    "h100 x 8-data_parallel-scan",
+    "h100 x 8-fsdp-list",
+    "h100 x 8-two_d-scan",
+    "v5e 2x4-fsdp-scan",
+    "v5e 2x4-tensor_parallel-scan",
+    "v5e 2x4-two_d-list",
+]
+
+
 @MACHINES
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "scan"])
 @pytest.mark.parametrize("name", ["data_parallel", "fsdp", "tensor_parallel", "two_d"])
+@pytest.mark.everyday(*CONTRACTS, rest="thorough")
 def test_contracts(machine, name, stacked):
     devices = list(machine.devices)
     one = known.mesh_of(devices, (8,), ("data",))

@@ -135,6 +135,7 @@ LARGE, WIDE, EXAMPLES = 16384, 1024, 512
 
 @pytest.mark.compilers
 @pytest.mark.compiles_for("h100 x 16", "v5e 4x4", "v5p 4x4x4")
+@pytest.mark.everyday("h100 x 16", "v5e 4x4", rest="thorough")
 def test_programs(machine):
     """For the gradient of the table, each device sends its examples' rows, and its own part."""
     mesh = machine.mesh(data=-1)

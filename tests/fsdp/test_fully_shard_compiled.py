@@ -50,6 +50,14 @@ def through(layers, x):
 @pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
 @pytest.mark.parametrize("case", ["", "sent in bf16", "Explicit"])
 @pytest.mark.parametrize("stacked", [True, False], ids=["scan", "list"])
+@pytest.mark.everyday(
+    "h100 x 16-scan-",
+    "h100 x 16-list-sent in bf16",
+    "h100 x 16-scan-Explicit",
+    "v5e 4x4-list-",
+    "v5e 4x4-scan-sent in bf16",
+    rest="thorough",
+)
 def test_one_layer_at_a_time(machine, stacked, case):
     cls, explicit = (Typed, ("data",)) if case == "Explicit" else (Layer, ())
     dtype = jnp.bfloat16 if case == "sent in bf16" else None
@@ -82,6 +90,7 @@ def test_one_layer_at_a_time(machine, stacked, case):
 @pytest.mark.compilers
 @pytest.mark.compiles_for("h100 x 16", "v5e 4x4")
 @pytest.mark.parametrize("stacked", [True, False], ids=["scan", "list"])
+@pytest.mark.everyday("h100 x 16-list", "v5e 4x4-scan", rest="thorough")
 def test_copied_between_groups(machine, stacked):
     """Weights are gathered inside a group; between groups only parts of gradients are sent."""
     mesh = machine.mesh(replica=2, data=8)
@@ -104,6 +113,7 @@ def test_copied_between_groups(machine, stacked):
 @pytest.mark.compilers
 @pytest.mark.compiles_for("v5p 4x4x4")
 @pytest.mark.parametrize("explicit", [(), ("data",)], ids=["Auto", "Explicit"])
+@pytest.mark.everyday("v5p 4x4x4-Auto", rest="thorough")
 def test_in_two_steps_over_a_whole_torus_of_three_dimensions(machine, explicit):
     """XLA makes an all-reduce of one gather over all of it, and of one sum that is scattered."""
     mesh = machine.mesh(data=-1, explicit=explicit)

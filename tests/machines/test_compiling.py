@@ -338,6 +338,14 @@ MODELS = {
 
 @pytest.mark.compiles_for("h100 x 8", "v5e 2x4", "v5p 2x2x2")
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.everyday(
+    "h100 x 8-mlp",
+    "h100 x 8-attention",
+    "v5e 2x4-attention",
+    "v5e 2x4-convolution",
+    "v5p 2x2x2-mlp",
+    rest="thorough",
+)
 def test_explain_counts_the_bytes_of_the_arguments(machine, name):
     model, x = MODELS[name]()
     mesh = machine.mesh(data=-1, model=2)

@@ -91,6 +91,7 @@ def test_evolution_strategies(machine):
 
 
 @BOTH
+@pytest.mark.everyday("v5e 2x4", rest="thorough")
 def test_newton(machine):
     example = script("newton")
     assert_fit(
@@ -133,6 +134,7 @@ def test_train(machine):
 
 
 @BOTH
+@pytest.mark.everyday("h100 x 8", rest="thorough")
 def test_many_processes(machine):
     example = script("many_processes")
     make = mylib.filter_jit(example.make, out_shardings=fsdp("data"), mesh=example.mesh)
@@ -178,6 +180,7 @@ def test_gpt(machine):
 
 
 @BOTH
+@pytest.mark.everyday("v5e 2x4", rest="thorough")
 def test_shard_a_model(machine):
     example = notebook("shard_a_model", "import equinox", "def make(", "def training_step")
     kept = fsdp("data", min_size=0)
@@ -189,6 +192,7 @@ def test_shard_a_model(machine):
 
 
 @BOTH
+@pytest.mark.everyday("h100 x 8", rest="thorough")
 def test_feed_the_mesh(machine):
     example = notebook("feed_the_mesh", "from IPython.display", "def loss_fn")
     make = lambda: eqx.nn.MLP(2, "scalar", 128, 2, key=jax.random.key(0))  # noqa: E731

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.compilers
 
 
 @pytest.mark.compiles_for("h100 x 8")
-@pytest.mark.parametrize("name", ["FSDP 8", "FSDP 4 x TP 2"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("FSDP 8", marks=pytest.mark.thorough), "FSDP 4 x TP 2"]
+)
 def test_prices_are_those_of_the_compiled_program(machine, name):
     """In a scan. Collectives over "model" aren't compared: compilers write them in several ways."""
     make = lambda key: steps.StackedTransformer(key, width=512, heads=8, depth=4, vocab=1024)  # noqa: E731

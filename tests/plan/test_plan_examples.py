@@ -99,7 +99,11 @@ def test_is_the_program_of_the_example(name, strategy):
 @pytest.mark.compiles_for("h100 x 16")
 @pytest.mark.parametrize(
     ("name", "strategy"),
-    [("llama", "FSDP, tensor parallel"), ("llama", "HSDP"), ("gan", "FSDP")],
+    [
+        ("llama", "FSDP, tensor parallel"),
+        pytest.param("llama", "HSDP", marks=pytest.mark.thorough),
+        ("gan", "FSDP"),
+    ],
 )
 def test_is_the_program_of_the_example_on_gpus(name, strategy, machine):
     compare(name, strategy, machine)

@@ -264,6 +264,7 @@ def test_numbers_and_collectives_are_those_of_megatron(name):
 @pytest.mark.timeout(600)
 @pytest.mark.compiles_for("h100 x 8", "v5e 2x4")
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.everyday("h100 x 8-transformer", "v5e 2x4-transformer", rest="thorough")
 def test_collectives_on_machines(name, machine):
     make, rule, batch, loss, _ = CASES[name]
     mesh = machine.mesh(data=4, model=2)
