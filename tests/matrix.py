@@ -449,19 +449,27 @@ def all_cells() -> list[Cell]:
 
 def pairwise(cells: list[Cell], seed: int = 0) -> list[Cell]:
     """A selection in which every pair of choices that occurs in `cells` occurs."""
-    # Tens of thousands, each time that this file's tests are collected: so a cell's pairs are made
-    # once, and one that has none left is not looked at again.
-    pairs = [(cell, set(combinations(vars(cell).items(), 2))) for cell in cells]
-    random.Random(seed).shuffle(pairs)
-    covered: set[Any] = set()
+    # Tens of thousands, each time that this file's tests are collected: so a pair is a bit, and a
+    # cell that has none left is not looked at again.
+    bits: dict[Any, int] = {}
+
+    def pairs_of(cell: Cell) -> int:
+        pairs = combinations(vars(cell).items(), 2)
+        return sum(bits.setdefault(pair, 1 << len(bits)) for pair in pairs)
+
+    left = [(cell, pairs_of(cell)) for cell in cells]
+    random.Random(seed).shuffle(left)
+    covered = 0
     chosen: list[Cell] = []
-    for least in range(len(pairs[0][1]), 0, -1):
-        for cell, new in pairs:
-            new -= covered
-            if len(new) >= least:
+    for least in range(left[0][1].bit_count(), 0, -1):
+        before, left = left, []
+        for cell, pairs in before:
+            new = pairs & ~covered
+            if new.bit_count() >= least:
                 chosen.append(cell)
                 covered |= new
-        pairs = [(cell, new) for cell, new in pairs if new]
+            elif new:
+                left.append((cell, new))
     return chosen
 
 

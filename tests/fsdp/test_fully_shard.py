@@ -33,11 +33,11 @@ class Layer(eqx.Module):
     scale: Float[Array, ""]
     name: str = eqx.field(static=True)
 
-    def __init__(self, key):
-        keys = jax.random.split(key)
-        self.up = jax.random.normal(keys[0], (WIDTH, HIDDEN)) / WIDTH**0.5
-        self.down = jax.random.normal(keys[1], (HIDDEN, WIDTH)) / HIDDEN**0.5
-        self.scale = jnp.ones(())
+    def __init__(self, rng):
+        # NumPy's numbers: JAX would compile programs for its own whenever this file is collected.
+        self.up = jnp.asarray(rng.normal(size=(WIDTH, HIDDEN)) / WIDTH**0.5, jnp.float32)
+        self.down = jnp.asarray(rng.normal(size=(HIDDEN, WIDTH)) / HIDDEN**0.5, jnp.float32)
+        self.scale = jnp.asarray(1.0)
         self.name = "a layer"
 
     def __call__(self, x):
@@ -54,8 +54,10 @@ class Net(eqx.Module):
     head: eqx.nn.Linear
 
     def __init__(self, stacked=False):
-        keys = jax.random.split(KEY, DEPTH)
-        self.layers = eqx.filter_vmap(Layer)(keys) if stacked else [Layer(key) for key in keys]
+        rng = np.random.default_rng(2)
+        layers = [Layer(rng) for _ in range(DEPTH)]
+        stack = lambda *xs: jnp.asarray(np.stack(xs))  # noqa: E731
+        self.layers = jax.tree.map(stack, *layers) if stacked else layers
         self.head = eqx.nn.Linear(WIDTH, 8, key=KEY)
 
     def __call__(self, x):

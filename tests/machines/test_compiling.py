@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import math
 import re
 
@@ -395,8 +396,12 @@ def test_parking_shows_as_host_bytes(machine):
 # --- placements ---------------------------------------------------------------------------------
 
 
-# They cover every pair of choices.
-CHOSEN = matrix.pairwise(cells.staged_cells())
+@functools.cache
+def chosen():
+    """They cover every pair of choices."""
+    return matrix.pairwise(cells.staged_cells())
+
+
 PARTS = 6
 
 
@@ -406,7 +411,7 @@ def test_the_staged_cells_of_the_matrix(machine, part):
     """The compiled program's shardings are those that were asked for."""
     wrong = []
     with cells.compiled_for(machine):
-        for cell in CHOSEN[part::PARTS]:
+        for cell in chosen()[part::PARTS]:
             try:
                 matrix.check(cell, cells.filter_shard)
             except (AssertionError, ValueError, TypeError, RuntimeError) as error:
