@@ -45,10 +45,11 @@ class TestInputs:
         raw = jax.jit(
             lambda arrays, x: eqx.filter(step(eqx.combine(arrays, static), x), eqx.is_array)
         )
+        compiled = ours.lower(model, x).compile()
         reports = [
             mylib.audit(ours, model, x),
-            ours.lower(model, x).compile().audit(),
-            mylib.audit(ours.lower(model, x).compile()),
+            compiled.audit(),
+            mylib.audit(compiled),
             mylib.audit(theirs, model, x),
             mylib.audit(theirs.lower(model, x).compile()),
             mylib.audit(step, model, x),

@@ -999,6 +999,7 @@ def test_python_ends_in_the_midst(checkout_env, before):
     assert process.returncode == 0 and out == "end\n" and err == ""
 
 
+@pytest.mark.slow
 def test_a_process_that_is_forked_off(checkout_env):
     """It has no copy of the thread, and would wait for ever; also for a lock that another thread
     has.

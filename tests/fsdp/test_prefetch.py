@@ -226,8 +226,8 @@ class Normed(eqx.Module):
 @pytest.mark.parametrize(
     "wrap",
     [
-        pytest.param(lambda fun: fun, id="plain", marks=pytest.mark.slow),
-        eqx.filter_jit,
+        pytest.param(lambda fun: fun, id="plain", marks=pytest.mark.thorough),
+        pytest.param(eqx.filter_jit, id="filter_jit", marks=pytest.mark.slow),
         pytest.param(eqx.filter_checkpoint, id="filter_checkpoint", marks=pytest.mark.thorough),
     ],
 )
@@ -431,6 +431,7 @@ def test_primitives_of_a_layer_with_rules_of_their_own():
     assert_close(*found, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_callback_of_an_input_without_gradient():
     class Logged(Layer):
         def __call__(self, x, count):

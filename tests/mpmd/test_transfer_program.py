@@ -133,6 +133,7 @@ def test_another_dtype():
 
 @broken
 @pytest.mark.parametrize("alone", [0, 1], ids=["sender", "receiver"])
+@pytest.mark.everyday("receiver", rest="thorough")
 def test_one_side_is_alone(alone, monkeypatch):
     first, second = two_meshes()
     x = mylib.filter_device_put(X, P("data"), mesh=first)

@@ -91,6 +91,7 @@ def test_a_process_that_does_not_come_to_a_program(mesh, reports):
     assert not _keys()
 
 
+@pytest.mark.slow
 @processes
 def test_a_process_that_does_not_come_to_compare(mesh, reports):
     with mylib.watch(stuck_after=2):
