@@ -268,12 +268,10 @@ ON_EXPLICIT = pytest.mark.parametrize("mesh", ["Explicit", "Explicit and Auto"])
 
 @crossed(cls={x.__name__: x for x in KINDS}, mesh=["Explicit", "Explicit and Auto"])
 @pytest.mark.everyday(
-    "Plain-Explicit",
     "OutSharding-Explicit and Auto",
     "CustomVJP-Explicit",
     "Nested-Explicit and Auto",
     "Mapped-Explicit",
-    "Reshards-Explicit and Auto",
     "Places-Explicit and Auto",
     rest="thorough",
 )

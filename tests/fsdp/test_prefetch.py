@@ -81,15 +81,15 @@ def gradients(value, layers, x, mesh, kept=KEPT, used=None, layer=Layer, **optio
 @pytest.mark.parametrize(
     "mesh, value, prefetch",
     [  # every pair
-        pytest.param(AUTO, value_of, 1, id="auto-1"),
+        pytest.param(AUTO, value_of, 1, id="auto-1", marks=pytest.mark.slow),
         pytest.param(
             EXPLICIT, value_by_example, 1, id="explicit-examples-1", marks=pytest.mark.thorough
         ),
         pytest.param(EXPLICIT, value_of, 2, id="explicit-2"),
-        pytest.param(AUTO, value_by_example, 2, id="auto-examples-2", marks=pytest.mark.slow),
+        pytest.param(AUTO, value_by_example, 2, id="auto-examples-2", marks=pytest.mark.thorough),
         pytest.param(AUTO, value_of, 9, id="auto-9", marks=pytest.mark.thorough),
         pytest.param(
-            EXPLICIT, value_by_example, 9, id="explicit-examples-9", marks=pytest.mark.slow
+            EXPLICIT, value_by_example, 9, id="explicit-examples-9", marks=pytest.mark.thorough
         ),
     ],
 )
