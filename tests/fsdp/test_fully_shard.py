@@ -651,7 +651,8 @@ def test_what_is_kept_in_host_memory():
 def test_fsdp_never_takes_the_layers_of_a_stack():
     many = 128
     keys = jax.random.split(KEY, many)
-    annotated = eqx.filter_eval_shape(eqx.filter_vmap(Layer), keys)
+    stacked = lambda x: jax.ShapeDtypeStruct((many, *x.shape), x.dtype)  # noqa: E731
+    annotated = jax.tree.map(stacked, Layer(np.random.default_rng(0)))
     linear = eqx.filter_eval_shape(
         eqx.filter_vmap(lambda key: eqx.nn.Linear(32, 32, key=key)), keys
     )
