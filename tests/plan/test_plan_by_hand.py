@@ -24,6 +24,7 @@ from mylib._plan.trace import PlannedStep, trace
 KEY = jax.random.key(0)
 
 
+@functools.cache
 def candidates(make):
     """All strategies that layers of plain rematerialisation have here, by name."""
     step = steps.step_of(steps.language_loss)
@@ -137,7 +138,7 @@ def test_a_recurrent_layer_is_the_program_by_hand():
 )
 def test_has_the_losses_of_one_device(name):
     with jax.enable_x64(True):
-        make = lambda key: _wide(steps.PlainTransformer(key))  # noqa: E731
+        make = lambda key: _wide(steps.PlainTransformer(key, depth=1))  # noqa: E731
         step, _, plan = planned(make, name)
         tokens = np.asarray(jax.random.randint(KEY, (16, 17), 0, 128), np.int32)
         model, state = steps.with_state(make(KEY))
