@@ -37,6 +37,10 @@ def report_of(name: str, stacked: bool) -> mylib.Report:
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "scan"])
 @pytest.mark.parametrize("name", CONTRACTS)
+@pytest.mark.everyday(
+    "data_parallel-list", "fsdp-list", "fsdp-scan", "tensor_parallel-scan", "two_d-list",
+    rest="thorough",
+)  # fmt: skip
 def test_true_of_the_real_step(name, stacked):
     report_of(name, stacked).expect(CONTRACTS[name])
 

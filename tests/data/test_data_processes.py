@@ -125,6 +125,11 @@ def _threads() -> list:
 
 
 @pytest.mark.parametrize("kind", MESHES)
+@pytest.mark.everyday(
+    *("2x4-data across", "2x4-model across", "2x4-both across", "2x4-shuffled"),
+    *("4x2-model across", "4x2-interleaved", "4x2-backwards", "4x2-shuffled"),
+    rest="thorough",
+)
 def test_the_shares_are_the_whole(kind):
     mesh = _mesh(kind)
     whole, placement = _whole(), _placement()
@@ -382,6 +387,7 @@ def test_in_step_and_in_order(processes):
 
 
 @pytest.mark.parametrize("first_ends", [True, False])
+@pytest.mark.everyday("2x4-True", "4x2-False", rest="thorough")
 def test_a_source_that_ends_earlier(first_ends, processes):
     mesh = _mesh("data across")
     short = (jax.process_index() == 0) == first_ends

@@ -72,7 +72,13 @@ def test_an_other_dimension(batch):
 MODEL_ARRAYS = eqx.filter(MODEL, eqx.is_array)
 
 
-@pytest.mark.parametrize("options", [{"donate": "all-except-first"}, {"out_shardings": None}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"donate": "all-except-first"},
+        pytest.param({"out_shardings": None}, marks=pytest.mark.thorough),
+    ],
+)
 def test_a_step_of_training(batch, options):
     optim_state = jax.tree.map(jnp.zeros_like, MODEL_ARRAYS)
 

@@ -653,7 +653,10 @@ def test_methods_and_modules():
     np.testing.assert_allclose(loss(scale, 0.5).factor, np.sin(0.5) + 0.25, rtol=1e-6)
 
 
-@pytest.mark.parametrize("transform", [lambda f: f, eqx.filter_jit, mylib.filter_jit])
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, pytest.param(eqx.filter_jit, marks=pytest.mark.thorough), mylib.filter_jit],
+)
 def test_a_module_is_differentiated(transform):
     mlp = eqx.nn.MLP(1, 2, 5, 2, key=jax.random.key(0))
 

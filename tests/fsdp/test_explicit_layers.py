@@ -332,7 +332,7 @@ def test_stacked(mesh):
     compare(Stack, MESHES[mesh], loss_of=scanned, kept=kept, layers=1)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_layer_that_calls_another(prefetch):
     class Calls(Layer):
         def __call__(self, x, other):

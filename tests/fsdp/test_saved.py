@@ -194,6 +194,7 @@ def loss_of_pairs(layers, x):
     return jnp.mean(jnp.sin(pair.x)) + total / x.size
 
 
+@pytest.mark.slow
 def test_a_prefix_for_an_input_of_several_arrays():
     layers = [OfPairs(np.random.default_rng(i)) for i in range(2)]
     run = step(loss_of_pairs, Pair(BATCH, None), layers=OfPairs)
@@ -211,6 +212,7 @@ class Scale(eqx.Module):
 
 @pytest.mark.parametrize("spec", [P("data"), BATCH], ids=["whole", "split"])
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "scan"])
+@pytest.mark.everyday("list-split", "scan-whole", rest="thorough")
 def test_explicit_axes(stacked, spec):
     """Results have the type of the input, as the carry of a scan must."""
     scales = [Scale(jnp.linspace(0.5, i + 1, WIDTH)) for i in range(DEPTH)]

@@ -199,6 +199,7 @@ class TestTrees:
 
 
 class TestTransformations:
+    @pytest.mark.slow
     def test_around_and_inside(self):
         f = mylib.filter_jit(lambda x: jnp.sin(x) * 2)
         x = jnp.linspace(0, 1, 6).reshape(3, 2)

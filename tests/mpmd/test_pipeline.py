@@ -328,6 +328,7 @@ class TestPlacements:
         pipe, given, reference = small(2, mpmd.gpipe(2, 4), model=2, placement=split)
         check(pipe(*given), reference, given[0])
 
+    @pytest.mark.slow
     def test_numpy_is_copied(self):
         pipe, (stages, _, _), reference = small(2, mpmd.gpipe(2, 4))
         check(pipe(stages, *numbers()), reference, stages)

@@ -103,6 +103,7 @@ def test_of_four_processes(tied):
     check(pipe(*given), (value, grads), given[0])
 
 
+@pytest.mark.slow
 @FOUR
 def test_meshes_over_two_processes_each():
     schedule = mpmd.interleaved(2, MICROBATCHES, 2)
@@ -158,6 +159,7 @@ def test_errors_are_the_same_everywhere():
         pipe(other, x, y)
 
 
+@pytest.mark.slow
 @TWO
 def test_two_pipelines_of_different_processes():
     """Both stages of one are in one process: the other takes no part in its transfers."""

@@ -103,6 +103,7 @@ def test_calls_in_another_order():
     assert text.count("in test_transfer_faults.py:") == 4
 
 
+@pytest.mark.slow
 def test_arrays_of_all_processes_in_another_order():
     """Fetched: their values come from all of them."""
     a, b = (mylib.filter_shard(X + i, P("data"), mesh=_everywhere()) for i in (0, 100))

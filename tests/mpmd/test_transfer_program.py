@@ -21,8 +21,9 @@ four_processes = pytest.mark.multihost(processes=4, devices_per_process=2, env=E
 pytestmark = two_processes
 
 
+@pytest.mark.slow
 class TestTransfers(Transfers):
-    """By programs."""
+    """By programs. Of those the tests below are for every day."""
 
 
 def test_how_they_travel():

@@ -65,7 +65,7 @@ def test_another_one_is_not_taken_for_it(plans, priced, other):
 
 @pytest.mark.parametrize(
     "content",
-    ["cut", "foreign", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("", "{}"))],
+    ["cut", *(pytest.param(x, marks=pytest.mark.thorough) for x in ("foreign", "", "{}"))],
 )
 def test_a_damaged_file_is_made_anew(plans, priced, content):
     folder = plans()

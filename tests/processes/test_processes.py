@@ -279,6 +279,7 @@ def test_a_request_that_one_process_can_not_serve_is_told_to_all(mesh, processes
     assert_placed(verb({"y": tree["y"]}, P(), mesh=mesh), P(), mesh=mesh)
 
 
+@TWO_OF_THEM
 def test_a_request_that_one_process_alone_makes(mesh, monkeypatch):
     placed = mylib.filter_shard(np.ones(8), P("model"), mesh=mesh)
     monkeypatch.setenv("MYLIB_EXCHANGE_TIMEOUT", "1")
