@@ -238,7 +238,8 @@ class Jitted(Generic[P, T]):
 
     @classmethod
     def tree_unflatten(cls, program: Program, children: Any) -> "Jitted[..., Any]":
-        return cls(*children, program)
+        (arrays,) = children
+        return cls(arrays, program)
 
 
 def load_compiled(

@@ -203,7 +203,8 @@ class Mapped:
 
     @classmethod
     def tree_unflatten(cls, options: MapOptions, children: Any) -> "Mapped":
-        return cls(*children, options)
+        (fun,) = children
+        return cls(fun, options)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         return self if instance is None else eqx.Partial(self, instance)
