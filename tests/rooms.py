@@ -29,7 +29,7 @@ ORDER = (
     "_per_device",
     "_fsdp",
     "_jit",
-    "_ahead",
+    "_lowered",
     "_advice",
     "_audit",
     "_show",

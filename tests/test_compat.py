@@ -441,7 +441,7 @@ class TestPrivateNames:
         assert found == [split, split, [], []], told
 
     def test_executables(self):
-        """tests/ahead/test_saved_programs.py shows what may be in one (`names.PICKLED_NAMES`)."""
+        """tests/lowered/test_saved_programs.py shows what may be in one (`names.PICKLED_NAMES`)."""
 
         def calls(x):
             jax.debug.print("{}", x)

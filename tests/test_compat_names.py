@@ -531,7 +531,7 @@ def advice(name):
 
 @pytest.mark.parametrize("module", sorted(names.PICKLED_PARTS))
 def test_what_executables_are_made_of(module):
-    """tests/ahead/test_saved_programs.py saves programs with each kind of them."""
+    """tests/lowered/test_saved_programs.py saves programs with each kind of them."""
     found = vars(importlib.import_module(module))
     missing = set(names.PICKLED_PARTS[module].split()) - set(found)
     assert not missing, (

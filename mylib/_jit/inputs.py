@@ -22,8 +22,8 @@ from .._placement import (
     decide,
     is_placement_leaf,
 )
-from .._processes import one_call, raised_in_all
-from .._transfer import mesh_of_all, place_leaves
+from .._processes import one_call, processes_of_call, raised_in_all
+from .._transfer import place_leaves
 from .._tree import Arrays, Leaves, split
 from .signature import Function
 from .variants import Call
@@ -99,8 +99,8 @@ class Inputs:
         if state is not None and variant.in_place is not None and variant.in_place[0] == state:
             return call.arrays, fun_arrays, variant.in_place[1]
         leaves = call.program.function.split((call.args, call.kwargs), call.is_abstract)
-        of_all = None if call.is_abstract else mesh_of_all(self.mesh, world)
-        with one_call(of_all, None), raised_in_all(of_all, None):
+        processes = () if call.is_abstract else processes_of_call(self.mesh, world)
+        with one_call(processes), raised_in_all(processes):
             resolved = self._resolved(call, leaves, world)
         for_function = resolved if self.for_function else None
         targets, fun_targets = self.needed(leaves, resolved.targets, fun_arrays, world)

@@ -23,7 +23,7 @@ from .program import Program
 from .signature import Function, about
 
 if TYPE_CHECKING:
-    from .._ahead import Compiled, Lowered
+    from .._lowered import Compiled, Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class Jitted(Generic[P, T]):
         `jax.ShapeDtypeStruct`s.
         """
         # With it come `audit` and the machines, which most programs don't need.
-        from .ahead import lowered_for
+        from .lowering import lowered_for
 
         call = self.program.prepare(self.arrays, args, kwargs, abstract=True)
         try:

@@ -1,6 +1,12 @@
 """Moves arrays between processes that share no devices, over connections of their own."""
 
-from .across import (
+from .connections import (
+    explained_errors as explained_errors,
+    get_ready as get_ready,
+    open_links as open_links,
+    transport as transport,
+)
+from .crossings import (
     Crossing as Crossing,
     count_moves as count_moves,
     crosses as crosses,
@@ -9,11 +15,5 @@ from .across import (
     is_handle as is_handle,
     is_nowhere_here as is_nowhere_here,
     move_across as move_across,
-)
-from .connections import (
-    explained_errors as explained_errors,
-    get_ready as get_ready,
-    open_links as open_links,
-    transport as transport,
 )
 from .leaf import next_call as next_call, origin_of as origin_of, set_origin as set_origin

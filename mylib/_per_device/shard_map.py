@@ -38,7 +38,7 @@ from .summed_twice import warn_of_sums
 from .under_vmap import watched
 
 if TYPE_CHECKING:
-    from .._ahead import Lowered
+    from .._lowered import Lowered
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -223,13 +223,13 @@ class _Resolver:
     alive: list[Any] = field(default_factory=list)
     # Rules return the same few specs again and again.
     specs: dict[PartitionSpec, PartitionSpec] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.mesh_given = self.mesh is not None
-        if self.mesh is None:
-            self.mesh = _mesh_of_specs(self.world)
+    mesh_given: bool = False
 
     def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
+        if self.mesh is None:
+            self.mesh = _mesh_of_specs(self.world)
+        else:
+            self.mesh_given = True
         faults, faulty = list(misfits), set[int]()
         targets: list[Target | None] = []
         verdicts = self.verdicts
@@ -275,10 +275,12 @@ class _Resolver:
         verdict = self.verdicts.get(key)
         if verdict is None:
             verdict = self.try_target(entry, written, x, kind, size)
-            # Partial sums also depend on the dtype. They are rare.
             if not has_partial_sums(entry):
                 self.alive += [entry, written]
                 self.verdicts[key] = verdict
+            elif is_of_keys(x):  # they are rare, and not kept, as they depend on the dtype
+                fault = because("keys can't be summed", "leave out unreduced= and reduced=")
+                verdict = verdict[0], verdict[1] + self.requested(written, [fault])
         return verdict
 
     def ask(self, i: int, rule: Rule) -> Any:
@@ -308,8 +310,6 @@ class _Resolver:
         sharding = sharding_of(target)
         faults = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, sharding, size))
         faults = faults or list(self.fit(target, tuple(x.shape)))
-        if has_partial_sums(sharding) and is_of_keys(x):
-            faults.append(because("keys can't be summed", "leave out unreduced= and reduced="))
         if isinstance(target, Format) and target.layout is not None:
             faults = faults or list(unfit_layout(target.layout, x))
         return target, self.requested(written, faults) if faults else []

@@ -69,9 +69,11 @@ def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
 
 
 def has_partial_sums(placement: Any) -> bool:
-    """Whether a spec, or a sharding with one, names unreduced axes (each device has a term of a
-    sum) or reduced axes (each device has a term of the gradient's sum).
+    """Whether a spec, or a sharding or format with one, names unreduced axes (each device has a
+    term of a sum) or reduced axes (each device has a term of the gradient's sum).
     """
+    if isinstance(placement, Format):
+        placement = placement.sharding
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     return isinstance(spec, PartitionSpec) and bool(spec.unreduced or spec.reduced)
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .._ahead import replace_file, versions
 from .._compat import compilation_cache
 from .._errors import MylibWarning, warn
+from .._lowered import replace_file, versions
 from ..machines import Machine
 from .fixes import ContradictionError, FixedParts
 from .result import Plan

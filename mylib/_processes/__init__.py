@@ -6,8 +6,18 @@ from .agreement import (
     described as described,
     one_call as one_call,
     owners as owners,
+    processes_of_call as processes_of_call,
     raised_in_all as raised_in_all,
     shared_indices as shared_indices,
+)
+from .coordination import (
+    JUDGED as JUDGED,
+    Conclusion as Conclusion,
+    Judge as Judge,
+    Processes as Processes,
+    Series as Series,
+    connected as connected,
+    patience as patience,
 )
 from .differences import (
     Difference as Difference,
@@ -36,13 +46,4 @@ from .meeting import (
 )
 from .order import Lane as Lane, TransferError as TransferError, Turn as Turn
 from .replicas import check_replicas as check_replicas
-from .series import (
-    JUDGED as JUDGED,
-    Conclusion as Conclusion,
-    Judge as Judge,
-    Processes as Processes,
-    Series as Series,
-    connected as connected,
-    patience as patience,
-)
 from .watch import PROGRAMS as PROGRAMS, watch as watch

@@ -11,13 +11,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._errors import Fault, PlacementError, because, in_words
-from .._placement import Target, fill_free, regions_of, sharding_of
+from .._placement import AnyMesh, Target, World, fill_free, regions_of, sharding_of
 from .._text import in_short
 from .._tree import Kind, Leaves, canonical_dtype, named_texts_of, shortened, texts_of
+from .coordination import Processes
 from .differences import Facts, compare, everybodys_faults, faults_in_full
 from .groups import digest
 from .meeting import meeting, on_the_way, processes_of
-from .series import Processes
 
 # For nodes with data besides their children and fields.
 _UNNAMED = because(
@@ -66,31 +66,44 @@ def agree(
         raise PlacementError(faults)
 
 
-def one_call(mesh: Any, check: bool | None) -> AbstractContextManager[None]:
-    """A call that may place arrays on a mesh. If it is interrupted before it has met the others,
-    theirs fails, too.
+def processes_of_call(mesh: AnyMesh | None, world: World, check: bool | None = None) -> Processes:
+    """The processes of the mesh that a call places arrays on, if they are several, and this one is
+    among them: they receive an error that is raised before anything is moved.
     """
-    others = _others(mesh, check)
-    return on_the_way("placement", others, alone=True) if others else nullcontext()
+    if world.staged or check is False or jax.process_count() == 1:
+        return ()
+    mesh = world.devices if mesh is None else mesh
+    if not isinstance(mesh, Mesh):
+        return ()
+    processes = owners(NamedSharding(mesh, PartitionSpec()))
+    return processes if len(processes) > 1 and jax.process_index() in processes else ()
+
+
+def one_call(processes: Processes) -> AbstractContextManager[None]:
+    """A call that may place arrays. If it is interrupted before it has met the others, theirs
+    fails, too.
+    """
+    return on_the_way("placement", processes, alone=True) if processes else nullcontext()
+
+
+def raised_in_all(processes: Processes) -> AbstractContextManager[None]:
+    """Raises an error of one process in all, before any targets are known. Only processes that come
+    to compare get it; without them it is raised here alone.
+    """
+    return _raised_in_all(processes) if processes else nullcontext()
 
 
 @contextmanager
-def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
-    """Raises an error of one process in all processes with devices of the mesh, before any targets
-    are known. Only processes that come to compare get it; without them it is raised here alone.
-    """
+def _raised_in_all(processes: Processes) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        others = _others(mesh, check)
-        if not others:
-            raise
         is_ours = isinstance(error, PlacementError)
         reason = f"resolving it raised an error: {in_words(error)}"
         foreign = because(reason, _FIX_CODE, "a placement for each array")
         mine = error.faults if is_ours else [foreign]
         try:
-            faults = everybodys_faults(meeting("placement", others, alone=True), mine, {})
+            faults = everybodys_faults(meeting("placement", processes, alone=True), mine, {})
         except TimeoutError as absence:
             # Processes with nothing to place don't come, which can't be known while waiting.
             error.add_note(f"(raised in this process alone: {absence})")
@@ -98,14 +111,6 @@ def raised_in_all(mesh: Any, check: bool | None) -> Iterator[None]:
         if is_ours:
             raise PlacementError(faults) from error
         raise
-
-
-def _others(mesh: Any, check: bool | None) -> Processes:
-    """The processes of a mesh, if they are several, and this one is among them."""
-    if check is False or not isinstance(mesh, Mesh) or jax.process_count() == 1:
-        return ()
-    others = owners(NamedSharding(mesh, PartitionSpec()))
-    return others if len(others) > 1 and jax.process_index() in others else ()
 
 
 def _comes_from_each(leaves: Leaves, i: int, target: Target) -> bool:

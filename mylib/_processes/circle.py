@@ -9,9 +9,9 @@ told its part long ago, and is right all the same.
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .coordination import Processes
 from .groups import members
 from .order import IN_ORDER
-from .series import Processes
 
 
 class Waiting(NamedTuple):

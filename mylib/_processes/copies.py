@@ -8,9 +8,9 @@ import jax
 
 from .._errors import Fault
 from .._text import in_short
+from .coordination import Processes
 from .differences import Facts, Versions, names_in, texts_of, unexamined
 from .groups import named, text_of
-from .series import Processes
 
 FIX = "make it from the same numbers in every process, or place the values of one of them again"
 _FIX_TREE = "give all processes the same tree, with its arrays at the same places"

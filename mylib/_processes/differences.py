@@ -18,9 +18,9 @@ import jax
 
 from .._errors import Fault, because
 from .._text import counted
+from .coordination import Processes
 from .groups import digest, members, named, text_of
 from .meeting import Meet
-from .series import Processes
 
 # Values that must be equal in all processes of a group, by name.
 Facts = Mapping[Processes, Mapping[str, Any]]

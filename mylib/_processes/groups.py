@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .._text import in_short
-from .series import Processes
+from .coordination import Processes
 
 
 def text_of(processes: Processes) -> str:

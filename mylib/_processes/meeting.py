@@ -17,9 +17,9 @@ import jax
 
 from .._errors import line_of_caller
 from .._watched import waits
+from .coordination import JUDGED, Conclusion, Judge, Processes, Series, patience
 from .groups import digest, named
 from .order import IN_ORDER, TransferError
-from .series import JUDGED, Conclusion, Judge, Processes, Series, patience
 from .watch import CALLS, MEETINGS, programs_of, read_in_order, wait_in_step
 
 # Sends a message to the other processes, and returns the decision of one of them about all

@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .coordination import OneThread, Processes, patience
 from .groups import digest, named, text_of
-from .series import OneThread, Processes, patience
 
 IN_ORDER = "All processes must make the same calls in the same order"
 

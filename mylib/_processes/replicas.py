@@ -17,11 +17,11 @@ from .._errors import Fault, ReplicaError
 from .._placement import memory_space, regions_of, without_partial_sums
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 from .agreement import described, owners
+from .coordination import Processes
 from .copies import FIX, Copies, Held, details, facts_of, faults_in
 from .differences import compare, faults_in_full
 from .groups import members
 from .meeting import meeting, processes_of
-from .series import Processes
 
 # The host reads shards of up to this many bytes. Checksums of larger ones are computed on devices,
 # by a program that is compiled for each shape: small arrays have many shapes, large ones few.

@@ -20,9 +20,9 @@ import jax
 
 from .._compat import CoordinationClient, coordination_client, values_by_process
 from .circle import Waiting, circle_before
+from .coordination import Processes, Series, Wait, connected
 from .groups import members, text_of
 from .order import NOTHING, Lane, TransferError, Turn, lane_name
-from .series import Processes, Series, Wait, connected
 
 _log = logging.getLogger("mylib")
 

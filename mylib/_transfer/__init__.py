@@ -11,7 +11,6 @@ from .verbs import (
     filter_device_put as filter_device_put,
     filter_shard as filter_shard,
     let_go as let_go,
-    mesh_of_all as mesh_of_all,
     place_leaves as place_leaves,
     transfer as transfer,
 )

@@ -29,11 +29,10 @@ from .._placement import (
     resolve_leaves,
     sharding_of,
 )
-from .._processes import agree, on_the_way, one_call, owners, raised_in_all
+from .._processes import agree, on_the_way, one_call, owners, processes_of_call, raised_in_all
 from .._text import counted, show_bytes
 from .._tree import Kind, Leaf, is_of_keys, split
 from .host import aligned, over_key_data
-from .verbs import mesh_of_all
 
 T = TypeVar("T")
 Read = Callable[[Leaf, tuple[slice, ...]], Any]
@@ -97,16 +96,17 @@ def filter_load(
         )
     if not callable(read):
         raise TypeError(f"filter_load(tree, placement, read): read is a function, not {read!r}")
-    of_all = mesh_of_all(mesh, world)
-    with one_call(of_all, None):
+    processes = processes_of_call(mesh, world)
+    with one_call(processes):
         leaves = split(tree)
         shapes = leaves.with_shapes(leaves.arrays)
-        with raised_in_all(of_all, None):
+        with raised_in_all(processes):
             # As values from the host, so that the targets must be devices that are here.
             from_host = replace(shapes, kinds=[Kind.HOST] * len(shapes.kinds))
             targets = resolve_leaves(from_host, placement, mesh, world, _refuse)
+        mesh = world.devices if mesh is None else mesh
         plans = {
-            i: _Assembly.of(leaf_at(shapes, i, of_all), sharding_of(target))
+            i: _Assembly.of(leaf_at(shapes, i, mesh), sharding_of(target))
             for i, target in enumerate(targets)
             if target is not None
         }

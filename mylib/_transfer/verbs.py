@@ -28,7 +28,15 @@ from .._placement import (
     sharding_of,
     unusual_memory_kind,
 )
-from .._processes import agree, check_replicas, named, one_call, owners, raised_in_all
+from .._processes import (
+    agree,
+    check_replicas,
+    named,
+    one_call,
+    owners,
+    processes_of_call,
+    raised_in_all,
+)
 from .._tree import Kind, Leaves, broadcast_prefix, split
 from .already_placed import not_there
 from .eager import Relocation, move
@@ -106,17 +114,17 @@ def _placed(
     check: bool | None,
     refuse: Refusal,
     how: Constrain,
-    options: Callable[[Leaves], dict[str, Any]] = lambda leaves: {},
+    options: Callable[[Leaves], dict[str, Any]] | None = None,
 ) -> T:
     """The tree with its arrays moved to their targets, or constrained by `how`, if `refuse` has no
     objection to that.
     """
     world = current_world()
-    of_all = mesh_of_all(mesh, world)
-    with one_call(of_all, check):
+    processes = processes_of_call(mesh, world, check)
+    with one_call(processes):
         leaves = split(tree)
-        moving = options(leaves)
-        with raised_in_all(of_all, check):
+        moving = {} if options is None else options(leaves)
+        with raised_in_all(processes):
             refusal = refuse if world.staged else None
             targets = resolve_leaves(leaves, placement, mesh, world, refusal)
         if world.staged and check:
@@ -211,13 +219,6 @@ def filter_device_put(
         leaves = split(tree)
         return leaves.join(to_default_device(leaves.arrays, options(leaves)["may_alias"]))
     return _placed(tree, placement, mesh, check, _refuse_unpinned, transfer_and_constrain, options)
-
-
-def mesh_of_all(mesh: AnyMesh | None, world: World) -> AnyMesh | None:
-    """The mesh whose processes receive an error that is raised before anything is moved."""
-    if world.staged:
-        return None
-    return world.devices if mesh is None else mesh
 
 
 def _place_abstract(

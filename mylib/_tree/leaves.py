@@ -136,9 +136,12 @@ class Leaves:
     def walker(self) -> Walker:
         return Walker(self.tree)
 
-    def join(self, arrays: Iterable[Any]) -> Any:
-        """The same tree with other arrays in it."""
-        return self._unflatten(list(self.all), arrays)
+    def join(self, arrays: Iterable[Any], others: Sequence[Any] | None = None) -> Any:
+        """The same tree with other arrays in it, and maybe other leaves beside them."""
+        leaves = list(self.all if others is None else others)
+        for position, x in zip(self.positions, arrays, strict=True):
+            leaves[position] = x
+        return jtu.tree_unflatten(self.treedef, leaves)
 
     def with_shapes(self, arrays: Iterable[Any]) -> "Leaves":
         """The same leaves with the shapes and dtypes of `arrays`, to decide where `arrays` would
@@ -149,12 +152,7 @@ class Leaves:
 
     def fill(self, values: Iterable[Any]) -> Any:
         """A tree of the same structure with a value for each array leaf, and None for the rest."""
-        return self._unflatten([None] * len(self.all), values)
-
-    def _unflatten(self, leaves: list[Any], values: Iterable[Any]) -> Any:
-        for position, value in zip(self.positions, values, strict=True):
-            leaves[position] = value
-        return jtu.tree_unflatten(self.treedef, leaves)
+        return self.join(values, [None] * len(self.all))
 
 
 def split(

@@ -19,8 +19,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from scripts import printed_by
 
 import mylib
-from mylib._ahead import files
 from mylib._compat import names
+from mylib._lowered import files
 
 FSDP = mylib.rules.fsdp("data", min_size=1)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from .._ahead import Lowered, Origin, argument
+from .._lowered import Lowered, Origin, argument
 from .._tree import Arrays
 from .naming import explain, named, names_of
 from .program import Program
