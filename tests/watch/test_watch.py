@@ -120,7 +120,7 @@ def test_what_is_recorded(record):
     assert record.counts() == {"placements 0:1:1": 1, "programs 0:1:1": 3}
     assert ended_of(calls) == [True] * 3 and calls[0].busy() == []
     # The small result is kept, the others are not.
-    assert calls[-1].kept is loss
+    assert calls[-1].held is loss
     gone = weakref.ref(x)
     del x
     gc.collect()
