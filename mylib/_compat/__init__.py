@@ -7,7 +7,6 @@ which says what to do when it moves.
 from . import names as names
 from .private import (
     DELETED_ARRAYS_END_IT as DELETED_ARRAYS_END_IT,
-    INLINING_LOSES_LINES as INLINING_LOSES_LINES,
     UNCOMMITTED as UNCOMMITTED,
     CoordinationClient as CoordinationClient,
     GradientPass as GradientPass,

@@ -333,11 +333,6 @@ def label_of(x: Any) -> str:
 DELETED_ARRAYS_END_IT = jax.__version_info__ < (0, 12)
 
 
-# Until JAX 0.11 the operations of an inlined jit get the line that calls it, on purpose:
-# https://github.com/jax-ml/jax/pull/15665. May go once JAX 0.12 is the oldest supported.
-INLINING_LOSES_LINES = jax.__version_info__ < (0, 12)
-
-
 def weakly_typed(x: jax.Array) -> jax.Array:
     """The same shards as an array of a weak type. JAX makes arrays from shards of strong types
     only.

@@ -227,16 +227,17 @@ class Checks:
 
 def with_checks_as_values(
     program: Any, arrays: Sequence[Any], transformed: bool
-) -> tuple[list[Any], Any, Checks] | None:
-    """Calls a jaxpr. Returns its results, the number of a message (or -1), and the checks; None if
-    there is no check in it.
+) -> tuple[list[Any], Any, Checks | None]:
+    """Calls a jaxpr. Returns its results, the number of a message (or -1), and the checks; None for
+    both if there is no check in it.
 
     Primitives of Equinox (such as `lineax.linear_solve`) are inlined, unless the program is
     `transformed` from outside, for which the primitive has rules of its own.
     """
     rewriting = _Rewriting(opens_primitives=not transformed)
     if not rewriting.has_check(program):
-        return None
+        # Not a call that is inlined: until JAX 0.11 its operations get the line of the call.
+        return interpret(program, arrays), None, None
     # Equinox drops checks whose result isn't used.
     return *rewriting.run(without_dead_code(program), arrays), rewriting.checks
 

@@ -22,7 +22,6 @@ from .._advice import (
 )
 from .._compat import (
     DELETED_ARRAYS_END_IT,
-    INLINING_LOSES_LINES,
     donation_warning,
     is_staged,
     jit,
@@ -33,7 +32,6 @@ from .._compat import (
 )
 from .._errors import PlacementError, not_here
 from .._placement import AnyMesh, current_world, is_described
-from .._programs import interpret
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .donation import Donate, Donated, let_go_of_moved, spares_the_first, used_once, warns
@@ -130,18 +128,6 @@ class Program:
         run.__name__ = run.__qualname__ = self.name
         return jit(run, static_argnums=(0, 1, 2), donate_argnums=4, **self.options)
 
-    @functools.cached_property
-    def inlined(self) -> Any:
-        """Its operations become those of the program that calls it."""
-
-        def run(
-            key: Callable[[], Variant], targets: Resolved | None, kept: Arrays, donated: Arrays
-        ) -> Made:
-            return self._trace(key(), targets, kept, donated)
-
-        run.__name__ = run.__qualname__ = self.name
-        return jit(run, static_argnums=(0, 1), inline=True)
-
     def prepare(self, fun_arrays: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
         """A call with these arguments. If it is only lowered, arrays may be `abstract`."""
         call = self.read(fun_arrays, args, kwargs, abstract)
@@ -178,7 +164,6 @@ class Program:
             if variants.is_full():
                 variants.all = {}
                 self.jitted.clear_cache()
-                self.inlined.clear_cache()
             # Or that of another thread, which was faster.
             variant = variants.all.setdefault(call.split, Variant(call.split, Donated.of(call)))
         variants.latest = variant
@@ -312,13 +297,9 @@ class Program:
         self, key: Any, mode: Mode, targets: Resolved | None, kept: Arrays, donated: Arrays
     ) -> Made:
         """The traced function, with its checks of errors as values."""
-        operands = key, targets, kept, donated
-        traced = self.inlined.trace(*operands)
+        traced = self.jitted.trace(key, "staged", targets, kept, donated)
         arrays = jtu.tree_leaves((kept, donated))
-        checked = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
-        if checked is None and not INLINING_LOSES_LINES:
-            return self.inlined(*operands)
-        values, failed, checks = checked or (interpret(traced.jaxpr, arrays), None, None)
+        values, failed, checks = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
 
