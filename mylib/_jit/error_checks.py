@@ -236,7 +236,8 @@ def with_checks_as_values(
     """
     rewriting = _Rewriting(opens_primitives=not transformed)
     if not rewriting.has_check(program):
-        # Not a call that is inlined: until JAX 0.11 its operations get the line of the call.
+        # Not a call that is inlined: until JAX 0.11 its operations get the line of the call, and
+        # from 0.12 on it stays a call until it is lowered.
         return interpret(program, arrays), None, None
     # Equinox drops checks whose result isn't used.
     return *rewriting.run(without_dead_code(program), arrays), rewriting.checks
