@@ -18,10 +18,10 @@ class ChangingNumbers:
     def __init__(self) -> None:
         self._row: list[Split] | None = []
 
-    def are_in(
+    def look_at(
         self, split: Split, latest: Split | None, name: str, find_names: Callable[[], Sequence[str]]
     ) -> None:
-        """Is told a new tree, and that of the call before."""
+        """Takes note of a new tree, after that of the call before, and warns if it is time."""
         row = self._row
         if row is None:
             return

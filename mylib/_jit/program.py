@@ -160,7 +160,7 @@ class Program:
             if not call.is_abstract and is_described(mesh) and not is_staged():
                 raise not_here(self.name)
             latest = None if variants.latest is None else variants.latest.split
-            variants.numbers.are_in(call.split, latest, self.name, partial(leaves_of, call))
+            variants.numbers.look_at(call.split, latest, self.name, partial(leaves_of, call))
             if variants.is_full():
                 variants.all = {}
                 self.jitted.clear_cache()
