@@ -255,8 +255,10 @@ def _move_all(
     donate = donate or [False] * count
     may_alias = may_alias or [None] * count
     placed, valued = _place_abstract(leaves, targets)
-    traced = [i for i in valued if leaves.kinds[i] is Kind.TRACED]
-    concrete = [i for i in valued if leaves.kinds[i] is not Kind.TRACED] if traced else valued
+    traced, concrete = list[int](), valued
+    if Kind.TRACED in leaves.kinds:
+        traced = [i for i in valued if leaves.kinds[i] is Kind.TRACED]
+        concrete = [i for i in valued if leaves.kinds[i] is not Kind.TRACED]
     moving = not_there(placed, leaves.kinds, targets, concrete)
     if not (moving or traced or check):
         return placed
