@@ -50,7 +50,7 @@ class Variant:
         self.in_place: tuple[Any, Any] | None = None
         # Whether several devices took part in a call.
         self.is_parallel = False
-        self.earlier = Earlier()
+        self.earlier: Earlier = Earlier()
         # What `audit` has found, if it was asked; for `mylib.watch`.
         self.collectives: Any = None
 
@@ -64,7 +64,7 @@ class Variants:
         self.latest: Variant | None = None
         # Whether it has been told that all devices compute the same.
         self.is_replicated_told = False
-        self.numbers = ChangingNumbers()
+        self.numbers: ChangingNumbers = ChangingNumbers()
 
     def __len__(self) -> int:
         return len(self.all)
