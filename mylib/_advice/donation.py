@@ -29,8 +29,8 @@ def about_not_taken(name: str, donated: Arrays, find_names: Callable[[], Sequenc
 def about_spared(
     name: str, donate: str, args: Sequence[Any], result: Any, parameter: Callable[[int], str]
 ) -> None:
-    """Warns that a model is the one argument that is not donated: the first one, of which the
-    function returns a new version, as it does of an optimiser's state.
+    """Warns if only the first argument is not donated, and the function returns a new version of it
+    and of others: a model and an optimiser's state.
     """
     returned = result if isinstance(result, tuple) else ()
     if len(args) < 2 or len(returned) < 2:

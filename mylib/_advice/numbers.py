@@ -11,11 +11,12 @@ _IN_A_ROW = 10
 
 
 class ChangingNumbers:
-    """New trees of a function's arguments in a row, each of which differs from the one before it
-    only in numbers. None when the warning was given.
+    """Remembers new trees of a function's arguments as long as each differs from the last one only
+    in numbers.
     """
 
     def __init__(self) -> None:
+        # None once the warning was given.
         self._row: list[Split] | None = []
 
     def look_at(
