@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import jax
@@ -308,14 +308,14 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
     add = [mpmd.jit(lambda x, i: x + i, mesh=mesh) for mesh in (first, second)]
     seconds(5)
     barrier()
-    timer = threading.Timer(rng.uniform(0, 0.5), os.kill, (os.getpid(), signal.SIGINT))
+    timer = threading.Timer(rng.uniform(0, 0.2), os.kill, (os.getpid(), signal.SIGINT))
     if me == seed % 2:
         timer.start()
     start, told = time.monotonic(), ""
     for i in range(60):
-        if time.monotonic() - start > 5:
-            break
         try:
+            if time.monotonic() - start > 5:
+                break
             y = mpmd.transfer(add[0](sent[i % 3], np.float32(i)), P(), mesh=second)
             y = add[1](y, np.float32(i))
             np.testing.assert_array_equal(mpmd.fetch(y), given[i % 3] + 2 * i)
@@ -324,8 +324,9 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
         except (mpmd.TransferError, jax.errors.JaxRuntimeError) as error:
             told = str(error)
             break
-    if me == seed % 2:
-        timer.join()
+    with suppress(KeyboardInterrupt):  # all calls may have been faster
+        if me == seed % 2:
+            timer.join()
     assert time.monotonic() - start < 40
     until = time.monotonic() + 15
     while told and not watch().failures and time.monotonic() < until:
