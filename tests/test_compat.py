@@ -83,7 +83,7 @@ X = jnp.arange(8.0)
 
 def traced(fun):
     """Its program, as `filter_jit` sees it."""
-    with calling(returns_errors=True):
+    with calling("returned"):
         return jax.jit(fun).trace(X).jaxpr
 
 

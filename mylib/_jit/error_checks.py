@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import equinox as eqx
 import jax
@@ -48,19 +48,26 @@ from .._programs import (
     with_jaxprs,
 )
 
-# Whether a call of a program made by `filter_jit` is being traced, lowered or run here: None, or
-# whether that call returns errors. JAX doesn't use one trace for several values, so that a function
-# compiled by itself and also called in such a program is traced for each.
+# What becomes of error checks in the program that is being traced, lowered or run here. They are
+# - "unknown": the first one that is met in lowering raises `CheckFound`;
+# - "returned": those that can be are values by now;
+# - "raised" by a callback of Equinox;
+# - None, if no program made by `filter_jit` is called here.
+# JAX doesn't use one trace for several of these, so that a function compiled by itself and also
+# called in such a program is traced for each.
+Errors = Literal["unknown", "returned", "raised"]
 _calling: Any = jax.make_user_context(None)
 
 
-def calling(returns_errors: bool) -> AbstractContextManager[None]:
-    """Surrounds a call of a program. Its error checks become values, or are raised by a callback of
-    Equinox if it can't return errors.
-    """
+def calling(errors: Errors) -> AbstractContextManager[None]:
+    """Surrounds a call of a program, with what becomes of its error checks."""
     _replace()
     # Each call needs this, and JAX's own object takes a fraction of the time of a generator.
-    return _calling(returns_errors)
+    return _calling(errors)
+
+
+class CheckFound(Exception):
+    """A program has an error check that isn't a value yet."""
 
 
 # The parameters of our primitive. The second one is None, or the call that contains the check and
@@ -150,22 +157,28 @@ def _pass_on(args: Sequence[Any], attached: Sequence[Any], **params: Any) -> tup
 
 def _lower(ctx: Any, *args: Any, check: Check, stuck_in: str | None) -> Any:
     """Lowers a check in programs without `filter_jit` to Equinox's callback."""
+    if stuck_in is None and _calling.value in ("unknown", "returned"):
+        # All that can be values are so by now, or will be.
+        stuck_in = "a call that mylib can't analyse"
+        if _calling.value == "unknown":
+            raise CheckFound(_cannot_return(stuck_in, check))
     if union(map(axes_of_type, ctx.avals_in)):
         raise ValueError(
             "equinox.error_if is called with arrays that differ between the devices of a "
             "shard_map. That needs mylib.filter_jit around the program, instead of jax.jit or "
             f"equinox.filter_jit\n{check.line}"
         )
-    if stuck_in is None and _calling.value:
-        # A check that is still there was hidden in a primitive: all others are values by now.
-        stuck_in = "a call that mylib can't analyse"
     if stuck_in is not None and devices_of_lowering(ctx) > 1:
-        raise ValueError(
-            f"equinox.error_if is called in {stuck_in}, whose errors can't be returned. A program "
-            f"on several devices would wait forever\n{check.line}"
-        )
+        raise ValueError(_cannot_return(stuck_in, check))
     lower = mlir.lower_fun(_raise_as_equinox, multiple_results=True)
     return lower(ctx, *args, check=check, stuck_in=stuck_in)
+
+
+def _cannot_return(where: str, check: Check) -> str:
+    return (
+        f"equinox.error_if is called in {where}, whose errors can't be returned. A program on "
+        f"several devices would wait forever\n{check.line}"
+    )
 
 
 ad.primitive_jvps[check_p] = _pass_on
@@ -434,7 +447,7 @@ class _Rewriting:
 
         def backward(back: Any, cotangents: list[Any]) -> Any:
             where = "the backward rule of a jax.custom_vjp, of a gradient from outside the program"
-            with calling(returns_errors=False):
+            with calling("raised"):
                 traced = jit(back).trace(cotangents[:-1])
                 stuck = self._stuck(traced.jaxpr, where)
                 values = interpret(stuck, jtu.tree_leaves(cotangents[:-1]))

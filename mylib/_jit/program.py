@@ -35,7 +35,7 @@ from .._placement import AnyMesh, current_world, is_described
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .donation import Donate, Donated, let_go_of_moved, spares_the_first, used_once, warns
-from .error_checks import Checks, calling, with_checks_as_values
+from .error_checks import CheckFound, Checks, Errors, calling, with_checks_as_values
 from .inputs import Inputs, Resolved, Targets
 from .naming import leaves_of, names_of, unhashable
 from .placed_after import placed_after, targets_after
@@ -119,7 +119,8 @@ class Program:
             kept: Arrays,
             donated: Arrays,
         ) -> Made:
-            # `jax.disable_jit` runs this at once, and checks raise at once.
+            # As a part of another program, or without checks (see `_use`). `jax.disable_jit` runs
+            # this at once, and checks raise at once.
             if mode == "staged" or not is_staged():
                 return self._trace(key(), targets, kept, donated)
             return self._with_checks(key, mode, targets, kept, donated)
@@ -184,10 +185,11 @@ class Program:
             kept, donated = used_once(call, arrays, variant.donated)
         if DELETED_ARRAYS_END_IT and variant.is_parallel and mode == "eager":
             _refuse_deleted(arrays)
-        # A program that was compiled ahead of time has no static operands.
-        operands = (kept, donated) if ahead else (variant.key, mode, targets, kept, donated)
-        returns_errors = mode == "eager" or ahead is not None
-        returned = _call_jit(ahead or self.jitted, operands, returns_errors)
+        operands = targets, kept, donated
+        if ahead is not None:  # without static operands
+            returned = _call_jit(ahead, (kept, donated), "returned")
+        else:
+            returned = self._use(self.jitted, variant, mode, operands)
         rest: _Traced = returned.rest
         if _watched.record is not None and mode == "eager":
             _watched.record.started(call, rest.trace.memo, returned.arrays)
@@ -196,7 +198,7 @@ class Program:
         if rest.in_host_memory:
             returned.arrays = list(map(with_actual_memory_kind, returned.arrays))
         if rest.trace.is_new:
-            traced = _call_jit(self.jitted.trace, operands, returns_errors)  # JAX still has it
+            traced = self._use(self.jitted.trace, variant, mode, operands)  # JAX still has it
             self._about_captured(rest.trace, traced.jaxpr)
         if rest.trace.kept and mode == "staged":
             # The surrounding program expects what this one does of the arguments that it got.
@@ -228,13 +230,32 @@ class Program:
             about_spared(self.name, self.donate, call.args, result, self.function.parameter)
         if operands is not None and not variants.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
-            program = partial(self._lowered, operands)
+            program = partial(self._lowered, call.variant, operands)
             variants.is_replicated_told = about_replicated(compilation, call.split.count, program)
 
-    def _lowered(self, operands: tuple[Any, ...]) -> tuple[Any, jax.stages.Lowered]:
+    def _lowered(self, variant: Variant, operands: Any) -> tuple[Any, jax.stages.Lowered]:
         """The program traced, and lowered."""
-        traced = _call_jit(self.jitted.trace, operands, returns_errors=True)
-        return traced, _call_jit(lambda *_: traced.lower(), operands, returns_errors=True)
+
+        def lower(*operands: Any) -> tuple[Any, jax.stages.Lowered]:
+            traced = self.jitted.trace(*operands)
+            return traced, traced.lower()
+
+        return self._use(lower, variant, "eager", operands)
+
+    def _use(
+        self, use: Callable[..., Any], variant: Variant, mode: Mode, operands: tuple[Any, ...]
+    ) -> Any:
+        """Calls the one `jax.jit`, or traces or lowers it. Outside of other programs it looks for
+        checks only when JAX has found one in lowering: making each equation twice would take longer
+        than all else.
+        """
+        if mode == "eager" and not variant.has_checks:
+            try:
+                return _call_jit(use, (variant.key, "staged", *operands), "unknown")
+            except CheckFound:
+                variant.has_checks = True
+        errors = "returned" if mode == "eager" else "raised"
+        return _call_jit(use, (variant.key, mode, *operands), errors)
 
     def _about_captured(self, trace: Trace, program: Any) -> None:
         """Warns, once for a trace, of large arrays that it has captured."""
@@ -253,8 +274,7 @@ class Program:
             placed, fun_arrays, targets = self.inputs.place(call)
         arrays, donation = placed + fun_arrays, call.variant.donated
         kept, donated = (arrays, []) if donation is None else donation.parted(arrays)
-        operands = call.variant.key, "eager", targets, kept, donated
-        traced, lowered = self._lowered(operands)
+        traced, lowered = self._lowered(call.variant, (targets, kept, donated))
         trace = traced.out_info.rest.trace
         if trace.is_new:
             # Now: the program may be called in another process.
@@ -297,16 +317,17 @@ class Program:
         self, key: Any, mode: Mode, targets: Resolved | None, kept: Arrays, donated: Arrays
     ) -> Made:
         """The traced function, with its checks of errors as values."""
-        traced = self.jitted.trace(key, "staged", targets, kept, donated)
+        with calling("unknown" if mode == "eager" else "raised"):
+            traced = self.jitted.trace(key, "staged", targets, kept, donated)
         arrays = jtu.tree_leaves((kept, donated))
         values, failed, checks = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
 
 
-def _call_jit(function: Callable[..., Any], operands: tuple[Any, ...], returns_errors: bool) -> Any:
+def _call_jit(function: Callable[..., Any], operands: tuple[Any, ...], errors: Errors) -> Any:
     """Calls `function` with a program's operands. The last one is a list of donated arrays."""
-    with calling(returns_errors):
+    with calling(errors):
         if not operands[-1]:
             return function(*operands)
         with donation_warning(silenced=True):

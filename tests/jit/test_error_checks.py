@@ -467,6 +467,34 @@ def test_traced_once():
     assert len(traces) == 1
 
 
+def test_equations_are_made_once_where_nothing_is_checked():
+    made = []
+    counted_p = Primitive("counted")
+    counted_p.def_abstract_eval(lambda x: made.append(x) or x)
+    mlir.register_lowering(counted_p, mlir.lower_fun(lambda x: x, multiple_results=False))
+    f = mylib.filter_jit(lambda x: counted_p.bind(x) + 1, in_shardings=P("data"), mesh=AUTO)
+    np.testing.assert_array_equal(f(GOOD), GOOD + 1)
+    f.lower(GOOD)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_larger_arrays_alone_are_checked(ahead):
+    @mylib.filter_jit
+    def f(x):
+        return check(x) if x.size > 4 else x + 1
+
+    def call(x):
+        return f.lower(x).compile()(x) if ahead else f(x)
+
+    small = GOOD[:4]
+    for _ in range(2):
+        np.testing.assert_array_equal(call(small), small + 1)
+        np.testing.assert_array_equal(call(GOOD), GOOD)
+        with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
+            call(BAD)
+
+
 def test_without_jit():
     with jax.disable_jit(), pytest.raises(RuntimeError, match="too large"):
         mylib.filter_jit(check)(jnp.asarray(BAD))
