@@ -6,6 +6,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import jax.tree_util as jtu
@@ -45,10 +46,10 @@ def fit_of(steps: Sequence[Step], ndim: int) -> Fit | None:
             hint = _element_hint(hint, None)
         else:
             return None
-    arrays = (x for x in hint if isinstance(x, type) and issubclass(x, AbstractArray))
-    fits = [fit for x in arrays if (fit := name_dimensions(x.dim_str, ndim)) is not None]
+    arrays = [x for x in hint if isinstance(x, type) and issubclass(x, AbstractArray)]
+    fits = [name_dimensions(x.dim_str, ndim) for x in arrays]
     # Of `Float[Array, "a"] | Float[Array, "a b"]`, take the one that covers the most dimensions.
-    return min(fits, key=lambda fit: fit[0], default=None)
+    return min(filter(None, fits), key=itemgetter(0), default=None)
 
 
 class Walker:

@@ -4,7 +4,7 @@ import ast
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import jax.tree_util as jtu
@@ -90,5 +90,6 @@ def spelled(parts: Sequence[str]) -> str:
     return "".join(plain).removeprefix(".")
 
 
-def joined(parts: Sequence[str]) -> str:
+@lru_cache(maxsize=16384)  # rules ask for that of a leaf several times
+def joined(parts: tuple[str, ...]) -> str:
     return "".join(_MARK + part for part in parts)

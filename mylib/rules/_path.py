@@ -82,7 +82,7 @@ class ByPath(Rule):
         return value(leaf) if isinstance(value, Rule) else value
 
     def why(self, leaf: Leaf) -> str:
-        pattern, value = next(self._matching(leaf), (None, None))
+        pattern, value = next(iter(self._matching(leaf)), (None, None))
         if pattern is None:
             return "no pattern matches" + ("" if leaf.ndim else "; a leaf of rank 0")
         match = f"pattern {pattern.text!r}"
@@ -96,7 +96,7 @@ class ByPath(Rule):
         faults: list[Fault] = []
         if not self.ordered:
             for leaf in leaves:
-                matching = list(self._matching(leaf))
+                matching = self._matching(leaf)
                 if any(not _same(value, matching[0][1]) for _, value in matching):
                     faults.append(_conflict(leaf, matching))
         for rule, asked in self._nested(leaves):
@@ -106,12 +106,13 @@ class ByPath(Rule):
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         if all(leaf.ndim == 0 for leaf in leaves):
             return []  # an optimiser state that holds only a counter
-        paths = [joined(leaf.parts) for leaf in leaves]
+        matched: dict[Pattern, list[Leaf]] = {pattern: [] for pattern, _ in self.patterns}
+        for leaf in leaves:
+            for pattern, _ in self._ending(leaf):
+                matched[pattern].append(leaf)
         faults: list[Fault] = []
         for pattern, value in self.patterns:
-            pairs = zip(leaves, paths, strict=True)
-            matched = [leaf for leaf, path in pairs if _matches(pattern, leaf, path)]
-            faults += _unused(pattern, value, matched, leaves)
+            faults += _unused(pattern, value, matched[pattern], leaves)
         for rule, asked in self._nested(leaves):
             faults += rule.unused(asked)
         return faults
@@ -123,25 +124,29 @@ class ByPath(Rule):
         values = ((self._value(leaf), leaf) for leaf in leaves)
         return leaves_by_rule((value, leaf) for value, leaf in values if isinstance(value, Rule))
 
-    def _matching(self, leaf: Leaf) -> Iterator[tuple[Pattern, Any]]:
+    def _ending(self, leaf: Leaf) -> Iterator[tuple[Pattern, Any]]:
+        """The patterns that match the end of its path, and their values."""
         path = joined(leaf.parts)
-        for pattern, value in self.patterns:
-            if _matches(pattern, leaf, path) and not _is_too_long(value, leaf):
-                yield pattern, value
+        for pair in self.patterns:
+            pattern = pair[0]
+            if pattern.ends(path) or (
+                pattern.names_odd_keys and pattern.ends_as_it_stands(leaf.path)
+            ):
+                yield pair
+
+    def _matching(self, leaf: Leaf) -> list[tuple[Pattern, Any]]:
+        """Those whose values fit."""
+        return [pair for pair in self._ending(leaf) if not _is_too_long(pair[1], leaf)]
 
     def _value(self, leaf: Leaf) -> Any:
-        for _, value in self._matching(leaf):
-            return value
+        for _, value in self._ending(leaf):
+            if not _is_too_long(value, leaf):
+                return value
         return PASS if leaf.ndim else PartitionSpec()
 
     def __repr__(self) -> str:
         patterns = ", ".join(f"{pattern.text!r}: {value!r}" for pattern, value in self.patterns)
         return f"by_path({{{patterns}}}{', ordered=True' if self.ordered else ''})"
-
-
-def _matches(pattern: Pattern, leaf: Leaf, path: str) -> bool:
-    odd = pattern.names_odd_keys
-    return bool(pattern.ends(path) or (odd and pattern.ends_as_it_stands(leaf.path)))
 
 
 def _is_too_long(value: Any, leaf: Leaf) -> bool:
