@@ -39,6 +39,7 @@ from .._compat import (
 from .._links import is_handle
 from .._placement import axes_of_type, cast, manual_axes, union, varying
 from .._programs import (
+    all_equations,
     bind_as,
     in_place_of,
     interpret,
@@ -236,6 +237,11 @@ class Checks:
         if number >= 0:
             message, check = self.messages[number]
             raise error_with(message, check.stack, jit_id)
+
+
+def has_check(program: Any) -> bool:
+    """Whether a jaxpr has a check that isn't hidden in a primitive."""
+    return any(eqn.primitive is check_p for eqn in all_equations(program))
 
 
 def with_checks_as_values(

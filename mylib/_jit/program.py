@@ -35,7 +35,14 @@ from .._placement import AnyMesh, current_world, is_described
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .donation import Donate, Donated, let_go_of_moved, spares_the_first, used_once, warns
-from .error_checks import CheckFound, Checks, Errors, calling, with_checks_as_values
+from .error_checks import (
+    CheckFound,
+    Checks,
+    Errors,
+    calling,
+    has_check,
+    with_checks_as_values,
+)
 from .inputs import Inputs, Resolved, Targets
 from .naming import leaves_of, names_of, unhashable
 from .placed_after import placed_after, targets_after
@@ -245,15 +252,20 @@ class Program:
     def _use(
         self, use: Callable[..., Any], variant: Variant, mode: Mode, operands: tuple[Any, ...]
     ) -> Any:
-        """Calls the one `jax.jit`, or traces or lowers it. Outside of other programs it looks for
-        checks only when JAX has found one in lowering: making each equation twice would take longer
-        than all else.
+        """Calls the one `jax.jit`, or traces or lowers it. Outside of other programs its checks are
+        values only if it has some: making each equation twice would take longer than all else.
         """
         if mode == "eager" and not variant.has_checks:
-            try:
-                return _call_jit(use, (variant.key, "staged", *operands), "unknown")
-            except CheckFound:
-                variant.has_checks = True
+            plain = variant.key, "staged", *operands
+            if variant.has_checks is None and not jax.config.jax_disable_jit:
+                traced = _call_jit(self.jitted.trace, plain, "unknown")
+                variant.has_checks = has_check(traced.jaxpr)
+            # Those for arrays of other shapes, and those hidden in primitives, are found by JAX.
+            if not variant.has_checks:
+                try:
+                    return _call_jit(use, plain, "unknown")
+                except CheckFound:
+                    variant.has_checks = True
         errors = "returned" if mode == "eager" else "raised"
         return _call_jit(use, (variant.key, mode, *operands), errors)
 

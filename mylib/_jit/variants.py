@@ -48,8 +48,8 @@ class Variant:
         self.resolved: tuple[Any, Any] | None = None
         # The state of the last arguments that needed no moves, and their targets.
         self.in_place: tuple[Any, Any] | None = None
-        # Whether an error check was found in a program.
-        self.has_checks = False
+        # Whether it has error checks; None until it is traced.
+        self.has_checks: bool | None = None
         # Whether several devices took part in a call.
         self.is_parallel = False
         self.earlier: Earlier = Earlier()

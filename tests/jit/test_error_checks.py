@@ -495,9 +495,30 @@ def test_larger_arrays_alone_are_checked(ahead):
             call(BAD)
 
 
+def test_no_tracer_leaks():
+    """Where a check is found when the program is lowered, too."""
+
+    @mylib.filter_jit
+    def f(x):
+        return check(x) if x.size > 4 else x + 1
+
+    with jax.checking_leaks():
+        f(GOOD[:4]), f(GOOD)
+
+
 def test_without_jit():
-    with jax.disable_jit(), pytest.raises(RuntimeError, match="too large"):
-        mylib.filter_jit(check)(jnp.asarray(BAD))
+    calls = []
+
+    @mylib.filter_jit
+    def f(x):
+        calls.append(float(x[0]))
+        return check(x)
+
+    with jax.disable_jit():
+        f(jnp.asarray(GOOD))
+        with pytest.raises(RuntimeError, match="too large"):
+            f(jnp.asarray(BAD))
+    assert calls == [0.5, 1.0]
 
 
 SCRIPT = """
