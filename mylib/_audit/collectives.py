@@ -23,6 +23,7 @@ from .values import (
     runs_of,
     trips,
     unchanged,
+    uses_in,
 )
 
 # Operations that pass a value on unchanged.
@@ -307,10 +308,7 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
             if user.opcode in _PASSES:
                 queue.append(user)
             elif user.opcode == "fusion":
-                called = user.called("calls")
-                for number, name in enumerate(user.operands):
-                    if name == value.name:
-                        queue.append(called.parameters[number])
+                queue += uses_in(user, value)
             else:
                 yield value, user
 
