@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ParamSpec
@@ -217,29 +217,27 @@ class Both(Rule):
         results = [(leaf, self.first(leaf)) for leaf in leaves]
         filled = [leaf for leaf, result in results if isinstance(result, PartitionSpec)]
         passed = [leaf for leaf, result in results if result is PASS]
-        unfit = (self._unfit(leaf) for leaf in filled)
         return [
             *self.first.contradictions(leaves),
             *self.second.contradictions([*filled, *passed]),
-            *(fault for fault in unfit if fault is not None),
+            *(fault for leaf in filled for fault in self._unfit(leaf)),
         ]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return [*self.first.unused(leaves), *self.second.unused(leaves)]
 
-    def _unfit(self, leaf: Leaf) -> Fault | None:
+    def _unfit(self, leaf: Leaf) -> Iterator[Fault]:
         """The fault if the second rule can't shard a leaf that the first has sharded."""
         placement = self.second(leaf)
         if placement is PASS or placement is None:
-            return None
+            return
         request, name = f"... & {self.second!r}", name_of(leaf.path)
         if not isinstance(placement, PartitionSpec):
             reason = f"{placement!r} can't shard what another rule leaves whole"
-            return Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
-        if len(placement) > leaf.ndim:
+            yield Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
+        elif len(placement) > leaf.ndim:
             reason = f"{placement} has {len(placement)} entries, for an array of rank {leaf.ndim}"
-            return Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
-        return None
+            yield Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
 
     def __repr__(self) -> str:
         sides = (self.first, self.second)
