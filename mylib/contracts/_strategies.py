@@ -248,8 +248,7 @@ def _of_fsdp(
     yield from judged.ungathered()
     yield from judged.held()
     for m in judged.moved:
-        reason = _wrong_in_fsdp(judged, m, most)
-        if reason:
+        if reason := _wrong_in_fsdp(judged, m, most):
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     yield from _bounded(judged, limit)
 
@@ -285,8 +284,7 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     yield from judged.repeated(None)
     yield from judged.others()
     for m in judged.moved:
-        reason = _wrong_in_tensor_parallel(judged, m)
-        if reason:
+        if reason := _wrong_in_tensor_parallel(judged, m):
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     # Megatron's sequence parallelism gathers what it has scattered.
     moved = [m for m in judged.moved if m.role in ("activation", "result")]
