@@ -319,17 +319,15 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     """
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
-    (part,), arrays = x.arrays, whole.arrays
-    if len(arrays) != 1:
-        return False
+    (part,), (array,) = x.arrays, whole.arrays
     starts = [positions(start, groups.size) for start in x.inputs()[1:]]
     if any(start is None for start in starts):
         # The place may be in a table, and those of more than ten devices are not in the text.
-        evenly = arrays[0].size == part.size * groups.shape[1]
+        evenly = array.size == part.size * groups.shape[1]
         return evenly and any(map(_depends_on_device, x.inputs()[1:]))
     where = np.concatenate([start for start in starts if start is not None], 1)[groups]
     parts = {len(np.unique(each, axis=0)) for each in where}
-    return len(parts) == 1 and 1 < min(parts) == arrays[0].size / part.size
+    return len(parts) == 1 and 1 < min(parts) == array.size / part.size
 
 
 def _depends_on_device(x: Instruction) -> bool:

@@ -162,12 +162,10 @@ def memory(**limits: Size) -> Contract:
         report.expect(mylib.contracts.memory(arguments="32 B"))
         ```
     """
-    names = [f.name for f in fields(Memory) if f.type in (int, "int")]
+    names = [*(f.name for f in fields(Memory) if f.type in (int, "int")), "total"]
     for name in limits:
-        if name not in (*names, "total"):
-            raise ValueError(
-                f"memory: there is no {name!r}: write one of {', '.join([*names, 'total'])}"
-            )
+        if name not in names:
+            raise ValueError(f"memory: there is no {name!r}: write one of {', '.join(names)}")
     allowed = {name: bytes_in(size) for name, size in limits.items()}
 
     def faults(report: Report) -> list[str]:

@@ -82,7 +82,15 @@ class Rule:
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         """`spec` with more of the dimensions of `leaf` sharded: the right-hand side of `&`."""
-        return _merge(leaf, spec, self(leaf))
+        added = self(leaf)
+        if not isinstance(added, PartitionSpec):
+            return spec
+        for dim in free_dimensions(spec, leaf.ndim):
+            entry = entries_of(added, leaf.ndim)[dim]
+            names = axis_names(entry)
+            if names and not used_axes(spec).intersection(names):
+                spec = with_entry(spec, dim, entry)
+        return spec
 
     def __or__(self, other: AnyRule) -> "Rule":
         return FirstOf((as_rule(self), as_rule(other))) if is_rule(other) else NotImplemented
@@ -273,14 +281,3 @@ def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
     entries = list(entries_of(spec, dim + 1))
     entries[dim] = entry
     return spec.update(partitions=entries)
-
-
-def _merge(leaf: Leaf, spec: PartitionSpec, added: Any) -> PartitionSpec:
-    if not isinstance(added, PartitionSpec):
-        return spec
-    for dim in free_dimensions(spec, leaf.ndim):
-        entry = entries_of(added, leaf.ndim)[dim]
-        names = axis_names(entry)
-        if names and not used_axes(spec).intersection(names):
-            spec = with_entry(spec, dim, entry)
-    return spec

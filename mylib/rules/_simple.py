@@ -319,13 +319,9 @@ def _spec_of(placement: Any, leaf: Leaf) -> tuple[PartitionSpec | None, AnyMesh 
 
 
 def _with_spec(placement: Any, spec: PartitionSpec) -> Any:
-    match placement:
-        case Format():
-            return Format(placement.layout, _with_spec(placement.sharding, spec))
-        case NamedSharding():
-            return placement.update(spec=spec)
-        case _:
-            return spec
+    if isinstance(placement, Format):
+        return Format(placement.layout, _with_spec(placement.sharding, spec))
+    return placement.update(spec=spec) if isinstance(placement, NamedSharding) else spec
 
 
 def _uneven(spec: PartitionSpec, leaf: Leaf, mesh: AnyMesh | None) -> list[int]:
