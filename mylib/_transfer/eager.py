@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import (
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._compat import weakly_typed
 from .._links import (

@@ -10,15 +10,7 @@ from typing import Any, ParamSpec
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
-from .._placement import (
-    PASS,
-    ask,
-    axes_in,
-    axis_names,
-    entries_of,
-    faults_of,
-    is_rule,
-)
+from .._placement import PASS, ask, axes_in, axis_names, entries_of, faults_of, is_rule
 from .._tree import Leaf, name_of
 
 P = ParamSpec("P")

@@ -9,25 +9,10 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import Fault
-from .._placement import (
-    AnyMesh,
-    axis_names,
-    is_rule,
-    trimmed,
-    unfit_spec,
-)
+from .._placement import AnyMesh, axis_names, is_rule, trimmed, unfit_spec
 from .._tree import Leaf
 from ._axes import dimensions_in_front
-from ._rule import (
-    AnyRule,
-    Axes,
-    Rule,
-    as_rule,
-    free_dimensions,
-    makes_rules,
-    used_axes,
-    with_entry,
-)
+from ._rule import AnyRule, Axes, Rule, as_rule, free_dimensions, makes_rules, used_axes, with_entry
 
 _WHOLE = PartitionSpec()
 
