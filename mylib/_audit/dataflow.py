@@ -124,7 +124,7 @@ _FROM_OUTSIDE = ("infeed", "recv", "rng")
 
 class _Walk:
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
-        self.module, self.devices = module, devices
+        self.devices = devices
         self.graph = Graph()
         # The transfers of each instruction, and the whole that each is a step of, with its number.
         self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}

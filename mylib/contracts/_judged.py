@@ -41,7 +41,7 @@ class Judged:
     """A program's gradients, for one axis."""
 
     def __init__(self, report: Report, axis: str, argument: str | None):
-        size_of(report, axis)
+        self.size = size_of(report, axis)
         if not report.results:
             raise AuditError(
                 f"it is unknown what {report.name} returns: audit the compiled program, not its "
@@ -149,12 +149,9 @@ class Judged:
                 continue
             p, w = self.report.parameters[number], self.report.parameters[weight]
             if self.roles.alike(p, w) and self.axis in axes_of(w) and self.axis not in axes_of(p):
-                yield Violation(
-                    (p.path,),
-                    f"not sharded over {self.axis}, as its weight is: "
-                    f"{size_of(self.report, self.axis)} devices hold the same "
-                    f"{show_bytes(p.bytes)}",
-                )
+                held_by = f"{self.size} devices hold the same {show_bytes(p.bytes)}"
+                text = f"not sharded over {self.axis}, as its weight is: {held_by}"
+                yield Violation((p.path,), text)
 
     def unsharded(self, among: Sequence[int]) -> Iterator[Violation]:
         """The faults of weights that are whole though smaller ones are sharded, or all of them if
@@ -163,18 +160,17 @@ class Judged:
         p_of = self.report.parameters
         split = [self.roles.size(p_of[i]) for i in among if self._is_split(i)]
         factors = [i for i in among if i in self.multiplied]
-        size = size_of(self.report, self.axis)
         held = sum(p_of[i].bytes for i in factors)
-        share = sum(p_of[i].bytes / (1 if self._is_split(i) else size) for i in factors)
+        share = sum(p_of[i].bytes / (1 if self._is_split(i) else self.size) for i in factors)
         for i in sorted(among, key=lambda i: -p_of[i].bytes):
             p = p_of[i]
             # Of stacked layers the first dimension is that of the layers.
-            fits = any(n % size == 0 for n in p.shape[-2:])
+            fits = any(n % self.size == 0 for n in p.shape[-2:])
             large = self.roles.size(p) >= min(split, default=0)
             if not self._is_split(i) and (
                 (fits and large) or (held > 1.1 * share and i in factors)
             ):
-                held_by = f"{size} devices hold the same {show_bytes(p.bytes)}"
+                held_by = f"{self.size} devices hold the same {show_bytes(p.bytes)}"
                 text = f"not sharded over {self.axis}: {held_by}"
                 yield Violation((f"{p.path} {list(p.shape)}",), text)
 

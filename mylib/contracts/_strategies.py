@@ -214,9 +214,8 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Viola
     for number in judged.roles.weights:
         p = report.parameters[number]
         if axis in axes_of(p):
-            yield Violation(
-                (p.path,), f"sharded over {axis}, and each device should have all of it"
-            )
+            text = f"sharded over {axis}, and each device should have all of it"
+            yield Violation((p.path,), text)
     yield from judged.without_data()
     yield from judged.gradients()
     yield from judged.kept(judged.roles.weights)
