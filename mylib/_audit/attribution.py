@@ -147,15 +147,14 @@ def _informed_users(x: Instruction) -> Iterator[Instruction]:
 
 
 def _users(x: Instruction) -> Iterator[Instruction]:
-    computation = x.computation
-    for user in computation.users[x.name]:
+    for user in x.users:
         if user.opcode == "fusion":
             for parameter in uses_in(user, x):
-                yield from parameter.computation.users[parameter.name]
+                yield from parameter.users
         else:
             yield user
     if x.is_root:
-        yield from (done_of(x) for x in computation.callers if x.opcode in WRAPPERS)
+        yield from (done_of(x) for x in x.computation.callers if x.opcode in WRAPPERS)
 
 
 def _informed_input(x: Instruction) -> Instruction:

@@ -268,8 +268,7 @@ def _pairs(x: Instruction) -> str:
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
-    users = x.computation.users[x.name]
-    return any(user.target == "AsyncCollectiveStart" for user in users)
+    return any(user.target == "AsyncCollectiveStart" for user in x.users)
 
 
 def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
@@ -277,9 +276,8 @@ def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
     if not result.type.startswith("("):
         return [[result]]
     elements: list[list[Instruction]] = [[] for _ in range(count)]
-    users = result.computation.users[result.name]
-    if all(user.opcode == "get-tuple-element" for user in users):
-        for user in users:
+    if all(user.opcode == "get-tuple-element" for user in result.users):
+        for user in result.users:
             elements[user.index].append(user)
     return elements
 
@@ -304,7 +302,7 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
             queue += fused
             if not fused:
                 yield value, value
-        for user in value.computation.users[value.name]:
+        for user in value.users:
             if user.opcode in _PASSES:
                 queue.append(user)
             elif user.opcode == "fusion":
@@ -361,8 +359,8 @@ def is_overlapped(transfer: Transfer) -> bool:
         return any(
             user.opcode == "fusion" and "async_collective_fusion" in user.called("calls").name
             for caller in x.computation.callers
-            for element in caller.computation.users[caller.name]
-            for user in caller.computation.users[element.name]
+            for element in caller.users
+            for user in element.users
         )
     if done is x:  # its whole computation runs beside others
         return True

@@ -197,7 +197,7 @@ def _enters(x: Instruction) -> bool:
 def operands_of_call(x: Instruction) -> list[Instruction]:
     """The operands of the computation that an instruction calls."""
     # The SparseCores of a TPU are started before they have operands; an update brings those.
-    updates = () if x.operands else x.computation.users[x.name]
+    updates = () if x.operands else x.users
     return next((y.inputs()[1:] for y in updates if y.opcode.endswith("-update")), x.inputs())
 
 
@@ -216,7 +216,7 @@ def done_of(x: Instruction) -> Instruction:
 
 
 def _waiting(x: Instruction) -> Iterator[Instruction]:
-    for user in x.computation.users[x.name]:
+    for user in x.users:
         if user.opcode.endswith(("-done", "-update")) and user.operand(0) is x:
             yield user
             yield from _waiting(user)
