@@ -133,7 +133,7 @@ def as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def over_key_data(target: Target, ndim: int) -> Sharding:
-    """The sharding of a target for keys, for their key data, whose extra dimension is not split."""
+    """The sharding of the data of keys at a target. Its extra dimension is not split."""
     # A spec may be shorter than its array. With an entry for the extra dimension, JAX 0.10 would
     # keep that in the spec of keys on a mesh of one device. May be as long as the array once JAX
     # 0.12 is the oldest supported; no public issue is known.
