@@ -10,7 +10,7 @@ from typing import Any
 from .._compat import names as jax_names
 from .hlo import HloModule, Instruction
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
-from .values import MOVES, behind, done_of, inputs_here
+from .values import MOVES, WRAPPERS, behind, done_of, inputs_here, uses_in
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -23,8 +23,6 @@ _STRUCTURE = {
     jax_names.SCOPE_CONDITION,
     jax_names.STACK_RECOMPUTED,
 }
-# Calls whose result is that of the computation.
-_RESULTS = ("fusion", "call", "call-start", "async-start")
 _FAR = 2000  # the most instructions that are looked at
 
 # From an argument's name in the program to its path.
@@ -149,17 +147,14 @@ def _informed_users(x: Instruction) -> Iterator[Instruction]:
 
 
 def _users(x: Instruction) -> Iterator[Instruction]:
-    computation = x.computation
-    for user in computation.users[x.name]:
+    for user in x.users:
         if user.opcode == "fusion":
-            called = user.called("calls")
-            for number, name in enumerate(user.operands):
-                if name == x.name:
-                    yield from called.users[called.parameters[number].name]
+            for parameter in uses_in(user, x):
+                yield from parameter.users
         else:
             yield user
     if x.is_root:
-        yield from (done_of(x) for x in computation.callers if x.opcode in _RESULTS)
+        yield from (done_of(x) for x in x.computation.callers if x.opcode in WRAPPERS)
 
 
 def _informed_input(x: Instruction) -> Instruction:

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from .._compat import argument_of_filter_jit, is_filter_jit, without_dead_code
 from .._errors import AuditError
-from .._placement import axis_names
+from .._placement import AnyMesh, axis_names
 from .._products import products_in
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
@@ -23,8 +23,6 @@ from .hlo import Array, HloModule
 from .memory import memory_of
 from .report import Collective, Parameter, Report
 from .work import Work, work_of
-
-AnyMesh = Mesh | AbstractMesh
 
 
 def audit(

@@ -23,6 +23,7 @@ from .values import (
     runs_of,
     trips,
     unchanged,
+    uses_in,
 )
 
 # Operations that pass a value on unchanged.
@@ -267,8 +268,7 @@ def _pairs(x: Instruction) -> str:
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
-    users = x.computation.users[x.name]
-    return any(user.target == "AsyncCollectiveStart" for user in users)
+    return any(user.target == "AsyncCollectiveStart" for user in x.users)
 
 
 def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
@@ -276,9 +276,8 @@ def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
     if not result.type.startswith("("):
         return [[result]]
     elements: list[list[Instruction]] = [[] for _ in range(count)]
-    users = result.computation.users[result.name]
-    if all(user.opcode == "get-tuple-element" for user in users):
-        for user in users:
+    if all(user.opcode == "get-tuple-element" for user in result.users):
+        for user in result.users:
             elements[user.index].append(user)
     return elements
 
@@ -303,14 +302,11 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
             queue += fused
             if not fused:
                 yield value, value
-        for user in value.computation.users[value.name]:
+        for user in value.users:
             if user.opcode in _PASSES:
                 queue.append(user)
             elif user.opcode == "fusion":
-                called = user.called("calls")
-                for number, name in enumerate(user.operands):
-                    if name == value.name:
-                        queue.append(called.parameters[number])
+                queue += uses_in(user, value)
             else:
                 yield value, user
 
@@ -321,17 +317,15 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
     """
     if x.opcode != "dynamic-slice" or x.operands[0] != whole.name:
         return False
-    (part,), arrays = x.arrays, whole.arrays
-    if len(arrays) != 1:
-        return False
+    (part,), (array,) = x.arrays, whole.arrays
     starts = [positions(start, groups.size) for start in x.inputs()[1:]]
     if any(start is None for start in starts):
         # The place may be in a table, and those of more than ten devices are not in the text.
-        evenly = arrays[0].size == part.size * groups.shape[1]
+        evenly = array.size == part.size * groups.shape[1]
         return evenly and any(map(_depends_on_device, x.inputs()[1:]))
     where = np.concatenate([start for start in starts if start is not None], 1)[groups]
     parts = {len(np.unique(each, axis=0)) for each in where}
-    return len(parts) == 1 and 1 < min(parts) == arrays[0].size / part.size
+    return len(parts) == 1 and 1 < min(parts) == array.size / part.size
 
 
 def _depends_on_device(x: Instruction) -> bool:
@@ -365,8 +359,8 @@ def is_overlapped(transfer: Transfer) -> bool:
         return any(
             user.opcode == "fusion" and "async_collective_fusion" in user.called("calls").name
             for caller in x.computation.callers
-            for element in caller.computation.users[caller.name]
-            for user in caller.computation.users[element.name]
+            for element in caller.users
+            for user in element.users
         )
     if done is x:  # its whole computation runs beside others
         return True

@@ -104,8 +104,8 @@ def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> 
         walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters))
     )
     result = walk.run(module.entry, parameters)
-    many = isinstance(result, tuple) and not isinstance(result, Mark | Concatenated)
-    walk.graph.results = [joined([value]) for value in (result if many else [result])]
+    results = [result] if isinstance(result, Mark | Concatenated) else result
+    walk.graph.results = [joined([value]) for value in results]
     return walk.graph
 
 
@@ -124,7 +124,7 @@ _FROM_OUTSIDE = ("infeed", "recv", "rng")
 
 class _Walk:
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
-        self.module, self.devices = module, devices
+        self.devices = devices
         self.graph = Graph()
         # The transfers of each instruction, and the whole that each is a step of, with its number.
         self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}
@@ -251,7 +251,7 @@ class _Walk:
                 self.graph.uses.setdefault(bit, set()).add(use)
 
     def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
-        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST or opcode == "copy":
+        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST:
             return joined(data).near
         if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
             return joined(data[:1]).near if x.operand(0).arrays[0].size == x.arrays[0].size else 0

@@ -126,6 +126,11 @@ class Instruction:
     def inputs(self) -> "list[Instruction]":
         return [self.computation.named[name] for name in self.operands]
 
+    @property
+    def users(self) -> "list[Instruction]":
+        """The instructions that use its result."""
+        return self.computation.users[self.name]
+
     def called(self, role: str) -> "Computation":
         """The computation that an attribute names."""
         for name, computation in self.calls:

@@ -1,10 +1,10 @@
 """Finds the arrays that are alive at the peak, by the order in which a program runs."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 from .._errors import AuditError
 from .hlo import Array, Computation, HloModule, Instruction, arrays_of, elements_of
@@ -131,15 +131,14 @@ class _Lifetimes:
     def _in_place(self, x: Instruction, index: int) -> Buffer | None:
         """The memory of the operand that an update is written into."""
         if x.opcode == "fusion":
-            called = x.called("calls")
             path = (index,) if len(x.arrays) > 1 else ()
-            *_, value = _within(Value(called.result, path), called)
-            if value.made_by.opcode != "dynamic-update-slice":
+            update = _computed_here(Value(x.called("calls").result, path))
+            if update.opcode != "dynamic-update-slice":
                 return None
-            *_, target = _within(Value(value.made_by.operand(0)), called)
-            if target.made_by.opcode != "parameter":
+            target = _computed_here(Value(update.operand(0)))
+            if target.opcode != "parameter":
                 return None
-            return self.held[x.operands[int(target.made_by.rest)]][0]
+            return self.held[x.operands[int(target.rest)]][0]
         if x.opcode == "dynamic-update-slice":
             return self.held[x.operands[0]][0]
         return None
@@ -227,11 +226,11 @@ class _Heap:
             self.bytes -= buffer.bytes
 
 
-def _within(value: Value, computation: Computation) -> Iterator[Value]:
-    for step in unchanged(value):
-        if step.made_by.computation is not computation:
-            return
-        yield step
+def _computed_here(value: Value) -> Instruction:
+    """What computes a value, or brings it into its computation."""
+    here = value.made_by.computation
+    *_, last = takewhile(lambda copy: copy.made_by.computation is here, unchanged(value))
+    return last.made_by
 
 
 def _may_share(x: Instruction) -> bool:

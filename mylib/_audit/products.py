@@ -6,7 +6,7 @@ import re
 
 from .._products import meetings
 from .attribution import is_of_dot
-from .hlo import Array, Instruction
+from .hlo import Instruction
 from .values import Value, computed
 
 _NARROW = re.compile(r"f(\d)(e\w+)")
@@ -36,7 +36,7 @@ def products_of(x: Instruction) -> int | None:
         case "dot" | "scaled-dot":
             return _dot(x, x.attribute("lhs_contracting_dims"))
         case "convolution":
-            return _convolution(x, x.operand(0), x.operand(1), x)
+            return _convolution(x)
         case "cholesky":
             return _cholesky(x)
         case "triangular-solve":
@@ -73,7 +73,13 @@ def _gemm(x: Instruction) -> int:
     return _dot(x, match[1] if match else "")
 
 
-def _convolution(x: Instruction, input: Instruction, kernel: Instruction, result: Instruction):
+def _convolution(x: Instruction) -> int:
+    input, kernel, result = x.operand(0), x.operand(1), x
+    # Gradients by cuDNN have the window and the labels of the convolution that they belong to.
+    if "BackwardInput" in x.target:
+        input, result = result, input
+    if "BackwardFilter" in x.target:
+        kernel, result = result, kernel
     labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels"))
     assert labels is not None
     lhs, rhs, out = (
@@ -94,16 +100,6 @@ def _convolution(x: Instruction, input: Instruction, kernel: Instruction, result
     return size
 
 
-def _cudnn_convolution(x: Instruction) -> int:
-    """A gradient has the window and the labels of the convolution that it belongs to."""
-    first, second, result = x.operand(0), x.operand(1), x
-    if "BackwardInput" in x.target:
-        return _convolution(x, result, second, first)
-    if "BackwardFilter" in x.target:
-        return _convolution(x, first, result, second)
-    return _convolution(x, first, second, result)
-
-
 def _attention(x: Instruction) -> int | None:
     """Two products forward, and five backward: the scores are computed again."""
     config = json.loads(x.attribute("backend_config") or "{}").get("cudnn_fmha_backend_config")
@@ -116,7 +112,7 @@ def _attention(x: Instruction) -> int | None:
 
 
 def _cholesky(x: Instruction) -> int:
-    array: Array = x.operand(0).arrays[0]
+    array = x.operand(0).arrays[0]
     return array.size * array.shape[-1] // 6
 
 
@@ -133,7 +129,7 @@ def _stated(x: Instruction) -> int | None:
 
 _KERNELS = (
     (r"__cublas\$(lt\$)?(gemm|matmul)(\$f8|\$mx)?", _gemm),
-    (r"__cudnn\$conv\w*(Forward|Backward)\w*", _cudnn_convolution),
+    (r"__cudnn\$conv\w*(Forward|Backward)\w*", _convolution),
     (r"__cudnn\$fmha\w+", _attention),
     (r"Cholesky|(lapack|cusolver)_\w*potrf\w*", _cholesky),
     (r"(lapack|cublas)_\w*trsm\w*|__cublas\$triangularSolve", _triangular_solve),

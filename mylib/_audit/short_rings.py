@@ -26,8 +26,7 @@ def rings_in(
     inner = {j for sources in before.values() for j in sources}
     ends: dict[Instruction, list[int]] = {}
     for i in before.keys() - inner:
-        done = steps[i][1]
-        for user in done.computation.users[done.name]:
+        for user in steps[i][1].users:
             ends.setdefault(user, []).append(i)
     for end, last in ends.items():
         members = list(dict.fromkeys(sorted(last)))

@@ -17,7 +17,8 @@ MOVES = frozenset(
         "slice-done", "slice-start", "transpose",
     }
 )  # fmt: skip
-_WRAPPERS = {
+# Calls whose result is that of the computation, with the attribute that names it.
+WRAPPERS = {
     "fusion": "calls",
     "call": "to_apply",
     "call-start": "to_apply",
@@ -163,13 +164,13 @@ def before(value: Value) -> Value | None:
             return Value(x.operand(0).operand(0))
         case _ if x.opcode.endswith("-done") and _enters(start_of(x)):
             return _inside(start_of(x), path)
-        case _ if x.opcode in _WRAPPERS:
+        case _ if x.opcode in WRAPPERS:
             return _inside(x, path)
     return None
 
 
 def _inside(x: Instruction, path: tuple[int, ...]) -> Value:
-    return Value(x.called(_WRAPPERS.get(x.opcode, "calls")).result, path)
+    return Value(x.called(WRAPPERS.get(x.opcode, "calls")).result, path)
 
 
 def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
@@ -190,13 +191,13 @@ def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
 def _enters(x: Instruction) -> bool:
     """Whether the computation that an instruction calls has its operands and its result."""
     # `to_apply` of an `all-reduce-start` is the sum of two numbers, not of its operands.
-    return x.opcode in _WRAPPERS or "calls=" in x.attributes
+    return x.opcode in WRAPPERS or "calls=" in x.attributes
 
 
 def operands_of_call(x: Instruction) -> list[Instruction]:
     """The operands of the computation that an instruction calls."""
     # The SparseCores of a TPU are started before they have operands; an update brings those.
-    updates = () if x.operands else x.computation.users[x.name]
+    updates = () if x.operands else x.users
     return next((y.inputs()[1:] for y in updates if y.opcode.endswith("-update")), x.inputs())
 
 
@@ -215,7 +216,7 @@ def done_of(x: Instruction) -> Instruction:
 
 
 def _waiting(x: Instruction) -> Iterator[Instruction]:
-    for user in x.computation.users[x.name]:
+    for user in x.users:
         if user.opcode.endswith(("-done", "-update")) and user.operand(0) is x:
             yield user
             yield from _waiting(user)
@@ -230,6 +231,12 @@ def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
         if made_by.opcode == "parameter" and made_by.computation.callers[:1] == [loop]:
             return False
     return False
+
+
+def uses_in(fusion: Instruction, x: Instruction) -> list[Instruction]:
+    """The parameters of a fusion's computation that stand for an operand."""
+    parameters = fusion.called("calls").parameters
+    return [parameters[i] for i, name in enumerate(fusion.operands) if name == x.name]
 
 
 def behind(

@@ -217,7 +217,7 @@ def _uses(x: Instruction) -> int:
     if x.is_root:
         return sum(array.padded_bytes for array in x.arrays)
     total = 0
-    for user in x.computation.users[x.name]:
+    for user in x.users:
         if user.opcode in _LAZY:
             total += _uses(user)
         elif not _sends(user) and user.opcode != "tuple":

@@ -226,10 +226,9 @@ class _Resolver:
     mesh_given: bool = False
 
     def run(self, entries: list[Any], misfits: list[Fault]) -> Decision:
-        if self.mesh is None:
+        self.mesh_given = self.mesh is not None
+        if not self.mesh_given:
             self.mesh = _mesh_of_specs(self.world)
-        else:
-            self.mesh_given = True
         faults, faulty = list(misfits), set[int]()
         targets: list[Target | None] = []
         verdicts = self.verdicts
@@ -323,9 +322,8 @@ class _Resolver:
             return NamedSharding(self.checked_mesh(entry), entry)
         if isinstance(entry, jax.Device):
             if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
-                raise _Misfit(
-                    because(f"that device is not in {show_mesh(self.mesh)}", "leave out `mesh=`")
-                )
+                reason = f"that device is not in {show_mesh(self.mesh)}"
+                raise _Misfit(because(reason, "leave out `mesh=`"))
             return SingleDeviceSharding(entry)
         if isinstance(entry, Format) and not isinstance(entry.sharding, Sharding):
             raise _Misfit(because("the format has no sharding", "write Format(layout, sharding)"))
@@ -341,12 +339,9 @@ class _Resolver:
     def checked_mesh(self, spec: PartitionSpec) -> AnyMesh:
         mesh = self.mesh
         if mesh is None:
-            raise _Misfit(
-                because(
-                    "a PartitionSpec needs a mesh, and there is none here",
-                    "pass `mesh=`, or call this under `jax.set_mesh(mesh)`",
-                )
-            )
+            reason = "a PartitionSpec needs a mesh, and there is none here"
+            fix = "pass `mesh=`, or call this under `jax.set_mesh(mesh)`"
+            raise _Misfit(because(reason, fix))
         faults = _faults_of_spec(spec, mesh)
         if faults:
             raise _Misfit(*faults)

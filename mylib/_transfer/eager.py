@@ -17,12 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental.layout import Format
-from jax.sharding import (
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from .._compat import weakly_typed
 from .._links import (
@@ -236,7 +231,12 @@ def _reshard_groups(groups: _Groups) -> list[tuple[int, jax.Array]]:
     done: list[tuple[int, jax.Array]] = []
     for leaves in groups.values():
         jax.block_until_ready([y for _, y in done])
-        done += _reshard(leaves)
+        # Donated ones first.
+        ordered = sorted(leaves, key=lambda leaf: not leaf[3])
+        index, arrays, targets, donate = zip(*ordered, strict=True)
+        count = sum(map(bool, donate))
+        moved = _identity(targets)(list(arrays[:count]), list(arrays[count:]))
+        done += zip(index, moved, strict=True)
     return done
 
 
@@ -298,17 +298,6 @@ def _may_share(x: jax.Array, source: Sharding, destination: Sharding) -> bool:
         and source.shard_shape(x.shape) == destination.shard_shape(x.shape)
         and memory_kind(source) == memory_kind(destination)
     )
-
-
-def _reshard(
-    leaves: Sequence[tuple[int, jax.Array, Target, bool]],
-) -> list[tuple[int, jax.Array]]:
-    # Donated ones first.
-    ordered = sorted(leaves, key=lambda leaf: not leaf[3])
-    index, arrays, targets, donate = zip(*ordered, strict=True)
-    count = sum(map(bool, donate))
-    moved = _identity(targets)(list(arrays[:count]), list(arrays[count:]))
-    return list(zip(index, moved, strict=True))
 
 
 @lru_cache(maxsize=256)

@@ -100,7 +100,7 @@ def _assemble_one(local: LocalData, may_alias: bool) -> jax.Array:
     numbers, shape, sharding = local.data, local.shape, local.sharding
     if is_of_keys(numbers):
         numbers = jax.random.key_data(numbers)
-        sharding = sharding_of(over_key_data(sharding, len(shape)))
+        sharding = over_key_data(sharding, len(shape))
         shape += numbers.shape[len(shape) :]
     numbers = on_host(numbers, may_alias)
     y = put_pieces(lambda index: numbers[local.within(index)], shape, sharding, numbers.dtype)
@@ -132,8 +132,8 @@ def as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
 
 
-def over_key_data(target: Target, ndim: int) -> Target:
-    """A target for keys, as one for their key data, whose extra dimension is not split."""
+def over_key_data(target: Target, ndim: int) -> Sharding:
+    """The sharding of the data of keys at a target. Its extra dimension is not split."""
     # A spec may be shorter than its array. With an entry for the extra dimension, JAX 0.10 would
     # keep that in the spec of keys on a mesh of one device. May be as long as the array once JAX
     # 0.12 is the oldest supported; no public issue is known.

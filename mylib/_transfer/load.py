@@ -132,8 +132,6 @@ def _refuse(target: Target) -> Iterator[Fault]:
 
 def _told_to_others(targets: Sequence[Target | None]) -> Any:
     """If this process can't read its share, the next call of the others fails."""
-    if jax.process_count() == 1:
-        return nullcontext()
     groups = {owners(sharding_of(target)) for target in targets if target is not None}
     everybody = tuple(sorted({index for group in groups for index in group}))
     alone = len(everybody) < 2 or jax.process_index() not in everybody
@@ -165,8 +163,7 @@ class _Assembly:
             return jax.random.key_data(keys)
 
         data = jax.eval_shape(numbers, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-        sharding = sharding_of(over_key_data(sharding, leaf.ndim))
-        return cls(leaf, data.shape, data.dtype, sharding, *impl)
+        return cls(leaf, data.shape, data.dtype, over_key_data(sharding, leaf.ndim), *impl)
 
     def __post_init__(self) -> None:
         # What may be read: 64 bits become 32 as in `jnp.asarray`. Known before threads read, as JAX

@@ -136,17 +136,10 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
     if dim is None or not isinstance(target, NamedSharding | Format):
         return target
     if isinstance(target, Format):
-        raise PlacementError(
-            [
-                Fault(
-                    "an array under vmap",
-                    tuple(x.shape),
-                    repr(target),
-                    "a layout does not include the dimension that vmap adds",
-                    "give the layout outside of vmap, or a sharding alone",
-                )
-            ]
-        )
+        reason = "a layout does not include the dimension that vmap adds"
+        fix = "give the layout outside of vmap, or a sharding alone"
+        name = "an array under vmap"
+        raise PlacementError([Fault(name, tuple(x.shape), repr(target), reason, fix)])
     # The batch dimension keeps its axes, unless other dimensions use them.
     entries = list(entries_of(target.spec, x.ndim - 1))
     taken = axes_in(target.spec)
@@ -171,14 +164,11 @@ def _lower(*arrays: Any, routes: Routes) -> list[Any]:
 def _refuse_host_memory(arrays: Sequence[Any], targets: Sequence[Target]) -> None:
     # JAX derives the memory of a program's results from its own transfers, and would ignore this
     # one.
+    name = "an array in a function that was linearized outside of jit"
+    reason = "jit can't tell that this function moves it to pinned_host memory"
+    fix = "linearize inside of jit, or call the linear function without jit"
     faults = [
-        Fault(
-            "an array in a function that was linearized outside of jit",
-            tuple(x.shape),
-            str(target),
-            "jit can't tell that this function moves it to pinned_host memory",
-            "linearize inside of jit, or call the linear function without jit",
-        )
+        Fault(name, tuple(x.shape), str(target), reason, fix)
         for x, target in zip(arrays, targets, strict=True)
         if memory_space(sharding_of(target)) == jax.memory.Space.Host
     ]

@@ -1,7 +1,7 @@
 """Staged placement: constrains values of a program that is being traced."""
 
 from collections.abc import Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -135,17 +135,6 @@ def _identity(sharding: NamedSharding) -> Any:
 constrain_auto_p = Primitive("constrain_auto")
 
 
-@constrain_auto_p.def_impl
-def _constrain_auto_now(x: Any, *, sharding: NamedSharding) -> jax.Array:
-    return _constrain_auto_compiled(sharding)(x)
-
-
-@constrain_auto_p.def_abstract_eval
-def _constrain_auto_type(x: Any, *, sharding: NamedSharding) -> Any:
-    del sharding
-    return x
-
-
 def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
     # JAX rejects a free dimension that is split over Explicit axes.
     entries = [
@@ -165,16 +154,6 @@ def _constrain_auto(x: Any, *, sharding: NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, constrained)
 
 
-@lru_cache(maxsize=256)
-def _constrain_auto_compiled(sharding: NamedSharding) -> Any:
-    return jit(partial(_constrain_auto, sharding=sharding))
-
-
-def _constrain_auto_transpose(ct: Any, x: Any, *, sharding: NamedSharding) -> list[Any]:
-    del x
-    return [constrain_auto_p.bind(ct, sharding=sharding)]
-
-
 def _constrain_auto_batch(
     axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, sharding: NamedSharding
 ) -> tuple[Any, Any]:
@@ -187,6 +166,8 @@ def _constrain_auto_batch(
     return constrain_auto_p.bind(x, sharding=sharding), dim
 
 
-ad.deflinear2(constrain_auto_p, _constrain_auto_transpose)
+constrain_auto_p.def_impl(jit(_constrain_auto, static_argnames="sharding"))
+constrain_auto_p.def_abstract_eval(lambda x, **_: x)
+ad.deflinear2(constrain_auto_p, lambda ct, _, **params: [constrain_auto_p.bind(ct, **params)])
 batching.fancy_primitive_batchers[constrain_auto_p] = _constrain_auto_batch
 mlir.register_lowering(constrain_auto_p, mlir.lower_fun(_constrain_auto, multiple_results=False))

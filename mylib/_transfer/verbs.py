@@ -294,7 +294,7 @@ def _move_all(
         if _watched.record is not None:
             _watched.record.placed([placed[i] for i in moving])
         _label_placed(leaves, targets, moving, placed)
-        let_go([m.x for m, i in zip(moves, moving, strict=True) if donate[i]], placed)
+        let_go([leaves.arrays[i] for i in moving if donate[i]], placed)
     return placed
 
 

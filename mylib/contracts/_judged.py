@@ -41,7 +41,7 @@ class Judged:
     """A program's gradients, for one axis."""
 
     def __init__(self, report: Report, axis: str, argument: str | None):
-        size_of(report, axis)
+        self.size = size_of(report, axis)
         if not report.results:
             raise AuditError(
                 f"it is unknown what {report.name} returns: audit the compiled program, not its "
@@ -50,14 +50,13 @@ class Judged:
         self.report, self.axis = report, axis
         self.roles = Roles(report, argument)
         self.flow = report.flow
-        axes, sizes = zip(*report.axes.items(), strict=True)
-        if self.flow.graph.differentiates and not any(True for _ in self.roles.trained()):
+        if self.flow.graph.differentiates and not self.roles.trained:
             raise AuditError(
                 f"it is unknown which weights {report.name} trains: none of its results is named "
                 f"as an array of {self.roles.root!r} is. Return the new model, or its gradients, "
                 "as a tree like the model"
             )
-        self.mesh = Axes(axes, sizes)
+        self.mesh = Axes(tuple(report.axes), tuple(report.axes.values()))
         self.groups: Groups = self.mesh.groups([axis])
 
     @cached_property
@@ -108,9 +107,8 @@ class Judged:
 
     def others(self) -> Iterator[Violation]:
         """The faults of results that should be the same along the axis, and are not."""
-        trained = dict(self.roles.trained())
         for i, r in enumerate(self.report.results):
-            if i in trained or self.axis in axes_of(r):
+            if i in self.roles.trained or self.axis in axes_of(r):
                 continue
             if self.varies(self.flow.graph.results[i].any):
                 text = f"it differs between devices along {self.axis}, which should return the same"
@@ -131,7 +129,7 @@ class Judged:
         results = self.flow.graph.results
         return [
             (result, number)
-            for result, number in self.roles.trained()
+            for result, number in self.roles.trained.items()
             if self.flow.reaching(results[result].any) & self._all_data
         ]
 
@@ -151,12 +149,9 @@ class Judged:
                 continue
             p, w = self.report.parameters[number], self.report.parameters[weight]
             if self.roles.alike(p, w) and self.axis in axes_of(w) and self.axis not in axes_of(p):
-                yield Violation(
-                    (p.path,),
-                    f"not sharded over {self.axis}, as its weight is: "
-                    f"{size_of(self.report, self.axis)} devices hold the same "
-                    f"{show_bytes(p.bytes)}",
-                )
+                held_by = f"{self.size} devices hold the same {show_bytes(p.bytes)}"
+                text = f"not sharded over {self.axis}, as its weight is: {held_by}"
+                yield Violation((p.path,), text)
 
     def unsharded(self, among: Sequence[int]) -> Iterator[Violation]:
         """The faults of weights that are whole though smaller ones are sharded, or all of them if
@@ -165,18 +160,17 @@ class Judged:
         p_of = self.report.parameters
         split = [self.roles.size(p_of[i]) for i in among if self._is_split(i)]
         factors = [i for i in among if i in self.multiplied]
-        size = size_of(self.report, self.axis)
         held = sum(p_of[i].bytes for i in factors)
-        share = sum(p_of[i].bytes / (1 if self._is_split(i) else size) for i in factors)
+        share = sum(p_of[i].bytes / (1 if self._is_split(i) else self.size) for i in factors)
         for i in sorted(among, key=lambda i: -p_of[i].bytes):
             p = p_of[i]
             # Of stacked layers the first dimension is that of the layers.
-            fits = any(n % size == 0 for n in p.shape[-2:])
+            fits = any(n % self.size == 0 for n in p.shape[-2:])
             large = self.roles.size(p) >= min(split, default=0)
             if not self._is_split(i) and (
                 (fits and large) or (held > 1.1 * share and i in factors)
             ):
-                held_by = f"{size} devices hold the same {show_bytes(p.bytes)}"
+                held_by = f"{self.size} devices hold the same {show_bytes(p.bytes)}"
                 text = f"not sharded over {self.axis}: {held_by}"
                 yield Violation((f"{p.path} {list(p.shape)}",), text)
 
@@ -192,7 +186,7 @@ class Judged:
         graph = self.flow.graph
         leaves = self._leaves()
         trained = 0
-        for result, _ in self.roles.trained():
+        for result in self.roles.trained:
             trained |= self.flow.reaching(graph.results[result].any)
         for number, c in enumerate(self.report.collectives):
             if c.axes is None:
@@ -210,19 +204,21 @@ class Judged:
                     role = "activation"
                 elif not trained >> bit & 1:
                     role = "result"
-                of = self._copied(bit) if role == "weight" else leaves.get(bit, ())
+                of = self._copied(1 << bit) if role == "weight" else leaves.get(bit, ())
                 yield Moved(c, bit, role, tuple(of), array.bytes)
 
-    def _copied(self, bit: int) -> list[int]:
-        """The weights that a collective moves."""
-        copied = self.flow.reaching(1 << bit, copies=True)
+    def _copied(self, sources: int) -> list[int]:
+        """The numbers of the weights that these sources are copies of, or are computed from element
+        by element.
+        """
+        copied = self.flow.reaching(sources, copies=True)
         return [i for i in self.roles.weights if self.flow.parameters([i]) & copied]
 
     def _leaves(self) -> dict[int, dict[int, None]]:
         """For each collective, the weights of whose new value it is a part, by their numbers."""
         graph = self.flow.graph
         leaves: dict[int, dict[int, None]] = {}
-        for result, number in self.roles.trained():
+        for result, number in self.roles.trained.items():
             queue = list(graph.sources_in(graph.results[result].near))
             seen = set(queue)
             for bit in queue:
@@ -284,9 +280,7 @@ class Judged:
         """The numbers of the weights that are factors of a product, which tables, biases and norms
         are not.
         """
-        uses = sum(1 << bit for bit in self.flow.graph.uses)
-        factors = self.flow.reaching(uses, copies=True)
-        return [i for i in self.roles.weights if self.flow.parameters([i]) & factors]
+        return self._copied(sum(1 << bit for bit in self.flow.graph.uses))
 
     def ungathered(self) -> Iterator[Violation]:
         """The faults of weights of which devices multiply only their own parts."""

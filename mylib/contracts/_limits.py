@@ -18,7 +18,6 @@ from ._text import (
     moved_by,
     names_of,
     over,
-    show,
     text_of,
 )
 
@@ -54,7 +53,7 @@ def communicates(expected: Mapping[tuple[str, Axes], int]) -> Contract:
         for kind, axes in sorted(counts.keys() | present):
             n, m = counts.get((kind, axes), 0), report.count(kind, axes)
             if n != m:
-                wrong.append(f"{counted(m, kind)} over {show(axes)}, and {n} expected")
+                wrong.append(f"{counted(m, kind)} over {', '.join(axes)}, and {n} expected")
         return wrong
 
     return faults
@@ -88,7 +87,7 @@ def at_most(size: Size, kind: str | None = None, axes: Axes | None = None) -> Co
         moved = bytes_of(including(report, kind, axes))
         if moved <= limit:
             return []
-        what = (kind or "all collectives") + (f" over {show(names_of(axes))}" if axes else "")
+        what = (kind or "all collectives") + (f" over {', '.join(names_of(axes))}" if axes else "")
         return [f"{what}: {show_bytes(moved)} in a call, and at most {show_bytes(limit)} expected"]
 
     return faults
@@ -163,12 +162,10 @@ def memory(**limits: Size) -> Contract:
         report.expect(mylib.contracts.memory(arguments="32 B"))
         ```
     """
-    names = [f.name for f in fields(Memory) if f.type in (int, "int")]
+    names = [*(f.name for f in fields(Memory) if f.type in (int, "int")), "total"]
     for name in limits:
-        if name not in (*names, "total"):
-            raise ValueError(
-                f"memory: there is no {name!r}: write one of {', '.join([*names, 'total'])}"
-            )
+        if name not in names:
+            raise ValueError(f"memory: there is no {name!r}: write one of {', '.join(names)}")
     allowed = {name: bytes_in(size) for name, size in limits.items()}
 
     def faults(report: Report) -> list[str]:
@@ -219,7 +216,7 @@ def sharded(
             return []
         whole = [p for p in arrays if split[p.path] < devices]
         return [
-            f"{p.path} {list(p.shape)} is not sharded over {show(axes)}: "
+            f"{p.path} {list(p.shape)} is not sharded over {', '.join(axes)}: "
             f"{devices // split[p.path]} devices hold the same {show_bytes(p.bytes)}"
             for p in sorted(whole, key=lambda p: -p.bytes)[:10]
         ]

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,10 +86,11 @@ class Roles:
     def size(self, p: Parameter) -> int:
         return math.prod(p.shape) * parts(self.report, p, list(self.report.axes))
 
-    def trained(self) -> Iterator[tuple[int, int]]:
+    @cached_property
+    def trained(self) -> dict[int, int]:
         """The results that are new values of weights, or gradients, with the weights' numbers."""
         weights = set(self.weights)
-        return ((i, number) for i, number in self.returned.items() if number in weights)
+        return {i: number for i, number in self.returned.items() if number in weights}
 
     def _path(self, number: int) -> str:
         return self.report.parameters[number].path

@@ -214,9 +214,8 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Viola
     for number in judged.roles.weights:
         p = report.parameters[number]
         if axis in axes_of(p):
-            yield Violation(
-                (p.path,), f"sharded over {axis}, and each device should have all of it"
-            )
+            text = f"sharded over {axis}, and each device should have all of it"
+            yield Violation((p.path,), text)
     yield from judged.without_data()
     yield from judged.gradients()
     yield from judged.kept(judged.roles.weights)
@@ -248,8 +247,7 @@ def _of_fsdp(
     yield from judged.ungathered()
     yield from judged.held()
     for m in judged.moved:
-        reason = _wrong_in_fsdp(judged, m, most)
-        if reason:
+        if reason := _wrong_in_fsdp(judged, m, most):
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     yield from _bounded(judged, limit)
 
@@ -285,8 +283,7 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     yield from judged.repeated(None)
     yield from judged.others()
     for m in judged.moved:
-        reason = _wrong_in_tensor_parallel(judged, m)
-        if reason:
+        if reason := _wrong_in_tensor_parallel(judged, m):
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
     # Megatron's sequence parallelism gathers what it has scattered.
     moved = [m for m in judged.moved if m.role in ("activation", "result")]

@@ -20,10 +20,6 @@ def over(c: Collective) -> tuple[str, ...]:
     return tuple(sorted(c.axes or ("?",)))
 
 
-def show(axes: Sequence[str]) -> str:
-    return ", ".join(axes)
-
-
 @dataclass(frozen=True)
 class Violation:
     """What is wrong with some leaves; `leaves` may be other names of what is at fault."""
@@ -57,7 +53,7 @@ def text_of(c: Collective) -> str:
     """A collective, without what it moves."""
     at = f" at {c.source}" if c.source else ""
     loop = " in a loop" if c.loops else ""
-    return f"{c.kind} over {show(over(c))}{at}{loop}: {show_bytes(c.bytes)}"
+    return f"{c.kind} over {', '.join(over(c))}{at}{loop}: {show_bytes(c.bytes)}"
 
 
 def including(report: Report, kind: str | None, axes: Axes | None) -> list[Collective]:

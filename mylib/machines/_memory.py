@@ -47,14 +47,8 @@ class Memory:
     @property
     def total(self) -> int:
         """The sum of its parts, as if temporaries were never in each other's place."""
-        return (
-            self.arguments
-            + self.results
-            - self.aliased
-            + self.temporaries
-            + self.code
-            + self.constants
-        )
+        held = self.arguments + self.results + self.temporaries + self.code + self.constants
+        return held - self.aliased
 
     def fits(self, machine: Machine) -> Fit:
         """Whether the program fits on each device of a machine.

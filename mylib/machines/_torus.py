@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .._meshes import ordered
-
-if TYPE_CHECKING:
-    from ._machine import Machine
+from ._machine import Machine
 
 
-def shape_of(machine: "Machine") -> tuple[int, ...]:
+def shape_of(machine: Machine) -> tuple[int, ...]:
     """The number of chips in each direction."""
     if not machine.is_here:
         return machine.shape
@@ -20,7 +18,7 @@ def shape_of(machine: "Machine") -> tuple[int, ...]:
     return tuple(int(n) for n in np.ptp(coords, axis=0) + 1)
 
 
-def coordinates(machine: "Machine", sizes: Sequence[int]) -> np.ndarray:
+def coordinates(machine: Machine, sizes: Sequence[int]) -> np.ndarray:
     """The coordinates of each device of the mesh that `machine.mesh` makes, with the number of its
     core last.
     """
@@ -28,7 +26,7 @@ def coordinates(machine: "Machine", sizes: Sequence[int]) -> np.ndarray:
     return np.array([(*d.coords, d.core_on_chip) for d in ordered(devices, tuple(sizes)).flat])
 
 
-def _places(machine: "Machine") -> list[Any]:
+def _places(machine: Machine) -> list[Any]:
     """What JAX orders the devices of a mesh by: the compiler need not be installed. As there, hosts
     have 2 x 2 chips, and the first direction is the fastest.
     """

@@ -16,7 +16,7 @@ from .._transfer import filter_shard
 from .._tree import Arrays
 from ._actions import Pass
 from ._backward import Atom, Piece, Var, flattened, pieces
-from ._stage import Stage, Struct, chosen, merged
+from ._stage import Stage, Struct, chosen, merged, parted
 
 
 class Arguments(NamedTuple):
@@ -85,8 +85,7 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
         traced = flattened(functools.partial(_forward_and_backward, stage), *arguments)
         variables = jax.tree.unflatten(jax.tree.structure(arguments), traced.jaxpr.invars)
         parts = _parts(stage, traced, variables, splits, checkpoint)
-        structs = jax.tree.leaves(arguments)
-        compiler = _Compiler(dict(zip(traced.jaxpr.invars, structs, strict=True)))
+        structs = dict(zip(traced.jaxpr.invars, jax.tree.leaves(arguments), strict=True))
         kinds = list(Pass) if splits else [Pass.FORWARD, Pass.BACKWARD]
         sent = {
             Pass.FORWARD: () if after is None else after.sent,
@@ -95,7 +94,7 @@ def compile_stage(stage: Stage, *, splits: bool, checkpoint: bool) -> Programs:
         value = [] if stage.value is None else [stage.value]
         totals = {Pass.FORWARD: value, kinds[-1]: stage.params}
         by_pass = {
-            kind: compiler.compile(part, sent.get(kind, ()), totals.get(kind, ()))
+            kind: _compiled(part, sent.get(kind, ()), totals.get(kind, ()), structs)
             for kind, part in zip(kinds, parts, strict=True)
         }
         return Programs(variables, _zeros(totals), by_pass)
@@ -113,8 +112,8 @@ def _forward_and_backward(
     gradients of its weights.
     """
     trained, has_cotangent = stage.floating, stage.before.floating
-    fixed = chosen(module, [not x for x in trained])
-    others = chosen(arrived, [not x for x in has_cotangent])
+    params, fixed = parted(module, trained)
+    floating, others = parted(arrived, has_cotangent)
 
     def forward(params: Arrays, floating: Arrays) -> tuple[Arrays, Arrays]:
         module, received = merged(trained, params, fixed), merged(has_cotangent, floating, others)
@@ -122,12 +121,9 @@ def _forward_and_backward(
         if stage.after is None:
             return [arrays[0] / stage.microbatches], []
         sent = filter_shard(arrays, [x.sharding for x in stage.after.sent])
-        flags = stage.after.floating
-        return chosen(sent, flags), chosen(sent, [not x for x in flags])
+        return parted(sent, stage.after.floating)
 
-    outputs, pull, integers = jax.vjp(
-        forward, chosen(module, trained), chosen(arrived, has_cotangent), has_aux=True
-    )
+    outputs, pull, integers = jax.vjp(forward, params, floating, has_aux=True)
     grads, back = pull(cotangents if stage.after else [jnp.ones_like(outputs[0])])
     sent = outputs if stage.after is None else merged(stage.after.floating, outputs, integers)
     return sent, back, grads
@@ -153,34 +149,29 @@ def _zeros(structs: dict[Pass, list[Struct]]) -> Any:
     return jit(lambda: zeros(), out_shardings=where).lower().compile()
 
 
-@dataclass(frozen=True, eq=False)
-class _Compiler:
-    """Compiles the pieces of a stage, one after the other. `structs` has the types of the
-    arguments, and of the residuals of earlier pieces: the compiler decides how they are sharded.
+def _compiled(
+    piece: Piece, sent: Sequence[Struct], totals: Sequence[Struct], structs: dict[Var, Struct]
+) -> PieceProgram:
+    """Compiles a piece of a stage. `structs` has the types of the arguments, and of the residuals
+    of earlier pieces, and gets those of its own: the compiler decides how they are sharded.
     """
+    if not piece.gives and not piece.eqns:
+        return PieceProgram((), (), 0, None)
+    gives, first, last = piece.gives, len(sent), len(sent) + len(totals)
+    # A result that later pieces need, too, is returned once.
+    residuals = [i for i in range(last, len(gives)) if gives[i] not in gives[:first]]
+    returned = [*range(first), *residuals]
 
-    structs: dict[Var, Struct]
+    def run(so_far: Arrays, args: Arrays) -> tuple[Arrays, Arrays]:
+        results = piece(*args)
+        summed = [x + y for x, y in zip(so_far, results[first:last], strict=True)]
+        return [results[i] for i in returned], summed
 
-    def compile(
-        self, piece: Piece, sent: Sequence[Struct], totals: Sequence[Struct]
-    ) -> PieceProgram:
-        if not piece.gives and not piece.eqns:
-            return PieceProgram((), (), 0, None)
-        gives, first, last = piece.gives, len(sent), len(sent) + len(totals)
-        # A result that later pieces need, too, is returned once.
-        residuals = [i for i in range(last, len(gives)) if gives[i] not in gives[:first]]
-        returned = [*range(first), *residuals]
-
-        def run(so_far: Arrays, args: Arrays) -> tuple[Arrays, Arrays]:
-            results = piece(*args)
-            summed = [x + y for x, y in zip(so_far, results[first:last], strict=True)]
-            return [results[i] for i in returned], summed
-
-        where = [x.sharding for x in sent] + [None] * len(residuals), [x.sharding for x in totals]
-        program = jit(run, donate_argnums=0, out_shardings=where)
-        takes = [self.structs[x] for x in piece.takes]
-        compiled = program.lower(list(totals), takes).compile()
-        makes = tuple(gives[i] for i in returned)
-        for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
-            self.structs[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
-        return PieceProgram(piece.takes, makes, first, compiled)
+    where = [x.sharding for x in sent] + [None] * len(residuals), [x.sharding for x in totals]
+    program = jit(run, donate_argnums=0, out_shardings=where)
+    takes = [structs[x] for x in piece.takes]
+    compiled = program.lower(list(totals), takes).compile()
+    makes = tuple(gives[i] for i in returned)
+    for x, sharding in zip(makes, compiled.output_shardings[0], strict=True):
+        structs[x] = Struct(x.aval.shape, x.aval.dtype, sharding=sharding)
+    return PieceProgram(piece.takes, makes, first, compiled)

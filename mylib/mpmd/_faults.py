@@ -4,12 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import product
 
-from .._text import listed
+from .._text import some
 from ._actions import Action, Pass, needs
 from ._simulation import Row, simulate
-
-# How many actions are named in a line.
-_NAMED = 8
 
 
 def faults_of(stages: int, meshes: int, microbatches: int, rows: Sequence[Row]) -> list[str]:
@@ -35,17 +32,17 @@ def _misplaced(stages: int, meshes: int, microbatches: int, rows: Sequence[Row])
     sizes = f"{stages} stages and {microbatches} microbatches, counted from 0"
     for mesh, row in enumerate(rows):
         if strange := [action for action in row if action not in expected]:
-            yield f"row {mesh} has {listed(list(map(str, strange)), _NAMED)}, and there are {sizes}"
+            yield f"row {mesh} has {some(list(map(str, strange)))}, and there are {sizes}"
         if away := [x for x in row if x in expected and x.stage % meshes != mesh]:
             homes = ", ".join(
                 f"stage {stage} runs on mesh {stage % meshes}"
                 for stage in sorted({action.stage for action in away})
             )
-            yield f"row {mesh} has {listed(list(map(str, away)), _NAMED)}, and {homes}"
+            yield f"row {mesh} has {some(list(map(str, away)))}, and {homes}"
         if missing := [x for x in lacking if x.stage % meshes == mesh]:
-            yield f"row {mesh} lacks {listed(list(map(str, missing)), _NAMED)}"
+            yield f"row {mesh} lacks {some(list(map(str, missing)))}"
     if twice := [action for action, count in counts.items() if count > 1]:
-        yield f"more than once: {listed(list(map(str, twice)), _NAMED)}"
+        yield f"more than once: {some(list(map(str, twice)))}"
 
 
 def _deadlocks(stages: int, rows: Sequence[Row]) -> Iterator[str]:

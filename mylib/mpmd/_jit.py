@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from .._advice import code_of
 from .._compat import sharding_under, value_under
-from .._errors import PlacementError, because, line_of_caller
+from .._errors import Fault, PlacementError, because, line_of_caller
 from .._jit import Donate, Jitted, about, filter_jit
 from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
@@ -148,15 +148,12 @@ class OnMesh(Generic[P, T]):
             bound = signature_of(self._fun).bind(*args, **kwargs)
             named_leaves = split(dict(bound.arguments))
             fix = "send it there first, with mylib.mpmd.transfer(..., mesh=mesh)"
-            faults = [
-                because(
-                    f"it is on devices {ids}, which are not those of this function's mesh",
-                    fix,
-                    f"an argument of {self._name}",
-                )
-                for ids in elsewhere.values()
-            ]
-            raise PlacementError(list(map(named_leaves.at, elsewhere, faults)))
+            request = f"an argument of {self._name}"
+            faults: list[Fault] = []
+            for i, ids in elsewhere.items():
+                reason = f"it is on devices {ids}, which are not those of this function's mesh"
+                faults.append(named_leaves.at(i, because(reason, fix, request)))
+            raise PlacementError(faults)
 
     def _results_of(self, leaves: Leaves, arguments: tuple[Any, Any]) -> Callable[[], Any] | None:
         """Makes what the function returns in a process that doesn't run it; None if only compiling

@@ -23,10 +23,10 @@ class _State:
     far, by pass.
     """
 
-    def __init__(self, programs: Programs, numbers: list[jax.Array]):
+    def __init__(self, programs: Programs, numbers: list[jax.Array], module: Arrays):
         self.programs = programs
         self.numbers = numbers
-        self.fixed: dict[Var, jax.Array] = {}
+        self.fixed = dict(zip(programs.variables.module, module, strict=True))
         self.held: dict[int, dict[Var, jax.Array]] = {}
         self.totals: dict[Pass, Arrays] = programs.zeros()
 
@@ -63,11 +63,9 @@ class Run:
         self, plan: PipelinePlan, arrays: list[Arrays], batch: PipelineBatch, targets: PipelineBatch
     ):
         self.plan = plan
-        self.states: dict[int, _State] = {}
-        for s, programs in plan.programs.items():
-            state = _State(programs, plan.numbers.get(s, []))
-            state.take(programs.variables.module, arrays[s])
-            self.states[s] = state
+        self.states = {
+            s: _State(programs, plan.numbers[s], arrays[s]) for s, programs in plan.programs.items()
+        }
         first, last = plan.stages[0], plan.stages[-1]
         # Every process calls this, because processes that share a mesh compare what they place.
         x, y = batch.arrays(first.is_here), targets.arrays(last.is_here)

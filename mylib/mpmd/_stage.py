@@ -135,6 +135,11 @@ def chosen(values: Sequence[Any], flags: Iterable[bool]) -> list[Any]:
     return [x for x, flag in zip(values, flags, strict=True) if flag]
 
 
+def parted(values: Sequence[Any], flags: Sequence[bool]) -> tuple[list[Any], list[Any]]:
+    """The values where a flag is set, and those elsewhere."""
+    return chosen(values, flags), chosen(values, [not flag for flag in flags])
+
+
 def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -> list[Any]:
     """The values of `first` where a flag is set, and those of `second` elsewhere."""
     yes, no = iter(first), iter(second)

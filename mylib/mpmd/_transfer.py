@@ -9,13 +9,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from .._links import (
-    explained_errors,
-    get_ready,
-    is_handle,
-    open_links,
-    transport as transport_for,
-)
+from .._links import explained_errors, get_ready, is_handle, open_links, transport as transport_for
 from .._placement import AnyMesh, Placement
 from .._processes import everybody, owners
 from .._transfer import transfer as move_between

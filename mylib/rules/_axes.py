@@ -258,17 +258,13 @@ def dimensions_in_front(leaf: Leaf) -> int:
 def _missing(axes: Sequence[tuple[str, Any]], names: Sequence[str], count: int) -> Iterator[Fault]:
     for name, requested in axes:
         if name not in names:
-            close = difflib.get_close_matches(name, names, 1)
-            listed = f"the names there are {', '.join(map(repr, names))}"
-            yield because(
-                f"no dimension of the {count} leaves has that name",
-                f"did you mean {close[0]!r}?"
-                if close
-                else listed
-                if names
-                else "annotate the fields, or give names for their classes in `names=`",
-                f"by_axes: {name!r} over {requested!r}",
-            )
+            fix = "annotate the fields, or give names for their classes in `names=`"
+            if names:
+                fix = f"the names there are {', '.join(map(repr, names))}"
+            if close := difflib.get_close_matches(name, names, 1):
+                fix = f"did you mean {close[0]!r}?"
+            reason = f"no dimension of the {count} leaves has that name"
+            yield because(reason, fix, f"by_axes: {name!r} over {requested!r}")
 
 
 def _unused(entry: Entry) -> Fault:

@@ -1,7 +1,7 @@
 """`like`: places leaves as in another tree."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -79,7 +79,7 @@ def _target_of(x: Any, kind: Kind) -> Target | None:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Like(Rule):
-    targets: dict[tuple[Parts, tuple[int, ...]], Target] = field(repr=False)
+    targets: dict[tuple[Parts, tuple[int, ...]], Target]
 
     def __call__(self, leaf: Leaf) -> Any:
         path = self._find(leaf)

@@ -160,13 +160,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _conflict(leaf: Leaf, matching: Sequence[tuple[Pattern, Any]]) -> Fault:
-    return Fault(
-        name_of(leaf.path),
-        leaf.shape,
-        "by_path: " + ", ".join(f"{pattern.text!r} says {value}" for pattern, value in matching),
-        "these patterns all match, and disagree",
-        "make them narrower, or write ordered=True and put the one that should win first",
-    )
+    said = ", ".join(f"{pattern.text!r} says {value}" for pattern, value in matching)
+    reason = "these patterns all match, and disagree"
+    fix = "make them narrower, or write ordered=True and put the one that should win first"
+    return Fault(name_of(leaf.path), leaf.shape, f"by_path: {said}", reason, fix)
 
 
 def _unused(
@@ -181,14 +178,12 @@ def _unused(
         yield because(reason, fix, request)
     elif all(_is_too_long(value, leaf) and not is_in_a_state(leaf) for leaf in matched):
         longest = max(matched, key=lambda leaf: leaf.ndim)
-        yield Fault(
-            name_of(longest.path),
-            longest.shape,
-            f"{request}: {value}",
+        reason = (
             f"the spec has {len(value)} entries, and no leaf that the pattern matches so many "
-            "dimensions",
-            f"give at most {longest.ndim}",
+            "dimensions"
         )
+        fix = f"give at most {longest.ndim}"
+        yield Fault(name_of(longest.path), longest.shape, f"{request}: {value}", reason, fix)
 
 
 def is_in_a_state(leaf: Leaf) -> bool:

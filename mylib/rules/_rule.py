@@ -2,7 +2,7 @@
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ParamSpec
@@ -10,15 +10,7 @@ from typing import Any, ParamSpec
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
-from .._placement import (
-    PASS,
-    ask,
-    axes_in,
-    axis_names,
-    entries_of,
-    faults_of,
-    is_rule,
-)
+from .._placement import PASS, ask, axes_in, axis_names, entries_of, faults_of, is_rule
 from .._tree import Leaf, name_of
 
 P = ParamSpec("P")
@@ -82,7 +74,15 @@ class Rule:
 
     def fill(self, leaf: Leaf, spec: PartitionSpec) -> PartitionSpec:
         """`spec` with more of the dimensions of `leaf` sharded: the right-hand side of `&`."""
-        return _merge(leaf, spec, self(leaf))
+        added = self(leaf)
+        if not isinstance(added, PartitionSpec):
+            return spec
+        for dim in free_dimensions(spec, leaf.ndim):
+            entry = entries_of(added, leaf.ndim)[dim]
+            names = axis_names(entry)
+            if names and not used_axes(spec).intersection(names):
+                spec = with_entry(spec, dim, entry)
+        return spec
 
     def __or__(self, other: AnyRule) -> "Rule":
         return FirstOf((as_rule(self), as_rule(other))) if is_rule(other) else NotImplemented
@@ -217,29 +217,27 @@ class Both(Rule):
         results = [(leaf, self.first(leaf)) for leaf in leaves]
         filled = [leaf for leaf, result in results if isinstance(result, PartitionSpec)]
         passed = [leaf for leaf, result in results if result is PASS]
-        unfit = (self._unfit(leaf) for leaf in filled)
         return [
             *self.first.contradictions(leaves),
             *self.second.contradictions([*filled, *passed]),
-            *(fault for fault in unfit if fault is not None),
+            *(fault for leaf in filled for fault in self._unfit(leaf)),
         ]
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         return [*self.first.unused(leaves), *self.second.unused(leaves)]
 
-    def _unfit(self, leaf: Leaf) -> Fault | None:
+    def _unfit(self, leaf: Leaf) -> Iterator[Fault]:
         """The fault if the second rule can't shard a leaf that the first has sharded."""
         placement = self.second(leaf)
         if placement is PASS or placement is None:
-            return None
+            return
         request, name = f"... & {self.second!r}", name_of(leaf.path)
         if not isinstance(placement, PartitionSpec):
             reason = f"{placement!r} can't shard what another rule leaves whole"
-            return Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
-        if len(placement) > leaf.ndim:
+            yield Fault(name, leaf.shape, request, reason, "return a PartitionSpec, or PASS")
+        elif len(placement) > leaf.ndim:
             reason = f"{placement} has {len(placement)} entries, for an array of rank {leaf.ndim}"
-            return Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
-        return None
+            yield Fault(name, leaf.shape, request, reason, f"give at most {leaf.ndim}")
 
     def __repr__(self) -> str:
         sides = (self.first, self.second)
@@ -275,14 +273,3 @@ def with_entry(spec: PartitionSpec, dim: int, entry: Any) -> PartitionSpec:
     entries = list(entries_of(spec, dim + 1))
     entries[dim] = entry
     return spec.update(partitions=entries)
-
-
-def _merge(leaf: Leaf, spec: PartitionSpec, added: Any) -> PartitionSpec:
-    if not isinstance(added, PartitionSpec):
-        return spec
-    for dim in free_dimensions(spec, leaf.ndim):
-        entry = entries_of(added, leaf.ndim)[dim]
-        names = axis_names(entry)
-        if names and not used_axes(spec).intersection(names):
-            spec = with_entry(spec, dim, entry)
-    return spec

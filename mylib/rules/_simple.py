@@ -9,25 +9,10 @@ from jax.experimental.layout import Format
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._errors import Fault
-from .._placement import (
-    AnyMesh,
-    axis_names,
-    is_rule,
-    trimmed,
-    unfit_spec,
-)
+from .._placement import AnyMesh, axis_names, is_rule, trimmed, unfit_spec
 from .._tree import Leaf
 from ._axes import dimensions_in_front
-from ._rule import (
-    AnyRule,
-    Axes,
-    Rule,
-    as_rule,
-    free_dimensions,
-    makes_rules,
-    used_axes,
-    with_entry,
-)
+from ._rule import AnyRule, Axes, Rule, as_rule, free_dimensions, makes_rules, used_axes, with_entry
 
 _WHOLE = PartitionSpec()
 
@@ -319,13 +304,9 @@ def _spec_of(placement: Any, leaf: Leaf) -> tuple[PartitionSpec | None, AnyMesh 
 
 
 def _with_spec(placement: Any, spec: PartitionSpec) -> Any:
-    match placement:
-        case Format():
-            return Format(placement.layout, _with_spec(placement.sharding, spec))
-        case NamedSharding():
-            return placement.update(spec=spec)
-        case _:
-            return spec
+    if isinstance(placement, Format):
+        return Format(placement.layout, _with_spec(placement.sharding, spec))
+    return placement.update(spec=spec) if isinstance(placement, NamedSharding) else spec
 
 
 def _uneven(spec: PartitionSpec, leaf: Leaf, mesh: AnyMesh | None) -> list[int]:
