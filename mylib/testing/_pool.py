@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -231,7 +231,7 @@ class Pool:
         deadline = time.monotonic() + timeout
         silent = set(range(self.topology.processes))
         while silent:
-            heard = list(self.hear(silent, deadline))
+            heard = self.hear(silent, deadline)
             if not heard:
                 names = ", ".join(map(str, sorted(silent)))
                 return f"no answer from process {names} within {timeout:.0f} s"
@@ -244,27 +244,18 @@ class Pool:
                     return f"process {index}: {message['trouble']}"
         return None
 
-    def hear(
-        self, indices: set[int], deadline: float
-    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    def hear(self, indices: set[int], deadline: float) -> list[tuple[int, dict[str, Any] | None]]:
         """The next messages of those processes; None from a process that is gone."""
-        connections = {self._connections[index]: index for index in sorted(indices)}
+        connections: dict[Any, int] = {self._connections[index]: index for index in sorted(indices)}
         while True:
             left = deadline - time.monotonic()
             heard = wait(list(connections), min(max(0.0, left), _LOOK))
-            for connection in heard:
-                assert isinstance(connection, Connection)
-                index = connections[connection]
-                try:
-                    yield index, json.loads(connection.recv_bytes())
-                except (EOFError, OSError):
-                    yield index, None
+            if heard:
+                return [(connections[x], _received(x)) for x in heard]
             # A forked child holds the process's end of the pipe open, too.
-            processes = self._group.processes
-            gone = [] if heard else [i for i in indices if processes[i].status() is not None]
-            yield from ((index, None) for index in gone)
-            if heard or gone or left <= 0:
-                return
+            gone = [i for i in indices if self._group.processes[i].status() is not None]
+            if gone or left <= 0:
+                return [(index, None) for index in gone]
 
     def status_of(self, index: int) -> int | None:
         return self._group.processes[index].status(2.0)
@@ -289,29 +280,23 @@ class _RunningTest:
         self._pool, self._grace = pool, grace
         self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
         self._running = set(range(count))
-        # The process that may open a debugger, and whether it is open.
-        self._debugger: int | None = None
-        self._debugging = False
+        self._has_debugger = False
 
     def follow(self) -> None:
         """Waits until all have finished, or until the deadline."""
         while self._running:
-            heard = list(self._pool.hear(self._running, self._until()))
+            failures = [o.failed_at for o in self.outcomes if o.failed_at is not None]
+            until = min([self._deadline, *(t + self._grace for t in failures)])
+            heard = self._pool.hear(self._running, until)
             if not heard:
                 return
             for index, message in heard:
                 if message is None:
-                    self.died(index)
+                    self._died(index)
                 else:
                     self._heard(index, message)
 
-    def _until(self) -> float:
-        if self._debugging:
-            return float("inf")
-        failures = [o.failed_at for o in self.outcomes if o.failed_at is not None]
-        return min([self._deadline, *(t + self._grace for t in failures)])
-
-    def died(self, index: int) -> None:
+    def _died(self, index: int) -> None:
         outcome = self.outcomes[index]
         status = self._pool.status_of(index)
         # A live process that has closed its pipe is useless, too.
@@ -338,19 +323,19 @@ class _RunningTest:
                     self._failed(outcome)
                 self._running.discard(index)
             case "debugger?":
-                self._debugging = self._debugger is None
-                if self._debugging:
-                    self._debugger = index
-                self._pool.tell(index, {"debug": self._debugging})
-            case "debugged":
-                self._debugging = False
-                # The others were waiting while the user typed.
-                self._deadline = float("inf")
-                for other in self.outcomes:
-                    other.failed_at = other.failed_at and time.monotonic()
+                # Only the first to ask opens one. Sessions with a debugger have no time limits.
+                self._pool.tell(index, {"debug": not self._has_debugger})
+                self._has_debugger = True
 
     def _failed(self, outcome: Outcome) -> None:
         if outcome.failed_at is None:
+def _received(connection: Any) -> dict[str, Any] | None:
+    try:
+        return json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        return None
+
+
             outcome.failed_at = time.monotonic()
 
 

@@ -202,7 +202,6 @@ class Worker:
         debugger.prompt = f"(Pdb, process {self._index}) "
         debugger.reset()
         debugger.interaction(None, excinfo.tb)
-        self.say("debugged")
 
     def shared_folder(self) -> Path:
         """A folder for the current test, the same in all processes."""
