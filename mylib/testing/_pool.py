@@ -185,7 +185,7 @@ class Pool:
         the others don't have.
         """
         for index in range(self.topology.processes):
-            self.tell(index, {"do": "step", "number": self._tests, "timeout": _IN_STEP})
+            self.tell(index, {"do": "step", "timeout": _IN_STEP})
         return self._all_say("step", _IN_STEP + 1)
 
     def _look_at(self, outcomes: Sequence[Outcome]) -> None:

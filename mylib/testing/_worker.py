@@ -52,7 +52,6 @@ class Worker:
         self._folder = Path(beginning["folder"])
         self._number = 0
         self._test = ""
-        self._processes: int = beginning["processes"]
         self._beginning = beginning
         self._following: str | None = None
         self._ready = self._left = False
@@ -65,7 +64,7 @@ class Worker:
         stack = (self._folder / f"{self._index}.stack").open("w")
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         self.another_coordinator: str = beginning["another coordinator"]
-        _join(beginning["coordinator"], self._processes, self._index)
+        _join(beginning["coordinator"], beginning["processes"], self._index)
 
     def _next_message(self) -> dict[str, Any]:
         try:
@@ -114,7 +113,7 @@ class Worker:
         self.say("ready")
         while (order := self._next_message())["do"] != "end":
             if order["do"] == "step":
-                self.say("step", trouble=self._out_of_step(order["number"], order["timeout"]))
+                self.say("step", trouble=self._out_of_step(order["timeout"]))
             else:
                 self._run_ordered(session, items, order)
         return True
@@ -211,7 +210,7 @@ class Worker:
 
     # --- between tests --------------------------------------------------------------------------
 
-    def _out_of_step(self, number: int, timeout: float) -> str | None:
+    def _out_of_step(self, timeout: float) -> str | None:
         if not jax.distributed.is_initialized():
             if self._left:
                 # This was the last test of this process.
@@ -227,7 +226,7 @@ class Worker:
             )
             return f"the test has changed settings in some processes only: {changes}"
         try:
-            return self._pending(number)
+            return self._pending()
         except jax.errors.JaxRuntimeError as error:
             return f"the check failed: {error}"
 
@@ -237,15 +236,15 @@ class Worker:
         # Devices differ between processes.
         return {k: "a device" if isinstance(v, jax.Device) else str(v) for k, v in changed.items()}
 
-    def _pending(self, number: int) -> str | None:
+    def _pending(self) -> str | None:
         """Checks for a collective left behind by the test: it would be mistaken for this one, in
         which each process sends a new value.
         """
-        mine = np.array([number, self._index], np.int32)
+        mine = np.array([self._number, self._index], np.int32)
         # All processes may have changed this setting.
         with jax.disable_jit(False):
             got = np.asarray(multihost_utils.process_allgather(mine))
-        expected = np.array([[number, index] for index in range(self._processes)])
+        expected = np.array([[self._number, index] for index in range(jax.process_count())])
         if np.array_equal(got, expected):
             return None
         return f"a collective returned {got.tolist()} instead of {expected.tolist()}"
