@@ -169,16 +169,15 @@ class Pool:
                 process = self._group.processes[outcome.index]
                 outcome.output = _read(process.output, run.printed[outcome.index][0])
                 outcome.errors = _read(process.errors, run.printed[outcome.index][1])
-        result = Result(run.outcomes, timed_out)
         phases = {tuple(report["outcome"] for report in o.reports) for o in run.outcomes}
-        if len(phases) > 1 or any(not o.finished or o.trouble or o.stop for o in run.outcomes):
-            result.is_pool_kept = False
-        else:
-            result.out_of_step = self._out_of_step()
-            result.is_pool_kept = result.out_of_step is None
-        if not result.is_pool_kept:
+        are_fine = len(phases) == 1 and all(
+            o.finished and not (o.trouble or o.stop) for o in run.outcomes
+        )
+        out_of_step = self._out_of_step() if are_fine else None
+        is_kept = are_fine and out_of_step is None
+        if not is_kept:
             self.kill()
-        return result
+        return Result(run.outcomes, timed_out, out_of_step, is_kept)
 
     def _out_of_step(self) -> str | None:
         """The reason, if any, why processes are out of step: one has pending work or settings that
