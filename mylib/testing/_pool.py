@@ -207,13 +207,11 @@ class Pool:
         for index in range(self.topology.processes):
             self.tell(index, {"do": "end"})
         trouble = self._all_say("end", _END)
-        self._finish(0.0 if trouble else 3.0)
+        self.kill(0.0 if trouble else 3.0)
         return trouble
 
-    def kill(self) -> None:
-        self._finish(0.0)
-
-    def _finish(self, timeout: float) -> None:
+    def kill(self, timeout: float = 0.0) -> None:
+        """Kills processes that haven't ended by then."""
         self._group.end(timeout)
         for connection in self._connections:
             connection.close()
