@@ -326,14 +326,14 @@ class _RunningTest:
 
     def _failed(self, outcome: Outcome) -> None:
         if outcome.failed_at is None:
+            outcome.failed_at = time.monotonic()
+
+
 def _received(connection: Any) -> dict[str, Any] | None:
     try:
         return json.loads(connection.recv_bytes())
     except (EOFError, OSError):
         return None
-
-
-            outcome.failed_at = time.monotonic()
 
 
 def named_status(status: int | None) -> str:
@@ -357,8 +357,6 @@ def is_whole(stacks: str) -> bool:
 
 def _read(path: Any, start: int) -> str:
     """The end of a file, from `start` on."""
-    if not path.exists():
-        return ""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(start, size - _TAIL))
