@@ -275,8 +275,6 @@ class Controller:
 
     def pytest_unconfigure(self) -> None:
         self._kill_all()
-        if self._coverage is not None:
-            self._coverage.end()
         if self._guard is not None:
             self._guard.close()
 
