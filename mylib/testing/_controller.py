@@ -108,12 +108,7 @@ class Controller:
         timeout = None if debugging else self._timeout(item, request)
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
         following = None if request.fresh else self._following(item, topology, nextitem)
-        result = pool.run(
-            _name_of(item),
-            _name_of(following) if following else None,
-            timeout=timeout,
-            grace=grace,
-        )
+        result = pool.run(_name_of(item), following, timeout=timeout, grace=grace)
         self._served += 1
         if request.fresh or not result.is_pool_kept:
             del self._pools[topology]
@@ -132,17 +127,15 @@ class Controller:
 
     def _following(
         self, item: pytest.Item, topology: Topology, nextitem: pytest.Item | None
-    ) -> pytest.Item | None:
+    ) -> str | None:
         """The next test for the same processes. They keep the fixtures that it needs."""
         if hasattr(self._config, "workerinput"):
             # Under xdist only the next test is known.
             later = [nextitem] if nextitem is not None and is_marked(nextitem) else []
         else:
             later = self._items[self._items.index(item) + 1 :]
-        for other in later:
-            if self._asks_for(other, topology) and not request_for(other).fresh:
-                return other
-        return None
+        shared = (x for x in later if self._asks_for(x, topology) and not request_for(x).fresh)
+        return next(map(_name_of, shared), None)
 
     def _asks_for(self, item: pytest.Item, topology: Topology) -> bool:
         try:
@@ -160,15 +153,12 @@ class Controller:
             pool.close()
             pool = None
         if pool is None:
-            self._make_room(topology.platform)
+            while len(self._pools) >= _POOLS.get(topology.platform, 1):
+                oldest = next(iter(self._pools))
+                self._pools.pop(oldest).close()
             pool = self._start(topology, only)
         self._pools[topology] = pool
         return pool
-
-    def _make_room(self, platform: str) -> None:
-        while len(self._pools) >= _POOLS.get(platform, 1):
-            oldest = next(iter(self._pools))
-            self._pools.pop(oldest).close()
 
     def _start(self, topology: Topology, only: pytest.Item | None) -> Pool:
         refused = self._refused.setdefault(topology, [])

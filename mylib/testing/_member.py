@@ -195,12 +195,9 @@ class Member:
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
-        screen = sys.__stderr__
-        assert screen is not None
-        name = f"process {self._me} of {self._count}"
-        screen.write(f"\nmultihost: the session ends. {reason}\n--- {name} is here ---\n")
-        screen.write(f"{_my_stack()}\n")
-        screen.flush()
+        heading = f"--- process {self._me} of {self._count} is here ---"
+        lines = f"\nmultihost: the session ends. {reason}", heading, _my_stack()
+        print(*lines, sep="\n", file=sys.__stderr__, flush=True)
         if self._me == 0:
             # The coordinator waits: when it ends, the others end, too, and they have output to
             # print.
