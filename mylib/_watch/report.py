@@ -12,6 +12,10 @@ _GROUPS = 8
 _CALLS = 4
 
 
+def standstill(age: float, limit: float) -> str:
+    return f"no progress for {age:.0f} s (stuck_after={limit:g})"
+
+
 def report(accounts: Sequence[Account], title: str) -> str:
     """What is odd, and where each process is: first those that have done least. Processes that are
     at the same place are described together.
@@ -55,7 +59,7 @@ def _described(x: Account) -> Iterator[str]:
     if record.get("starting") and record["starting"] not in (call[2] for call in _open(record)):
         yield f"is starting {record['starting']}: that call has not returned"
     yield from _calls(record)
-    for what, processes, _ in record.get("waits", ()):
+    for what, processes in record.get("waits", ()):
         yield f"waits for {what}, of {processes}"
     for name, stack in record.get("stacks", {}).items():
         yield f"{name}, innermost last:"

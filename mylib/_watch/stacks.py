@@ -5,8 +5,9 @@ be what hangs.
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple
 
@@ -36,15 +37,11 @@ class Thread(NamedTuple):
 
     def where(self) -> str:
         """The innermost line of the user's own."""
-        return _line(self._innermost_of_user() or self.frames[0])
-
-    def _innermost_of_user(self) -> FrameType | None:
-        return next((x for x in self.frames if _is_of_user(x)), None)
+        return _line(next(filter(_is_of_user, self.frames), self.frames[0]))
 
     def is_in_jax(self) -> bool:
         """Whether the user's innermost line has called JAX, which may wait for devices there."""
-        of_user = self._innermost_of_user()
-        inside = self.frames[: self.frames.index(of_user)] if of_user else self.frames
+        inside = takewhile(lambda x: not _is_of_user(x), self.frames)
         return any(x.f_code.co_filename.startswith(_JAX) for x in inside)
 
     def starts(self) -> tuple[str, str] | None:
@@ -89,16 +86,10 @@ def threads() -> dict[int, Thread]:
     """The threads that run Python, but those that only send messages, and this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        ident: Thread(names.get(ident, ""), list(_frames(frame)))
+        ident: Thread(names.get(ident, ""), [inner for inner, _ in walk_stack(frame)])
         for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
         if ident != threading.get_ident() and not names.get(ident, "").startswith(_HELPERS)
     }
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_of_user(frame: FrameType) -> bool:

@@ -135,7 +135,7 @@ def _behind(accounts: Sequence[Account]) -> Iterator[str]:
                 texts = {x.calls.get((kind, count + 1)) for x in first} - {None}
                 what = f", and {have} not made {texts.pop()}" if texts else ""
                 if kind.startswith("meetings"):
-                    waits = [w for x in first for w, _, _ in x.record.get("waits", ())]
+                    waits = [w for x in first for w, _ in x.record.get("waits", ())]
                     what = f", and {have} not come to compare ({waits[0]})" if waits else ""
                 calls = counted(most - count, _NAMES[kind.partition(" ")[0]])
                 others = named([x.index for x in first])
