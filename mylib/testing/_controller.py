@@ -42,6 +42,9 @@ _limit = pytest.StashKey[float]()
 class Controller:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        # The process that opens a debugger where a test fails; -1 for the first that fails.
+        debug: int | None = config.option.multihost_debug
+        self._debugged = -1 if debug is None and config.option.usepdb else debug
         self._guard: Guard | None = None
         self._coverage: Coverage | None = None
         # In order of last use.
@@ -104,7 +107,7 @@ class Controller:
         except NotStarted as reason:
             text = f"the processes can't be had: {reason}"
             return _set_up_only(item, "failed", text, start), True
-        debugging = self._debugged() is not None
+        debugging = self._debugged is not None
         timeout = None if debugging else self._timeout(item, request)
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
         following = None if request.fresh else self._following(item, topology, nextitem)
@@ -201,22 +204,16 @@ class Controller:
         sent = {
             "options": {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
             "coverage": coverage.settings,
-            "debug": self._debugged(),
+            "debug": self._debugged,
             "terminal": self._terminal,
         }
         cached = config.pluginmanager.hasplugin("cacheprovider")
         return Session(arguments, str(config.invocation_params.dir), cached, sent)
 
-    def _debugged(self) -> int | None:
-        option = self._config.option
-        if option.multihost_debug is not None:
-            return option.multihost_debug
-        return -1 if option.usepdb else None
-
     @cached_property
     def _terminal(self) -> Sequence[int]:
         """The terminal of this session, for a debugger in one of the processes."""
-        if self._debugged() is None:
+        if self._debugged is None:
             return ()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         if capture is None:
