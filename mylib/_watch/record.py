@@ -23,6 +23,7 @@ from .._placement import bytes_on_each
 from .._processes import owners, text_of
 from .._text import counted
 from .._tree import is_of_keys
+from .stacks import JAX, OURS
 
 # The most calls that are remembered, and the bytes of each that may be kept alive.
 _CALLS = 64
@@ -33,12 +34,8 @@ _ASKED = 4
 _LAST = 16
 
 
-def _folder_of(module: Any) -> str:
-    return str(Path(module.__file__).parent)
-
-
 # Between the line that makes a call and the record.
-_PASSED_THROUGH = (str(Path(__file__).parent.parent), _folder_of(jax), _folder_of(eqx))
+_PASSED_THROUGH = (OURS, JAX, str(Path(eqx.__file__).parent))
 
 
 @dataclass(slots=True, eq=False)
