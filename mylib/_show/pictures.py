@@ -104,8 +104,7 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
     title = "".join(f"{name} →" for name in names)
     devices = list(cut.parts)
     lines = [devices[i : i + _LINE] for i in range(0, len(devices), _LINE)]
-    shown = [None if line is ... else line for line in shortened(lines, ROWS)]
-    cells = [[cell(device) for device in line] if line else [None] for line in shown]
+    cells = [[None] if line is ... else [*map(cell, line)] for line in shortened(lines, ROWS)]
     return [draw_grid(Grid(title, [""] * len(cells), [""] * len(cells[0]), cells))]
 
 
