@@ -194,11 +194,8 @@ class Controller:
         arguments += ["-c", str(config.inipath or os.devnull)]
         if option.confcutdir:
             arguments.append(f"--confcutdir={option.confcutdir}")
-        for flag, values in (
-            ("-p", option.plugins),
-            ("-W", option.pythonwarnings),
-            ("-o", option.override_ini),
-        ):
+        flags = {"-p": option.plugins, "-W": option.pythonwarnings, "-o": option.override_ini}
+        for flag, values in flags.items():
             for value in values or ():
                 arguments += [flag, value]
         sent = {

@@ -88,11 +88,10 @@ class Member:
     def _why_not(self, item: pytest.Item) -> str | None:
         """The reason why these processes can't run a test."""
         request = request_for(item)
-        asked = {
-            "processes": (request.processes, self._count),
-            "devices a process": (request.devices_per_process, jax.local_device_count()),
-        }
-        for what, (needed, available) in asked.items():
+        for what, needed, available in (
+            ("processes", request.processes, self._count),
+            ("devices a process", request.devices_per_process, jax.local_device_count()),
+        ):
             if needed not in (None, available):
                 return f"needs {needed} {what}, this job has {available}"
         on = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()

@@ -243,11 +243,9 @@ class Worker:
         mine = np.array([self._number, self._index], np.int32)
         # All processes may have changed this setting.
         with jax.disable_jit(False):
-            got = np.asarray(multihost_utils.process_allgather(mine))
-        expected = np.array([[self._number, index] for index in range(jax.process_count())])
-        if np.array_equal(got, expected):
-            return None
-        return f"a collective returned {got.tolist()} instead of {expected.tolist()}"
+            got = np.asarray(multihost_utils.process_allgather(mine)).tolist()
+        expected = [[self._number, index] for index in range(jax.process_count())]
+        return None if got == expected else f"a collective returned {got} instead of {expected}"
 
     def leave(self) -> None:
         """Disconnects from the other processes, if connected."""
