@@ -161,7 +161,7 @@ class Pool:
         return self._judge(run)
 
     def _judge(self, run: "_RunningTest") -> Result:
-        unfinished = [o for o in run.outcomes if not o.finished and o.status is None]
+        unfinished = run.unfinished()
         timed_out = bool(unfinished) and all(o.failed_at is None for o in run.outcomes)
         self._look_at(unfinished)
         for outcome in run.outcomes:
@@ -276,15 +276,14 @@ class _RunningTest:
         self.printed = [(0, 0)] * count
         self._pool, self._grace = pool, grace
         self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        self._running = set(range(count))
         self._has_debugger = False
 
     def follow(self) -> None:
         """Waits until all have finished, or until the deadline."""
-        while self._running:
+        while unfinished := self.unfinished():
             failures = [o.failed_at for o in self.outcomes if o.failed_at is not None]
             until = min([self._deadline, *(t + self._grace for t in failures)])
-            heard = self._pool.hear(self._running, until)
+            heard = self._pool.hear({o.index for o in unfinished}, until)
             if not heard:
                 return
             for index, message in heard:
@@ -293,13 +292,15 @@ class _RunningTest:
                 else:
                     self._heard(index, message)
 
+    def unfinished(self) -> list[Outcome]:
+        return [o for o in self.outcomes if not o.finished and o.status is None]
+
     def _died(self, index: int) -> None:
         outcome = self.outcomes[index]
         status = self._pool.status_of(index)
         # A live process that has closed its pipe is useless, too.
         outcome.status = -signal.SIGKILL if status is None else status
         self._failed(outcome)
-        self._running.discard(index)
 
     def _heard(self, index: int, message: dict[str, Any]) -> None:
         outcome = self.outcomes[index]
@@ -318,7 +319,6 @@ class _RunningTest:
                 outcome.final = message["final"]
                 if outcome.trouble:
                     self._failed(outcome)
-                self._running.discard(index)
             case "debugger?":
                 # Only the first to ask opens one. Sessions with a debugger have no time limits.
                 self._pool.tell(index, {"debug": not self._has_debugger})
