@@ -18,6 +18,7 @@ import traceback
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -195,7 +196,9 @@ class Worker:
         reads, writes = self._beginning["terminal"]
         screen = open(writes, "w", closefd=False, buffering=1)
         screen.write(f"\n{report.longreprtext}\n\n")
-        keys: Any = _Lines(reads)
+        # Without a buffer: other processes read from the terminal, too.
+        file = os.fdopen(reads, "rb", buffering=0, closefd=False)
+        keys: Any = SimpleNamespace(readline=lambda: file.readline().decode(errors="replace"))
         debugger = pdb.Pdb(stdin=keys, stdout=screen, nosigint=True)
         debugger.use_rawinput = False
         debugger.prompt = f"(Pdb, process {self._index}) "
@@ -286,16 +289,6 @@ def _flush() -> None:
         # Tests may have closed them.
         if not stream.closed:
             stream.flush()
-
-
-class _Lines:
-    """Reads lines from a terminal, and no more than that: other processes read from it, too."""
-
-    def __init__(self, file: int) -> None:
-        self._file = os.fdopen(file, "rb", buffering=0, closefd=False)
-
-    def readline(self) -> str:
-        return self._file.readline().decode(errors="replace")
 
 
 def _join(coordinator: str, processes: int, index: int) -> None:
