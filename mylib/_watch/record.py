@@ -193,15 +193,13 @@ class Record:
 
     def look(self) -> tuple[Any, ...]:
         """Another value than before if there has been progress."""
-        ended: dict[tuple[int, ...], Any] = {}
         for call in self.calls():
             witness = call.witness
             if call.has_ended():
-                ended[witness.devices] = witness.tally, call.number
+                self._ended[witness.devices] = witness.tally, call.number
             elif call.held is not None and call.held.is_deleted():
                 # It was donated to a later call. Next time another one is kept.
                 witness.small = [i for i in witness.small if i != call.position]
-        self._ended |= ended
         return tuple(self.counts().values()), tuple(self._ended.items()), self._over
 
 
