@@ -8,15 +8,7 @@ from jax.sharding import NamedSharding, Sharding
 
 from .._placement import World, grounded
 from .._tree import Kind, Leaf, Leaves, name_of
-from .rows import (
-    ABSTRACT,
-    COMMITTED,
-    DELETED,
-    NUMPY,
-    TRACED,
-    UNCOMMITTED,
-    Row,
-)
+from .rows import ABSTRACT, COMMITTED, DELETED, NUMPY, TRACED, UNCOMMITTED, Row
 
 
 def present_rows(leaves: Leaves, world: World) -> tuple[Row, ...]:
