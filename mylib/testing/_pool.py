@@ -276,6 +276,7 @@ class _RunningTest:
         self.printed = [(0, 0)] * count
         self._pool, self._grace = pool, grace
         self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
+        # Whether a process has been allowed to open a debugger.
         self._has_debugger = False
 
     def follow(self) -> None:
