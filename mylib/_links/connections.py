@@ -4,7 +4,6 @@ JAX's transfer server gives arrays to whoever asks for them by a number. Unlike 
 `jax.device_put`, those can't be mixed up: the numbers are of all that was sent before, too.
 """
 
-import hashlib
 import os
 import socket
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
-from .._processes import Lane, Processes, TransferError, Turn, connected, patience, watch
+from .._processes import Lane, Processes, TransferError, Turn, connected, digest, patience, watch
 
 _LOOPBACK = "127.0.0.1"
 _PLACE = "mylib/links/addresses"
@@ -171,5 +170,4 @@ def transport(platform: str) -> str:
 
 def _number(call: Turn, giver: int, taker: int) -> int:
     """The same in both processes if they mean the same transfer, and no number of another one."""
-    text = f"{call.lane.name} {giver} {taker} {call.number} {call.digest}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+    return int(digest([call.lane.name, giver, taker, call.number, call.digest])[:15], 16)

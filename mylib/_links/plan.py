@@ -28,7 +28,7 @@ class Region(NamedTuple):
 
     bounds: Bounds
     devices: tuple[Any, ...]
-    pieces: tuple[int, ...]
+    pieces: range
     shape: tuple[int, ...]
 
 
@@ -54,8 +54,7 @@ def plan(shape: tuple[int, ...], source: Sharding, target: Sharding) -> Division
                     giver = _nearest(givers, group, len(pieces))
                     start = tuple(a[0] - b[0] for a, b in zip(common, held_bounds, strict=True))
                     pieces.append(Fragment(common, start, giver, group[0], _shape(common)))
-            numbers = tuple(range(first, len(pieces)))
-            regions.append(Region(bounds, group, numbers, _shape(bounds)))
+            regions.append(Region(bounds, group, range(first, len(pieces)), _shape(bounds)))
     return Division(tuple(pieces), tuple(regions))
 
 

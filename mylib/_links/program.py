@@ -31,7 +31,7 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
     for i, leaf in enumerate(leaves):
         devices_of_both = leaf.x.sharding.device_set | leaf.target.device_set
         groups.setdefault(tuple(sorted(devices_of_both, key=lambda d: d.id)), []).append(i)
-    moved: dict[int, jax.Array] = {}
+    shards: list[dict[Any, jax.Array]] = [{} for _ in leaves]
     for devices, index in groups.items():
         processes = processes_of(devices)
         if jax.process_index() in processes:
@@ -41,12 +41,9 @@ def move_by_program(leaves: Sequence[Shipment]) -> list[jax.Array]:
                 exchange(purpose, "", processes, lambda messages: "", in_order=True)
             except AbsentError as error:
                 raise TransferError(str(error)) from error
-            rows = _move_all(devices, shipments)
-        else:
-            rows = [{} for _ in index]
-        for i, row in zip(index, rows, strict=True):
-            moved[i] = assembled(leaves[i], row)
-    return [moved[i] for i in range(len(leaves))]
+            for i, arrived in zip(index, _move_all(devices, shipments), strict=True):
+                shards[i] = arrived
+    return [assembled(leaf, arrived) for leaf, arrived in zip(leaves, shards, strict=True)]
 
 
 def _move_all(devices: tuple[Any, ...], leaves: Sequence[Shipment]) -> list[dict[Any, jax.Array]]:

@@ -52,7 +52,7 @@ def agree(
     everybody = tuple(sorted({i for group in (*groups.values(), *reached) for i in group}))
     if len(everybody) > 1 and jax.process_index() in everybody:
         meet = meeting("placement", everybody)
-        with on_the_way("placement", everybody):
+        with on_the_way(everybody):
             facts = _facts(leaves, compared, groups)
             outline = {"the outline": digest(texts_of(leaves))}
             brief = {**facts, everybody: {**facts.get(everybody, {}), **outline}}
@@ -83,7 +83,7 @@ def one_call(processes: Processes) -> AbstractContextManager[None]:
     """A call that may place arrays. If it is interrupted before it has met the others, theirs
     fails, too.
     """
-    return on_the_way("placement", processes, alone=True) if processes else nullcontext()
+    return on_the_way(processes, alone=True) if processes else nullcontext()
 
 
 def raised_in_all(processes: Processes) -> AbstractContextManager[None]:

@@ -37,10 +37,9 @@ def circle_before(me: int, waiting: Mapping[int, Waiting]) -> tuple[Processes, s
         for process, (lane, number, *_) in waiting.items()
     }
     # Who waits for nobody that waits will go on.
-    while free := [process for process, others in waits_for.items() if not others]:
-        for process in free:
-            del waits_for[process]
-        waits_for = {p: [q for q in others if q in waits_for] for p, others in waits_for.items()}
+    while not all(waits_for.values()):
+        stuck = {process for process, others in waits_for.items() if others}
+        waits_for = {p: [q for q in waits_for[p] if q in stuck] for p in stuck}
     if me not in waits_for:
         return None
     path = [me]

@@ -51,8 +51,8 @@ class _Visit:
     that is interrupted.
     """
 
-    def __init__(self, series: Series, purpose: str, alone: bool):
-        self.series, self.purpose, self.alone = series, purpose, alone
+    def __init__(self, series: Series, alone: bool = False):
+        self.series, self.alone = series, alone
         self.thread = threading.get_ident()
         self.lock = threading.Lock()
         # The meeting that it is about; None for the next one, whichever that is.
@@ -60,10 +60,10 @@ class _Visit:
         # Whether the thread is at the meeting, and whether this call has been counted.
         self.is_there = self.is_over = False
 
-    def attend(self, mine: str, judge: Judge, timeout: float) -> str:
+    def attend(self, purpose: str, mine: str, judge: Judge, timeout: float) -> str:
         series, deadline = self.series, time.monotonic() + timeout
         try:
-            does = f"meet other processes at the same time ({self.purpose})"
+            does = f"meet other processes at the same time ({purpose})"
             series.only.hold(self.thread, does, ", and pass check=False in the others")
         except RuntimeError:
             self.is_over = True
@@ -71,7 +71,7 @@ class _Visit:
         try:
             if not series.begin():
                 raise RuntimeError(
-                    f"this process can't compare ({self.purpose}): it has taken the place of one "
+                    f"this process can't compare ({purpose}): it has taken the place of one "
                     "that has met the others before. Processes can't be replaced one by one: end "
                     "all of them, start them again, and load the last checkpoint"
                 )
@@ -84,7 +84,7 @@ class _Visit:
                 if conclusion.kind == JUDGED:
                     return conclusion.text
                 if self.is_over:
-                    raise self._failure(conclusion)
+                    raise self._failure(purpose, conclusion)
         finally:
             series.only.release()
 
@@ -127,9 +127,9 @@ class _Visit:
                 else:  # one has died after its message, before it was counted
                     series.conclude(JUDGED, judge_all(messages))
 
-    def _failure(self, conclusion: Conclusion) -> Exception:
+    def _failure(self, purpose: str, conclusion: Conclusion) -> Exception:
         who, about, breach, _ = json.loads(conclusion.text)
-        purpose, me = self.purpose, jax.process_index()
+        me = jax.process_index()
         if breach:  # that process has known it first
             return TransferError(breach)
         if isinstance(about, str):
@@ -192,14 +192,14 @@ def exchange(
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
-    visit = _Visit(_series_of(CALLS if in_order else purpose, processes), purpose, alone)
+    visit = _Visit(_series_of(CALLS if in_order else purpose, processes), alone)
     timeout = patience() if timeout is None else timeout
     line = line_of_caller() if in_order else ""
     if in_order:
         mine = json.dumps([purpose, line, *programs_of(processes)]) + f"\n{mine}"
         judge = functools.partial(_judge_in_order, judge)
     try:
-        conclusion = _waiting.submit(visit.attend, mine, judge, timeout)
+        conclusion = _waiting.submit(visit.attend, purpose, mine, judge, timeout)
         if not in_order:
             return conclusion.result()
         what = "" if alone else f"{purpose} in {line}"
@@ -224,12 +224,12 @@ def _judge_in_order(judge: Judge, messages: dict[int, str]) -> str:
 
 
 @contextmanager
-def on_the_way(purpose: str, processes: Processes, *, alone: bool = False) -> Iterator[None]:
+def on_the_way(processes: Processes, *, alone: bool = False) -> Iterator[None]:
     """What is raised before a meeting ends it for the others. If this process may have come
     `alone`, it counts its call, and only Ctrl-C and the like end the meeting, for this call only.
     """
     series = _series_of(CALLS, processes)
-    visit = _Visit(series, purpose, alone)
+    visit = _Visit(series)
     if series.only.try_to_hold(visit.thread):  # An interrupted meeting has ended.
         series.only.release()
     visit.turn = series.turn

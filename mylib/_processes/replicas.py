@@ -195,7 +195,7 @@ def _to_read(x: jax.Array) -> jax.Array:
 
 def _compared(copies: Iterable[tuple[int, jax.Array]]) -> Held:
     """Groups copies by checksum. Equal copies need only one checksum."""
-    different: list[tuple[bytes | np.ndarray, list[int]]] = []
+    different: list[tuple[Any, list[int]]] = []
     for device, data in copies:
         bits = _bits(data)
         for other, ids in different:
@@ -204,12 +204,7 @@ def _compared(copies: Iterable[tuple[int, jax.Array]]) -> Held:
                 break
         else:
             different.append((bits, [device]))
-    return {_digest(bits): ids for bits, ids in different}
-
-
-def _digest(bits: bytes | np.ndarray) -> str:
-    data = bits if isinstance(bits, bytes) else bits.data
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return {hashlib.blake2b(bits, digest_size=8).hexdigest(): ids for bits, ids in different}
 
 
 def _bits(data: jax.Array) -> bytes | np.ndarray:

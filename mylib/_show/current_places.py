@@ -4,19 +4,11 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.sharding import AxisType, NamedSharding, Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from .._placement import World, grounded
 from .._tree import Kind, Leaf, Leaves, name_of
-from .rows import (
-    ABSTRACT,
-    COMMITTED,
-    DELETED,
-    NUMPY,
-    TRACED,
-    UNCOMMITTED,
-    Row,
-)
+from .rows import ABSTRACT, COMMITTED, DELETED, NUMPY, TRACED, UNCOMMITTED, Row
 
 
 def present_rows(leaves: Leaves, world: World) -> tuple[Row, ...]:
@@ -46,9 +38,7 @@ def _place_of_type(aval: Any) -> Sharding | None:
     """A type has a sharding only over Explicit axes. The compiler chooses for Auto axes, and over
     Manual ones (`shard_map`) the array is split already.
     """
-    mesh = aval.sharding.mesh
-    explicit = not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
-    return aval.sharding if explicit else None
+    return aval.sharding if aval.sharding.mesh.are_all_axes_explicit else None
 
 
 def _state_of(x: Any, kind: Kind) -> str:

@@ -61,7 +61,7 @@ def _draw_grid(grid: Grid[Bounds], cut: Partition, paint: Paint) -> list[str]:
         lines.insert(0, paint(f"{' ' * margin} {above}".rstrip(), DIM))
     for i, (name, line) in enumerate(zip(names, grid.cells, strict=True)):
         cells = [
-            paint(text.center(width), "" if part is None else pastel(cut.number(part)))
+            paint(text.center(width), "" if part is None else pastel(cut.numbers[part]))
             for text, width, part in zip(texts[i], widths, line, strict=True)
         ]
         lines += [ruled("├", "┼", "┤")] * (i > 0)

@@ -84,12 +84,8 @@ def _is_index(key: Any) -> bool:
 def _common_name(rows: Sequence[HasPath]) -> str:
     """The common name of the rows' leaves, with a star for each index that differs."""
     levels = zip(*(row.path for row in rows), strict=True)
-    return (
-        "".join(
-            _starred(keys[:1]) if len(set(keys)) > 1 else jtu.keystr(keys[:1]) for keys in levels
-        )
-        or "the array"
-    )
+    parts = [_starred(x[:1]) if len(set(x)) > 1 else jtu.keystr(x[:1]) for x in levels]
+    return "".join(parts) or "the array"
 
 
 def _ends(rows: Sequence[HasPath]) -> str:

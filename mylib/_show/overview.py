@@ -1,5 +1,6 @@
 """`show`: where everything is, as a table and as pictures."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -138,11 +139,10 @@ class Changes(Shown):
 
     @cached_property
     def bytes_by_device(self) -> dict[Any, int]:
-        received: dict[Any, int] = {}
+        received: Counter[Any] = Counter()
         for move in self.moves:
-            for device, nbytes in (move.received or {}).items():
-                received[device] = received.get(device, 0) + nbytes
-        return received
+            received.update(move.received or {})
+        return dict(received)
 
     _header = ("array", "shape", "dtype", "before", "after", "what", "received")
 

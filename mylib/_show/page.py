@@ -75,10 +75,10 @@ def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
     left = sum(len(group) for _, group in groups[shown:])
     held = "\n".join([*lines, *more(left, "array")])
     each = show_bytes(sum(row.bytes_per_device for row in rows))
-    title = tag("div", show_place(place) + meshes.suffix(place), class_="strong")
+    title = show_place(place) + meshes.suffix(place)
     where = " on each device" if place.num_devices > 1 else ""
-    about = tag("div", f"{counted(len(rows), 'array')}, {each}{where}", class_="faint")
-    return _figure([title, about], device_grids(place, shape, held))
+    about = f"{counted(len(rows), 'array')}, {each}{where}"
+    return _figure(title, [about], device_grids(place, shape, held))
 
 
 def _array_figure(rows: Sequence[Row]) -> list[Html]:
@@ -88,16 +88,15 @@ def _array_figure(rows: Sequence[Row]) -> list[Html]:
         return []
     shape, nbytes = rows[0].leaf.shape, rows[0].bytes_per_device
     cut = partition_of(place, shape)
-    title = tag("div", "Which device holds which part", class_="strong")
     notes = [directions(cut), *sums(place), *processes(cut)]
-    about = [tag("div", note, class_="faint") for note in notes]
-    return [_figure([title, *about], array_grids(place, shape, nbytes))]
+    return [_figure("Which device holds which part", notes, array_grids(place, shape, nbytes))]
 
 
-def _figure(caption: Sequence[Html], grids: Sequence[Html]) -> Html:
+def _figure(title: str, notes: Sequence[str], grids: Sequence[Html]) -> Html:
     # Not <figure>, for which sites have rules of their own.
-    panels = tag("div", *grids, class_="panels")
-    return tag("div", tag("div", *caption, class_="caption"), panels, class_="figure")
+    about = [tag("div", note, class_="faint") for note in notes]
+    caption = tag("div", tag("div", title, class_="strong"), *about, class_="caption")
+    return tag("div", caption, tag("div", *grids, class_="panels"), class_="figure")
 
 
 def place_of_single(rows: Sequence[Row]) -> Sharding | None:

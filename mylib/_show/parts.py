@@ -45,20 +45,14 @@ class Partition:
     panels: list[int]
 
     @cached_property
-    def _numbers(self) -> dict[Bounds, int]:
+    def numbers(self) -> dict[Bounds, int]:
+        """The number of each part, in the order of the array. Drawings colour parts by it."""
         return {part: number for number, part in enumerate(sorted(self.holders))}
-
-    def number(self, part: Bounds) -> int:
-        """The number of a part, in the order of the array. Drawings colour parts by it."""
-        return self._numbers[part]
 
     def cell(self, panel: tuple[Span, ...], row: Span | None, column: Span | None) -> Bounds:
         """The part that a cell of a drawing shows."""
-        chosen = dict(zip(self.panels, panel, strict=True))
-        for dim, span in ((self.down, row), (self.across, column)):
-            if dim is not None and span is not None:
-                chosen[dim] = span
-        return tuple(chosen.get(dim, spans[0]) for dim, spans in enumerate(self.spans))
+        chosen = {**dict(zip(self.panels, panel, strict=True)), self.down: row, self.across: column}
+        return tuple(chosen.get(dim) or spans[0] for dim, spans in enumerate(self.spans))
 
     def along(self, dim: int | None) -> list[Any]:
         return [None] if dim is None else list(self.spans[dim])

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from .._placement import AnyMesh, Bounds, Shape, devices_of
@@ -91,7 +92,7 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
     cut = partition_of(place, shape)
 
     def cell(device: Any) -> Cell:
-        number, process = cut.number(cut.parts[device]), getattr(device, "process_index", 0)
+        number, process = cut.numbers[cut.parts[device]], getattr(device, "process_index", 0)
         where = f"{show_device(device)}, process {process}"
         what = f"{where}\npart {number + 1} of {len(cut.holders)} of each array\n{held}"
         return Cell(str(number_of(device)), what, fill_of(number, len(cut.holders)))
@@ -103,8 +104,7 @@ def device_grids(place: Sharding, shape: Shape, held: str) -> list[Html]:
     title = "".join(f"{name} →" for name in names)
     devices = list(cut.parts)
     lines = [devices[i : i + _LINE] for i in range(0, len(devices), _LINE)]
-    shown = [None if line is ... else line for line in shortened(lines, ROWS)]
-    cells = [[cell(device) for device in line] if line else [None] for line in shown]
+    cells = [[None] if line is ... else [*map(cell, line)] for line in shortened(lines, ROWS)]
     return [draw_grid(Grid(title, [""] * len(cells), [""] * len(cells[0]), cells))]
 
 
@@ -117,13 +117,11 @@ def _mesh_grids(mesh: AnyMesh, cell: Callable[[Any], Cell]) -> list[Grid[Cell]]:
     """The first grids of a mesh of several axes. Its last two axes are rows and columns."""
     *outer, (down, height), (across, width) = mesh.shape.items()
     panels = list(itertools.product(*(range(size) for _, size in outer)))
-    at = dict(
-        zip(itertools.product(panels, range(height), range(width)), devices_of(mesh), strict=True)
-    )
+    devices = np.array(devices_of(mesh), object).reshape(len(panels), height, width)
     rows, columns = shortened(range(height), ROWS), shortened(range(width), _COLUMNS)
     grids = list[Grid[Cell]]()
-    for panel in panels[:PANELS]:
-        cells = [[None if ... in (i, j) else cell(at[panel, i, j]) for j in columns] for i in rows]
+    for panel, at in zip(panels[:PANELS], devices, strict=False):
+        cells = [[None if ... in (i, j) else cell(at[i, j]) for j in columns] for i in rows]
         names = [f"{name}={i}" for (name, _), i in zip(outer, panel, strict=True)]
         title = ", ".join([*names, f"{down} ↓ {across} →"])
         grids.append(Grid(title, [""] * len(rows), [""] * len(columns), cells))
@@ -137,7 +135,7 @@ def array_grids(place: Sharding, shape: Shape, nbytes: int) -> list[Html]:
     def cell(part: Bounds) -> Cell:
         holders = cut.holders[part]
         hover = f"array{show_part(part, shape)}\n{show_bytes(nbytes)} on {show_devices(holders)}"
-        return Cell(show_numbers(holders), hover, fill_of(cut.number(part), len(cut.holders)))
+        return Cell(show_numbers(holders), hover, fill_of(cut.numbers[part], len(cut.holders)))
 
     grids = [grid.map(cell) for grid in grids_of(cut, shape)]
     return _drawn(grids, len(cut.all_panels()))

@@ -9,13 +9,7 @@ from typing import Any
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from .._placement import (
-    Target,
-    bytes_on_each,
-    default_memory_kind,
-    entries_over,
-    sharding_of,
-)
+from .._placement import Target, bytes_on_each, default_memory_kind, entries_over, sharding_of
 from .._text import counted, show_bytes
 from .._tree import KeyPath, Leaf
 from .text import number_of, show_device

@@ -110,9 +110,7 @@ def width_of_stdout() -> int | None:
 
 
 def columns(
-    table: Sequence[Sequence[str]],
-    paint: Paint = plain,
-    code_of: Callable[[int, int], str] = lambda row, column: "",
+    table: Sequence[Sequence[str]], paint: Paint, code_of: Callable[[int, int], str]
 ) -> list[str]:
     """A table's lines, with columns of equal width. `code_of(row, column)` is a cell's colour. On a
     terminal that is too narrow for it, each row is a paragraph.

@@ -135,7 +135,7 @@ def _told_to_others(targets: Sequence[Target | None]) -> Any:
     groups = {owners(sharding_of(target)) for target in targets if target is not None}
     everybody = tuple(sorted({index for group in groups for index in group}))
     alone = len(everybody) < 2 or jax.process_index() not in everybody
-    return nullcontext() if alone else on_the_way("placement", everybody)
+    return nullcontext() if alone else on_the_way(everybody)
 
 
 @dataclass

@@ -1,7 +1,5 @@
 """`watch`: who is stuck, in one process or in many, and why."""
 
-from .news import Bulletin as Bulletin
-from .record import Record as Record
 from .watch import Watching as Watching, watch as watch
 
 # As those of `mylib/__init__.py`, which imports this room when it is asked for.

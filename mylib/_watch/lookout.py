@@ -17,7 +17,7 @@ from .ending import leave_python, say
 from .news import news_of, record_of
 from .others import Others
 from .record import Record
-from .report import report
+from .report import report, standstill
 from .stacks import threads
 from .verdict import Account
 from .wakeup import Wakeup
@@ -127,7 +127,3 @@ class Lookout:
             say(self.own_report(title))
             if self.end:
                 leave_python()
-
-
-def standstill(age: float, limit: float) -> str:
-    return f"no progress for {age:.0f} s (stuck_after={limit:g})"

@@ -1,7 +1,6 @@
 """What this process tells the others, and where."""
 
 import json
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,7 +46,7 @@ def _starting(
 
 def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> dict[str, Any]:
     """What is told by a process that is stuck."""
-    calls, now = record.calls(), time.monotonic()
+    calls = record.calls()
     main = threads.get(watched)
     starting = _starting(calls, record.counts(), main)
     callbacks = {i: x for i, x in threads.items() if x.is_in(names.FRAMES_CALLBACK)}
@@ -72,7 +71,7 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
         + ([(*starting, False, [], "")] if starting and starting[0] else []),
         "starting": starting[2] if starting else "",
         "waits": [
-            (wait.what, named(wait.processes), now - wait.since)
+            (wait.what, named(wait.processes))
             for ident in (watched, *loaders)
             for wait in [*record.waits.get(ident, ())]
         ],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .._processes import connected, watch as watch_of_calls
 from .ending import leave_python, say
 from .news import END, Bulletin
-from .report import report
+from .report import report, standstill
 from .verdict import GONE, Account, is_stuck
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ class Others:
                 x.record = self._lookout.account(full=True).record
             elif x.news.get("recorded") and not x.silent:
                 x.record = records.get(x.index, {})
-        say(report(accounts, f"no progress for {self._oldest:.0f} s (stuck_after={self._limit:g})"))
+        say(report(accounts, standstill(self._oldest, self._limit)))
         if self._lookout.end:
             if any(x.silent for x in accounts):
                 time.sleep(_PRINTS)

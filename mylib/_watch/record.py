@@ -6,11 +6,11 @@ results are asked whether they are ready.
 
 import sys
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from .._placement import bytes_on_each
 from .._processes import owners, text_of
 from .._text import counted
 from .._tree import is_of_keys
+from .stacks import JAX, OURS
 
 # The most calls that are remembered, and the bytes of each that may be kept alive.
 _CALLS = 64
@@ -33,41 +34,32 @@ _ASKED = 4
 _LAST = 16
 
 
-def _folder_of(module: Any) -> str:
-    return str(Path(module.__file__).parent)
-
-
 # Between the line that makes a call and the record.
-_PASSED_THROUGH = (str(Path(__file__).parent.parent), _folder_of(jax), _folder_of(eqx))
+_PASSED_THROUGH = (OURS, JAX, str(Path(eqx.__file__).parent))
 
 
+@dataclass(slots=True, eq=False)
 class Tally:
     """How many calls of one kind have been started by these processes together."""
 
-    __slots__ = ("count", "name")
-
-    def __init__(self, name: str):
-        self.name = name
-        self.count = 0
+    name: str
+    count: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class Witness:
     """Which results of a program tell whether it has ended."""
 
-    __slots__ = ("devices", "name", "others", "owner", "small", "tally", "variant")
-
-    def __init__(self, owner: object, name: str, variant: Any):
-        # The record that it is for.
-        self.owner = owner
-        self.name = name
-        # A weak reference to what `audit` may know about.
-        self.variant = variant
-        self.tally: Tally | None = None
-        self.devices: tuple[int, ...] = ()
-        # The smallest results that may be kept, the first of which is, and others, if there are
-        # none.
-        self.small: list[int] = []
-        self.others: list[int] = []
+    # The record that it is for.
+    owner: object
+    name: str
+    # A weak reference to what `audit` may know about.
+    variant: Any
+    tally: Tally | None = None
+    devices: tuple[int, ...] = ()
+    # The smallest results that may be kept, the first of which is, and others, if there are none.
+    small: Sequence[int] = ()
+    others: Sequence[int] = ()
 
 
 class Started(NamedTuple):
@@ -111,7 +103,6 @@ class Halt(NamedTuple):
     kind: str
     what: str
     processes: tuple[int, ...]
-    since: float
 
 
 class Record:
@@ -183,7 +174,7 @@ class Record:
         if kind:
             self._tally(kind, processes).count += 1
         waits = self.waits.setdefault(threading.get_ident(), [])
-        waits.append(Halt(kind, what, processes, time.monotonic()))
+        waits.append(Halt(kind, what, processes))
         try:
             yield
         finally:
@@ -202,15 +193,13 @@ class Record:
 
     def look(self) -> tuple[Any, ...]:
         """Another value than before if there has been progress."""
-        ended: dict[tuple[int, ...], Any] = {}
         for call in self.calls():
             witness = call.witness
             if call.has_ended():
-                ended[witness.devices] = witness.tally, call.number
+                self._ended[witness.devices] = witness.tally, call.number
             elif call.held is not None and call.held.is_deleted():
                 # It was donated to a later call. Next time another one is kept.
                 witness.small = [i for i in witness.small if i != call.position]
-        self._ended |= ended
         return tuple(self.counts().values()), tuple(self._ended.items()), self._over
 
 

@@ -5,11 +5,15 @@ from typing import Any
 
 from .._processes import named
 from .._text import counted, in_short, more
-from .verdict import GONE, Account, findings, verb
+from .verdict import GONE, Account, by, findings, verb
 
 # The most groups of processes that are described, and calls of each.
 _GROUPS = 8
 _CALLS = 4
+
+
+def standstill(age: float, limit: float) -> str:
+    return f"no progress for {age:.0f} s (stuck_after={limit:g})"
 
 
 def report(accounts: Sequence[Account], title: str) -> str:
@@ -19,15 +23,13 @@ def report(accounts: Sequence[Account], title: str) -> str:
     oddities = findings(accounts)
     lines = [f"mylib.watch: {title}{oddities and f': {oddities[0]}' or ''}"]
     lines += [f"  {text}" for text in oddities[1:]]
-    groups: dict[tuple[str, ...], list[Account]] = {}
-    for x in sorted(accounts, key=lambda x: sum(x.counts.values())):
-        groups.setdefault(tuple(_described(x)), []).append(x)
-    for text, group in list(groups.items())[:_GROUPS]:
-        who = [x.index for x in group]
+    ordered = sorted(accounts, key=lambda x: sum(x.counts.values()))
+    groups = by(ordered, lambda x: tuple(_described(x)))
+    for text, who in groups[:_GROUPS]:
         head, *rest = (_agreeing(line, who) for line in text)
         lines += [f"{named(who).capitalize()} {head}", *(f"  {line}" for line in rest)]
-    left = [x for group in list(groups.values())[_GROUPS:] for x in group]
-    return "\n".join([*lines, *more(len(left), "process")])
+    left = sum(len(who) for _, who in groups[_GROUPS:])
+    return "\n".join([*lines, *more(left, "process")])
 
 
 def _agreeing(line: str, who: Sequence[int]) -> str:
@@ -55,7 +57,7 @@ def _described(x: Account) -> Iterator[str]:
     if record.get("starting") and record["starting"] not in (call[2] for call in _open(record)):
         yield f"is starting {record['starting']}: that call has not returned"
     yield from _calls(record)
-    for what, processes, _ in record.get("waits", ()):
+    for what, processes in record.get("waits", ()):
         yield f"waits for {what}, of {processes}"
     for name, stack in record.get("stacks", {}).items():
         yield f"{name}, innermost last:"

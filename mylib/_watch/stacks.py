@@ -5,8 +5,9 @@ be what hangs.
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple
 
@@ -14,13 +15,13 @@ import jax
 
 # The most frames of a thread that are shown.
 _SHOWN = 12
-_JAX = str(Path(jax.__file__).parent)
-_OURS = str(Path(__file__).parent.parent)
+JAX = str(Path(jax.__file__).parent)
+OURS = str(Path(__file__).parent.parent)
 # Python's own modules that are no files.
 _FROZEN = "<frozen"
 _LIBRARIES = (
-    _JAX,
-    _OURS,
+    JAX,
+    OURS,
     *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     _FROZEN,
 )
@@ -36,23 +37,19 @@ class Thread(NamedTuple):
 
     def where(self) -> str:
         """The innermost line of the user's own."""
-        return _line(self._innermost_of_user() or self.frames[0])
-
-    def _innermost_of_user(self) -> FrameType | None:
-        return next((x for x in self.frames if _is_of_user(x)), None)
+        return _line(next(filter(_is_of_user, self.frames), self.frames[0]))
 
     def is_in_jax(self) -> bool:
         """Whether the user's innermost line has called JAX, which may wait for devices there."""
-        of_user = self._innermost_of_user()
-        inside = self.frames[: self.frames.index(of_user)] if of_user else self.frames
-        return any(x.f_code.co_filename.startswith(_JAX) for x in inside)
+        inside = takewhile(lambda x: not _is_of_user(x), self.frames)
+        return any(x.f_code.co_filename.startswith(JAX) for x in inside)
 
     def starts(self) -> tuple[str, str] | None:
         """The function of `filter_jit` whose call has not returned, and the line of the call."""
         name = ""
         for frame in self.frames:
             code = frame.f_code
-            if code.co_qualname == "Program.call" and code.co_filename.startswith(_OURS):
+            if code.co_qualname == "Program.call" and code.co_filename.startswith(OURS):
                 name = frame.f_locals["self"].name
             elif name and _is_of_user(frame):
                 return name, f"{Path(code.co_filename).name}:{frame.f_lineno}"
@@ -61,7 +58,7 @@ class Thread(NamedTuple):
     def is_in(self, functions: frozenset[tuple[str, str]]) -> bool:
         return any(
             (Path(x.f_code.co_filename).name, x.f_code.co_name) in functions
-            and x.f_code.co_filename.startswith(_JAX)
+            and x.f_code.co_filename.startswith(JAX)
             for x in self.frames
         )
 
@@ -89,16 +86,10 @@ def threads() -> dict[int, Thread]:
     """The threads that run Python, but those that only send messages, and this one."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
-        ident: Thread(names.get(ident, ""), list(_frames(frame)))
+        ident: Thread(names.get(ident, ""), [inner for inner, _ in walk_stack(frame)])
         for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage]
         if ident != threading.get_ident() and not names.get(ident, "").startswith(_HELPERS)
     }
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _is_of_user(frame: FrameType) -> bool:
@@ -115,6 +106,6 @@ def _short(file: str) -> str:
     """A file of a library, from its package on."""
     for folder in sorted(filter(None, _LIBRARIES), key=len, reverse=True):
         if file.startswith(folder):
-            root = Path(folder).name if folder in (_JAX, _OURS) else ""
+            root = Path(folder).name if folder in (JAX, OURS) else ""
             return str(Path(root, file[len(folder) :].lstrip("/")))
     return file

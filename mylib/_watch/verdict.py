@@ -94,7 +94,7 @@ def _absent(accounts: Sequence[Account]) -> Iterator[str]:
 
 
 def _gone(accounts: Sequence[Account]) -> Iterator[str]:
-    for why, who in _by(accounts, lambda x: x.news.get("why", "") if x.state in GONE else None):
+    for why, who in by(accounts, lambda x: x.news.get("why", "") if x.state in GONE else None):
         yield f"{named(who)} {verb('has', who)} left this mylib.watch{why and f' by {why}'}"
 
 
@@ -116,7 +116,7 @@ def _differences(accounts: Sequence[Account]) -> Iterator[str]:
     for kind in kinds:
         numbers = sorted({n for _, calls in recorded for k, n in calls if k == kind})
         for n in numbers:
-            by_text = _by(accounts, lambda x, n=n, kind=kind: x.calls.get((kind, n)))
+            by_text = by(accounts, lambda x, n=n, kind=kind: x.calls.get((kind, n)))
             if len(by_text) > 1:
                 texts = ", but ".join(f"{text} in {named(who)}" for text, who in by_text[:3])
                 yield f"call {n} of {named(sorted(_group(kind)))} is {texts}"
@@ -129,13 +129,13 @@ def _behind(accounts: Sequence[Account]) -> Iterator[str]:
         group = [x for x in accounts if x.index in _group(kind)]
         most = max(x.counts.get(kind, 0) for x in group)
         first = [x for x in group if x.counts.get(kind, 0) == most]
-        for count, who in _by(group, lambda x, kind=kind: x.counts.get(kind, 0)):
+        for count, who in by(group, lambda x, kind=kind: x.counts.get(kind, 0)):
             if count < most:
                 have = verb("has", who)
                 texts = {x.calls.get((kind, count + 1)) for x in first} - {None}
                 what = f", and {have} not made {texts.pop()}" if texts else ""
                 if kind.startswith("meetings"):
-                    waits = [w for x in first for w, _, _ in x.record.get("waits", ())]
+                    waits = [w for x in first for w, _ in x.record.get("waits", ())]
                     what = f", and {have} not come to compare ({waits[0]})" if waits else ""
                 calls = counted(most - count, _NAMES[kind.partition(" ")[0]])
                 others = named([x.index for x in first])
@@ -155,9 +155,9 @@ _NAMES = {
 
 
 def _in_functions(accounts: Sequence[Account]) -> Iterator[str]:
-    for where, who in _by(accounts, lambda x: x.record.get("callback") or None):
+    for where, who in by(accounts, lambda x: x.record.get("callback") or None):
         yield f"a callback of {named(who)} has not returned: it is at {where}"
-    for where, who in _by(accounts, lambda x: x.record.get("loader") or None):
+    for where, who in by(accounts, lambda x: x.record.get("loader") or None):
         yield f"the loader of {named(who)} has not made its next batch: it is at {where}"
 
 
@@ -167,7 +167,7 @@ def _places(accounts: Sequence[Account]) -> Iterator[str]:
     def waits(x: Account) -> bool:
         return bool(x.record and (x.record["starting"] or x.record["in_jax"] or x.record["waits"]))
 
-    for where, who in _by(sorted(accounts, key=waits), _place_of)[:_PLACES]:
+    for where, who in by(sorted(accounts, key=waits), _place_of)[:_PLACES]:
         yield f"{named(who)} {verb('is', who)} {where}"
 
 
@@ -176,7 +176,7 @@ def _place_of(x: Account) -> str:
     return f"starting {starting}" if starting else f"at {x.news.get('at')}"
 
 
-def _by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:
+def by(accounts: Iterable[Account], key: Any) -> list[tuple[Any, list[int]]]:
     """The processes by something, for those that have it."""
     by_value: dict[Any, list[int]] = {}
     for x in accounts:

@@ -3,6 +3,9 @@
 import signal
 import socket
 
+# No signal has this number.
+_END = b"\0"
+
 
 class Wakeup:
     """The thread waits here. Python's own handlers run in the main thread, which may hang in C; but
@@ -12,7 +15,6 @@ class Wakeup:
     def __init__(self, signum: int | None):
         self._signum = signum
         self._reads, self._writes = socket.socketpair()
-        self._is_closed = False
         if signum is not None:
             self._writes.setblocking(False)
             self._handler = signal.signal(signum, lambda *_: None)
@@ -25,7 +27,7 @@ class Wakeup:
             signals = self._reads.recv(64)
         except TimeoutError:
             return False
-        if self._is_closed:
+        if _END in signals:
             return None
         return self._signum is not None and self._signum in signals
 
@@ -33,8 +35,7 @@ class Wakeup:
         if self._signum is not None:
             signal.set_wakeup_fd(self._former, warn_on_full_buffer=False)
             signal.signal(self._signum, self._handler)
-        self._is_closed = True
-        self._writes.send(b"\0")
+        self._writes.send(_END)
 
     def free(self) -> None:
         """After the thread has ended."""

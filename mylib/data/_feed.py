@@ -64,7 +64,7 @@ class _BatchQueue:
             # check and the wait.
             while not self._changed.wait_for(self._has_room, timeout=1.0):
                 pass
-            self._idle, self._idle_since = self._idle_now(), None
+            self._idle, self._idle_since = self.idle, None
             return not self._closed
 
     def _has_room(self) -> bool:
@@ -93,11 +93,8 @@ class _BatchQueue:
     @property
     def idle(self) -> float:
         with self._changed:
-            return self._idle_now()
-
-    def _idle_now(self) -> float:
-        since = self._idle_since
-        return self._idle + (0.0 if since is None else time.perf_counter() - since)
+            since = self._idle_since
+            return self._idle + (0.0 if since is None else time.perf_counter() - since)
 
 
 @dataclass
@@ -116,11 +113,11 @@ class _Maker:
 
     def make(self) -> Item | None:
         """The next item; None for a batch without any rows left."""
-        share, ended = self._read()
+        share = self._read()
         if share is None:
             settle_end(self.request.tail, self.channel.meet)
             return Item(is_last=True)
-        settled = settle(share, self.channel.meet, self.compared, self.rows, ended)
+        settled = settle(share, self.channel.meet, self.compared, self.rows, self.has_ended)
         if settled is None:
             return Item(is_last=True)
         if settled.is_empty:
@@ -134,18 +131,18 @@ class _Maker:
             batch = jtu.tree_map(copied, batch)
         return Item(batch, state_of(self.source))
 
-    def _read(self) -> tuple[Share | None, bool]:
-        """This process's share of the next batch, and whether its source has ended. After the end
-        the share has no rows; it is None if it isn't needed.
+    def _read(self) -> Share | None:
+        """This process's share of the next batch. After the end of the source it has no rows; it is
+        None if it isn't needed.
         """
-        if self.has_ended:
-            return self.nothing, True
-        try:
-            batch = next(self.source)
-        except StopIteration:
-            self.has_ended = True
-            return self.nothing, True
-        return look_through(batch, self.request), False
+        if not self.has_ended:
+            try:
+                batch = next(self.source)
+            except StopIteration:
+                self.has_ended = True
+            else:
+                return look_through(batch, self.request)
+        return self.nothing
 
 
 class Feed:
@@ -161,7 +158,7 @@ class Feed:
         maker = _Maker(source, request, self.channel)
         self.thread = threading.Thread(
             target=settings.run,
-            args=(_fill, maker, self.buffer, self.channel),
+            args=(_fill, maker, self.buffer),
             name="mylib.data.prefetch",
             daemon=True,
         )
@@ -223,15 +220,15 @@ class Settings:
             self._context.run(fun, *args)
 
 
-def _fill(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> None:
+def _fill(maker: _Maker, buffer: _BatchQueue) -> None:
     try:
-        while buffer.wait_for_room() and _fill_one(maker, buffer, channel):
+        while buffer.wait_for_room() and _fill_one(maker, buffer):
             pass
     finally:
-        channel.end()
+        maker.channel.end()
 
 
-def _fill_one(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> bool:
+def _fill_one(maker: _Maker, buffer: _BatchQueue) -> bool:
     """Puts the next item into the buffer, without keeping a reference. Returns whether there may be
     more.
     """
@@ -241,7 +238,7 @@ def _fill_one(maker: _Maker, buffer: _BatchQueue, channel: Channel) -> bool:
     is_last = item.is_last
     try:
         if item.error is not None:
-            channel.fail(farewell(channel.me, item.error))
+            maker.channel.fail(farewell(maker.channel.me, item.error))
     finally:
         buffer.put(item)
         # An error's traceback refers to this frame.

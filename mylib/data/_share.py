@@ -157,8 +157,7 @@ class Share:
 
     def multiple_of(self, i: int) -> int:
         """The number of rows of a leaf in this process must be a multiple of this."""
-        blocks = _blocks(self.target(i))
-        return len(self.reader.blocks) if self._is_part(i) else blocks
+        return len(self.reader.blocks) if self._is_part(i) else _blocks(self.target(i))
 
     @property
     def multiple(self) -> int:

@@ -42,6 +42,9 @@ _limit = pytest.StashKey[float]()
 class Controller:
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        # The process that opens a debugger where a test fails; -1 for the first that fails.
+        debug: int | None = config.option.multihost_debug
+        self._debugged = -1 if debug is None and config.option.usepdb else debug
         self._guard: Guard | None = None
         self._coverage: Coverage | None = None
         # In order of last use.
@@ -104,16 +107,11 @@ class Controller:
         except NotStarted as reason:
             text = f"the processes can't be had: {reason}"
             return _set_up_only(item, "failed", text, start), True
-        debugging = self._debugged() is not None
+        debugging = self._debugged is not None
         timeout = None if debugging else self._timeout(item, request)
         grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
         following = None if request.fresh else self._following(item, topology, nextitem)
-        result = pool.run(
-            _name_of(item),
-            _name_of(following) if following else None,
-            timeout=timeout,
-            grace=grace,
-        )
+        result = pool.run(_name_of(item), following, timeout=timeout, grace=grace)
         self._served += 1
         if request.fresh or not result.is_pool_kept:
             del self._pools[topology]
@@ -132,17 +130,15 @@ class Controller:
 
     def _following(
         self, item: pytest.Item, topology: Topology, nextitem: pytest.Item | None
-    ) -> pytest.Item | None:
+    ) -> str | None:
         """The next test for the same processes. They keep the fixtures that it needs."""
         if hasattr(self._config, "workerinput"):
             # Under xdist only the next test is known.
             later = [nextitem] if nextitem is not None and is_marked(nextitem) else []
         else:
             later = self._items[self._items.index(item) + 1 :]
-        for other in later:
-            if self._asks_for(other, topology) and not request_for(other).fresh:
-                return other
-        return None
+        shared = (x for x in later if self._asks_for(x, topology) and not request_for(x).fresh)
+        return next(map(_name_of, shared), None)
 
     def _asks_for(self, item: pytest.Item, topology: Topology) -> bool:
         try:
@@ -160,15 +156,12 @@ class Controller:
             pool.close()
             pool = None
         if pool is None:
-            self._make_room(topology.platform)
+            while len(self._pools) >= _POOLS.get(topology.platform, 1):
+                oldest = next(iter(self._pools))
+                self._pools.pop(oldest).close()
             pool = self._start(topology, only)
         self._pools[topology] = pool
         return pool
-
-    def _make_room(self, platform: str) -> None:
-        while len(self._pools) >= _POOLS.get(platform, 1):
-            oldest = next(iter(self._pools))
-            self._pools.pop(oldest).close()
 
     def _start(self, topology: Topology, only: pytest.Item | None) -> Pool:
         refused = self._refused.setdefault(topology, [])
@@ -201,32 +194,23 @@ class Controller:
         arguments += ["-c", str(config.inipath or os.devnull)]
         if option.confcutdir:
             arguments.append(f"--confcutdir={option.confcutdir}")
-        for flag, values in (
-            ("-p", option.plugins),
-            ("-W", option.pythonwarnings),
-            ("-o", option.override_ini),
-        ):
+        flags = {"-p": option.plugins, "-W": option.pythonwarnings, "-o": option.override_ini}
+        for flag, values in flags.items():
             for value in values or ():
                 arguments += [flag, value]
         sent = {
             "options": {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
             "coverage": coverage.settings,
-            "debug": self._debugged(),
+            "debug": self._debugged,
             "terminal": self._terminal,
         }
         cached = config.pluginmanager.hasplugin("cacheprovider")
         return Session(arguments, str(config.invocation_params.dir), cached, sent)
 
-    def _debugged(self) -> int | None:
-        option = self._config.option
-        if option.multihost_debug is not None:
-            return option.multihost_debug
-        return -1 if option.usepdb else None
-
     @cached_property
     def _terminal(self) -> Sequence[int]:
         """The terminal of this session, for a debugger in one of the processes."""
-        if self._debugged() is None:
+        if self._debugged is None:
             return ()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         if capture is None:
@@ -275,8 +259,6 @@ class Controller:
 
     def pytest_unconfigure(self) -> None:
         self._kill_all()
-        if self._coverage is not None:
-            self._coverage.end()
         if self._guard is not None:
             self._guard.close()
 

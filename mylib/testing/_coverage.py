@@ -5,7 +5,6 @@ with the session's options, into a temporary folder; the session adds those file
 before pytest-cov reports. No files of processes appear in the user's folder.
 """
 
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ class Coverage:
         if self._session is None:
             return
         self._folder = Path(tempfile.mkdtemp(prefix="mylib-coverage-"))
+        # Which removes it at the end of the session.
         guard.tell(f"{self._folder}")
         self.settings = {
             "data_file": str(self._folder / "data"),
@@ -47,10 +47,6 @@ class Coverage:
             # Without any files it would look for those of the user.
             if files := [str(path) for path in self._folder.glob("data.*")]:
                 self._session.combine(files)
-
-    def end(self) -> None:
-        if self._session is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def measure(settings: dict[str, Any] | None) -> Callable[[], None]:

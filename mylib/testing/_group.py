@@ -53,10 +53,8 @@ class Guard:
             print(line, file=self._process.stdin, flush=True)
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
-        self._process.wait(60)
+        # Closes its input, and waits for its end.
+        self._process.communicate(timeout=60)
 
 
 def _reserved() -> socket.socket:

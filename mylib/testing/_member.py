@@ -88,11 +88,10 @@ class Member:
     def _why_not(self, item: pytest.Item) -> str | None:
         """The reason why these processes can't run a test."""
         request = request_for(item)
-        asked = {
-            "processes": (request.processes, self._count),
-            "devices a process": (request.devices_per_process, jax.local_device_count()),
-        }
-        for what, (needed, available) in asked.items():
+        for what, needed, available in (
+            ("processes", request.processes, self._count),
+            ("devices a process", request.devices_per_process, jax.local_device_count()),
+        ):
             if needed not in (None, available):
                 return f"needs {needed} {what}, this job has {available}"
         on = "cuda" if jax.default_backend() == "gpu" else jax.default_backend()
@@ -195,12 +194,9 @@ class Member:
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
-        screen = sys.__stderr__
-        assert screen is not None
-        name = f"process {self._me} of {self._count}"
-        screen.write(f"\nmultihost: the session ends. {reason}\n--- {name} is here ---\n")
-        screen.write(f"{_my_stack()}\n")
-        screen.flush()
+        heading = f"--- process {self._me} of {self._count} is here ---"
+        lines = f"\nmultihost: the session ends. {reason}", heading, _my_stack()
+        print(*lines, sep="\n", file=sys.__stderr__, flush=True)
         if self._me == 0:
             # The coordinator waits: when it ends, the others end, too, and they have output to
             # print.

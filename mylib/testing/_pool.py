@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -161,7 +161,7 @@ class Pool:
         return self._judge(run)
 
     def _judge(self, run: "_RunningTest") -> Result:
-        unfinished = [o for o in run.outcomes if not o.finished and o.status is None]
+        unfinished = run.unfinished()
         timed_out = bool(unfinished) and all(o.failed_at is None for o in run.outcomes)
         self._look_at(unfinished)
         for outcome in run.outcomes:
@@ -169,23 +169,22 @@ class Pool:
                 process = self._group.processes[outcome.index]
                 outcome.output = _read(process.output, run.printed[outcome.index][0])
                 outcome.errors = _read(process.errors, run.printed[outcome.index][1])
-        result = Result(run.outcomes, timed_out)
         phases = {tuple(report["outcome"] for report in o.reports) for o in run.outcomes}
-        if len(phases) > 1 or any(not o.finished or o.trouble or o.stop for o in run.outcomes):
-            result.is_pool_kept = False
-        else:
-            result.out_of_step = self._out_of_step()
-            result.is_pool_kept = result.out_of_step is None
-        if not result.is_pool_kept:
+        are_fine = len(phases) == 1 and all(
+            o.finished and not (o.trouble or o.stop) for o in run.outcomes
+        )
+        out_of_step = self._out_of_step() if are_fine else None
+        is_kept = are_fine and out_of_step is None
+        if not is_kept:
             self.kill()
-        return result
+        return Result(run.outcomes, timed_out, out_of_step, is_kept)
 
     def _out_of_step(self) -> str | None:
         """The reason, if any, why processes are out of step: one has pending work or settings that
         the others don't have.
         """
         for index in range(self.topology.processes):
-            self.tell(index, {"do": "step", "number": self._tests, "timeout": _IN_STEP})
+            self.tell(index, {"do": "step", "timeout": _IN_STEP})
         return self._all_say("step", _IN_STEP + 1)
 
     def _look_at(self, outcomes: Sequence[Outcome]) -> None:
@@ -208,13 +207,11 @@ class Pool:
         for index in range(self.topology.processes):
             self.tell(index, {"do": "end"})
         trouble = self._all_say("end", _END)
-        self._finish(0.0 if trouble else 3.0)
+        self.kill(0.0 if trouble else 3.0)
         return trouble
 
-    def kill(self) -> None:
-        self._finish(0.0)
-
-    def _finish(self, timeout: float) -> None:
+    def kill(self, timeout: float = 0.0) -> None:
+        """Kills processes that haven't ended by then."""
         self._group.end(timeout)
         for connection in self._connections:
             connection.close()
@@ -231,7 +228,7 @@ class Pool:
         deadline = time.monotonic() + timeout
         silent = set(range(self.topology.processes))
         while silent:
-            heard = list(self.hear(silent, deadline))
+            heard = self.hear(silent, deadline)
             if not heard:
                 names = ", ".join(map(str, sorted(silent)))
                 return f"no answer from process {names} within {timeout:.0f} s"
@@ -244,27 +241,18 @@ class Pool:
                     return f"process {index}: {message['trouble']}"
         return None
 
-    def hear(
-        self, indices: set[int], deadline: float
-    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    def hear(self, indices: set[int], deadline: float) -> list[tuple[int, dict[str, Any] | None]]:
         """The next messages of those processes; None from a process that is gone."""
-        connections = {self._connections[index]: index for index in sorted(indices)}
+        connections: dict[Any, int] = {self._connections[index]: index for index in sorted(indices)}
         while True:
             left = deadline - time.monotonic()
             heard = wait(list(connections), min(max(0.0, left), _LOOK))
-            for connection in heard:
-                assert isinstance(connection, Connection)
-                index = connections[connection]
-                try:
-                    yield index, json.loads(connection.recv_bytes())
-                except (EOFError, OSError):
-                    yield index, None
+            if heard:
+                return [(connections[x], _received(x)) for x in heard]
             # A forked child holds the process's end of the pipe open, too.
-            processes = self._group.processes
-            gone = [] if heard else [i for i in indices if processes[i].status() is not None]
-            yield from ((index, None) for index in gone)
-            if heard or gone or left <= 0:
-                return
+            gone = [i for i in indices if self._group.processes[i].status() is not None]
+            if gone or left <= 0:
+                return [(index, None) for index in gone]
 
     def status_of(self, index: int) -> int | None:
         return self._group.processes[index].status(2.0)
@@ -288,36 +276,32 @@ class _RunningTest:
         self.printed = [(0, 0)] * count
         self._pool, self._grace = pool, grace
         self._deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        self._running = set(range(count))
-        # The process that may open a debugger, and whether it is open.
-        self._debugger: int | None = None
-        self._debugging = False
+        # Whether a process has been allowed to open a debugger.
+        self._has_debugger = False
 
     def follow(self) -> None:
         """Waits until all have finished, or until the deadline."""
-        while self._running:
-            heard = list(self._pool.hear(self._running, self._until()))
+        while unfinished := self.unfinished():
+            failures = [o.failed_at for o in self.outcomes if o.failed_at is not None]
+            until = min([self._deadline, *(t + self._grace for t in failures)])
+            heard = self._pool.hear({o.index for o in unfinished}, until)
             if not heard:
                 return
             for index, message in heard:
                 if message is None:
-                    self.died(index)
+                    self._died(index)
                 else:
                     self._heard(index, message)
 
-    def _until(self) -> float:
-        if self._debugging:
-            return float("inf")
-        failures = [o.failed_at for o in self.outcomes if o.failed_at is not None]
-        return min([self._deadline, *(t + self._grace for t in failures)])
+    def unfinished(self) -> list[Outcome]:
+        return [o for o in self.outcomes if not o.finished and o.status is None]
 
-    def died(self, index: int) -> None:
+    def _died(self, index: int) -> None:
         outcome = self.outcomes[index]
         status = self._pool.status_of(index)
         # A live process that has closed its pipe is useless, too.
         outcome.status = -signal.SIGKILL if status is None else status
         self._failed(outcome)
-        self._running.discard(index)
 
     def _heard(self, index: int, message: dict[str, Any]) -> None:
         outcome = self.outcomes[index]
@@ -336,22 +320,21 @@ class _RunningTest:
                 outcome.final = message["final"]
                 if outcome.trouble:
                     self._failed(outcome)
-                self._running.discard(index)
             case "debugger?":
-                self._debugging = self._debugger is None
-                if self._debugging:
-                    self._debugger = index
-                self._pool.tell(index, {"debug": self._debugging})
-            case "debugged":
-                self._debugging = False
-                # The others were waiting while the user typed.
-                self._deadline = float("inf")
-                for other in self.outcomes:
-                    other.failed_at = other.failed_at and time.monotonic()
+                # Only the first to ask opens one. Sessions with a debugger have no time limits.
+                self._pool.tell(index, {"debug": not self._has_debugger})
+                self._has_debugger = True
 
     def _failed(self, outcome: Outcome) -> None:
         if outcome.failed_at is None:
             outcome.failed_at = time.monotonic()
+
+
+def _received(connection: Any) -> dict[str, Any] | None:
+    try:
+        return json.loads(connection.recv_bytes())
+    except (EOFError, OSError):
+        return None
 
 
 def named_status(status: int | None) -> str:
@@ -375,8 +358,6 @@ def is_whole(stacks: str) -> bool:
 
 def _read(path: Any, start: int) -> str:
     """The end of a file, from `start` on."""
-    if not path.exists():
-        return ""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(start, size - _TAIL))

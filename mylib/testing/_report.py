@@ -162,22 +162,15 @@ class Merger:
         return merged
 
     def _lost(self, lost: Sequence[Outcome]) -> pytest.TestReport:
-        sections = [
-            (f"Captured {name} call [process {o.index}]", text)
+        text, duration = self._failure({}), max(0.0, time.time() - self._start)
+        report = report_of(self._item, "call", "failed", text, start=self._start, duration=duration)
+        report.sections = [
+            (f"Captured {name} call [process {o.index}]", printed)
             for o in lost
             if o.status is None
             for name, written in (("stdout", o.output), ("stderr", o.errors))
-            if (text := _without_gloo(written))
+            if (printed := _without_gloo(written))
         ]
-        report = report_of(
-            self._item,
-            "call",
-            "failed",
-            self._failure({}),
-            start=self._start,
-            duration=max(0.0, time.time() - self._start),
-            sections=sections,
-        )
         mark = self._item.get_closest_marker("xfail")
         if mark and _expects_everything(mark):
             report.outcome = "skipped"
@@ -246,13 +239,10 @@ def report_of(
     *,
     start: float,
     duration: float = 0.0,
-    **more: Any,
 ) -> pytest.TestReport:
     keywords: Any = dict.fromkeys(item.keywords, 1)
-    times = {"duration": duration, "start": start, "stop": start + duration}
-    return pytest.TestReport(
-        item.nodeid, item.location, keywords, outcome, text, when, **times, **more
-    )
+    times: Any = {"duration": duration, "start": start, "stop": start + duration}
+    return pytest.TestReport(item.nodeid, item.location, keywords, outcome, text, when, **times)
 
 
 def _count_subtests(reports: Sequence[pytest.TestReport]) -> None:

@@ -18,6 +18,7 @@ import traceback
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -52,7 +53,6 @@ class Worker:
         self._folder = Path(beginning["folder"])
         self._number = 0
         self._test = ""
-        self._processes: int = beginning["processes"]
         self._beginning = beginning
         self._following: str | None = None
         self._ready = self._left = False
@@ -65,7 +65,7 @@ class Worker:
         stack = (self._folder / f"{self._index}.stack").open("w")
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         self.another_coordinator: str = beginning["another coordinator"]
-        _join(beginning["coordinator"], self._processes, self._index)
+        _join(beginning["coordinator"], beginning["processes"], self._index)
 
     def _next_message(self) -> dict[str, Any]:
         try:
@@ -114,7 +114,7 @@ class Worker:
         self.say("ready")
         while (order := self._next_message())["do"] != "end":
             if order["do"] == "step":
-                self.say("step", trouble=self._out_of_step(order["number"], order["timeout"]))
+                self.say("step", trouble=self._out_of_step(order["timeout"]))
             else:
                 self._run_ordered(session, items, order)
         return True
@@ -196,13 +196,14 @@ class Worker:
         reads, writes = self._beginning["terminal"]
         screen = open(writes, "w", closefd=False, buffering=1)
         screen.write(f"\n{report.longreprtext}\n\n")
-        keys: Any = _Lines(reads)
+        # Without a buffer: other processes read from the terminal, too.
+        file = os.fdopen(reads, "rb", buffering=0, closefd=False)
+        keys: Any = SimpleNamespace(readline=lambda: file.readline().decode(errors="replace"))
         debugger = pdb.Pdb(stdin=keys, stdout=screen, nosigint=True)
         debugger.use_rawinput = False
         debugger.prompt = f"(Pdb, process {self._index}) "
         debugger.reset()
         debugger.interaction(None, excinfo.tb)
-        self.say("debugged")
 
     def shared_folder(self) -> Path:
         """A folder for the current test, the same in all processes."""
@@ -212,7 +213,7 @@ class Worker:
 
     # --- between tests --------------------------------------------------------------------------
 
-    def _out_of_step(self, number: int, timeout: float) -> str | None:
+    def _out_of_step(self, timeout: float) -> str | None:
         if not jax.distributed.is_initialized():
             if self._left:
                 # This was the last test of this process.
@@ -228,7 +229,7 @@ class Worker:
             )
             return f"the test has changed settings in some processes only: {changes}"
         try:
-            return self._pending(number)
+            return self._pending()
         except jax.errors.JaxRuntimeError as error:
             return f"the check failed: {error}"
 
@@ -238,18 +239,16 @@ class Worker:
         # Devices differ between processes.
         return {k: "a device" if isinstance(v, jax.Device) else str(v) for k, v in changed.items()}
 
-    def _pending(self, number: int) -> str | None:
+    def _pending(self) -> str | None:
         """Checks for a collective left behind by the test: it would be mistaken for this one, in
         which each process sends a new value.
         """
-        mine = np.array([number, self._index], np.int32)
+        mine = np.array([self._number, self._index], np.int32)
         # All processes may have changed this setting.
         with jax.disable_jit(False):
-            got = np.asarray(multihost_utils.process_allgather(mine))
-        expected = np.array([[number, index] for index in range(self._processes)])
-        if np.array_equal(got, expected):
-            return None
-        return f"a collective returned {got.tolist()} instead of {expected.tolist()}"
+            got = np.asarray(multihost_utils.process_allgather(mine)).tolist()
+        expected = [[self._number, index] for index in range(jax.process_count())]
+        return None if got == expected else f"a collective returned {got} instead of {expected}"
 
     def leave(self) -> None:
         """Disconnects from the other processes, if connected."""
@@ -290,16 +289,6 @@ def _flush() -> None:
         # Tests may have closed them.
         if not stream.closed:
             stream.flush()
-
-
-class _Lines:
-    """Reads lines from a terminal, and no more than that: other processes read from it, too."""
-
-    def __init__(self, file: int) -> None:
-        self._file = os.fdopen(file, "rb", buffering=0, closefd=False)
-
-    def readline(self) -> str:
-        return self._file.readline().decode(errors="replace")
 
 
 def _join(coordinator: str, processes: int, index: int) -> None:
