@@ -35,14 +35,7 @@ from .._placement import AnyMesh, current_world, is_described
 from .._transfer import filter_device_put
 from .._tree import Arrays, Made, Rest, Split, outlined
 from .donation import Donate, Donated, let_go_of_moved, spares_the_first, used_once, warns
-from .error_checks import (
-    CheckFound,
-    Checks,
-    Errors,
-    calling,
-    has_check,
-    with_checks_as_values,
-)
+from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
 from .inputs import Inputs, Resolved, Targets
 from .naming import leaves_of, names_of, unhashable
 from .placed_after import placed_after, targets_after
