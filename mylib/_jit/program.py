@@ -250,9 +250,8 @@ class Program:
         """
         if mode == "eager" and not variant.has_checks:
             plain = variant.key, "staged", *operands
-            if variant.has_checks is None and not jax.config.jax_disable_jit:
-                traced = _call_jit(self.jitted.trace, plain, "unknown")
-                variant.has_checks = has_check(traced.jaxpr)
+            if variant.has_checks is None:
+                variant.has_checks = self._has_check(plain)
             # Those for arrays of other shapes, and those hidden in primitives, are found by JAX.
             if not variant.has_checks:
                 try:
@@ -261,6 +260,12 @@ class Program:
                     variant.has_checks = True
         errors = "returned" if mode == "eager" else "raised"
         return _call_jit(use, (variant.key, mode, *operands), errors)
+
+    def _has_check(self, operands: tuple[Any, ...]) -> bool | None:
+        """Whether the program has error checks, by its trace; None with `jax.disable_jit`."""
+        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+            return None
+        return has_check(_call_jit(self.jitted.trace, operands, "unknown").jaxpr)
 
     def _about_captured(self, trace: Trace, program: Any) -> None:
         """Warns, once for a trace, of large arrays that it has captured."""
