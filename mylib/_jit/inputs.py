@@ -21,6 +21,7 @@ from .._placement import (
     current_world,
     decide,
     is_placement_leaf,
+    is_rule,
 )
 from .._processes import one_call, processes_of_call, raised_in_all
 from .._transfer import place_leaves
@@ -65,8 +66,8 @@ class Inputs:
     also_staged: ClassVar[bool] = True
     # Whether the function itself takes the targets.
     for_function: ClassVar[bool] = False
-    # The part of an array that decides whether it must move.
-    decisive: ClassVar[Callable[[Any], Any]] = attrgetter("shape", "dtype", "sharding", "committed")
+    # The attributes of an array that decide whether it must move.
+    decisive: ClassVar[Sequence[str]] = ("sharding", "committed")
 
     def decide(self, leaves: Leaves, prefix: Any, world: World) -> Decision:
         """Finds the targets of the arguments' arrays. `prefix` is one of (args, kwargs)."""
@@ -138,8 +139,15 @@ class Inputs:
     def state_of(self, arrays: Sequence[Any], world: World) -> Any:
         """Equal for arrays that need the same moves; None if unknown."""
         if _are_on_devices(frozenset(map(type, arrays))):
-            return world, list(map(type(self).decisive, arrays))
+            return world, list(map(self._state_of_one, arrays))
         return None
+
+    @cached_property
+    def _state_of_one(self) -> Callable[[Any], Any]:
+        # Rules alone ask for shapes. Whether a spec fits other shapes is looked at in a new trace.
+        placements = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
+        asked_by_rules = ("shape", "dtype") if any(map(is_rule, placements)) else ()
+        return attrgetter(*self.decisive, *asked_by_rules)
 
     def prefix(self, function: Function, args: Any, kwargs: Any) -> Any:
         """A prefix of (args, kwargs)."""

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from operator import attrgetter
 from typing import Any, NoReturn
 
 import jax
@@ -118,7 +117,7 @@ class Specs(Inputs):
     # the mesh.
     also_staged = False
     for_function = True
-    decisive = attrgetter("shape", "dtype", "sharding")
+    decisive = ("sharding",)
 
     def region(self, world: World) -> ManualMesh:
         function, mesh = self.function, self._mesh_in(world)

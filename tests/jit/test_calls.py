@@ -89,3 +89,28 @@ def test_specs_are_resolved_once():
     for size in (8, 8, 16, 8):
         f(jnp.ones(size))
     assert len(asked) == 3  # once for each change of shapes
+
+
+@pytest.mark.parametrize(
+    "mapped",
+    [
+        lambda place: mylib.filter_jit(lambda x: 2 * x, in_shardings=place, mesh=MESH),
+        lambda place: mylib.filter_shard_map(
+            lambda x: 2 * x, mesh=MESH, in_specs=place, out_specs=P("data")
+        ),
+    ],
+    ids=["filter_jit", "filter_shard_map"],
+)
+def test_other_shapes_in_the_same_place(mapped):
+    """What does not fit is an error, with a rule and without."""
+    whole = jax.NamedSharding(MESH, P())
+    for place in (P("data"), lambda leaf: P("data") if leaf.size > 8 else P(None)):
+        f = mapped(place)
+        for size in (16, 16, 24, 16):
+            y = f(jax.device_put(jnp.ones(size), whole))
+            assert y.shape == (size,) and y.sharding.spec == P("data") and float(y[0]) == 2
+        with pytest.raises(mylib.PlacementError, match=r"x \(15,\)(.|\n)*does not divide into"):
+            f(jax.device_put(jnp.ones(15), whole))
+    # The rule replicates it, so each device has the whole of it.
+    y = f(jax.device_put(jnp.ones(8), whole))
+    assert y.addressable_shards[0].data.shape == (8,)
