@@ -21,8 +21,8 @@ os.environ["XLA_FLAGS"] = (
 )
 # By default as many threads as cores, and with fewer than devices JAX 0.10 may abort.
 os.environ.setdefault("NPROC", "32")
-# The language model is that of the tests.
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests"))
+# The language model is that of the tests, not benchmarks/models.py.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 # isort: split
 import argparse
