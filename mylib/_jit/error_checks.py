@@ -39,7 +39,6 @@ from .._compat import (
 from .._links import is_handle
 from .._placement import axes_of_type, cast, manual_axes, union, varying
 from .._programs import (
-    all_equations,
     bind_as,
     in_place_of,
     interpret,
@@ -241,7 +240,7 @@ class Checks:
 
 def has_check(program: Any) -> bool:
     """Whether a jaxpr has a check that isn't hidden in a primitive."""
-    return any(eqn.primitive is check_p for eqn in all_equations(program))
+    return _Rewriting(opens_primitives=False).has_check(program)
 
 
 def with_checks_as_values(

@@ -57,8 +57,9 @@ class Witness:
     variant: Any
     tally: Tally | None = None
     devices: tuple[int, ...] = ()
-    # The smallest results that may be kept, the first of which is, and others, if there are none.
+    # The positions of the smallest results that may be kept. The first one is.
     small: Sequence[int] = ()
+    # Those of the smallest at all, which are looked at if none may be kept.
     others: Sequence[int] = ()
 
 
