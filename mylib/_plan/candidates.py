@@ -154,7 +154,7 @@ def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype:
         return
     tried.report = report = program.audit(mesh=mesh)
     if machine.is_here:
-        tried.call = lambda *args: program(*fun.parted(args))
+        tried.call = program
     estimate = report.estimate(rated)
     tried.estimated = estimate.seconds, estimate.interval
     if tried.memory > room * (1 - RESERVE):
@@ -168,7 +168,7 @@ class Trial:
         assert tried.traced is not None and tried.strategy is not None and tried.call is not None
         step, applied = tried.traced.step, applying(tried, dtype)
         mesh = mesh_of(machine, tried.strategy.sizes)
-        places = tuple(Planned(applied.arguments[name], name) for name in step.names)
+        places = tuple(Planned(applied.arguments[name], name, depth=1) for name in step.names)
         self.zeros = filter_jit(
             lambda: jax.tree.map(_zeros, step.args), out_shardings=places, mesh=mesh
         )
@@ -213,7 +213,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
             used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))
     return Applying(
         names=step.names,
-        returned=_returned(traced),
+        donated=_returned(traced),
         arguments=arguments,
         results=_results(traced, strategy),
         used=used,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
 from .cache import CachedPlan
@@ -34,6 +35,8 @@ from .strategy import AXES, WIDEST, meshes
 from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
 
+# A plan is made on a mesh of its own.
+@no_mesh()
 def plan(
     fun: Callable[..., Any],
     /,

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from .._audit import Report
 from .._jit import filter_jit
+from .._placement import no_mesh
 from .._text import show_bytes, table
 from ..machines import Machine, here
 from .apply import Applying, Planned, PlannedFunction
@@ -178,6 +179,7 @@ class Plan:
         """
         return PlannedFunction(fun, self.applying, self.mesh)
 
+    @no_mesh()
     def make(
         self, make: Callable[..., Any], *args: Any, arguments: Sequence[str] = ("model", "state")
     ) -> Any:
@@ -200,7 +202,7 @@ class Plan:
         placements = self.arguments
         places = tuple(placements[name] for name in arguments)
         if len(places) == 1:
-            return filter_jit(make, out_shardings=places[0], mesh=self.mesh)(*args)
+            return self._jit(make, places[0].at(0))(*args)
 
         def make_all(*args: Any) -> Any:
             created = make(*args)
@@ -208,7 +210,13 @@ class Plan:
                 raise TypeError(f"make must return a tuple of {', '.join(arguments)}")
             return tuple(created)
 
-        return filter_jit(make_all, out_shardings=places, mesh=self.mesh)(*args)
+        return self._jit(make_all, tuple(place.at(1) for place in places))(*args)
+
+    def _jit(self, make: Callable[..., Any], places: Any) -> Callable[..., Any]:
+        # Arguments, such as a key, may be on another mesh.
+        return filter_jit(
+            make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self.mesh
+        )
 
     def why_not(self, name: str) -> str:
         """Why a strategy was not chosen.

@@ -87,7 +87,7 @@ def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[str]:
         raise TypeError(f"plan: the step can't be called with these arguments: {error}") from None
     for name, x in bound.items():
         several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-        yield from (f"{name}[{i}]" for i in range(len(x))) if several else (name,)
+        yield from (f"{name}_{i}" for i in range(len(x))) if several else (name,)
 
 
 def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[CalledModule]) -> int:
