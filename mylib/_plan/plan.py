@@ -30,6 +30,7 @@ from .candidates import (
 from .fixes import FixedParts
 from .layers import layers_in
 from .price import with_figures
+from .replaced import Replaced
 from .result import Candidate, Plan
 from .strategy import AXES, WIDEST, meshes
 from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
@@ -385,3 +386,8 @@ def _notes(
     if traced.program.counted_once:
         lines = listed(traced.program.counted_once, 2)
         yield f"loops whose length depends on data are counted once: {lines}"
+    for group in Replaced(traced).unclear:
+        yield (
+            f"not donated: {' and '.join(group)}, as a result could be the new value of each. "
+            "plan.jit(step, donate=...) takes the names of those that it replaces"
+        )

@@ -160,24 +160,28 @@ class Plan:
     def used(self) -> Planned:
         return self.applying.used_in(self.applying.order[0])
 
-    def jit(self, fun: Callable[..., Any]) -> PlannedFunction:
+    def jit(
+        self, fun: Callable[..., Any], *, donate: Sequence[str] | None = None
+    ) -> PlannedFunction:
         """The step under the plan.
 
         **Arguments:**
 
         - `fun`: the step that was planned, unedited.
+        - `donate`: the names of the arguments that are donated; by default those that the results
+            replace: each is the only argument with the tree, the shapes and the dtypes of a result.
+            If there are several, as of a model and an anchor, none of them is donated, and the plan
+            says so.
 
         **Returns:**
 
-        A function with the step's positional arguments, which it moves to where the plan says.
-        Arguments that the step returns, such as the model and the optimiser's state, are donated.
-        `lower` takes the same arguments, as that of [`mylib.filter_jit`][].
+        A function with the step's arguments, which it moves to where the plan says. `lower` takes the same arguments, as that of [`mylib.filter_jit`][].
 
         **Raises:**
 
         Calls raise [`mylib.PlanError`][] for arguments that the plan wasn't made for.
         """
-        return PlannedFunction(fun, self.applying, self.mesh)
+        return PlannedFunction(fun, self.applying, self.mesh, donate)
 
     @no_mesh()
     def make(

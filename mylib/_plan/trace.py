@@ -73,9 +73,10 @@ class PlannedStep:
 
 
 def _described(x: Any) -> Any:
-    if not is_array(x, abstract=True) or isinstance(x, jax.ShapeDtypeStruct):
+    """Without its sharding, too, which may be on the mesh in force."""
+    if not is_array(x, abstract=True):
         return x
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 

@@ -70,7 +70,7 @@ class TestPlan:
         for path, spec in model.items():
             assert state[f"[0].mu{path}"] == state[f"[0].nu{path}"] == spec
             assert made.applying.results[f"[0]{path}"] == spec
-        assert made.applying.returned == ("model", "state")
+        assert made.applying.donated == ("model", "state")
 
     def test_rules_explain(self, made):
         explanation = mylib.explain(MLP[1], made.kept, made.mesh)
@@ -509,7 +509,7 @@ def test_a_cache_has_rows_and_heads():
     plan = modelled(steps.decode, *steps.DECODED, axes={"data": 4, "model": 2})
     assert plan.applying.arguments["cache"] == {"": ("data", None, "model")}
     assert plan.applying.results["[1]"] == ("data", None, "model")
-    assert plan.applying.returned == ("cache",)
+    assert plan.applying.donated == ("cache",)
 
 
 def test_biases_of_convolutions():
@@ -517,7 +517,7 @@ def test_biases_of_convolutions():
     make = lambda key: eqx.nn.Conv2d(3, 8, 3, padding=1, key=key)  # noqa: E731
     args = steps.abstract(make, jax.ShapeDtypeStruct((16, 3, 8, 8), jnp.float32))
     plan = modelled(STEP, *args, axes={"data": 8})
-    assert plan.applying.returned == ("model", "state")
+    assert plan.applying.donated == ("model", "state")
 
 
 def test_two_models():
@@ -606,7 +606,7 @@ def test_a_state_of_batch_norm():
     # The statistics of the hidden layer are split as that is.
     assert ("model",) in plan.applying.arguments["state"].values()
     assert plan.applying.arguments["batch"] == {"": ("data",)}
-    assert plan.applying.returned == ("model", "state") and plan.layers == ()
+    assert plan.applying.donated == ("model", "state") and plan.layers == ()
 
 
 @pytest.mark.parametrize(("machine", "count"), [("h100 x 16", 16), ("v5e 4x4", 16)])
