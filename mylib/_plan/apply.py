@@ -71,7 +71,7 @@ class Applying:
     - `reasons`: why each array of each argument is where it is.
     - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
-    - `layered`: the names of the classes of layers that each model has.
+    - `layered`: the positions in `layers` of the classes that each model has.
     """
 
     names: tuple[str, ...]
@@ -82,7 +82,7 @@ class Applying:
     reasons: Mapping[str, Mapping[str, str]]
     fixed: Mapping[str, Sequence[str]]
     order: tuple[str, ...]
-    layered: Mapping[str, tuple[str, ...]]
+    layered: Mapping[str, tuple[int, ...]]
     layers: tuple[type, ...]
     policy: str
     dtype: Any

@@ -220,7 +220,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         fixed=fixed,
         order=tuple(role.path for role in traced.called),
         layered={
-            path: tuple(cls.__name__ for cls in layers_in(role.module, traced.layers))
+            path: tuple(map(traced.layers.index, layers_in(role.module, traced.layers)))
             for path, role in traced.models.items()
         },
         layers=traced.layers,

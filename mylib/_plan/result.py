@@ -283,8 +283,9 @@ class Plan:
         return "\n".join(lines)
 
     def code(self) -> str:
-        """The lines to write into the step, instead of `jit`: they run where they are pasted, with
-        the classes of the layers in scope.
+        """The lines that do by hand what `jit` does. They run where they are pasted, and their
+        comments say what to call in the loss. Classes of layers that can't be imported, such as a
+        notebook's, must be in scope.
         """
         return code_of(self.applying, self.axes, self.is_sharded, self.stacked)
 
@@ -355,7 +356,7 @@ class Plan:
 
     def __repr__(self) -> str:
         lines = [f"{self.machine}: {self.chosen.name}", *_rows([self.chosen])]
-        lines += [f"  {line}" for line in self.code().splitlines()]
+        lines += [f"  {line}".rstrip() for line in self.code().splitlines()]
         for heading, candidates in ("next", self.others), ("rejected", self.rejected):
             if candidates:
                 lines += [heading, *_rows(candidates[:_SHOWN])]

@@ -537,7 +537,8 @@ def test_two_models():
     assert set(plan.applying.order) == {"[1][0]", "[1][1]"}
     split = {path for used in plan.applying.used.values() for path, spec in used.items() if spec}
     assert ".layers[0].weight" in split
-    assert plan.code().count("fully_shard(models[") == 2
+    for i in range(2):
+        assert f"sharded_models_{i}(models[{i}]) instead of models[{i}]" in plan.code()
 
 
 def test_models_with_layers_of_their_own():
