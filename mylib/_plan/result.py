@@ -4,7 +4,8 @@ import importlib
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -14,8 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 from .._audit import Report
 from .._jit import filter_jit
 from .._placement import no_mesh
-from .._text import show_bytes, table
-from ..machines import Machine, here
+from .._text import listed, show_bytes, table
+from ..machines import CHIPS, Chip, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .candidates import TIES
 from .code import code_of, spec_text
@@ -78,7 +79,8 @@ class Plan:
     """The result of [`mylib.plan`][]. `print` shows what was chosen, what comes next, what was
     rejected and why, and the code to write.
 
-    Plans are equal if their texts are: `as_text` and `Plan.of` save them.
+    Plans are equal if their texts and the classes of their layers are: `as_text` and `Plan.of` save
+    them.
 
     **Attributes:**
 
@@ -227,22 +229,36 @@ class Plan:
 
         **Arguments:**
 
-        - `name`: the beginning of its name, such as `"FSDP 8 x TP 8"`.
+        - `name`: its name, such as `"FSDP 8 x TP 8"` or `"FSDP 64, saves dots"`.
 
         **Returns:**
 
         The reason, as text.
+
+        **Raises:**
+
+        [`mylib.PlanError`][] if no candidate has this name, with those that are called alike.
         """
-        for x in (self.chosen, *self.others, *self.rejected):
-            if x.name.startswith(name):
-                if x is self.chosen:
-                    return f"{x.name} was chosen: {x.reason}"
-                if x.why or x.seconds is None:
-                    return f"{x.name} was rejected: {x.why}"
-                return f"{x.name} takes {self._times(x)}: {x.reason}"
-        return (
-            f"{name} was not considered: no mesh of {self.machine} has this shape, or axes= asks "
-            "for another"
+        candidates = {x.name: x for x in (self.chosen, *self.others, *self.rejected)}
+        x = candidates.get(name) or self._only(name, candidates)
+        if x is self.chosen:
+            return f"{x.name} was chosen: {x.reason}"
+        if x.why or x.seconds is None:
+            return f"{x.name} was rejected: {x.why}"
+        return f"{x.name} takes {self._times(x)}: {x.reason}"
+
+    def _only(self, name: str, candidates: Mapping[str, Candidate]) -> Candidate:
+        """The candidate on this mesh, if there is one only."""
+        on_mesh = [x for x in candidates if x.partition(",")[0] == name]
+        if len(on_mesh) == 1:
+            return candidates[on_mesh[0]]
+        if on_mesh:
+            raise PlanError(f"{name!r} may be {' or '.join(map(repr, on_mesh))}")
+        mesh = name.partition(",")[0]
+        alike = [x for x in candidates if x.startswith(mesh)] or get_close_matches(name, candidates)
+        raise PlanError(
+            f"{name!r} was not considered: no mesh of {self.machine} has this shape, or axes= or "
+            f"policies= ask for another. There are {listed(alike or [*candidates], 4)}"
         )
 
     def _times(self, x: Candidate) -> str:
@@ -264,7 +280,11 @@ class Plan:
 
         A line for each difference; empty text if there is none.
         """
-        ours, theirs = (json.loads(x.as_text()) for x in (self, other))
+        machines = (repr(x.machine).splitlines()[0] for x in (self, other))
+        ours, theirs = (
+            json.loads(plan.as_text()) | {"machine": machine}
+            for plan, machine in zip((self, other), machines, strict=True)
+        )
         lines = [
             f"{name}: {ours[name]} -> {theirs[name]}"
             for name in ("machine", "axes", "policy", "saved", "dtype", "layers", "memory")
@@ -295,7 +315,7 @@ class Plan:
         for name in ("applying", "audit", "mesh"):
             contents.pop(name, None)
         contents |= {
-            "machine": "here" if self.machine.is_here else str(self.machine),
+            "machine": _as_data(self.machine),
             "dtype": self.dtype,
             "layers": [f"{cls.__module__}:{cls.__qualname__}" for cls in self.layers],
             "memory": self.memory,
@@ -312,11 +332,12 @@ class Plan:
 
         - `text`: what `as_text` has returned.
         - `layers`: the classes of the layers, for those that can't be imported by name.
-        - `machine`: the machine, if its name doesn't say all of it.
+        - `machine`: the machine that it is used on, if that isn't the one that it was made for: on
+            a cluster `mylib.machines.here()`.
 
         **Returns:**
 
-        A [`mylib.Plan`][], equal to the one that was saved.
+        A [`mylib.Plan`][], equal to the one that was saved if its machine is the same.
         """
         contents = _frozen(json.loads(text))
         needed = {x.name for x in (*fields(Applying), *fields(cls))} - {"applying", "audit"}
@@ -324,7 +345,7 @@ class Plan:
             raise ValueError(
                 "this isn't the text of a plan, or that of another version: plan the step again"
             )
-        named, dtype = contents["machine"], contents["dtype"]
+        dtype = contents["dtype"]
         applying = {x.name: contents[x.name] for x in fields(Applying)}
         applying |= {
             "layers": tuple(map(_imported, contents["layers"]) if layers is None else layers),
@@ -332,7 +353,7 @@ class Plan:
         }
         attributes = {x.name: contents[x.name] for x in fields(cls) if x.name in contents}
         attributes |= {
-            "machine": machine or (here() if named == "here" else Machine.of(named)),
+            "machine": machine or _machine_of(contents["machine"]),
             "chosen": Candidate(**contents["chosen"]),
             "others": tuple(Candidate(**x) for x in contents["others"]),
             "rejected": tuple(Candidate(**x) for x in contents["rejected"]),
@@ -340,7 +361,9 @@ class Plan:
         return cls(**attributes, applying=Applying(**applying))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.as_text() == other.as_text()
+        if not isinstance(other, Plan):
+            return False
+        return self.as_text() == other.as_text() and self.layers == other.layers
 
     def __hash__(self) -> int:
         return hash(self.as_text())
@@ -363,6 +386,27 @@ class Plan:
                 left = len(candidates) - _SHOWN
                 lines += [f"  and {left} more"] if left > 0 else []
         return "\n".join([*lines, *self.notes])
+
+
+def _as_data(machine: Machine) -> dict[str, Any]:
+    """All of a machine: of its chip what its data sheet doesn't have."""
+    chip, sheet = machine.chip, _sheet(machine.chip.name, machine.chip.platform)
+    own = {x.name: getattr(chip, x.name) for x in fields(Chip)}
+    own = {name: x for name, x in own.items() if x != getattr(sheet, name)}
+    if "flops" in own:
+        own["flops"] = dict(chip.flops)
+    about = {"chip": {"name": chip.name, "platform": chip.platform, **own}}
+    return about | {name: getattr(machine, name) for name in ("hosts", "shape", "is_here")}
+
+
+def _machine_of(data: Mapping[str, Any]) -> Machine:
+    chip = data["chip"]
+    chip = replace(_sheet(chip["name"], chip["platform"]), **chip)
+    return Machine(chip, data["hosts"], data["shape"], data["is_here"])
+
+
+def _sheet(name: str, platform: str) -> Chip:
+    return CHIPS.get(name) or Chip(name, platform)
 
 
 def _rows(candidates: Sequence[Candidate]) -> list[str]:
