@@ -361,6 +361,7 @@ def _candidate(x: Tried) -> Candidate:
         memory=None if math.isinf(x.memory) else int(x.memory),
         compiled=x.report is not None,
         measured=x.measured,
+        modelled=None if price is None else price.seconds,
         parts={} if price is None else dict(price.parts),
         why=x.why,
     )
@@ -375,8 +376,8 @@ def _notes(
         yield f"a tie, within {100 * TIES[best.source]:g} %: {listed(same, 4)}"
     if any(x.seconds < best.seconds for x in ranked[1:] if x.source != best.source):
         yield (
-            f"the chosen one was {best.source}. Others were not, and come after it: modelled "
-            "seconds don't compare with them"
+            f"the chosen one was {best.source}. Others were not, and come after it: their modelled "
+            "seconds compare only with its modelled seconds"
         )
     if best.report is None:
         yield "nothing was compiled: all figures are modelled, and it may not fit"

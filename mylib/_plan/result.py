@@ -10,13 +10,13 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._audit import Report
 from .._jit import filter_jit
 from .._placement import no_mesh
 from .._text import listed, show_bytes, table
-from ..machines import CHIPS, Chip, Machine
+from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .candidates import TIES
 from .code import code_of, spec_text
@@ -41,6 +41,8 @@ class Candidate:
     - `compiled`: whether the target's compiler has compiled it. Otherwise all figures are modelled.
     - `parts`: the modelled seconds of each part.
     - `measured`: the seconds that a call took, if it was run; then `seconds` are these.
+    - `modelled`: its modelled seconds, which all candidates have, unless the step can't use this
+        mesh.
     - `why`: why it is rejected; empty if it is not.
     """
 
@@ -51,6 +53,7 @@ class Candidate:
     compiled: bool
     parts: Mapping[str, float]
     measured: float | None = None
+    modelled: float | None = None
     why: str = ""
 
     @property
@@ -86,7 +89,8 @@ class Plan:
 
     - `machine`: the [`mylib.machines.Machine`][] that it is for.
     - `axes`: the mesh axes and their sizes.
-    - `mesh`: the mesh.
+    - `mesh`: the mesh. If its machine isn't here, and neither is the machine's compiler, it is a
+        `jax.sharding.AbstractMesh`, which is enough for rules and `explain`.
     - `is_sharded`: whether weights are kept in parts over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
         `"all"`.
@@ -140,7 +144,14 @@ class Plan:
         return None if dtype is None else jnp.dtype(dtype).name
 
     @cached_property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
+        try:
+            return self._mesh
+        except CompilerError:
+            return AbstractMesh(tuple(self.axes.values()), tuple(self.axes))
+
+    @cached_property
+    def _mesh(self) -> Mesh:
         return mesh_of(self.machine, self.axes)
 
     @property
@@ -183,7 +194,7 @@ class Plan:
 
         Calls raise [`mylib.PlanError`][] for arguments that the plan wasn't made for.
         """
-        return PlannedFunction(fun, self.applying, self.mesh, donate)
+        return PlannedFunction(fun, self.applying, self._mesh, donate)
 
     @no_mesh()
     def make(
@@ -221,7 +232,7 @@ class Plan:
     def _jit(self, make: Callable[..., Any], places: Any) -> Callable[..., Any]:
         # Arguments, such as a key, may be on another mesh.
         return filter_jit(
-            make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self.mesh
+            make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh
         )
 
     def why_not(self, name: str) -> str:
@@ -264,8 +275,9 @@ class Plan:
     def _times(self, x: Candidate) -> str:
         assert x.seconds is not None and self.chosen.seconds is not None
         ratio = x.seconds / self.chosen.seconds
-        if x.source != self.chosen.source:
-            return f"{x.seconds * 1e3:.3g} ms ({x.source})"
+        if x.source != self.chosen.source and self.chosen.modelled is not None:
+            chosen = f"the chosen one {self.chosen.modelled * 1e3:.3g} ms by the same model"
+            return f"{x.seconds * 1e3:.3g} ms ({x.source}), and {chosen}"
         tie = ", a tie" if ratio <= 1 + TIES[x.source] else ""
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
@@ -312,7 +324,7 @@ class Plan:
     def as_text(self) -> str:
         """The plan as text, which [`Plan.of`][mylib.Plan.of] reads."""
         contents = {**vars(self.applying), **vars(self)}
-        for name in ("applying", "audit", "mesh"):
+        for name in ("applying", "audit", "mesh", "_mesh"):
             contents.pop(name, None)
         contents |= {
             "machine": _as_data(self.machine),
@@ -415,11 +427,18 @@ def _rows(candidates: Sequence[Candidate]) -> list[str]:
             x.name,
             "" if x.seconds is None else f"{x.seconds * 1e3:.3g} ms",
             "" if x.memory is None else show_bytes(x.memory),
-            "" if x.seconds is None else x.source,
+            "" if x.seconds is None else x.source + _modelled(x),
             x.reason,
         )
         for x in candidates
     ])  # fmt: skip
+
+
+def _modelled(x: Candidate) -> str:
+    """Beside other seconds, for comparing with candidates that have only these."""
+    if x.source == "modelled" or x.modelled is None:
+        return ""
+    return f" ({x.modelled * 1e3:.3g} ms modelled)"
 
 
 def _spec_at(specs: Mapping[str, Spec], path: str) -> str:
