@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._errors import PlacementError
-from .._fsdp import fully_shard
+from .._fsdp import fully_shard, is_layer
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys
 from ..rules import fsdp, replicated, where_even
@@ -317,12 +317,16 @@ def trace(
     def shard(role: CalledModule, model: Any) -> Any:
         if layers is None:
             return model
+        if any(map(is_layer, jtu.tree_leaves(model, is_leaf=is_layer))):
+            raise PlanError(f"{_PLAIN} ({step.called(role.path)} is one of fully_shard's)")
         kept = where_even(fsdp("_", stacked=layers))
         try:
             sharded_model = sharded(model, layers, kept, replicated(), mesh, dtype, policy)
         except PlacementError as error:
+            if not all("fully_shard" in fault.request for fault in error.faults):
+                raise _not_plain(error) from error
             raise PlanError(f"layers= of {step.called(role.path)}: {error}") from error
-        classes = {type(x) for x in jtu.tree_leaves(sharded_model, is_leaf=is_layer) if is_layer(x)}
+        classes = {type(x) for x in jtu.tree_leaves(sharded_model, is_leaf=of_class) if of_class(x)}
 
         def called(*args: Any, **kwargs: Any) -> Any:
             with inputs.tracing(classes):
@@ -330,7 +334,7 @@ def trace(
 
         return called
 
-    def is_layer(x: Any) -> bool:
+    def of_class(x: Any) -> bool:
         return isinstance(x, layers or ())
 
     calls = Calls(step.roles, shard)
@@ -340,14 +344,26 @@ def trace(
     except NotServedError as error:
         raise PlanError(f"{error}. {_by_hand(step)}") from None
     except PlacementError as error:
-        raise PlanError(
-            "the step is traced before there is a mesh, as the plan chooses it, and this one needs "
-            f"one. Write placements that it may lack with mylib.rules.where_present. {error}"
-        ) from error
+        raise _not_plain(error) from error
     if not calls.seen:
         names = ", ".join(step.called(role.path) for role in step.roles)
         raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
     return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
+
+
+_PLAIN = (
+    "hand over the step as for one device, without fully_shard, in_shardings, out_shardings and "
+    "mesh: the plan adds them"
+)
+
+
+def _not_plain(error: PlacementError) -> PlanError:
+    """For a step that places arrays, before the plan has chosen a mesh."""
+    fault = error.faults[0]
+    return PlanError(
+        f"{_PLAIN}. A placement that the step may lack is written with mylib.rules.where_present "
+        f"({fault.path} at {fault.request}: {fault.reason})"
+    )
 
 
 def _jaxpr_of(step: PlannedStep) -> tuple[Any, Any, Any]:
@@ -401,8 +417,8 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
 def _by_hand(step: PlannedStep) -> str:
     name = step.called(step.roles[0].path)
     return (
-        f"A plan is applied where the model is called, {name}(...). Call it in the step, or apply "
-        f"a strategy by hand, in the loss: {name} = mylib.fully_shard({name}, layers, kept, used)"
+        f"A plan is applied where the model is called, {name}(...). Call it in the step, without "
+        f"fully_shard, or apply a strategy by hand, in the loss: {name} = mylib.fully_shard({name}, layers, kept, used)"
     )
 
 

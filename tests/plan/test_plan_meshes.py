@@ -120,3 +120,47 @@ def test_on_the_command_line(tmp_path, monkeypatch, capsys):
             main([*command, "--compile", "-1"])
     finally:
         jax.set_mesh(before)
+
+
+L, KEPT = eqx.nn.Linear, mylib.rules.fsdp("data")
+HANDED = "hand over the step as for one device, without fully_shard, in_shardings"
+
+
+@pytest.mark.parametrize("machine", [None, "h100 x 16"])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        lambda model, mesh: mylib.fully_shard(model, L, KEPT),
+        lambda model, mesh: mylib.fully_shard(model, L, KEPT, mesh=mesh),
+        lambda model, mesh: mylib.fully_shard(model, eqx.nn.MLP, KEPT, mesh=mesh),
+    ],
+)
+def test_a_step_with_fully_shard(sharded, machine):
+    with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
+        step = steps.step_of(steps.squared_loss, lambda model: sharded(model, mesh))
+        with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+            mylib.plan(step, BATCH, *start(), machine=machine, policies=("full",), compile=0)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_shardings": {"batch": P("data")}},
+        {"out_shardings": (KEPT, KEPT, P())},
+        {"in_shardings": {"model": KEPT}, "out_shardings": (KEPT, KEPT, P()), "donate": "all"},
+    ],
+    ids=str,
+)
+def test_a_step_with_placements(options):
+    with jax.set_mesh(mylib.make_mesh(data=-1)):
+        step = mylib.filter_jit(STEP, **options)
+        with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+            mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_step_that_is_compiled():
+    """Without placements there is nothing to leave out."""
+    step = mylib.filter_jit(STEP, donate="all-except-first")
+    assert mylib.plan(step, BATCH, *start(), policies=("full",), compile=0).applying.donated

@@ -1,6 +1,7 @@
 """`plan`: what it finds, says, and refuses."""
 
 import threading
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -125,6 +126,37 @@ class TestPlan:
             theirs = mylib.resolve(MLP[1], names[name], mesh=names["mesh"])
             same = jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs)
             assert all(jax.tree.leaves(same))
+
+
+class TestModelled:
+    """What a plan says without a compiler, and beside what was compiled."""
+
+    def test_the_mesh_needs_no_compiler(self, monkeypatch):
+        def missing(*_):
+            raise mylib.machines.CompilerError("there is none")
+
+        monkeypatch.setattr(mylib.machines._machine, "gpus", missing)
+        plan = modelled(STEP, *MLP, machine="h100 x 16")
+        assert dict(plan.mesh.shape) == plan.axes
+        assert not mylib.explain(MLP[1], plan.kept, plan.mesh).faults
+        with pytest.raises(mylib.machines.CompilerError):
+            plan.jit(STEP)
+
+    def test_modelled_seconds_are_beside_the_others(self, made):
+        compiled = replace(made.chosen, compiled=True, seconds=2 * made.chosen.modelled)
+        plan = replace(made, chosen=compiled)
+        beside = f"compiled ({made.chosen.modelled * 1e3:.3g} ms modelled)"
+        assert beside in repr(plan) and beside not in repr(made)
+        told = f"the chosen one {made.chosen.modelled * 1e3:.3g} ms by the same model"
+        assert told in plan.why_not(made.others[0].name)
+
+    def test_whole_weights_are_not_called_wasteful(self):
+        model = eqx.filter_eval_shape(eqx.nn.Linear, 1024, 1024, key=KEY)
+        args = jax.ShapeDtypeStruct((65536, 1024), jnp.float32), model, None
+        plan = modelled(lambda x, model, state: jax.vmap(model)(x), *args, axes={"data": 8})
+        assert plan.chosen.name == "DP 8"
+        explained = str(mylib.explain(model, plan))
+        assert "large and replicated: .weight" in explained and "wast" not in explained
 
 
 class Tied(eqx.Module):
@@ -343,7 +375,7 @@ class TestRefuses:
         step = steps.step_of(
             lambda model, x: jnp.mean(jax.vmap(model)(mylib.filter_shard(x, P("data"))))
         )
-        with pytest.raises(mylib.PlanError, match="traced before there is a mesh"):
+        with pytest.raises(mylib.PlanError, match="the array at .*needs a mesh"):
             modelled(step, *MLP)
 
     def test_no_batch(self):
