@@ -125,7 +125,7 @@ class PlannedFunction:
         fun: Callable[..., Any],
         applying: Applying,
         mesh: Mesh,
-        donate: Sequence[str] | None = None,
+        donate: tuple[str, ...] | None = None,
     ):
         functools.update_wrapper(self, fun, updated=())
         self._fun, self._names = fun, applying.names
@@ -137,11 +137,12 @@ class PlannedFunction:
             return _applied(fun, applying, mesh, args)
 
         # The program's arguments then have the names of the step's.
-        functools.update_wrapper(run, fun, updated=()).__signature__ = signature
+        described: Any = functools.update_wrapper(run, fun, updated=())
+        described.__signature__ = signature
         # After (args, kwargs) and the position.
         places = (Planned(applying.arguments[name], name, depth=2) for name in applying.names)
         self._jitted = filter_jit(
-            run,
+            described,
             in_shardings=tuple(places),
             out_shardings=Planned(applying.results, "the result", depth=0),
             mesh=mesh,

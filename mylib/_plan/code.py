@@ -24,13 +24,14 @@ def code_of(
     of_rows = f"batch({entry})" if rows else "replicated()"
     lines = [f"mesh = mylib.make_mesh({sizes})", f"rows = mylib.rules.{of_rows}"]
     imports, named = _imported(applying.layers)
+    over = "data" if is_sharded else None
     for model, end in _endings(applying).items():
         layers = [named[applying.layers[i]] for i in applying.layered[model]]
         classes = layers[0] if len(layers) == 1 else f"({', '.join(layers)})"
         # A model without layers is one layer.
         classes = classes if layers else "lambda module, path: not path"
         is_stacked = model in stacked and bool(layers)
-        lines += _of_model(applying, model, "data" if is_sharded else None, classes, is_stacked, end)
+        lines += _of_model(applying, model, over, classes, is_stacked, end)
     text = "\n".join(lines)
     imports += [line for pattern, line in _IMPORTS.items() if re.search(pattern, text)]
     imports.sort(key=lambda line: (not line.startswith("import"), line))

@@ -174,7 +174,7 @@ class Plan:
         return self.applying.used_in(self.applying.order[0])
 
     def jit(
-        self, fun: Callable[..., Any], *, donate: Sequence[str] | None = None
+        self, fun: Callable[..., Any], *, donate: tuple[str, ...] | None = None
     ) -> PlannedFunction:
         """The step under the plan.
 
@@ -188,7 +188,8 @@ class Plan:
 
         **Returns:**
 
-        A function with the step's arguments, which it moves to where the plan says. `lower` takes the same arguments, as that of [`mylib.filter_jit`][].
+        A function with the step's arguments, which it moves to where the plan says. `lower` takes
+        the same arguments, as that of [`mylib.filter_jit`][].
 
         **Raises:**
 
@@ -231,9 +232,7 @@ class Plan:
 
     def _jit(self, make: Callable[..., Any], places: Any) -> Callable[..., Any]:
         # Arguments, such as a key, may be on another mesh.
-        return filter_jit(
-            make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh
-        )
+        return filter_jit(make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh)
 
     def why_not(self, name: str) -> str:
         """Why a strategy was not chosen.

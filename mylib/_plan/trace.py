@@ -21,6 +21,7 @@ from .._tree import is_array, is_of_keys
 from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
+from .equations import AXIS
 from .groups import Event, Reading, program_of
 from .layers import layers_in, repeated_in, weights_of
 
@@ -311,7 +312,7 @@ def trace(
     again, and when weights are gathered, is a part of the program. Without `layers` the step is
     traced as it is, to find them.
     """
-    mesh = Mesh(np.array(jax.devices()[:1]), ("_",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
     inputs = LayerInputs()
 
     def shard(role: CalledModule, model: Any) -> Any:
@@ -319,7 +320,7 @@ def trace(
             return model
         if any(map(is_layer, jtu.tree_leaves(model, is_leaf=is_layer))):
             raise PlanError(f"{_PLAIN} ({step.called(role.path)} is one of fully_shard's)")
-        kept = where_even(fsdp("_", stacked=layers))
+        kept = where_even(fsdp(AXIS, stacked=layers))
         try:
             sharded_model = sharded(model, layers, kept, replicated(), mesh, dtype, policy)
         except PlacementError as error:
@@ -418,7 +419,8 @@ def _by_hand(step: PlannedStep) -> str:
     name = step.called(step.roles[0].path)
     return (
         f"A plan is applied where the model is called, {name}(...). Call it in the step, without "
-        f"fully_shard, or apply a strategy by hand, in the loss: {name} = mylib.fully_shard({name}, layers, kept, used)"
+        f"fully_shard, or apply a strategy by hand, in the loss: {name} = "
+        f"mylib.fully_shard({name}, layers, kept, used)"
     )
 
 
@@ -433,6 +435,8 @@ def _traced(
     returned: Any,
 ) -> TracedStep:
     program = program_of(jaxpr)
+    if program.placed:
+        raise PlanError(f"{_PLAIN} (it places an array at {program.placed[0]})")
     if program.unknown:
         lines = {name: f" ({line})" if line else "" for name, line in program.unknown.items()}
         listed = ", ".join(name + line for name, line in lines.items())

@@ -55,8 +55,8 @@ class Machine:
             if count and count % per_host == 0:
                 return gpu(chip, hosts=count // per_host, devices_per_host=per_host)
             raise ValueError(
-                f"{name!r}: a host has {chip.host} GPUs. Write a multiple of that, or the number of "
-                f"hosts and that of GPUs in each, '{many[1]} 4x2'"
+                f"{name!r}: a host has {chip.host} GPUs. Write a multiple of that, or the numbers "
+                f"of hosts and of GPUs in each, '{many[1]} 4x2'"
             )
         shaped = re.fullmatch(r"(\S+) +(\d+(?:x\d+)+)", name.strip())
         if shaped:

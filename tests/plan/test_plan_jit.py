@@ -105,7 +105,6 @@ def report():
 
 
 class TestArguments:
-
     def test_names_are_the_steps_own(self, report):
         roots = [x.path.partition(".")[0].partition("[")[0] for x in report.parameters]
         assert list(dict.fromkeys(roots)) == ["batch", "model", "state"]
@@ -113,7 +112,7 @@ class TestArguments:
         assert "gradient of model.layers" in str(report)
 
     def test_contracts(self, report):
-        report.expect(mylib.contracts.data_parallel("data", model="model"))
+        report.expect(mylib.contracts.data_parallel("data", argument="model"))
 
     def test_by_keyword(self):
         plan = modelled(STEP, BATCH, mlp(0), STATE)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import planned_steps as steps
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib.__main__ import main
@@ -152,12 +152,24 @@ def test_a_step_with_fully_shard(sharded, machine):
     ],
     ids=str,
 )
-def test_a_step_with_placements(options):
-    with jax.set_mesh(mylib.make_mesh(data=-1)):
-        step = mylib.filter_jit(STEP, **options)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_step_with_placements(options, is_given):
+    with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
+        step = mylib.filter_jit(STEP, **options, mesh=mesh if is_given else None)
         with pytest.raises(mylib.PlanError, match=HANDED) as caught:
             mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_step_with_constraints():
+    """They would be of another mesh than the plan's."""
+    placed = NamedSharding(mylib.make_mesh(data=-1), P("data"))
+
+    def step(batch, *others):
+        return STEP(eqx.filter_shard(batch, placed), *others)
+
+    with pytest.raises(mylib.PlanError, match=rf"{HANDED}.*places an array at NamedShard"):
+        mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
 
 
 def test_a_step_that_is_compiled():
