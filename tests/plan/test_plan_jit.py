@@ -82,6 +82,7 @@ class TestDonated:
         notes = [note for note in plan.notes if note.startswith("not donated: ")]
         assert bool(notes) == bool(unclear) and all(unclear in note for note in notes)
 
+    @pytest.mark.slow
     def test_what_is_only_read_is_left(self):
         plan = modelled(proximal, BATCH, mlp(0), mlp(1))
         fun, anchor = plan.jit(proximal), mlp(0)
@@ -122,6 +123,7 @@ class TestArguments:
         with pytest.raises(TypeError, match=told):
             plan.jit(STEP)(BATCH, model)
 
+    @pytest.mark.slow
     def test_further_positions(self):
         def step(batch, *others):
             return STEP(batch, *others)
@@ -131,6 +133,7 @@ class TestArguments:
         names = [x.path for x in plan.jit(step).lower(*ARGS).compile().audit().parameters]
         assert "others_0.layers[0].weight" in names
 
+    @pytest.mark.slow
     def test_paths_that_end_alike(self):
         """`b[0]` of one argument is not the `[0]` of another, or of the one before."""
 

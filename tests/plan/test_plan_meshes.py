@@ -41,6 +41,7 @@ def loss():
     return eqx.filter_jit(STEP)(BATCH, *start())[2]
 
 
+@pytest.mark.slow
 def test_plans_and_runs(mesh, loss):
     args = BATCH, *start()
     kept = mylib.rules.by_path({"layers.0.weight": P(None, "data")})
@@ -82,6 +83,7 @@ def test_with_mesh():
             mylib.plan(STEP, BATCH, *start(), policies=("full",), compile=0)
 
 
+@pytest.mark.slow
 def test_in_another_program(loss):
     """It stays on that program's mesh."""
     plan = mylib.plan(STEP, BATCH, *start(), axes={"data": 8}, policies=("full",), compile=0)

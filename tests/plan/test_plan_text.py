@@ -80,10 +80,11 @@ def test_diff_of_machines(plan):
     )
 
 
-def test_on_another_machine(plan):
-    """As on the cluster."""
-    machine = machines.here()
-    assert mylib.Plan.of(plan.as_text(), machine=machine).machine == machine
+def test_on_the_cluster():
+    """There its devices are those that are here."""
+    plan = mylib.plan(STEP, *ARGS, machine="h100 x 8", axes={"data": 8}, compile=0)
+    again = mylib.Plan.of(plan.as_text(), machine=machines.here())
+    assert again.machine == machines.here() and again.mesh.devices[0] == machines.here().devices[0]
 
 
 def test_why_not_takes_whole_names(plan):
