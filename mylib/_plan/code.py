@@ -81,11 +81,14 @@ def _imported(classes: Iterable[type]) -> tuple[list[str], dict[type, str]]:
 
 def _public(cls: type, root: str) -> str | None:
     """The first of a class's module and those around it from which it can be imported."""
-    parts = cls.__module__.split(".")
-    outer = getattr(sys.modules.get(cls.__module__), root, None)
+    parts, found = cls.__module__.split("."), sys.modules.get(cls.__module__)
+    outer = getattr(found, root, None)
+    for name in cls.__qualname__.split("."):
+        found = getattr(found, name, None)
+    if found is not cls or parts == ["__main__"]:
+        return None
     around = [".".join(parts[: i + 1]) for i in range(len(parts))]
-    found = (x for x in around if getattr(sys.modules.get(x), root, None) is outer)
-    return None if outer is None or parts == ["__main__"] else next(found)
+    return next(x for x in around if getattr(sys.modules.get(x), root, None) is outer)
 
 
 def _of_model(

@@ -83,7 +83,10 @@ def _nodes(leaves: Mapping[str, ArrayIn], results: Mapping[str, ArrayIn]) -> Ite
         return
     forms = {path: _form_of(x) for path, x in leaves.items()}
     first = next(iter(forms))
-    for node in [path[: len(path) - len(first)] for path in results if path.endswith(first)]:
+    ends = [
+        x for path, x in results.items() if path.endswith(first) and _form_of(x) == forms[first]
+    ]
+    for node in [x.path[: len(x.path) - len(first)] for x in ends]:
         inside = {path[len(node) :]: x for path, x in results.items() if _is_in(path, node)}
         if {path: _form_of(x) for path, x in inside.items()} == forms:
             yield node
