@@ -69,8 +69,9 @@ def no_mesh() -> Iterator[None]:
     """Puts the mesh in force aside. A program that is being traced stays on its mesh, as JAX
     demands.
     """
+    world = current_world()
     with ExitStack() as stack:
-        if current_world().clean:
+        if world.clean and not (world.mesh.empty and world.devices is None):
             stack.enter_context(jax.set_mesh(None))
             # That of `with mesh:`, which JAX keeps elsewhere.
             if not mesh_with_devices().empty:
