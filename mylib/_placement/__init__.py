@@ -8,7 +8,7 @@ from .checks import (
     unfit_shape as unfit_shape,
     unfit_spec as unfit_spec,
 )
-from .context import World as World, current_world as current_world
+from .context import World as World, current_world as current_world, no_mesh as no_mesh
 from .parts import (
     Bounds as Bounds,
     Shape as Shape,

@@ -177,4 +177,4 @@ class Explanation(Shown, Rows):
 def _show_waste(label: str, rows: Sequence[Row]) -> str:
     wasted = show_bytes(sum(row.wasted for row in rows))
     devices = counted(rows[0].devices, "device")
-    return f"large and replicated: {label} on {devices}, which wastes {wasted}"
+    return f"large and replicated: {label} on {devices}, {wasted} more than in one copy"
