@@ -20,6 +20,7 @@ from ._text import Violation, moved_by, text_of
 Role = Literal["weight", "activation", "gradient", "result"]
 
 
+SUMMING = ("all-reduce", "reduce-scatter")
 _ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
 
 
@@ -60,9 +61,11 @@ class Judged:
         self.groups: Groups = self.mesh.groups([axis])
 
     @cached_property
-    def places(self) -> list[int]:
-        """For each place along the axis, the devices there, as a set."""
-        return [sum(1 << int(i) for i in column) for column in self.groups.T]
+    def sums(self):
+        """What adds up the data of the devices along the axis."""
+        places = np.empty(self.mesh.size, int)
+        places[self.groups] = np.arange(self.size)
+        return self.flow.sums(filter(self._is_split, self.roles.data), places.tolist())
 
     @cached_property
     def labels(self):
@@ -85,6 +88,15 @@ class Judged:
         """The arguments that are data, and split over the axis."""
         return self.flow.parameters(filter(self._is_split, self.roles.data))
 
+    @cached_property
+    def activations(self) -> int:
+        """The collectives that the model computes with. Where the data is split over the axis, what
+        an optimiser multiplies has been summed over it, and what the model multiplies has not.
+        """
+        return self.flow.activations(
+            lambda product: not self.data or product in self.sums.local_products
+        )
+
     def gradients(self) -> Iterator[Violation]:
         """The faults of weights whose gradient isn't summed once over the axis."""
         for result, number in self._trained_by_data:
@@ -97,8 +109,10 @@ class Judged:
 
     def _unsummed(self, result: int) -> str:
         r, mask = self.report.results[result], self.flow.graph.results[result].any
-        uncrossed = self.flow.uncrossed(mask, self.data, self.places)
-        if uncrossed is not None or (self.axis not in axes_of(r) and self.varies(mask)):
+        summed = self.sums.is_summed(self.sums.results[result])
+        # A ring makes a sum that is the same on all devices of what isn't.
+        others = self.flow.before_permutations(mask) & ~self.data if summed else mask
+        if not summed or (self.axis not in axes_of(r) and self.varies(others)):
             return f"its gradient is not summed over {self.axis}"
         others = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
         if self.axis in axes_of(r) and not self.varies(others):
@@ -115,7 +129,7 @@ class Judged:
                 yield Violation((f"result {r.path}".rstrip(),), text)
 
     def without_data(self) -> Iterator[Violation]:
-        if not self.data and self._trained_by_data:
+        if not self.data and self.roles.trained:
             paths = [self.report.parameters[i].path for i in self.roles.data]
             yield Violation(
                 tuple(paths[:3]),
@@ -200,7 +214,7 @@ class Judged:
                 role: Role = "gradient"
                 if not self.flow.reaching(graph.into[bit].any) & self._all_data:
                     role = "weight"
-                elif self.flow.activations >> bit & 1:
+                elif self.activations >> bit & 1:
                     role = "activation"
                 elif not trained >> bit & 1:
                     role = "result"
@@ -225,7 +239,7 @@ class Judged:
                 if bit not in graph.into:
                     continue
                 leaves.setdefault(bit, {})[number] = None
-                if self.flow.activations >> bit & 1:
+                if self.activations >> bit & 1:
                     continue
                 new = [b for b in graph.sources_in(graph.into[bit].near) if b not in seen]
                 seen.update(new)
@@ -247,7 +261,7 @@ class Judged:
                 )
             elif m.role == "gradient" and pieces is not None and self.flow.is_sum(m.bit):
                 for leaf in m.leaves:
-                    summed = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit))
+                    summed = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit)[:2])
                     before, _ = times.get(summed, (0.0, m.c))
                     times[summed] = before + self._share(m) * times_of(m.c), m.c
         for (leaf, _), (number, c) in times.items():
@@ -338,9 +352,39 @@ class Judged:
 
     def is_summed(self, m: Moved) -> bool:
         """Whether it is computed from gradients that are summed already, as an optimiser does."""
-        operand = self.flow.graph.into[m.bit].any
-        return self.flow.uncrossed(operand, self.data, self.places) is None
+        number = self.flow.graph.sources[m.bit].number
+        return self.sums.is_summed(self.sums.given.get(number, frozenset()))
 
     def is_statistic(self, m: Moved) -> bool:
         """Whether a sum is of numbers computed from arrays, such as their norms."""
-        return m.c.kind == "all-reduce" and not self.flow.graph.into[m.bit].near
+        graph = self.flow.graph
+        return m.c.kind == "all-reduce" and not graph.into[m.bit].near & ~graph.made
+
+    def completes(self, m: Moved) -> bool:
+        """Whether it sums parts of products, or rows of a table that is sharded. The maximum of
+        scores, and the sum of their exponentials, are neither.
+        """
+        graph = self.flow.graph
+        return m.c.kind in SUMMING and bool(graph.into[m.bit].near & graph.made)
+
+    def is_forward(self, m: Moved) -> bool:
+        """By what is moved: several arrays that are moved together have one name."""
+        return (self.flow.made_by(m.bit)[2] or m.c.phase) in ("forward", "")
+
+    def is_of_scattered(self, m: Moved) -> bool:
+        """Whether it gathers what was scattered over the axis, or what is the same on all devices
+        but for the part that each has taken.
+        """
+        graph = self.flow.graph
+        operand = graph.into[m.bit]
+        if m.c.kind != "all-gather":
+            return False
+        copied = graph.sources_in(self.flow.reaching(operand.near, copies=True))
+        if any(self.flow.scatters(bit) and self._goes_over(bit) for bit in copied):
+            return True
+        is_position = (i for i, s in enumerate(graph.sources) if s.kind == "position")
+        return not self.varies(operand.any & ~self.flow.parameters(is_position))
+
+    def _goes_over(self, bit: int) -> bool:
+        c = self.report.collectives[self.flow.graph.sources[bit].number]
+        return self.axis in map(axis_of, c.axes or ())

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .._audit import Contract, Report, times_of
 from .._text import show_bytes
-from ._judged import Judged, Moved
+from ._judged import SUMMING, Judged, Moved
 from ._roles import axes_of
 from ._text import Size, Violation, bytes_in, lines, text_of
 
@@ -285,12 +285,11 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     for m in judged.moved:
         if reason := _wrong_in_tensor_parallel(judged, m):
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
-    # Megatron's sequence parallelism gathers what it has scattered.
     moved = [m for m in judged.moved if m.role in ("activation", "result")]
-    summing = {"all-reduce", "reduce-scatter"}
-    gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in moved) else set[str]()
-    yield from judged.bounded([m for m in moved if m.c.kind not in summing | gathers], limit)
-    forwards = [m for m in moved if m.c.kind in summing and m.c.phase in ("forward", "")]
+    # Megatron's sequence parallelism gathers what it has scattered.
+    others = [m for m in moved if m.c.kind not in SUMMING and not judged.is_of_scattered(m)]
+    yield from judged.bounded(others, limit)
+    forwards = [m for m in moved if judged.completes(m) and judged.is_forward(m)]
     sums = sum(times_of(m.c) for m in forwards)
     if forward is not None and sums != forward:
         yield Violation(
