@@ -218,7 +218,8 @@ class _Walk(Walk):
 
     def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
         if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST:
-            return joined(data).near
+            # What chooses between two values is in neither of them.
+            return joined(data[opcode == "select" :]).near
         if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
             return joined(data[:1]).near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
         return 0

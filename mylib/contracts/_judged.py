@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import ne
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -103,6 +104,12 @@ class Judged:
             if reason := self._unsummed(result):
                 yield Violation((self.report.parameters[number].path,), reason)
 
+    def _differs(self, mask: int) -> bool:
+        """Whether devices have different sums. A ring makes one that is the same on all devices of
+        what isn't.
+        """
+        return self.varies(mask) and self.varies(self.flow.before_permutations(mask) & ~self.data)
+
     @cached_property
     def _all_data(self) -> int:
         return self.flow.parameters(self.roles.data)
@@ -110,9 +117,7 @@ class Judged:
     def _unsummed(self, result: int) -> str:
         r, mask = self.report.results[result], self.flow.graph.results[result].any
         summed = self.sums.is_summed(self.sums.results[result])
-        # A ring makes a sum that is the same on all devices of what isn't.
-        others = self.flow.before_permutations(mask) & ~self.data if summed else mask
-        if not summed or (self.axis not in axes_of(r) and self.varies(others)):
+        if not summed or (self.axis not in axes_of(r) and self._differs(mask)):
             return f"its gradient is not summed over {self.axis}"
         others = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
         if self.axis in axes_of(r) and not self.varies(others):
@@ -318,24 +323,43 @@ class Judged:
 
     def held(self) -> Iterator[Violation]:
         """The faults of weights that are gathered for all layers at a time: a whole stack before
-        its loop, or several layers of a list once for the forward and the backward pass.
+        its loop, or several layers once for the forward and the backward pass.
         """
-        gathered: list[tuple[str, Collective]] = []
+        held: dict[int, Collective] = {}
+        again: set[int] = set()
         for m in self.moved:
             if m.role != "weight" or m.c.kind != "all-gather":
                 continue
             uses = self.flow.graph.uses.get(m.bit, set())
             size = self.flow.array(m.bit).size
+            phases = self._phases(m.bit)
             if any(len(m.c.loops) < use.loops and use.size < size for use in uses):
                 text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
                 yield Violation(m.names(self.report), text)
-            elif self._phases(m.bit) >= {"forward", "backward"}:
-                gathered += [(path, m.c) for path in m.names(self.report)]
-        # What is in no list, such as the head, is not one of many layers.
-        for path, c in gathered:
-            if re.search(r"\[\d+\]", path):
+            elif phases >= {"forward", "backward"}:
+                held.update(dict.fromkeys(m.leaves, m.c))
+            elif phases & {"backward", "recomputed"}:
+                again.update(m.leaves)
+        for number, c in held.items():
+            # The head alone, or what stands before layers that are gathered again, may be kept.
+            if (len(held) > 1 and not again) or self._has_twin(number):
                 text = f"gathered once for the forward and the backward pass: {text_of(c)}"
+                path = self.report.parameters[number].path
                 yield Violation((path,), f"{text}, {_ADVICE}")
+
+    def _has_twin(self, number: int) -> bool:
+        """Whether it is a weight of one of several layers: another has its shape, and its path but
+        for one key.
+        """
+        p_of, keys = self.report.parameters, self._keys(number)
+        return any(
+            p_of[i].shape == p_of[number].shape and sum(map(ne, keys, self._keys(i))) == 1
+            for i in self.multiplied
+            if len(self._keys(i)) == len(keys)
+        )
+
+    def _keys(self, number: int) -> list[str]:
+        return re.findall(r"[^.\[]+", self.report.parameters[number].path)
 
     def is_of_product(self, m: Moved) -> bool:
         """Whether a product computes what is moved."""
@@ -361,11 +385,10 @@ class Judged:
         return m.c.kind == "all-reduce" and not graph.into[m.bit].near & ~graph.made
 
     def completes(self, m: Moved) -> bool:
-        """Whether it sums parts of products, or rows of a table that is sharded. The maximum of
-        scores, and the sum of their exponentials, are neither.
+        """Whether it sums arrays, such as parts of products or rows of a sharded table, and not
+        numbers computed from them, such as the maximum of scores.
         """
-        graph = self.flow.graph
-        return m.c.kind in SUMMING and bool(graph.into[m.bit].near & graph.made)
+        return m.c.kind in SUMMING and bool(self.flow.graph.into[m.bit].near)
 
     def is_forward(self, m: Moved) -> bool:
         """By what is moved: several arrays that are moved together have one name."""
