@@ -76,7 +76,7 @@ class Graph:
     `uses` the products that sources are factors of. The first sources are the program's parameters,
     in order. `differentiates`: whether it has gradients. `unnamed`: products that may be of the
     model or of an optimiser, and what is behind each. `made` is a source that products and rows of
-    tables are combined with element by element, as a set: so it is known what is made of them.
+    tables are combined with element by element, as a set: so it is known what is made of them. `rows` are those that are added to tables.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -85,6 +85,7 @@ class Graph:
     uses: dict[int, set[Use]] = field(default_factory=dict)
     unnamed: dict[int, int] = field(default_factory=dict)
     made: int = 0
+    rows: int = 0
     differentiates: bool = False
     bits: dict[Source, int] = field(default_factory=dict)
 
@@ -121,7 +122,7 @@ _SAME = {
     "opt-barrier", "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
     "transpose",
 }  # fmt: skip
-_FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "scatter": 1, "pad": 2}
+_FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "pad": 2}
 # Custom calls that pass on what they are given, or make room for a result.
 _MOVES = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
 _ROOM = ("AllocateBuffer", "CreateBuffer")
@@ -208,6 +209,9 @@ class _Walk(Walk):
         if opcode == "gather" and not joined(inputs[:1]).product:
             return _shaped(x, Mark(mark.any, self.graph.made, mark.product))
         data = inputs[: _FIRST.get(opcode, len(inputs))]
+        if opcode == "scatter":
+            data = [inputs[0], inputs[-1]]
+            self.graph.rows |= joined(inputs[-1:]).near
         return _shaped(x, Mark(mark.any, self._near(x, opcode, data), mark.product))
 
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
@@ -217,7 +221,7 @@ class _Walk(Walk):
                 self.graph.uses.setdefault(bit, set()).add(use)
 
     def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
-        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST:
+        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST or opcode == "scatter":
             # What chooses between two values is in neither of them.
             return joined(data[opcode == "select" :]).near
         if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:

@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Axes, Collective, Groups, Report, axis_of, times_of
+from .._audit import Axes, Collective, Groups, Report, axis_of, sums_each_turn, times_of
 from .._compat import names
 from .._errors import AuditError
 from .._text import show_bytes
@@ -264,13 +264,15 @@ class Judged:
                     f"summed twice: the {text_of(m.c)} sums what is the same on several devices "
                     "already",
                 )
-            elif m.role == "gradient" and pieces is not None and self.flow.is_sum(m.bit):
+            elif m.role == "gradient" and self.flow.is_sum(m.bit):
+                if pieces is None or sums_each_turn(self.report, m.c):
+                    continue
                 for leaf in m.leaves:
                     summed = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit)[:2])
                     before, _ = times.get(summed, (0.0, m.c))
                     times[summed] = before + self._share(m) * times_of(m.c), m.c
         for (leaf, _), (number, c) in times.items():
-            if pieces is not None and number > pieces * 1.001:
+            if number > (pieces or 1) * 1.001:
                 yield Violation(
                     (self.report.parameters[leaf].path,),
                     f"its gradient is summed {number:.3g} times in a call, and {pieces} expected: "
@@ -368,6 +370,10 @@ class Judged:
     def is_of_rows(self, m: Moved) -> bool:
         """Whether it tells which rows of a table a gradient is of."""
         return not m.leaves and self.flow.array(m.bit).dtype in ("s32", "u32", "s64", "u64")
+
+    def is_of_table(self, m: Moved) -> bool:
+        """Whether it moves rows that are added to a table."""
+        return bool(self.flow.graph.rows >> m.bit & 1)
 
     def is_part(self, m: Moved) -> bool:
         """Whether a gradient is moved that is no larger than the part that a device keeps."""

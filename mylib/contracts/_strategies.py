@@ -2,6 +2,7 @@
 used.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 
 from .._audit import Contract, Report, times_of
@@ -271,7 +272,19 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     # XLA sums gradients that are no products whole: those of tables, biases and norms.
     if kind == "all-reduce" and not judged.is_of_product(m):
         return ""
+    if judged.is_of_table(m) and m.leaves:
+        path = _key(judged.report.parameters[m.leaves[0]].path)
+        return (
+            "gradients should be reduce-scattered: XLA gathers the rows of the batch that are added "
+            f"to this table. Keep it whole over {judged.axis}: "
+            f"rules.by_path({{{path!r}: P()}}) | kept"
+        )
     return "gradients should be reduce-scattered"
+
+
+def _key(path: str) -> str:
+    """As `rules.by_path` names it: `embed.weight` of `model.embed.weight`."""
+    return ".".join(re.findall(r"[\w-]+", path)[1:])
 
 
 def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iterator[Violation]:
