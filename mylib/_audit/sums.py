@@ -81,7 +81,9 @@ class Sums(Walk):
         for i in data:
             arguments[i] = frozenset([Term(("parameter", i), (own.tobytes(),))])
         result = self.run(module.entry, tuple(arguments))
-        self.results: list[Form] = [result] if isinstance(result, frozenset) else [*map(_one, result)]
+        self.results: list[Form] = (
+            [result] if isinstance(result, frozenset) else [*map(_one, result)]
+        )
 
     def is_summed(self, form: Form) -> bool:
         """Whether a value has the data of all places, equally often."""
@@ -371,7 +373,9 @@ class Sums(Walk):
                 if at is True:
                     at = At(-1, 1, len(term.rows))  # no dimension of the result
                 after.append(
-                    self._torn(term) if term.at is not None and not at else term._replace(at=at or None)
+                    self._torn(term)
+                    if term.at is not None and not at
+                    else term._replace(at=at or None)
                 )
             summed.append(frozenset(t._replace(near=True) for t in after))
         made = self._local(_key(x), summed)
@@ -403,11 +407,15 @@ class Sums(Walk):
         match kind:
             case "all-reduce" | "reduce-scatter":
                 if x.called("to_apply").result.opcode != "add":
-                    return frozenset(t if self._is_alike(t, groups) else self._torn(t) for t in form)
+                    return frozenset(
+                        t if self._is_alike(t, groups) else self._torn(t) for t in form
+                    )
                 summed = self._each(form, lambda a: _over_groups(a, groups))
                 if kind == "reduce-scatter":
                     (dim,) = numbers(x.attribute("dimensions"))
-                    return frozenset(self._torn(t) if t.at and t.at.dim == dim else t for t in summed)
+                    return frozenset(
+                        self._torn(t) if t.at and t.at.dim == dim else t for t in summed
+                    )
                 return summed
             case "collective-permute" | "send":
                 return self._each(form, lambda a: _permuted(a, groups))
@@ -439,7 +447,11 @@ class Sums(Walk):
         ]
         if all(len({*blocks}) == 1 for blocks in each):  # over other axes
             return term._replace(rows=tuple(blocks[0] for blocks in each))
-        return self._torn(term) if term.at else term._replace(rows=each[0], at=At(dim, stride, len(members)))
+        return (
+            self._torn(term)
+            if term.at
+            else term._replace(rows=each[0], at=At(dim, stride, len(members)))
+        )
 
 
 def _one(value: Forms | Sequence[Forms]) -> Form:

@@ -24,6 +24,11 @@ Role = Literal["weight", "activation", "gradient", "result"]
 SUMMING = ("all-reduce", "reduce-scatter")
 _ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
 
+_OF_TABLE = (
+    ". All devices have the rows of the batch that are added to this table: keep the table whole, "
+    'rules.by_path({{"{}": P()}}) | kept, or allow them, activations="{}"'
+)
+
 
 class Moved(NamedTuple):
     """An array that a collective over the axis moves, and its role."""
@@ -104,11 +109,14 @@ class Judged:
             if reason := self._unsummed(result):
                 yield Violation((self.report.parameters[number].path,), reason)
 
-    def _differs(self, mask: int) -> bool:
-        """Whether devices have different sums. A ring makes one that is the same on all devices of
-        what isn't.
+    def _differs(self, result: int) -> bool:
+        """Whether devices have different values of a result. A ring makes a sum that is the same on
+        all devices of what isn't.
         """
-        return self.varies(mask) and self.varies(self.flow.before_permutations(mask) & ~self.data)
+        mask = self.flow.graph.results[result].any
+        if self.varies(mask) and self.sums.is_summed(self.sums.results[result]):
+            mask = self.flow.before_permutations(mask) & ~self.data
+        return self.varies(mask)
 
     @cached_property
     def _all_data(self) -> int:
@@ -117,7 +125,7 @@ class Judged:
     def _unsummed(self, result: int) -> str:
         r, mask = self.report.results[result], self.flow.graph.results[result].any
         summed = self.sums.is_summed(self.sums.results[result])
-        if not summed or (self.axis not in axes_of(r) and self._differs(mask)):
+        if not summed or (self.axis not in axes_of(r) and self._differs(result)):
             return f"its gradient is not summed over {self.axis}"
         others = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
         if self.axis in axes_of(r) and not self.varies(others):
@@ -129,7 +137,7 @@ class Judged:
         for i, r in enumerate(self.report.results):
             if i in self.roles.trained or self.axis in axes_of(r):
                 continue
-            if self.varies(self.flow.graph.results[i].any):
+            if self._differs(i):
                 text = f"it differs between devices along {self.axis}, which should return the same"
                 yield Violation((f"result {r.path}".rstrip(),), text)
 
@@ -293,8 +301,20 @@ class Judged:
             return
         most = f"at most {show_bytes(limit)} in a call" if limit else "no activation"
         for c in dict.fromkeys(m.c for m in moved):
-            paths = [n for m in moved if m.c is c for n in m.names(self.report)]
-            yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most} expected")
+            of = [m for m in moved if m.c is c]
+            rows = [m for m in of if self.is_of_table(m)]
+            tables = [self.report.parameters[i].path for m in rows for i in m.leaves]
+            keys = [re.sub(r"^\w+\.?", "", path) for path in tables]
+            advice = _OF_TABLE.format(keys[0], show_bytes(total)) if keys else ""
+            paths = [n for m in of for n in m.names(self.report)]
+            yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most} expected{advice}")
+
+    def is_activation(self, m: Moved) -> bool:
+        """Whether it moves what the model or its loss computes: also the rows that each device adds
+        to a table if all are gathered. Devices may exchange them.
+        """
+        gathers = m.role == "gradient" and m.c.kind == "all-gather"
+        return m.role in ("activation", "result") or (gathers and self.is_of_table(m))
 
     @cached_property
     def multiplied(self) -> list[int]:
@@ -372,8 +392,9 @@ class Judged:
         return not m.leaves and self.flow.array(m.bit).dtype in ("s32", "u32", "s64", "u64")
 
     def is_of_table(self, m: Moved) -> bool:
-        """Whether it moves rows that are added to a table."""
-        return bool(self.flow.graph.rows >> m.bit & 1)
+        """Whether it moves rows that are added to a table that is sharded."""
+        split = any(self._is_split(i) for i in m.leaves)
+        return split and bool(self.flow.graph.rows >> m.bit & 1)
 
     def is_part(self, m: Moved) -> bool:
         """Whether a gradient is moved that is no larger than the part that a device keeps."""

@@ -2,7 +2,6 @@
 used.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 
 from .._audit import Contract, Report, times_of
@@ -60,7 +59,8 @@ def fsdp(
 ) -> Contract:
     """The model and its optimiser's state are sharded over `axis`. Each layer's weights are
     gathered where they are used, and gradients are reduce-scattered; for the gradient of an
-    embedding, devices may exchange the rows of the batch.
+    embedding, devices may exchange the rows of the batch (if they gather them, `activations` is the
+    limit).
 
     **Arguments:**
 
@@ -230,8 +230,7 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Viola
 
 
 def _bounded(judged: Judged, limit: int) -> Iterator[Violation]:
-    moved = [m for m in judged.moved if m.role in ("activation", "result")]
-    yield from judged.bounded(moved, limit)
+    yield from judged.bounded([m for m in judged.moved if judged.is_activation(m)], limit)
 
 
 def _of_fsdp(
@@ -272,19 +271,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     # XLA sums gradients that are no products whole: those of tables, biases and norms.
     if kind == "all-reduce" and not judged.is_of_product(m):
         return ""
-    if judged.is_of_table(m) and m.leaves:
-        path = _key(judged.report.parameters[m.leaves[0]].path)
-        return (
-            "gradients should be reduce-scattered: XLA gathers the rows of the batch that are added "
-            f"to this table. Keep it whole over {judged.axis}: "
-            f"rules.by_path({{{path!r}: P()}}) | kept"
-        )
-    return "gradients should be reduce-scattered"
-
-
-def _key(path: str) -> str:
-    """As `rules.by_path` names it: `embed.weight` of `model.embed.weight`."""
-    return ".".join(re.findall(r"[\w-]+", path)[1:])
+    return "" if judged.is_of_table(m) else "gradients should be reduce-scattered"
 
 
 def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iterator[Violation]:
