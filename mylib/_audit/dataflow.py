@@ -50,9 +50,9 @@ class Concatenated(NamedTuple):
 
 class Source(NamedTuple):
     """Where values come from: `"parameter"`, `"collective"`, `"position"` (a number that depends on
-    the device), `"made"` (a product, or rows of a table), or `"unknown"`. `number` is the number of the parameter or of the collective, and
-    `element` the number of the collective's result, or of the one that this is a `part` of.
-    `labels` are a position's numbers.
+    the device), `"made"` (a product, or rows of a table), or `"unknown"`. `number` is the number of
+    the parameter or of the collective, and `element` the number of the collective's result, or of
+    the one that this is a `part` of. `labels` are a position's numbers.
     """
 
     kind: str
@@ -75,8 +75,9 @@ class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
     `uses` the products that sources are factors of. The first sources are the program's parameters,
     in order. `differentiates`: whether it has gradients. `unnamed`: products that may be of the
-    model or of an optimiser, and what is behind each. `made` is a source that products and rows of
-    tables are combined with element by element, as a set: so it is known what is made of them. `rows` are those that are added to tables.
+    model or of an optimiser, and what is behind each. `made` is a source, as a set, that products
+    and rows of tables are combined with element by element: so it is known what is made of them.
+    `rows` are those that are added to tables.
     """
 
     sources: list[Source] = field(default_factory=list)

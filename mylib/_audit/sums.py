@@ -38,6 +38,12 @@ class Term(NamedTuple):
     near: bool = True
 
 
+class OnTheWay(NamedTuple):
+    """An atom that goes round a ring of devices, each of which adds something to it."""
+
+    atom: object
+
+
 Form = frozenset[Term]
 NONE: Form = frozenset()
 # A form, or a tuple of these.
@@ -77,6 +83,8 @@ class Sums(Walk):
         self.local_products: set[int] = set()
         # By the number of a collective, what is given to it.
         self.given: dict[int, Form] = {}
+        # Where sums that are chains of permutations end, and the rings that they go round.
+        self.ends = {id(x): whole.groups for whole in transfers for x in whole.ends}
         arguments = [NONE] * len(module.entry.parameters)
         for i in data:
             arguments[i] = frozenset([Term(("parameter", i), (own.tobytes(),))])
@@ -88,6 +96,10 @@ class Sums(Walk):
     def is_summed(self, form: Form) -> bool:
         """Whether a value has the data of all places, equally often."""
         return all(self._is_complete(term) for term in form)
+
+    def is_known(self, form: Form) -> bool:
+        """Whether it is known of all terms where they are added."""
+        return all(self.zero not in term.rows for term in form)
 
     def _is_complete(self, term: Term) -> bool:
         arrays = map(self._array, term.rows)
@@ -127,6 +139,21 @@ class Sums(Walk):
         if isinstance(value, frozenset):
             return frozenset(t._replace(rows=(self.zero,), at=None) for t in value)
         return tuple(map(self._lost, value))
+
+    def value(self, x: Instruction, inputs: list[Forms], arguments: tuple[Forms, ...]) -> Forms:
+        value = super().value(x, inputs, arguments)
+        return self._ended(value, self.ends[id(x)]) if id(x) in self.ends else value
+
+    def _ended(self, value: Forms, rings: np.ndarray) -> Forms:
+        """The result of a chain of permutations: what was added on the way was summed, too."""
+        if not isinstance(value, frozenset):
+            return tuple(self._ended(element, rings) for element in value)
+        if not any(isinstance(t.atom, OnTheWay) for t in value):
+            return value
+        there = frozenset(
+            t._replace(atom=t.atom.atom) if isinstance(t.atom, OnTheWay) else t for t in value
+        )
+        return self._each(self._added("ring", [there]), lambda a: _over_groups(a, rings))
 
     # --- one device -------------------------------------------------------------------------------
 
@@ -239,8 +266,8 @@ class Sums(Walk):
         if by_device is None:
             return self._either(_key(x), forms)
         masks = by_device != 0, by_device == 0
-        masked = [self._each(form, lambda a, m=m: a * m) for form, m in zip(forms, masks)]
-        return self._added(_key(x), masked)
+        a, b = (self._each(form, mask.__mul__) for form, mask in zip(forms, masks, strict=True))
+        return self._added(_key(x), [a, b])
 
     def _each(self, form: Form, change: Callable[[np.ndarray], np.ndarray]) -> Form:
         return frozenset(
@@ -391,7 +418,12 @@ class Sums(Walk):
             self.held[id(x)] = self.held[id(first)]
             return self.held[id(x)]
         forms = [*map(_one, inputs)]
-        (*_, (_, _, transfer)) = self.sent[id(first)]
+        (*_, (_, whole, transfer)) = self.sent[id(first)]
+        if whole.ends:
+            return frozenset(
+                t if isinstance(t.atom, OnTheWay) else t._replace(atom=OnTheWay(t.atom))
+                for t in _one(inputs)
+            )
         for number, _, _ in self.sent[id(first)]:
             self.given[number] = self.given.get(number, NONE).union(*forms)
         kind = opcode_of(x)
@@ -472,8 +504,8 @@ def _shaped(x: Instruction, form: Form) -> Forms:
 
 def _together(key: object, terms: Iterable[Term]) -> Form:
     """Terms that are alike, as one."""
-    alike = {term[1:] for term in terms}
-    if len(alike) == 1 and len({term.atom for term in terms}) > 1:
+    alike, atoms = {term[1:] for term in terms}, {term.atom for term in terms}
+    if len(alike) == 1 < len(atoms) and not any(isinstance(atom, OnTheWay) for atom in atoms):
         return frozenset([Term(key, *alike.pop())])
     return frozenset(terms)
 

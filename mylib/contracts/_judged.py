@@ -24,6 +24,10 @@ Role = Literal["weight", "activation", "gradient", "result"]
 SUMMING = ("all-reduce", "reduce-scatter")
 _ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
 
+_NOT_UNDERSTOOD = (
+    ", or not in a way that is understood: what devices have computed is combined otherwise, or "
+    "taken apart. Sum it by jax.lax.psum or psum_scatter"
+)
 _OF_TABLE = (
     ". All devices have the rows of the batch that are added to this table: keep the table whole, "
     'rules.by_path({{"{}": P()}}) | kept, or allow them, activations="{}"'
@@ -126,7 +130,9 @@ class Judged:
         r, mask = self.report.results[result], self.flow.graph.results[result].any
         summed = self.sums.is_summed(self.sums.results[result])
         if not summed or (self.axis not in axes_of(r) and self._differs(result)):
-            return f"its gradient is not summed over {self.axis}"
+            known = self.sums.is_known(self.sums.results[result])
+            text = f"its gradient is not summed over {self.axis}"
+            return text if known else f"{text}{_NOT_UNDERSTOOD}"
         others = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
         if self.axis in axes_of(r) and not self.varies(others):
             return f"all devices along {self.axis} keep the same part of it"
