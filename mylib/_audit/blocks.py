@@ -13,13 +13,13 @@ from .hlo import Array, Instruction
 
 
 class At(NamedTuple):
-    """The blocks lie along dimension `dim`, each of `stride` elements, `count` in a row, so that
-    element i is of block `i // stride % count`.
+    """The blocks lie along dimension `dim`, each of `stride` elements, `blocks` in a row, so
+    that element i is of block `i // stride % blocks`.
     """
 
     dim: int
     stride: int
-    count: int
+    blocks: int
 
 
 def numbers(text: str) -> list[int]:
@@ -47,8 +47,8 @@ def _reshaped(before: Sequence[int], after: Sequence[int], at: At) -> At | None:
     stride = at.stride * math.prod(before[at.dim + 1 :])
     for dim in reversed(range(len(after))):
         inner = math.prod(after[dim + 1 :])
-        if stride % inner == 0 and after[dim] % (stride // inner * at.count) == 0:
-            return At(dim, stride // inner, at.count)
+        if stride % inner == 0 and after[dim] % (stride // inner * at.blocks) == 0:
+            return At(dim, stride // inner, at.blocks)
     return None
 
 

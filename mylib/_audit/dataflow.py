@@ -106,7 +106,7 @@ class Graph:
 
 def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> Graph:
     """The graph of a program."""
-    walk = _Walk(module, transfers, devices)
+    walk = _Marking(module, transfers, devices)
     parameters = tuple(
         walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters))
     )
@@ -130,7 +130,7 @@ _ROOM = ("AllocateBuffer", "CreateBuffer")
 _FROM_OUTSIDE = ("infeed", "recv", "rng")
 
 
-class _Walk(Walk):
+class _Marking(Walk):
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
         super().__init__(transfers)
         self.devices = devices

@@ -220,7 +220,7 @@ class Sums(Walk):
         if len(places) > 1:
             used = [t if t.at is None else self._torn(t) for t in used]
         at = places.pop() if len(places) == 1 else None
-        blocks = range(at.count if at is not None else 1)
+        blocks = range(at.blocks if at is not None else 1)
         rows = tuple(self._least({t.rows[i if t.at else 0] for t in used}) for i in blocks)
         return frozenset([Term(key, rows, at, bool(near))])
 
@@ -244,7 +244,7 @@ class Sums(Walk):
         if a.at is not None and b.at is not None and a.at != b.at:
             return self._torn(a)
         at = a.at or b.at
-        blocks = range(1 if at is None else at.count)
+        blocks = range(1 if at is None else at.blocks)
         sums = [
             self._array(a.rows[i if a.at else 0]) + self._array(b.rows[i if b.at else 0])
             for i in blocks
@@ -291,7 +291,7 @@ class Sums(Walk):
                 continue
             # Each device writes its part into its place: a gather, if the whole is summed later.
             at = At(dim, part[dim], whole[dim] // part[dim])
-            blocks = where // part[dim] == np.arange(at.count)
+            blocks = where // part[dim] == np.arange(at.blocks)
             placed = frozenset(
                 t._replace(
                     rows=tuple((self._array(t.rows[0]) * m[:, None]).tobytes() for m in blocks.T),
@@ -313,7 +313,7 @@ class Sums(Walk):
         alike = len(sizes) == 1 and all(each.keys() == rows[0].keys() for each in rows)
         # Parts that have come from several devices, one by one.
         if alike and rows[0] and any(each != rows[0] for each in rows):
-            at = At(dim, *sizes, len(forms))
+            at = At(dim, sizes.pop(), len(forms))
             gathered = [
                 Term(t.atom, tuple(each[t.atom][0] for each in rows), at, t.near) for t in forms[0]
             ]
@@ -504,10 +504,11 @@ def _shaped(x: Instruction, form: Form) -> Forms:
 
 def _together(key: object, terms: Iterable[Term]) -> Form:
     """Terms that are alike, as one."""
+    terms = frozenset(terms)
     alike, atoms = {term[1:] for term in terms}, {term.atom for term in terms}
     if len(alike) == 1 < len(atoms) and not any(isinstance(atom, OnTheWay) for atom in atoms):
-        return frozenset([Term(key, *alike.pop())])
-    return frozenset(terms)
+        return frozenset([next(iter(terms))._replace(atom=key)])
+    return terms
 
 
 def _smallest(arrays: Sequence[np.ndarray]) -> tuple[Rows, ...]:

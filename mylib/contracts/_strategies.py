@@ -22,7 +22,7 @@ def data_parallel(
     - `axis`: the mesh axis of the batch.
     - `argument`: the name of the argument that is the model; by default the first.
     - `pieces`: how often each gradient may be summed in a call, if it is accumulated over pieces of
-        the batch and summed for each of them.
+        the batch and summed for each of them. Sums that XLA:CPU writes into a loop don't count.
     - `activations`: how much else may be moved in a call, such as `"64 KiB"` for the statistics of
         a batch.
 
@@ -123,7 +123,7 @@ def tensor_parallel(
     - `axis`: the mesh axis of the layers.
     - `argument`: the name of the argument that is the model; by default the first.
     - `forward`: how often activations are summed in the forward pass: in a transformer twice per
-        block.
+        block, and once more if the table of its embedding is sharded.
     - `activations`: how much of them may be moved in a call in other ways, such as `"64 KiB"`.
 
     **Returns:**
