@@ -271,7 +271,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     # XLA sums gradients that are no products whole: those of tables, biases and norms.
     if kind == "all-reduce" and not judged.is_of_product(m):
         return ""
-    return "" if judged.is_of_table(m) else "gradients should be reduce-scattered"
+    return "" if judged.is_activation(m) else "gradients should be reduce-scattered"
 
 
 def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iterator[Violation]:
