@@ -79,6 +79,8 @@ class Sums(Walk):
         own[np.arange(self.devices), places] = 1
         self.own, self.zero = own, np.zeros(self.shape, int).tobytes()
         self.held: dict[int, Forms] = {}
+        # How often the loops run that are being followed.
+        self.turns: list[int | None] = []
         # Products of what devices have not summed, by their `id`: of the model, not the optimiser.
         self.local_products: set[int] = set()
         # By the number of a collective, what is given to it.
@@ -129,10 +131,13 @@ class Sums(Walk):
         """What a ring of permutations returns depends on how often it runs."""
         body, turns = x.called("body"), trips(x)
         most = _TURNS * self.devices
+        self.turns.append(turns)
         for _ in range(most if turns is None else min(turns, most)):
             before, carried = carried, self.run(body, (carried,))
             if carried == before:
-                return carried
+                turns = 0
+                break
+        self.turns.pop()
         return carried if turns is not None and turns <= most else self._lost(carried)
 
     def _lost(self, value: Forms) -> Forms:
@@ -373,7 +378,9 @@ class Sums(Walk):
                 return self._torn(term)
             first = np.full((self.devices, 1), taken.start)
         if first is None:
-            return self._torn(term)
+            # XLA:CPU of JAX 0.10 adds rows to a table in a loop that takes each of them once.
+            each_once = bool(self.turns) and (self.turns[-1] or 0) * after == before
+            return self._over_blocks(term) if each_once else self._torn(term)
         first = np.clip(first[:, 0], 0, before - after)
         in_one = (first // stride == (first + after - 1) // stride).all()
         if in_one or not ((first % stride).any() or after % stride):

@@ -176,7 +176,7 @@ def test_sums_in_each_iteration_are_those_of_the_compiler():
 
 
 @pytest.mark.skipif(
-    jax.__version_info__ < (0, 11), reason="XLA:CPU makes a loop of this scatter, not understood"
+    jax.__version_info__ < (0, 11), reason="XLA:CPU makes a loop of it, so the advice is missing"
 )
 def test_rows_of_a_batch_that_are_gathered_for_a_table():
     """The violation names the table, and what it says to write holds."""
