@@ -20,7 +20,7 @@ from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
 from .groups import Axes, axes_in
 from .hlo import Array, HloModule
-from .memory import memory_of
+from .memory import compiled_for, memory_of
 from .report import Collective, Parameter, Report
 from .work import Work, work_of
 
@@ -210,6 +210,7 @@ def report_of(
         results=_results(module, compiled),
         flow=flow,
         share=_share(work, traced),
+        platform="" if compiled is None else compiled_for(compiled)[0],
     )
 
 
