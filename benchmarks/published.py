@@ -18,8 +18,13 @@ from mylib import machines
 from mylib.machines import CHIPS, Machine
 
 LLAMA2_7B = Size(32, 4096, 32, 32, 11008)
+LLAMA2_13B = Size(40, 5120, 40, 40, 13824)
+LLAMA_34B = Size(48, 8192, 64, 8, 22016)
+LLAMA2_70B = Size(80, 8192, 64, 8, 28672)
 LLAMA3_8B = Size(32, 4096, 32, 8, 14336, vocab=128256)
 LLAMA3_70B = Size(80, 8192, 64, 8, 28672, vocab=128256)
+LLAMA3_405B = Size(126, 16384, 128, 8, 53248, vocab=128256)
+MISTRAL_7B = Size(32, 4096, 32, 8, 14336)
 # MaxText's `global_parameter_scale`.
 SCALED = {
     "16B": Size(32, 4096, 64, 64, 28672),
@@ -32,6 +37,8 @@ SCALED = {
 }
 # What TorchTitan saves with "selective" activation checkpointing: attention, and every second
 # product.
+INPUT = "decoder_layer_input"
+SAVED = (*DOTS, "context")
 SELECTIVE = "query_proj", "value_proj", "mlpwi_0", "mlpwo", "context"
 # a3-highgpu-8g has four network cards of 200 Gb/s for eight GPUs.
 A3 = replace(CHIPS["h100"], network_bandwidth=12.5e9)
@@ -71,6 +78,12 @@ def counted(size: Size, work: Work) -> float:
 
 
 HEADS = 128
+# PyTorch's FSDP gathers the weights of the next layer while a layer runs. XLA does so for one gather
+# at a time, unless it may do several.
+_AHEAD = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
 _ON_GPU = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
@@ -96,7 +109,19 @@ def titan(
     axes = {"fsdp": 8 * hosts // tensor} | ({"tensor": tensor} if tensor > 1 else {})
     machine = machines.gpu(OF_500_WATTS, hosts=hosts)
     seconds = work.sequences * work.time / rate
-    return Row(f"{name}, {8 * hosts} H100", machine, size, axes, work, seconds, held_out)
+    options = _AHEAD
+    return Row(f"{name}, {8 * hosts} H100", machine, size, axes, work, seconds, held_out,
+               options=options)  # fmt: skip
+
+
+def on_a100(
+    name: str, hosts: int, size: Size, axes: Mapping[str, int], work: Work, rate: float,
+    held_out: bool,
+) -> Row:  # fmt: skip
+    machine = machines.gpu("a100-80gb", hosts=hosts)
+    seconds = work.sequences * work.time / rate
+    return Row(f"{name}, {machine.count} A100", machine, size, axes, work, seconds, held_out,
+               options=_AHEAD)  # fmt: skip
 
 
 def scaled(
@@ -111,12 +136,19 @@ def scaled(
     return Row(title, machine, size, axes, work, seconds, held_out, judged)
 
 
-def llama3(name: str, shape: tuple[int, int], sequences: int, seconds: float, held: bool) -> Row:
+def on_v6e(
+    name: str, size: Size, shape: tuple[int, int], offloaded: tuple[str, ...], sequences: int,
+    time: int, seconds: float, held: bool,
+) -> Row:  # fmt: skip
     machine = machines.tpu("v6e", shape)
-    size, offloaded = (LLAMA3_8B, QUERIES) if name == "8B" else (LLAMA3_70B, QUERIES[:3])
-    work = Work(sequences, 8192, offloaded=("decoder_layer_input", *offloaded), loss_blocks=8)
+    work = Work(sequences, time, offloaded=offloaded, loss_blocks=8)
     axes = {"fsdp": machine.count}
     return Row(f"{name}, {machine.count} v6e", machine, size, axes, work, seconds, held)
+
+
+def llama3(name: str, shape: tuple[int, int], sequences: int, seconds: float, held: bool) -> Row:
+    size, queries = (LLAMA3_8B, QUERIES) if name == "8B" else (LLAMA3_70B, QUERIES[:3])
+    return on_v6e(name, size, shape, (INPUT, *queries), sequences, 8192, seconds, held)
 
 
 def v4(depth: int, width: int, heads: int, sequences: int, shape: tuple[int, ...], name: str,
@@ -148,6 +180,13 @@ ROWS = (
     titan("8B", 16, LLAMA3_8B, 1, Work(2, 8192, SELECTIVE, looked_up=True), 6514, True),
     titan("8B TP 8", 8, LLAMA3_8B, 8, Work(1.5, 8192, SELECTIVE, looked_up=True), 4378, False),
     titan("70B TP 8", 32, LLAMA3_70B, 8, Work(2, 8192, looked_up=True), 597.3, True),
+    titan("405B TP 8", 16, LLAMA3_405B, 8, Work(0.25, 8192, looked_up=True), 109, True),
+    on_a100("8B", 8, LLAMA3_8B, {"fsdp": 64}, Work(1, 8192, SELECTIVE, looked_up=True), 2973, False),
+    on_a100("70B", 8, LLAMA3_70B, {"fsdp": 64}, full(1, 8192), 331, True),
+    on_a100("7B", 16, LLAMA2_7B, {"data": 16, "fsdp": 8}, Work(2, 4096, SAVED), 3760, False),
+    on_a100("13B", 16, LLAMA2_13B, {"data": 16, "fsdp": 8}, Work(1, 4096, SAVED), 1700, True),
+    on_a100("34B", 16, LLAMA_34B, {"fsdp": 128}, full(8, 4096), 772, False),
+    on_a100("70B full", 16, LLAMA2_70B, {"fsdp": 128}, full(6, 4096), 380, True),
     scaled("16B", "v5e", (16, 16), 1, full(6), 120, False),
     scaled("32B", "v5e", (16, 16), 1, full(4), 132, True),
     scaled("64B", "v5e", (16, 16), 1, full(2), 118, False),
@@ -169,6 +208,8 @@ ROWS = (
     llama3("70B", (8, 8), 2, 18.688, True),
     llama3("70B", (8, 16), 4, 34.786, False),
     llama3("70B", (16, 16), 5, 42.656, True),
+    on_v6e("Mistral 7B", MISTRAL_7B, (2, 4), (INPUT, *QUERIES), 6, 8192, 6.320, True),
+    on_v6e("Llama 2 70B", LLAMA2_70B, (16, 16), QUERIES[:3], 2, 4096, 9.052, True),
     v4(48, 6144, 24, 13, (4, 4, 4), "22B", 156, False),
     v4(32, 12288, 32, 7, (4, 4, 12), "52B", 154, True),
 )  # fmt: skip
