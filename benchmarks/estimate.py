@@ -3,12 +3,13 @@
     python benchmarks/estimate.py                          every row that was compiled before
     python benchmarks/estimate.py --only "8 H100" "v5e"    rows with one of these in their name
     python benchmarks/estimate.py --order                  strategies for one model on one machine
-    python benchmarks/estimate.py --compile                compiles them: hours on two cores
-    python benchmarks/estimate.py --compile --keep DIR     compiles only programs that DIR lacks
+    python benchmarks/estimate.py --compile                compiles all of them: hours on two cores
+    python benchmarks/estimate.py --store                  and stores what estimates read of them
+    python benchmarks/estimate.py --store --keep DIR       compiles only programs that DIR lacks
 
 Constants of the estimate were fitted to half of the rows ("fit"), and are judged by the others.
-What an estimate reads of a program is kept in `published.json.gz`. Nothing is run, and no GPU or TPU
-is needed; compiling needs their compilers (`pip install '.[gpu-compiler,tpu-compiler]'`).
+What is stored is in `published.json.gz`. Nothing is run, and no GPU or TPU is needed; compiling
+needs their compilers (`pip install '.[gpu-compiler,tpu-compiler]'`).
 """
 
 import argparse
@@ -21,11 +22,11 @@ from statistics import geometric_mean
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import stored
 from jax.sharding import AbstractMesh
 from published import ORDER, ROWS, Row
 from side_by_side import print_header, print_row
 from training_step import lowered
-import stored
 
 import mylib
 from mylib._audit import Estimate
@@ -50,12 +51,9 @@ def program_of(row: Row, folder: Path | None) -> str:
 
 
 def inputs_of(row: Row, folder: Path | None) -> stored.Inputs:
-    """Compiles a row, and stores what an estimate reads of it."""
+    """What an estimate reads of a row's program, which is compiled."""
     mesh = AbstractMesh(tuple(row.axes.values()), tuple(row.axes))
-    report = mylib.audit(program_of(row, folder), mesh=mesh, local=LOCAL)
-    inputs = stored.inputs_of(report)
-    stored.write(row, inputs)
-    return inputs
+    return stored.inputs_of(mylib.audit(program_of(row, folder), mesh=mesh, local=LOCAL))
 
 
 def estimate(row: Row, inputs: stored.Inputs) -> Estimate:
@@ -123,18 +121,21 @@ def main() -> None:
         "--only", nargs="+", default=[""], help="rows with one of these in their name"
     )
     parser.add_argument("--order", action="store_true", help="strategies for one model instead")
-    parser.add_argument("--compile", action="store_true", help="compiles the programs again")
-    parser.add_argument("--keep", type=Path, help="compiles programs that this folder lacks")
+    parser.add_argument("--compile", action="store_true", help="compiles the programs")
+    parser.add_argument("--store", action="store_true", help="and stores what is read of them")
+    parser.add_argument("--keep", type=Path, help="a folder of programs that were compiled")
     given = parser.parse_args()
     every = ORDER if given.order else ROWS
     rows = [row for row in every if any(part in row.name for part in given.only)]
     kept = stored.load()
-    again = given.compile or given.keep
+    again = given.compile or given.store
     inputs = [inputs_of(row, given.keep) if again else stored.read(row, kept) for row in rows]
+    if given.store:
+        stored.write(zip(rows, inputs, strict=True))
     known = [(row, found) for row, found in zip(rows, inputs, strict=True) if found is not None]
     (order if given.order else table)(known)
     if len(known) < len(rows):
-        print(f"{len(rows) - len(known)} rows were not compiled: --compile does")
+        print(f"{len(rows) - len(known)} rows are not stored: --compile compiles them")
 
 
 if __name__ == "__main__":

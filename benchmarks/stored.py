@@ -1,10 +1,10 @@
-"""What the estimates of published steps read of their compiled programs, in a file: compiling all of
-them takes hours.
+"""What the estimates of published steps read of their compiled programs, in a file. To compile all
+of these programs takes hours.
 """
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,11 @@ def read(row: Row, stored: Mapping[str, Any]) -> Inputs | None:
     return Work(found["flops"], found["traffic"], found["unknown"], schedule), sent
 
 
-def write(row: Row, inputs: Inputs) -> None:
-    """Adds the inputs of a row to the file."""
-    work, sent = inputs
-    stored = load() | {
-        row.name: {
+def write(found: Iterable[tuple[Row, Inputs]]) -> None:
+    """Adds the inputs of rows to the file."""
+    stored = load()
+    for row, (work, sent) in found:
+        stored[row.name] = {
             "program": program(row),
             "flops": work.flops,
             "traffic": work.traffic,
@@ -50,7 +50,6 @@ def write(row: Row, inputs: Inputs) -> None:
             "schedule": list(map(_packed, work.schedule)),
             "sent": sent,
         }
-    }
     FILE.write_bytes(gzip.compress(json.dumps(stored, sort_keys=True).encode(), mtime=0))
 
 

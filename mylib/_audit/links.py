@@ -1,8 +1,8 @@
 """How long a collective takes on a machine: which links it uses, and how fast these are.
 
 The figures of GPUs are those of nccl-tests 2.27 on up to 32 hosts of 8 H100s, as shares of the data
-sheet; other chips are assumed to reach the same shares, except where `Chip.reached` says otherwise. Those of TPUs are published measurements of
-one axis of a slice.
+sheet; other chips are assumed to reach the same shares, unless their data sheets have others. Those
+of TPUs are published measurements of one axis of a slice.
 """
 
 import functools

@@ -163,8 +163,8 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
     missing = [name for name in _SHARES if name not in chip.reached]
     if missing:
         assumed.append(
-            f"of its {' and '.join(missing)} {chip.name} reaches the shares that {like.name} does: "
-            "its own are not known (`reached` in mylib.machines.Chip)"
+            f"the shares that {', '.join(missing)} reach on {chip.name} are not known (`reached` "
+            f"in mylib.machines.Chip), and are those of {like.name}"
         )
     shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
     return ideal, Speed(*ideal[:2], *shares), assumed

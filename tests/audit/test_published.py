@@ -3,8 +3,6 @@ compiles: `benchmarks/estimate.py --compile` does.
 """
 
 import importlib
-import sys
-from itertools import groupby
 
 import _pages
 import pytest
@@ -41,17 +39,19 @@ def test_published_times_are_in_their_intervals(benchmarks):
 
 
 def test_half_of_the_rows_of_each_generation_are_held_out(benchmarks):
+    """Shares of other chips are not known, and the estimate says so."""
     held_out = {}
-    for row, _ in estimates(benchmarks):
+    for row in benchmarks[0].ROWS:
         held_out.setdefault(row.machine.chip.name, []).append(row.held_out)
-    assert {"a100-80gb", "h100", "v5e", "v5p", "v6e"} <= set(held_out)
+    assert {chip.name for chip in CHIPS.values() if chip.reached} - {"a100-40gb"} <= set(held_out)
     for name, rows in held_out.items():
-        assert sum(rows) >= len(rows) // 2 and not all(rows), name
+        assert len(rows) // 2 <= sum(rows) < len(rows), name
 
 
-def test_shares_are_of_generations_with_published_steps(benchmarks):
-    """Other chips take those of one that has them, and the estimate says so."""
-    compared = {row.machine.chip.name for row, _ in estimates(benchmarks)}
-    for chip in CHIPS.values():
-        assert not chip.reached or chip.name in {*compared, "a100-40gb"}
-        assert all(0.3 <= share <= 1 for share in chip.reached.values())
+def test_the_table_of_the_docs(benchmarks):
+    """Its rows are printed by benchmarks/estimate.py, which isn't imported: it sets a platform."""
+    page = (_pages.ROOT / "docs" / "communication.md").read_text()
+    for row, found in estimates(benchmarks):
+        start = f"| {row.name} |"
+        (line,) = (line for line in page.splitlines() if line.startswith(start))
+        assert f" {row.seconds:.2f} | {found.seconds:.2f} | " in line
