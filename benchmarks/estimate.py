@@ -128,11 +128,13 @@ def main() -> None:
     every = ORDER if given.order else ROWS
     rows = [row for row in every if any(part in row.name for part in given.only)]
     kept = stored.load()
-    again = given.compile or given.store
-    inputs = [inputs_of(row, given.keep) if again else stored.read(row, kept) for row in rows]
+    if given.compile or given.store:
+        known = [(row, inputs_of(row, given.keep)) for row in rows]
+    else:
+        found = ((row, stored.read(row, kept)) for row in rows)
+        known = [(row, inputs) for row, inputs in found if inputs is not None]
     if given.store:
-        stored.write(zip(rows, inputs, strict=True))
-    known = [(row, found) for row, found in zip(rows, inputs, strict=True) if found is not None]
+        stored.write(known)
     (order if given.order else table)(known)
     if len(known) < len(rows):
         print(f"{len(rows) - len(known)} rows are not stored: --compile compiles them")
