@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._advice import captured_by, code_of
 from .._compat import jit, names
-from .._errors import Fault, PlacementError, because
+from .._errors import Fault, PlacementError, because, in_words
 from .._jit import Function, Jitted, Targets, about, refuse_by_position
 from .._placement import (
     AnyMesh,
@@ -310,7 +310,7 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
             for name, x in captured_by(code_of(fun))
             if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding)
         ]
-        if captured and names.TEXT_OTHER_MESH in str(error):
+        if captured and names.TEXT_OTHER_MESH in in_words(error):
             error.add_note(
                 f"({Function.of(fun).name} captures {', '.join(captured)}, which is on a mesh "
                 "already: pass it as an argument)"

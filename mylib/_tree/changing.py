@@ -1,0 +1,73 @@
+"""Static values that can change in place: while they stay the same object, their hash differs."""
+
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from functools import lru_cache
+from types import BuiltinFunctionType, MethodType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.layout import Format
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
+
+# The hash of a value with one of these is that of its identity, or of what it can't change.
+_LASTING = frozenset(
+    kind.__hash__
+    for kind in (object, str, bytes, int, float, complex, range, BuiltinFunctionType, MethodType)
+)
+_LASTING_KINDS = (
+    type,
+    Enum,
+    np.dtype,
+    np.generic,
+    Sharding,
+    PartitionSpec,
+    Mesh,
+    AbstractMesh,
+    Format,
+    jax.Array,
+)
+
+
+def state_of(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The hashes of what can change in these values; empty if nothing can. Values without a hash,
+    such as lists in static fields, are not looked at.
+    """
+    values = list(values)
+    # Most trees have a few kinds of values, however many there are of them.
+    if not any(map(_can_change, set(map(type, values)))):
+        return ()
+    return tuple(filter(_is_there, map(_state_of_one, values)))
+
+
+def _state_of_one(x: Any) -> Any:
+    if not _can_change(type(x)):
+        return None
+    if not _is_container(type(x)):
+        return hash(x)
+    parts = [getattr(x, f.name, None) for f in fields(x)] if is_dataclass(x) else x
+    # Python may keep the hash of a container.
+    kind = frozenset if isinstance(x, frozenset) else tuple
+    states = kind(map(_state_of_one, parts))
+    return states if any(map(_is_there, states)) else None
+
+
+def _is_there(state: Any) -> bool:
+    return state is not None
+
+
+@lru_cache(maxsize=4096)
+def _can_change(kind: type) -> bool:
+    return not (
+        kind.__hash__ is None or kind.__hash__ in _LASTING or issubclass(kind, _LASTING_KINDS)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _is_container(kind: type) -> bool:
+    """Whether values of this kind can change only in what they hold."""
+    if is_dataclass(kind):
+        return kind.__dataclass_params__.frozen  # pyright: ignore[reportAttributeAccessIssue]
+    return kind.__hash__ in (tuple.__hash__, frozenset.__hash__)
