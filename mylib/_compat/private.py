@@ -367,8 +367,8 @@ def is_sharding_type_error(error: Exception) -> bool:
 
 
 def lowered_for_a_missing_backend(text: str) -> bool:
-    """Whether this is JAX's error, as `Type: text`, for lowering a callback for a platform that this process doesn't
-    have.
+    """Whether this is JAX's error, as `Type: text`, for lowering a callback for a platform that
+    this process doesn't have.
     """
     return text.partition(": ")[2].startswith("Unknown backend: ")
 

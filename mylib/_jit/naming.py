@@ -6,7 +6,7 @@ from itertools import compress
 from typing import Any
 
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .._compat import (
     is_sharding_type_error,
@@ -16,7 +16,7 @@ from .._compat import (
     readable_error,
 )
 from .._errors import NotHereError, in_words, not_here
-from .._placement import AnyMesh, current_world
+from .._placement import AnyMesh, current_world, same_axes, show_mesh
 from .._text import some
 from .._tree import Kind, is_array, is_of_keys, kind_of, walk
 from .donation import Donated
@@ -24,7 +24,7 @@ from .variants import Call
 
 # The names of arrays in the program, which takes two lists of them.
 _NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
-_IN_ERRORS = re.compile(rf"[Aa]rgument ({_NUMBERED.pattern})")
+_IN_ERRORS = re.compile(rf"[Aa]rgument '?({_NUMBERED.pattern})")
 _CLASSES = re.compile(r"<class '(.+?)'>")
 
 
@@ -116,6 +116,23 @@ def _about_explicit_axes(call: Call) -> str:
     )
 
 
+def _about_two_meshes(text: str, call: Call) -> str:
+    mesh, around = call.program.mesh, current_world()
+    in_force = around.mesh if around.devices is None else around.devices
+    if mesh is None or in_force.empty or _alike(mesh, in_force):
+        return ""
+    return (
+        f"{call.program.name} has mesh={show_mesh(mesh)}, and is called under jax.set_mesh of "
+        f"{show_mesh(in_force)}, which differs: leave out mesh=, or call it outside of jax.set_mesh"
+    )
+
+
+def _alike(one: AnyMesh, other: AnyMesh) -> bool:
+    if isinstance(one, Mesh) and isinstance(other, Mesh):
+        return one == other
+    return same_axes(one, other) and one.axis_types == other.axis_types
+
+
 def _about_layers(text: str, call: Call) -> str:
     """The classes that `fully_shard` makes have the names of the originals."""
     classes = _CLASSES.findall(text)
@@ -170,6 +187,7 @@ def _about_numbered(text: str, call: Call) -> str:
 
 # What to say about errors with these texts: the first that knows something.
 _NOTES: dict[str, Callable[[str, Call], str]] = {
+    "mesh": _about_two_meshes,
     "": _about_numbered,
     names.TEXT_OTHER_TYPE: _about_layers,
     names.TEXT_DELETED: _about_deleted,

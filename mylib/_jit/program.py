@@ -16,6 +16,7 @@ from .._advice import (
     about_arrivals,
     about_captured,
     about_not_taken,
+    about_order,
     about_replicated,
     about_spared,
     devices_of,
@@ -144,6 +145,10 @@ class Program:
             raise not_here(self.name)
         latest = None if variants.latest is None else variants.latest.split
         variants.numbers.look_at(call.split, latest, self.name, partial(leaves_of, call))
+        if self.inputs is not None and isinstance(self.inputs.placement, dict):
+            arguments = [*enumerate(call.args), *call.kwargs.items()]
+            given = {self.function.parameter(key): x for key, x in arguments}
+            about_order(self.name, self.inputs.placement, given)
         variant = Variant(call.split, Donated.of(call), self.jit)
         return variants.add(variant.split, variant)
 

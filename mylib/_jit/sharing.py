@@ -17,10 +17,11 @@ _MOST = 512
 
 def shared(program: Program) -> Program:
     """That of an equal function, if there is one."""
-    if program.inputs is not None or program.out_shardings is not None:
+    # Of two equal functions that can change, one may.
+    if program.inputs is not None or program.out_shardings is not None or program.fun.state:
         return program
     _, options = outlined((program.donate, dict(program.options)))
-    key = program.fun.noted(), program.mesh, options
+    key = program.fun, program.mesh, options
     try:
         programs = _beside(program.fun)
         return programs.find(key) or programs.add(key, program)
