@@ -1,33 +1,35 @@
 """Static values that can change in place: while they stay the same object, their hash differs."""
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import lru_cache
-from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import jax
+import jax.tree_util as jtu
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec, Sharding
 
-# The hash of a value with one of these is that of its identity, or of what it can't change.
-_LASTING = frozenset(
-    kind.__hash__
-    for kind in (object, str, bytes, int, float, complex, range, BuiltinFunctionType, MethodType)
+# Hashes by identity, or by what can't change, also in classes that inherit them.
+_LASTING_HASHES = frozenset(
+    kind.__hash__ for kind in (object, str, bytes, int, float, complex, np.dtype)
 )
 _LASTING_KINDS = (
     type,
     Enum,
-    np.dtype,
     np.generic,
+    inspect.Signature,
+    jax.Array,
+    jax.ShapeDtypeStruct,
+    jtu.PyTreeDef,
     Sharding,
     PartitionSpec,
     Mesh,
     AbstractMesh,
     Format,
-    jax.Array,
 )
 
 
@@ -60,9 +62,11 @@ def _is_there(state: Any) -> bool:
 
 @lru_cache(maxsize=4096)
 def _can_change(kind: type) -> bool:
-    return not (
-        kind.__hash__ is None or kind.__hash__ in _LASTING or issubclass(kind, _LASTING_KINDS)
-    )
+    if kind.__hash__ is None or kind.__hash__ in _LASTING_HASHES:
+        return False
+    if issubclass(kind, _LASTING_KINDS):
+        return False
+    return kind.__module__ != "builtins" or _is_container(kind)
 
 
 @lru_cache(maxsize=4096)

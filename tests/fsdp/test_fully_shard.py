@@ -679,6 +679,6 @@ def test_fsdp_of_stacks_without_annotations():
 def test_several_classes_are_a_list_as_well_as_a_tuple():
     as_list, as_tuple = (
         mylib.fully_shard(LISTED, layers, KEPT, mesh=AUTO)
-        for layers in ([Layer, eqx.nn.MLP], (Layer, eqx.nn.MLP))
+        for layers in ([Layer, eqx.nn.Linear], (Layer, eqx.nn.Linear))
     )
     assert [*map(type, as_list.layers)] == [*map(type, as_tuple.layers)] != [Layer] * 2

@@ -151,7 +151,7 @@ def test_errors_that_cannot_be_shown(base):
     def fails(x):
         raise Failed
 
-    kept = jnp.ones(8)
+    kept = jnp.ones(())
     for decorate in (
         mylib.filter_jit,
         mylib.filter_jit(in_shardings=P("data"), mesh=AUTO),
@@ -181,8 +181,9 @@ class TestTwoMeshes:
         f = mylib.filter_jit(lambda x: x * 2, **{where: P("data")}, mesh=self.SMALL)
         with jax.set_mesh(AUTO), pytest.raises(ValueError) as error:
             f(jnp.ones(8))
-        assert "<lambda> has mesh=mesh ('data': 4), and is called under" in notes(error)[0]
-        assert "mesh ('data': 4, 'model': 2), which differs: leave out mesh=" in notes(error)[0]
+        note = notes(error)[-1]
+        assert "<lambda> has mesh=mesh ('data': 4), and is called under" in note
+        assert "mesh ('data': 4, 'model': 2), which differs: leave out mesh=" in note
 
     def test_other_types_of_axes(self):
         f = mylib.filter_jit(lambda x: x * 2, in_shardings=P("data"), mesh=EXPLICIT)
@@ -194,4 +195,4 @@ class TestTwoMeshes:
         f = mylib.filter_jit(lambda x: x * 2, in_shardings=P("nowhere"), mesh=AUTO)
         with jax.set_mesh(AUTO), pytest.raises(ValueError, match="mesh") as error:
             f(jnp.ones(8))
-        assert not notes(error)
+        assert not hasattr(error.value, "__notes__")
