@@ -12,7 +12,8 @@ class Recent(Generic[K, V]):
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._all: dict[K, V] = {}
+        # With the key itself: another that is equal may have changed since.
+        self._all: dict[K, tuple[K, V]] = {}
         # Users' keys may call functions of ours while they are compared.
         self._lock = threading.RLock()
 
@@ -21,15 +22,16 @@ class Recent(Generic[K, V]):
 
     def find(self, key: K) -> V | None:
         with self._lock:
-            if key not in self._all:
+            pair = self._all.pop(key, None)
+            if pair is None:
                 return None
-            value = self._all[key] = self._all.pop(key)
-            return value
+            self._all[pair[0]] = pair
+            return pair[1]
 
     def add(self, key: K, value: V) -> V:
         """Adds a value. Returns that of another thread, which was faster, if there is one."""
         with self._lock:
-            value = self._all.setdefault(key, value)
+            _, value = self._all.setdefault(key, (key, value))
             if len(self._all) > self._most:
                 del self._all[next(iter(self._all))]
             return value

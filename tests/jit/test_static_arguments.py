@@ -103,6 +103,14 @@ def test_what_has_changed_back_is_not(made, monkeypatch):
     assert len(traces) == 2
 
 
+def test_what_takes_turns_with_other_values():
+    config = Config(1.0)
+    f = mylib.filter_jit(lambda x, config, name: x * config.rate)
+    for rate, name in ((1.0, "a"), (1.0, "b"), (1.0, "a"), (2.0, "a"), (2.0, "b"), (1.0, "b")):
+        config.rate = rate
+        assert f(ONE, config, name) == rate
+
+
 def test_what_was_compiled_ahead_of_time_refuses_other_values():
     config = Config(1.0)
     compiled = mylib.filter_jit(lambda x, config: x * config.rate).lower(ONE, config).compile()

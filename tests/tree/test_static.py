@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import mylib
+from mylib._jit import variants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,9 @@ class TestSharing:
 
 class TestBound:
     @pytest.mark.slow
-    def test_programs_are_let_go(self):
+    def test_programs_are_let_go(self, monkeypatch):
+        monkeypatch.setattr(variants, "_MOST", 256)
+
         class Name:
             pass
 
