@@ -66,6 +66,7 @@ from mylib._compat import (
     trace_of,
     traces_here,
     weakly_typed,
+    which_have_data,
     while_body,
     with_actual_memory_kind,
     without_dead_code,
@@ -302,10 +303,10 @@ class TestPrivateNames:
         name = "equinox._jit.last_error_info"
         message, pieces = find(name)
         assert message == "below zero" and b"here" in pieces, advice(name)
-        text = str(readable_error(caught.value, b"here"))
+        text = str(readable_error(str(caught.value), b"here"))
         assert "Below is the stack inside of JIT" in text, advice("equinox._jit._on_error_msg")
         assert "below zero" in text and "pytest" not in text
-        assert readable_error(ValueError("another"), b"here") is None
+        assert readable_error("ValueError: another", b"here") is None
 
     def test_the_warning_about_donated_buffers(self):
         name = "jax._src.interpreters.mlir.warnings"
@@ -1077,6 +1078,8 @@ def test_data_of_nodes():
     # Data that is neither a tuple nor a list stays whole.
     assert data([jax.tree_util.Partial(print), Data(1.0, 7)]) == [print, 7], told
     assert all_data([1, (2, None)]) == [], told
+    nodes = nodes_of(jax.tree.structure(tree))
+    assert which_have_data(nodes) == [i for i, x in enumerate(nodes) if data_of([x])], told
 
 
 def test_operations_of_an_inlined_jit_lose_their_lines_in_old_versions():

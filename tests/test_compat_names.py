@@ -660,6 +660,11 @@ def other_mesh():
     jax.shard_map(lambda x: x + there[:2], mesh=AUTO, in_specs=SPLIT, out_specs=SPLIT)(X)
 
 
+def closing_over():
+    there = jax.device_put(X, NamedSharding(TYPED, SPLIT))
+    jax.shard_map(lambda x: x + there, mesh=TYPED, in_specs=SPLIT, out_specs=SPLIT)(there)
+
+
 def donated_again():
     f = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = X + 1
@@ -681,6 +686,7 @@ def other_type():
 
 # Programs that fail with an error in which the text is.
 ERRORS = {
+    "TEXT_CLOSING_OVER": closing_over,
     "TEXT_DELETED": donated_again,
     "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,

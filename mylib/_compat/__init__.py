@@ -72,6 +72,7 @@ from .private import (
     values_by_process as values_by_process,
     vmapped_axes as vmapped_axes,
     weakly_typed as weakly_typed,
+    which_have_data as which_have_data,
     while_body as while_body,
     with_actual_memory_kind as with_actual_memory_kind,
     without_dead_code as without_dead_code,

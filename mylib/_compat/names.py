@@ -282,6 +282,8 @@ TEXT_DONATE = "donate"
 TEXT_NOT_DONATED = "Some donated buffers were not usable"
 # A function inside shard_map captures an array on another mesh.
 TEXT_OTHER_MESH = "should match the mesh of sharding"
+# One on Explicit axes.
+TEXT_CLOSING_OVER = "Closing over inputs to shard_map"
 # Two trees don't match, because of the classes of two nodes.
 TEXT_OTHER_TYPE = "different type"
 # The library for collectives on the CPU fails to start.

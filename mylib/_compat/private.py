@@ -159,6 +159,11 @@ def data_of(nodes: Iterable[Any]) -> list[Any]:
     return [x for part in present for x in (part if type(part) in _USUAL else (part,))]
 
 
+def which_have_data(nodes: Iterable[Any]) -> list[int]:
+    data = enumerate(map(_data_of_node, nodes))
+    return [i for i, x in data if x or not (x is None or type(x) in _USUAL)]
+
+
 _data_of_node = itemgetter(2)
 _USUAL = frozenset({type(None), tuple, list})
 
@@ -348,10 +353,9 @@ def is_compile_only(device: Any) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
-def ran_on_a_description(error: Exception) -> bool:
-    """Whether this is JAX's error for using a compile-only device."""
-    text = str(error)
-    no_program = "Executable" in text and text.endswith("no attribute 'local_devices'")
+def ran_on_a_description(text: str) -> bool:
+    """Whether this is the text of JAX's error for using a compile-only device."""
+    no_program = "Executable" in text and "no attribute 'local_devices'" in text
     return no_program or "not available with compile-only client" in text
 
 
@@ -362,11 +366,11 @@ def is_sharding_type_error(error: Exception) -> bool:
     return isinstance(error, core.ShardingTypeError)
 
 
-def lowered_for_a_missing_backend(error: Exception) -> bool:
-    """Whether this is JAX's error for lowering a callback for a platform that this process doesn't
-    have.
+def lowered_for_a_missing_backend(text: str) -> bool:
+    """Whether this is JAX's error, as `Type: text`, for lowering a callback for a platform that
+    this process doesn't have.
     """
-    return str(error).startswith("Unknown backend: ")
+    return text.partition(": ")[2].startswith("Unknown backend: ")
 
 
 def nvidia_gpu_is_here() -> bool:
@@ -565,9 +569,11 @@ def pass_of(eqn: Any, around: GradientPass) -> GradientPass:
     return GradientPass.FORWARD if names.STACK_JVP in transforms else around
 
 
-def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
-    """Converts an error of Equinox's callback like `equinox.filter_jit`; None for other errors."""
-    if f"{names.TEXT_EQUINOX_ERROR}: " not in str(error):
+def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
+    """Converts an error with this text like `equinox.filter_jit`; None if it is not of Equinox's
+    callback.
+    """
+    if f"{names.TEXT_EQUINOX_ERROR}: " not in text:
         return None
     last = equinox_jit.last_error_info
     if last is None:

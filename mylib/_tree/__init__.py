@@ -35,4 +35,5 @@ from .structure import (
     named_texts_of as named_texts_of,
     shortened as shortened,
     texts_of as texts_of,
+    walk as walk,
 )

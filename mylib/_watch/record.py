@@ -120,7 +120,8 @@ class Record:
 
     def started(self, call: Any, memo: list[Any], arrays: Sequence[Any]) -> None:
         if not memo or memo[0].owner is not self._lock:
-            memo[:] = [self._witness("programs", call.program.name, call.variant.key, arrays)]
+            variant = weakref.ref(call.variant)
+            memo[:] = [self._witness("programs", call.program.name, variant, arrays)]
         self._add(memo[0], arrays)
 
     def placed(self, arrays: Sequence[Any]) -> None:
