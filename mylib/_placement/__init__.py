@@ -19,6 +19,7 @@ from .parts import (
     regions_of as regions_of,
 )
 from .resolve import (
+    MOST_RULES as MOST_RULES,
     PASS as PASS,
     Decision as Decision,
     Placement as Placement,

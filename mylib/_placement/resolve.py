@@ -26,7 +26,9 @@ from .._tree import (
     Leaf,
     Leaves,
     canonical_dtype,
+    is_none,
     is_of_keys,
+    kind_of,
     name_of,
     split,
     spread_prefix,
@@ -52,6 +54,10 @@ class _Passed:
 PASS: Final = _Passed()
 """A rule's result for a leaf that it doesn't decide."""
 
+# Rules that return one another. Whether they are the same can't be seen: each access to a method
+# makes another object.
+MOST_RULES = 32
+_PLACEMENTS = PartitionSpec | Sharding | jax.Device | Format
 Rule = Callable[[Leaf], Any]
 Placement = jax.Device | Sharding | Format | PartitionSpec | Rule | None
 """Where an array goes: a device, a `jax.sharding.Sharding`, a `Format`, a `PartitionSpec` (over the
@@ -190,15 +196,21 @@ def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
 
 
 def is_placement_leaf(x: Any) -> bool:
-    if x is None or isinstance(x, PartitionSpec | Sharding | jax.Device | Format):
-        return True
-    return is_rule(x)
+    return x is None or isinstance(x, _PLACEMENTS) or is_rule(x)
 
 
 def is_rule(x: Any) -> bool:
-    # A callable PyTree node, such as a Module of shardings, is a prefix. A mesh is callable only
-    # because it is a decorator.
-    return callable(x) and not isinstance(x, Mesh) and jtu.all_leaves([x])
+    """Whether `x` can be called for a placement: a function, or a node, such as a Module or a
+    `Partial`, that holds neither placements nor arrays.
+    """
+    # A mesh is callable only because it is a decorator, and a class makes something else.
+    if not callable(x) or isinstance(x, Mesh | type):
+        return False
+    # A Module of placements is a prefix, though it can be called. So is one that says None of all.
+    held = jtu.tree_leaves(x, is_leaf=is_none)
+    if any(isinstance(y, _PLACEMENTS) or kind_of(y) is not Kind.STATIC for y in held):
+        return False
+    return not held or not all(map(is_none, held))
 
 
 @lru_cache(maxsize=256)
@@ -253,7 +265,7 @@ class _Resolver:
     def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
         asked: list[Any] = []
         while is_rule(entry):
-            if any(entry is rule for rule in asked):
+            if len(asked) == MOST_RULES:
                 itself = because("the rule returns itself", "return a placement", repr(entry))
                 return None, [itself]
             asked.append(entry)
@@ -393,6 +405,9 @@ def _not_a_placement(entry: Any) -> Fault:
         )
     if isinstance(entry, str):
         return because("an axis name is not a placement", f"write PartitionSpec({entry!r})")
+    if isinstance(entry, type):
+        name = entry.__name__
+        return because(f"the class {name} is not a placement", f"make one: {name}(...)")
     if isinstance(entry, Mesh | AbstractMesh):
         return because("a mesh is not a placement", "pass it as `mesh=`, with a PartitionSpec")
     return because(
