@@ -11,7 +11,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .. import _watched
-from .._compat import sharding_under
+from .._compat import UNCOMMITTED, sharding_under
 from .._errors import Fault, PlacementError, because, line_of_caller
 from .._links import crosses, is_nowhere_here, next_call, origin_of, set_origin
 from .._placement import (
@@ -26,6 +26,7 @@ from .._placement import (
     memory_space,
     resolve_leaves,
     sharding_of,
+    show_mesh,
     unusual_memory_kind,
 )
 from .._processes import (
@@ -127,15 +128,47 @@ def _placed(
         with raised_in_all(processes):
             refusal = refuse if world.staged else None
             targets = resolve_leaves(leaves, placement, mesh, world, refusal)
-        if world.staged and check:
-            raise TypeError(
-                "check=True compares values, and inside a transformed function there are none yet. "
-                "Leave it out there, and call mylib.check_replicas on the results"
-            )
+        _refuse_check(world, check)
         placed = leaves.join(place_leaves(leaves, targets, world, how, check=check, **moving))
     if check:
         check_replicas(placed)
     return placed
+
+
+def _on_default_device(
+    tree: T,
+    mesh: AnyMesh | None,
+    check: bool | None,
+    options: Callable[[Leaves], dict[str, Any]],
+) -> T:
+    """What `filter_device_put` does without a placement: only NumPy arrays move."""
+    if mesh is not None:
+        reason = "without a placement there is no PartitionSpec for the mesh"
+        fix = "write filter_device_put(tree, PartitionSpec(), mesh=mesh), or leave out mesh="
+        raise PlacementError([because(reason, fix, show_mesh(mesh))])
+    world, leaves = current_world(), split(tree)
+    moving = options(leaves)
+    _refuse_check(world, check)
+    placed = to_default_device(leaves.arrays, moving["may_alias"])
+    homes = [None if world.staged else _as_sharding(source) for source in moving["sources"]]
+    # Values under a transformation stay, and their cotangents go to `src`.
+    traced = [i for i, home in enumerate(homes) if home and leaves.kinds[i] is Kind.TRACED]
+    if traced:
+        here = tuple(sharding_under(x) or UNCOMMITTED for x in pick(traced, placed))
+        back, alias = tuple(pick(traced, homes)), tuple(pick(traced, moving["may_alias"]))
+        put_back(placed, traced, place(pick(traced, placed), Routes(here, back, alias, False)))
+    result = leaves.join(placed)
+    if check:
+        check_replicas(result)
+    return result
+
+
+def _refuse_check(world: World, check: bool | None) -> None:
+    if world.staged and check:
+        raise TypeError(
+            "check=True compares values, and inside a transformed function there are none yet. "
+            "Leave it out there, and call mylib.check_replicas on the results"
+        )
 
 
 def place_leaves(
@@ -187,7 +220,8 @@ def filter_device_put(
     **Arguments:**
 
     - `tree`, `placement`, `mesh`, `check`: as in [`mylib.filter_shard`][]. Without a placement
-        arrays go to JAX's default device, if they are not on a device already.
+        NumPy arrays go to JAX's default device, and all others stay where they are; a mesh is then
+        an error.
     - `src`: the device or sharding for the cotangents of an eager transfer; by default that of the
         arrays.
     - `donate`: whether to donate the arrays. Their memory is freed or reused, and they can't be
@@ -216,8 +250,7 @@ def filter_device_put(
     """
     options = partial(_options, src=src, donate=donate, may_alias=may_alias)
     if placement is ...:
-        leaves = split(tree)
-        return leaves.join(to_default_device(leaves.arrays, options(leaves)["may_alias"]))
+        return _on_default_device(tree, mesh, check, options)
     return _placed(tree, placement, mesh, check, _refuse_unpinned, transfer_and_constrain, options)
 
 
