@@ -58,9 +58,10 @@ def on_host(x: Any, share: bool) -> np.ndarray:
 
 
 def host_copy(x: Any, share: bool) -> np.ndarray:
-    if share and isinstance(x, np.ndarray):
+    dtype = canonical_dtype(x)
+    if share and isinstance(x, np.ndarray) and x.dtype == dtype:
         return x
-    copy = aligned(x.shape, canonical_dtype(x))
+    copy = aligned(x.shape, dtype)
     copy[...] = x
     return copy
 
