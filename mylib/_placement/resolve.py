@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError, because
+from .._errors import Fault, PlacementError, PlacementWarning, because, warn
 from .._tree import (
     MISFIT,
     Kind,
@@ -153,6 +153,8 @@ def decide(
     if not leaves.positions:
         _refuse_class(leaves.tree)
         _refuse_arrays(placement)
+        if placement is not None:
+            _warn_of_optimiser(leaves.tree)
     entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
     return _Resolver(leaves, mesh, world, refuse, fit).run(entries, misfits)
 
@@ -168,6 +170,18 @@ def _refuse_class(tree: Any) -> None:
     if isinstance(tree, type) and issubclass(tree, eqx.Module):
         raise TypeError(
             f"{tree.__qualname__} is a class: pass an instance of the model, not its class"
+        )
+
+
+def _warn_of_optimiser(tree: Any) -> None:
+    """Trees without arrays are ordinary, such as an activation, or the state of a transformation
+    that has none. But an optimiser alone is taken for its state.
+    """
+    if isinstance(tree, tuple) and callable(getattr(tree, "init", None)):
+        warn(
+            f"0 arrays are placed: the tree is an optimiser, a {type(tree).__name__}. Place its "
+            "state: filter_shard(optim.init(params), placement)",
+            PlacementWarning,
         )
 
 

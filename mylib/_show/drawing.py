@@ -32,7 +32,7 @@ def sums(place: Sharding) -> list[str]:
     if not (isinstance(place, NamedSharding) and place.spec.unreduced):
         return []
     names = ", ".join(sorted(map(repr, place.spec.unreduced)))
-    kind = _KINDS[unreduced_kind(place.spec)]
+    kind = _KINDS[unreduced_kind(place.spec) or "sum"]
     return [f"partial {kind}: the values are the {kind} of the copies over {names}"]
 
 

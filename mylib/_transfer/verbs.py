@@ -2,9 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
@@ -47,10 +47,32 @@ from .primitive import Routes, place
 from .staged import constrain, transfer_and_constrain
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 Constrain = Callable[[list[Any], list[Target], World], list[jax.Array]]
 Refusal = Callable[[Target], Iterator[Fault]]
 
 
+def _by_position(fun: Callable[P, R]) -> Callable[P, R]:
+    """Says how to call it, if the tree or the placement are given by name, as in Equinox."""
+    code: Any = getattr(fun, "__code__")  # noqa: B009  # as type checkers know of none
+    first, named = code.co_posonlyargcount, code.co_argcount + code.co_kwonlyargcount
+    allowed = frozenset(code.co_varnames[first:named])
+
+    @wraps(fun)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not allowed.issuperset(kwargs):
+            others = ", ".join(f"{name}=" for name in kwargs if name not in allowed)
+            raise TypeError(
+                f"{fun.__name__} takes no {others}. The tree and the placement are given by "
+                f"position: {fun.__name__}(tree, placement, mesh=mesh)"
+            )
+        return fun(*args, **kwargs)
+
+    return called
+
+
+@_by_position
 def filter_shard(
     tree: T,
     placement: PyTree[Placement],
@@ -201,6 +223,7 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
     return leaves.join(_move_all(leaves, targets, across=True))
 
 
+@_by_position
 def filter_device_put(
     tree: T,
     placement: "PyTree[Placement] | EllipsisType" = ...,
