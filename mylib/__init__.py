@@ -109,7 +109,10 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         from importlib import import_module
 
         if name not in _ROOMS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            rooms = (rules, loops)
+            homes = [f"{room.__name__}.{name}" for room in rooms if name in room.__all__]
+            hint = f": it is {homes[0]}" if homes else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         room = _ROOMS[name]
         module = import_module(f".{room or name}", __name__)
         value = globals()[name] = getattr(module, name) if room else module

@@ -221,7 +221,7 @@ class PlacementWarning(MylibWarning):
     device that `fully_shard` is there to save. Or `jax.vmap` maps a function of
     [`mylib.filter_shard_map`][] over a dimension that is split over devices, which is gathered:
     `spmd_axis_name` avoids that. In a program this is known of its arguments, and of what is
-    constrained.
+    constrained. Or an optimiser is placed, which has no arrays, in place of its state.
     """
 
 

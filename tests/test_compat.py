@@ -65,6 +65,7 @@ from mylib._compat import (
     trace_kind,
     trace_of,
     traces_here,
+    unreduced_kind,
     weakly_typed,
     which_have_data,
     while_body,
@@ -1112,3 +1113,10 @@ def test_where_the_compilation_cache_is(folder, enabled):
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def test_unreduced_kind():
+    assert unreduced_kind(P("a")) is None
+    assert unreduced_kind(P("a", unreduced={"b"})) == "sum"
+    for kind in getattr(jax.sharding, "UnreducedKind", ()):  # JAX 0.10 has only sums
+        assert unreduced_kind(P(unreduced={"b"}, unreduced_kind=kind)) == kind.name

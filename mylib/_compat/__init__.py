@@ -66,6 +66,7 @@ from .private import (
     trace_of as trace_of,
     traces_here as traces_here,
     type_under as type_under,
+    unreduced_kind as unreduced_kind,
     unspecified as unspecified,
     value_at as value_at,
     value_under as value_under,

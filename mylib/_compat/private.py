@@ -194,7 +194,7 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
         sharding = sharding_under(x.val)
         if x.batch_dim is None or not isinstance(sharding, NamedSharding):
             return sharding
-        entries = list(sharding.spec) + [None] * (x.val.ndim - len(sharding.spec))
+        entries = list(sharding.spec.partitions) + [None] * (x.val.ndim - len(sharding.spec))
         del entries[x.batch_dim]
         return NamedSharding(
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
@@ -203,6 +203,13 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and hasattr(x, "sharding"):
         return x.sharding if x.committed else UNCOMMITTED
     return None
+
+
+def unreduced_kind(spec: PartitionSpec) -> str | None:
+    """How values on unreduced axes are combined: `sum`, `max` or `min`; None without such axes."""
+    # JAX 0.10 knows only sums.
+    kind = getattr(spec, "unreduced_kind", None)
+    return kind.name if kind is not None else "sum" if spec.unreduced else None
 
 
 def axes_of_lowered(value: Any) -> list[tuple[str, ...]]:

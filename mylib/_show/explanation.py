@@ -99,11 +99,11 @@ def explain(
     for i, (entry, target) in enumerate(zip(decision.entries, decision.targets, strict=True)):
         leaf = leaf_at(leaves, i, decision.mesh)
         if i in decision.faulty or name_of(leaf.path) in named:
-            rows.append(Row(leaf, None, None, "", True))
+            rows.append(Row(leaf.alone(), None, None, "", True))
         else:
             place = target or current_place(leaves.arrays[i], leaves.kinds[i])
             place = place and grounded(sharding_of(place), world)
-            rows.append(Row(leaf, target, place, _reason(entry, leaf), False))
+            rows.append(Row(leaf.alone(), target, place, _reason(entry, leaf), False))
     return Explanation(tuple(rows), tuple(decision.faults))
 
 

@@ -21,6 +21,7 @@ from .prefix import (
     MISFIT as MISFIT,
     broadcast_prefix as broadcast_prefix,
     first_difference as first_difference,
+    is_none as is_none,
     spread_prefix as spread_prefix,
 )
 from .splits import (
