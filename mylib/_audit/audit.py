@@ -209,16 +209,22 @@ def report_of(
         work=work,
         results=_results(module, compiled),
         flow=flow,
-        share=_share(work, traced),
+        share=_share(work, traced, module.devices),
     )
 
 
-def _share(work: Work, traced: Any) -> float | None:
-    """The part of a traced program's products that each device computes."""
+def _share(work: Work, traced: Any, devices: int) -> float | None:
+    """The part of a traced program's products that each device computes. Unknown if the compiled
+    program has fewer than the traced one, on all devices together: then the compiler has merged
+    some, or written them as something that is not known as a product.
+    """
     if traced is None or work.unknown:
         return None
-    totals = products_in(without_dead_code(traced), each_turn=True)
-    return sum(work.flops.values()) / (2 * totals.products) if totals and totals.products else None
+    total = products_in(without_dead_code(traced), each_turn=True)
+    if total is None or not total.products or total.factors:
+        return None
+    share = sum(work.flops.values()) / (2 * total.products)
+    return share if share * devices > 0.98 else None
 
 
 def _parameters(

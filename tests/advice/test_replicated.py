@@ -247,3 +247,44 @@ def test_audit_says_how_much_each_device_does():
     assert "  each device does all of the products" in str(whole).splitlines()
     assert mylib.audit(jax.jit(lambda x: x @ x.T).lower(x).compile()).share is None
     assert "of the products" not in str(mylib.audit(lambda x: x + 1, x))
+
+
+def _share(fun, *args):
+    """Of arrays whose shapes and specs are given."""
+    args = [
+        jax.ShapeDtypeStruct(shape, "float32", sharding=jax.NamedSharding(MESH, spec))
+        for shape, spec in args
+    ]
+    report = mylib.audit(jax.jit(fun), *args)
+    return report.share, [line for line in str(report).splitlines() if "of the products" in line]
+
+
+ROW, COLUMN, SQUARE = ((64, 1), P("data")), ((1, 64), P()), ((64, 64), P("data"))
+DIVIDED = {
+    "of vectors": (lambda x, y: jnp.einsum("i,j->ij", x, y), ((64,), P("data")), ((64,), P())),
+    "of rank one": (lambda x, u, v: x + u @ v, SQUARE, ROW, COLUMN),
+    "of rank one beside another": (lambda x, u, v: x.T @ x + u @ v, SQUARE, ROW, COLUMN),
+    "by elements": (lambda x: jnp.einsum("ij,ij->ij", x, x + 1), SQUARE),
+    "by rows": (lambda x: jnp.einsum("ij,ij->i", x, x + 1), SQUARE),
+    "inner": (lambda x: jnp.vdot(x, x + 1), ((4096,), P("data"))),
+    "of split rows": (lambda x, y: x @ y, ((64, 8), P(None, "data")), ((8, 64), P("data"))),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_products_that_the_compiler_takes_apart_are_counted(name):
+    share, lines = _share(*DIVIDED[name])
+    assert share == pytest.approx(1 / 8) and lines == ["  each device does 1/8 of the products"]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        # XLA computes one of the two.
+        lambda x: x.T @ x + jnp.sin(x.T @ x),
+        lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(64)),
+        lambda x: jax.scipy.linalg.solve_triangular(x, x @ x),
+    ],
+)
+def test_the_part_of_what_a_compiler_changes_is_unknown(fun):
+    assert _share(fun, SQUARE) == (None, [])
