@@ -462,17 +462,6 @@ def is_filter_jit(fun: Any) -> bool:
     return isinstance(fun, equinox_jit._JitWrapper)
 
 
-_FILTERED = re.compile(r"dynamic_(?:no)?donate\['(first|rest|fun)'\]\[(\d+)\]")
-
-
-def argument_of_filter_jit(name: str) -> tuple[str, int] | None:
-    """Which leaf an argument of a program is that `equinox.filter_jit` has compiled: of the
-    `"first"` argument, of the `"rest"`, or of the function, and the leaf's number.
-    """
-    match = _FILTERED.fullmatch(name)
-    return None if match is None else (match[1], int(match[2]))
-
-
 class UnknownParameter(Exception):
     """This JAX has another name for a parameter of an equation."""
 
