@@ -5,7 +5,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import re
 import warnings
 from pathlib import Path
 

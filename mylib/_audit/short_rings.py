@@ -59,6 +59,4 @@ def _adds(x: Instruction, operand: Instruction) -> bool:
 
 
 def _is_added(x: Instruction) -> bool:
-    return any(
-        _is_added(user) if user.opcode in _MOVED else _adds(user, x) for user in x.users
-    )
+    return any(_is_added(user) if user.opcode in _MOVED else _adds(user, x) for user in x.users)

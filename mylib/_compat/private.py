@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import pickle
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence

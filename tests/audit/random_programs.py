@@ -160,7 +160,9 @@ def _groups(rest: str) -> list[list[int]]:
         order = [*map(int, match[4].split(","))] if match[4] else range(len(sizes))
         ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
         return ids.reshape(int(match[1]), int(match[2])).tolist()
-    pattern = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[(.*?)\](?:T\((.*?)\))?\))? \{(.*?)\}"
+    pattern = (
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[(.*?)\](?:T\((.*?)\))?\))? \{(.*?)\}"
+    )
     match = re.search(pattern, rest)
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", match[1])}
     ids = np.arange(math.prod(sizes.values()))
