@@ -160,15 +160,15 @@ def _groups(rest: str) -> list[list[int]]:
         order = [*map(int, match[4].split(","))] if match[4] else range(len(sizes))
         ids = np.arange(math.prod(sizes)).reshape(sizes).transpose(order)
         return ids.reshape(int(match[1]), int(match[2])).tolist()
-    pattern = (
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[(.*?)\](?:T\((.*?)\))?\))? \{(.*?)\}"
-    )
+    pattern = r"replica_groups=mesh\[(.*?)\](?:, device_ids=\((.*?)(?:T\((.*?)\))?\))? \{(.*?)\}"
     match = re.search(pattern, rest)
     sizes = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", match[1])}
     ids = np.arange(math.prod(sizes.values()))
-    if match[3]:
-        sides = [*map(int, match[2].split("]<=[")[-1].split(","))]
-        ids = ids.reshape(sides).transpose([*map(int, match[3].split(","))])
+    if match[3]:  # a shape, and the order of its dimensions
+        ids = ids.reshape([*map(int, match[2].strip("[]").split(","))])
+        ids = ids.transpose([*map(int, match[3].split(","))])
+    elif match[2]:
+        ids = np.array([*map(int, match[2].split(","))])
     # An axis is divided into what comes before the part that is used, that part, and the rest.
     parts = {name: (int(before), int(n)) for name, before, n in _PART.findall(match[4])}
     names = re.findall(r"'(\w+)'", match[4])
