@@ -240,7 +240,8 @@ class RecompilationWarning(MylibWarning):
 class ReplicatedWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] computes the same on all devices: its matrix
     products and convolutions are not divided among them. Usually a batch is not placed, such as a
-    NumPy array without `in_shardings`.
+    NumPy array without `in_shardings`; or `jax.lax.map` goes over sharded rows, which XLA gathers:
+    call it in [`mylib.filter_shard_map`][].
     """
 
 

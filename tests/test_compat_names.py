@@ -285,6 +285,12 @@ PROGRAMS = {
     "run_state": lambda: traced(run_state),
     "scan": lambda: traced(loop),
     "conv_general_dilated": lambda: traced(lambda x: lax.conv(IMAGE, IMAGE, (1, 1), "SAME") * x[0]),
+    "cholesky": lambda: traced(jnp.linalg.cholesky, TABLE),
+    "eigh": lambda: traced(jnp.linalg.eigh, TABLE),
+    "lu": lambda: traced(jax.scipy.linalg.lu_factor, TABLE),
+    "qr": lambda: traced(jnp.linalg.qr, TABLE),
+    "svd": lambda: traced(jnp.linalg.svd, TABLE),
+    "triangular_solve": lambda: traced(jax.scipy.linalg.solve_triangular, TABLE, TABLE),
     "ragged_dot_general": lambda: traced(
         lambda x: lax.ragged_dot(x[:, None], x[None, None], jnp.array([16]))
     ),

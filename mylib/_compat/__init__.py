@@ -14,7 +14,6 @@ from .private import (
     Uncommitted as Uncommitted,
     UnknownParameter as UnknownParameter,
     add_cpu_backend as add_cpu_backend,
-    argument_of_filter_jit as argument_of_filter_jit,
     axes_of_cast_or_sum as axes_of_cast_or_sum,
     axes_of_lowered as axes_of_lowered,
     batched as batched,

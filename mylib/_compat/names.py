@@ -93,6 +93,9 @@ STOP_GRADIENT = "stop_gradient"
 # Sums of products, whose result may be of a wider dtype than their operands.
 PRODUCTS = frozenset({CONVOLUTION, DOT, RAGGED_DOT})
 
+# Decompositions of matrices, and solving with them.
+FACTORS = frozenset({"cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"})
+
 REARRANGES = frozenset(
     {"broadcast_in_dim", "copy", "reshape", "rev", "split", "squeeze", "transpose"}
 )

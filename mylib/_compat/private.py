@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import pickle
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -471,17 +470,6 @@ def function_of_equinox(eqn: Any) -> Callable[..., list[Any]] | None:
 def is_filter_jit(fun: Any) -> bool:
     """Whether `equinox.filter_jit` has made it."""
     return isinstance(fun, equinox_jit._JitWrapper)
-
-
-_FILTERED = re.compile(r"dynamic_(?:no)?donate\['(first|rest|fun)'\]\[(\d+)\]")
-
-
-def argument_of_filter_jit(name: str) -> tuple[str, int] | None:
-    """Which leaf an argument of a program is that `equinox.filter_jit` has compiled: of the
-    `"first"` argument, of the `"rest"`, or of the function, and the leaf's number.
-    """
-    match = _FILTERED.fullmatch(name)
-    return None if match is None else (match[1], int(match[2]))
 
 
 class UnknownParameter(Exception):
