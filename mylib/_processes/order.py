@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .._text import apart, counted
 from .coordination import OneThread, Processes, patience
 from .groups import digest, named, text_of
 
@@ -16,7 +17,15 @@ _REMEMBERED = 1000
 _TOLD = 1.5
 
 # The account of a process that has made no call.
-NOTHING = {"count": 0, "equal": 0, "digests": [], "differs": None, "arrived": 0, "ready": 0}
+NOTHING = {
+    "count": 0,
+    "equal": 0,
+    "digests": [],
+    "texts": None,
+    "differs": None,
+    "arrived": 0,
+    "ready": 0,
+}
 
 
 class TransferError(RuntimeError):
@@ -144,14 +153,18 @@ class Lane:
         with self._lock:
             return min(self._takes.values(), key=lambda move: move.since, default=None)
 
-    def account(self, neighbour: int) -> dict[str, Any]:
-        """What a neighbour has to know of the calls here."""
+    def account(self, neighbour: int, leaves: bool) -> dict[str, Any]:
+        """What a neighbour has to know of the calls here. If this process `leaves`, with the text
+        of each, as it can't be asked what was another call there.
+        """
         with self._lock:
             first = self._equal_there[neighbour]
+            calls = [(n, call) for n, call in self._calls.items() if n > first]
             return {
                 "count": self.count,
                 "equal": self._equal[neighbour],
-                "digests": [(n, call.digest) for n, call in self._calls.items() if n > first],
+                "digests": [(n, call.digest) for n, call in calls],
+                "texts": [(n, call.text) for n, call in calls] if leaves else None,
                 "differs": self._differs.get(neighbour),
                 "arrived": min(self._takes, default=self.count + 1) - 1,
                 "ready": self.done(),
@@ -176,13 +189,14 @@ class Lane:
                 del self._calls[n]
             return None
         self._differs[neighbour] = differs, self._calls[differs].text
-        if theirs["differs"] is None or theirs["differs"][0] != differs:
+        told = dict([*(theirs["texts"] or ()), *filter(None, [theirs["differs"]])])
+        if differs not in told:
             return None
-        texts = {self.me: self._calls[differs].text, neighbour: theirs["differs"][1]}
+        texts = {self.me: self._calls[differs].text, neighbour: told[differs]}
         (first, text), (second, instead) = sorted(texts.items())
         return (
             f"call {differs} of {named(self.processes)} is {text} in process {first}, but "
-            f"{instead} in process {second}. {IN_ORDER}"
+            f"{instead} in process {second}{apart(text, instead)}. {IN_ORDER}"
         )
 
     def _late(self, peer: int) -> str | None:
@@ -193,9 +207,16 @@ class Lane:
             if move.call.number <= self._told["ready"]:
                 move.sent = move.sent or now
         for move, does, lacks in takes + gives:
-            is_late = move.call.number > self._told["count"] and now - move.since > limit
+            is_missing = move.call.number > self._told["count"]
+            if is_missing and self._told["texts"] is not None:
+                return (
+                    f"process {self.me} {does} {move.call.text}, but process {peer} has ended "
+                    f"after {counted(self._told['count'], 'call')} of these processes, and this "
+                    f"is call {move.call.number}. {IN_ORDER}"
+                )
+            is_late = is_missing and now - move.since > limit
             if move.sent is not None:
-                is_late, lacks = now - move.sent > limit, "sent it, but it has not arrived"
+                is_late, lacks = now - move.sent > limit, "has sent it, and it did not arrive"
             if is_late:
                 return (
                     f"process {self.me} {does} {move.call.text}, but process {peer} {lacks} within "

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from .._processes import everybody, exchange, gather as _gather
+from .._text import abridged
 
 _DIFFERENCE = 40
 
@@ -112,7 +113,8 @@ def all_equal(value: Any, timeout: float = 60.0) -> None:
     """
     values = gather(value, timeout)
     if any(value != values[0] for value in values):
-        lines = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(values))
+        texts = [abridged(repr(value)) for value in values]
+        lines = "\n".join(f"  process {index}: {text}" for index, text in enumerate(texts))
         raise AssertionError(f"the processes disagree:\n{lines}")
 
 
