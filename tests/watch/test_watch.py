@@ -2,8 +2,8 @@
 
 import gc
 import logging
-import re
 import os
+import re
 import signal
 import threading
 import time
