@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._text import apart, counted
-from .coordination import OneThread, Processes, patience
+from .coordination import OneThread, Processes
+from .environment import TIMEOUT, patience
 from .groups import digest, named, text_of
 
 IN_ORDER = "All processes must make the same calls in the same order"
@@ -208,20 +209,23 @@ class Lane:
                 move.sent = move.sent or now
         for move, does, lacks in takes + gives:
             is_missing = move.call.number > self._told["count"]
+            mine = f"process {self.me} {does} {move.call.text}, but process {peer}"
             if is_missing and self._told["texts"] is not None:
                 return (
-                    f"process {self.me} {does} {move.call.text}, but process {peer} has ended "
-                    f"after {counted(self._told['count'], 'call')} of these processes, and this "
-                    f"is call {move.call.number}. {IN_ORDER}"
+                    f"{mine} has ended after {counted(self._told['count'], 'call')} of these "
+                    f"processes, and this is call {move.call.number}. {IN_ORDER}"
                 )
-            is_late = is_missing and now - move.since > limit
-            if move.sent is not None:
-                is_late, lacks = now - move.sent > limit, "has sent it, and it did not arrive"
-            if is_late:
+            if is_missing and now - move.since > limit:
                 return (
-                    f"process {self.me} {does} {move.call.text}, but process {peer} {lacks} within "
-                    f"{limit:g} s. All processes must make the same transfers. If one is slow, set "
-                    "MYLIB_EXCHANGE_TIMEOUT to more seconds"
+                    f"{mine} {lacks} within {limit:g} s. All processes must make the same "
+                    f"transfers. If one is slow, set {TIMEOUT} to more seconds"
+                )
+            if move.sent is not None and now - move.sent > limit:
+                return (
+                    f"{mine} has offered it for {limit:g} s, and it has not arrived: the network "
+                    "between them is slow or cut off, or a connection from elsewhere holds a port "
+                    f"of one of them. If it is slow, set {TIMEOUT} to more seconds; "
+                    "MYLIB_TRANSPORT=program needs no such port"
                 )
         return None
 
