@@ -23,8 +23,8 @@ from .._processes import (
     Turn,
     connected,
     digest,
-    patience,
     environment,
+    patience,
     watch,
 )
 

@@ -27,7 +27,7 @@ from .differences import (
     faults_in_full as faults_in_full,
     in_brief as in_brief,
 )
-from .environment import TIMEOUT as TIMEOUT, patience as patience, environment as environment
+from .environment import TIMEOUT as TIMEOUT, environment as environment, patience as patience
 from .groups import (
     digest as digest,
     members as members,
