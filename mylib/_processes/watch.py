@@ -21,6 +21,7 @@ import jax
 from .._compat import CoordinationClient, coordination_client, values_by_process
 from .circle import Waiting, circle_before
 from .coordination import Processes, Series, Wait, connected
+from .environment import patience
 from .groups import members, text_of
 from .order import NOTHING, Lane, TransferError, Turn, lane_name
 
@@ -55,6 +56,7 @@ class Watch:
     def __init__(self, client: CoordinationClient):
         self.client = client
         self.me = jax.process_index()
+        patience()  # an error of the environment is raised here, and not in the thread
         # Ends the connections to some processes, so that waiting for their arrays raises.
         self.break_off: Callable[[Processes], None] = lambda processes: None
         # What `mylib.watch` tells and reads in this thread.
