@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
-from ._text import counted
+from ._text import abridged, counted
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ class SavedProgramError(ValueError):
 def in_words(error: BaseException) -> str:
     """The error in one line, with its notes; only its type if formatting it fails."""
     try:
-        return " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
+        text = "".join(traceback.format_exception_only(error))
+        return abridged(" ".join(text.split("\n")).strip())
     except Exception:
         # A user's error may raise anything while it is formatted.
         return type(error).__name__

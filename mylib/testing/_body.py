@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from .._processes import everybody, exchange, gather as _gather
+from .._text import abridged
 
 _DIFFERENCE = 40
 
@@ -115,7 +116,8 @@ def all_equal(value: Any, timeout: float = 60.0) -> None:
     values = gather(value, timeout)
     # As `check_replicas` compares numbers, by their bits.
     if len({json.dumps(value, sort_keys=True) for value in values}) > 1:
-        lines = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(values))
+        texts = [abridged(repr(value)) for value in values]
+        lines = "\n".join(f"  process {index}: {text}" for index, text in enumerate(texts))
         raise AssertionError(f"the processes disagree:\n{lines}")
 
 
