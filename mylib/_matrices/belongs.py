@@ -5,13 +5,15 @@ Both are read from one trace of `init` and one of `update` on the whole tree.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 from jax.extend import source_info_util
 
-from .._compat import names as jax_names
+from .._compat import functions_of, names as jax_names
 from .._programs import all_equations
 from .._tree import is_of_keys
 from .dependence import Bits, dependences
@@ -43,7 +45,7 @@ def belonging(
     update = jax.make_jaxpr(transform.update)(params, state, params)
     _refuse_random(update)
     each = [1 << i for i in range(count)]
-    mixing = _Mixing(matrices)
+    mixing = _Mixing()
     of_state = at_start = dependences(init, each)
     while True:
         # Weights have bits of their own, to tell whether their values are read.
@@ -59,14 +61,8 @@ def belonging(
     if problems:
         raise ValueError("by_matrix updates each matrix for itself, but\n" + "\n".join(problems))
     owner = {p: _only_matrix(bits, matrices) for p, bits in zip(paths, of_state, strict=True)}
-    needs = [0] * count
-    for bits in results:
-        for i in _numbers(bits >> count):
-            needs[i] = 1
-    reads = frozenset(i for bits in at_start for i in _numbers(bits))
-    return Belonging(
-        tree, paths, owner, frozenset(i for i in range(count) if needs[i]), reads
-    )
+    needs = frozenset(_numbers(reduce(or_, results, 0) >> count))
+    return Belonging(tree, paths, owner, needs, frozenset(_numbers(reduce(or_, at_start, 0))))
 
 
 def _folded(bits: Bits, count: int) -> Bits:
@@ -83,18 +79,22 @@ def _only_matrix(bits: Bits, matrices: Sequence[int]) -> int | None:
 
 
 class _Mixing:
-    """Remembers the line where gradients of several weights first meet."""
+    """Remembers where gradients of several weights first meet."""
 
-    def __init__(self, matrices: Sequence[int]):
-        self.line = ""
+    def __init__(self):
+        self.place = ""
 
     def __call__(self, eqn: Any, operands: Sequence[Bits]) -> None:
-        together = 0
-        for bits in operands:
-            together |= bits
-        if not self.line and len([b for b in operands if b]) > 1 and len(_numbers(together)) > 1:
-            if any(b != together for b in operands if b):
-                self.line = source_info_util.summarize(eqn.source_info)
+        together = reduce(or_, operands, 0)
+        if not self.place and any(bits not in (0, together) for bits in operands):
+            self.place = _place_of(eqn)
+
+
+def _place_of(eqn: Any) -> str:
+    """The optimiser that contains an equation, or else its line."""
+    made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
+    optimisers = (maker for maker, _, inner in made_by if inner.startswith("update"))
+    return next(optimisers, source_info_util.summarize(eqn.source_info))
 
 
 def _of_updates(
@@ -102,13 +102,11 @@ def _of_updates(
 ) -> list[str]:
     chosen = set(matrices)
     for i, bits in enumerate(updates):
-        count = len(leaves)
-        others = [k for k in _numbers(_folded(bits, count)) if k != i and (i in chosen or k in chosen)]
-        if others:
-            line = f" (at {mixing.line})" if mixing.line else ""
+        others = [k for k in _numbers(_folded(bits, len(leaves))) if k != i]
+        if others and not chosen.isdisjoint([i, *others]):
             return [
-                f"  the update of {leaves[i]} depends on the gradient of {leaves[others[0]]}{line}: "
-                "put that part of the optimiser outside, "
+                f"  the update of {leaves[i]} depends on the gradient of {leaves[others[0]]} "
+                f"({mixing.place}): put that part of the optimiser outside, "
                 "`optax.chain(that_part, by_matrix(...))`"
             ]
     return []

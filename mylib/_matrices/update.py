@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from .._jit import expect
 from .._transfer import filter_shard
 from .group import Group
 from .state import Layout, MatrixState
@@ -36,6 +37,8 @@ def updated(
 ) -> tuple[Any, MatrixState]:
     """The updates, and the next state."""
     layout = state.layout
+    for group, stack in zip(layout.groups, state.stacks, strict=True):
+        expect(stack, [NamedSharding(group.mesh, group.state_spec)] * len(stack))
     leaves = layout.tree.flatten_up_to(updates)
     weights = None if params is None else layout.tree.flatten_up_to(params)
     results = list(leaves)
