@@ -21,7 +21,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 from side_by_side import print_header, print_row
 
@@ -71,22 +71,31 @@ def by_dimensions(leaf: mylib.Leaf) -> Any:
     return tuple(range(leaf.ndim - 2)), leaf.ndim - 2, leaf.ndim - 1
 
 
-def abstract(tree: Any, shardings: Any) -> Any:
+def state_of(optim: Any, params: Any, mesh: Mesh) -> Any:
+    """The state as `by_matrix` creates it, or else sharded like the weights."""
+    made, whole = jax.eval_shape(optim.init, params), NamedSharding(mesh, P())
+    if not any(_is_ours(x) for x in jax.tree.leaves(made, is_leaf=_is_ours)):
+        like = mylib.rules.like(params) | mylib.rules.replicated()
+        return mylib.filter_shard(made, like, mesh=mesh)
+    shardings = jax.jit(optim.init).lower(params).compile().output_shardings
     return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+        lambda x, s: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=s if isinstance(s, NamedSharding) else whole
+        ),
+        made,
+        shardings,
     )
 
 
-def update_of(optim: Any, case: Case, mesh: Mesh, is_ours: bool) -> mylib.Report:
+def _is_ours(node: Any) -> bool:
+    return hasattr(node, "layout")
+
+
+def update_of(optim: Any, case: Case, mesh: Mesh) -> mylib.Report:
     """The report of an update of weights kept as the case says."""
     params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in case.shapes]
     params = mylib.filter_shard(params, case.kept, mesh=mesh)
-    made = jax.eval_shape(optim.init, params)
-    if is_ours:
-        state = abstract(made, jax.jit(optim.init).lower(params).compile().output_shardings)
-    else:
-        like = mylib.rules.like(params)
-        state = mylib.filter_shard(made, like | mylib.rules.replicated(), mesh=mesh)
+    state = state_of(optim, params, mesh)
     out = jax.tree.map(lambda x: x.sharding, (params, state))
     update = jax.jit(lambda g, s: optim.update(g, s), out_shardings=out)
     return mylib.audit(update, params, state)
@@ -113,8 +122,7 @@ def step_of(make: Callable[[Any], Any], kept: Any, mesh: Mesh) -> mylib.Report:
     optim = optax.chain(make(kept), optax.scale(-1e-3))
     x = jax.ShapeDtypeStruct((2048 * mesh.size, 2048), jnp.bfloat16)
     x = mylib.filter_shard(x, P("data"), mesh=mesh)
-    state = jax.jit(optim.init).lower(model).compile().output_shardings
-    state = abstract(jax.eval_shape(optim.init, model), state)
+    state = state_of(optim, model, mesh)
 
     def step(x: Any, model: Any, state: Any) -> Any:
         def loss(model: Any) -> Any:
@@ -128,7 +136,8 @@ def step_of(make: Callable[[Any], Any], kept: Any, mesh: Mesh) -> mylib.Report:
         return eqx.apply_updates(model, updates), state
 
     places = None, *(jax.tree.map(lambda x: x.sharding, y) for y in (model, state))
-    return mylib.audit(jax.jit(step, out_shardings=places[1:], donate_argnums=(1, 2)), x, model, state)
+    step = jax.jit(step, out_shardings=places[1:], donate_argnums=(1, 2))
+    return mylib.audit(step, x, model, state)
 
 
 def main() -> None:
@@ -140,8 +149,8 @@ def main() -> None:
     for case in CASES:
         mesh = mylib.make_mesh(data=-1, **({"model": 2} if case.tensor == 2 else {}))
         optim = mylib.by_matrix(muon(), case.kept, case.over, mesh=mesh, matrices=by_dimensions)
-        ours = sent_over_must(update_of(optim, case, mesh, True), case)
-        peer = sent_over_must(update_of(muon(), case, mesh, False), case)
+        ours = sent_over_must(update_of(optim, case, mesh), case)
+        peer = sent_over_must(update_of(muon(), case, mesh), case)
         row = [case.name, f"{ours:.2f}", f"{peer:.1f}", f"{ours / peer:.2g}" if peer else "-"]
         print_row([*row, f"at most {case.most}", "ok" if ours <= case.most else "MISSED"])
     if machine:
