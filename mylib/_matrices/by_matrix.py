@@ -34,8 +34,8 @@ def by_matrix(
     """Gives each device whole matrices to update: for Muon, SOAP, Shampoo and other optimisers
     whose update of a weight needs all of it.
 
-    Weights, gradients and updates are sharded as `kept` says. Matrices of one shape are stacked, and
-    an all-to-all gives each device an equal share of them, whole. It updates these, and another
+    Weights, gradients and updates are sharded as `kept` says. Matrices of one shape are stacked,
+    and an all-to-all gives each device an equal share of them, whole. It updates these, and another
     all-to-all returns to each device its part of the updates. Without this the compiler gathers
     weights on all devices again and again, and every device computes every update.
 
@@ -90,7 +90,8 @@ def by_matrix(
         layout = request.layout(params)
         if layout is None:
             return transform.init(params)
-        return (start_eagerly if current_world().clean else partial(initial, transform))(layout, params)
+        start = start_eagerly if current_world().clean else partial(initial, transform)
+        return start(layout, params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         if isinstance(state, MatrixState):
@@ -101,8 +102,9 @@ def by_matrix(
     return _type_like(type(transform))(init, update)
 
 
-by_matrix.to_plain = to_plain
-by_matrix.from_plain = from_plain
+# For states inside of others', such as `optax.chain`'s.
+by_matrix.to_plain = to_plain  # pyright: ignore[reportFunctionMemberAccess]
+by_matrix.from_plain = from_plain  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @cache

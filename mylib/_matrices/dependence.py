@@ -22,8 +22,8 @@ Bits = int
 def dependences(
     program: Any, args: Sequence[Bits], watch: Callable[[Any, Sequence[Bits]], None] | None = None
 ) -> list[Bits]:
-    """The arguments that each result of a jaxpr depends on. `watch` is told of each equation without
-    a jaxpr of its own, and what its operands depend on.
+    """The arguments that each result of a jaxpr depends on. `watch` is called with each equation
+    without a jaxpr of its own, and what its operands depend on.
     """
     jaxpr = opened(program)
     values: dict[Any, Bits] = dict(zip(jaxpr.invars, args, strict=True))

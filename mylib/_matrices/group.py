@@ -1,8 +1,8 @@
 """Matrices of one shape that are updated alike: which device owns which, and how they travel.
 
-Each leaf is a stack of matrices (of one, if it has two dimensions). The stacks of a group are joined
-to one. Of `n` devices over which they are sharded each gets `1/n` of the matrices whole, by one
-all-to-all, and gives back its part of each update, by another one.
+Each leaf is a stack of matrices (of one, if it has two dimensions). The stacks of a group are
+joined to one. Of `n` devices over which they are sharded each gets `1/n` of the matrices whole, by
+one all-to-all, and gives back its part of each update, by another one.
 """
 
 import math
@@ -18,11 +18,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from .._placement import AnyMesh, axis_names
-from .matrices import Dims
+from .matrices import MatrixDims
 
 
 @dataclass(frozen=True)
-class Group:
+class MatrixGroup:
     """`numbers` are those of the leaves. `start` is the first owner: each group begins with the
     device behind the last one of the group before, so that all get equally many matrices.
     """
@@ -31,13 +31,13 @@ class Group:
     shape: tuple[int, ...]
     dtype: Any
     spec: PartitionSpec
-    dims: Dims
+    dims: MatrixDims
     over: tuple[str, ...]
     mesh: AnyMesh
     start: int
     travels_as: Any
 
-    def starting_at(self, start: int) -> "Group":
+    def starting_at(self, start: int) -> "MatrixGroup":
         return replace(self, start=start)
 
     def _axes(self, dim: int) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Group:
         """For each dimension of the stack, over how many devices it is sharded, and its part."""
         return [n for d in self.dims.batch for n in (self._size(self._axes(d)), self._local(d))]
 
-    # --- inside of `shard_map` ---------------------------------------------------------------------
+    # --- inside of `shard_map` --------------------------------------------------------------------
 
     def whole(self, parts: Sequence[Any]) -> Any:
         """The matrices that this device owns, from its parts of the leaves."""
@@ -207,7 +207,7 @@ class Group:
 
     def _as_leaf(self, x: Any) -> Any:
         x = x.reshape([self._local(d) for d in self.dims.order])
-        return jnp.transpose(x, np.argsort(self.dims.order))
+        return jnp.transpose(x, np.argsort(self.dims.order).tolist())
 
     def _joined(self, x: Any) -> Any:
         """Matrices, from the parts that the devices have sent, one behind the other."""

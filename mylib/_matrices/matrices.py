@@ -13,7 +13,7 @@ Matrices = Callable[[Leaf], Any]
 
 
 @dataclass(frozen=True)
-class Dims:
+class MatrixDims:
     """The dimensions of a leaf that count its matrices, and those of their rows and columns."""
 
     batch: tuple[int, ...]
@@ -25,9 +25,11 @@ class Dims:
         return self.batch + self.rows + self.columns
 
 
-def matrices_in(leaves: Leaves, rule: Matrices | None, mesh: AnyMesh | None) -> list[Dims | None]:
+def matrices_in(
+    leaves: Leaves, rule: Matrices | None, mesh: AnyMesh | None
+) -> list[MatrixDims | None]:
     """The dimensions of each leaf; None for leaves that are no matrices."""
-    found: list[Dims | None] = []
+    found: list[MatrixDims | None] = []
     faults: list[Fault] = []
     for i in range(len(leaves.arrays)):
         leaf = leaf_at(leaves, i, mesh)
@@ -41,10 +43,10 @@ def matrices_in(leaves: Leaves, rule: Matrices | None, mesh: AnyMesh | None) -> 
     return found
 
 
-def _usual(leaf: Leaf) -> Dims | Fault | None:
+def _usual(leaf: Leaf) -> MatrixDims | Fault | None:
     stacked = dimensions_in_front(leaf)
     if leaf.ndim - stacked == 2:
-        return Dims(tuple(range(stacked)), (stacked,), (stacked + 1,))
+        return MatrixDims(tuple(range(stacked)), (stacked,), (stacked + 1,))
     if leaf.ndim > 2 and not has_names(leaf):
         return because(
             f"by_matrix can't tell which of the {leaf.ndim} dimensions are those of matrices",
@@ -55,16 +57,20 @@ def _usual(leaf: Leaf) -> Dims | Fault | None:
     return None
 
 
-def _checked(answer: Any, leaf: Leaf) -> Dims | Fault | None:
+def _checked(answer: Any, leaf: Leaf) -> MatrixDims | Fault | None:
     """What `matrices=` says of a leaf, if it names each dimension once."""
     if answer is None:
         return None
     try:
         batch, rows, columns = (tuple(x) if isinstance(x, Sequence) else (x,) for x in answer)
-        dims = Dims(*(tuple(d % leaf.ndim for d in x) for x in (batch, rows, columns)))
+        dims = MatrixDims(*(tuple(d % leaf.ndim for d in x) for x in (batch, rows, columns)))
     except (TypeError, ValueError, ZeroDivisionError):
         dims = None
-    if dims is None or sorted(dims.order) != [*range(leaf.ndim)] or not (dims.rows and dims.columns):
+    if (
+        dims is None
+        or sorted(dims.order) != [*range(leaf.ndim)]
+        or not (dims.rows and dims.columns)
+    ):
         return because(
             f"matrices= must name each of the {leaf.ndim} dimensions once",
             "return (batch, rows, columns), such as ((0,), (1,), (2,)), None or rules.PASS",

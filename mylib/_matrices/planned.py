@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import jax
@@ -22,9 +23,9 @@ from .._placement import (
     sharding_of,
 )
 from .._tree import Leaves, split
-from .belongs import belonging
-from .group import Group
-from .matrices import Dims, Matrices, matrices_in
+from .belongs import Belonging, belonging
+from .group import MatrixGroup
+from .matrices import Matrices, MatrixDims, matrices_in
 from .state import Layout, Own, Shared
 
 
@@ -55,15 +56,16 @@ class Request:
     def _shardings(self, leaves: Leaves) -> list[NamedSharding]:
         world = current_world()
         targets = resolve_leaves(leaves, self.kept, self.mesh, world)
-        shardings = [None if t is None else grounded(sharding_of(t), world) for t in targets]
+        places = [None if t is None else grounded(sharding_of(t), world) for t in targets]
+        shardings = [s for s in places if isinstance(s, NamedSharding)]
         faults = [
             leaves.at(i, because("by_matrix needs to know where it is kept", _FIX, "by_matrix"))
-            for i, s in enumerate(shardings)
+            for i, s in enumerate(places)
             if not isinstance(s, NamedSharding) or s.mesh != shardings[0].mesh
         ]
         if faults:
             raise PlacementError(faults)
-        return [s for s in shardings if isinstance(s, NamedSharding)]
+        return shardings
 
 
 _FIX = "give `kept` as a rule or a PartitionSpec for every leaf, all on one mesh"
@@ -75,7 +77,7 @@ class _Planner:
         request: Request,
         leaves: Leaves,
         shardings: Sequence[NamedSharding],
-        dims: Sequence[Dims | None],
+        dims: Sequence[MatrixDims | None],
         mesh: AnyMesh,
     ):
         self.request, self.leaves, self.shardings = request, leaves, shardings
@@ -94,64 +96,48 @@ class _Planner:
         return self.leaves.treedef.unflatten(kept)
 
     def layout(self) -> Layout:
-        transform = self.request.transform
+        every = self.only(range(len(self.seen)))
         names = [self.leaves.name(i) for i in range(len(self.seen))]
-        belongs = belonging(transform, self.only(range(len(self.seen))), names, self.matrices)
+        belongs = belonging(self.request.transform, every, names, self.matrices)
         groups = self.groups()
-        states, owned = [], []
-        where: dict[Any, Own | Shared] = {}
-        for g, group in enumerate(groups):
-            paths = [self._paths(i) for i in group.numbers]
-            flags = tuple(belongs.owner[p] is not None for p in paths[0][0])
-            states.append(paths[0][1])
-            owned.append(flags)
-            for k, (at, _) in enumerate(paths):
-                a = b = 0
-                for path, flag in zip(at, flags, strict=True):
-                    if flag:
-                        where[path] = Own(g, k, a)
-                        a += 1
-                    else:
-                        known = where.get(path, Shared(()))
-                        assert isinstance(known, Shared)
-                        where[path] = Shared(tuple(dict.fromkeys([*known.copies, (g, b)])))
-                        b += 1
+        places = _Places(belongs)
+        # All leaves of a group have states of one structure, in other places of the tree.
+        states = [
+            [places.of_member((g, k), i, *self._state(i)) for k, i in enumerate(group.numbers)][0]
+            for g, group in enumerate(groups)
+        ]
         if self.others:
-            for j, path in enumerate(self._paths(*self.others)[0]):
-                known = where.get(path, Shared(()))
-                assert isinstance(known, Shared)
-                where[path] = Shared((*known.copies, (None, j)))
+            places.of_others(self._state(*self.others)[0])
         return Layout(
-            self.leaves.treedef,
-            tuple(groups),
-            tuple(self.others),
-            tuple(states),
-            tuple(owned),
-            tuple(any(i in belongs.needs_params for i in g.numbers) for g in groups),
-            tuple(any(i in belongs.init_reads for i in g.numbers) for g in groups),
-            belongs.tree,
-            tuple(where[p] for p in belongs.paths),
+            tree=self.leaves.treedef,
+            groups=tuple(groups),
+            others=tuple(self.others),
+            states=tuple(tree for tree, _ in states),
+            owned=tuple(owned for _, owned in states),
+            moves_params=tuple(bool(belongs.needs_params & {*g.numbers}) for g in groups),
+            init_reads=tuple(bool(belongs.init_reads & {*g.numbers}) for g in groups),
+            plain=belongs.tree,
+            places=tuple(places.of_path[p] for p in belongs.paths),
         )
 
-    def _paths(self, *numbers: int) -> tuple[list[Any], Any]:
+    def _state(self, *numbers: int) -> tuple[list[Any], Any]:
+        """The paths of the state of some leaves, and its structure."""
         state = jax.eval_shape(self.request.transform.init, self.only(numbers))
         flat, tree = jtu.tree_flatten_with_path(state)
         return [path for path, _ in flat], tree
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[MatrixGroup]:
         alike: dict[Any, list[int]] = {}
         for i in self.matrices:
             x, s = self.leaves.arrays[i], self.shardings[i]
             alike.setdefault((x.shape, x.dtype, s.spec, self.dims[i]), []).append(i)
         members = [
-            (key, numbers)
-            for key, same in alike.items()
-            for numbers in self._updated_alike(same)
+            (key, numbers) for key, same in alike.items() for numbers in self._updated_alike(same)
         ]
         starts: dict[Any, int] = {}
         groups = []
         for (shape, dtype, spec, dims), numbers in members:
-            group = Group(
+            group = MatrixGroup(
                 tuple(numbers), shape, dtype, spec, dims, self.over, self.mesh, 0,
                 self.request.dtype,
             )  # fmt: skip
@@ -185,7 +171,44 @@ class _Planner:
         return text, tuple(map(_constant, program.consts))
 
 
-def _shape(shape: Sequence[int], dims: Dims) -> tuple[int, int]:
+class _Places:
+    """Where the leaves of the transform's state are, by their paths."""
+
+    def __init__(self, belongs: Belonging):
+        self.belongs = belongs
+        self.of_path: dict[Any, Own | Shared] = {}
+
+    def of_member(
+        self, place: tuple[int, int], number: int, paths: Sequence[Any], tree: Any
+    ) -> tuple[Any, tuple[bool, ...]]:
+        """The structure of the state of a leaf, and which of its leaves depend on the matrix."""
+        group, member = place
+        owners = [self.belongs.owner.get(path, -1) for path in paths]
+        if not {*owners} <= {None, number}:
+            raise ValueError(
+                "by_matrix: the state of a weight isn't at the weight's place in the tree of the "
+                f"optimiser's state, but at {jtu.keystr(paths[0])}: keep it in a tree like that of "
+                "the weights"
+            )
+        owned = tuple(owner is not None for owner in owners)
+        for array, path in enumerate(compress(paths, owned)):
+            self.of_path[path] = Own(group, member, array)
+        others = [path for path, is_own in zip(paths, owned, strict=True) if not is_own]
+        for at, path in enumerate(others):
+            self._share(path, (group, at))
+        return tree, owned
+
+    def of_others(self, paths: Sequence[Any]) -> None:
+        for at, path in enumerate(paths):
+            self._share(path, (None, at))
+
+    def _share(self, path: Any, copy: tuple[int | None, int]) -> None:
+        known = self.of_path.get(path, Shared(()))
+        assert isinstance(known, Shared), path
+        self.of_path[path] = Shared(tuple(dict.fromkeys([*known.copies, copy])))
+
+
+def _shape(shape: Sequence[int], dims: MatrixDims) -> tuple[int, int]:
     rows, columns = (int(np.prod([shape[d] for d in x])) for x in (dims.rows, dims.columns))
     return rows, columns
 

@@ -6,12 +6,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._transfer import filter_device_put, filter_shard
-from .group import Group
+from .group import MatrixGroup
 
 State = Any
 
@@ -42,12 +41,12 @@ class Layout:
     read a state without the transform.
 
     `states` are the structures of the state of one leaf of each group, `owned` tells which of its
-    leaves depend on the matrix, `moves_params` and `init_reads` whether `update` and `init` read the
-    weights' values.
+    leaves depend on the matrix, `moves_params` and `init_reads` whether `update` and `init` read
+    the weights' values.
     """
 
     tree: Any
-    groups: tuple[Group, ...]
+    groups: tuple[MatrixGroup, ...]
     others: tuple[int, ...]
     states: tuple[Any, ...]
     owned: tuple[tuple[bool, ...], ...]
@@ -80,7 +79,8 @@ class MatrixState:
 
     @classmethod
     def tree_unflatten(cls, layout: Layout, children: Any) -> "MatrixState":
-        return cls(*children, layout)
+        stacks, shared, others = children
+        return cls(stacks, shared, others, layout)
 
 
 def to_plain(state: State, /) -> State:
@@ -145,7 +145,7 @@ def _plain_arrays(state: MatrixState) -> Any:
     return layout.plain.unflatten(leaves)
 
 
-def _members(group: Group, x: Any) -> list[Any]:
+def _members(group: MatrixGroup, x: Any) -> list[Any]:
     """An array of the state for each leaf of a group."""
     if x.shape[1:] != group.matrix.shape:
         return group.members_of(x)
@@ -165,7 +165,7 @@ def _state_of(like: MatrixState, plain: Any) -> MatrixState:
     return _joined(layout, jtu.tree_structure(like.others), shapes, placed)
 
 
-def _put(x: Any, group: Group, stack: Any) -> Any:
+def _put(x: Any, group: MatrixGroup, stack: Any) -> Any:
     """A leaf of the plain state on the mesh, as its weight is if it has its shape."""
     spec = group.spec if stack.shape[1:] == group.matrix.shape else PartitionSpec()
     return filter_device_put(x, NamedSharding(group.mesh, spec))
@@ -195,7 +195,7 @@ def _joined(layout: Layout, others_tree: Any, shapes: Any, leaves: Sequence[Any]
     return MatrixState(stacks, shared, others_tree.unflatten(others), layout)
 
 
-def _stack(group: Group, members: Sequence[Any], shape: tuple[int, ...]) -> Any:
+def _stack(group: MatrixGroup, members: Sequence[Any], shape: tuple[int, ...]) -> Any:
     if shape != group.matrix.shape:
         target = NamedSharding(group.mesh, group.state_spec)
         return filter_shard(group.stacked_from(members), target)

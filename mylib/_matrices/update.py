@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jit import expect
 from .._transfer import filter_shard
-from .group import Group
+from .group import MatrixGroup
 from .state import Layout, MatrixState
 
 Arrays = list[Any]
@@ -24,9 +24,11 @@ def initial(transform: Any, layout: Layout, params: Any) -> MatrixState:
     leaves = layout.tree.flatten_up_to(params)
     stacks, shared = [], []
     for number, group in enumerate(layout.groups):
-        work = _Work(transform, layout, number)
+        work = _GroupStep(transform, layout, number)
         parts = work.parts_of(leaves) if layout.init_reads[number] else []
-        stacks.append(tuple(group.per_device(work.start, ([group.spec] * len(parts),), work.spec)(parts)))
+        stacks.append(
+            tuple(group.per_device(work.start, ([group.spec] * len(parts),), work.spec)(parts))
+        )
         shared.append(tuple(work.shared(work.init(jnp.zeros(group.matrix.shape, group.dtype)))))
     others = transform.init(layout.only(leaves, layout.others)) if layout.others else None
     return MatrixState(tuple(stacks), tuple(shared), others, layout)
@@ -45,9 +47,9 @@ def updated(
     stacks, shared = [], []
     previous: Arrays = []
     for number, group in enumerate(layout.groups):
-        work = _Work(transform, layout, number, extra)
-        reads = weights is not None and layout.moves_params[number]
-        moved = work.parts_of(leaves), work.parts_of(weights) if reads else []
+        work = _GroupStep(transform, layout, number, extra)
+        read = weights if weights and layout.moves_params[number] else None
+        moved = work.parts_of(leaves), [] if read is None else work.parts_of(read)
         # One group after the other, so that the whole matrices of one are there at a time.
         moved, _ = lax.optimization_barrier((moved, previous))
         previous, stack, common = work.update(
@@ -70,12 +72,12 @@ def updated(
     return layout.tree.unflatten(results), MatrixState(tuple(stacks), tuple(shared), others, layout)
 
 
-class _Work:
+class _GroupStep:
     """What is done with one group."""
 
     def __init__(self, transform: Any, layout: Layout, number: int, extra: Any = None):
         self.transform, self.layout, self.extra = transform, layout, extra or {}
-        self.group: Group = layout.groups[number]
+        self.group: MatrixGroup = layout.groups[number]
         self.is_own, self.state = layout.owned[number], layout.states[number]
         self.spec = self.group.state_spec
 

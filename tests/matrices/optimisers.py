@@ -32,9 +32,7 @@ def soap(every=2):
             trees(lambda x, d=d: jnp.eye(x.shape[d], dtype=x.dtype), params) for d in (0, 1)
         )
         nothing = trees(zeros, params)
-        return Soap(
-            jnp.zeros([], jnp.int32), nothing, nothing, rows, columns, (rows, columns)
-        )
+        return Soap(jnp.zeros([], jnp.int32), nothing, nothing, rows, columns, (rows, columns))
 
     def update(grads, state, params=None):
         trees = jax.tree.map

@@ -171,8 +171,24 @@ def test_a_state_that_depends_on_several_weights_is_refused():
         return grads, state + norm
 
     optim = mylib.by_matrix(optax.GradientTransformation(init, update), KEPT, mesh=EIGHT)
-    with pytest.raises(ValueError, match=r"the state's  ?depends on several weights \(\[0\], \[1\]"):
+    with pytest.raises(
+        ValueError, match=r"the state's  ?depends on several weights \(\[0\], \[1\]"
+    ):
         optim.init(random_like(EVEN))
+
+
+def test_a_state_that_is_no_tree_of_the_weights_is_refused():
+    def init(params):
+        return [jnp.zeros_like(x) for x in jax.tree.leaves(params)]
+
+    def update(grads, state, params=None):
+        leaves, tree = jax.tree.flatten(grads)
+        state = [0.9 * m + g for m, g in zip(state, leaves, strict=True)]
+        return tree.unflatten(state), state
+
+    optim = mylib.by_matrix(optax.GradientTransformation(init, update), KEPT, mesh=EIGHT)
+    with pytest.raises(ValueError, match=r"isn't at the weight's place .* but at \[0\]"):
+        optim.init({"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))})
 
 
 def sent(shapes, kept, mesh, over=None, **options):
@@ -294,7 +310,9 @@ def test_a_checkpoint_for_any_number_of_devices():
     updates, state = run(there, placed, state, 2, start=3)
     assert difference(updates, expected) < 1e-12
     assert difference(mylib.by_matrix.to_plain(state), plain) < 1e-12
-    weight = next(x for x in jax.tree.leaves(mylib.by_matrix.to_plain(state)) if x.shape == (16, 24))
+    weight = next(
+        x for x in jax.tree.leaves(mylib.by_matrix.to_plain(state)) if x.shape == (16, 24)
+    )
     assert not weight.sharding.is_fully_replicated
 
 
