@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._transfer import filter_device_put, filter_shard
+from ..rules import fsdp
 from .group import MatrixGroup
 
 State = Any
@@ -148,7 +149,9 @@ def _plain_arrays(state: MatrixState) -> Any:
 def _members(group: MatrixGroup, x: Any) -> list[Any]:
     """An array of the state for each leaf of a group."""
     if x.shape[1:] != group.matrix.shape:
-        return group.members_of(x)
+        # On Explicit axes a dimension that is split can't be indexed.
+        members = group.members_of(filter_shard(x, NamedSharding(group.mesh, PartitionSpec())))
+        return filter_shard(members, fsdp(tuple(group.mesh.axis_names)), mesh=group.mesh)
     return group.per_device(group.parts, (group.state_spec,), group.spec)(x)
 
 
