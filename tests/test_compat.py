@@ -46,6 +46,7 @@ from mylib._compat import (
     devices_of_lowered,
     donation_warning,
     function_of_equinox,
+    functions_of,
     host_callbacks,
     is_filter_jit,
     label_of,
@@ -321,6 +322,17 @@ class TestPrivateNames:
         assert ["float32[5]" in text for text in texts] == [False, True], advice(name)
         assert {Path(w.filename).name for w in caught} == {"mlir.py"}, advice(name)
         assert find(name).catch_warnings is warnings.catch_warnings
+
+    def test_functions_that_made_an_equation(self):
+        def maker():
+            def update(x):
+                return jnp.sin(x)
+
+            return update
+
+        (eqn,) = jax.make_jaxpr(maker())(1.0).eqns
+        made_by = [name for name in functions_of(eqn) if name.endswith("maker.<locals>.update")]
+        assert len(made_by) == 1, advice("frames of jaxlib's Traceback")
 
     def test_parts_of_a_gradient(self):
         """By their stack of names, those of a program that is called by that of the call."""

@@ -30,6 +30,7 @@ from .private import (
     donation_warning as donation_warning,
     error_with as error_with,
     function_of_equinox as function_of_equinox,
+    functions_of as functions_of,
     hide_from_breakpoints as hide_from_breakpoints,
     host_callbacks as host_callbacks,
     is_compile_only as is_compile_only,

@@ -125,6 +125,9 @@ STRUCTURE = (REARRANGES - {"rev", "split"}) | {
     "dynamic_update_slice",
 }  # fmt: skip
 
+# Draw random numbers, or make keys.
+RANDOM = frozenset({"random_bits", "random_fold_in", "random_seed", "random_split", "threefry2x32"})
+
 # --- how operations relate dimensions (`_plan`) ---------------------------------------------------
 
 # Each number of a result is computed from the numbers at its own place.

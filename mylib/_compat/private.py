@@ -564,6 +564,12 @@ def pass_of(eqn: Any, around: GradientPass) -> GradientPass:
     return GradientPass.FORWARD if names.STACK_JVP in transforms else around
 
 
+def functions_of(eqn: Any) -> list[str]:
+    """The qualified names of the functions that made an equation, the innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else [frame.function_name for frame in traceback.frames]
+
+
 def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
     """Converts an error with this text like `equinox.filter_jit`; None if it is not of Equinox's
     callback.
