@@ -186,8 +186,8 @@ def fully_shard(
 
 
 def _check_order(layers: Any, kept: Any) -> None:
-    classes: Sequence[Any] = kept if isinstance(kept, tuple | list) and kept else (kept,)
-    if all(isinstance(x, type) and issubclass(x, eqx.Module) for x in classes):
+    classes: Sequence[Any] = kept if isinstance(kept, tuple | list) else (kept,)
+    if classes and all(isinstance(x, type) and issubclass(x, eqx.Module) for x in classes):
         shown = ", ".join(cls.__qualname__ for cls in classes)
         raise TypeError(
             f"fully_shard: the layers ({shown}) come before where weights are kept: write "

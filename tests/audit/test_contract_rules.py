@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import known
 import optax
 import pytest
-import random_steps
+import contract_steps
 import transformer
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -48,17 +48,17 @@ def test_trained_weights_need_data():
     assert "no argument but the model is split over data" in DATA(report)[0]
 
 
-@pytest.mark.parametrize("way", random_steps.SUMS)
+@pytest.mark.parametrize("way", contract_steps.SUMS)
 @pytest.mark.everyday("psum", "gather and sum", "looped ring", "passed on", "8 bits")
 def test_sums(way):
-    step = handwritten.summing(up=handwritten.psum, down=random_steps.SUMS[way])
+    step = handwritten.summing(up=handwritten.psum, down=contract_steps.SUMS[way])
     assert DATA(handwritten.audited(ONE, step, handwritten.WHOLE)) == []
 
 
-@pytest.mark.parametrize("way", random_steps.NO_SUMS)
+@pytest.mark.parametrize("way", contract_steps.NO_SUMS)
 @pytest.mark.everyday("pmax", "gather and index", "sum of the first", "short looped ring")
 def test_no_sums(way):
-    step = handwritten.summing(up=handwritten.psum, down=random_steps.NO_SUMS[way])
+    step = handwritten.summing(up=handwritten.psum, down=contract_steps.NO_SUMS[way])
     found = DATA(handwritten.audited(ONE, step, handwritten.WHOLE))
     assert found[0].startswith("model['down']: its gradient is not summed over data")
 
@@ -160,7 +160,7 @@ def test_a_model_that_is_gathered_once(of, held):
 
 
 def test_sums_in_each_iteration_are_those_of_the_compiler():
-    kind = random_steps.KINDS["rnn"]
+    kind = contract_steps.KINDS["rnn"]
     model = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in kind.shapes.items()}
 
     @mylib.filter_jit(in_shardings=(P(), P("data")), out_shardings=P(), mesh=ONE)
@@ -207,4 +207,4 @@ def test_rows_of_a_batch_that_are_gathered_for_a_table():
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.everyday("0", "1", rest="thorough")
 def test_random_steps(seed):
-    assert random_steps.told(seed) == ""
+    assert contract_steps.told(seed) == ""

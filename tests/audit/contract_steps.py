@@ -2,7 +2,7 @@
 
 The model, its container, the names of the batch, the optimiser and the way in which each gradient
 reaches its weight are chosen by a seed. Of a sabotaged step one weight's gradient is not summed.
-    python random_steps.py FIRST LAST
+    python contract_steps.py FIRST LAST
 """
 
 import re
