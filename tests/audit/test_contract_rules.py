@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import contract_steps
 import equinox as eqx
 import handwritten
 import jax
@@ -9,7 +10,6 @@ import jax.numpy as jnp
 import known
 import optax
 import pytest
-import contract_steps
 import transformer
 from jax import lax
 from jax.sharding import PartitionSpec as P
