@@ -30,7 +30,11 @@ _ATTRIBUTE = re.compile(r", ([a-z_]\w*)=")
 _OPCODE = re.compile(r"(?<=[\])}] )([a-z][a-z0-9\-]*)(?=\()")
 _INNER = re.compile(r'(?<=[{ ])([a-z_]\w*)=(?=["\d{])|"([a-z_]\w*)":')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
-_PART = re.compile(r"%(\w+?_(?:body|cond|ag|rs|fusion|computation)\w*)")
+# Names that XLA and JAX give to what they have written, which an analysis looks for.
+_WORDS = (
+    "transpose(", "jvp(", "rematted_computation", "while/body", "/dot_general",
+    "windowed_dot_general_body", "async_collective_fusion", "is_spmd_generated", "kind=kLoop",
+)  # fmt: skip
 _LINE = re.compile(r"^\s+(?:ROOT )?%\S+ = .*$", re.MULTILINE)
 _PER_KEY = 4  # single places at which a word is changed alone, besides all of them together
 
@@ -71,6 +75,8 @@ def _header(text: str) -> Iterator[Mutation]:
     for word in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
         if f"\n{word}\n" in text:
             yield Mutation("table renamed", word, text.replace(f"\n{word}\n", f"\n{word}X\n", 1))
+    for word in _WORDS:
+        yield Mutation("name renamed", word, text.replace(word, f"{word[:2]}x{word[2:]}"))
     for layout in dict.fromkeys(re.findall(r"(?:S|T)\([\d,]+\)", text)):
         yield Mutation("layout dropped", layout, text.replace(layout, ""))
         yield Mutation("layout renamed", layout, text.replace(layout, f"L{layout}"))
