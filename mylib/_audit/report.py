@@ -117,7 +117,8 @@ class Report:
     - `results`: the same for its results; empty if only text was given.
     - `flow`: what its results and collectives depend on, which contracts judge by.
     - `share`: the part of the function's products that each device computes: 1 if they are not
-        divided. None if that is unknown, as for a program without its function, or with kernels.
+        divided. None if that is unknown, as for a program without its function, with kernels or
+        decompositions of matrices, or if the compiler has merged products.
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"`; empty if only text was given.
     """
 
