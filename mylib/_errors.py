@@ -99,10 +99,17 @@ class SavedProgramError(ValueError):
 
 
 def in_words(error: BaseException) -> str:
-    """The error in one line, with its notes; only its type if formatting it fails."""
+    """The error in one line, with its notes; only its type if formatting it fails. For readers, and
+    for other processes: the end of a long one is left out.
+    """
+    return abridged(all_words(error))
+
+
+def all_words(error: BaseException) -> str:
+    """The whole of it."""
     try:
         text = "".join(traceback.format_exception_only(error))
-        return abridged(" ".join(text.split("\n")).strip())
+        return " ".join(text.split("\n")).strip()
     except Exception:
         # A user's error may raise anything while it is formatted.
         return type(error).__name__

@@ -34,8 +34,7 @@ def about_arrivals(compilation: Compilation, kept: Mapping[int, NamedSharding]) 
         warn(
             f"{compilation.name} is given arrays that are not where they are kept: "
             f"{'; '.join(texts)}. {cost if held > expected else 'Each call moves them'}. Place "
-            "them as `kept` before the first call, or give in_shardings and out_shardings; of a "
-            "state of by_matrix leave them out.",
+            "them as `kept` before the first call, or give in_shardings and out_shardings.",
             PlacementWarning,
         )
 

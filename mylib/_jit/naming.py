@@ -15,7 +15,7 @@ from .._compat import (
     ran_on_a_description,
     readable_error,
 )
-from .._errors import NotHereError, in_words, not_here
+from .._errors import NotHereError, all_words, not_here
 from .._placement import AnyMesh, current_world, same_axes, show_mesh
 from .._text import some
 from .._tree import Kind, is_array, is_of_keys, kind_of, walk
@@ -64,7 +64,7 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
 
 def explain(error: Exception, call: Call) -> None:
     """Raises what says more than an error of a call, or adds a note to the error."""
-    text = in_words(error)
+    text = all_words(error)
     readable = readable_error(text, call.program.id)
     if readable is not None:
         raise readable from None

@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._advice import captured_by, code_of
 from .._compat import jit, names
-from .._errors import Fault, PlacementError, because, in_words
+from .._errors import Fault, PlacementError, all_words, because
 from .._jit import Function, Jitted, Targets, about, refuse_by_position
 from .._placement import (
     AnyMesh,
@@ -305,7 +305,7 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
     try:
         yield
     except (ValueError, NotImplementedError) as error:
-        text = in_words(error)
+        text = all_words(error)
         if names.TEXT_OTHER_MESH in text or names.TEXT_CLOSING_OVER in text:
             captured = [name for name, x in captured_by(code_of(fun)) if _is_on_a_mesh(x)]
             if captured:

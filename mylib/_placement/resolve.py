@@ -329,10 +329,9 @@ class _Resolver:
 
     def try_target(self, entry: Any, written: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
         try:
-            target = self.target(entry)
+            target, sharding = self.target(entry)
         except _Misfit as misfit:
             return None, self.requested(written, misfit.faults)
-        sharding = sharding_of(target)
         faults = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, sharding, size))
         faults = faults or list(self.fit(target, tuple(x.shape)))
         if isinstance(target, Format) and target.layout is not None:
@@ -343,14 +342,17 @@ class _Resolver:
         request = show(entry, self.mesh)
         return [replace(fault, request=request) for fault in faults]
 
-    def target(self, entry: Any) -> Target:
+    def target(self, entry: Any) -> tuple[Target, Sharding]:
+        """The target that a placement means, and its sharding."""
         if isinstance(entry, PartitionSpec):
-            return NamedSharding(self.checked_mesh(entry), entry)
+            named = NamedSharding(self.checked_mesh(entry), entry)
+            return named, named
         if isinstance(entry, jax.Device):
             if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
                 reason = f"that device is not in {show_mesh(self.mesh)}"
                 raise _Misfit(because(reason, "leave out `mesh=`"))
-            return SingleDeviceSharding(entry)
+            single = SingleDeviceSharding(entry)
+            return single, single
         if isinstance(entry, Format) and not isinstance(entry.sharding, Sharding):
             raise _Misfit(because("the format has no sharding", "write Format(layout, sharding)"))
         if not isinstance(entry, Sharding | Format):
@@ -360,7 +362,7 @@ class _Resolver:
             faults = list(unfit_partial_sums(sharding.spec, sharding.mesh))
             if faults:
                 raise _Misfit(*faults)
-        return entry
+        return entry, sharding
 
     def checked_mesh(self, spec: PartitionSpec) -> AnyMesh:
         mesh = self.mesh

@@ -403,9 +403,11 @@ def _as_data(machine: Machine) -> dict[str, Any]:
     """All of a machine: of its chip what its data sheet doesn't have."""
     chip, sheet = machine.chip, _sheet(machine.chip.name, machine.chip.platform)
     own = {x.name: getattr(chip, x.name) for x in fields(Chip)}
-    own = {name: x for name, x in own.items() if x != getattr(sheet, name)}
-    if "flops" in own:
-        own["flops"] = dict(chip.flops)
+    own = {
+        name: dict(x) if isinstance(x, Mapping) else x
+        for name, x in own.items()
+        if x != getattr(sheet, name)
+    }
     about = {"chip": {"name": chip.name, "platform": chip.platform, **own}}
     return about | {name: getattr(machine, name) for name in ("hosts", "shape", "is_here")}
 

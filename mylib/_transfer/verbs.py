@@ -150,7 +150,8 @@ def _placed(
         with raised_in_all(processes):
             refusal = refuse if world.staged else None
             targets = resolve_leaves(leaves, placement, mesh, world, refusal)
-        _refuse_check(world, check)
+        if check:
+            _refuse_check(world)
         placed = leaves.join(place_leaves(leaves, targets, world, how, check=check, **moving))
     if check:
         check_replicas(placed)
@@ -170,7 +171,8 @@ def _on_default_device(
         raise PlacementError([because(reason, fix, show_mesh(mesh))])
     world, leaves = current_world(), split(tree)
     moving = options(leaves)
-    _refuse_check(world, check)
+    if check:
+        _refuse_check(world)
     placed = to_default_device(leaves.arrays, moving["may_alias"])
     homes = [None if world.staged else _as_sharding(source) for source in moving["sources"]]
     # Values under a transformation stay, and their cotangents go to `src`.
@@ -185,8 +187,8 @@ def _on_default_device(
     return result
 
 
-def _refuse_check(world: World, check: bool | None) -> None:
-    if world.staged and check:
+def _refuse_check(world: World) -> None:
+    if world.staged:
         raise TypeError(
             "check=True compares values, and inside a transformed function there are none yet. "
             "Leave it out there, and call mylib.check_replicas on the results"
