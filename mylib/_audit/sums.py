@@ -54,6 +54,7 @@ _MOVES = {
     "add-dependency", "bitcast", "bitcast-convert", "broadcast", "convert", "copy", "domain",
     "negate", "opt-barrier", "optimization-barrier", "reduce-precision", "reshape", "transpose",
 }  # fmt: skip
+_SUMS = {"add", "subtract"}
 _ROOM = ("AllocateBuffer", "CreateBuffer")
 _PASSES = ("MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
 # More turns of a loop than a ring of this many times the devices has are not followed.
@@ -87,6 +88,7 @@ class Sums(Walk):
         self.given: dict[int, Form] = {}
         # Where sums that are chains of permutations end, and the rings that they go round.
         self.ends = {id(x): whole.groups for whole in transfers for x in whole.ends}
+        self.ending: np.ndarray | None = None  # those of the end that is being followed
         arguments = [NONE] * len(module.entry.parameters)
         for i in data:
             arguments[i] = frozenset([Term(("parameter", i), (own.tobytes(),))])
@@ -146,13 +148,20 @@ class Sums(Walk):
         return tuple(map(self._lost, value))
 
     def value(self, x: Instruction, inputs: list[Forms], arguments: tuple[Forms, ...]) -> Forms:
-        value = super().value(x, inputs, arguments)
-        return self._ended(value, self.ends[id(x)]) if id(x) in self.ends else value
+        if id(x) not in self.ends:
+            return super().value(x, inputs, arguments)
+        self.ending = self.ends[id(x)]
+        value = self._ended(super().value(x, inputs, arguments), self.ending)
+        self.ending = None
+        return value
 
     def _ended(self, value: Forms, rings: np.ndarray) -> Forms:
         """The result of a chain of permutations: what was added on the way was summed, too."""
         if not isinstance(value, frozenset):
             return tuple(self._ended(element, rings) for element in value)
+        return self._one_ended(value, rings)
+
+    def _one_ended(self, value: Form, rings: np.ndarray) -> Form:
         if not any(isinstance(t.atom, OnTheWay) for t in value):
             return value
         there = frozenset(
@@ -177,6 +186,9 @@ class Sums(Walk):
         return _shaped(x, self._computed(x, x.opcode.removesuffix("-start"), forms))
 
     def _computed(self, x: Instruction, opcode: str, forms: list[Form]) -> Form:
+        if self.ending is not None and opcode not in _SUMS | _MOVES:
+            # The last sum of a ring may be in one fusion with what uses it.
+            forms = [self._one_ended(form, self.ending) for form in forms]
         match opcode:
             case "add" | "subtract":
                 return self._added(_key(x), forms)
