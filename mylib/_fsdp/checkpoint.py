@@ -28,7 +28,6 @@ from .._placement import (
 )
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, Leaves, Made, outlined
-from .meshless import over_mesh_p
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -113,11 +112,10 @@ def _is_large_part(avals: Any, params: Any) -> bool:
     return math.prod(stop - start for start, stop in bounds) * 8 >= avals[0].size
 
 
-_ONLY_MOVED = names.ONLY_MOVED | {constrain_auto_p.name, over_mesh_p.name}
 # By primitive name: when its results are not saved, because they are its operands, moved or
 # rearranged.
 _IS_RECOMPUTED: dict[str, Callable[[Any, Any], bool]] = {
-    **dict.fromkeys(_ONLY_MOVED, lambda avals, params: True),
+    **dict.fromkeys(names.ONLY_MOVED | {constrain_auto_p.name}, lambda avals, params: True),
     names.RESHARD: _is_gathered,
     names.DEVICE_PUT: _is_to_device,
     # No narrower.

@@ -5,10 +5,6 @@ A layer is traced with the types that its author sees: `jax.typeof(x).sharding`,
 whole on each device, and TPUs would all-reduce it. So the traced program is run on Auto axes, where
 the compiler can reduce-scatter: what the author asked for (`out_sharding=`, `reshard`) becomes a
 constraint, all else is left to the compiler.
-
-Values inside have no mesh in their types. JAX's own rules move what a loop saves for the backward
-pass (a `vmap` over it, its dimension of examples), where the axes are Explicit again. They refuse
-values that name Auto axes there, and take values that name none.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +18,12 @@ from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._compat import (
-    closed_or_open,
-    is_staged,
-    names,
-    opened,
-    rule_of_custom_jvp,
-    rules_of_custom_vjp,
-)
+from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
 from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
+from .auto_call import call_on_auto_axes
 from .gather import Route, gather
-from .meshless import NO_MESH, over_mesh, without_mesh
 from .prefetch import Run, tangent_p
 
 Values = Sequence[Any]
@@ -46,24 +35,17 @@ def as_written(run: Run, weights: Arrays, inputs: Arrays, route: Route) -> tuple
     """
     gathered = jax.make_jaxpr(lambda xs: gather(xs, route)[0])(weights).out_avals
     program = jax.make_jaxpr(run)([_struct(aval) for aval in gathered], inputs)
-    count, auto = len(program.consts), _with_auto(jax.sharding.get_abstract_mesh())
-    # What an eager call saves are arrays, and arrays have a mesh.
-    inside = NO_MESH if is_staged() else auto
+    count = len(program.consts)
 
     def untyped(weights: Arrays, inputs: Arrays) -> Arrays:
-        args = over_mesh([*inputs[:count], *weights, *inputs[count:]], inside)
-        with jax.sharding.use_abstract_mesh(inside):
-            results = _run_on_auto_axes(program, args[count:], args[:count])
-        return over_mesh(results, auto)
+        return _run_on_auto_axes(program, [*weights, *inputs[count:]], inputs[:count])
 
     return untyped, [*program.consts, *inputs], program.out_avals
 
 
 def on_auto_axes(run: Run, types: Sequence[Any]) -> Run:
     """`run` with Auto axes in place of Explicit ones. `types` are those of its results."""
-    specs = [aval.sharding.spec for aval in types]
-    # Compiled, since JAX can't differentiate eager operations on another type of axes.
-    return jax.jit(jax.sharding.auto_axes(run, out_sharding=specs))
+    return partial(call_on_auto_axes, run, types)
 
 
 def _struct(aval: Any, typed: bool = True) -> jax.ShapeDtypeStruct:
@@ -74,16 +56,14 @@ def _struct(aval: Any, typed: bool = True) -> jax.ShapeDtypeStruct:
 
 
 def _run_on_auto_axes(program: Any, args: Values, constants: Values | None = None) -> Arrays:
-    """Runs a program that was traced on Explicit axes, with values that name no mesh."""
+    """Runs a program that was traced on Explicit axes where these axes are Auto."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def call(eqn: Any, args: Values) -> Arrays:
         # Not the mesh that the equation was traced on.
         with jax.sharding.use_abstract_mesh(mesh):
             # Literals of a program may be arrays, too.
-            results = _call(eqn, [_untyped_constant(x) for x in args])
-            # A `shard_map` has its mesh.
-            return without_mesh(results) if mesh.empty else results
+            return _call(eqn, [_untyped_constant(x) for x in args])
 
     return interpret(program, args, call, constants)
 
@@ -116,14 +96,8 @@ def _at(x: Any, sharding: NamedSharding) -> Any:
     if sharding.mesh.auto_axes:
         # What is asked for axes of one type leaves those of the other as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
-    at = NamedSharding(_with_auto(sharding.mesh), PartitionSpec(*entries))
-    return jax.lax.with_sharding_constraint(x, at)
-
-
-def _with_auto(mesh: Any) -> Any:
-    """A mesh, with Auto axes in place of Explicit ones."""
-    types = [AxisType.Auto if t == AxisType.Explicit else t for t in mesh.axis_types]
-    return mesh.update(axis_types=tuple(types))
+    mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec(*entries)
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
 def _untyped(param: Any) -> Any:
@@ -155,10 +129,9 @@ def _untyped_constant(x: Any) -> Any:
         return x
     if not sharding.mesh.explicit_axes:
         return x
+    mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
     shards = [shard.data for shard in x.addressable_shards]
-    on_auto = NamedSharding(
-        _with_auto(sharding.mesh), sharding.spec, memory_kind=sharding.memory_kind
-    )
+    on_auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
     return jax.make_array_from_single_device_arrays(x.shape, on_auto, shards, dtype=x.dtype)
 
 
@@ -268,16 +241,17 @@ def _prefetched(eqn: Any, args: Values) -> Arrays:
 
 def _typed(eqn: Any, args: Values) -> Arrays:
     """Calls an operation that knows the types of its results, on Explicit axes as it was traced."""
+    mesh, shardings = jax.sharding.get_abstract_mesh(), [x.aval.sharding for x in eqn.invars]
     with eqn.ctx.manager:
-        mesh = jax.sharding.get_abstract_mesh()
-        args = over_mesh(args, _with_auto(mesh))
-        # A constant has no mesh.
-        specs = [
-            x.aval.sharding.spec if x.aval.sharding.mesh == mesh else PartitionSpec()
-            for x in eqn.invars
+        typed_args = [
+            # A constant of the program may have come here as an argument of a nested one.
+            jax.sharding.reshard(x, PartitionSpec() if s.mesh.empty else s)
+            if not jax.typeof(x).sharding.mesh.empty
+            else x
+            for x, s in zip(args, shardings, strict=True)
         ]
-        results = bind_as(eqn, list(map(jax.sharding.reshard, args, specs)))
-    with jax.sharding.use_abstract_mesh(_with_auto(mesh)):
+        results = bind_as(eqn, typed_args)
+    with jax.sharding.use_abstract_mesh(mesh):
         return [jax.sharding.reshard(x, PartitionSpec()) for x in results]
 
 
@@ -285,7 +259,6 @@ def _shard_map(eqn: Any, args: Values) -> Arrays:
     params = eqn.params
     run = jax.shard_map(
         lambda *xs: _run_on_auto_axes(params[names.PARAM_JAXPR], xs),
-        mesh=_with_auto(params[names.PARAM_MESH]),
         in_specs=tuple(params[names.PARAM_IN_SPECS]),
         out_specs=list(params[names.PARAM_OUT_SPECS]),
         axis_names=set(params[names.PARAM_MANUAL_AXES]),

@@ -21,10 +21,8 @@ from jax.interpreters import ad, batching, mlir
 
 from .._compat import names, scan_sizes
 from .._programs import bind_as, checkpointed, interpret, jaxprs_in, scanned
-from .meshless import over_mesh_p
 
 Values = list[Any]
-_VIEWS = names.VIEWS | {over_mesh_p.name}
 
 
 def call_with_sinks(
@@ -78,7 +76,7 @@ def _call(eqn: Any, args: Sequence[Any]) -> Sequence[Any]:
     results = bind_as(eqn, values)
     if name in (names.CONVERT, names.CHECKPOINT_NAME):
         return [_view(results[0], args[0].sink)]
-    if name in _VIEWS and _is_view(args[0]):
+    if name in names.VIEWS and _is_view(args[0]):
         return list(map(_view, results, bind_as(eqn, [args[0].sink, *values[1:]])))
     return results
 

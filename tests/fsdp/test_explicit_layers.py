@@ -341,14 +341,29 @@ def by_map(layer, x):
     return jnp.mean(jax.lax.map(layer, jnp.stack([x, 2 * x])) ** 2)
 
 
-@crossed(loss={"scan": scanned, "map": by_map}, option=["checkpoint=False", "policy"])
-@pytest.mark.everyday("scan-checkpoint=False", "map-policy", rest="slow")
-def test_gradients_of_loops_under_vmap(loss, option):
-    """JAX moves what a loop saves, outside of its Auto axes."""
+def times_a_vector(value):
+    """The product of the Hessian and the weights, by two backward passes."""
+    return jax.grad(lambda w: jnp.sum(jax.grad(value)(w) * jax.lax.stop_gradient(w)))
+
+
+@pytest.mark.parametrize(
+    "loss, option, derivative",
+    [
+        (scanned, "checkpoint=False", jax.grad),
+        (by_map, "prefetch", times_a_vector),
+        pytest.param(scanned, "policy", times_a_vector, marks=pytest.mark.thorough),
+        pytest.param(scanned, "reduce_dtype", times_a_vector, marks=pytest.mark.thorough),
+        pytest.param(by_map, "policy", jax.grad, marks=pytest.mark.thorough),
+        pytest.param(by_map, "checkpoint=False", times_a_vector, marks=pytest.mark.thorough),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_derivatives_of_loops_under_vmap(loss, option, derivative):
+    """JAX moves what a loop saves, on the axes of the loop."""
 
     def by_scale(loss, layer, x):
         def scaled(scale):
-            return jax.grad(lambda w: loss(Plain(w * scale), x))(layer.weight)
+            return derivative(lambda w: loss(Plain(w * scale), x))(layer.weight)
 
         return jax.vmap(scaled)(jnp.arange(1.0, 3.0))
 
