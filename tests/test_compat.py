@@ -193,10 +193,9 @@ USES = {
             "jax._src.interpreters.partial_eval.partial_eval_jaxpr_custom_rules",
             "jax._src.interpreters.partial_eval.partial_eval_jaxpr_nounits_fwd",
             "jax._src.interpreters.partial_eval.prune_closed_jaxpr_outputs",
-            "jax._src.source_info_util.current",
         ],
-        "how `jax.jit` differentiates and splits a program (`_pjit_jvp` and `_pjit_partial_eval` in "
-        "`jax/_src/pjit.py`), which `register_call` does for another call. See "
+        "how `jax.jit` differentiates and splits a program (`_pjit_jvp` and `_pjit_partial_eval` "
+        "in `jax/_src/pjit.py`), which `register_call` does for another call. See "
         "test_parts_of_a_call",
     ),
     "jax._src.traceback_util.register_exclusion": (
@@ -444,13 +443,16 @@ class TestPrivateNames:
 
     def test_parts_of_a_call(self):
         """What is saved is not returned twice, and neither are operands."""
-        call_p, told = Primitive("call"), advice("jax._src.interpreters.partial_eval")
+        name = "jax._src.interpreters.partial_eval.partial_eval_jaxpr_nounits_fwd"
+        call_p, told = Primitive("call"), advice(name)
         call_p.multiple_results = True
         call_p.def_abstract_eval(lambda *_, call_jaxpr: call_jaxpr.out_avals)
-        mlir.register_lowering(
-            call_p,
-            mlir.lower_fun(lambda *xs, call_jaxpr: jaxpr_as_fun(call_jaxpr)(*xs), True),
-        )
+
+        @call_p.def_impl
+        def called(*xs, call_jaxpr):
+            return jaxpr_as_fun(call_jaxpr)(*xs)
+
+        mlir.register_lowering(call_p, mlir.lower_fun(called, multiple_results=True))
 
         def differentiate(primals, tangents, *, call_jaxpr):
             program, moving = jvp_of(call_jaxpr, [not isinstance(x, ad.Zero) for x in tangents])

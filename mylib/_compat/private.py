@@ -23,6 +23,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -192,7 +193,7 @@ def _staged_call(
         partial_eval.JaxprTracer(trace, partial_eval.PartialVal.unknown(x), None)
         for x in program.out_avals
     ]
-    made, source = core.positional_effects(program), name_stacks.current()
+    made, source = core.positional_effects(program), source_info_util.current()
     params = {"call_jaxpr": program}
     recipe = partial_eval.new_eqn_recipe(trace, operands, results, primitive, params, made, source)
     for x in results:
