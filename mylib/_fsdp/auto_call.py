@@ -111,12 +111,15 @@ def _in_front(x: Any) -> Any:
         return _in_front_p.bind(x)
 
 
+def _moved_in_front(axis: Any, xs: Values, dims: Values) -> tuple[Any, int | None]:
+    mapped = [dim is not None for dim in dims]
+    (x,) = batched_at_front(axis, xs, dims, mapped)
+    return x, 0 if any(mapped) else None
+
+
 # Nothing, but that under `vmap` the examples come first.
 _in_front_p = Primitive("in_front")
 _in_front_p.def_impl(lambda x: x)
 _in_front_p.def_abstract_eval(lambda x: x)
-batching.fancy_primitive_batchers[_in_front_p] = lambda axis, xs, dims: (
-    *batched_at_front(axis, xs, dims, [True]),
-    0,
-)
+batching.fancy_primitive_batchers[_in_front_p] = _moved_in_front
 mlir.register_lowering(_in_front_p, lambda ctx, x: [x])
