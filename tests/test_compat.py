@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax._src import core, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
-from jax.extend.core import Primitive, jaxpr_as_fun
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import (
     AbstractMesh,
@@ -50,13 +50,11 @@ from mylib._compat import (
     function_of_equinox,
     host_callbacks,
     is_filter_jit,
-    jvp_of,
     label_of,
     nodes_of,
     opened,
     pass_of,
     readable_error,
-    register_call,
     rule_of_custom_jvp,
     rules_of_custom_vjp,
     scan_sizes,
@@ -175,28 +173,6 @@ USES = {
     ),
     "jax._src.interpreters.partial_eval.dce_jaxpr": (
         "a jaxpr without the equations whose results nothing uses"
-    ),
-    **dict.fromkeys(
-        [
-            "jax._src.core.positional_effects",
-            "jax._src.effects.partial_eval_kept_effects.filter_in",
-            "jax._src.interpreters.ad.jvp_jaxpr",
-            "jax._src.interpreters.partial_eval.EffectHandle",
-            "jax._src.interpreters.partial_eval.JaxprTracer",
-            "jax._src.interpreters.partial_eval.PartialVal.unknown",
-            "jax._src.interpreters.partial_eval.closed_call_partial_eval_custom_rule",
-            "jax._src.interpreters.partial_eval.custom_partial_eval_rules",
-            "jax._src.interpreters.partial_eval.dce_jaxpr_closed_call_rule",
-            "jax._src.interpreters.partial_eval.dce_rules",
-            "jax._src.interpreters.partial_eval.move_binders_to_back",
-            "jax._src.interpreters.partial_eval.new_eqn_recipe",
-            "jax._src.interpreters.partial_eval.partial_eval_jaxpr_custom_rules",
-            "jax._src.interpreters.partial_eval.partial_eval_jaxpr_nounits_fwd",
-            "jax._src.interpreters.partial_eval.prune_closed_jaxpr_outputs",
-        ],
-        "how `jax.jit` differentiates and splits a program (`_pjit_jvp` and `_pjit_partial_eval` "
-        "in `jax/_src/pjit.py`), which `register_call` does for another call. See "
-        "test_parts_of_a_call",
     ),
     "jax._src.traceback_util.register_exclusion": (
         "leaves the frames of a file out of what `jax.debug.breakpoint` shows. "
@@ -440,43 +416,6 @@ class TestPrivateNames:
 
         jax.vmap(look)(jnp.stack([X] * 3))
         assert trace_of(X) is None
-
-    def test_parts_of_a_call(self):
-        """What is saved is not returned twice, and neither are operands."""
-        name = "jax._src.interpreters.partial_eval.partial_eval_jaxpr_nounits_fwd"
-        call_p, told = Primitive("call"), advice(name)
-        call_p.multiple_results = True
-        call_p.def_abstract_eval(lambda *_, call_jaxpr: call_jaxpr.out_avals)
-
-        @call_p.def_impl
-        def called(*xs, call_jaxpr):
-            return jaxpr_as_fun(call_jaxpr)(*xs)
-
-        mlir.register_lowering(call_p, mlir.lower_fun(called, multiple_results=True))
-
-        def differentiate(primals, tangents, *, call_jaxpr):
-            program, moving = jvp_of(call_jaxpr, [not isinstance(x, ad.Zero) for x in tangents])
-            assert moving == [True], told
-            results = call_p.bind(*primals, *tangents, call_jaxpr=program)
-            return results[:1], results[1:]
-
-        ad.primitive_jvps[call_p] = differentiate
-        register_call(call_p)
-        program = jax.make_jaxpr(lambda x: jnp.exp(jnp.sin(x)))(2.0)
-
-        def run(x):
-            return call_p.bind(x, call_jaxpr=program)[0]
-
-        parts = jax.make_jaxpr(lambda x: jax.linearize(run, x))(2.0)
-        (known,) = [eqn for eqn in parts.eqns if eqn.primitive is call_p]
-        # The value, which is saved, too, and the cosine.
-        assert len(known.outvars) == 2, told
-        value, linear = jax.jit(lambda x: jax.linearize(run, x))(2.0)
-        slope = jnp.exp(jnp.sin(2.0)) * jnp.cos(2.0)
-        np.testing.assert_allclose((value, linear(1.0)), (jnp.exp(jnp.sin(2.0)), slope), rtol=1e-5)
-        everything = jax.checkpoint_policies.everything_saveable
-        saved = jax.jit(lambda x: jax.jvp(jax.checkpoint(run, policy=everything), (x,), (1.0,))[1])
-        np.testing.assert_allclose(saved(2.0), slope, rtol=1e-5)
 
     def test_axes_of_lowered_values(self):
         found = []

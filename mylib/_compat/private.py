@@ -23,9 +23,8 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from . import names
 
@@ -63,6 +62,7 @@ def _replaced(module: _Private, name: str, new: Any) -> Any:
 
 
 ad = _Private("jax._src.interpreters.ad")
+ad_util = _Private("jax._src.ad_util")
 api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
@@ -75,7 +75,6 @@ cudnn = _Private(
     changing=("check_cudnn_version", "check_compute_capability"),
 )
 distributed = _Private("jax._src.distributed")
-effects = _Private("jax._src.effects")
 equinox_errors = _Private("equinox._errors", changing=("_error",))
 equinox_primitives = _Private("equinox.internal._primitive")
 equinox_jit = _Private("equinox._jit", changing=("last_error_info",))
@@ -136,71 +135,34 @@ def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, l
     return batching.batch_jaxpr(program, axis, list(are_mapped), False)
 
 
-def jvp_of(program: Any, are_moving: Sequence[bool]) -> tuple[Any, list[bool]]:
-    """A closed jaxpr of values and of the tangents of those that are moving, and which of its
-    results have tangents, which are the last of its results.
+@functools.cache
+def compute_on_meshes_of_values() -> None:
+    """Lets JAX's rules move values with Auto axes, and make zeros like them, in code on Explicit
+    axes. JAX does this on the mesh of the code, and refuses: where a `vmap` or a second gradient is
+    around the gradient of a loop whose turns use `auto_axes`. In JAX 0.10.2 and 0.12.0; no public
+    issue is known. Other rules do what is done here (`batching.broadcast`).
     """
-    return ad.jvp_jaxpr(program, list(are_moving), False)
+    move, zeros = batching.moveaxis, ad_util.aval_zeros_likers
+    _replaced(batching, "moveaxis", _on_mesh_of(move, jax.typeof))
+    zeros[core.ShapedArray] = _on_mesh_of(zeros[core.ShapedArray], lambda aval: aval)
 
 
-def register_call(primitive: Any) -> None:
-    """Lets JAX split a call of the closed jaxpr `call_jaxpr` into two calls, of what is known in
-    the forward pass and of the rest; and drop what nothing uses.
-    """
-    rule = functools.partial(
-        partial_eval.closed_call_partial_eval_custom_rule, "call_jaxpr", lambda *args: args[-2:]
-    )
-    partial_eval.partial_eval_jaxpr_custom_rules[primitive] = rule
-    partial_eval.custom_partial_eval_rules[primitive] = functools.partial(_split_call, primitive)
-    partial_eval.dce_rules[primitive] = partial_eval.dce_jaxpr_closed_call_rule
+def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function of a value that runs on its mesh, if it has one."""
+
+    @functools.wraps(fun)
+    def on_its_mesh(x: Any, *args: Any) -> Any:
+        mesh = getattr(type_of(x), "sharding", _NO_MESH).mesh
+        if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+            return fun(x, *args)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return fun(x, *args)
+
+    return on_its_mesh
 
 
-def _split_call(primitive: Any, trace: Any, *tracers: Any, call_jaxpr: Any) -> list[Any]:
-    """As JAX splits `jit`."""
-    are_unknown = [not x.is_known() for x in tracers]
-    known = [x.pval.get_known() for x in tracers if x.is_known()]
-    first, second, unknown_results, _, forwarded = partial_eval.partial_eval_jaxpr_nounits_fwd(
-        call_jaxpr, are_unknown, instantiate=False
-    )
-    found = iter(_called_once_each(primitive, first, known))
-    results = [None if is_unknown else next(found) for is_unknown in unknown_results]
-    there = [*call_jaxpr.consts, *known]
-    saved = [next(found) if i is None else there[i] for i in forwarded]
-    later = iter(_staged_call(primitive, trace, second, tracers, saved))
-    pairs = zip(results, unknown_results, strict=True)
-    return [next(later) if is_unknown else x for x, is_unknown in pairs]
-
-
-def _called_once_each(primitive: Any, program: Any, args: Sequence[Any]) -> list[Any]:
-    """The results of a program, which returns each once: what is saved may be a result, too."""
-    variables = list(opened(program).outvars)
-    is_new = [x not in variables[:i] for i, x in enumerate(variables)]
-    pruned = partial_eval.prune_closed_jaxpr_outputs(program, is_new)
-    different = [x for x, new in zip(variables, is_new, strict=True) if new]
-    values = primitive.bind(*args, call_jaxpr=pruned)
-    return [values[different.index(x)] for x in variables]
-
-
-def _staged_call(
-    primitive: Any, trace: Any, program: Any, tracers: Sequence[Any], saved: Sequence[Any]
-) -> list[Any]:
-    """A call of `saved` and of the tracers that are unknown, for later."""
-    unknown = [x for x in tracers if not x.is_known()]
-    operands = [*unknown, *map(trace.new_instantiated_const, saved)]
-    in_front = [True] * len(saved) + [False] * len(unknown)
-    program = partial_eval.move_binders_to_back(program, in_front)
-    results = [
-        partial_eval.JaxprTracer(trace, partial_eval.PartialVal.unknown(x), None)
-        for x in program.out_avals
-    ]
-    made, source = core.positional_effects(program), source_info_util.current()
-    params = {"call_jaxpr": program}
-    recipe = partial_eval.new_eqn_recipe(trace, operands, results, primitive, params, made, source)
-    for x in results:
-        x.recipe = recipe
-    if effects.partial_eval_kept_effects.filter_in(program.effects):
-        trace.effect_handles.append(partial_eval.EffectHandle(operands, recipe))
-    return results
+# Of values without a sharding in their type, such as a Ref.
+_NO_MESH = NamedSharding(AbstractMesh((), ()), PartitionSpec())
 
 
 def trace_kind() -> Literal["eager", "transformed", "staged"]:
