@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import equinox as eqx
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
@@ -144,7 +144,7 @@ def compute_on_meshes_of_values() -> None:
     """
     move, zeros = batching.moveaxis, ad_util.aval_zeros_likers
     _replaced(batching, "moveaxis", _on_mesh_of(move, jax.typeof))
-    zeros[core.ShapedArray] = _on_mesh_of(zeros[core.ShapedArray], lambda aval: aval)
+    zeros[ShapedArray] = _on_mesh_of(zeros[ShapedArray], lambda aval: aval)
 
 
 def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Callable[..., Any]:
