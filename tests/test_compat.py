@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src import core, mesh as mesh_lib
+from jax._src import ad_util, core, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -39,6 +39,7 @@ from mylib._compat import (
     break_connection,
     closed_or_open,
     compilation_cache,
+    compute_on_meshes_of_values,
     coordination_client,
     data_of,
     data_of_shards,
@@ -174,6 +175,13 @@ USES = {
     ),
     "jax._src.interpreters.partial_eval.dce_jaxpr": (
         "a jaxpr without the equations whose results nothing uses"
+    ),
+    "jax._src.interpreters.batching.moveaxis": (
+        "what JAX's rules for `vmap` move a dimension with, of a value, from, to"
+    ),
+    "jax._src.ad_util.aval_zeros_likers": (
+        "what makes zeros of a type, by its class (`ShapedArray`: also of cotangents). See "
+        "test_values_on_auto_axes for what both are replaced for"
     ),
     "jax._src.traceback_util.register_exclusion": (
         "leaves the frames of a file out of what `jax.debug.breakpoint` shows. "
@@ -427,6 +435,28 @@ class TestPrivateNames:
 
         jax.vmap(look)(jnp.stack([X] * 3))
         assert trace_of(X) is None
+
+    def test_values_on_auto_axes(self):
+        """What JAX does to them on Explicit axes. Where it no longer raises, it needs no help."""
+        compute_on_meshes_of_values()
+        auto, explicit = (
+            AbstractMesh((8,), ("x",), (t,)) for t in (AxisType.Auto, AxisType.Explicit)
+        )
+        zeros = ad_util.aval_zeros_likers[jax.core.ShapedArray]
+
+        def look(x):
+            with jax.sharding.use_abstract_mesh(auto):
+                x = jnp.sin(x)
+            with jax.sharding.use_abstract_mesh(explicit):
+                moved, like = batching.moveaxis(x, 1, 0), zeros(jax.typeof(x))
+                for fun, args in ((batching.moveaxis, (x, 1, 0)), (zeros, (jax.typeof(x),))):
+                    with pytest.raises(ValueError, match=r"[Cc]ontext mesh"):
+                        fun.__wrapped__(*args)
+            assert (moved.shape, like.shape) == (x.shape[::-1], x.shape)
+            assert {jax.typeof(y).sharding.mesh for y in (moved, like)} == {auto}
+            return x
+
+        jax.make_jaxpr(look)(np.ones((2, 3)))
 
     def test_axes_of_lowered_values(self):
         found = []

@@ -20,6 +20,7 @@ from .private import (
     break_connection as break_connection,
     closed_or_open as closed_or_open,
     compilation_cache as compilation_cache,
+    compute_on_meshes_of_values as compute_on_meshes_of_values,
     coordination_client as coordination_client,
     data_of as data_of,
     data_of_shards as data_of_shards,

@@ -21,9 +21,9 @@ from typing import Any, Literal, Protocol
 import equinox as eqx
 import jax
 import numpy as np
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from . import names
 
@@ -61,6 +61,7 @@ def _replaced(module: _Private, name: str, new: Any) -> Any:
 
 
 ad = _Private("jax._src.interpreters.ad")
+ad_util = _Private("jax._src.ad_util")
 api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
@@ -131,6 +132,36 @@ def batched(program: Any, axis: Any, are_mapped: Sequence[bool]) -> tuple[Any, l
     `axis` is JAX's data about the axis.
     """
     return batching.batch_jaxpr(program, axis, list(are_mapped), False)
+
+
+@functools.cache
+def compute_on_meshes_of_values() -> None:
+    """Lets JAX's rules move values with Auto axes, and make zeros like them, in code on Explicit
+    axes. JAX does this on the mesh of the code, and refuses: where a `vmap` or a second gradient is
+    around the gradient of a loop whose turns use `auto_axes`. In JAX 0.10.2 and 0.12.0; no public
+    issue is known. Other rules do what is done here (`batching.broadcast`).
+    """
+    move, zeros = batching.moveaxis, ad_util.aval_zeros_likers
+    _replaced(batching, "moveaxis", _on_mesh_of(move, jax.typeof))
+    zeros[ShapedArray] = _on_mesh_of(zeros[ShapedArray], lambda aval: aval)
+
+
+def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """A function of a value that runs on its mesh, if it has one."""
+
+    @functools.wraps(fun)
+    def on_its_mesh(x: Any, *args: Any) -> Any:
+        mesh = getattr(type_of(x), "sharding", _NO_MESH).mesh
+        if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
+            return fun(x, *args)
+        with jax.sharding.use_abstract_mesh(mesh):
+            return fun(x, *args)
+
+    return on_its_mesh
+
+
+# Of values without a sharding in their type, such as a Ref.
+_NO_MESH = NamedSharding(AbstractMesh((), ()), PartitionSpec())
 
 
 def trace_kind() -> Literal["eager", "transformed", "staged"]:

@@ -18,7 +18,14 @@ from jax.core import ShapedArray, Tracer
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._compat import closed_or_open, names, opened, rule_of_custom_jvp, rules_of_custom_vjp
+from .._compat import (
+    closed_or_open,
+    compute_on_meshes_of_values,
+    names,
+    opened,
+    rule_of_custom_jvp,
+    rules_of_custom_vjp,
+)
 from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
@@ -44,6 +51,7 @@ def as_written(run: Run, weights: Arrays, inputs: Arrays, route: Route) -> tuple
 
 def on_auto_axes(run: Run, types: Sequence[Any]) -> Run:
     """`run` with Auto axes in place of Explicit ones. `types` are those of its results."""
+    compute_on_meshes_of_values()
     specs = [aval.sharding.spec for aval in types]
     # Compiled, since JAX can't differentiate eager operations on another type of axes.
     return jax.jit(jax.sharding.auto_axes(run, out_sharding=specs))

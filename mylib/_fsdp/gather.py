@@ -129,10 +129,10 @@ def _rule(route: Route, primals: Any, tangents: Any) -> Any:
 
 def _gather_tangents(tangents: list[Any], route: Route) -> Any:
     program, shapes = jax.make_jaxpr(partial(_gathered, route=route), return_shape=True)(tangents)
-    structure, dtypes = jtu.tree_structure(shapes), [x.dtype for x in tangents]
+    structure, types = jtu.tree_structure(shapes), list(map(jax.typeof, tangents))
 
     def backward(*cotangents: Any) -> list[Any]:
-        return _backward(route, dtypes, *jtu.tree_unflatten(structure, cotangents))
+        return _backward(route, types, *jtu.tree_unflatten(structure, cotangents))
 
     moved = tangent_p.bind(*tangents, move=_Gathering(program, backward))
     return jtu.tree_unflatten(structure, moved)
@@ -202,7 +202,7 @@ mlir.register_lowering(tangent_p, mlir.lower_fun(_run_program, multiple_results=
 
 
 def _backward(
-    route: Route, dtypes: Sequence[Any], cotangents: list[Any], of_sinks: list[Any]
+    route: Route, types: Sequence[Any], cotangents: list[Any], of_sinks: list[Any]
 ) -> list[Any]:
     """The sums of cotangents of gathered weights and of their sinks."""
     summed = [
@@ -216,8 +216,13 @@ def _backward(
         for x, kept, used in zip(summed, route.kept, route.used, strict=True)
     ]
     summed = keep(_by_way_of(summed, between), on_device(route.kept))
-    summed = [x.astype(dtype) for x, dtype in zip(summed, dtypes, strict=True)]
-    return keep(summed, route.kept)
+    summed = [x.astype(like.dtype) for x, like in zip(summed, types, strict=True)]
+    return list(map(of_type, keep(summed, route.kept), types))
+
+
+def of_type(x: Any, like: Any) -> Any:
+    """An array, split over Explicit axes as `like` is."""
+    return jax.sharding.reshard(x, like.sharding) if like.sharding.mesh.explicit_axes else x
 
 
 def _cast(x: Any, dtype: Any) -> Any:

@@ -25,7 +25,7 @@ from .._compat import batched, is_staged
 from .._placement import cast, varying
 from .._programs import interpret
 from .._tree import Arrays
-from .gather import Targets, batched_at_front, keep, on_device
+from .gather import Targets, batched_at_front, keep, of_type, on_device
 from .prefetch_order import Turns
 
 Run = Callable[[Arrays, Arrays], Arrays]
@@ -176,7 +176,8 @@ def _transpose(cotangents: Sequence[Any], *args: Any, layer: _Layer) -> Sequence
     (sums,) = layer.linearised([*weights, *others])[1](cotangents)
     # Otherwise the gradients of many layers could be whole at the same time.
     sums = _barrier(sums)
-    grads = [x if ad.is_undefined_primal(t) else None for x, t in zip(sums, tangents, strict=True)]
+    pairs = zip(sums, tangents, strict=True)
+    grads = [of_type(x, t.aval) if ad.is_undefined_primal(t) else None for x, t in pairs]
     return [*[None] * count, *grads]
 
 

@@ -28,6 +28,7 @@ from .._placement import (
 from .._transfer import place_leaves
 from .._tree import Split, outlined, split
 from .checkpoint import refuse_memory_kinds
+from .gather import of_type
 
 Targets = Sequence[Target | None]
 
@@ -112,12 +113,8 @@ class Residual:
         arrays = place_leaves(leaves, placed, current_world())
         if with_types:
             pairs = zip(arrays, inputs, strict=True)
-            arrays = [x if i is None else _of_type(x, self.types[i]) for x, i in pairs]
+            arrays = [x if i is None else of_type(x, self.types[i]) for x, i in pairs]
         return leaves.join(arrays)
-
-
-def _of_type(x: Any, like: Any) -> Any:
-    return jax.sharding.reshard(x, like.sharding) if like.sharding.mesh.explicit_axes else x
 
 
 def _moved(tree: Any, targets: Targets) -> Any:

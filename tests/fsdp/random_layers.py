@@ -2,7 +2,8 @@
 
 By hand: `python tests/fsdp/random_layers.py --seeds 0-300` runs many, `--only 17` one, whose
 program is printed, and `--only 17 --with way=batch kinds=Mlp` the same with other choices: to find
-out which of them matter.
+out which of them matter. With `--derivatives` they are other programs: on Explicit axes, with other
+derivatives than a gradient, and of weights that are computed.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import collections
 import contextlib
 import faulthandler
 import functools
+import itertools
 import random
 import re
 import sys
@@ -80,6 +82,8 @@ class Program:
     set_mesh: bool = True
     precision: str = "float64"
     x64: bool = True
+    derivative: str = "gradient"
+    weights: str = "placed"
 
     def __str__(self) -> str:
         plain = Program(self.seed)
@@ -209,6 +213,48 @@ def draw(seed: int) -> Program:
         precision=precision,
         x64=x64,
     )
+
+
+def draw_derivative(seed: int) -> Program:
+    """A program on Explicit axes, with another derivative, or of computed weights."""
+    rng = random.Random(-2 - seed)
+    programs = (draw(i) for i in itertools.count(10 * seed))
+    program = next(
+        x
+        for x in programs
+        # What rounds gradients to few bits has other ones if a sum has another order. And a state
+        # can be used once.
+        if "e" in x.types and x.jit != "eager" and not {"Rounded", "Counting"} & {*x.kinds}
+    )
+    changes: dict[str, Any] = {
+        "seed": seed,
+        "kinds": program.kinds[:1],
+        "derivative": rng.choice([*DERIVATIVES]),
+        "weights": rng.choice(["placed", "computed", "computed elsewhere"]),
+        "dtype": None,
+        "precision": "float64",
+        "x64": True,
+        "optimiser": "none",
+        "donate": False,
+        # Half of them save something, or are prefetched.
+        "prefetch": 0,
+        "policy": None,
+        "checkpoint": True,
+        "in_turn": True,
+    }
+    if program.reduce_dtype == "float32":
+        changes["reduce_dtype"] = None
+    options = [
+        {"checkpoint": False},
+        {"policy": "everything_saveable"},
+        {"policy": "dots_saveable"},
+    ]
+    if program.arrangement != "stack" and program.way != "ensemble outside":
+        options += [{"prefetch": 1}, {"prefetch": 2}]
+    changes |= rng.choice([*options, {}, {}])
+    if not changes["checkpoint"]:
+        changes["saved"] = False
+    return replace(program, **changes)
 
 
 # The model.
@@ -438,6 +484,8 @@ def learned(program: Program, models: Any) -> Any:
 
 def step(program: Program, shard: Shard, key: Any, models: Any, state: Any, x: Any, y: Any):
     """Loss and state, gradients, and updated models."""
+    if program.weights != "placed":
+        models = jax.tree.map(lambda w: w * 1.25 if eqx.is_inexact_array(w) else w, models)
     varying, rest = eqx.partition(models, learned(program, models))
 
     @functools.partial(eqx.filter_value_and_grad, has_aux=True)
@@ -448,12 +496,68 @@ def step(program: Program, shard: Shard, key: Any, models: Any, state: Any, x: A
         (loss, state), grads = accumulated(value, varying, x, y)
     else:
         (loss, state), grads = value(varying, x, y)
+    if program.derivative != "gradient":
+        grads = DERIVATIVES[program.derivative](lambda model: value(model, x, y), varying)
     optim = {"none": None, "sgd": optax.sgd(0.1), "adam": optax.adam(0.1, eps=0.01)}
     chosen = optim[program.optimiser]
     if chosen is None:
         return (loss, state), grads, None
     updates, _ = chosen.update(grads, chosen.init(varying), varying)
     return (loss, state), grads, eqx.apply_updates(models, updates)
+
+
+# Other derivatives than a gradient, as trees of the same kind. `value` returns the loss and its
+# gradient.
+
+
+def moved(model: Any) -> Any:
+    return jax.tree.map(lambda w: jnp.cos(w) / 2, jax.lax.stop_gradient(model))
+
+
+def forward_over_reverse(value: Any, model: Any) -> Any:
+    return jax.jvp(lambda m: value(m)[1], (model,), (moved(model),))[1]
+
+
+def reverse_over_reverse(value: Any, model: Any) -> Any:
+    def slope(model: Any) -> Any:
+        pairs = zip(*map(jax.tree.leaves, (value(model)[1], moved(model))), strict=True)
+        return sum(jnp.sum((x * jnp.conj(y)).real) for x, y in pairs)
+
+    return jax.grad(slope)(model)
+
+
+def by_scale(derivative: Any) -> Any:
+    """Under `vmap`, for weights that are smaller and larger."""
+
+    def mapped(value: Any, model: Any) -> Any:
+        def one(scale: Any) -> Any:
+            return derivative(value, jax.tree.map(lambda w: w * scale.astype(w.dtype), model))
+
+        return jax.tree.map(lambda x: x.sum(0), jax.vmap(one)(jnp.array([0.75, 1.5])))
+
+    return mapped
+
+
+def hessian(value: Any, model: Any) -> Any:
+    """That of two numbers that weights are scaled by and moved by."""
+
+    def loss(numbers: Any) -> Any:
+        changed = jax.tree.map(lambda w: w * (1 + numbers[0]) + numbers[1] * jnp.sin(w), model)
+        return value(changed)[0][0]
+
+    found = jax.hessian(loss)(jnp.zeros(2))
+    return jax.tree.map(lambda w: w * found.sum() + found[0, 1], model)
+
+
+DERIVATIVES = {
+    "gradient": None,
+    "gradient by scale": by_scale(lambda value, model: value(model)[1]),
+    "forward over reverse": forward_over_reverse,
+    "reverse over reverse": reverse_over_reverse,
+    "forward over reverse by scale": by_scale(forward_over_reverse),
+    "reverse over reverse by scale": by_scale(reverse_over_reverse),
+    "hessian": hessian,
+}
 
 
 def accumulated(value: Any, varying: Any, x: Any, y: Any) -> Any:
@@ -513,7 +617,8 @@ def on_mesh(program: Program, mesh: Mesh, shard: Shard, kept: Any) -> Any:
     with jax.enable_x64(program.x64), contextlib.ExitStack() as stack:
         if program.set_mesh:
             stack.enter_context(jax.set_mesh(mesh))
-        models = mylib.filter_shard(models, kept, mesh=mesh)
+        given = replicated() if program.weights == "computed elsewhere" else kept
+        models = mylib.filter_shard(models, given, mesh=mesh)
         state, key = mylib.filter_shard((state, key), replicated(), mesh=mesh)
         x, y = mylib.filter_shard((x, y), P("data"), mesh=mesh)
         found = call_step(program, mesh, kept, functools.partial(step, program, shard))(
@@ -550,7 +655,8 @@ def call_step(program: Program, mesh: Mesh, kept: Any, run: Any) -> Any:
         return jitted
     options: dict[str, Any] = {"out_shardings": out, "mesh": mesh}
     if program.jit == "mylib placed":
-        options["in_shardings"] = {"models": kept, "x": P("data"), "y": P("data")}
+        given = replicated() if program.weights == "computed elsewhere" else kept
+        options["in_shardings"] = {"models": given, "x": P("data"), "y": P("data")}
     if program.donate:
         options["donate"] = "all-except-first"
 
@@ -645,6 +751,8 @@ def check(program: Program, mesh: Mesh, kept: Any, found: Any, expected: Any) ->
     compare(program, found, expected)
     asked = program.jit.startswith("mylib")
     _, grads, updated = found
+    if program.weights == "computed elsewhere" and not asked:
+        return  # their types say nothing of `kept`, and neither do those of their gradients
     if not asked:  # XLA replicates gradients without elements
         grads = jax.tree.map(lambda x: x if x.size else None, grads)
     # Without `out_shardings=`, `vmap` decides how gradients of an ensemble come out of it.
@@ -722,6 +830,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", default="0-50", help="from and to, as in 0-300")
     parser.add_argument("--only", type=int, help="one seed, with its traceback")
+    parser.add_argument("--derivatives", action="store_true", help="other derivatives")
     parser.add_argument("--mesh", choices=MESHES, help="only programs for this mesh")
     parser.add_argument("--with", nargs="*", default=[], dest="changes", metavar="NAME=VALUE")
     parser.add_argument(
@@ -731,7 +840,8 @@ def main() -> int:
     seeds = numbers_in(args.seeds) if args.only is None else [args.only]
     tally: dict[str, list[int]] = collections.defaultdict(list)
     for seed in seeds:
-        program = changed(draw(seed), args.changes)
+        drawn = draw_derivative(seed) if args.derivatives else draw(seed)
+        program = changed(drawn, args.changes)
         if args.mesh not in (None, program.mesh):
             continue
         faulthandler.dump_traceback_later(300, exit=True)  # a deadlock between devices

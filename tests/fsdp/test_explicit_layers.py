@@ -332,6 +332,77 @@ def test_stacked(mesh):
     compare(Stack, MESHES[mesh], loss_of=scanned, kept=kept, layers=1)
 
 
+def scanned(layer, x):
+    turns = jax.tree.map(lambda w: jnp.stack([w, 2 * w]), layer)
+    return jnp.mean(jax.lax.scan(lambda x, layer: (layer(x), None), x, turns)[0] ** 2)
+
+
+def by_map(layer, x):
+    return jnp.mean(jax.lax.map(layer, jnp.stack([x, 2 * x])) ** 2)
+
+
+def times_a_vector(value):
+    """The product of the Hessian and the weights, by two backward passes."""
+    return jax.grad(lambda w: jnp.sum(jax.grad(value)(w) * jax.lax.stop_gradient(w)))
+
+
+@pytest.mark.parametrize(
+    "loss, option, derivative",
+    [
+        (scanned, "checkpoint=False", jax.grad),
+        (by_map, "prefetch", times_a_vector),
+        pytest.param(scanned, "policy", times_a_vector, marks=pytest.mark.thorough),
+        pytest.param(scanned, "reduce_dtype", times_a_vector, marks=pytest.mark.thorough),
+        pytest.param(by_map, "policy", jax.grad, marks=pytest.mark.thorough),
+        pytest.param(by_map, "checkpoint=False", times_a_vector, marks=pytest.mark.thorough),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_derivatives_of_loops_under_vmap(loss, option, derivative):
+    """JAX moves what a loop saves, on the axes of the loop."""
+
+    def by_scale(loss, layer, x):
+        def scaled(scale):
+            return derivative(lambda w: loss(Plain(w * scale), x))(layer.weight)
+
+        return jax.vmap(scaled)(jnp.arange(1.0, 3.0))
+
+    def gathering(layer, x):
+        return loss(mylib.fully_shard(layer, Plain, KEPT, **OPTIONS[option]), x)
+
+    layer = Plain(jnp.asarray(WEIGHT))
+    with jax.set_mesh(GRID):
+        there, x = mylib.filter_shard((layer, X), (KEPT, P("data")))
+        found = jax.jit(lambda layer, x: by_scale(gathering, layer, x))(there, x)
+    np.testing.assert_allclose(found, by_scale(loss, layer, X), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_weights_that_are_computed(prefetch):
+    """They aren't placed as `kept`, and their gradients have the types that they have."""
+
+    class Top(eqx.Module):
+        layer: Plain
+        weight: Array
+
+    def loss(model, x):
+        return jnp.mean((model.layer(x) @ model.weight) ** 2)
+
+    def gathering(model, x):
+        return loss(mylib.fully_shard(model, Plain, KEPT, prefetch=prefetch), x)
+
+    def gradient(loss, model, x):
+        return jax.grad(loss)(jax.tree.map(lambda w: w * 2, model), x)
+
+    model = Top(Plain(jnp.asarray(WEIGHT)), jnp.asarray(WEIGHT[::-1].copy()))
+    with jax.set_mesh(GRID):
+        x = mylib.filter_shard(X, P("data"))
+        found = jax.jit(lambda model, x: gradient(gathering, model, x))(model, x)
+    for new, right in zip(*map(jax.tree.leaves, (found, gradient(loss, model, X))), strict=True):
+        np.testing.assert_allclose(new, right, rtol=1e-4, atol=1e-6)
+        assert new.sharding.is_fully_replicated
+
+
 @pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.thorough), 1])
 def test_a_layer_that_calls_another(prefetch):
     class Calls(Layer):
