@@ -161,7 +161,7 @@ def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Calla
 
 
 # Of values without a sharding in their type, such as a Ref.
-_NO_MESH = NamedSharding(AbstractMesh((), ()), PartitionSpec())
+_NO_MESH: Any = NamedSharding(AbstractMesh((), ()), PartitionSpec())
 
 
 def trace_kind() -> Literal["eager", "transformed", "staged"]:

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._audit import Report
 from .._jit import filter_jit
@@ -148,7 +148,8 @@ class Plan:
         try:
             return self._mesh
         except CompilerError:
-            return AbstractMesh(tuple(self.axes.values()), tuple(self.axes))
+            types = (AxisType.Auto,) * len(self.axes)
+            return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), types)
 
     @cached_property
     def _mesh(self) -> Mesh:

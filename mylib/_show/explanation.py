@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, Protocol, runtime_checkable
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, in_words
@@ -87,7 +87,8 @@ def explain(
     world = current_world()
     if isinstance(placement, PlanOfArguments):
         axes, placement = placement.axes, placement.arguments[argument]
-        mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+        # JAX 0.12 would make Explicit axes.
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
     if placement is ...:
         return Explanation(present_rows(leaves, world), ())
     # Abstract leaves: it isn't checked whether the arrays can be moved to their targets.
