@@ -7,7 +7,16 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 from layer_kinds import ORDINARY
-from random_layers import MESHES, REFUSED, Program, compare_all, draw, run
+from random_layers import (
+    DERIVATIVES,
+    MESHES,
+    REFUSED,
+    Program,
+    compare_all,
+    draw,
+    draw_derivative,
+    run,
+)
 
 # The quickest among the first, all of which pass or are refused.
 EVERYDAY = (25,)
@@ -27,6 +36,13 @@ def test_more_random_programs(seed):
     assert outcome.kind != "failed", f"{draw(seed)}\n{outcome.why}"
 
 
+@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.everyday("7", rest="thorough")
+def test_random_derivatives_on_explicit_axes(seed):
+    outcome = run(draw_derivative(seed))
+    assert outcome.kind != "failed", f"{draw_derivative(seed)}\n{outcome.why}"
+
+
 def some_kinds():
     """Each kind with one of the two ways to sum its gradient, both by hand."""
     for i, kind in enumerate(ORDINARY):
@@ -43,7 +59,9 @@ def test_every_kind_of_layer(kind, reduce_dtype):
 
 
 def test_the_thorough_programs_have_something_of_everything():
-    programs = [draw(seed) for seed in (*EVERYDAY, *THOROUGH)]
+    derivatives = [draw_derivative(seed) for seed in range(24)]
+    assert {program.derivative for program in derivatives} == {*DERIVATIVES}
+    programs = [*derivatives, *(draw(seed) for seed in (*EVERYDAY, *THOROUGH))]
     assert {program.mesh for program in programs} == {*MESHES}
     for field in fields(Program):
         values = {getattr(program, field.name) for program in programs}
