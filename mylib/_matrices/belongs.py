@@ -21,9 +21,9 @@ from .dependence import Bits, dependences
 
 @dataclass(frozen=True)
 class Belonging:
-    """`owner` is the number of the matrix that a leaf of the state belongs to, by the leaf's path;
-    None if it belongs to none. `needs_params` and `init_reads` are the weights whose values
-    `update` and `init` read.
+    """`owner` is the number of the weight that a leaf of the state belongs to, by the leaf's path;
+    None if it belongs to none, or to several. `needs_params` and `init_reads` are the weights whose
+    values `update` and `init` read.
     """
 
     tree: Any
@@ -60,7 +60,7 @@ def belonging(
     problems += _of_state(of_state, paths, leaves, matrices) if not problems else []
     if problems:
         raise ValueError("by_matrix updates each matrix for itself, but\n" + "\n".join(problems))
-    owner = {p: _only_matrix(bits, matrices) for p, bits in zip(paths, of_state, strict=True)}
+    owner = {p: _only(_numbers(bits)) for p, bits in zip(paths, of_state, strict=True)}
     needs = frozenset(_numbers(reduce(or_, results, 0) >> count))
     return Belonging(tree, paths, owner, needs, frozenset(_numbers(reduce(or_, at_start, 0))))
 
@@ -73,9 +73,8 @@ def _numbers(bits: Bits) -> list[int]:
     return [i for i in range(bits.bit_length()) if bits >> i & 1]
 
 
-def _only_matrix(bits: Bits, matrices: Sequence[int]) -> int | None:
-    numbers = _numbers(bits)
-    return numbers[0] if len(numbers) == 1 and numbers[0] in set(matrices) else None
+def _only(numbers: Sequence[int]) -> int | None:
+    return numbers[0] if len(numbers) == 1 else None
 
 
 class _Mixing:

@@ -112,12 +112,21 @@ class _Planner:
             tree=self.leaves.treedef,
             groups=tuple(groups),
             others=tuple(self.others),
+            others_places=self._others_places(belongs),
             states=tuple(tree for tree, _ in states),
             owned=tuple(owned for _, owned in states),
             moves_params=tuple(bool(belongs.needs_params & {*g.numbers}) for g in groups),
             init_reads=tuple(bool(belongs.init_reads & {*g.numbers}) for g in groups),
             plain=belongs.tree,
             places=tuple(places.of_path[p] for p in belongs.paths),
+        )
+
+    def _others_places(self, belongs: Belonging) -> tuple[NamedSharding | None, ...]:
+        state = jax.eval_shape(self.request.transform.init, self.only(self.others))
+        owned = [(belongs.owner[path], x) for path, x in jtu.tree_leaves_with_path(state)]
+        return tuple(
+            self.shardings[i] if i is not None and x.shape == self.seen[i].shape else None
+            for i, x in (owned if self.others else ())
         )
 
     def _state(self, *numbers: int) -> tuple[list[Any], Any]:

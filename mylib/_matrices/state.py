@@ -41,7 +41,8 @@ class Layout:
     """Where each leaf of the transform's state is. It is static, so it says all that is needed to
     read a state without the transform.
 
-    `states` are the structures of the state of one leaf of each group, `owned` tells which of its
+    `others` are the leaves that are no matrices, `others_places` where their state is: like the
+    weight if it has its shape, or None. `states` are the structures of the state of one leaf of each group, `owned` tells which of its
     leaves depend on the matrix, `moves_params` and `init_reads` whether `update` and `init` read
     the weights' values.
     """
@@ -49,6 +50,7 @@ class Layout:
     tree: Any
     groups: tuple[MatrixGroup, ...]
     others: tuple[int, ...]
+    others_places: tuple[NamedSharding | None, ...]
     states: tuple[Any, ...]
     owned: tuple[tuple[bool, ...], ...]
     moves_params: tuple[bool, ...]

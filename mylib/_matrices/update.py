@@ -31,6 +31,8 @@ def initial(transform: Any, layout: Layout, params: Any) -> MatrixState:
         )
         shared.append(tuple(work.shared(work.init(jnp.zeros(group.matrix.shape, group.dtype)))))
     others = transform.init(layout.only(leaves, layout.others)) if layout.others else None
+    arrays, tree = jtu.tree_flatten(others)
+    others = tree.unflatten(filter_shard(arrays, list(layout.others_places)))
     return MatrixState(tuple(stacks), tuple(shared), others, layout)
 
 
@@ -139,16 +141,18 @@ class _GroupStep:
         group, slots = self.group, self.group.slots
         if (group.loads == slots).all():
             return step(slots)
+        # What is shared changes on each device, also on one that owns nothing. It is outside of the
+        # branches, which differ between devices.
+        _, _, shared = step(1)
 
         def fewer() -> Any:
-            # What is shared changes on each device, also on one that owns nothing.
-            new, some, shared = step(max(slots - 1, 1))
+            new, some, _ = step(max(slots - 1, 1))
             if slots == 1:
-                return jnp.zeros_like(new), own, shared
+                return jnp.zeros_like(new), own
             some = [jnp.concatenate([x, y[-1:]]) for x, y in zip(some, own, strict=True)]
-            return jnp.concatenate([new, jnp.zeros_like(new[:1])]), some, shared
+            return jnp.concatenate([new, jnp.zeros_like(new[:1])]), some
 
-        return lax.cond(group.load() == slots, lambda: step(slots), fewer)
+        return *lax.cond(group.load() == slots, lambda: step(slots)[:2], fewer), shared
 
     def step(
         self, n: int, whole: Any, read: Any, own: Arrays, shared: Arrays, extra: Any

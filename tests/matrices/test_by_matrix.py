@@ -330,3 +330,24 @@ def test_what_else_is_refused():
         mylib.by_matrix(muon(), KEPT, mesh=EIGHT).init([jnp.ones((8, 8)), "text"])
     with pytest.raises(mylib.PlacementError, match="where it is kept"):
         mylib.by_matrix(muon(), None, mesh=EIGHT).init([jnp.ones((8, 8))])
+
+
+def test_a_step_of_fsdp_holds_its_contract():
+    """Also the state of what is no matrix is sharded like its weight."""
+    optim = mylib.by_matrix(optax.contrib.muon(1e-3), KEPT, mesh=EIGHT)
+    model = eqx.nn.MLP(64, 64, 64, 2, key=jax.random.key(0))
+    model = mylib.filter_shard(model, KEPT, mesh=EIGHT)
+    state = optim.init(eqx.filter(model, eqx.is_array))
+
+    @mylib.filter_jit(in_shardings={"batch": P("data")}, out_shardings=(KEPT, None), mesh=EIGHT)
+    def step(batch, model, state):
+        def loss(model):
+            model = mylib.fully_shard(model, eqx.nn.Linear, KEPT, mesh=EIGHT)
+            return jnp.mean(jax.vmap(model)(batch) ** 2)
+
+        grads = eqx.filter_grad(loss)(model)
+        updates, state = optim.update(grads, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state
+
+    report = mylib.audit(step, np.ones((32, 64), np.float32), model, state)
+    report.expect(mylib.contracts.fsdp("data", argument="model"))
