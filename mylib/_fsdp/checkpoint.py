@@ -28,10 +28,10 @@ from .._placement import (
 )
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, Leaves, Made, outlined
-from .offloading import Policy, refused_where_wrong
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Policy = Callable[..., Any]
 
 
 def recompute_resharded(policy: Policy = jax.checkpoint_policies.everything_saveable) -> Policy:
@@ -235,8 +235,7 @@ class _Checkpointed(eqx.Module):
             args, kwargs = self._placed_arguments(*split.fill(arrays))
             return Made.of(self.fun(*args, **kwargs))
 
-        policy = refused_where_wrong(self.policy)
-        run = jax.checkpoint(call, prevent_cse=self.prevent_cse, policy=policy)
+        run = jax.checkpoint(call, prevent_cse=self.prevent_cse, policy=self.policy)
         return run(arrays).tree()
 
     def _placed_arguments(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:

@@ -36,7 +36,6 @@ from stacks import (
 import mylib
 from mylib import PlacementError, filter_checkpoint, filter_shard, recompute_resharded
 from mylib._compat import opened
-from mylib._fsdp.offloading import RefusesOffloading, refused_where_wrong
 from mylib._programs import all_jaxprs, jaxprs_in
 
 SIZE = Size(width=128, hidden=512, heads=4, depth=3, batch=16, time=16)
@@ -749,25 +748,3 @@ def test_checks_at_run_time_are_kept():
     np.testing.assert_allclose(gradient(INPUT), 0.5)
     with pytest.raises(eqx.EquinoxRuntimeError, match="it is negative"):
         gradient(-INPUT)
-
-
-class TestOffloading:
-    """XLA:GPU of jaxlib 0.11.0 reads offloaded values of a scan in reverse order."""
-
-    POLICY = staticmethod(
-        jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-    )
-
-    def test_what_offloads_is_refused(self):
-        policy = RefusesOffloading(self.POLICY, "0.11.0")
-        layer = jax.checkpoint(lambda x: jnp.sin(x @ x), policy=policy)
-        with pytest.raises(NotImplementedError, match="jaxlib 0.11.0 gradients are wrong on GPUs"):
-            jax.make_jaxpr(jax.grad(lambda x: jnp.sum(layer(x))))(jnp.ones((4, 4)))
-        keeps = RefusesOffloading(jax.checkpoint_policies.dots_saveable, "0.11.0")
-        jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jax.checkpoint(jnp.sin, policy=keeps)(x))))(1.0)
-
-    def test_elsewhere_it_is_not(self):
-        """These devices are no GPUs, and other versions are right."""
-        assert refused_where_wrong(self.POLICY, "0.11.0") is self.POLICY
-        assert refused_where_wrong(self.POLICY, "0.12.0.1") is self.POLICY
-        assert refused_where_wrong(None, "0.11.0") is None
