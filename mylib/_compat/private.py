@@ -151,7 +151,7 @@ def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Calla
 
     @functools.wraps(fun)
     def on_its_mesh(x: Any, *args: Any) -> Any:
-        mesh = getattr(type_of(x), "sharding", _NO_MESH).mesh
+        mesh: Any = getattr(type_of(x), "sharding", _NO_MESH).mesh
         if mesh.empty or mesh == jax.sharding.get_abstract_mesh():
             return fun(x, *args)
         with jax.sharding.use_abstract_mesh(mesh):

@@ -28,6 +28,7 @@ from .._placement import (
 )
 from .._transfer import constrain_auto_p, place_leaves
 from .._tree import Arrays, Leaves, Made, outlined
+from .offloading import checkpoint
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -178,7 +179,8 @@ def filter_checkpoint(
     **Raises:**
 
     [`mylib.PlacementError`][], naming every argument that can't be placed according to
-    `in_shardings`.
+    `in_shardings`. `RuntimeError` if `policy` offloads and the program is compiled for GPUs with a
+    jaxlib whose gradients would be wrong: 0.11.0.
 
     !!! Example
 
@@ -235,7 +237,7 @@ class _Checkpointed(eqx.Module):
             args, kwargs = self._placed_arguments(*split.fill(arrays))
             return Made.of(self.fun(*args, **kwargs))
 
-        run = jax.checkpoint(call, prevent_cse=self.prevent_cse, policy=self.policy)
+        run = checkpoint(call, self.policy, prevent_cse=self.prevent_cse)
         return run(arrays).tree()
 
     def _placed_arguments(self, args: Any, kwargs: Any, *, before: bool = False) -> tuple[Any, Any]:

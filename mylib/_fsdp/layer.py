@@ -19,6 +19,7 @@ from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
 from .gather import Route, gather, keep
 from .gradient_dtype import call_with_sinks
+from .offloading import checkpoint
 from .prefetch import Run, call_ahead
 from .prefetch_order import Turns
 from .residuals import Residuals
@@ -174,7 +175,7 @@ def _called(
         weights, inputs = _after(weights, inputs, route)
     if plan.checkpoint:
         policy = None if plan.policy is None else recompute_resharded(plan.policy)
-        run = jax.checkpoint(run, policy=policy)
+        run = checkpoint(run, policy)
     return call.filled(run(weights, inputs))
 
 

@@ -50,6 +50,7 @@ REFUSED = {
     "options that contradict each other": r"prefetch=\d can't be combined with",
     "a policy for layers that aren't rematerialised": "policy= has no effect with checkpoint=False",
     "a stack of small arrays, split by layer": "splits them by layer: each step of the loop",
+    "the same on Explicit axes, by JAX": "0th dimension of all xs should be replicated",
     "a narrower reduce_dtype": r"reduce_dtype=\w+ is narrower than dtype=",
     "layers of tied weights": r"its weights are tied \(eqx.nn.Shared\)",
 }
@@ -252,6 +253,8 @@ def draw_derivative(seed: int) -> Program:
     if program.arrangement != "stack" and program.way != "ensemble outside":
         options += [{"prefetch": 1}, {"prefetch": 2}]
     changes |= rng.choice([*options, {}, {}])
+    if program.used == "tensor" and changes["kinds"] != ("Author",):
+        changes |= {"used": "replicated", "saved": False}
     if not changes["checkpoint"]:
         changes["saved"] = False
     return replace(program, **changes)

@@ -80,6 +80,10 @@ CONTRADICTIONS = {
         "arrangement": "stack", "kinds": ("Rounded",), "kept": "unaware", "mesh": "4x2",
         "types": "aa",
     },
+    "the same on Explicit axes, by JAX": {
+        "arrangement": "stack", "kinds": ("Rounded",), "kept": "unaware", "mesh": "4x2",
+        "types": "ee",
+    },
     "a narrower reduce_dtype": {"dtype": "float32", "reduce_dtype": "bfloat16"},
     "layers of tied weights": {"kinds": ("Linears",), "layers": "inner", "top": "tied"},
 }  # fmt: skip

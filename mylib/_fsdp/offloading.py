@@ -1,0 +1,85 @@
+"""Saved values in host memory, where XLA reads wrong ones back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import metadata
+from typing import Any
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+# On GPUs a loop reads what it has offloaded in the wrong order: openxla/xla 46231. Not in 0.10.2,
+# and no longer in 0.12.0.
+WRONG_ON_GPUS = ("0.11.0",)
+_VERSION = metadata.version("jaxlib")
+
+
+def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
+    """`jax.checkpoint`. Where offloading is wrong, gradients on GPUs are refused if the policy
+    offloads.
+    """
+    if policy is None or _VERSION not in WRONG_ON_GPUS:
+        return jax.checkpoint(run, policy=policy, **options)
+    watched = _watched(policy)
+
+    def marked(*args: Any) -> Any:
+        return run(*jax.tree.map(lambda x: _marked_p.bind(x, policy=watched, moves=False), args))
+
+    return jax.checkpoint(marked, policy=watched, **options)
+
+
+@dataclass
+class _Watched:
+    """A policy, and whether it has offloaded anything: JAX asks when a function is differentiated,
+    and that the program is for GPUs is known later.
+    """
+
+    policy: Callable[..., Any]
+    offloads: bool = field(default=False, compare=False)
+
+    def __call__(self, *args: Any, **params: Any) -> Any:
+        answer = self.policy(*args, **params)
+        # Others are bools, or say nothing of a memory.
+        self.offloads = self.offloads or hasattr(answer, "dst")
+        return answer
+
+    def __hash__(self) -> int:
+        return hash(self.policy)
+
+
+# One for each policy: JAX caches traces by policy, and doesn't ask another one that is equal.
+_watched = lru_cache(maxsize=256)(_Watched)
+
+# Says in a program that it has a tangent of what is computed under a policy.
+_marked_p = Primitive("under_policy")
+_marked_p.def_impl(lambda x, **_: x)
+_marked_p.def_abstract_eval(lambda x, **_: x)
+
+
+def _jvp(primals: Any, tangents: Any, *, policy: _Watched, moves: bool) -> tuple[Any, Any]:
+    (x,), (tangent,) = primals, tangents
+    return x, _marked_p.bind(ad.instantiate_zeros(tangent), policy=policy, moves=True)
+
+
+def _batch(xs: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
+    return _marked_p.bind(*xs, **params), dims[0]
+
+
+def _lower_for_gpus(ctx: Any, x: Any, *, policy: _Watched, moves: bool) -> Any:
+    if moves and policy.offloads:
+        raise RuntimeError(
+            "filter_checkpoint, fully_shard: policy= offloads saved values to host memory. On GPUs "
+            f"XLA of jaxlib {_VERSION} reads those of a loop in the wrong order "
+            "(openxla/xla 46231), and gradients would be wrong. Use another version of jaxlib, or "
+            "a policy that doesn't offload"
+        )
+    return [x]
+
+
+ad.primitive_jvps[_marked_p] = _jvp
+ad.primitive_transposes[_marked_p] = lambda ct, x, **params: [_marked_p.bind(ct, **params)]
+batching.primitive_batchers[_marked_p] = _batch
+mlir.register_lowering(_marked_p, lambda ctx, x, **_: [x])
+mlir.register_lowering(_marked_p, _lower_for_gpus, platform="gpu")
