@@ -42,9 +42,9 @@ class Layout:
     read a state without the transform.
 
     `others` are the leaves that are no matrices, `others_places` where their state is: like the
-    weight if it has its shape, or None. `states` are the structures of the state of one leaf of each group, `owned` tells which of its
-    leaves depend on the matrix, `moves_params` and `init_reads` whether `update` and `init` read
-    the weights' values.
+    weight if it has its shape, or None. `states` are the structures of the state of one leaf of
+    each group, `owned` tells which of its leaves depend on the matrix, `moves_params` and
+    `init_reads` whether `update` and `init` read the weights' values.
     """
 
     tree: Any
