@@ -74,11 +74,12 @@ class Sums(Walk):
         places: Sequence[int],
     ):
         super().__init__(transfers)
-        self.devices = len(places)
+        self.devices: int = len(places)
         self.shape: tuple[int, int] = (self.devices, max(places) + 1)
         own = np.zeros(self.shape, int)
         own[np.arange(self.devices), places] = 1
-        self.own, self.zero = own, np.zeros(self.shape, int).tobytes()
+        self.own: np.ndarray = own
+        self.zero: Rows = np.zeros(self.shape, int).tobytes()
         self.held: dict[int, Forms] = {}
         # How often the loops run that are being followed.
         self.turns: list[int | None] = []
@@ -87,7 +88,9 @@ class Sums(Walk):
         # By the number of a collective, what is given to it.
         self.given: dict[int, Form] = {}
         # Where sums that are chains of permutations end, and the rings that they go round.
-        self.ends = {id(x): whole.groups for whole in transfers for x in whole.ends}
+        self.ends: dict[int, np.ndarray] = {
+            id(x): whole.groups for whole in transfers for x in whole.ends
+        }
         self.ending: np.ndarray | None = None  # those of the end that is being followed
         arguments = [NONE] * len(module.entry.parameters)
         for i in data:

@@ -40,9 +40,9 @@ class Variant:
     """
 
     def __init__(self, split: Split, donated: "Donated | None", jit: Callable[["Variant"], Any]):
-        self.split = split.noted()
+        self.split: Split = split.noted()
         self.donated = donated
-        self.jitted = jit(self)
+        self.jitted: Any = jit(self)
         # The arguments whose placements were resolved last, and the results.
         self.resolved: tuple[Any, Any] | None = None
         # The state of the last arguments that needed no moves, and their targets.

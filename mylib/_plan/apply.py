@@ -129,9 +129,10 @@ class PlannedFunction:
     ):
         functools.update_wrapper(self, fun, updated=())
         self._fun, self._names = fun, applying.names
-        self.__signature__ = signature = inspect.Signature(
+        signature = inspect.Signature(
             [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in applying.names]
         )
+        self.__signature__: inspect.Signature = signature
 
         def run(*args: Any) -> Any:
             return _applied(fun, applying, mesh, args)
