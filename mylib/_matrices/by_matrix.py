@@ -44,7 +44,7 @@ def by_matrix(
 
     **Arguments:**
 
-    - `transform`: an optimiser with `init` and `update`, such as `optax.contrib.scale_by_muon()`.
+    - `transform`: an optimiser with `init` and `update`, such as `optax.contrib.muon(1e-3)`.
         Masks and labels inside of it work. What combines gradients of different weights, such as
         clipping by the global norm, goes outside: `optax.chain(clip, by_matrix(...))`.
     - `kept`: how weights are kept, as for [`mylib.fully_shard`][].
@@ -76,8 +76,8 @@ def by_matrix(
         kept = mylib.rules.fsdp("data")
         model = eqx.nn.MLP(64, 64, 64, 2, key=jax.random.key(0))
         model = mylib.filter_shard(model, kept, mesh=mesh)
-        muon = mylib.by_matrix(optax.contrib.scale_by_muon(), kept, mesh=mesh)
-        optim = optax.chain(muon, optax.scale(-0.01))
+        muon = mylib.by_matrix(optax.contrib.muon(1e-2), kept, mesh=mesh)
+        optim = optax.chain(optax.clip_by_global_norm(1.0), muon)
         state = optim.init(eqx.filter(model, eqx.is_array))
         ```
     """
