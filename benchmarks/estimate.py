@@ -1,24 +1,28 @@
 """Published training steps, compiled by the compilers of their machines, and estimated.
 
-    python benchmarks/estimate.py                          every row: hours on two cores
+    python benchmarks/estimate.py                          every row that was compiled before
     python benchmarks/estimate.py --only "8 H100" "v5e"    rows with one of these in their name
     python benchmarks/estimate.py --order                  strategies for one model on one machine
-    python benchmarks/estimate.py --keep DIR               compiles only programs that DIR lacks
+    python benchmarks/estimate.py --compile                compiles all of them: hours on two cores
+    python benchmarks/estimate.py --store                  and stores what estimates read of them
+    python benchmarks/estimate.py --store --keep DIR       compiles only programs that DIR lacks
 
 Constants of the estimate were fitted to half of the rows ("fit"), and are judged by the others.
-Nothing is run, and no GPU or TPU is needed (`pip install '.[gpu-compiler,tpu-compiler]'`).
+What is stored is in `published.json.gz`. Nothing is run, and no GPU or TPU is needed; compiling
+needs their compilers (`pip install '.[gpu-compiler,tpu-compiler]'`).
 """
 
 import argparse
 import gzip
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import stored
 from jax.sharding import AbstractMesh
 from published import ORDER, ROWS, Row
 from side_by_side import print_header, print_row
@@ -26,6 +30,7 @@ from training_step import lowered
 
 import mylib
 from mylib._audit import Estimate
+from mylib._audit.roofline import estimate as estimate_of
 
 # The TPU compiler's own, which don't communicate.
 LOCAL = "GatherScatterIndicesBitpacked", "TODO(b/522284627)"
@@ -45,10 +50,14 @@ def program_of(row: Row, folder: Path | None) -> str:
     return text
 
 
-def estimate(row: Row, folder: Path | None) -> Estimate:
+def inputs_of(row: Row, folder: Path | None) -> stored.Inputs:
+    """What an estimate reads of a row's program, which is compiled."""
     mesh = AbstractMesh(tuple(row.axes.values()), tuple(row.axes))
-    report = mylib.audit(program_of(row, folder), mesh=mesh, local=LOCAL)
-    return report.estimate(row.machine)
+    return stored.inputs_of(mylib.audit(program_of(row, folder), mesh=mesh, local=LOCAL))
+
+
+def estimate(row: Row, inputs: stored.Inputs) -> Estimate:
+    return estimate_of(*inputs, row.axes, row.machine)
 
 
 COLUMNS = (
@@ -72,12 +81,12 @@ def cells(row: Row, found: Estimate) -> list[str]:
     ]
 
 
-def order(folder: Path | None) -> None:
+def order(rows: Sequence[tuple[Row, stored.Inputs]]) -> None:
     """Strategies for one model on one machine, and the terms that decide between them."""
     columns = "strategy", "machine", "estimated s", "compute", "memory", "communication", "exposed"
     print_header("seconds of strategies", columns)
-    for row in ORDER:
-        found = estimate(row, folder)
+    for row, inputs in rows:
+        found = estimate(row, inputs)
         sent = {k: v for k, v in found.parts.items() if k not in ("compute", "memory")}
         links = ", ".join(f"{name.removeprefix('communication over ')} {time:.2f}"
                           for name, time in sent.items() if time >= 0.005)  # fmt: skip
@@ -93,14 +102,17 @@ def summary(name: str, ratios: Sequence[float]) -> None:
               f"{min(ratios):.2f} to {max(ratios):.2f}, spread {spread:.2f}")  # fmt: skip
 
 
-def table(rows: Iterable[Row], folder: Path | None) -> dict[Row, float]:
+def table(rows: Sequence[tuple[Row, stored.Inputs]]) -> None:
     print_header("published steps and their estimates", COLUMNS)
-    ratios: dict[str, float] = {}
-    for row in rows:
-        found = estimate(row, folder)
-        ratios[row.name] = found.seconds / row.seconds
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    for row, inputs in rows:
+        found = estimate(row, inputs)
+        if row.judged:
+            ratios[row.held_out].append(found.seconds / row.seconds)
         print_row(cells(row, found))
-    return ratios
+    print()
+    summary("fit", ratios[False])
+    summary("held out", ratios[True])
 
 
 def main() -> None:
@@ -108,18 +120,24 @@ def main() -> None:
     parser.add_argument(
         "--only", nargs="+", default=[""], help="rows with one of these in their name"
     )
-    parser.add_argument("--keep", type=Path, help="a folder of compiled programs")
     parser.add_argument("--order", action="store_true", help="strategies for one model instead")
+    parser.add_argument("--compile", action="store_true", help="compiles the programs")
+    parser.add_argument("--store", action="store_true", help="and stores what is read of them")
+    parser.add_argument("--keep", type=Path, help="a folder of programs that were compiled")
     given = parser.parse_args()
-    if given.order:
-        order(given.keep)
-        return
-    rows = [row for row in ROWS if any(part in row.name for part in given.only)]
-    ratios = table(rows, given.keep)
-    print()
-    for name, held_out in ("fit", False), ("held out", True):
-        judged = [r for r in rows if r.judged and r.held_out == held_out]
-        summary(name, [ratios[row.name] for row in judged])
+    every = ORDER if given.order else ROWS
+    rows = [row for row in every if any(part in row.name for part in given.only)]
+    kept = stored.load()
+    if given.compile or given.store:
+        known = [(row, inputs_of(row, given.keep)) for row in rows]
+    else:
+        found = ((row, stored.read(row, kept)) for row in rows)
+        known = [(row, inputs) for row, inputs in found if inputs is not None]
+    if given.store:
+        stored.write(known)
+    (order if given.order else table)(known)
+    if len(known) < len(rows):
+        print(f"{len(rows) - len(known)} rows are not stored: --compile compiles them")
 
 
 if __name__ == "__main__":

@@ -208,8 +208,9 @@ def truths(only: list[str]) -> None:
 def cells(truth: Truth, plan: mylib.Plan) -> list[str]:
     ranked = [plan.chosen, *plan.others]
     shapes = [x.name.partition(",")[0] for x in ranked]
-    place, ratio = "-", plan.why_not(truth.published)
-    if truth.published in shapes:
+    if truth.published not in shapes:
+        place, ratio = "-", plan.why_not(truth.published)
+    else:
         i = shapes.index(truth.published)
         place = str(len(dict.fromkeys(shapes[: i + 1])))
         ratio = f"{ranked[i].seconds / ranked[0].seconds:.2f}"

@@ -1,11 +1,18 @@
 """Training steps whose times are published, with what is known of their programs.
 
-MaxText publishes TFLOP/s (README.md in src/maxtext/configs/gpu/a3/llama_2_7b and
-src/maxtext/configs/tpu/v4, v5e, v5p, with a script for each row), which count full attention; for
-v6e seconds (AI-Hypercomputer/tpu-recipes, training/trillium). TorchTitan publishes tokens a second
-of H100s with 96 GB, 2.4 TB/s and a limit of 500 W (benchmarks/llama3_h100_202412_torchtitan.md and
-asyncTP_llama3_h100_2025-06_torchtitan.md). Of the compilers' options only those of MaxText on GPUs
-are set. 70B on 32 v6e is left out: it keeps its weights in bfloat16.
+- MaxText publishes TFLOP/s (README.md in src/maxtext/configs/gpu/a3/llama_2_7b and
+  src/maxtext/configs/tpu/v4, v5e, v5p, with a script for each row), which count full attention; for
+  v6e seconds (AI-Hypercomputer/tpu-recipes, training/trillium). 70B on 32 v6e is left out: it keeps
+  its weights in bfloat16. Llama 2 70B on 256 v6e has 3 sequences a chip in its configuration, but 2
+  in its log.
+- TorchTitan publishes tokens a second of H100s with 96 GB, 2.4 TB/s and a limit of 500 W
+  (benchmarks/llama3_h100_202412_torchtitan.md and asyncTP_llama3_h100_2025-06_torchtitan.md), and
+  before that of 405B on 128 of them, and of A100s (docs/performance.md).
+- NVIDIA publishes seconds of MaxText (NVIDIA/dgxc-benchmarking, maxtext, version 25.04).
+- IBM and PyTorch publish tokens a second of 128 A100s, whose hosts have a network of 400 Gb/s
+  (foundation-model-stack/fms-fsdp, README.md; pytorch.org/blog/maximizing-training).
+
+Of the compilers' options only those of MaxText on GPUs are set, and one for PyTorch's FSDP.
 """
 
 from collections.abc import Mapping
@@ -15,11 +22,16 @@ from typing import NamedTuple
 from training_step import DOTS, QUERIES, Size, Work
 
 from mylib import machines
-from mylib.machines import CHIPS, Machine
+from mylib.machines import CHIPS, Chip, Machine
 
 LLAMA2_7B = Size(32, 4096, 32, 32, 11008)
+LLAMA2_13B = Size(40, 5120, 40, 40, 13824)
+LLAMA_34B = Size(48, 8192, 64, 8, 22016)
+LLAMA2_70B = Size(80, 8192, 64, 8, 28672)
 LLAMA3_8B = Size(32, 4096, 32, 8, 14336, vocab=128256)
 LLAMA3_70B = Size(80, 8192, 64, 8, 28672, vocab=128256)
+LLAMA3_405B = Size(126, 16384, 128, 8, 53248, vocab=128256)
+MISTRAL_7B = Size(32, 4096, 32, 8, 14336)
 # MaxText's `global_parameter_scale`.
 SCALED = {
     "16B": Size(32, 4096, 64, 64, 28672),
@@ -32,9 +44,13 @@ SCALED = {
 }
 # What TorchTitan saves with "selective" activation checkpointing: attention, and every second
 # product.
+INPUT = "decoder_layer_input"
+SAVED = (*DOTS, "context")
 SELECTIVE = "query_proj", "value_proj", "mlpwi_0", "mlpwo", "context"
 # a3-highgpu-8g has four network cards of 200 Gb/s for eight GPUs.
 A3 = replace(CHIPS["h100"], network_bandwidth=12.5e9)
+A100 = CHIPS["a100-80gb"]
+IBM = replace(A100, network_bandwidth=400e9 / 8 / 8)
 # TorchTitan's note says that their peak is between those of H100 SXM and NVL, 989 and 835 TFLOP/s.
 OF_500_WATTS = replace(
     CHIPS["h100"],
@@ -71,6 +87,12 @@ def counted(size: Size, work: Work) -> float:
 
 
 HEADS = 128
+# FSDP in PyTorch gathers the next layer's weights while a layer runs. XLA starts one gather at a
+# time, unless it may start several.
+_AHEAD = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
 _ON_GPU = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
     "xla_gpu_enable_triton_gemm": False,
@@ -90,13 +112,44 @@ def on_a3(hosts: int, teraflops: float, held_out: bool) -> Row:
     return Row(name, machine, LLAMA2_7B, axes, work, seconds, held_out, options=_ON_GPU)
 
 
+# Layers in a list: in a scan, XLA would sum gradients over hosts after the last layer only.
+HSDP = Work(1, 4096, SAVED, scan=False)
+
+
+def on_dgx() -> Row:
+    """NVIDIA's MaxText on its own H100s of 700 W, with a network of 400 Gb/s for each GPU."""
+    work = Work(2, 8192, saved=QUERIES[:3])
+    options = _ON_GPU | {
+        "xla_gpu_all_gather_combine_threshold_bytes": 2**31,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**25,
+        "xla_gpu_all_reduce_combine_threshold_bytes": 2**31,
+        "xla_gpu_pipeline_all_gather": "COLLECTIVE_PIPELINING_MODE_ON",
+    }
+    machine = machines.gpu("h100", hosts=16)
+    return Row("Llama 3 70B, 128 H100", machine, LLAMA3_70B, {"fsdp": 128}, work, 15.563, True,
+               options=options)  # fmt: skip
+
+
 def titan(
     name: str, hosts: int, size: Size, tensor: int, work: Work, rate: float, held_out: bool
 ) -> Row:
     axes = {"fsdp": 8 * hosts // tensor} | ({"tensor": tensor} if tensor > 1 else {})
     machine = machines.gpu(OF_500_WATTS, hosts=hosts)
     seconds = work.sequences * work.time / rate
-    return Row(f"{name}, {8 * hosts} H100", machine, size, axes, work, seconds, held_out)
+    title = f"{name}, {machine.count} H100"
+    return Row(title, machine, size, axes, work, seconds, held_out, options=_AHEAD)
+
+
+def on_a100(
+    name: str, chip: Chip, hosts: int, size: Size, fsdp: int, work: Work, rate: float,
+    held_out: bool,
+) -> Row:  # fmt: skip
+    machine = machines.gpu(chip, hosts=hosts)
+    axes = {"data": machine.count // fsdp} if fsdp < machine.count else {}
+    axes["fsdp"] = fsdp
+    seconds = work.sequences * work.time / rate
+    title = f"{name}, {machine.count} A100"
+    return Row(title, machine, size, axes, work, seconds, held_out, options=_AHEAD)
 
 
 def scaled(
@@ -111,12 +164,19 @@ def scaled(
     return Row(title, machine, size, axes, work, seconds, held_out, judged)
 
 
-def llama3(name: str, shape: tuple[int, int], sequences: int, seconds: float, held: bool) -> Row:
+def on_v6e(
+    name: str, size: Size, shape: tuple[int, int], offloaded: tuple[str, ...], sequences: int,
+    time: int, seconds: float, held: bool,
+) -> Row:  # fmt: skip
     machine = machines.tpu("v6e", shape)
-    size, offloaded = (LLAMA3_8B, QUERIES) if name == "8B" else (LLAMA3_70B, QUERIES[:3])
-    work = Work(sequences, 8192, offloaded=("decoder_layer_input", *offloaded), loss_blocks=8)
+    work = Work(sequences, time, offloaded=offloaded, loss_blocks=8)
     axes = {"fsdp": machine.count}
     return Row(f"{name}, {machine.count} v6e", machine, size, axes, work, seconds, held)
+
+
+def llama3(name: str, shape: tuple[int, int], sequences: int, seconds: float, held: bool) -> Row:
+    size, queries = (LLAMA3_8B, QUERIES) if name == "8B" else (LLAMA3_70B, QUERIES[:3])
+    return on_v6e(name, size, shape, (INPUT, *queries), sequences, 8192, seconds, held)
 
 
 def v4(depth: int, width: int, heads: int, sequences: int, shape: tuple[int, ...], name: str,
@@ -148,6 +208,14 @@ ROWS = (
     titan("8B", 16, LLAMA3_8B, 1, Work(2, 8192, SELECTIVE, looked_up=True), 6514, True),
     titan("8B TP 8", 8, LLAMA3_8B, 8, Work(1.5, 8192, SELECTIVE, looked_up=True), 4378, False),
     titan("70B TP 8", 32, LLAMA3_70B, 8, Work(2, 8192, looked_up=True), 597.3, True),
+    titan("405B TP 8", 16, LLAMA3_405B, 8, Work(0.25, 8192, looked_up=True), 109, True),
+    on_dgx(),
+    on_a100("8B", A100, 8, LLAMA3_8B, 64, Work(1, 8192, SELECTIVE, looked_up=True), 2973, False),
+    on_a100("70B", A100, 8, LLAMA3_70B, 64, full(1, 8192), 331, True),
+    on_a100("7B", IBM, 16, LLAMA2_7B, 8, HSDP._replace(sequences=2), 3760, False),
+    on_a100("13B", IBM, 16, LLAMA2_13B, 8, HSDP, 1700, True),
+    on_a100("34B", IBM, 16, LLAMA_34B, 128, full(8, 4096), 772, False),
+    on_a100("Llama 2 70B", IBM, 16, LLAMA2_70B, 128, full(6, 4096), 380, True),
     scaled("16B", "v5e", (16, 16), 1, full(6), 120, False),
     scaled("32B", "v5e", (16, 16), 1, full(4), 132, True),
     scaled("64B", "v5e", (16, 16), 1, full(2), 118, False),
@@ -169,6 +237,8 @@ ROWS = (
     llama3("70B", (8, 8), 2, 18.688, True),
     llama3("70B", (8, 16), 4, 34.786, False),
     llama3("70B", (16, 16), 5, 42.656, True),
+    on_v6e("Mistral 7B", MISTRAL_7B, (2, 4), (INPUT, *QUERIES), 6, 8192, 6.320, True),
+    on_v6e("Llama 2 70B", LLAMA2_70B, (16, 16), QUERIES[:3], 2, 4096, 9.052, True),
     v4(48, 6144, 24, 13, (4, 4, 4), "22B", 156, False),
     v4(32, 12288, 32, 7, (4, 4, 12), "52B", 154, True),
 )  # fmt: skip

@@ -32,6 +32,7 @@ from ._tree import Leaf
 if TYPE_CHECKING:
     from . import contracts, data, machines, mpmd, testing
     from ._audit import Collective, Report, audit
+    from ._matrices import by_matrix
     from ._plan import Plan, PlanError, plan
     from ._show import Changes, Explanation, Overview, explain, show
     from ._watch import Watching, watch
@@ -65,6 +66,7 @@ __all__ = [
     "Target",
     "Watching",
     "audit",
+    "by_matrix",
     "check_replicas",
     "contracts",
     "data",
@@ -98,6 +100,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         for room, names in {
             "": "contracts data machines mpmd testing",
             "_audit": "Collective Report audit",
+            "_matrices": "by_matrix",
             "_plan": "Plan PlanError plan",
             "_show": "Changes Explanation Overview explain show",
             "_watch": "Watching watch",
@@ -109,7 +112,10 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         from importlib import import_module
 
         if name not in _ROOMS:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            rooms = (rules, loops)
+            homes = [f"{room.__name__}.{name}" for room in rooms if name in room.__all__]
+            hint = f": it is {homes[0]}" if homes else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         room = _ROOMS[name]
         module = import_module(f".{room or name}", __name__)
         value = globals()[name] = getattr(module, name) if room else module

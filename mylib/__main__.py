@@ -40,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("plan", description=about, help=about)
     command.add_argument("function", type=_function, help=_STEP)
     command.add_argument("--machine", type=_machine, required=True, help="such as 'h100 x 64'")
-    command.add_argument("--compile", type=int, default=8, help="how many candidates; 8 by default")
-    command.add_argument("--budget", type=float, default=600, help="seconds; 600 by default")
+    about = "candidates at most, instead of what the function says; 8 by default"
+    command.add_argument("--compile", type=int, default=argparse.SUPPRESS, help=about)
+    about = "seconds, instead of what the function says; 600 by default"
+    command.add_argument("--budget", type=float, default=argparse.SUPPRESS, help=about)
     command.add_argument("--save", metavar="FILE", help="where to save it, for mylib.Plan.of")
     command.set_defaults(run=_plan)
     options = parser.parse_args(arguments)
@@ -99,11 +101,11 @@ def _compile(options: argparse.Namespace) -> int:
 def _plan(options: argparse.Namespace) -> int:
     step, *args = options.function(options.machine)
     keywords = args.pop() if args and isinstance(args[-1], dict) else {}
-    limits = {"compile": options.compile, "budget": options.budget}
+    given = {name: x for name, x in vars(options).items() if name in ("compile", "budget")}
     start = time.monotonic()
     try:
         # On terminals it writes a line of its own meanwhile.
-        planned = plan(step, *args, machine=options.machine, **limits, **keywords)
+        planned = plan(step, *args, machine=options.machine, **(keywords | given))
     except (CompilerError, PlanError) as error:
         print(error, file=sys.stderr)
         return 1

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import ClassVar
 
-from ._text import counted
+from ._text import abridged, counted
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,17 @@ class SavedProgramError(ValueError):
 
 
 def in_words(error: BaseException) -> str:
-    """The error in one line, with its notes; only its type if formatting it fails."""
+    """The error in one line, with its notes; only its type if formatting it fails. For readers, and
+    for other processes: the end of a long one is left out.
+    """
+    return abridged(all_words(error))
+
+
+def all_words(error: BaseException) -> str:
+    """The whole of it."""
     try:
-        return " ".join("".join(traceback.format_exception_only(error)).split("\n")).strip()
+        text = "".join(traceback.format_exception_only(error))
+        return " ".join(text.split("\n")).strip()
     except Exception:
         # A user's error may raise anything while it is formatted.
         return type(error).__name__
@@ -221,7 +229,7 @@ class PlacementWarning(MylibWarning):
     device that `fully_shard` is there to save. Or `jax.vmap` maps a function of
     [`mylib.filter_shard_map`][] over a dimension that is split over devices, which is gathered:
     `spmd_axis_name` avoids that. In a program this is known of its arguments, and of what is
-    constrained.
+    constrained. Or an optimiser is placed, which has no arrays, in place of its state.
     """
 
 
@@ -240,7 +248,8 @@ class RecompilationWarning(MylibWarning):
 class ReplicatedWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] computes the same on all devices: its matrix
     products and convolutions are not divided among them. Usually a batch is not placed, such as a
-    NumPy array without `in_shardings`.
+    NumPy array without `in_shardings`; or `jax.lax.map` goes over sharded rows, which XLA gathers:
+    call it in [`mylib.filter_shard_map`][].
     """
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral
 from typing import Any, Never
 
 import jax
@@ -12,7 +13,7 @@ from jax.sharding import AxisType, Mesh
 
 def make_mesh(
     *unnamed: Never,
-    devices: Sequence[Any] | None = None,
+    devices: Sequence[Any] | np.ndarray | None = None,
     explicit: Iterable[str] | str = (),
     **axes: int,
 ) -> Mesh:
@@ -22,7 +23,7 @@ def make_mesh(
     **Arguments:**
 
     - `unnamed`: raises; each axis has a name.
-    - `devices`: the devices; `jax.devices()` by default.
+    - `devices`: the devices, in a sequence or an array; `jax.devices()` by default.
     - `explicit`: the names of axes that are Explicit.
     - `axes`: the size of each axis by its name, in order. One may be -1, and is then computed.
 
@@ -35,7 +36,7 @@ def make_mesh(
     **Raises:**
 
     `ValueError` if the sizes don't multiply to the number of devices; `TypeError` for arguments
-    without a name.
+    without a name, and for sizes, names and devices that are none.
 
     !!! Example
 
@@ -49,20 +50,38 @@ def make_mesh(
             "make_mesh takes the size of each axis by its name: write make_mesh(data=4, model=2), "
             'not make_mesh((4, 2), ("data", "model"))'
         )
-    devices = jax.devices() if devices is None else devices
-    sizes = _sizes(axes, len(devices))
-    named = (explicit,) if isinstance(explicit, str) else tuple(explicit)
+    named = (explicit,) if isinstance(explicit, str) else explicit
+    if isinstance(named, bool) or not isinstance(named, Iterable):
+        some = ", ".join(map(repr, axes))
+        raise TypeError(f"explicit={named!r}: write the names of the Explicit axes, of ({some})")
+    named = tuple(named)
     unknown = [name for name in named if name not in axes]
     if unknown:
         raise ValueError(f"explicit={unknown}: the axes of this mesh are {list(axes)}")
+    devices = jax.devices() if devices is None else _flat(devices)
+    sizes = _sizes(axes, len(devices))
     types = tuple(AxisType.Explicit if name in named else AxisType.Auto for name in axes)
     return Mesh(ordered(devices, sizes), tuple(axes), axis_types=types)
+
+
+def _flat(devices: Any) -> list[Any]:
+    if isinstance(devices, Iterable) and not isinstance(devices, str):
+        flat = list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
+        # Also those of machines that are not here, which are no `jax.Device`s.
+        if all(hasattr(device, "device_kind") for device in flat):
+            return flat
+    some = f"jax.devices()[:{devices}]" if isinstance(devices, int) else "jax.devices()[:4]"
+    raise TypeError(f"devices={devices!r}: write a sequence of devices, such as {some}")
 
 
 def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
     if not axes:
         raise ValueError("a mesh needs an axis, such as data=-1")
-    text = ", ".join(f"{name}={size}" for name, size in axes.items())
+    text = ", ".join(f"{name}={size!r}" for name, size in axes.items())
+    odd = [name for name, size in axes.items() if not isinstance(size, Integral | np.integer)]
+    if odd:
+        known = "data=4, model=2, with devices= and explicit= besides"
+        raise TypeError(f"make_mesh({text}): the size of {odd[0]!r} is no integer. Write {known}")
     free = [name for name, size in axes.items() if size == -1]
     wrong = [name for name, size in axes.items() if size < 1 and size != -1]
     if wrong or len(free) > 1:
@@ -72,13 +91,17 @@ def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
         raise ValueError(
             f"a mesh of {text} needs {'a multiple of ' if free else ''}{product} devices, and "
             f"there {'is' if count == 1 else 'are'} {count}. Change a size, or let one be -1"
-            f"{_to_simulate(product) if count < product else ''}"
+            f"{_with_other_devices(product, count)}"
         )
     return tuple(count // product if size == -1 else size for size in axes.values())
 
 
-def _to_simulate(count: int) -> str:
-    """What helps where examples for several devices are tried on a machine that has one."""
+def _with_other_devices(count: int, there: int) -> str:
+    """What else helps: to leave devices out, or to simulate some, where examples for several
+    devices are tried on a machine that has one.
+    """
+    if count < there:
+        return f", or leave devices out: devices=jax.devices()[:{count}]"
     if jax.default_backend() != "cpu":
         return ""
     return (

@@ -22,6 +22,8 @@ class Products(NamedTuple):
     looped: int = 0
     # The numbers that everything else returns.
     others: int = 0
+    # The matrices that are factored, or solved with: in as many products as the compiler likes.
+    factors: int = 0
 
 
 def products_in(program: Any, each_turn: bool, at_most: float = math.inf) -> Products | None:
@@ -53,7 +55,7 @@ class _Counter:
         return self._counts[key]
 
     def _count(self, jaxpr: Any, live: set[int]) -> Products | None:
-        products = looped = others = 0
+        products = looped = others = factors = 0
         for eqn in reversed(jaxpr.eqns):
             used = tuple(id(x) in live for x in eqn.outvars)
             if True not in used and not eqn.effects:
@@ -68,6 +70,7 @@ class _Counter:
                 products += products_of(eqn)
                 continue
             inner = jaxprs_in(eqn)
+            factors += name in names.FACTORS
             if not inner:
                 others += sum(math.prod(getattr(x.aval, "shape", ())) for x in eqn.outvars)
                 continue
@@ -77,7 +80,9 @@ class _Counter:
             products += inside.products
             looped += inside.looped
             others += inside.others
-        return Products(products, looped, others) if products <= self._at_most else None
+            factors += inside.factors
+        counted = Products(products, looped, others, factors)
+        return counted if products <= self._at_most else None
 
     def _called(self, eqn: Any, inner: list[Any], used: tuple[bool, ...]) -> Products | None:
         name = eqn.primitive.name

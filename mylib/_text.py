@@ -1,9 +1,12 @@
 """Numbers, sizes, lists and tables as text."""
 
+import os
 from collections.abc import Iterable, Sequence
 
 # A list of more numbers is written as ranges, and ends after as many of them.
 _LONG = 8
+# In texts of as many characters a reader sees the difference.
+_GLANCE = 80
 
 
 def counted(number: int, one: str, several: str = "") -> str:
@@ -39,6 +42,21 @@ def in_short(numbers: Sequence[int]) -> str:
     text = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in runs[:_LONG])
     left = sum(b - a + 1 for a, b in runs[_LONG:])
     return f"{text} and {left} more" if left else text
+
+
+def apart(a: str, b: str) -> str:
+    """The few words in which two long texts differ."""
+    first = 1 + os.path.commonprefix([a, b]).rfind(" ")
+    a, b, longest = a[first:], b[first:], max(len(a), len(b))
+    end = 1 + os.path.commonprefix([a[::-1], b[::-1]]).rfind(" ")
+    a, b = (x[: len(x) - end].strip() or "nothing" for x in (a, b))
+    is_seen = first + longest <= _GLANCE or len(a) + len(b) > _GLANCE
+    return "" if is_seen else f"; the first has {a}, the second {b}"
+
+
+def abridged(text: str, most: int = 4000) -> str:
+    """The beginning of a text that is too long for readers, and for other processes."""
+    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:

@@ -144,7 +144,7 @@ def scan(
     **Arguments:**
 
     `f`, `init`, `xs`, `length`, `reverse` and `unroll` are as for `jax.lax.scan`. Anything else
-    than arrays (and, in `init`, numbers) must not change.
+    than arrays and numbers must not change.
 
     **Returns:**
 
@@ -180,7 +180,7 @@ def scan(
                 f"scan: f must return a pair, the carry and a result, but returned {result!r}"
             )
         after, y = result
-        return carry.after(after, "f", "init"), Made.of(y)
+        return carry.after(after, "f", "init"), Made.of(jtu.tree_map(_stackable, y))
 
     if manual_axes():
         step = jax.jit(step)
@@ -206,15 +206,24 @@ def _promoted(turn: Callable[[Any], Any], carry: Any) -> Any:
 def _row_of(x: Any) -> jax.ShapeDtypeStruct:
     """The type of a row of `x`, which may have no rows."""
     if x.shape[0] == 0:
-        varies = jax.typeof(x).manual_axis_type
-        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, manual_axis_type=varies)
+        # The dtype that JAX uses: NumPy's may have 64 bits.
+        kind = jax.typeof(x)
+        varies = kind.manual_axis_type
+        return jax.ShapeDtypeStruct(x.shape[1:], kind.dtype, manual_axis_type=varies)
     return jax.eval_shape(lambda x: x[0], x)
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, bool | int | float | complex)
+
+
+def _stackable(x: Any) -> Any:
+    return jnp.asarray(x) if _is_number(x) else x
 
 
 def _is_carried(x: Any) -> bool:
     # Every iteration uses the same Ref.
-    number = isinstance(x, bool | int | float | complex)
-    return number or (is_array(x) and not is_ref(x))
+    return _is_number(x) or (is_array(x) and not is_ref(x))
 
 
 @dataclass(frozen=True, eq=False)

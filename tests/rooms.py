@@ -27,6 +27,7 @@ ORDER = (
     "data",
     "loops",
     "_per_device",
+    "_matrices",
     "_fsdp",
     "_jit",
     "_lowered",

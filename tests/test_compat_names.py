@@ -285,6 +285,12 @@ PROGRAMS = {
     "run_state": lambda: traced(run_state),
     "scan": lambda: traced(loop),
     "conv_general_dilated": lambda: traced(lambda x: lax.conv(IMAGE, IMAGE, (1, 1), "SAME") * x[0]),
+    "cholesky": lambda: traced(jnp.linalg.cholesky, TABLE),
+    "eigh": lambda: traced(jnp.linalg.eigh, TABLE),
+    "lu": lambda: traced(jax.scipy.linalg.lu_factor, TABLE),
+    "qr": lambda: traced(jnp.linalg.qr, TABLE),
+    "svd": lambda: traced(jnp.linalg.svd, TABLE),
+    "triangular_solve": lambda: traced(jax.scipy.linalg.solve_triangular, TABLE, TABLE),
     "ragged_dot_general": lambda: traced(
         lambda x: lax.ragged_dot(x[:, None], x[None, None], jnp.array([16]))
     ),
@@ -660,6 +666,11 @@ def other_mesh():
     jax.shard_map(lambda x: x + there[:2], mesh=AUTO, in_specs=SPLIT, out_specs=SPLIT)(X)
 
 
+def closing_over():
+    there = jax.device_put(X, NamedSharding(TYPED, SPLIT))
+    jax.shard_map(lambda x: x + there, mesh=TYPED, in_specs=SPLIT, out_specs=SPLIT)(there)
+
+
 def donated_again():
     f = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = X + 1
@@ -681,6 +692,7 @@ def other_type():
 
 # Programs that fail with an error in which the text is.
 ERRORS = {
+    "TEXT_CLOSING_OVER": closing_over,
     "TEXT_DELETED": donated_again,
     "TEXT_DONATE": donated_twice,
     "TEXT_EQUINOX_ERROR": check_fails,

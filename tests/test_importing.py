@@ -63,6 +63,8 @@ def test_rooms_that_most_programs_don_t_use_are_not_loaded(checkout_env):
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="module 'mylib' has no attribute 'filter_pjit'"):
         mylib.filter_pjit  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'fsdp': it is mylib.rules.fsdp"):
+        mylib.fsdp  # noqa: B018
 
 
 def checked(x):

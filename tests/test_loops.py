@@ -1,9 +1,11 @@
 """`mylib.loops`: what is carried may come to differ; stopping is agreed; deadlocks are refused."""
 
+import random
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -22,6 +24,74 @@ X = np.arange(1.0, 9.0, dtype=np.float32)
 
 
 ROWS = P("data")
+
+
+class Pair(eqx.Module):
+    first: Any
+    second: Any
+    name: str = eqx.field(static=True, default="pair")
+
+
+class Program:
+    """A random program for `scan`."""
+
+    def __init__(self, seed):
+        self.random = random.Random(seed)
+        choice = self.random.choice
+        rows = choice([0, 1, 4])
+        dtypes = [jnp.float32, jnp.int32, jnp.bool_, jnp.bfloat16]
+        matrix = jnp.arange(rows * 2).reshape(rows, 2).astype(choice(dtypes))
+        tree = {"x": jnp.arange(rows), "none": None, "pair": Pair(np.arange(rows), matrix)}
+        self.init, self.constant = self.value(), self.value()
+        self.xs = choice([None, matrix, tree])
+        length = rows if self.xs is None else choice([None, rows, rows, rows + 1])
+        unroll = choice([1, 2, 3, True, False])
+        self.options = {"length": length, "reverse": choice([False, True]), "unroll": unroll}
+        self.change = choice(
+            [
+                lambda c, x: c,
+                lambda c, x: c + 1,
+                lambda c, x: c * 2.0,
+                lambda c, x: jnp.asarray(c) * 2,
+                lambda c, x: c + total(x),
+                lambda c, x: 1,
+            ]
+        )
+        self.result = choice(
+            [
+                lambda c, x: self.constant,
+                lambda c, x: x,
+                lambda c, x: (c, self.constant),
+                lambda c, x: [total(x), self.constant, None],
+            ]
+        )
+
+    def value(self, depth=0):
+        leaves = [
+            None, True, 0, 3, 0.0, 1.5, 1j, np.float32(2), np.int32(2), jnp.zeros(3),
+            jnp.zeros((), jnp.bfloat16), jnp.ones((), jnp.bool_), np.arange(2, dtype=np.uint8),
+        ]  # fmt: skip
+        kind = self.random.choice(["leaf", "leaf", "list", "dict", "Pair"])
+        if kind == "leaf" or depth == 2:
+            return self.random.choice(leaves)
+        first, second = self.value(depth + 1), self.value(depth + 1)
+        return {"list": [first], "dict": {"a": first, "b": second}, "Pair": Pair(first, second)}[
+            kind
+        ]
+
+    def __call__(self, scan):
+        def f(carry, row):
+            after = jax.tree.map(lambda c: self.change(c, row), carry)
+            return after, self.result(carry, row)
+
+        return scan(f, self.init, self.xs, **self.options)
+
+
+def total(tree):
+    zero = jnp.float32(0)
+    return sum(
+        (jnp.sum(jnp.asarray(x)).real.astype(zero.dtype) for x in jax.tree.leaves(tree)), zero
+    )
 
 
 def mapped(fun, mesh=AUTO, checked=True, out_specs=ROWS):
@@ -274,6 +344,33 @@ class TestScan:
 
         total, found = mapped(f, out_specs=P())(X)
         assert float(total) == X.sum() and found is names
+
+    @pytest.mark.parametrize(
+        "seed", [*range(10), *(pytest.param(i, marks=pytest.mark.thorough) for i in range(10, 90))]
+    )
+    def test_random_programs_as_in_jax(self, seed):
+        program = Program(seed)
+        try:
+            expected = program(lax.scan)
+        except (TypeError, ValueError):
+            with pytest.raises((TypeError, ValueError)):
+                program(scan)
+            return
+        in_shard_map = mylib.filter_shard_map(
+            lambda: program(scan), mesh=AUTO, in_specs=P(), out_specs=P()
+        )
+        for result in (program(scan), in_shard_map()):
+            assert jax.tree.structure(result) == jax.tree.structure(expected)
+            # JAX returns a number of `init` as it is if it unrolls the whole loop.
+            pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
+            for x, y in [(x, jnp.asarray(y)) for x, y in pairs]:
+                assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
+                np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+    def test_numbers_in_results_are_stacked(self):
+        total, ys = scan(lambda c, x: (c + x, (1.0, True, "text")), 0.0, jnp.arange(3.0))
+        assert total == 3.0 and ys[2] == "text"
+        assert (ys[0] == jnp.ones(3)).all() and (ys[1] == jnp.ones(3, bool)).all()
 
     def test_as_in_jax(self):
         def turn(carry, row):

@@ -10,4 +10,5 @@ from .compilation import Compilation as Compilation
 from .donation import about_not_taken as about_not_taken, about_spared as about_spared
 from .moved import Earlier as Earlier
 from .numbers import ChangingNumbers as ChangingNumbers
+from .order import about_order as about_order
 from .replicated import about_replicated as about_replicated, devices_of as devices_of

@@ -1,4 +1,4 @@
-"""Warns of weights that arrive elsewhere than `fully_shard` keeps them."""
+"""Warns of arrays that arrive elsewhere than `fully_shard` and `by_matrix` keep them."""
 
 from collections.abc import Mapping
 
@@ -32,7 +32,7 @@ def about_arrivals(compilation: Compilation, kept: Mapping[int, NamedSharding]) 
         texts = (f"{', '.join(folded(names))}: {how}" for how, names in differing.items())
         cost = f"Each device holds {show_bytes(held)} of them instead of {show_bytes(expected)}"
         warn(
-            f"{compilation.name} is given weights that are not where fully_shard keeps them: "
+            f"{compilation.name} is given arrays that are not where they are kept: "
             f"{'; '.join(texts)}. {cost if held > expected else 'Each call moves them'}. Place "
             "them as `kept` before the first call, or give in_shardings and out_shardings.",
             PlacementWarning,

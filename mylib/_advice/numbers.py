@@ -1,13 +1,16 @@
 """Warns of a Python number that has a new value, and so compiles anew, at each call."""
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from .._errors import StaticNumberWarning, warn
+from .._errors import StaticNumberWarning, folded, warn
 from .._tree import Split
 
 # After this many new trees of arguments in a row that differ only in Python numbers.
 _IN_A_ROW = 10
+# If so many numbers change at once they are those of a list, such as a batch.
+_MANY = 32
 
 
 class ChangingNumbers:
@@ -27,18 +30,32 @@ class ChangingNumbers:
         if row is None:
             return
         is_next = row and latest is row[-1]
-        row = [*row, split] if is_next and split.numbers_changed(row[-1]) else [split]
-        self._row = row if len(row) < _IN_A_ROW else None
+        changed = split.numbers_changed(row[-1]) if is_next else set[int]()
+        row = [*row, split] if changed else [split]
+        self._row = row if len(row) < _IN_A_ROW and len(changed) < _MANY else None
         if self._row is None:
             pairs = pairwise(row)
             changed = set[int]().union(*(new.numbers_changed(old) for old, new in pairs))
-            _warn_of(name, find_names(), changed)
+            names = find_names()
+            _warn_of(name, folded([names[i] for i in sorted(changed)]))
 
 
-def _warn_of(name: str, leaves: Sequence[str], changed: set[int]) -> None:
-    texts = ", ".join(leaves[i] for i in sorted(changed))
+def _warn_of(name: str, changed: dict[str, int]) -> None:
+    shown = ", ".join(changed)
+    if sum(changed.values()) == 1:
+        what = f"argument {shown} is a Python number, which is static, and has a new value"
+    else:
+        what = f"arguments {shown} are Python numbers, which are static, and have new values"
+    wholes = [_INDICES.sub("", text) for text in changed]
+    instead = " and ".join(f"jnp.asarray({whole})" for whole in wholes)
+    if any(_SEVERAL.search(whole) for whole in wholes):
+        instead = "jnp.asarray of each"
     warn(
-        f"{name} is compiled at each call: its argument {texts} is a Python number, which is "
-        f"static, and has a new value each time. Pass jnp.asarray({texts}).",
+        f"{name} is compiled at each call: its {what} each time. Pass {instead}.",
         StaticNumberWarning,
     )
+
+
+# What `folded` makes of indices, and of the numbers of a list or of lists in a list.
+_SEVERAL = re.compile(r"\[(\d+\.\.\d+|\*)\]")
+_INDICES = re.compile(rf"({_SEVERAL.pattern})+(, \d+ leaves)?$")

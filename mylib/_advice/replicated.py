@@ -6,11 +6,14 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from .._compat import names, scan_sizes
 from .._errors import ReplicatedWarning, warn
 from .._placement import current_world
 from .._products import Products, products_in
+from .._programs import all_equations
 from .._text import some
 from .._tree import Arrays
 from .compilation import Compilation
@@ -21,6 +24,10 @@ _FEW = 5 * 10**7
 _TIMES_OTHERS = 8
 # The part of the traced program's products, at least, that each device computes.
 _ALL = 0.9
+# With a loop over sharded rows it is known why, so less is enough: its forward pass alone, in turns
+# that compute less.
+_LOOPED = 0.4
+_TIMES_OTHERS_LOOPED = 2
 # XLA unrolls a loop on GPUs and TPUs so often at most; its analysis then counts the turns.
 _UNROLLED = 4
 
@@ -35,35 +42,87 @@ def about_replicated(
     devices = max(map(devices_of, (*arrays, *compilation.returned)), default=1)
     if devices == 1:
         return False
-    positions = _whole(arrays[:count], devices)
-    if not positions:
+    whole = _whole(arrays[:count], devices)
+    rows = {x.shape[0]: i for i, x in enumerate(arrays[:count]) if _has_split_rows(x)}
+    if not whole and not rows:
         return False
     traced, lowered = program()
+    loop = _loop_over(traced.jaxpr, rows) if rows else None
+    if loop is None and not whole:
+        return False
     flops = (lowered.compile().cost_analysis() or {}).get("flops", 0)
     # Counting takes longest, and most programs need not be counted to their end.
-    at_most = flops / (2 * _ALL)
+    part = _ALL if loop is None else max(_LOOPED, min(_ALL, 2 / devices))
+    at_most = flops / (2 * part)
     if at_most < _FEW:
         return False
     work = products_in(traced.jaxpr, each_turn=False, at_most=at_most)
-    if work is None or not _are_worth_dividing(work, devices):
+    times = _TIMES_OTHERS if loop is None else _TIMES_OTHERS_LOOPED
+    if work is None or not _are_worth_dividing(work, devices, times):
         return False
-    leaves = [compilation.names[i] for i in positions]
-    parameter = re.split(r"[.\[]", leaves[0])[0]
-    first = arrays[positions[0]]
-    axis = _axis_for(arrays, first.shape[0])
-    rule = f"mylib.rules.batch({axis!r})"
-    warn(
-        f"{compilation.name}: all {devices} devices compute the same, as {some(leaves)} "
-        f"{_state(first)}. Write "
-        f"in_shardings={{{parameter!r}: {rule}}}, or place the batch before the call, by "
-        f"mylib.filter_shard(batch, {rule}, mesh=mesh)",
-        ReplicatedWarning,
-    )
+    if loop is None:
+        text = _of_whole(compilation, whole, devices)
+    else:
+        text = _of_loop(compilation, *loop, devices)
+    warn(f"{compilation.name}: {text}", ReplicatedWarning)
     return True
 
 
-def _are_worth_dividing(work: Products, devices: int) -> bool:
-    if work.products < max(_FEW, _TIMES_OTHERS * work.others):
+def _of_whole(compilation: Compilation, positions: Sequence[int], devices: int) -> str:
+    leaves = [compilation.names[i] for i in positions]
+    parameter = re.split(r"[.\[]", leaves[0])[0]
+    first = compilation.arrays[positions[0]]
+    axis = _axis_for(compilation.arrays, first.shape[0])
+    rule = f"mylib.rules.batch({axis!r})"
+    return (
+        f"all {devices} devices compute the same, as {some(leaves)} {_state(first)}. Write "
+        f"in_shardings={{{parameter!r}: {rule}}}, or place the batch before the call, by "
+        f"mylib.filter_shard(batch, {rule}, mesh=mesh)"
+    )
+
+
+def _of_loop(compilation: Compilation, line: str, position: int, devices: int) -> str:
+    rows = f"P({_axis_for([compilation.arrays[position]], 0)!r})"
+    return (
+        f"all {devices} devices run all iterations of the loop at {line}, as it goes over the "
+        f"sharded rows of {compilation.names[position]}, which XLA gathers first. Let each device "
+        f"go over its own rows: call the loop (lax.map, lax.scan) in mylib.filter_shard_map(fun, "
+        f"in_specs={rows}, out_specs={rows}), with P() for what isn't split by rows, or use "
+        f"jax.vmap"
+    )
+
+
+def _has_split_rows(x: Any) -> bool:
+    """Whether devices have different rows of an array."""
+    if not isinstance(x, jax.Array) or not x.ndim or x.sharding.is_fully_replicated:
+        return False
+    return x.sharding.shard_shape(x.shape)[0] < x.shape[0]
+
+
+def _loop_over(program: Any, rows: dict[int, int]) -> tuple[str, int] | None:
+    """The line of a loop with products over as many rows as an argument has, one at a time or some
+    (`batch_size` of `lax.map`), and the value in `rows` for that argument.
+    """
+    for eqn in all_equations(program):
+        if eqn.primitive.name != names.SCAN:
+            continue
+        shapes = [x.aval.shape for x in eqn.invars[sum(scan_sizes(eqn)) :]]
+        over = next((n for n in rows if any(_has_rows(shape, n) for shape in shapes)), None)
+        if over is None:
+            continue
+        work = products_in(eqn.params[names.PARAM_JAXPR], each_turn=False)
+        if work is not None and work.products:
+            return source_info_util.summarize(eqn.source_info), rows[over]
+    return None
+
+
+def _has_rows(shape: Sequence[int], count: int) -> bool:
+    # What is left over of a batch size is called after the loop.
+    return shape[0] == count or (len(shape) > 1 and shape[0] == count // max(1, shape[1]))
+
+
+def _are_worth_dividing(work: Products, devices: int, times: int) -> bool:
+    if work.products < max(_FEW, times * work.others):
         return False
     return not work.looped or devices > _UNROLLED or jax.default_backend() == "cpu"
 

@@ -16,6 +16,7 @@ from .report import (
     Parameter as Parameter,
     Report as Report,
     bytes_of as bytes_of,
+    sums_each_turn as sums_each_turn,
     times_of as times_of,
     what_of as what_of,
 )

@@ -89,10 +89,10 @@ def is_of_dot(x: Instruction) -> bool:
     return any(name.endswith(f"/{jax_names.DOT}") for name in x.op_names)
 
 
-def line_and_primitive(x: Instruction) -> tuple[str, str]:
-    """The line and the primitive that compute a value."""
+def origin(x: Instruction) -> tuple[str, str, str]:
+    """The line and the primitive that compute a value, and the phase."""
     informed = x if _origin_names(x) else _informed_input(x)
-    return source_of(informed), own_primitive_of(informed)
+    return source_of(informed), own_primitive_of(informed), phase_of(_origin_names(informed))
 
 
 def primitive_of(x: Instruction) -> str:
@@ -197,6 +197,6 @@ def products_by_triton(program: HloModule) -> list[str]:
 
 def _lines_of(program: HloModule, chosen: Callable[[Instruction], bool]) -> list[str]:
     """Some instructions of a program, by their primitives and lines."""
-    lines = (line_and_primitive(x) for x in program.instructions() if chosen(x))
-    texts = (f"{primitive} at {line}" if line else primitive for line, primitive in lines)
+    lines = (origin(x) for x in program.instructions() if chosen(x))
+    texts = (f"{primitive} at {line}" if line else primitive for line, primitive, _ in lines)
     return list(dict.fromkeys(texts))

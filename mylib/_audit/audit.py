@@ -1,6 +1,5 @@
 """`audit`: reads a compiled program."""
 
-import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.tree_util as jtu
 from jax.sharding import NamedSharding, Sharding
 
-from .._compat import argument_of_filter_jit, is_filter_jit, without_dead_code
+from .._compat import is_filter_jit, without_dead_code
 from .._errors import AuditError
 from .._placement import AnyMesh, axis_names
 from .._products import products_in
@@ -20,7 +19,7 @@ from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
 from .groups import Axes, axes_in
 from .hlo import Array, HloModule
-from .memory import memory_of
+from .memory import compiled_for, memory_of
 from .report import Collective, Parameter, Report
 from .work import Work, work_of
 
@@ -87,9 +86,8 @@ def audit(
     elif hasattr(fun, "trace"):  # of jax.jit
         traced = program.trace(*args, **kwargs)
         lowered = traced.lower()
-    elif hasattr(fun, "lower"):
+    elif hasattr(fun, "lower") and not is_filter_jit(fun):
         lowered = program.lower(*args, **kwargs)
-        names = _names_of_equinox(fun, args, kwargs) if is_filter_jit(fun) else str
     elif callable(fun):
         traced, names = _traced(fun, args, kwargs)
         lowered = traced.lower()
@@ -112,21 +110,40 @@ def audit(
 
 
 def _traced(fun: Any, args: Any, kwargs: Any) -> tuple[jax.stages.Traced, Names]:
-    """A function, traced for these arguments, and their names."""
+    """A function, traced for these arguments, and their names. One of `equinox.filter_jit` is
+    called in a program, as it takes shapes for static by itself; what it donates, this donates.
+    """
     bound = signature_of(fun).bind(*args, **kwargs)
     tree = fun, dict(bound.arguments)
     arrays, rest = outlined(tree, abstract=True)
+    leaves = jtu.tree_flatten_with_path(tree)[0]
+    paths = [path for path, x in leaves if is_array(x, abstract=True)]
+    donated = _donated(fun, bound.args[:1], arrays)
+    given: list[Any] = [x if gives else None for x, gives in zip(arrays, donated, strict=True)]
+    kept: list[Any] = [None if gives else x for x, gives in zip(arrays, donated, strict=True)]
 
-    def called(arrays: list[Any]) -> tuple[Made]:
+    def called(given: list[Any], kept: list[Any]) -> tuple[Made]:
+        arrays = [y if x is None else x for x, y in zip(given, kept, strict=True)]
         function, bound.arguments = rest.fill(arrays)
         # In a tuple, other than that of filter_jit: JAX's cache of compiled programs doesn't tell
         # programs apart that differ in their arguments' names alone.
         return (Made.of(function(*bound.args, **bound.kwargs)),)
 
     called.__name__ = called.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
-    paths = [path for path, x in jtu.tree_flatten_with_path(tree)[0] if is_array(x, abstract=True)]
-    name_of = {f"arrays[{i}]": _called(path) for i, path in enumerate(paths)}
-    return jax.jit(called).trace(arrays), lambda name: name_of.get(name, name)
+    name_of = {
+        f"{'given' if gives else 'kept'}[{i}]": _called(path)
+        for i, (path, gives) in enumerate(zip(paths, donated, strict=True))
+    }
+    traced = jax.jit(called, donate_argnums=0).trace(given, kept)
+    return traced, lambda name: name_of.get(name, name)
+
+
+def _donated(fun: Any, first: Any, arrays: Sequence[Any]) -> list[bool]:
+    """Whether `equinox.filter_jit` donates each array: those of the first argument, or others."""
+    if not is_filter_jit(fun):
+        return [False] * len(arrays)
+    firsts = {id(x) for x in jtu.tree_leaves(first)}
+    return [fun.donate_first if id(x) in firsts else fun.donate_rest for x in arrays]
 
 
 def _called(path: Any) -> str:
@@ -134,29 +151,6 @@ def _called(path: Any) -> str:
     if path[0].idx == 0:
         return f"the function{jtu.keystr(path[1:])}"
     return f"{path[1].key}{jtu.keystr(path[2:])}"
-
-
-def _names_of_equinox(jitted: Any, args: Any, kwargs: Any) -> Names:
-    """The names of the leaves that `equinox.filter_jit` numbers."""
-    bound = signature_of(jitted).bind(*args, **kwargs)
-    bound.apply_defaults()
-    leaves: list[str] = []
-    for key, value in bound.arguments.items():
-        by_key = bound.signature.parameters[key].kind is inspect.Parameter.VAR_KEYWORD
-        for inner, tree in value.items() if by_key else [(key, value)]:
-            leaves += _leaves_of(inner, tree)
-    first = len(jtu.tree_leaves(bound.args[:1]))
-    named = {"first": leaves[:first], "rest": leaves[first:], "fun": _leaves_of("", jitted)}
-
-    def name_of(name: str) -> str:
-        part, number = argument_of_filter_jit(name) or ("fun", len(named["fun"]))
-        return named[part][number] if number < len(named[part]) else name
-
-    return name_of
-
-
-def _leaves_of(name: str, tree: Any) -> list[str]:
-    return [name + jtu.keystr(path) for path, _ in jtu.tree_flatten_with_path(tree)[0]]
 
 
 def _meshes_of(compiled: jax.stages.Compiled | None) -> list[AnyMesh]:
@@ -209,16 +203,23 @@ def report_of(
         work=work,
         results=_results(module, compiled),
         flow=flow,
-        share=_share(work, traced),
+        share=_share(work, traced, module.devices),
+        platform="" if compiled is None else compiled_for(compiled)[0],
     )
 
 
-def _share(work: Work, traced: Any) -> float | None:
-    """The part of a traced program's products that each device computes."""
+def _share(work: Work, traced: Any, devices: int) -> float | None:
+    """The part of a traced program's products that each device computes. Unknown if the compiled
+    program has fewer than the traced one, on all devices together: then the compiler has merged
+    some, or written them as something that is not known as a product.
+    """
     if traced is None or work.unknown:
         return None
-    totals = products_in(without_dead_code(traced), each_turn=True)
-    return sum(work.flops.values()) / (2 * totals.products) if totals and totals.products else None
+    total = products_in(without_dead_code(traced), each_turn=True)
+    if total is None or not total.products or total.factors:
+        return None
+    share = sum(work.flops.values()) / (2 * total.products)
+    return share if share * devices > 0.98 else None
 
 
 def _parameters(

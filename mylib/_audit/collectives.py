@@ -198,10 +198,11 @@ def _as_one(
     members: Sequence[Transfer], like: Transfer, kind: str, sent: int, steps: int
 ) -> Transfer | None:
     """Permutations as one collective of this kind, which sends so many parts in so many steps; None
-    if they don't go round rings in equal parts.
+    if they don't go round rings of all devices in equal parts.
     """
     rings = rings_of(like.groups)
-    if rings is None or any(t.bytes != like.bytes for t in members):
+    devices = like.first.computation.module.devices
+    if rings is None or rings.size < devices or any(t.bytes != like.bytes for t in members):
         return None
     return replace(
         like,

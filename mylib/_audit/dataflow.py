@@ -17,10 +17,11 @@ import numpy as np
 from .._compat import names
 from .attribution import own_primitive_of, phase_of
 from .collectives import Transfer
-from .hlo import Computation, HloModule, Instruction
+from .hlo import HloModule, Instruction
 from .opcodes import ELEMENTWISE, KINDS, opcode_of
 from .positions import positions
-from .values import done_of, operands_of_call
+from .values import done_of
+from .walk import Walk
 
 
 class Mark(NamedTuple):
@@ -49,9 +50,9 @@ class Concatenated(NamedTuple):
 
 class Source(NamedTuple):
     """Where values come from: `"parameter"`, `"collective"`, `"position"` (a number that depends on
-    the device), or `"unknown"`. `number` is the number of the parameter or of the collective, and
-    `element` the number of the collective's result, or of the one that this is a `part` of.
-    `labels` are a position's numbers.
+    the device), `"made"` (a product, or rows of a table), or `"unknown"`. `number` is the number of
+    the parameter or of the collective, and `element` the number of the collective's result, or of
+    the one that this is a `part` of. `labels` are a position's numbers.
     """
 
     kind: str
@@ -73,13 +74,19 @@ class Use(NamedTuple):
 class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
     `uses` the products that sources are factors of. The first sources are the program's parameters,
-    in order. `differentiates`: whether it has gradients.
+    in order. `differentiates`: whether it has gradients. `unnamed`: products that may be of the
+    model or of an optimiser, and what is behind each. `made` is a source, as a set, that products
+    and rows of tables are combined with element by element: so it is known what is made of them.
+    `rows` are those that are added to tables.
     """
 
     sources: list[Source] = field(default_factory=list)
     into: dict[int, Mark] = field(default_factory=dict)
     results: list[Mark] = field(default_factory=list)
     uses: dict[int, set[Use]] = field(default_factory=dict)
+    unnamed: dict[int, int] = field(default_factory=dict)
+    made: int = 0
+    rows: int = 0
     differentiates: bool = False
     bits: dict[Source, int] = field(default_factory=dict)
 
@@ -99,10 +106,11 @@ class Graph:
 
 def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> Graph:
     """The graph of a program."""
-    walk = _Walk(module, transfers, devices)
+    walk = _Marking(module, transfers, devices)
     parameters = tuple(
         walk.source(Source("parameter", i)) for i in range(len(module.entry.parameters))
     )
+    walk.graph.made = walk.source(Source("made")).any
     result = walk.run(module.entry, parameters)
     results = [result] if isinstance(result, Mark | Concatenated) else result
     walk.graph.results = [joined([value]) for value in results]
@@ -115,35 +123,25 @@ _SAME = {
     "opt-barrier", "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
     "transpose",
 }  # fmt: skip
-_FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "scatter": 1, "pad": 2}
+_FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "pad": 2}
 # Custom calls that pass on what they are given, or make room for a result.
 _MOVES = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
 _ROOM = ("AllocateBuffer", "CreateBuffer")
 _FROM_OUTSIDE = ("infeed", "recv", "rng")
 
 
-class _Walk:
+class _Marking(Walk):
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
+        super().__init__(transfers)
         self.devices = devices
         self.graph = Graph()
-        # The transfers of each instruction, and the whole that each is a step of, with its number.
-        self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}
-        self.channels: dict[tuple[str, str], Instruction] = {}
         # Where sums that are chains end, and what marks them.
-        self.ends: dict[int, int] = {}
+        self.ends = {id(x): i for i, whole in enumerate(transfers) for x in whole.ends}
         self.rings = 0
-        self.evaluated: dict[tuple[str, object], object] = {}
         # Instructions that depend on the device alone, and the sources that do.
         self.of_device: dict[int, Mark | None] = {}
         self.numbers = 0
         self.depth = 0
-        for i, whole in enumerate(transfers):
-            for t in whole.members or (whole,):
-                self.sent.setdefault(id(t.first), []).append((i, whole, t))
-                channel = t.first.attribute("channel_id")
-                if channel:
-                    self.channels.setdefault((opcode_of(t.first), channel), t.first)
-            self.ends.update((id(x), i) for x in whole.ends)
         # If the program is differentiated, products without a phase are those of an optimiser.
         phases = {phase_of(x.op_names) for x in module.instructions()}
         self.phased = phases != {""}
@@ -153,61 +151,26 @@ class _Walk:
         bit = 1 << self.graph.bit(source)
         return Mark(bit, bit)
 
-    def run(self, computation: Computation, arguments: tuple[Marks, ...]) -> Marks:
-        key = computation.name, arguments
-        if key not in self.evaluated:
-            values: dict[str, Marks] = {}
-            for x in computation.instructions:
-                inputs = [values[name] for name in x.operands]
-                values[x.name] = self.value(x, inputs, arguments)
-            self.evaluated[key] = values[computation.result.name]
-        return self.evaluated[key]
-
     def value(self, x: Instruction, inputs: list[Marks], arguments: tuple[Marks, ...]) -> Marks:
         """What the result of an instruction depends on."""
-        value = self._value(x, inputs, arguments)
+        value = super().value(x, inputs, arguments)
         if id(x) in self.ends:
             return self._ended(value, self.ends[id(x)])
         if isinstance(value, Mark) and value.any and not value.any & ~self.numbers:
             return self._of_device(x, value)
         return value
 
-    def _value(self, x: Instruction, inputs: list[Marks], arguments: tuple[Marks, ...]) -> Marks:
-        match x.opcode:
-            case "parameter":
-                return arguments[int(x.rest)]
-            case "partition-id" | "replica-id":
-                return self._of_device(x, NOTHING)
-            case "get-tuple-element":
-                value = inputs[0]
-                return value if isinstance(value, Mark | Concatenated) else value[x.index]
-            case "tuple":
-                return tuple(inputs)
-            case "while":
-                return self._loop(x, inputs[0])
-            case "conditional":
-                branches = [
-                    self.run(called, (inputs[1 + i],)) for i, (_, called) in enumerate(x.calls)
-                ]
-                return _with(reduce(_joined, branches), Mark(joined(inputs[:1]).any))
-        if opcode_of(x) in KINDS:
-            return self._collective(x, inputs)
-        if x.opcode.endswith(("-done", "-update")):
-            return inputs[0]
-        called = [computation for role, computation in x.calls if role in ("calls", "to_apply")]
-        if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
-            operands = operands_of_call(x)
-            input_of = dict(zip(x.operands, inputs, strict=True))
-            if any(y.name not in input_of for y in operands):
-                return self._unknown()
-            return self.run(called[0], tuple(input_of[y.name] for y in operands))
-        return self._computed(x, inputs)
+    def branch(self, branches: list[Marks], which: Marks) -> Marks:
+        return _with(reduce(_joined, branches), Mark(joined([which]).any))
 
-    def _computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
+    def of_this_device(self, x: Instruction) -> Marks:
+        return self._of_device(x, NOTHING)
+
+    def computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
         """The result of an operation of one device."""
         opcode = x.opcode.removesuffix("-start")
         if opcode in _FROM_OUTSIDE:
-            return _shaped(x, self._unknown())
+            return _shaped(x, self.unknown())
         if opcode == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
             return Concatenated(tuple(ends), tuple(joined([value]) for value in inputs))
@@ -226,7 +189,7 @@ class _Walk:
                 return (before, *[inputs[0]] * (len(x.arrays) - 1))
             if target == "AsyncCollectiveDone":
                 ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
-                return ends[0] if ends else self._unknown()
+                return ends[0] if ends else self.unknown()
             if target in _ROOM:
                 return _shaped(x, NOTHING)
             if target in _MOVES:
@@ -238,10 +201,18 @@ class _Walk:
         # Small products are written as sums.
         if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
             self._use(x, inputs, phase)
-            # A product without a name is taken for one of the model.
-            of_model = phase or not self.phased or not x.op_names
-            return _shaped(x, Mark(mark.any, 0, mark.any if of_model else mark.product))
+            if self.phased and not x.op_names:
+                before = self.graph.unnamed.get(id(x), 0)
+                self.graph.unnamed[id(x)] = before | mark.any
+            of_model = phase or not self.phased
+            product = mark.any if of_model else mark.product
+            return _shaped(x, Mark(mark.any, self.graph.made, product))
+        if opcode == "gather" and not joined(inputs[:1]).product:
+            return _shaped(x, Mark(mark.any, self.graph.made, mark.product))
         data = inputs[: _FIRST.get(opcode, len(inputs))]
+        if opcode == "scatter":
+            data = [inputs[0], inputs[-1]]
+            self.graph.rows |= joined(inputs[-1:]).near
         return _shaped(x, Mark(mark.any, self._near(x, opcode, data), mark.product))
 
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
@@ -251,13 +222,14 @@ class _Walk:
                 self.graph.uses.setdefault(bit, set()).add(use)
 
     def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
-        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST:
-            return joined(data).near
+        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST or opcode == "scatter":
+            # What chooses between two values is in neither of them.
+            return joined(data[opcode == "select" :]).near
         if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
             return joined(data[:1]).near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
         return 0
 
-    def _loop(self, x: Instruction, carried: Marks) -> Marks:
+    def loop(self, x: Instruction, carried: Marks) -> Marks:
         called = dict(x.calls)
         self.depth += 1
         before: Marks = None
@@ -269,10 +241,9 @@ class _Walk:
         self.depth -= 1
         return carried
 
-    def _collective(self, x: Instruction, inputs: list[Marks]) -> Marks:
-        key = opcode_of(x), x.attribute("channel_id")
-        first = x if id(x) in self.sent else self.channels.get(key, x)
-        if id(first) not in self.sent:  # each device alone
+    def collective(self, x: Instruction, inputs: list[Marks]) -> Marks:
+        first = self.started(x)
+        if first is None:  # each device alone
             return inputs[0] if len(inputs) == 1 else tuple(inputs)
         sent = self.sent[id(first)]
         if any(whole.ends for _, whole, _ in sent):
@@ -329,7 +300,7 @@ class _Walk:
             return value
         return self._result(number, Mark(*(mask & ~self.rings for mask in value)))
 
-    def _unknown(self) -> Mark:
+    def unknown(self) -> Mark:
         return self.source(Source("unknown"))
 
     def _of_device(self, x: Instruction, value: Mark) -> Mark:

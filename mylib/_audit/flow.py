@@ -1,16 +1,18 @@
 """Which values are the same on all devices, and which collectives lie on the way to a result."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 
 import numpy as np
 
-from .attribution import line_and_primitive
+from .attribution import origin
 from .collectives import Transfer
 from .dataflow import NOTHING, Graph, Source, graph_of, joined
 from .groups import Groups
 from .hlo import Array, HloModule
 from .opcodes import KINDS, opcode_of
+from .sums import Sums
 from .values import Value, computed
 
 # For each device a number; devices of one number have the same value.
@@ -52,8 +54,8 @@ class Flow:
             return transfer.arrays[0]._replace(shape=(end - start,))
         return transfer.arrays[transfer.elements.index(source.element)]
 
-    def made_by(self, bit: int) -> tuple[str, str]:
-        """The line and the primitive of what a collective is given."""
+    def made_by(self, bit: int) -> tuple[str, str, str]:
+        """The line, the primitive and the phase of what a collective is given."""
         source = self.graph.sources[bit]
         operands = self._transfers[source.number].first.inputs()
         operand = operands[min(source.element, len(operands) - 1)]
@@ -61,7 +63,13 @@ class Flow:
             row = computed(Value(operand)).made_by.inputs()
             starts = np.cumsum([0, *(x.arrays[0].size for x in row)]).tolist()
             operand = row[starts.index(source.part[0])]
-        return line_and_primitive(operand)
+        return origin(operand)
+
+    def scatters(self, bit: int) -> bool:
+        """Whether this source is the result of a reduce-scatter."""
+        source = self.graph.sources[bit]
+        is_collective = source.kind == "collective"
+        return is_collective and self._transfers[source.number].kind == "reduce-scatter"
 
     def is_sum(self, bit: int) -> bool:
         """Whether a collective adds."""
@@ -101,13 +109,14 @@ class Flow:
         sources = (self.graph.sources[bit] for bit in self.graph.sources_in(updated))
         return sorted(source.number for source in sources if source.kind == "parameter")
 
-    @cached_property
-    def activations(self) -> int:
+    def activations(self, is_of_model: Callable[[int], bool]) -> int:
         """The collectives that the model computes with: between them and a result lies a product.
-        The others sum gradients, or serve the optimiser.
+        The others sum gradients, or serve the optimiser. `is_of_model` tells it of a product
+        without a name, by its `id`.
         """
         sinks = [*self.graph.results, *self.graph.into.values()]
-        return self.reaching(joined(sinks).product)
+        unnamed = [mask for product, mask in self.graph.unnamed.items() if is_of_model(product)]
+        return self.reaching(reduce(or_, unnamed, joined(sinks).product))
 
     def labels(self, of_parameter: Callable[[int], Labels]) -> Callable[[int], Labels]:
         """For a set of sources, which devices have the same value, if the parameters are so."""
@@ -165,45 +174,29 @@ class Flow:
         groups = self._transfers[number].groups
         return self.is_sum(bit) and any(len(np.unique(row)) < len(row) for row in labels[groups])
 
-    def uncrossed(self, mask: int, data: int, parts: Sequence[int]) -> int | None:
-        """A source in `data` from which a way leads to a value on some device that brings it only
-        some of the `parts` of the data, each a set of devices.
-        """
-        alone = tuple(1 << device for device in range(self.devices))
-        queue = [(bit, alone) for bit in self.graph.sources_in(mask)]
-        seen = set(queue)
-        for bit, by_device in queue:
-            if all(devices & part for devices in set(by_device) for part in parts):
-                continue
-            if data >> bit & 1:
-                return bit
-            if bit not in self.graph.into:
-                continue
-            after = self._before(bit, by_device)
-            for source in self.graph.sources_in(self.graph.into[bit].any):
-                if (source, after) not in seen:
-                    seen.add((source, after))
-                    queue.append((source, after))
-        return None
+    def before_permutations(self, mask: int) -> int:
+        """The sources of a value, with those of what is sent in place of permutations."""
+        sources, new = 0, mask
+        while new:
+            sources |= new
+            sent = [
+                self.graph.into[bit].any
+                for bit in self.graph.sources_in(new)
+                if bit in self.graph.into and self._is_permutation(bit)
+            ]
+            new = reduce(or_, sent, 0) & ~sources
+        return sum(1 << i for i in self.graph.sources_in(sources) if not self._is_permutation(i))
 
-    def _before(self, bit: int, by_device: tuple[int, ...]) -> tuple[int, ...]:
-        """For each device, those whose operands its value comes from. `by_device` are those whose
-        results it comes from.
+    def _is_permutation(self, bit: int) -> bool:
+        source = self.graph.sources[bit]
+        is_collective = source.kind == "collective"
+        return is_collective and self._transfers[source.number].kind == "collective-permute"
+
+    def sums(self, data: Iterable[int], places: Sequence[int]) -> Sums:
+        """What adds up the data of devices, which are at these places along an axis: `data` are the
+        parameters that are split over it.
         """
-        transfer = self._transfers[self.graph.sources[bit].number]
-        sources = [1 << device for device in range(self.devices)]
-        for row in transfer.groups.tolist():
-            if transfer.kind == "collective-permute":
-                sources[row[1]] |= 1 << row[0]
-            else:
-                for device in row:
-                    sources[device] = sum(1 << i for i in row)
-        sources_of: dict[int, int] = {}
-        for results in set(by_device):
-            sources_of[results] = 0
-            for device in self.graph.sources_in(results):
-                sources_of[results] |= sources[device]
-        return tuple(sources_of[results] for results in by_device)
+        return Sums(self._module, self._transfers, data, places)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:

@@ -1,8 +1,8 @@
 """How long a collective takes on a machine: which links it uses, and how fast these are.
 
 The figures of GPUs are those of nccl-tests 2.27 on up to 32 hosts of 8 H100s, as shares of the data
-sheet; other chips are assumed to reach the same shares. Those of TPUs are published measurements of
-one axis of a slice.
+sheet; other chips are assumed to reach the same shares, unless their data sheets have others. Those
+of TPUs are published measurements of one axis of a slice.
 """
 
 import functools
@@ -66,6 +66,7 @@ def _on_hosts(message: Message, mesh: Axes, machine: Machine) -> tuple[float, st
     if hosts == 1:
         links = stated(chip, "links", (chip.links or 0) * (chip.link_bandwidth or 0))
         shares, starts = _IN_HOST.get(message.kind, _OTHERWISE)
+        shares = *shares[:-1], chip.reached.get(message.kind, shares[-1])
         count = groups.shape[1]
         rate = float(np.interp(count, _GPUS, shares)) * links
         start = float(np.interp(count, _GPUS, starts))

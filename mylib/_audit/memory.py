@@ -39,7 +39,7 @@ def _counted(compiled: jax.stages.Compiled, text: str, arguments: Sequence[Argum
         raise NotImplementedError("this compiler does not report how much memory a program needs")
     constants = sum(_constants(text))
     code = stats.generated_code_size_in_bytes
-    platform, kind = _compiled_for(compiled)
+    platform, kind = compiled_for(compiled)
     memory = Memory(
         arguments=stats.argument_size_in_bytes,
         results=stats.output_size_in_bytes,
@@ -59,7 +59,7 @@ def _counted(compiled: jax.stages.Compiled, text: str, arguments: Sequence[Argum
     return replace(memory, peak=min(counted, memory.total))
 
 
-def _compiled_for(compiled: jax.stages.Compiled) -> tuple[str, str]:
+def compiled_for(compiled: jax.stages.Compiled) -> tuple[str, str]:
     """The platform and the `device_kind` of its devices. They are unknown, so empty, if it has no
     arguments and no results.
     """

@@ -41,11 +41,11 @@ def products_of(x: Instruction) -> int | None:
             return _cholesky(x)
         case "triangular-solve":
             return _triangular_solve(x)
-        # What has been multiplied: a matrix times a vector, on GPUs and TPUs.
-        case "reduce" if (
-            is_of_dot(x) and computed(Value(x.operand(0))).made_by.opcode == "multiply"
-        ):
-            return x.operand(0).arrays[0].size
+        # Compilers take products apart: those with a vector, and those that add nothing.
+        case "multiply" if is_of_dot(x) and x.arrays[0].size > 1:
+            return x.arrays[0].size
+        case "reduce" if is_of_dot(x):
+            return _reduced(x)
         case "ragged-dot":
             return None
         case "custom-call":
@@ -66,6 +66,15 @@ def _dot(x: Instruction, contracted: str) -> int:
     for dim in re.findall(r"\d+", contracted):
         size *= x.operand(0).arrays[0].shape[int(dim)]
     return size
+
+
+def _reduced(x: Instruction) -> int:
+    """The products that are added, unless they have a name and are counted themselves."""
+    added = computed(Value(x.operand(0))).made_by
+    while added.opcode == "reduce-window":  # the CPU's compiler adds in two steps
+        added = computed(Value(added.operand(0))).made_by
+    is_counted = added.opcode != "multiply" or is_of_dot(added)
+    return 0 if is_counted else added.arrays[0].size
 
 
 def _gemm(x: Instruction) -> int:

@@ -117,7 +117,9 @@ class Report:
     - `results`: the same for its results; empty if only text was given.
     - `flow`: what its results and collectives depend on, which contracts judge by.
     - `share`: the part of the function's products that each device computes: 1 if they are not
-        divided. None if that is unknown, as for a program without its function, or with kernels.
+        divided. None if that is unknown, as for a program without its function, with kernels or
+        decompositions of matrices, or if the compiler has merged products.
+    - `platform`: `"cpu"`, `"gpu"` or `"tpu"`; empty if only text was given.
     """
 
     collectives: tuple[Collective, ...]
@@ -129,6 +131,7 @@ class Report:
     results: tuple[Parameter, ...]
     flow: Flow = field(repr=False, compare=False)
     share: float | None = None
+    platform: str = ""
 
     def count(self, kind: str | None = None, axes: str | Sequence[str] | None = None) -> int:
         """How many collectives run in a call of the program. Of the branches of a condition only
@@ -225,12 +228,12 @@ class Report:
         lines = [_title(self)]
         if self.collectives:
             lines += table([_COLUMNS, *map(_row, _by_layer(self.collectives))])
-        lines += [_sum(self), *_divided(self)]
+        lines += [_sum(self), *_divided(self), *_each_turn(self)]
         return "\n".join([*lines, *([] if self.memory is None else lines_of(self.memory))])
 
     def _repr_html_(self) -> str:
         groups = _by_layer(self.collectives)
-        notes = [_sum(self), *_divided(self)]
+        notes = [_sum(self), *_divided(self), *_each_turn(self)]
         rows, sent = [*map(_row, groups)], [*map(_sent, groups)]
         return report_page(_title(self), notes, _COLUMNS, rows, sent, self.memory)
 
@@ -297,6 +300,20 @@ def _divided(report: Report) -> list[str]:
     if abs(share * parts - 1) < 0.02:
         return [f"  each device does {'all' if parts == 1 else f'1/{parts}'} of the products"]
     return [f"  each device does {share:.0%} of the products"]
+
+
+def sums_each_turn(report: Report, c: Collective) -> bool:
+    """Whether it is XLA:CPU that sums a gradient in each iteration of a loop: other compilers sum
+    it once, after the loop.
+    """
+    is_sum = c.kind in ("all-reduce", "reduce-scatter")
+    return report.platform == "cpu" and is_sum and c.inserted and bool(c.loops)
+
+
+def _each_turn(report: Report) -> list[str]:
+    if not any(c.gradients and sums_each_turn(report, c) for c in report.collectives):
+        return []
+    return ["  XLA:CPU sums gradients in each iteration of a loop; GPUs sum them once, after it"]
 
 
 def _by_layer(collectives: Iterable[Collective]) -> list[list[Collective]]:

@@ -5,19 +5,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..machines import Chip, Machine
+from ..machines import CHIPS, Chip, Machine
 from .groups import axis_of
 from .links import Message, seconds, stated
 from .moments import Begin, End
 from .work import Loop, Operation, Step, Work
-
-# The shares of the data sheet's rates that matrix products, kernels of attention, and everything
-# that is bound by memory reach: fitted to half of the published training steps of
-# benchmarks/estimate.py, and rounded. Kernels at 0.3 to 0.5, or memory at 0.6 to 0.8, fit nearly as
-# well. The exponentials of attention take about as long as its products.
-_PRODUCTS = {"gpu": 0.55, "tpu": 0.95}
-_KERNELS = 0.4
-_MEMORY = 0.7
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +85,7 @@ def estimate(
     ideal, real, assumed = speeds(machine.chip, work.flops)
     assumed += [
         f"matrix products reach {real.of_products:.0%} of the data sheet's rate, kernels "
-        f"{real.of_kernels:.0%}, memory {_MEMORY:.0%}",
+        f"{real.of_kernels:.0%}, memory {real.of_memory:.0%}",
         "one collective runs at a time, beside the operations that are scheduled before its end",
     ]
     times = [(op.times, *real.seconds(op)) for op in work.operations]
@@ -167,9 +159,20 @@ def speeds(chip: Chip, dtypes: Iterable[str]) -> tuple[Speed, Speed, list[str]]:
         raise ValueError(f"the data sheet of {chip.name} has no rate for {', '.join(rates)}")
     memory = stated(chip, "memory bandwidth", chip.memory_bandwidth)
     ideal = Speed(rates, memory / chip.devices)
-    products = _PRODUCTS.get(chip.platform, 0.55)
-    real = ideal._replace(of_products=products, of_kernels=_KERNELS, of_memory=_MEMORY)
-    return ideal, real, assumed
+    like = CHIPS[_LIKE.get(chip.platform, "h100")]
+    missing = [name for name in _SHARES if name not in chip.reached]
+    if missing:
+        assumed.append(
+            f"the shares that {', '.join(missing)} reach on {chip.name} are not known (`reached` "
+            f"in mylib.machines.Chip), and are those of {like.name}"
+        )
+    shares = (chip.reached.get(name, like.reached[name]) for name in _SHARES)
+    return ideal, Speed(*ideal[:2], *shares), assumed
+
+
+_SHARES = "products", "kernels", "memory"
+# The chip whose shares stand for unknown ones: the newest with which published steps were compared.
+_LIKE = {"tpu": "v6e"}
 
 
 # The dtype that a chip multiplies instead, if it has no rate for one.

@@ -2,14 +2,15 @@
 
 It combines them with a matrix product: in each step a device adds its part of the product to the
 sum that it has received, and sends it on. Long rings are loops. Short rings are written step by
-step, and equal products may share their first step.
+step, and equal products may share their first step. A permutation whose result is added to nothing,
+or to what is no part of a product, only moves it.
 """
 
 from collections.abc import Iterator, Sequence
 
 from .attribution import is_of_dot
 from .hlo import Instruction
-from .values import MOVES
+from .values import MOVES, uses_in
 
 _MOVED = MOVES | {"get-tuple-element", "tuple"}
 
@@ -27,7 +28,8 @@ def rings_in(
     ends: dict[Instruction, list[int]] = {}
     for i in before.keys() - inner:
         for user in steps[i][1].users:
-            ends.setdefault(user, []).append(i)
+            if _adds(user, steps[i][1]):
+                ends.setdefault(user, []).append(i)
     for end, last in ends.items():
         members = list(dict.fromkeys(sorted(last)))
         for i in members:
@@ -36,12 +38,25 @@ def rings_in(
 
 
 def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
-    """The permutations whose results are sent, after at most one sum."""
+    """The permutations whose results are sent after a sum."""
     sources: list[int] = []
     queue = [(x, False) for x in start.inputs()]
     for x, summed in queue:
-        if id(x) in number:
+        if id(x) in number and summed:
             sources.append(number[id(x)])
-        elif x.opcode in _MOVED or (x.opcode in ("fusion", "add") and not summed):
-            queue += [(y, summed or x.opcode not in _MOVED) for y in x.inputs()]
+        elif x.opcode in _MOVED:
+            queue += [(y, summed) for y in x.inputs()]
+        elif not summed:
+            queue += [(y, True) for y in x.inputs() if _adds(x, y)]
     return sources
+
+
+def _adds(x: Instruction, operand: Instruction) -> bool:
+    """Whether an instruction adds one of its operands to a part of a product."""
+    if x.opcode == "fusion":
+        return any(_is_added(parameter) for parameter in uses_in(x, operand))
+    return x.opcode == "add" and is_of_dot(x)
+
+
+def _is_added(x: Instruction) -> bool:
+    return any(_is_added(user) if user.opcode in _MOVED else _adds(user, x) for user in x.users)

@@ -93,6 +93,9 @@ STOP_GRADIENT = "stop_gradient"
 # Sums of products, whose result may be of a wider dtype than their operands.
 PRODUCTS = frozenset({CONVOLUTION, DOT, RAGGED_DOT})
 
+# Decompositions of matrices, and solving with them.
+FACTORS = frozenset({"cholesky", "eigh", "lu", "qr", "svd", "triangular_solve"})
+
 REARRANGES = frozenset(
     {"broadcast_in_dim", "copy", "reshape", "rev", "split", "squeeze", "transpose"}
 )
@@ -121,6 +124,9 @@ STRUCTURE = (REARRANGES - {"rev", "split"}) | {
     EVAL_JAXPR, JIT, PVARY, REMAT, RESHARD, SCAN, SHARD_MAP, SLICE, WHILE, "dynamic_slice",
     "dynamic_update_slice",
 }  # fmt: skip
+
+# Draw random numbers, or make keys.
+RANDOM = frozenset({"random_bits", "random_fold_in", "random_seed", "random_split", "threefry2x32"})
 
 # --- how operations relate dimensions (`_plan`) ---------------------------------------------------
 
@@ -282,6 +288,8 @@ TEXT_DONATE = "donate"
 TEXT_NOT_DONATED = "Some donated buffers were not usable"
 # A function inside shard_map captures an array on another mesh.
 TEXT_OTHER_MESH = "should match the mesh of sharding"
+# One on Explicit axes.
+TEXT_CLOSING_OVER = "Closing over inputs to shard_map"
 # Two trees don't match, because of the classes of two nodes.
 TEXT_OTHER_TYPE = "different type"
 # The library for collectives on the CPU fails to start.

@@ -8,7 +8,6 @@ import io
 import logging
 import os
 import pickle
-import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -162,7 +161,7 @@ def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Calla
 
 
 # Of values without a sharding in their type, such as a Ref.
-_NO_MESH = NamedSharding(AbstractMesh((), ()), PartitionSpec())
+_NO_MESH: Any = NamedSharding(AbstractMesh((), ()), PartitionSpec())
 
 
 def trace_kind() -> Literal["eager", "transformed", "staged"]:
@@ -188,6 +187,11 @@ def data_of(nodes: Iterable[Any]) -> list[Any]:
         return list(chain.from_iterable(filter(None, data)))
     present = [x for x in data if x is not None]
     return [x for part in present for x in (part if type(part) in _USUAL else (part,))]
+
+
+def which_have_data(nodes: Iterable[Any]) -> list[int]:
+    data = enumerate(map(_data_of_node, nodes))
+    return [i for i, x in data if x or not (x is None or type(x) in _USUAL)]
 
 
 _data_of_node = itemgetter(2)
@@ -220,7 +224,7 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
         sharding = sharding_under(x.val)
         if x.batch_dim is None or not isinstance(sharding, NamedSharding):
             return sharding
-        entries = list(sharding.spec) + [None] * (x.val.ndim - len(sharding.spec))
+        entries = list(sharding.spec.partitions) + [None] * (x.val.ndim - len(sharding.spec))
         del entries[x.batch_dim]
         return NamedSharding(
             sharding.mesh, PartitionSpec(*entries), memory_kind=sharding.memory_kind
@@ -229,6 +233,13 @@ def sharding_under(x: Any) -> Sharding | Uncommitted | None:
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and hasattr(x, "sharding"):
         return x.sharding if x.committed else UNCOMMITTED
     return None
+
+
+def unreduced_kind(spec: PartitionSpec) -> str | None:
+    """How values on unreduced axes are combined: `sum`, `max` or `min`; None without such axes."""
+    # JAX 0.10 knows only sums.
+    kind = getattr(spec, "unreduced_kind", None)
+    return kind.name if kind is not None else "sum" if spec.unreduced else None
 
 
 def axes_of_lowered(value: Any) -> list[tuple[str, ...]]:
@@ -379,10 +390,9 @@ def is_compile_only(device: Any) -> bool:
     return type(device.client).__name__ == "CompileOnlyPyClient"
 
 
-def ran_on_a_description(error: Exception) -> bool:
-    """Whether this is JAX's error for using a compile-only device."""
-    text = str(error)
-    no_program = "Executable" in text and text.endswith("no attribute 'local_devices'")
+def ran_on_a_description(text: str) -> bool:
+    """Whether this is the text of JAX's error for using a compile-only device."""
+    no_program = "Executable" in text and "no attribute 'local_devices'" in text
     return no_program or "not available with compile-only client" in text
 
 
@@ -393,11 +403,11 @@ def is_sharding_type_error(error: Exception) -> bool:
     return isinstance(error, core.ShardingTypeError)
 
 
-def lowered_for_a_missing_backend(error: Exception) -> bool:
-    """Whether this is JAX's error for lowering a callback for a platform that this process doesn't
-    have.
+def lowered_for_a_missing_backend(text: str) -> bool:
+    """Whether this is JAX's error, as `Type: text`, for lowering a callback for a platform that
+    this process doesn't have.
     """
-    return str(error).startswith("Unknown backend: ")
+    return text.partition(": ")[2].startswith("Unknown backend: ")
 
 
 def nvidia_gpu_is_here() -> bool:
@@ -493,17 +503,6 @@ def is_filter_jit(fun: Any) -> bool:
     return isinstance(fun, equinox_jit._JitWrapper)
 
 
-_FILTERED = re.compile(r"dynamic_(?:no)?donate\['(first|rest|fun)'\]\[(\d+)\]")
-
-
-def argument_of_filter_jit(name: str) -> tuple[str, int] | None:
-    """Which leaf an argument of a program is that `equinox.filter_jit` has compiled: of the
-    `"first"` argument, of the `"rest"`, or of the function, and the leaf's number.
-    """
-    match = _FILTERED.fullmatch(name)
-    return None if match is None else (match[1], int(match[2]))
-
-
 class UnknownParameter(Exception):
     """This JAX has another name for a parameter of an equation."""
 
@@ -596,9 +595,17 @@ def pass_of(eqn: Any, around: GradientPass) -> GradientPass:
     return GradientPass.FORWARD if names.STACK_JVP in transforms else around
 
 
-def readable_error(error: Exception, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
-    """Converts an error of Equinox's callback like `equinox.filter_jit`; None for other errors."""
-    if f"{names.TEXT_EQUINOX_ERROR}: " not in str(error):
+def functions_of(eqn: Any) -> list[str]:
+    """The qualified names of the functions that made an equation, the innermost first."""
+    traceback = eqn.source_info.traceback
+    return [] if traceback is None else [frame.function_name for frame in traceback.frames]
+
+
+def readable_error(text: str, jit_id: bytes) -> eqx.EquinoxRuntimeError | None:
+    """Converts an error with this text like `equinox.filter_jit`; None if it is not of Equinox's
+    callback.
+    """
+    if f"{names.TEXT_EQUINOX_ERROR}: " not in text:
         return None
     last = equinox_jit.last_error_info
     if last is None:

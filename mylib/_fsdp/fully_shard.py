@@ -33,7 +33,7 @@ from .residuals import Residuals
 
 T = TypeVar("T")
 Layers = (
-    type | tuple[type, ...] | Mapping[type, str | Sequence[str]] | Callable[[eqx.Module, str], bool]
+    type | Sequence[type] | Mapping[type, str | Sequence[str]] | Callable[[eqx.Module, str], bool]
 )
 # The methods of a module that gather, or None if it is no layer.
 _Methods = Callable[[eqx.Module, str], Sequence[str] | None]
@@ -70,11 +70,11 @@ def fully_shard(
     **Arguments:**
 
     - `model`: any PyTree that contains Modules.
-    - `layers`: which Modules are layers: a class, a tuple of classes, a mapping from classes to the
-        methods that gather, `{Attention: ["__call__", "decode"]}`, or a function of a Module and
-        its path (such as `.blocks[0]`). A layer inside another layer belongs to the outer one. Give
-        the Module that contains the loop of a recurrent model, not its cell, which would gather in
-        each iteration.
+    - `layers`: which Modules are layers: a class, several in a tuple or list, a mapping from
+        classes to the methods that gather, `{Attention: ["__call__", "decode"]}`, or a function of
+        a Module and its path (such as `.blocks[0]`). A layer inside another layer belongs to the
+        outer one. Give the Module that contains the loop of a recurrent model, not its cell, which
+        would gather in each iteration.
     - `kept`: the placement of the weights between steps, which they have outside, too.
     - `used`: the placement that a layer computes with: by default all weights are replicated; with
         tensor parallelism, give the rule for that. None leaves it to the compiler, which may then
@@ -186,8 +186,8 @@ def fully_shard(
 
 
 def _check_order(layers: Any, kept: Any) -> None:
-    classes: tuple[Any, ...] = kept if isinstance(kept, tuple) and kept else (kept,)
-    if all(isinstance(x, type) and issubclass(x, eqx.Module) for x in classes):
+    classes: Sequence[Any] = kept if isinstance(kept, tuple | list) else (kept,)
+    if classes and all(isinstance(x, type) and issubclass(x, eqx.Module) for x in classes):
         shown = ", ".join(cls.__qualname__ for cls in classes)
         raise TypeError(
             f"fully_shard: the layers ({shown}) come before where weights are kept: write "
@@ -226,7 +226,7 @@ def _checked(layers: Any, checkpoint: bool, policy: Any) -> _Methods:
         )
     if policy is not None and not checkpoint:
         raise TypeError("fully_shard: policy= has no effect with checkpoint=False: leave one out")
-    classes = tuple(layers) if isinstance(layers, tuple | Mapping) else (layers,)
+    classes = tuple(layers) if isinstance(layers, tuple | list | Mapping) else (layers,)
     for cls in classes:
         origin = get_origin(cls)
         if isinstance(origin, type) and issubclass(origin, eqx.Module):

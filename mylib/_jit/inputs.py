@@ -138,13 +138,15 @@ class Inputs:
 
     def state_of(self, arrays: Sequence[Any], world: World) -> Any:
         """Equal for arrays that need the same moves; None if unknown."""
-        if _are_on_devices(frozenset(map(type, arrays))):
-            return world, list(map(self._state_of_one, arrays))
-        return None
+        if not _are_on_devices(frozenset(map(type, arrays))):
+            return None
+        # Shardings are equal whatever the rank, and a spec with more entries fits some ranks only.
+        ranks = list(map(len, map(_shape_of, arrays)))
+        return world, ranks, list(map(self._state_of_one, arrays))
 
     @cached_property
     def _state_of_one(self) -> Callable[[Any], Any]:
-        # Rules alone ask for shapes. Whether a spec fits other shapes is looked at in a new trace.
+        # Rules alone ask for shapes: what is split over a mesh divides into its parts.
         placements = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
         asked_by_rules = ("shape", "dtype") if any(map(is_rule, placements)) else ()
         return attrgetter(*self.decisive, *asked_by_rules)
@@ -178,6 +180,10 @@ class Inputs:
         if type(placement) in (tuple, list):
             return defaults.intersection([*function.signature.parameters][: len(placement)])
         return defaults
+
+
+# Each call asks this of each array, and `x.ndim` would call two functions.
+_shape_of = attrgetter("aval.shape")
 
 
 def _by_name(

@@ -20,6 +20,7 @@ from .donation import Donate, checked
 from .inputs import Inputs
 from .naming import explain
 from .program import Program
+from .sharing import shared
 from .signature import Function, about
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class Jitted(Generic[P, T]):
         function = Function.of(fun)
         donate = checked(donate, function)
         program = Program(split, code_of(fun), about(fun), function, donate, **settings)
-        return cls(arrays, program.shared())
+        return cls(arrays, shared(program))
 
     @property
     def __wrapped__(self) -> Callable[P, T]:

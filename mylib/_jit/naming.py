@@ -6,7 +6,7 @@ from itertools import compress
 from typing import Any
 
 import jax.tree_util as jtu
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from .._compat import (
     is_sharding_type_error,
@@ -15,16 +15,16 @@ from .._compat import (
     ran_on_a_description,
     readable_error,
 )
-from .._errors import NotHereError, not_here
-from .._placement import AnyMesh, current_world
+from .._errors import NotHereError, all_words, not_here
+from .._placement import AnyMesh, current_world, same_axes, show_mesh
 from .._text import some
-from .._tree import Kind, is_array, is_of_keys, kind_of
+from .._tree import Kind, is_array, is_of_keys, kind_of, walk
 from .donation import Donated
 from .variants import Call
 
 # The names of arrays in the program, which takes two lists of them.
 _NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
-_IN_ERRORS = re.compile(rf"[Aa]rgument ({_NUMBERED.pattern})")
+_IN_ERRORS = re.compile(rf"[Aa]rgument '?({_NUMBERED.pattern})")
 _CLASSES = re.compile(r"<class '(.+?)'>")
 
 
@@ -64,10 +64,11 @@ def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
 
 def explain(error: Exception, call: Call) -> None:
     """Raises what says more than an error of a call, or adds a note to the error."""
-    readable = readable_error(error, call.program.id)
+    text = all_words(error)
+    readable = readable_error(text, call.program.id)
     if readable is not None:
         raise readable from None
-    if ran_on_a_description(error):
+    if ran_on_a_description(text):
         name = call.program.name
         if not call.is_abstract:
             raise not_here(name) from error
@@ -76,7 +77,7 @@ def explain(error: Exception, call: Call) -> None:
             "machine is not here: it can compile, not run. Leave out jax.set_mesh, and pass mesh= "
             "where it is needed"
         ) from error
-    if lowered_for_a_missing_backend(error):
+    if lowered_for_a_missing_backend(text):
         raise NotHereError(
             f"{call.program.name} calls back into Python (jax.debug.print, pure_callback, "
             "io_callback), which JAX can't lower for GPUs that are not here. Leave the callback "
@@ -84,7 +85,7 @@ def explain(error: Exception, call: Call) -> None:
         ) from error
     if is_sharding_type_error(error):
         _add(error, _about_explicit_axes(call))
-    notes = (about(error, call) for text, about in _NOTES.items() if text in str(error))
+    notes = (about(text, call) for known, about in _NOTES.items() if known in text)
     _add(error, next(filter(None, notes), ""))
 
 
@@ -115,9 +116,26 @@ def _about_explicit_axes(call: Call) -> str:
     )
 
 
-def _about_layers(error: Exception, call: Call) -> str:
+def _about_two_meshes(text: str, call: Call) -> str:
+    mesh, around = call.program.mesh, current_world()
+    in_force = around.mesh if around.devices is None else around.devices
+    if mesh is None or in_force.empty or _alike(mesh, in_force):
+        return ""
+    return (
+        f"{call.program.name} has mesh={show_mesh(mesh)}, and is called under jax.set_mesh of "
+        f"{show_mesh(in_force)}, which differs: leave out mesh=, or call it outside of jax.set_mesh"
+    )
+
+
+def _alike(one: AnyMesh, other: AnyMesh) -> bool:
+    if isinstance(one, Mesh) and isinstance(other, Mesh):
+        return one == other
+    return same_axes(one, other) and one.axis_types == other.axis_types
+
+
+def _about_layers(text: str, call: Call) -> str:
     """The classes that `fully_shard` makes have the names of the originals."""
-    classes = _CLASSES.findall(str(error))
+    classes = _CLASSES.findall(text)
     if len(classes) == len(set(classes)):
         return ""
     return (
@@ -127,7 +145,7 @@ def _about_layers(error: Exception, call: Call) -> str:
     )
 
 
-def _about_deleted(error: Exception, call: Call) -> str:
+def _about_deleted(text: str, call: Call) -> str:
     """Checking before each call whether arrays are deleted would take longer than many a call."""
     gone = [name for name, x in _arguments(call) if kind_of(x) is Kind.DEVICE and x.is_deleted()]
     if not gone:
@@ -138,7 +156,7 @@ def _about_deleted(error: Exception, call: Call) -> str:
     )
 
 
-def _about_sharing(error: Exception, call: Call) -> str:
+def _about_sharing(text: str, call: Call) -> str:
     owners: dict[int, str] = {}
     for name, x in _arguments(call):
         if kind_of(x) is not Kind.DEVICE or is_of_keys(x) or x.is_deleted():
@@ -153,22 +171,23 @@ def _about_sharing(error: Exception, call: Call) -> str:
     return ""
 
 
-def _about_numbered(error: Exception, call: Call) -> str:
+def _about_numbered(text: str, call: Call) -> str:
     """JAX names arrays by their places in the program."""
     # Functions called by this one have named their own arguments.
-    numbered = dict.fromkeys(match[1] for match in _IN_ERRORS.finditer(str(error)))
-    unnamed = [name for name in numbered if f"{name} is" not in _noted(error)]
+    numbered = dict.fromkeys(match[1] for match in _IN_ERRORS.finditer(text))
+    unnamed = [name for name in numbered if f"{name} is" not in text]
     if not unnamed:
         return ""
     arrays, donated = names_of(call), call.variant.donated
     note = ", ".join(f"{name} is {named(name, arrays, donated)}" for name in unnamed)
-    if "devices" in str(error):
+    if "devices" in text:
         note += ". Place all arguments on the same devices, for example by in_shardings"
     return note
 
 
 # What to say about errors with these texts: the first that knows something.
-_NOTES: dict[str, Callable[[Exception, Call], str]] = {
+_NOTES: dict[str, Callable[[str, Call], str]] = {
+    "mesh": _about_two_meshes,
     "": _about_numbered,
     names.TEXT_OTHER_TYPE: _about_layers,
     names.TEXT_DELETED: _about_deleted,
@@ -176,16 +195,38 @@ _NOTES: dict[str, Callable[[Exception, Call], str]] = {
 }
 
 
-def unhashable(call: Call) -> str:
-    """The note on the error of a static argument without a hash."""
-    for name, x in _arguments(call):
-        if is_array(x):
-            continue
-        try:
-            hash(x)
-        except TypeError:
-            return (
-                f"({call.program.name} was given {name}, a {type(x).__name__}. Arguments that are "
-                "not arrays are static, and must be hashable)"
+def about_static(error: Exception, call: Call) -> None:
+    """Adds to an error of hashing or comparing static arguments which of them it is about."""
+    leaves = {id(x) for _, x in _arguments(call)}
+    static = [
+        (path, x)
+        for path, x, node in walk((call.args, call.kwargs))
+        if node is None and not (id(x) in leaves and is_array(x, call.is_abstract))
+    ]
+    unhashable = (pair for pair in static if id(pair[1]) in leaves and not _works(hash, pair[1]))
+    incomparable = (pair for pair in static if not _works(_is_itself, pair[1]))
+    for faulty, must in (
+        (unhashable, "be hashable"),
+        (incomparable, "be comparable: their == must say True or False, not give an array of them"),
+    ):
+        for path, x in faulty:
+            _add(
+                error,
+                f"{call.program.name} was given {call.program.function.naming(path)}, a "
+                f"{type(x).__name__}. Arguments that are not arrays are static, and must {must}",
             )
-    return f"(among the arguments of {call.program.name})"
+            return
+
+
+def _is_itself(x: Any) -> bool:
+    # Lists are equal to themselves, whatever they hold.
+    return all([bool(part == part) for part in jtu.tree_leaves(x)])
+
+
+def _works(ask: Callable[[Any], Any], x: Any) -> bool:
+    try:
+        ask(x)
+    except Exception:
+        # A user's `__hash__` or `__eq__` may raise anything.
+        return False
+    return True

@@ -1,4 +1,4 @@
-"""A function without its arrays, its options, and the one `jax.jit` that all its calls share."""
+"""A function without its arrays, its options, and what a call of it does."""
 
 import functools
 import threading
@@ -16,6 +16,7 @@ from .._advice import (
     about_arrivals,
     about_captured,
     about_not_taken,
+    about_order,
     about_replicated,
     about_spared,
     devices_of,
@@ -37,7 +38,7 @@ from .._tree import Arrays, Made, Rest, Split, outlined
 from .donation import Donate, Donated, let_go_of_moved, spares_the_first, used_once, warns
 from .error_checks import CheckFound, Checks, Errors, calling, has_check, with_checks_as_values
 from .inputs import Inputs, Resolved, Targets
-from .naming import leaves_of, names_of, unhashable
+from .naming import about_static, leaves_of, names_of
 from .placed_after import placed_after, targets_after
 from .signature import Function
 from .traces import Trace, expect, outermost, tracing
@@ -98,45 +99,30 @@ class Program:
     def name(self) -> str:
         return self.function.name
 
-    def shared(self) -> "Program":
-        """That of an equal function, if there is one: `filter_jit(filter_grad(f))` is a new object
-        every time, but need not be compiled every time.
-        """
-        if self.inputs is not None or self.out_shardings is not None:
-            return self
-        _, options = outlined((self.donate, dict(self.options)))
-        try:
-            return _first_of(_Same((self.fun, self.mesh, options), self))
-        except TypeError:  # the function holds something unhashable
-            return self
-
-    @functools.cached_property
-    def jitted(self) -> Any:
-        def run(
-            key: Callable[[], Variant],
-            mode: Mode,
-            targets: Resolved | None,
-            kept: Arrays,
-            donated: Arrays,
-        ) -> Made:
+    def jit(self, variant: Variant) -> Any:
+        def run(mode: Mode, targets: Resolved | None, kept: Arrays, donated: Arrays) -> Made:
             # As a part of another program, or without checks (see `_use`). `jax.disable_jit` runs
             # this at once, and checks raise at once.
             if mode == "staged" or not is_staged():
-                return self._trace(key(), targets, kept, donated)
-            return self._with_checks(key, mode, targets, kept, donated)
+                return self._trace(variant, targets, kept, donated)
+            return self._with_checks(variant, mode, targets, kept, donated)
 
         _listen()
         run.__name__ = run.__qualname__ = self.name
-        return jit(run, static_argnums=(0, 1, 2), donate_argnums=4, **self.options)
+        return jit(run, static_argnums=(0, 1), donate_argnums=3, **self.options)
 
     def prepare(self, fun_arrays: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
         """A call with these arguments. If it is only lowered, arrays may be `abstract`."""
         call = self.read(fun_arrays, args, kwargs, abstract)
         latest = self.variants.latest
-        # Usually the same variant is called again, and then nothing need be hashed.
-        if latest is None or latest.split != call.split:
-            latest = self._variant(call)
-        call.variant = latest
+        try:
+            # Usually the same variant is called again, and then nothing need be hashed.
+            if latest is None or latest.split != call.split:
+                latest = self.variants.find(call.split) or self._new_variant(call)
+        except Exception as error:
+            about_static(error, call)
+            raise
+        self.variants.latest = call.variant = latest
         return call
 
     def read(self, fun_arrays: Arrays, args: Any, kwargs: Any, abstract: bool = False) -> Call:
@@ -147,28 +133,24 @@ class Program:
             args, kwargs = self.function.bind(args, kwargs)
         # Without keyword arguments a tree of the positional ones (a tuple) is enough.
         arrays, split = outlined([args, kwargs] if kwargs else args, abstract)
+        if self.fun.state:
+            # What is static in the function can change, too.
+            split.state += self.fun.state_now()
         return Call(self, args, kwargs, arrays, split, fun_arrays, abstract)
 
-    def _variant(self, call: Call) -> Variant:
+    def _new_variant(self, call: Call) -> Variant:
         variants = self.variants
-        try:
-            variant = variants.all.get(call.split)
-        except TypeError as error:
-            error.add_note(unhashable(call))
-            raise
-        if variant is None:
-            mesh = self.mesh if self.mesh is not None else current_world().devices
-            if not call.is_abstract and is_described(mesh) and not is_staged():
-                raise not_here(self.name)
-            latest = None if variants.latest is None else variants.latest.split
-            variants.numbers.look_at(call.split, latest, self.name, partial(leaves_of, call))
-            if variants.is_full():
-                variants.all = {}
-                self.jitted.clear_cache()
-            # Or that of another thread, which was faster.
-            variant = variants.all.setdefault(call.split, Variant(call.split, Donated.of(call)))
-        variants.latest = variant
-        return variant
+        mesh = self.mesh if self.mesh is not None else current_world().devices
+        if not call.is_abstract and is_described(mesh) and not is_staged():
+            raise not_here(self.name)
+        latest = None if variants.latest is None else variants.latest.split
+        variants.numbers.look_at(call.split, latest, self.name, partial(leaves_of, call))
+        if self.inputs is not None and isinstance(self.inputs.placement, dict):
+            arguments = [*enumerate(call.args), *call.kwargs.items()]
+            given = {self.function.parameter(key): x for key, x in arguments}
+            about_order(self.name, self.inputs.placement, given)
+        variant = Variant(call.split, Donated.of(call), self.jit)
+        return variants.add(variant.split, variant)
 
     def call(self, call: Call, ahead: Any = None, first: bool = False) -> Any:
         """Calls the function. `ahead` is the program compiled ahead of time, if any, and `first`
@@ -189,7 +171,7 @@ class Program:
         if ahead is not None:  # without static operands
             returned = _call_jit(ahead, (kept, donated), "returned")
         else:
-            returned = self._use(self.jitted, variant, mode, operands)
+            returned = _use(variant.jitted, variant, mode, operands)
         rest: _Traced = returned.rest
         if _watched.record is not None and mode == "eager":
             _watched.record.started(call, rest.trace.memo, returned.arrays)
@@ -198,7 +180,7 @@ class Program:
         if rest.in_host_memory:
             returned.arrays = list(map(with_actual_memory_kind, returned.arrays))
         if rest.trace.is_new:
-            traced = self._use(self.jitted.trace, variant, mode, operands)  # JAX still has it
+            traced = _use(variant.jitted.trace, variant, mode, operands)  # JAX still has it
             self._about_captured(rest.trace, traced.jaxpr)
         if rest.trace.kept and mode == "staged":
             # The surrounding program expects what this one does of the arguments that it got.
@@ -230,42 +212,8 @@ class Program:
             about_spared(self.name, self.donate, call.args, result, self.function.parameter)
         if operands is not None and not variants.is_replicated_told:
             # JAX has both in its caches, and finds them there in the context of the call alone.
-            program = partial(self._lowered, call.variant, operands)
+            program = partial(_lowered, call.variant, operands)
             variants.is_replicated_told = about_replicated(compilation, call.split.count, program)
-
-    def _lowered(self, variant: Variant, operands: Any) -> tuple[Any, jax.stages.Lowered]:
-        """The program traced, and lowered."""
-
-        def lower(*operands: Any) -> tuple[Any, jax.stages.Lowered]:
-            traced = self.jitted.trace(*operands)
-            return traced, traced.lower()
-
-        return self._use(lower, variant, "eager", operands)
-
-    def _use(
-        self, use: Callable[..., Any], variant: Variant, mode: Mode, operands: tuple[Any, ...]
-    ) -> Any:
-        """Calls the one `jax.jit`, or traces or lowers it. Outside of other programs its checks are
-        values only if it has some: making each equation twice would take longer than all else.
-        """
-        if mode == "eager" and not variant.has_checks:
-            plain = variant.key, "staged", *operands
-            if variant.has_checks is None:
-                variant.has_checks = self._has_check(plain)
-            # Those for arrays of other shapes, and those hidden in primitives, are found by JAX.
-            if not variant.has_checks:
-                try:
-                    return _call_jit(use, plain, "unknown")
-                except CheckFound:
-                    variant.has_checks = True
-        errors = "returned" if mode == "eager" else "raised"
-        return _call_jit(use, (variant.key, mode, *operands), errors)
-
-    def _has_check(self, operands: tuple[Any, ...]) -> bool | None:
-        """Whether the program has error checks, by its trace; None with `jax.disable_jit`."""
-        if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
-            return None
-        return has_check(_call_jit(self.jitted.trace, operands, "unknown").jaxpr)
 
     def _about_captured(self, trace: Trace, program: Any) -> None:
         """Warns, once for a trace, of large arrays that it has captured."""
@@ -275,6 +223,8 @@ class Program:
             around.nested.append(self.code)
         else:
             about_captured(self.name, (self.code, *trace.nested), program)
+            # JAX keeps the trace among the structures of results.
+            trace.nested.clear()
 
     def lower(self, call: Call) -> tuple[jax.stages.Lowered, Any, Arrays]:
         """The program lowered, and as a jaxpr; and the arrays that it was lowered for."""
@@ -284,7 +234,7 @@ class Program:
             placed, fun_arrays, targets = self.inputs.place(call)
         arrays, donation = placed + fun_arrays, call.variant.donated
         kept, donated = (arrays, []) if donation is None else donation.parted(arrays)
-        traced, lowered = self._lowered(call.variant, (targets, kept, donated))
+        traced, lowered = _lowered(call.variant, (targets, kept, donated))
         trace = traced.out_info.rest.trace
         if trace.is_new:
             # Now: the program may be called in another process.
@@ -324,15 +274,55 @@ class Program:
         return placed, targets_after(placed, self.out_shardings, self.mesh)
 
     def _with_checks(
-        self, key: Any, mode: Mode, targets: Resolved | None, kept: Arrays, donated: Arrays
+        self,
+        variant: Variant,
+        mode: Mode,
+        targets: Resolved | None,
+        kept: Arrays,
+        donated: Arrays,
     ) -> Made:
         """The traced function, with its checks of errors as values."""
         with calling("unknown" if mode == "eager" else "raised"):
-            traced = self.jitted.trace(key, "staged", targets, kept, donated)
+            traced = variant.jitted.trace("staged", targets, kept, donated)
         arrays = jtu.tree_leaves((kept, donated))
         values, failed, checks = with_checks_as_values(traced.jaxpr, arrays, mode == "transformed")
         returned = jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
         return Made(returned.arrays, replace(returned.rest, checks=checks), failed)
+
+
+def _lowered(variant: Variant, operands: Any) -> tuple[Any, jax.stages.Lowered]:
+    """The program traced, and lowered."""
+
+    def lower(*operands: Any) -> tuple[Any, jax.stages.Lowered]:
+        traced = variant.jitted.trace(*operands)
+        return traced, traced.lower()
+
+    return _use(lower, variant, "eager", operands)
+
+
+def _use(use: Callable[..., Any], variant: Variant, mode: Mode, operands: tuple[Any, ...]) -> Any:
+    """Calls the variant's `jax.jit`, or traces or lowers it. Outside of other programs its checks
+    are values only if it has some: making each equation twice would take longer than all else.
+    """
+    if mode == "eager" and not variant.has_checks:
+        plain = "staged", *operands
+        if variant.has_checks is None:
+            variant.has_checks = _has_check(variant, plain)
+        # Those for arrays of other shapes, and those hidden in primitives, are found by JAX.
+        if not variant.has_checks:
+            try:
+                return _call_jit(use, plain, "unknown")
+            except CheckFound:
+                variant.has_checks = True
+    errors = "returned" if mode == "eager" else "raised"
+    return _call_jit(use, (mode, *operands), errors)
+
+
+def _has_check(variant: Variant, operands: tuple[Any, ...]) -> bool | None:
+    """Whether the program has error checks, by its trace; None with `jax.disable_jit`."""
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        return None
+    return has_check(_call_jit(variant.jitted.trace, operands, "unknown").jaxpr)
 
 
 def _call_jit(function: Callable[..., Any], operands: tuple[Any, ...], errors: Errors) -> Any:
@@ -342,17 +332,6 @@ def _call_jit(function: Callable[..., Any], operands: tuple[Any, ...], errors: E
             return function(*operands)
         with donation_warning(silenced=True):
             return function(*operands)
-
-
-@dataclass(frozen=True)
-class _Same:
-    key: Any
-    program: Program = field(compare=False)
-
-
-@functools.lru_cache(maxsize=512)
-def _first_of(same: _Same) -> Program:
-    return same.program
 
 
 def _refuse_deleted(arrays: Arrays) -> None:

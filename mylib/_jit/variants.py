@@ -2,19 +2,20 @@
 leaves.
 """
 
-import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._advice import ChangingNumbers, Earlier
 from .._tree import Arrays, Split
+from .recent import Recent
 
 if TYPE_CHECKING:
     from .donation import Donated
     from .program import Program
 
-# The most variants that are kept for a function.
-_MOST = 256
+# The most variants that are kept for a function: as many as JAX keeps traces.
+_MOST = 2048
 
 
 @dataclass(slots=True, eq=False)
@@ -34,16 +35,14 @@ class Call:
 
 
 class Variant:
-    """A function for arguments that differ only in arrays.
-
-    `key` stands for it among the static arguments of `jax.jit`: JAX never lets go of those, and a
-    weak reference keeps no static leaves alive.
+    """A function for arguments that differ only in arrays, with a `jax.jit` of its own: so JAX's
+    programs go with it.
     """
 
-    def __init__(self, split: Split, donated: "Donated | None"):
-        self.split = split
-        self.key: weakref.ref[Variant] = weakref.ref(self)
+    def __init__(self, split: Split, donated: "Donated | None", jit: Callable[["Variant"], Any]):
+        self.split = split.noted()
         self.donated = donated
+        self.jitted = jit(self)
         # The arguments whose placements were resolved last, and the results.
         self.resolved: tuple[Any, Any] | None = None
         # The state of the last arguments that needed no moves, and their targets.
@@ -57,19 +56,13 @@ class Variant:
         self.collectives: Any = None
 
 
-class Variants:
-    """The variants of a function. Beyond a number of them all are let go."""
+class Variants(Recent[Split, Variant]):
+    """The variants of a function."""
 
     def __init__(self) -> None:
-        self.all: dict[Split, Variant] = {}
+        super().__init__(_MOST)
         # The one that was called last. Usually it is called again.
         self.latest: Variant | None = None
         # Whether it has been told that all devices compute the same.
         self.is_replicated_told = False
         self.numbers: ChangingNumbers = ChangingNumbers()
-
-    def __len__(self) -> int:
-        return len(self.all)
-
-    def is_full(self) -> bool:
-        return len(self) >= _MOST

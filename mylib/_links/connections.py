@@ -4,7 +4,6 @@ JAX's transfer server gives arrays to whoever asks for them by a number. Unlike 
 `jax.device_put`, those can't be mixed up: the numbers are of all that was sent before, too.
 """
 
-import os
 import socket
 import threading
 import time
@@ -16,7 +15,18 @@ from typing import Any
 import jax
 
 from .._compat import TransferServer, break_connection, coordination_client, start_transfer_server
-from .._processes import Lane, Processes, TransferError, Turn, connected, digest, patience, watch
+from .._processes import (
+    TIMEOUT,
+    Lane,
+    Processes,
+    TransferError,
+    Turn,
+    connected,
+    digest,
+    environment,
+    patience,
+    watch,
+)
 
 _LOOPBACK = "127.0.0.1"
 _PLACE = "mylib/links/addresses"
@@ -68,7 +78,7 @@ class Links:
             raise TransferError(
                 f"process {self._me} waits for arrays of process {peer}, which has begun no "
                 f"transfer within {limit:g} s. All processes must make the same transfers. If one "
-                "is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds"
+                f"is slow, set {TIMEOUT} to more seconds"
             ) from error
         address, host = value.split(" ", 1)
         if address.startswith((_LOOPBACK, "[::1]")) and host != socket.gethostname():
@@ -116,11 +126,8 @@ def _address_of_this_host(name: str) -> str:
 
 def links_for(platform: str) -> Links | None:
     """The links for arrays of a platform; None if JAX can't make them there, or shall not."""
-    setting = os.environ.get("MYLIB_TRANSPORT", "links")
-    if setting == "program":
+    if environment().transport == "program":
         return None
-    if setting != "links":
-        raise ValueError(f"MYLIB_TRANSPORT is {setting!r}, and can be 'links' or 'program'")
     with _starting:
         links = _links.get(platform)
         if links is None or links.client is not coordination_client():

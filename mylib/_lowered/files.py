@@ -9,8 +9,10 @@ import json
 import os
 import platform
 import re
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib import metadata
@@ -126,15 +128,31 @@ def write(path: str | os.PathLike[str], program: SavedProgram, executable: bytes
 
 
 def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file in one step, so that several processes may write the same."""
-    target = Path(path)
-    number, unfinished = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    """Writes a file where `open(path, "wb")` would: through links, and into devices and pipes. A
+    regular file is replaced in one step, so that several processes may write the same. It keeps its
+    mode and, where this process may set them, its owner and group.
+    """
     try:
-        with os.fdopen(number, "wb") as file:
+        found = os.stat(path)
+    except FileNotFoundError:
+        found = None
+    if found is not None and not stat.S_ISREG(found.st_mode):
+        with open(path, "wb") as file:
+            file.write(content)
+        return
+    target = Path(os.path.realpath(path))
+    # Not `tempfile`, whose files nobody else may read.
+    unfinished = target.with_name(f".mylib-{secrets.token_hex(8)}")
+    try:
+        with open(unfinished, "xb") as file:
+            if found is not None:
+                with suppress(PermissionError):
+                    os.fchown(file.fileno(), found.st_uid, found.st_gid)
+                os.fchmod(file.fileno(), stat.S_IMODE(found.st_mode))
             file.write(content)
         os.replace(unfinished, target)
     except BaseException:
-        os.unlink(unfinished)
+        unfinished.unlink(missing_ok=True)
         raise
 
 
@@ -152,14 +170,34 @@ def read(path: str | os.PathLike[str]) -> tuple[SavedProgram, bytes]:
         )
     begin = start + _LENGTH
     end = begin + int.from_bytes(content[start:begin], "little")
-    fields = json.loads(content[begin:end])
-    form = fields.pop("form")
-    if form != _FORM:
-        raise SavedProgramError(
-            f"{path} is of form {form}, and this mylib ({_version('mylib')}) reads form {_FORM}: "
-            f"mylib {fields['made_for']['mylib']} has saved it. Compile it again"
-        )
-    return SavedProgram(**fields), content[end:]
+    return _program_of(path, content[begin:end]), content[end:]
+
+
+def _program_of(path: str | os.PathLike[str], header: bytes) -> SavedProgram:
+    try:
+        fields = json.loads(header)
+    except (ValueError, RecursionError):
+        fields = None
+    match fields:
+        case {
+            "form": written,
+            "name": str(name),
+            "code": str(code),
+            "arguments": [*arguments],
+            "results": [*results],
+            "made_for": {**made_for},
+        } if written == _FORM and all(
+            isinstance(x, str) for x in (*arguments, *results, *made_for.values())
+        ):
+            return SavedProgram(name, code, arguments, results, made_for)
+        case {"form": int(other), "made_for": {"mylib": str(version)}} if other != _FORM:
+            form, saved = f"of form {other}", f": mylib {version} has saved it"
+        case _:
+            form, saved = "of an unknown form", ""
+    raise SavedProgramError(
+        f"{path} is {form}, and this mylib ({_version('mylib')}) reads form {_FORM}{saved}. "
+        "Compile it again"
+    )
 
 
 def compare(path: Any, saved: SavedProgram, current: SavedProgram, check: bool) -> None:

@@ -178,7 +178,8 @@ class Compiled:
 
         **Arguments:**
 
-        - `path`: the file. It is replaced if it exists.
+        - `path`: the file. If it exists, it is replaced in one step and keeps its mode. Links are
+            followed; pipes and devices are written to.
 
         **Raises:**
 

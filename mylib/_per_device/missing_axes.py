@@ -26,7 +26,7 @@ def unknown_named(name: str, axes: Collection[Any]) -> Iterator[None]:
         asked, around = _axes_asked_for(error)
         mapped = [axis for axis in asked if axis in around]
         unknown = [axis for axis in asked if axis not in axes and axis not in around]
-        if str(error) or not (mapped or unknown):
+        if error.args or not (mapped or unknown):
             raise
         if mapped:
             raise NotImplementedError(

@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from .._errors import in_words
 from .._placement import AxisSet, cast, manual_axes, union, varying
 from .._tree import Arrays, Split, outlined, signature_of
 from .hazards import OPAQUE
@@ -201,7 +202,7 @@ class _OpaqueCall:
                 leaves = arg.treedef.flatten_up_to(cotangent)
             except (ValueError, TypeError) as error:
                 raise TypeError(
-                    f"opaque: bwd returned no cotangent of argument {i}: {error}"
+                    f"opaque: bwd returned no cotangent of argument {i}: {in_words(error)}"
                 ) from None
             by_array += compress(leaves, arg.are_arrays)
         # Integers have neither tangents nor cotangents.

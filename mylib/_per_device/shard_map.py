@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 
 from .._advice import captured_by, code_of
 from .._compat import jit, names
-from .._errors import Fault, PlacementError, because
+from .._errors import Fault, PlacementError, all_words, because
 from .._jit import Function, Jitted, Targets, about, refuse_by_position
 from .._placement import (
     AnyMesh,
@@ -304,18 +304,22 @@ def _captured_named(fun: Callable[..., Any]) -> Iterator[None]:
     """Names the captured arrays that JAX rejects because they are on the mesh."""
     try:
         yield
-    except ValueError as error:
-        captured = [
-            name
-            for name, x in captured_by(code_of(fun))
-            if kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding)
-        ]
-        if captured and names.TEXT_OTHER_MESH in str(error):
-            error.add_note(
-                f"({Function.of(fun).name} captures {', '.join(captured)}, which is on a mesh "
-                "already: pass it as an argument)"
-            )
+    except (ValueError, NotImplementedError) as error:
+        text = all_words(error)
+        if names.TEXT_OTHER_MESH in text or names.TEXT_CLOSING_OVER in text:
+            captured = [name for name, x in captured_by(code_of(fun)) if _is_on_a_mesh(x)]
+            if captured:
+                error.add_note(
+                    f"({Function.of(fun).name} captures {', '.join(captured)}, which is on a mesh "
+                    "already: pass it as an argument)"
+                )
         raise
+
+
+def _is_on_a_mesh(x: Any) -> bool:
+    if kind_of(x) is Kind.TRACED:
+        return bool(jax.typeof(x).sharding.mesh.explicit_axes)
+    return kind_of(x) is Kind.DEVICE and isinstance(x.sharding, NamedSharding)
 
 
 def _enter(

@@ -3,12 +3,12 @@
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._compat import sharding_under
 from .._errors import Fault, PlacementError, because
@@ -54,7 +54,9 @@ class ManualMesh:
         yield from list(self._unfit(target)) or unfit_shape(target, shape)
 
     def unfit_output(self, target: Target, shape: tuple[int, ...]) -> Iterator[Fault]:
-        yield from list(self._unfit(target)) or unfit_rank(spec_in(target), shape)
+        faults = list(self._unfit(target))
+        for fault in faults or unfit_rank(spec_in(target), shape):
+            yield fault if faults or shape else replace(fault, fix=_FOR_NUMBERS)
 
     def _unfit(self, target: Target) -> Iterator[Fault]:
         if not isinstance(target, NamedSharding):
@@ -96,6 +98,12 @@ class ManualMesh:
             for asked, entry in pairs
         ]
         return target.update(spec=spec.update(partitions=entries))
+
+
+_FOR_NUMBERS = (
+    "return x[None] if each device has a number of its own; or write P() if all have the same, "
+    "after jax.lax.psum or pmean"
+)
 
 
 def refuse_map(function: Function, reason: str, fix: str) -> NoReturn:
@@ -153,18 +161,11 @@ class Specs(Inputs):
                 )
             return mesh
         devices = world.devices
-        if requested is not None and not (
-            same_axes(requested, around)
-            and (
-                devices is None
-                or isinstance(requested, AbstractMesh)
-                or list(requested.devices.flat) == list(devices.devices.flat)
-            )
-        ):
+        other = "" if requested is None else _difference(requested, around, devices)
+        if other:
             refuse_map(
                 function,
-                f"the mesh in force here is {show_mesh(around)}, but `mesh=` is another: "
-                f"{show_mesh(requested)}, or the same one with its devices in another order",
+                f"the mesh in force here is {show_mesh(around)}, and `mesh=` is {other}",
                 "leave out `mesh=`, or call it outside of `jax.set_mesh`",
             )
         if world.staged:
@@ -253,6 +254,16 @@ class Specs(Inputs):
             [to if away else None for to, away in zip(targets, elsewhere, strict=True)],
             [None if _is_on(mesh, x) else whole for x in fun_arrays],
         )
+
+
+def _difference(mesh: AnyMesh, around: AnyMesh, devices: Mesh | None) -> str:
+    """What `mesh` is instead of the mesh around; empty if it is the same but for axis types."""
+    if not same_axes(mesh, around):
+        return f"another, {show_mesh(mesh)}"
+    if isinstance(mesh, Mesh) and devices is not None:
+        if list(mesh.devices.flat) != list(devices.devices.flat):
+            return "over other devices, or over the same in another order"
+    return ""
 
 
 def _show_types(mesh: AnyMesh) -> str:

@@ -8,7 +8,7 @@ from .checks import (
     unfit_shape as unfit_shape,
     unfit_spec as unfit_spec,
 )
-from .context import World as World, current_world as current_world
+from .context import World as World, current_world as current_world, no_mesh as no_mesh
 from .parts import (
     Bounds as Bounds,
     Shape as Shape,
@@ -19,6 +19,7 @@ from .parts import (
     regions_of as regions_of,
 )
 from .resolve import (
+    MOST_RULES as MOST_RULES,
     PASS as PASS,
     Decision as Decision,
     Placement as Placement,
@@ -49,12 +50,14 @@ from .shardings import (
     memory_kind as memory_kind,
     memory_space as memory_space,
     mesh_in_force as mesh_in_force,
+    partial_sums as partial_sums,
     restricted as restricted,
     same_axes as same_axes,
     sharding_of as sharding_of,
     spec_over as spec_over,
     split_over as split_over,
     trimmed as trimmed,
+    unreduced_kind as unreduced_kind,
     unusual_memory_kind as unusual_memory_kind,
     without_partial_sums as without_partial_sums,
 )

@@ -99,8 +99,9 @@ def unfit_rank(spec: PartitionSpec, shape: tuple[int, ...]) -> Iterator[Fault]:
         fix = f"give at most {len(shape)}; for a whole model, pass a rule (mylib.rules)"
         if not shape and len(spec) == 1:
             fix = (
-                f"write P(); for a batch with numbers in it pass rules.batch({spec[0]!r}), which "
-                "copies them, and for a whole model another rule (mylib.rules)"
+                "write P(); for a batch with numbers in it pass "
+                f"rules.batch({spec.partitions[0]!r}), which copies them, and for a whole model "
+                "another rule (mylib.rules)"
             )
         entries = counted(len(spec), "entry", "entries")
         yield because(f"the spec has {entries}, for an array of rank {len(shape)}", fix)

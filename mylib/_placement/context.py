@@ -1,11 +1,13 @@
 """The context of a call: eager or staged, and the mesh in force."""
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 
@@ -60,6 +62,21 @@ def current_world() -> World:
         mesh=mesh,
         devices=None if concrete.empty else concrete,
     )
+
+
+@contextmanager
+def no_mesh() -> Iterator[None]:
+    """Puts the mesh in force aside. A program that is being traced stays on its mesh, as JAX
+    demands.
+    """
+    world = current_world()
+    with ExitStack() as stack:
+        if world.clean and not (world.mesh.empty and world.devices is None):
+            stack.enter_context(jax.set_mesh(None))
+            # That of `with mesh:`, which JAX keeps elsewhere.
+            if not mesh_with_devices().empty:
+                stack.enter_context(Mesh(np.empty((), object), ()))
+        yield
 
 
 @functools.lru_cache(maxsize=64)

@@ -19,14 +19,16 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError, because
+from .._errors import Fault, PlacementError, PlacementWarning, because, warn
 from .._tree import (
     MISFIT,
     Kind,
     Leaf,
     Leaves,
     canonical_dtype,
+    is_none,
     is_of_keys,
+    kind_of,
     name_of,
     split,
     spread_prefix,
@@ -52,6 +54,10 @@ class _Passed:
 PASS: Final = _Passed()
 """A rule's result for a leaf that it doesn't decide."""
 
+# Rules that return one another. Whether they are the same can't be seen: each access to a method
+# makes another object.
+MOST_RULES = 32
+_PLACEMENTS = PartitionSpec | Sharding | jax.Device | Format
 Rule = Callable[[Leaf], Any]
 Placement = jax.Device | Sharding | Format | PartitionSpec | Rule | None
 """Where an array goes: a device, a `jax.sharding.Sharding`, a `Format`, a `PartitionSpec` (over the
@@ -147,6 +153,8 @@ def decide(
     if not leaves.positions:
         _refuse_class(leaves.tree)
         _refuse_arrays(placement)
+        if placement is not None:
+            _warn_of_optimiser(leaves.tree)
     entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
     return _Resolver(leaves, mesh, world, refuse, fit).run(entries, misfits)
 
@@ -162,6 +170,18 @@ def _refuse_class(tree: Any) -> None:
     if isinstance(tree, type) and issubclass(tree, eqx.Module):
         raise TypeError(
             f"{tree.__qualname__} is a class: pass an instance of the model, not its class"
+        )
+
+
+def _warn_of_optimiser(tree: Any) -> None:
+    """Trees without arrays are ordinary, such as an activation, or the state of a transformation
+    that has none. But an optimiser alone is taken for its state.
+    """
+    if isinstance(tree, tuple) and callable(getattr(tree, "init", None)):
+        warn(
+            f"0 arrays are placed: the tree is an optimiser, a {type(tree).__name__}. Place its "
+            "state: filter_shard(optim.init(params), placement)",
+            PlacementWarning,
         )
 
 
@@ -190,15 +210,21 @@ def leaf_at(leaves: Leaves, i: int, mesh: AnyMesh | None) -> Leaf:
 
 
 def is_placement_leaf(x: Any) -> bool:
-    if x is None or isinstance(x, PartitionSpec | Sharding | jax.Device | Format):
-        return True
-    return is_rule(x)
+    return x is None or isinstance(x, _PLACEMENTS) or is_rule(x)
 
 
 def is_rule(x: Any) -> bool:
-    # A callable PyTree node, such as a Module of shardings, is a prefix. A mesh is callable only
-    # because it is a decorator.
-    return callable(x) and not isinstance(x, Mesh) and jtu.all_leaves([x])
+    """Whether `x` can be called for a placement: a function, or a node, such as a Module or a
+    `Partial`, that holds neither placements nor arrays.
+    """
+    # A mesh is callable only because it is a decorator, and a class makes something else.
+    if not callable(x) or isinstance(x, Mesh | type):
+        return False
+    # A Module of placements is a prefix, though it can be called. So is one that says None of all.
+    held = jtu.tree_leaves(x, is_leaf=is_none)
+    if any(isinstance(y, _PLACEMENTS) or kind_of(y) is not Kind.STATIC for y in held):
+        return False
+    return not held or not all(map(is_none, held))
 
 
 @lru_cache(maxsize=256)
@@ -253,7 +279,7 @@ class _Resolver:
     def judge(self, i: int, x: Any, kind: Kind, entry: Any) -> Verdict:
         asked: list[Any] = []
         while is_rule(entry):
-            if any(entry is rule for rule in asked):
+            if len(asked) == MOST_RULES:
                 itself = because("the rule returns itself", "return a placement", repr(entry))
                 return None, [itself]
             asked.append(entry)
@@ -303,10 +329,9 @@ class _Resolver:
 
     def try_target(self, entry: Any, written: Any, x: Any, kind: Kind, size: int | None) -> Verdict:
         try:
-            target = self.target(entry)
+            target, sharding = self.target(entry)
         except _Misfit as misfit:
             return None, self.requested(written, misfit.faults)
-        sharding = sharding_of(target)
         faults = [] if kind is Kind.ABSTRACT else list(self.unfit_world(target, sharding, size))
         faults = faults or list(self.fit(target, tuple(x.shape)))
         if isinstance(target, Format) and target.layout is not None:
@@ -317,14 +342,17 @@ class _Resolver:
         request = show(entry, self.mesh)
         return [replace(fault, request=request) for fault in faults]
 
-    def target(self, entry: Any) -> Target:
+    def target(self, entry: Any) -> tuple[Target, Sharding]:
+        """The target that a placement means, and its sharding."""
         if isinstance(entry, PartitionSpec):
-            return NamedSharding(self.checked_mesh(entry), entry)
+            named = NamedSharding(self.checked_mesh(entry), entry)
+            return named, named
         if isinstance(entry, jax.Device):
             if self.mesh_given and isinstance(self.mesh, Mesh) and entry not in self.mesh.devices:
                 reason = f"that device is not in {show_mesh(self.mesh)}"
                 raise _Misfit(because(reason, "leave out `mesh=`"))
-            return SingleDeviceSharding(entry)
+            single = SingleDeviceSharding(entry)
+            return single, single
         if isinstance(entry, Format) and not isinstance(entry.sharding, Sharding):
             raise _Misfit(because("the format has no sharding", "write Format(layout, sharding)"))
         if not isinstance(entry, Sharding | Format):
@@ -334,7 +362,7 @@ class _Resolver:
             faults = list(unfit_partial_sums(sharding.spec, sharding.mesh))
             if faults:
                 raise _Misfit(*faults)
-        return entry
+        return entry, sharding
 
     def checked_mesh(self, spec: PartitionSpec) -> AnyMesh:
         mesh = self.mesh
@@ -393,6 +421,9 @@ def _not_a_placement(entry: Any) -> Fault:
         )
     if isinstance(entry, str):
         return because("an axis name is not a placement", f"write PartitionSpec({entry!r})")
+    if isinstance(entry, type):
+        name = entry.__name__
+        return because(f"the class {name} is not a placement", f"make one: {name}(...)")
     if isinstance(entry, Mesh | AbstractMesh):
         return because("a mesh is not a placement", "pass it as `mesh=`, with a PartitionSpec")
     return because(

@@ -1,6 +1,6 @@
 """Targets: the shardings that placements resolve to, and their properties."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ import jax
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._compat import is_compile_only
+from .._compat import is_compile_only, unreduced_kind
 from .context import World
 
 AnyMesh = Mesh | AbstractMesh
@@ -65,7 +65,9 @@ def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
         for entry in spec.partitions
     ]
     unreduced, reduced = (axes.intersection(names) for axes in (spec.unreduced, spec.reduced))
-    return spec.update(partitions=trimmed(entries), unreduced=unreduced, reduced=reduced)
+    # Without unreduced axes, JAX doesn't allow the kind of reduction that `update` would keep.
+    kept = spec if unreduced else PartitionSpec()
+    return kept.update(partitions=trimmed(entries), unreduced=unreduced, reduced=reduced)
 
 
 def has_partial_sums(placement: Any) -> bool:
@@ -76,6 +78,11 @@ def has_partial_sums(placement: Any) -> bool:
         placement = placement.sharding
     spec = placement.spec if isinstance(placement, NamedSharding) else placement
     return isinstance(spec, PartitionSpec) and bool(spec.unreduced or spec.reduced)
+
+
+def partial_sums(spec: PartitionSpec) -> Hashable:
+    """Equal for specs whose values are the same sums (or maxima, minima) of terms on devices."""
+    return spec.unreduced, unreduced_kind(spec), spec.reduced
 
 
 def without_partial_sums(sharding: NamedSharding) -> NamedSharding:

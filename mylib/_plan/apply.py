@@ -1,14 +1,17 @@
 """A step under a plan: its arguments are placed, and its models gather their weights."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from inspect import Parameter
 from typing import Any
 
 import jax.tree_util as jtu
 from jax.sharding import Mesh, PartitionSpec
 
 from .._jit import filter_jit
+from .._placement import no_mesh
 from .._tree import Leaf
 from ..rules import Rule
 from .calls import Calls, NotServedError, argument_of, roles_in
@@ -18,22 +21,29 @@ from .trace import PlanError, sharded
 
 @dataclass(frozen=True, repr=False)
 class Planned(Rule):
-    """Places each array as a plan says, by its path. All others raise."""
+    """Places each array as a plan says, by its path. All others raise. `depth` is the number of
+    keys before that path; None if the tree may be a part of any other, such as all arguments of a
+    function.
+    """
 
     specs: Mapping[str, Spec]
     of: str
     reasons: Mapping[str, str] = field(default_factory=dict)
+    depth: int | None = None
+
+    def at(self, depth: int) -> "Planned":
+        return replace(self, depth=depth)
 
     def _path(self, leaf: Leaf) -> str | None:
-        # The tree may be a part of a larger one, such as all arguments of a function.
-        ends = (jtu.keystr(leaf.path[start:]) for start in range(len(leaf.path) + 1))
+        starts = range(len(leaf.path) + 1) if self.depth is None else (self.depth,)
+        ends = (jtu.keystr(leaf.path[start:]) for start in starts)
         return next((path for path in ends if path in self.specs), None)
 
     def __call__(self, leaf: Leaf) -> PartitionSpec:
         path = self._path(leaf)
         if path is not None:
             return PartitionSpec(*self.specs[path])
-        name = leaf.name.rpartition(f"[{self.of!r}]")[2]
+        name = jtu.keystr(leaf.path[self.depth or 0 :])
         raise PlanError(
             f"{self.of}{name} isn't in the plan, which was made for other arguments: plan the step "
             "again, or say which argument this is, as explain(..., argument=) and "
@@ -55,24 +65,24 @@ class Applying:
     """What is needed to run a step under a plan.
 
     - `names`: of the arguments.
-    - `returned`: those that the step returns with the same shapes. They are donated.
+    - `donated`: those that the results replace.
     - `arguments`, `results`: where arrays are, by path; for each argument by its name.
     - `used`: where the weights of each model are used, by the model's path.
     - `reasons`: why each array of each argument is where it is.
     - `fixed`: the paths of what `kept=` fixes in each argument.
     - `order`: the paths of the models that the step calls, one after the other.
-    - `layered`: the names of the classes of layers that each model has.
+    - `layered`: the positions in `layers` of the classes that each model has.
     """
 
     names: tuple[str, ...]
-    returned: tuple[str, ...]
+    donated: tuple[str, ...]
     arguments: Mapping[str, Mapping[str, Spec]]
     results: Mapping[str, Spec]
     used: Mapping[str, Mapping[str, Spec]]
     reasons: Mapping[str, Mapping[str, str]]
     fixed: Mapping[str, Sequence[str]]
     order: tuple[str, ...]
-    layered: Mapping[str, tuple[str, ...]]
+    layered: Mapping[str, tuple[int, ...]]
     layers: tuple[type, ...]
     policy: str
     dtype: Any
@@ -110,51 +120,67 @@ class Applying:
 class PlannedFunction:
     """A step under a plan: it takes the step's arguments."""
 
-    def __init__(self, fun: Callable[..., Any], applying: Applying, mesh: Mesh):
+    def __init__(
+        self,
+        fun: Callable[..., Any],
+        applying: Applying,
+        mesh: Mesh,
+        donate: tuple[str, ...] | None = None,
+    ):
         functools.update_wrapper(self, fun, updated=())
-        self._applying = applying
-        self._fun = fun
-        self._mesh = mesh
-        places = [Planned(applying.arguments[name], name) for name in applying.names]
+        self._fun, self._names = fun, applying.names
+        self.__signature__ = signature = inspect.Signature(
+            [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in applying.names]
+        )
+
+        def run(*args: Any) -> Any:
+            return _applied(fun, applying, mesh, args)
+
+        # The program's arguments then have the names of the step's.
+        described: Any = functools.update_wrapper(run, fun, updated=())
+        described.__signature__ = signature
+        # After (args, kwargs) and the position.
+        places = (Planned(applying.arguments[name], name, depth=2) for name in applying.names)
         self._jitted = filter_jit(
-            self._step,
-            in_shardings=self.parted(places),
-            out_shardings=Planned(applying.results, "the result"),
+            described,
+            in_shardings=tuple(places),
+            out_shardings=Planned(applying.results, "the result", depth=0),
             mesh=mesh,
-            donate="all-except-first",
+            donate=applying.donated if donate is None else donate,
         )
 
-    def __call__(self, *args: Any) -> Any:
-        return self._jitted(*self.parted(args))
+    @no_mesh()
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._jitted(*self._positional(args, kwargs))
 
-    def lower(self, *args: Any) -> Any:
+    @no_mesh()
+    def lower(self, /, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step for these arguments, as `lower` of `filter_jit`."""
-        return self._jitted.lower(*self.parted(args))
+        return self._jitted.lower(*self._positional(args, kwargs))
 
-    def parted(self, args: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The arguments as the lowered and compiled program takes them."""
-        names, returned = self._applying.names, self._applying.returned
-        if len(args) != len(names):
-            raise TypeError(f"the step was planned with the arguments {', '.join(names)}")
-        named = dict(zip(names, args, strict=True))
-        others = {name: x for name, x in named.items() if name not in returned}
-        return others, {name: named[name] for name in returned}
-
-    def _step(self, arguments: dict[str, Any], returned: dict[str, Any]) -> Any:
-        """The step, with its models sharded."""
-        applying, mesh = self._applying, self._mesh
-        args = tuple((arguments | returned)[name] for name in applying.names)
-        roles = {role.path: role for role in roles_in(args)}
-        calls = Calls(
-            list(roles.values()),
-            shard=lambda role, model: applying.shard(role.path, model, mesh),
-            order=[roles[path] for path in applying.order],
-        )
+    def _positional(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        if not kwargs and len(args) == len(self._names):
+            return args
         try:
-            with calls.tracing():
-                return self._fun(*args)
-        except NotServedError as error:
-            raise PlanError(str(error)) from None
+            return self.__signature__.bind(*args, **kwargs).args
+        except TypeError as error:
+            names = ", ".join(self._names)
+            raise TypeError(f"the step was planned with the arguments {names}: {error}") from None
 
     def __repr__(self) -> str:
         return f"planned({self._fun!r})"
+
+
+def _applied(fun: Callable[..., Any], applying: Applying, mesh: Mesh, args: Any) -> Any:
+    """Calls a step with its models sharded."""
+    roles = {role.path: role for role in roles_in(args)}
+    calls = Calls(
+        list(roles.values()),
+        shard=lambda role, model: applying.shard(role.path, model, mesh),
+        order=[roles[path] for path in applying.order],
+    )
+    try:
+        with calls.tracing():
+            return fun(*args)
+    except NotServedError as error:
+        raise PlanError(str(error)) from None

@@ -2,10 +2,8 @@
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any
 
 import equinox as eqx
@@ -23,6 +21,7 @@ from .calls import argument_of
 from .fixes import FixedParts
 from .layers import layers_in
 from .price import Price, Prices
+from .replaced import Replaced
 from .strategy import (
     Impossible,
     Strategy,
@@ -33,7 +32,7 @@ from .strategy import (
     strategies,
     used_spec,
 )
-from .trace import ArrayIn, TracedStep
+from .trace import TracedStep
 
 # What a plan leaves free, because fragmentation and the runtime need memory, too.
 RESERVE = 0.05
@@ -154,7 +153,7 @@ def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype:
         return
     tried.report = report = program.audit(mesh=mesh)
     if machine.is_here:
-        tried.call = lambda *args: program(*fun.parted(args))
+        tried.call = program
     estimate = report.estimate(rated)
     tried.estimated = estimate.seconds, estimate.interval
     if tried.memory > room * (1 - RESERVE):
@@ -168,7 +167,7 @@ class Trial:
         assert tried.traced is not None and tried.strategy is not None and tried.call is not None
         step, applied = tried.traced.step, applying(tried, dtype)
         mesh = mesh_of(machine, tried.strategy.sizes)
-        places = tuple(Planned(applied.arguments[name], name) for name in step.names)
+        places = tuple(Planned(applied.arguments[name], name, depth=1) for name in step.names)
         self.zeros = filter_jit(
             lambda: jax.tree.map(_zeros, step.args), out_shardings=places, mesh=mesh
         )
@@ -194,7 +193,7 @@ def applying(tried: Tried, dtype: Any) -> Applying:
     """How a candidate is applied to its step."""
     traced, strategy = tried.traced, tried.strategy
     assert traced is not None and strategy is not None
-    step = traced.step
+    step, replaced = traced.step, Replaced(traced)
     arguments: dict[str, dict[str, Any]] = {name: {} for name in step.names}
     reasons: dict[str, dict[str, str]] = {name: {} for name in step.names}
     fixed: dict[str, list[str]] = {}
@@ -213,15 +212,15 @@ def applying(tried: Tried, dtype: Any) -> Applying:
             used[role.path][path] = trimmed(used_spec(leaf, strategy, traced))
     return Applying(
         names=step.names,
-        returned=_returned(traced),
+        donated=replaced.donated,
         arguments=arguments,
-        results=_results(traced, strategy),
+        results={x.path: spec_of(leaf, strategy, traced) for x, leaf in replaced.alike()},
         used=used,
         reasons=reasons,
         fixed=fixed,
         order=tuple(role.path for role in traced.called),
         layered={
-            path: tuple(cls.__name__ for cls in layers_in(role.module, traced.layers))
+            path: tuple(map(traced.layers.index, layers_in(role.module, traced.layers)))
             for path, role in traced.models.items()
         },
         layers=traced.layers,
@@ -229,35 +228,3 @@ def applying(tried: Tried, dtype: Any) -> Applying:
         dtype=dtype,
         saved=strategy.saved,
     )
-
-
-def _form_of(x: ArrayIn) -> tuple[Any, ...]:
-    return x.groups, tuple(x.aval.shape), str(x.aval.dtype)
-
-
-def _results(traced: TracedStep, strategy: Strategy) -> dict[str, Any]:
-    """A result with the dimensions of an argument stays where that is."""
-    like: dict[Any, list[ArrayIn]] = {}
-    for leaf in traced.leaves:
-        like.setdefault(_form_of(leaf), []).append(leaf)
-    specs: dict[str, Any] = {}
-    for result in traced.results:
-        # Of several the one whose path ends in the same way.
-        end = result.path[::-1]
-        alike = like.get(_form_of(result), [result])
-        leaf = max(alike, key=lambda leaf: len(commonprefix([leaf.path[::-1], end])))
-        specs[result.path] = spec_of(leaf, strategy, traced)
-    return specs
-
-
-def _returned(traced: TracedStep) -> tuple[str, ...]:
-    """The arguments of which all arrays are returned, which the step replaces."""
-    left = Counter(map(_form_of, traced.results))
-    returned: list[str] = []
-    for i, name in enumerate(traced.step.names):
-        leaves = [x for x in traced.leaves if x.path.startswith(f"[{i}]")]
-        needed = Counter(map(_form_of, leaves))
-        if leaves and i != traced.step.batch and needed <= left:
-            left -= needed
-            returned.append(name)
-    return tuple(returned)

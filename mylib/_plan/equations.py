@@ -21,6 +21,10 @@ _INLINED = frozenset(
 )
 
 
+# The axis of the mesh of one device on which steps are traced.
+AXIS = "_"
+
+
 class Equation(NamedTuple):
     """One equation, after calls around it have been opened. `source` is the original."""
 
@@ -89,6 +93,12 @@ def shape_of(aval: Any) -> tuple[int, ...]:
 def bytes_of(aval: Any) -> int:
     size = getattr(getattr(aval, "dtype", None), "itemsize", 0)
     return math.prod(shape_of(aval)) * size
+
+
+def is_of_plan(eqn: Equation) -> bool:
+    """Whether a constraint is on the mesh on which steps are traced, not on one of the step's."""
+    mesh = getattr(eqn.params[names.PARAM_SHARDING], "mesh", None)
+    return mesh is not None and mesh.axis_names == (AXIS,)
 
 
 def is_kept(eqn: Equation) -> bool:

@@ -4,19 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from .._placement import (
     axis_names,
     current_world,
-    decide,
+    decide_each,
     is_placement_leaf,
     is_rule,
     trimmed,
 )
-from .._tree import split
+from .._tree import split, spread_prefix
 from ..rules import as_rule
 from .trace import PlanError, TracedStep
 
@@ -73,9 +72,11 @@ def _specs(name: str, fixed: Any, traced: TracedStep, mesh: AbstractMesh) -> dic
     specs: dict[str, Spec] = {}
     for start, (tree, placement) in _trees(name, fixed, traced).items():
         leaves = split(tree)
-        placement = jax.tree.map(_left_if_passed, placement, is_leaf=is_placement_leaf)
-        decision = decide(leaves, placement, mesh, current_world())
-        for fault in decision.faults:
+        entries, misfits = spread_prefix(placement, leaves, is_placement_leaf)
+        each = {id(entry): _left_if_passed(entry) for entry in entries}
+        entries = [each[id(entry)] for entry in entries]
+        decision = decide_each(leaves, entries, mesh, current_world())
+        for fault in misfits + decision.faults:
             raise ContradictionError(f"{name}= can't be served, {fault.path}: {fault.reason}")
         for path, target in zip(leaves.paths, decision.targets, strict=True):
             if isinstance(target, NamedSharding) and target.mesh == mesh:

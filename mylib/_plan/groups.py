@@ -19,7 +19,7 @@ from .._fsdp import tangent_p
 from .._products import products_of
 from .._programs import jaxprs_in
 from .dims import Dims, Nodes
-from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, shape_of
+from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
 from .lifetimes import Scope
 
 
@@ -91,6 +91,7 @@ class Reading:
         arrays are, by their number.
     - `named`: for each such name the bytes of the array.
     - `unknown`: primitives whose dimensions are unknown, with a line that has them.
+    - `placed`: the shardings on meshes of the step's own that it constrains arrays to.
     - `counted_once`: the lines of loops whose length depends on data.
     - `grouped`: the lines of gradients of the weights of grouped convolutions, and the dimension of
         rows that each sums over.
@@ -109,6 +110,7 @@ class Reading:
     origins: dict[str, int | None] = field(default_factory=dict)
     named: dict[str, Event] = field(default_factory=dict)
     unknown: dict[str, str] = field(default_factory=dict)
+    placed: list[Any] = field(default_factory=list)
     counted_once: list[str] = field(default_factory=list)
     grouped: list[tuple[str, int]] = field(default_factory=list)
 
@@ -467,6 +469,8 @@ class _Apply:
     def constrained(self) -> None:
         x = self.ins[0]
         self.outs[0].sum = x.sum
+        if not is_of_plan(self.eqn):
+            self.program.placed.append(self.param(names.PARAM_SHARDING))
         if is_kept(self.eqn):
             if x.sum is not None:
                 x.sum.scattered = True

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from .._placement import no_mesh
 from .._text import listed, show_bytes
 from ..machines import Machine, here
 from .cache import CachedPlan
@@ -29,11 +30,14 @@ from .candidates import (
 from .fixes import FixedParts
 from .layers import layers_in
 from .price import with_figures
+from .replaced import Replaced
 from .result import Candidate, Plan
 from .strategy import AXES, WIDEST, meshes
 from .trace import POLICIES, PlanError, PlannedStep, TracedStep, layers_of, trace
 
 
+# A plan is made on a mesh of its own.
+@no_mesh()
 def plan(
     fun: Callable[..., Any],
     /,
@@ -357,6 +361,7 @@ def _candidate(x: Tried) -> Candidate:
         memory=None if math.isinf(x.memory) else int(x.memory),
         compiled=x.report is not None,
         measured=x.measured,
+        modelled=None if price is None else price.seconds,
         parts={} if price is None else dict(price.parts),
         why=x.why,
     )
@@ -371,8 +376,8 @@ def _notes(
         yield f"a tie, within {100 * TIES[best.source]:g} %: {listed(same, 4)}"
     if any(x.seconds < best.seconds for x in ranked[1:] if x.source != best.source):
         yield (
-            f"the chosen one was {best.source}. Others were not, and come after it: modelled "
-            "seconds don't compare with them"
+            f"the chosen one was {best.source}. Others were not, and come after it: their modelled "
+            "seconds compare only with its modelled seconds"
         )
     if best.report is None:
         yield "nothing was compiled: all figures are modelled, and it may not fit"
@@ -382,3 +387,8 @@ def _notes(
     if traced.program.counted_once:
         lines = listed(traced.program.counted_once, 2)
         yield f"loops whose length depends on data are counted once: {lines}"
+    for group in Replaced(traced).unclear:
+        yield (
+            f"not donated: {' and '.join(group)}, as a result could be the new value of each. "
+            "plan.jit(step, donate=...) takes the names of those that it replaces"
+        )

@@ -4,17 +4,19 @@ import importlib
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .._audit import Report
 from .._jit import filter_jit
-from .._text import show_bytes, table
-from ..machines import Machine, here
+from .._placement import no_mesh
+from .._text import listed, show_bytes, table
+from ..machines import CHIPS, Chip, CompilerError, Machine
 from .apply import Applying, Planned, PlannedFunction
 from .candidates import TIES
 from .code import code_of, spec_text
@@ -39,6 +41,8 @@ class Candidate:
     - `compiled`: whether the target's compiler has compiled it. Otherwise all figures are modelled.
     - `parts`: the modelled seconds of each part.
     - `measured`: the seconds that a call took, if it was run; then `seconds` are these.
+    - `modelled`: its modelled seconds, which all candidates have, unless the step can't use this
+        mesh.
     - `why`: why it is rejected; empty if it is not.
     """
 
@@ -49,6 +53,7 @@ class Candidate:
     compiled: bool
     parts: Mapping[str, float]
     measured: float | None = None
+    modelled: float | None = None
     why: str = ""
 
     @property
@@ -77,13 +82,15 @@ class Plan:
     """The result of [`mylib.plan`][]. `print` shows what was chosen, what comes next, what was
     rejected and why, and the code to write.
 
-    Plans are equal if their texts are: `as_text` and `Plan.of` save them.
+    Plans are equal if their texts and the classes of their layers are: `as_text` and `Plan.of` save
+    them.
 
     **Attributes:**
 
     - `machine`: the [`mylib.machines.Machine`][] that it is for.
     - `axes`: the mesh axes and their sizes.
-    - `mesh`: the mesh.
+    - `mesh`: the mesh. If its machine isn't here, and neither is the machine's compiler, it is a
+        `jax.sharding.AbstractMesh`, which is enough for rules and `explain`.
     - `is_sharded`: whether weights are kept in parts over `"data"`.
     - `policy`: what layers save: `"full"` (only their input: all is computed again), `"dots"` or
         `"all"`.
@@ -137,7 +144,15 @@ class Plan:
         return None if dtype is None else jnp.dtype(dtype).name
 
     @cached_property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> Mesh | AbstractMesh:
+        try:
+            return self._mesh
+        except CompilerError:
+            types = (AxisType.Auto,) * len(self.axes)
+            return AbstractMesh(tuple(self.axes.values()), tuple(self.axes), types)
+
+    @cached_property
+    def _mesh(self) -> Mesh:
         return mesh_of(self.machine, self.axes)
 
     @property
@@ -159,25 +174,31 @@ class Plan:
     def used(self) -> Planned:
         return self.applying.used_in(self.applying.order[0])
 
-    def jit(self, fun: Callable[..., Any]) -> PlannedFunction:
+    def jit(
+        self, fun: Callable[..., Any], *, donate: tuple[str, ...] | None = None
+    ) -> PlannedFunction:
         """The step under the plan.
 
         **Arguments:**
 
         - `fun`: the step that was planned, unedited.
+        - `donate`: the names of the arguments that are donated; by default those that the results
+            replace: each is the only argument with the tree, the shapes and the dtypes of a result.
+            If there are several, as of a model and an anchor, none of them is donated, and the plan
+            says so.
 
         **Returns:**
 
-        A function with the step's positional arguments, which it moves to where the plan says.
-        Arguments that the step returns, such as the model and the optimiser's state, are donated.
-        `lower` takes the same arguments, as that of [`mylib.filter_jit`][].
+        A function with the step's arguments, which it moves to where the plan says. `lower` takes
+        the same arguments, as that of [`mylib.filter_jit`][].
 
         **Raises:**
 
         Calls raise [`mylib.PlanError`][] for arguments that the plan wasn't made for.
         """
-        return PlannedFunction(fun, self.applying, self.mesh)
+        return PlannedFunction(fun, self.applying, self._mesh, donate)
 
+    @no_mesh()
     def make(
         self, make: Callable[..., Any], *args: Any, arguments: Sequence[str] = ("model", "state")
     ) -> Any:
@@ -200,7 +221,7 @@ class Plan:
         placements = self.arguments
         places = tuple(placements[name] for name in arguments)
         if len(places) == 1:
-            return filter_jit(make, out_shardings=places[0], mesh=self.mesh)(*args)
+            return self._jit(make, places[0].at(0))(*args)
 
         def make_all(*args: Any) -> Any:
             created = make(*args)
@@ -208,36 +229,55 @@ class Plan:
                 raise TypeError(f"make must return a tuple of {', '.join(arguments)}")
             return tuple(created)
 
-        return filter_jit(make_all, out_shardings=places, mesh=self.mesh)(*args)
+        return self._jit(make_all, tuple(place.at(1) for place in places))(*args)
+
+    def _jit(self, make: Callable[..., Any], places: Any) -> Callable[..., Any]:
+        # Arguments, such as a key, may be on another mesh.
+        return filter_jit(make, in_shardings=PartitionSpec(), out_shardings=places, mesh=self._mesh)
 
     def why_not(self, name: str) -> str:
         """Why a strategy was not chosen.
 
         **Arguments:**
 
-        - `name`: the beginning of its name, such as `"FSDP 8 x TP 8"`.
+        - `name`: its name, such as `"FSDP 8 x TP 8"` or `"FSDP 64, saves dots"`.
 
         **Returns:**
 
         The reason, as text.
+
+        **Raises:**
+
+        [`mylib.PlanError`][] if no candidate has this name, with those that are called alike.
         """
-        for x in (self.chosen, *self.others, *self.rejected):
-            if x.name.startswith(name):
-                if x is self.chosen:
-                    return f"{x.name} was chosen: {x.reason}"
-                if x.why or x.seconds is None:
-                    return f"{x.name} was rejected: {x.why}"
-                return f"{x.name} takes {self._times(x)}: {x.reason}"
-        return (
-            f"{name} was not considered: no mesh of {self.machine} has this shape, or axes= asks "
-            "for another"
+        candidates = {x.name: x for x in (self.chosen, *self.others, *self.rejected)}
+        x = candidates.get(name) or self._only(name, candidates)
+        if x is self.chosen:
+            return f"{x.name} was chosen: {x.reason}"
+        if x.why or x.seconds is None:
+            return f"{x.name} was rejected: {x.why}"
+        return f"{x.name} takes {self._times(x)}: {x.reason}"
+
+    def _only(self, name: str, candidates: Mapping[str, Candidate]) -> Candidate:
+        """The candidate on this mesh, if there is one only."""
+        on_mesh = [x for x in candidates if x.partition(",")[0] == name]
+        if len(on_mesh) == 1:
+            return candidates[on_mesh[0]]
+        if on_mesh:
+            raise PlanError(f"{name!r} may be {' or '.join(map(repr, on_mesh))}")
+        mesh = name.partition(",")[0]
+        alike = [x for x in candidates if x.startswith(mesh)] or get_close_matches(name, candidates)
+        raise PlanError(
+            f"{name!r} was not considered: no mesh of {self.machine} has this shape, or axes= or "
+            f"policies= ask for another. There are {listed(alike or [*candidates], 4)}"
         )
 
     def _times(self, x: Candidate) -> str:
         assert x.seconds is not None and self.chosen.seconds is not None
         ratio = x.seconds / self.chosen.seconds
-        if x.source != self.chosen.source:
-            return f"{x.seconds * 1e3:.3g} ms ({x.source})"
+        if x.source != self.chosen.source and self.chosen.modelled is not None:
+            chosen = f"the chosen one {self.chosen.modelled * 1e3:.3g} ms by the same model"
+            return f"{x.seconds * 1e3:.3g} ms ({x.source}), and {chosen}"
         tie = ", a tie" if ratio <= 1 + TIES[x.source] else ""
         return f"{ratio:.2f} times as long{tie} ({x.source})"
 
@@ -252,7 +292,11 @@ class Plan:
 
         A line for each difference; empty text if there is none.
         """
-        ours, theirs = (json.loads(x.as_text()) for x in (self, other))
+        machines = (repr(x.machine).splitlines()[0] for x in (self, other))
+        ours, theirs = (
+            json.loads(plan.as_text()) | {"machine": machine}
+            for plan, machine in zip((self, other), machines, strict=True)
+        )
         lines = [
             f"{name}: {ours[name]} -> {theirs[name]}"
             for name in ("machine", "axes", "policy", "saved", "dtype", "layers", "memory")
@@ -271,18 +315,19 @@ class Plan:
         return "\n".join(lines)
 
     def code(self) -> str:
-        """The lines to write into the step, instead of `jit`: they run where they are pasted, with
-        the classes of the layers in scope.
+        """The lines that do by hand what `jit` does. They run where they are pasted, and their
+        comments say what to call in the loss. Classes of layers that can't be imported, such as a
+        notebook's, must be in scope.
         """
         return code_of(self.applying, self.axes, self.is_sharded, self.stacked)
 
     def as_text(self) -> str:
         """The plan as text, which [`Plan.of`][mylib.Plan.of] reads."""
         contents = {**vars(self.applying), **vars(self)}
-        for name in ("applying", "audit", "mesh"):
+        for name in ("applying", "audit", "mesh", "_mesh"):
             contents.pop(name, None)
         contents |= {
-            "machine": "here" if self.machine.is_here else str(self.machine),
+            "machine": _as_data(self.machine),
             "dtype": self.dtype,
             "layers": [f"{cls.__module__}:{cls.__qualname__}" for cls in self.layers],
             "memory": self.memory,
@@ -299,11 +344,12 @@ class Plan:
 
         - `text`: what `as_text` has returned.
         - `layers`: the classes of the layers, for those that can't be imported by name.
-        - `machine`: the machine, if its name doesn't say all of it.
+        - `machine`: the machine that it is used on, if that isn't the one that it was made for: on
+            a cluster `mylib.machines.here()`.
 
         **Returns:**
 
-        A [`mylib.Plan`][], equal to the one that was saved.
+        A [`mylib.Plan`][], equal to the one that was saved if its machine is the same.
         """
         contents = _frozen(json.loads(text))
         needed = {x.name for x in (*fields(Applying), *fields(cls))} - {"applying", "audit"}
@@ -311,7 +357,7 @@ class Plan:
             raise ValueError(
                 "this isn't the text of a plan, or that of another version: plan the step again"
             )
-        named, dtype = contents["machine"], contents["dtype"]
+        dtype = contents["dtype"]
         applying = {x.name: contents[x.name] for x in fields(Applying)}
         applying |= {
             "layers": tuple(map(_imported, contents["layers"]) if layers is None else layers),
@@ -319,7 +365,7 @@ class Plan:
         }
         attributes = {x.name: contents[x.name] for x in fields(cls) if x.name in contents}
         attributes |= {
-            "machine": machine or (here() if named == "here" else Machine.of(named)),
+            "machine": machine or _machine_of(contents["machine"]),
             "chosen": Candidate(**contents["chosen"]),
             "others": tuple(Candidate(**x) for x in contents["others"]),
             "rejected": tuple(Candidate(**x) for x in contents["rejected"]),
@@ -327,7 +373,9 @@ class Plan:
         return cls(**attributes, applying=Applying(**applying))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Plan) and self.as_text() == other.as_text()
+        if not isinstance(other, Plan):
+            return False
+        return self.as_text() == other.as_text() and self.layers == other.layers
 
     def __hash__(self) -> int:
         return hash(self.as_text())
@@ -343,7 +391,7 @@ class Plan:
 
     def __repr__(self) -> str:
         lines = [f"{self.machine}: {self.chosen.name}", *_rows([self.chosen])]
-        lines += [f"  {line}" for line in self.code().splitlines()]
+        lines += [f"  {line}".rstrip() for line in self.code().splitlines()]
         for heading, candidates in ("next", self.others), ("rejected", self.rejected):
             if candidates:
                 lines += [heading, *_rows(candidates[:_SHOWN])]
@@ -352,17 +400,47 @@ class Plan:
         return "\n".join([*lines, *self.notes])
 
 
+def _as_data(machine: Machine) -> dict[str, Any]:
+    """All of a machine: of its chip what its data sheet doesn't have."""
+    chip, sheet = machine.chip, _sheet(machine.chip.name, machine.chip.platform)
+    own = {x.name: getattr(chip, x.name) for x in fields(Chip)}
+    own = {
+        name: dict(x) if isinstance(x, Mapping) else x
+        for name, x in own.items()
+        if x != getattr(sheet, name)
+    }
+    about = {"chip": {"name": chip.name, "platform": chip.platform, **own}}
+    return about | {name: getattr(machine, name) for name in ("hosts", "shape", "is_here")}
+
+
+def _machine_of(data: Mapping[str, Any]) -> Machine:
+    chip = data["chip"]
+    chip = replace(_sheet(chip["name"], chip["platform"]), **chip)
+    return Machine(chip, data["hosts"], data["shape"], data["is_here"])
+
+
+def _sheet(name: str, platform: str) -> Chip:
+    return CHIPS.get(name) or Chip(name, platform)
+
+
 def _rows(candidates: Sequence[Candidate]) -> list[str]:
     return table([
         (
             x.name,
             "" if x.seconds is None else f"{x.seconds * 1e3:.3g} ms",
             "" if x.memory is None else show_bytes(x.memory),
-            "" if x.seconds is None else x.source,
+            "" if x.seconds is None else x.source + _modelled(x),
             x.reason,
         )
         for x in candidates
     ])  # fmt: skip
+
+
+def _modelled(x: Candidate) -> str:
+    """Beside other seconds, for comparing with candidates that have only these."""
+    if x.source == "modelled" or x.modelled is None:
+        return ""
+    return f" ({x.modelled * 1e3:.3g} ms modelled)"
 
 
 def _spec_at(specs: Mapping[str, Spec], path: str) -> str:

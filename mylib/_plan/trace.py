@@ -15,12 +15,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from .._errors import PlacementError
-from .._fsdp import fully_shard
+from .._fsdp import fully_shard, is_layer
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys
 from ..rules import fsdp, replicated, where_even
 from .calls import CalledModule, Calls, LayerInputs, NotServedError, argument_of, roles_in
 from .dims import Nodes
+from .equations import AXIS
 from .groups import Event, Reading, program_of
 from .layers import layers_in, repeated_in, weights_of
 
@@ -73,9 +74,10 @@ class PlannedStep:
 
 
 def _described(x: Any) -> Any:
-    if not is_array(x, abstract=True) or isinstance(x, jax.ShapeDtypeStruct):
+    """Without its sharding, too, which may be on the mesh in force."""
+    if not is_array(x, abstract=True):
         return x
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
 
 
@@ -87,7 +89,7 @@ def _names(fun: Callable[..., Any], args: tuple[Any, ...]) -> Iterator[str]:
         raise TypeError(f"plan: the step can't be called with these arguments: {error}") from None
     for name, x in bound.items():
         several = signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
-        yield from (f"{name}[{i}]" for i in range(len(x))) if several else (name,)
+        yield from (f"{name}_{i}" for i in range(len(x))) if several else (name,)
 
 
 def _batch_of(args: tuple[Any, ...], names: Sequence[str], roles: Sequence[CalledModule]) -> int:
@@ -310,18 +312,22 @@ def trace(
     again, and when weights are gathered, is a part of the program. Without `layers` the step is
     traced as it is, to find them.
     """
-    mesh = Mesh(np.array(jax.devices()[:1]), ("_",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(jax.devices()[:1]), (AXIS,), axis_types=(AxisType.Auto,))
     inputs = LayerInputs()
 
     def shard(role: CalledModule, model: Any) -> Any:
         if layers is None:
             return model
-        kept = where_even(fsdp("_", stacked=layers))
+        if any(map(is_layer, jtu.tree_leaves(model, is_leaf=is_layer))):
+            raise PlanError(f"{_PLAIN} ({step.called(role.path)} is one of fully_shard's)")
+        kept = where_even(fsdp(AXIS, stacked=layers))
         try:
             sharded_model = sharded(model, layers, kept, replicated(), mesh, dtype, policy)
         except PlacementError as error:
+            if not all("fully_shard" in fault.request for fault in error.faults):
+                raise _not_plain(error) from error
             raise PlanError(f"layers= of {step.called(role.path)}: {error}") from error
-        classes = {type(x) for x in jtu.tree_leaves(sharded_model, is_leaf=is_layer) if is_layer(x)}
+        classes = {type(x) for x in jtu.tree_leaves(sharded_model, is_leaf=of_class) if of_class(x)}
 
         def called(*args: Any, **kwargs: Any) -> Any:
             with inputs.tracing(classes):
@@ -329,7 +335,7 @@ def trace(
 
         return called
 
-    def is_layer(x: Any) -> bool:
+    def of_class(x: Any) -> bool:
         return isinstance(x, layers or ())
 
     calls = Calls(step.roles, shard)
@@ -339,14 +345,26 @@ def trace(
     except NotServedError as error:
         raise PlanError(f"{error}. {_by_hand(step)}") from None
     except PlacementError as error:
-        raise PlanError(
-            "the step is traced before there is a mesh, as the plan chooses it, and this one needs "
-            f"one. Write placements that it may lack with mylib.rules.where_present. {error}"
-        ) from error
+        raise _not_plain(error) from error
     if not calls.seen:
         names = ", ".join(step.called(role.path) for role in step.roles)
         raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
     return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
+
+
+_PLAIN = (
+    "hand over the step as for one device, without fully_shard, in_shardings, out_shardings and "
+    "mesh: the plan adds them"
+)
+
+
+def _not_plain(error: PlacementError) -> PlanError:
+    """For a step that places arrays, before the plan has chosen a mesh."""
+    fault = error.faults[0]
+    return PlanError(
+        f"{_PLAIN}. A placement that the step may lack is written with mylib.rules.where_present "
+        f"({fault.path} at {fault.request}: {fault.reason})"
+    )
 
 
 def _jaxpr_of(step: PlannedStep) -> tuple[Any, Any, Any]:
@@ -400,8 +418,9 @@ def _layer_input(traced: TracedStep, inputs: LayerInputs) -> LayerInput | None:
 def _by_hand(step: PlannedStep) -> str:
     name = step.called(step.roles[0].path)
     return (
-        f"A plan is applied where the model is called, {name}(...). Call it in the step, or apply "
-        f"a strategy by hand, in the loss: {name} = mylib.fully_shard({name}, layers, kept, used)"
+        f"A plan is applied where the model is called, {name}(...). Call it in the step, without "
+        f"fully_shard, or apply a strategy by hand, in the loss: {name} = "
+        f"mylib.fully_shard({name}, layers, kept, used)"
     )
 
 
@@ -416,6 +435,8 @@ def _traced(
     returned: Any,
 ) -> TracedStep:
     program = program_of(jaxpr)
+    if program.placed:
+        raise PlanError(f"{_PLAIN} (it places an array at {program.placed[0]})")
     if program.unknown:
         lines = {name: f" ({line})" if line else "" for name, line in program.unknown.items()}
         listed = ", ".join(name + line for name, line in lines.items())

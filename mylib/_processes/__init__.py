@@ -17,7 +17,6 @@ from .coordination import (
     Processes as Processes,
     Series as Series,
     connected as connected,
-    patience as patience,
 )
 from .differences import (
     Difference as Difference,
@@ -28,6 +27,7 @@ from .differences import (
     faults_in_full as faults_in_full,
     in_brief as in_brief,
 )
+from .environment import TIMEOUT as TIMEOUT, environment as environment, patience as patience
 from .groups import (
     digest as digest,
     members as members,

@@ -1,6 +1,5 @@
 """Meetings of processes through JAX's coordination service: on the host, without their devices."""
 
-import os
 import threading
 from collections.abc import Callable
 from typing import NamedTuple
@@ -22,15 +21,6 @@ Processes = tuple[int, ...]
 Judge = Callable[[dict[int, str]], str]
 
 JUDGED = "judged"
-
-# JAX's own timeout for processes to start and end. Hosts that read a checkpoint, or compile for the
-# first time, may be minutes apart.
-_DEFAULT_TIMEOUT = 300.0
-
-
-def patience() -> float:
-    """For how many seconds processes wait for each other."""
-    return float(os.environ.get("MYLIB_EXCHANGE_TIMEOUT", _DEFAULT_TIMEOUT))
 
 
 class OneThread:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._errors import Fault, because
-from .._text import counted
+from .._text import abridged, apart, counted
 from .coordination import Processes
 from .groups import digest, members, named, text_of
 from .meeting import Meet
@@ -30,6 +30,8 @@ _GROUPS = 8
 _VERSIONS = 8
 # As many faults are described; of the others only the leaves are named.
 _DESCRIBED = 100
+# Of each text, other processes are told as many characters.
+_CHARACTERS = 8000
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SAME = "the same in all processes"
@@ -142,14 +144,24 @@ def faults_in_full(
 
 def message(me: int, difference: Difference, faults: Sequence[Fault], facts: Facts) -> str:
     """What process `me` sends to the second meeting; most send nothing."""
-    by_group = {text_of(group): values for group, values in facts.items()}
-    by_group[_FAULTS] = {"": list(map(asdict, faults))}
+    by_group = {
+        text_of(group): {_told(name): _told(value) for name, value in values.items()}
+        for group, values in facts.items()
+    }
+    by_group[_FAULTS] = {"": [{k: _told(v) for k, v in vars(x).items()} for x in faults]}
     mine = {
         group: by_group.get(group, {})
         for group, versions in difference.versions.items()
         if any(members(alike)[0] == me for alike in versions)
     }
     return _packed(mine) if mine else ""
+
+
+def _told(value: Any) -> Any:
+    """A text of the user's may have any length. Those that differ later on stay different."""
+    text = value if isinstance(value, str) else ""
+    short = abridged(text, _CHARACTERS)
+    return value if short == text else f"{short} (checksum {digest(text)[:8]})"
 
 
 def judge(difference: Difference, fix: str, examine: Examine, messages: Mapping[int, str]) -> str:
@@ -208,7 +220,8 @@ def texts_of(group: Processes, values: Mapping[Processes, str]) -> str:
     for processes, value in values.items():
         by_value.setdefault(value, []).extend(processes)
     texts = [f"{named(sorted(by))}: {value}" for value, by in by_value.items()]
-    return "; ".join([*texts, *unexamined(group, values)]) if len(texts) > 1 else ""
+    told = "; ".join([*texts, *unexamined(group, values)]) if len(texts) > 1 else ""
+    return told + apart(*by_value) if len(by_value) == 2 else told
 
 
 def unexamined(group: Processes, examined: Iterable[Processes]) -> list[str]:

@@ -17,7 +17,8 @@ import jax
 
 from .._errors import line_of_caller
 from .._watched import waits
-from .coordination import JUDGED, Conclusion, Judge, Processes, Series, patience
+from .coordination import JUDGED, Conclusion, Judge, Processes, Series
+from .environment import TIMEOUT, patience
 from .groups import digest, named
 from .order import IN_ORDER, TransferError
 from .watch import CALLS, MEETINGS, programs_of, read_in_order, wait_in_step
@@ -272,7 +273,7 @@ def _advice(purpose: str) -> str:
     unless = "; if it makes no such call, place with check=False" if purpose == "placement" else ""
     return (
         "Every process with devices of the mesh must make the same calls in the same order. If one "
-        f"is slow, set MYLIB_EXCHANGE_TIMEOUT to more seconds{unless}. This call has failed in all "
+        f"is slow, set {TIMEOUT} to more seconds{unless}. This call has failed in all "
         "of them: all must try it again, or none"
     )
 

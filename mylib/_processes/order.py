@@ -5,7 +5,9 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .coordination import OneThread, Processes, patience
+from .._text import apart, counted
+from .coordination import OneThread, Processes
+from .environment import TIMEOUT, patience
 from .groups import digest, named, text_of
 
 IN_ORDER = "All processes must make the same calls in the same order"
@@ -16,7 +18,15 @@ _REMEMBERED = 1000
 _TOLD = 1.5
 
 # The account of a process that has made no call.
-NOTHING = {"count": 0, "equal": 0, "digests": [], "differs": None, "arrived": 0, "ready": 0}
+NOTHING = {
+    "count": 0,
+    "equal": 0,
+    "digests": [],
+    "texts": None,
+    "differs": None,
+    "arrived": 0,
+    "ready": 0,
+}
 
 
 class TransferError(RuntimeError):
@@ -144,14 +154,18 @@ class Lane:
         with self._lock:
             return min(self._takes.values(), key=lambda move: move.since, default=None)
 
-    def account(self, neighbour: int) -> dict[str, Any]:
-        """What a neighbour has to know of the calls here."""
+    def account(self, neighbour: int, leaves: bool) -> dict[str, Any]:
+        """What a neighbour has to know of the calls here. If this process `leaves`, with the text
+        of each, as it can't be asked what was another call there.
+        """
         with self._lock:
             first = self._equal_there[neighbour]
+            calls = [(n, call) for n, call in self._calls.items() if n > first]
             return {
                 "count": self.count,
                 "equal": self._equal[neighbour],
-                "digests": [(n, call.digest) for n, call in self._calls.items() if n > first],
+                "digests": [(n, call.digest) for n, call in calls],
+                "texts": [(n, call.text) for n, call in calls] if leaves else None,
                 "differs": self._differs.get(neighbour),
                 "arrived": min(self._takes, default=self.count + 1) - 1,
                 "ready": self.done(),
@@ -176,13 +190,14 @@ class Lane:
                 del self._calls[n]
             return None
         self._differs[neighbour] = differs, self._calls[differs].text
-        if theirs["differs"] is None or theirs["differs"][0] != differs:
+        told = dict([*(theirs["texts"] or ()), *filter(None, [theirs["differs"]])])
+        if differs not in told:
             return None
-        texts = {self.me: self._calls[differs].text, neighbour: theirs["differs"][1]}
+        texts = {self.me: self._calls[differs].text, neighbour: told[differs]}
         (first, text), (second, instead) = sorted(texts.items())
         return (
             f"call {differs} of {named(self.processes)} is {text} in process {first}, but "
-            f"{instead} in process {second}. {IN_ORDER}"
+            f"{instead} in process {second}{apart(text, instead)}. {IN_ORDER}"
         )
 
     def _late(self, peer: int) -> str | None:
@@ -193,14 +208,24 @@ class Lane:
             if move.call.number <= self._told["ready"]:
                 move.sent = move.sent or now
         for move, does, lacks in takes + gives:
-            is_late = move.call.number > self._told["count"] and now - move.since > limit
-            if move.sent is not None:
-                is_late, lacks = now - move.sent > limit, "sent it, but it has not arrived"
-            if is_late:
+            is_missing = move.call.number > self._told["count"]
+            mine = f"process {self.me} {does} {move.call.text}, but process {peer}"
+            if is_missing and self._told["texts"] is not None:
                 return (
-                    f"process {self.me} {does} {move.call.text}, but process {peer} {lacks} within "
-                    f"{limit:g} s. All processes must make the same transfers. If one is slow, set "
-                    "MYLIB_EXCHANGE_TIMEOUT to more seconds"
+                    f"{mine} has ended after {counted(self._told['count'], 'call')} of these "
+                    f"processes, and this is call {move.call.number}. {IN_ORDER}"
+                )
+            if is_missing and now - move.since > limit:
+                return (
+                    f"{mine} {lacks} within {limit:g} s. All processes must make the same "
+                    f"transfers. If one is slow, set {TIMEOUT} to more seconds"
+                )
+            if move.sent is not None and now - move.sent > limit:
+                return (
+                    f"{mine} has offered it for {limit:g} s, and it has not arrived: the network "
+                    "between them is slow or cut off, or a connection from elsewhere holds a port "
+                    f"of one of them. If it is slow, set {TIMEOUT} to more seconds; "
+                    "MYLIB_TRANSPORT=program needs no such port"
                 )
         return None
 

@@ -21,6 +21,7 @@ import jax
 from .._compat import CoordinationClient, coordination_client, values_by_process
 from .circle import Waiting, circle_before
 from .coordination import Processes, Series, Wait, connected
+from .environment import patience
 from .groups import members, text_of
 from .order import NOTHING, Lane, TransferError, Turn, lane_name
 
@@ -55,6 +56,7 @@ class Watch:
     def __init__(self, client: CoordinationClient):
         self.client = client
         self.me = jax.process_index()
+        patience()  # an error of the environment is raised here, and not in the thread
         # Ends the connections to some processes, so that waiting for their arrays raises.
         self.break_off: Callable[[Processes], None] = lambda processes: None
         # What `mylib.watch` tells and reads in this thread.
@@ -102,7 +104,7 @@ class Watch:
                 return
             self.failures[processes] = text
             broken = [x for x in self.lanes.values() if {*x.processes}.issubset(processes)]
-        _log.error("%s", text)
+        _log.error("mylib: %s", text)
         self._busy.set()
         for lane in broken:
             lane.stop()
@@ -114,7 +116,8 @@ class Watch:
         return not waits and all(lane.is_settled() for lane in self.lanes.values())
 
     def _compare(self) -> None:
-        while not self._ended:
+        leaves = False
+        while not leaves:
             if self._busy.wait(_IDLE):
                 time.sleep(_LOOK)
                 for lane in self._known_lanes():
@@ -122,12 +125,14 @@ class Watch:
                         self.fail(lane.processes, text)
                 if time.monotonic() - self._exchanged < _EXCHANGE and not self._ended:
                     continue
+            # Before the exchange: the last one tells of all calls.
+            leaves = self._ended
             self._exchanged = time.monotonic()
             # Who sets it from here on may come too late for this exchange.
             self._busy.clear()
             # If the service does not answer, JAX itself ends the processes that have lost it.
             with suppress(jax.errors.JaxRuntimeError):
-                self._exchange()
+                self._exchange(leaves)
                 if (also := self.also) is not None:
                     also()
             if coordination_client() is not self.client:
@@ -151,7 +156,7 @@ class Watch:
         with self._lock:
             return list(self.lanes.values())
 
-    def _exchange(self) -> None:
+    def _exchange(self, leaves: bool) -> None:
         lanes = self._known_lanes()
         peers = {peer for lane in lanes for peer in lane.neighbours}
         accounts = self._read(f"{_ACCOUNTS}/{self.me}") if peers else {}
@@ -168,7 +173,8 @@ class Watch:
         failures = list(self.failures.items())
         for peer in peers:
             wrong = {text_of(who): text for who, text in failures if peer in who}
-            calls = {lane.name: lane.account(peer) for lane in lanes if peer in lane.neighbours}
+            ours = [lane for lane in lanes if peer in lane.neighbours]
+            calls = {lane.name: lane.account(peer, leaves) for lane in ours}
             self._tell(f"{_ACCOUNTS}/{peer}/{self.me}", {"failures": wrong, "lanes": calls})
 
     def _refuse_circle(self, lanes: list[Lane]) -> None:

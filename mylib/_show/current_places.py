@@ -21,7 +21,7 @@ def present_rows(leaves: Leaves, world: World) -> tuple[Row, ...]:
         why = f"traced as {jax.typeof(x)}" if state == TRACED else state
         # The dtype that it has: JAX will hold NumPy's 64 bits as 32.
         leaf = Leaf(leaves.paths[i], tuple(x.shape), x.dtype, None, leaves.walker)
-        rows.append(Row(leaf, place, place, why, False, state))
+        rows.append(Row(leaf.alone(), place, place, why, False, state))
     return tuple(rows)
 
 

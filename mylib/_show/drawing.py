@@ -4,7 +4,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, Sharding
 
-from .._placement import Bounds, Shape
+from .._placement import Bounds, Shape, unreduced_kind
 from .grids import LEFT_OUT, Grid, grids_of, more
 from .parts import Partition, partition_of
 from .text import DIM, Paint, pastel, show_numbers
@@ -28,11 +28,15 @@ def directions(cut: Partition) -> str:
 
 
 def sums(place: Sharding) -> list[str]:
-    """A note about partial sums, if the array has any."""
+    """A note about partial sums (or maxima, minima), if the array has any."""
     if not (isinstance(place, NamedSharding) and place.spec.unreduced):
         return []
     names = ", ".join(sorted(map(repr, place.spec.unreduced)))
-    return [f"partial sums: the values are the sums of the copies over {names}"]
+    kind = _KINDS[unreduced_kind(place.spec) or "sum"]
+    return [f"partial {kind}: the values are the {kind} of the copies over {names}"]
+
+
+_KINDS = {"sum": "sums", "max": "maxima", "min": "minima"}
 
 
 def processes(cut: Partition) -> list[str]:

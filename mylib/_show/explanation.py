@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any, Protocol, runtime_checkable
 
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jaxtyping import PyTree
 
 from .._errors import Fault, PlacementError, in_words
@@ -87,7 +87,8 @@ def explain(
     world = current_world()
     if isinstance(placement, PlanOfArguments):
         axes, placement = placement.axes, placement.arguments[argument]
-        mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
+        # JAX 0.12 would make Explicit axes.
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes))
     if placement is ...:
         return Explanation(present_rows(leaves, world), ())
     # Abstract leaves: it isn't checked whether the arrays can be moved to their targets.
@@ -99,11 +100,11 @@ def explain(
     for i, (entry, target) in enumerate(zip(decision.entries, decision.targets, strict=True)):
         leaf = leaf_at(leaves, i, decision.mesh)
         if i in decision.faulty or name_of(leaf.path) in named:
-            rows.append(Row(leaf, None, None, "", True))
+            rows.append(Row(leaf.alone(), None, None, "", True))
         else:
             place = target or current_place(leaves.arrays[i], leaves.kinds[i])
             place = place and grounded(sharding_of(place), world)
-            rows.append(Row(leaf, target, place, _reason(entry, leaf), False))
+            rows.append(Row(leaf.alone(), target, place, _reason(entry, leaf), False))
     return Explanation(tuple(rows), tuple(decision.faults))
 
 
@@ -177,4 +178,4 @@ class Explanation(Shown, Rows):
 def _show_waste(label: str, rows: Sequence[Row]) -> str:
     wasted = show_bytes(sum(row.wasted for row in rows))
     devices = counted(rows[0].devices, "device")
-    return f"large and replicated: {label} on {devices}, which wastes {wasted}"
+    return f"large and replicated: {label} on {devices}, {wasted} more than in one copy"

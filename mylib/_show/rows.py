@@ -9,7 +9,14 @@ from typing import Any
 from jax.experimental.layout import Format
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
-from .._placement import Target, bytes_on_each, default_memory_kind, entries_over, sharding_of
+from .._placement import (
+    Target,
+    bytes_on_each,
+    default_memory_kind,
+    entries_over,
+    partial_sums,
+    sharding_of,
+)
 from .._text import counted, show_bytes
 from .._tree import KeyPath, Leaf
 from .text import number_of, show_device
@@ -191,7 +198,7 @@ def meaning(place: Sharding | None) -> Hashable:
     if not isinstance(place, NamedSharding):
         return place
     entries = entries_over(place.spec, place.mesh.axis_names)
-    return place.mesh, entries, place.spec.unreduced, place.memory_kind
+    return place.mesh, entries, partial_sums(place.spec), place.memory_kind
 
 
 @lru_cache(maxsize=128)

@@ -6,7 +6,7 @@ from typing import Any
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, Sharding
 
-from .._placement import axis_names, fill_free, memory_kind, sharding_of, spec_over
+from .._placement import axis_names, fill_free, memory_kind, partial_sums, sharding_of, spec_over
 from .._tree import Kind
 
 
@@ -67,6 +67,6 @@ def same_type(source: NamedSharding, target: NamedSharding, ndim: int) -> bool:
     def signature(sharding: NamedSharding) -> Any:
         spec = sharding.spec
         entries = map(axis_names, spec_over(target.mesh, sharding, ndim))
-        return list(entries), spec.unreduced, spec.reduced
+        return list(entries), partial_sums(spec)
 
     return signature(source) == signature(target)

@@ -29,11 +29,12 @@ def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -
     return placed
 
 
-def uncommitted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def uncommitted(arrays: Sequence[Any]) -> list[Any]:
     """The same values on the default device, uncommitted; unchanged if no process has them all."""
-    whole = [x for x in arrays if x.is_fully_addressable]
-    copies = iter(jax.device_put([on_host(x, share=False) for x in whole]))
-    return [next(copies) if x.is_fully_addressable else x for x in arrays]
+    placed = list(arrays)
+    whole = [i for i, x in enumerate(arrays) if getattr(x, "is_fully_addressable", True)]
+    put_back(placed, whole, jax.device_put([on_host(arrays[i], share=False) for i in whole]))
+    return placed
 
 
 def worth_sharing(x: Any, target: Sharding) -> bool:
@@ -57,9 +58,10 @@ def on_host(x: Any, share: bool) -> np.ndarray:
 
 
 def host_copy(x: Any, share: bool) -> np.ndarray:
-    if share and isinstance(x, np.ndarray):
+    dtype = canonical_dtype(x)
+    if share and isinstance(x, np.ndarray) and x.dtype == dtype:
         return x
-    copy = aligned(x.shape, canonical_dtype(x))
+    copy = aligned(x.shape, dtype)
     copy[...] = x
     return copy
 

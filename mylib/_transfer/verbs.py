@@ -2,16 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
-from functools import partial
+from functools import partial, wraps
 from types import EllipsisType
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
 from .. import _watched
-from .._compat import sharding_under
+from .._compat import UNCOMMITTED, sharding_under
 from .._errors import Fault, PlacementError, because, line_of_caller
 from .._links import crosses, is_nowhere_here, next_call, origin_of, set_origin
 from .._placement import (
@@ -26,6 +26,7 @@ from .._placement import (
     memory_space,
     resolve_leaves,
     sharding_of,
+    show_mesh,
     unusual_memory_kind,
 )
 from .._processes import (
@@ -46,10 +47,32 @@ from .primitive import Routes, place
 from .staged import constrain, transfer_and_constrain
 
 T = TypeVar("T")
+R = TypeVar("R")
+P = ParamSpec("P")
 Constrain = Callable[[list[Any], list[Target], World], list[jax.Array]]
 Refusal = Callable[[Target], Iterator[Fault]]
 
 
+def _by_position(fun: Callable[P, R]) -> Callable[P, R]:
+    """Says how to call it, if the tree or the placement are given by name, as in Equinox."""
+    code: Any = getattr(fun, "__code__")  # noqa: B009  # as type checkers know of none
+    first, named = code.co_posonlyargcount, code.co_argcount + code.co_kwonlyargcount
+    allowed = frozenset(code.co_varnames[first:named])
+
+    @wraps(fun)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not allowed.issuperset(kwargs):
+            others = ", ".join(f"{name}=" for name in kwargs if name not in allowed)
+            raise TypeError(
+                f"{fun.__name__} takes no {others}. The tree and the placement are given by "
+                f"position: {fun.__name__}(tree, placement, mesh=mesh)"
+            )
+        return fun(*args, **kwargs)
+
+    return called
+
+
+@_by_position
 def filter_shard(
     tree: T,
     placement: PyTree[Placement],
@@ -127,15 +150,49 @@ def _placed(
         with raised_in_all(processes):
             refusal = refuse if world.staged else None
             targets = resolve_leaves(leaves, placement, mesh, world, refusal)
-        if world.staged and check:
-            raise TypeError(
-                "check=True compares values, and inside a transformed function there are none yet. "
-                "Leave it out there, and call mylib.check_replicas on the results"
-            )
+        if check:
+            _refuse_check(world)
         placed = leaves.join(place_leaves(leaves, targets, world, how, check=check, **moving))
     if check:
         check_replicas(placed)
     return placed
+
+
+def _on_default_device(
+    tree: T,
+    mesh: AnyMesh | None,
+    check: bool | None,
+    options: Callable[[Leaves], dict[str, Any]],
+) -> T:
+    """What `filter_device_put` does without a placement: only NumPy arrays move."""
+    if mesh is not None:
+        reason = "without a placement there is no PartitionSpec for the mesh"
+        fix = "write filter_device_put(tree, PartitionSpec(), mesh=mesh), or leave out mesh="
+        raise PlacementError([because(reason, fix, show_mesh(mesh))])
+    world, leaves = current_world(), split(tree)
+    moving = options(leaves)
+    if check:
+        _refuse_check(world)
+    placed = to_default_device(leaves.arrays, moving["may_alias"])
+    homes = [None if world.staged else _as_sharding(source) for source in moving["sources"]]
+    # Values under a transformation stay, and their cotangents go to `src`.
+    traced = [i for i, home in enumerate(homes) if home and leaves.kinds[i] is Kind.TRACED]
+    if traced:
+        here = tuple(sharding_under(x) or UNCOMMITTED for x in pick(traced, placed))
+        back, alias = tuple(pick(traced, homes)), tuple(pick(traced, moving["may_alias"]))
+        put_back(placed, traced, place(pick(traced, placed), Routes(here, back, alias, False)))
+    result = leaves.join(placed)
+    if check:
+        check_replicas(result)
+    return result
+
+
+def _refuse_check(world: World) -> None:
+    if world.staged:
+        raise TypeError(
+            "check=True compares values, and inside a transformed function there are none yet. "
+            "Leave it out there, and call mylib.check_replicas on the results"
+        )
 
 
 def place_leaves(
@@ -168,6 +225,7 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
     return leaves.join(_move_all(leaves, targets, across=True))
 
 
+@_by_position
 def filter_device_put(
     tree: T,
     placement: "PyTree[Placement] | EllipsisType" = ...,
@@ -187,7 +245,8 @@ def filter_device_put(
     **Arguments:**
 
     - `tree`, `placement`, `mesh`, `check`: as in [`mylib.filter_shard`][]. Without a placement
-        arrays go to JAX's default device, if they are not on a device already.
+        NumPy arrays go to JAX's default device, and all others stay where they are; a mesh is then
+        an error.
     - `src`: the device or sharding for the cotangents of an eager transfer; by default that of the
         arrays.
     - `donate`: whether to donate the arrays. Their memory is freed or reused, and they can't be
@@ -216,8 +275,7 @@ def filter_device_put(
     """
     options = partial(_options, src=src, donate=donate, may_alias=may_alias)
     if placement is ...:
-        leaves = split(tree)
-        return leaves.join(to_default_device(leaves.arrays, options(leaves)["may_alias"]))
+        return _on_default_device(tree, mesh, check, options)
     return _placed(tree, placement, mesh, check, _refuse_unpinned, transfer_and_constrain, options)
 
 

@@ -21,6 +21,7 @@ from .prefix import (
     MISFIT as MISFIT,
     broadcast_prefix as broadcast_prefix,
     first_difference as first_difference,
+    is_none as is_none,
     spread_prefix as spread_prefix,
 )
 from .splits import (
@@ -35,4 +36,5 @@ from .structure import (
     named_texts_of as named_texts_of,
     shortened as shortened,
     texts_of as texts_of,
+    walk as walk,
 )

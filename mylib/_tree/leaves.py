@@ -220,7 +220,8 @@ class Leaf:
     - `owners`: the classes that contain the leaf, from the outermost to the innermost, each with
         the parts of the path from there to the leaf.
     - `holders`: as `owners`, but with the objects themselves, for rules that need a static field,
-        such as the number of heads. Their arrays may be traced, abstract or missing.
+        such as the number of heads. Their arrays may be traced, abstract or missing. The rows of
+        `show` and `explain` have none, as they keep no arrays alive.
 
     !!! Example
 
@@ -271,6 +272,14 @@ class Leaf:
     @cached_property
     def owners(self) -> tuple[tuple[type, tuple[str, ...]], ...]:
         return tuple([(type(node), parts) for node, parts in self.holders])
+
+    def alone(self) -> "Leaf":
+        """The same without the tree, for results that are kept: it knows its owners by their types
+        alone, so that it keeps no arrays alive.
+        """
+        leaf = Leaf(self.path, self.shape, self.dtype, self.mesh)
+        vars(leaf).update(_fit=self._fit, owners=self.owners)
+        return leaf
 
     @property
     def holders(self) -> tuple[tuple[Any, tuple[str, ...]], ...]:

@@ -13,6 +13,11 @@ IsLeaf = Callable[[Any], bool]
 Naming = Callable[[KeyPath], str]
 MISFIT = object()
 """The entry of a leaf at which the prefix doesn't fit."""
+_AS_A_RULE = ". A rule that is a Module keeps its placements and arrays in static fields"
+
+
+def is_none(x: Any) -> bool:
+    return x is None
 
 
 def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
@@ -27,9 +32,10 @@ def broadcast_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> list[Any]:
 
 def spread_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> tuple[list[Any], list[Fault]]:
     """One entry of `prefix` for every array leaf, and a fault for every node at which the prefix
-    doesn't fit; the entries there are MISFIT.
+    doesn't fit; the entries there are MISFIT. An entry (`is_leaf`) that is a node itself, such as a
+    rule that is a Module, stands for a subtree whose structure it doesn't have.
     """
-    if is_leaf(prefix):
+    if prefix is None or (jtu.all_leaves([prefix]) and is_leaf(prefix)):
         return [prefix] * len(leaves.positions), []
     faults: list[Fault] = []
     entries = list(_spread(prefix, leaves.tree, (), is_leaf, leaves.naming, faults))
@@ -39,7 +45,7 @@ def spread_prefix(prefix: Any, leaves: Leaves, is_leaf: IsLeaf) -> tuple[list[An
 def _spread(
     prefix: Any, tree: Any, path: KeyPath, is_leaf: IsLeaf, naming: Naming, faults: list[Fault]
 ) -> Iterator[Any]:
-    entries, prefix_def = jtu.tree_flatten(prefix, is_leaf=is_leaf)
+    entries, prefix_def = jtu.tree_flatten(prefix, is_leaf=is_none)
     try:
         subtrees = prefix_def.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
@@ -60,6 +66,10 @@ def _spread_one_level(
         for (key, inner), (_, subtree) in zip(prefixes, subtrees, strict=True):
             yield from _spread(inner, subtree, (*path, key), is_leaf, naming, faults)
         return
+    if is_leaf(prefix):
+        for _ in range(jtu.tree_structure(tree).num_leaves):
+            yield prefix
+        return
     expected, actual = _outline(prefix), _outline(tree)
     faults.append(
         Fault(
@@ -67,7 +77,8 @@ def _spread_one_level(
             None,
             f"a prefix that has {expected} here",
             f"the tree has {actual}" if expected != actual else _static_difference(prefix, tree),
-            "give one placement for the whole subtree, or a prefix of the tree's own structure",
+            "give one placement for the whole subtree, or a prefix of the tree's own structure"
+            + (_AS_A_RULE if callable(prefix) and type(prefix) is not type(tree) else ""),
         )
     )
     for _ in range(jtu.tree_structure(tree).num_leaves):

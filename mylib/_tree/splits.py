@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
 
-from .._compat import data_of, nodes_of
+from .._compat import data_of, nodes_of, which_have_data
+from .changing import state_of
 from .leaves import Leaves, is_array, which_are_arrays
 
 Arrays = list[Any]
@@ -21,7 +22,8 @@ class Split:
     """A tree without its arrays: its structure, a flag for each leaf, and its static leaves.
 
     Two are equal if their trees differ only in arrays. Unlike `==` that distinguishes 1, True and
-    1.0, and 0.0 and -0.0, at any depth; NaN equals itself.
+    1.0, and 0.0 and -0.0, at any depth; NaN equals itself. What is static can change in place, so
+    one that is kept notes its `state` first.
     """
 
     treedef: Any
@@ -56,7 +58,22 @@ class Split:
     @cached_property
     def _with_data(self) -> "Take":
         """Picks the nodes that have data."""
-        return _taking([i for i, x in enumerate(nodes_of(self.treedef)) if data_of([x])])
+        return _taking(which_have_data(nodes_of(self.treedef)))
+
+    @cached_property
+    def state(self) -> tuple[Any, ...]:
+        """Tells whether what is static has changed in place since this was asked for; empty if it
+        can't.
+        """
+        return self.state_now()
+
+    def noted(self) -> "Split":
+        """Itself, with its `state` asked for."""
+        _ = self.state
+        return self
+
+    def state_now(self) -> tuple[Any, ...]:
+        return state_of((*self.static, *self.data))
 
     @cached_property
     def _hash(self) -> int:
@@ -78,6 +95,7 @@ class Split:
             and _all_same(self.static, other.static)
             # Looking at each node is slow. Nodes that equal nodes without data have none.
             and (not self.data or _all_same(self.data, self._data_in(other.treedef)))
+            and (not self.state or self.state == other.state)
         )
 
     def numbers_changed(self, other: "Split") -> set[int]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import Any
 
@@ -37,26 +37,36 @@ def texts_of(leaves: Leaves) -> list[str]:
 def named_texts_of(leaves: Leaves) -> dict[str, str]:
     """The same, by the names of the nodes and leaves. It is slower."""
     arrays = set(map(id, leaves.arrays))
-    named = _walk(leaves.tree, (), arrays)
-    return {leaves.naming(path) or "the tree": text for path, text in named}
+    texts: dict[str, str] = {}
+    for path, x, node in walk(leaves.tree):
+        if node is None:
+            text = "an array" if id(x) in arrays else shortened(_text(x))
+        else:
+            kind, held = node
+            whole = f"{kind.__qualname__} {_text(held)}"
+            text = kind.__qualname__ if _fields_of(x) else shortened(whole)
+        texts[leaves.naming(path) or "the tree"] = text
+    return texts
 
 
-def _walk(x: Any, path: KeyPath, arrays: set[int]) -> Iterator[tuple[KeyPath, str]]:
+def walk(x: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, Any]]:
+    """The leaves and static fields of a tree with None, and its nodes with their types and data."""
     children, treedef = jtu.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)
     node = treedef.node_data()
+    yield path, x, node
     if node is None:
-        yield path, "an array" if id(x) in arrays else shortened(_text(x))
         return
-    kind, held = node
     keys = {path[0] for path, _ in children}
-    fields = dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
-    yield path, kind.__qualname__ if fields else shortened(f"{kind.__qualname__} {_text(held)}")
-    for field in fields:
+    for field in _fields_of(x):
         key = jtu.GetAttrKey(field.name)
         if key not in keys:
-            yield (*path, key), shortened(_text(getattr(x, field.name, None)))
+            yield (*path, key), getattr(x, field.name, None), None
     for (key, *_), child in children:
-        yield from _walk(child, (*path, key), arrays)
+        yield from walk(child, (*path, key))
+
+
+def _fields_of(x: Any) -> Sequence[Any]:
+    return dataclasses.fields(x) if dataclasses.is_dataclass(x) else ()
 
 
 def _text(x: Any) -> str:

@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._compat import CoordinationClient, names, set_once, value_at, values_by_process
 from .._processes import named
 from .._text import listed
+from .programs import identity_of
 from .record import Record, Started, ended_of
 from .stacks import Thread
 
@@ -22,26 +23,38 @@ def news_of(record: Record, thread: Thread | None) -> dict[str, Any]:
     calls, counts = record.calls(), record.counts()
     last = f"call {calls[-1].number}, {_text(calls[-1])}" if calls else ""
     if starting := _starting(calls, counts, thread):
-        kind, number, text = starting
+        kind, number, text, _ = starting
         last = f"call {number}, {text}" if kind else text
         counts |= {kind: number} if kind else {}
     return {"counts": counts, "at": thread.where() if thread else "", "last": last}
 
 
+class _Starting(NamedTuple):
+    """The call that has not returned."""
+
+    kind: str
+    number: int
+    text: str
+    program: str
+
+
 def _starting(
     calls: Sequence[Started], counts: Mapping[str, int], thread: Thread | None
-) -> tuple[str, int, str] | None:
-    """The call that has not returned: its kind, number and text. On CPUs it may run the program.
-    Before it returns nobody knows its devices; they are taken for those of the last time.
+) -> _Starting | None:
+    """On CPUs it may run the program. Before it returns nobody knows its devices; they are taken
+    for those of the last call of the same program, or else of the same function.
     """
     start = thread and thread.starts()
-    programs = [x.witness for x in calls if x.witness.tally and "programs" in x.witness.tally.name]
     if not start:
         return None
-    name, line = start
-    kinds = [x.tally.name for x in programs if x.name == name and x.tally]
+    call, line = start
+    mine = identity_of(call)
+    alike = [x.witness for x in calls if x.witness.identity.function == mine.function]
+    same = [x for x in alike if x.identity.program == mine.program] or alike
+    kinds = [x.kind for x in same if x.kind and x.name == call.program.name]
     kind = kinds[-1] if kinds else ""
-    return kind, counts.get(kind, 0) + 1, f"{name} in {line}"
+    text = f"{call.program.name} in {line}"
+    return _Starting(kind, counts.get(kind, 0) + 1, text, mine.program)
 
 
 def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> dict[str, Any]:
@@ -59,7 +72,7 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
     return {
         "calls": [
             (
-                call.witness.tally.name if call.witness.tally else "",
+                call.witness.kind,
                 call.number,
                 _text(call),
                 ended,
@@ -68,8 +81,12 @@ def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> di
             )
             for call, ended in zip(calls, ended_of(calls), strict=True)
         ]
-        + ([(*starting, False, [], "")] if starting and starting[0] else []),
-        "starting": starting[2] if starting else "",
+        + ([(*starting[:3], False, [], "")] if starting and starting.kind else []),
+        "programs": [
+            *((x.witness.kind, x.number, x.witness.identity.program) for x in calls),
+            *((x.kind, x.number, x.program) for x in [starting] if x and x.kind),
+        ],
+        "starting": starting.text if starting else "",
         "waits": [
             (wait.what, named(wait.processes))
             for ident in (watched, *loaders)

@@ -23,6 +23,7 @@ from .._placement import bytes_on_each
 from .._processes import owners, text_of
 from .._text import counted
 from .._tree import is_of_keys
+from .programs import Identity, identity_of
 from .stacks import JAX, OURS
 
 # The most calls that are remembered, and the bytes of each that may be kept alive.
@@ -53,6 +54,7 @@ class Witness:
     # The record that it is for.
     owner: object
     name: str
+    identity: Identity
     # A weak reference to what `audit` may know about.
     variant: Any
     tally: Tally | None = None
@@ -61,6 +63,10 @@ class Witness:
     small: Sequence[int] = ()
     # Those of the smallest at all, which are looked at if none may be kept.
     others: Sequence[int] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.tally.name if self.tally else ""
 
 
 class Started(NamedTuple):
@@ -120,13 +126,14 @@ class Record:
 
     def started(self, call: Any, memo: list[Any], arrays: Sequence[Any]) -> None:
         if not memo or memo[0].owner is not self._lock:
-            memo[:] = [self._witness("programs", call.program.name, call.variant.key, arrays)]
+            about = call.program.name, identity_of(call), weakref.ref(call.variant)
+            memo[:] = [self._witness("programs", *about, arrays)]
         self._add(memo[0], arrays)
 
     def placed(self, arrays: Sequence[Any]) -> None:
         name = f"placement of {counted(len(arrays), 'array')}"
         last = arrays[-_LAST:]
-        self._add(self._witness("placements", name, None, last), last)
+        self._add(self._witness("placements", name, Identity(), None, last), last)
 
     def _add(self, witness: Witness, arrays: Sequence[Any]) -> None:
         tally = witness.tally
@@ -146,8 +153,10 @@ class Record:
         line = frame.f_code, frame.f_lasti
         self._calls.append((witness, number, *line, position, held, references))
 
-    def _witness(self, kind: str, name: str, variant: Any, arrays: Sequence[Any]) -> Witness:
-        witness = Witness(self._lock, name, variant)
+    def _witness(
+        self, kind: str, name: str, identity: Identity, variant: Any, arrays: Sequence[Any]
+    ) -> Witness:
+        witness = Witness(self._lock, name, identity, variant)
         sizes = sorted(
             (len(devices) * bytes_on_each(x.sharding, x.shape, x.dtype), i)
             for i, x in enumerate(arrays)

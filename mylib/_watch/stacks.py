@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,15 +44,15 @@ class Thread(NamedTuple):
         inside = takewhile(lambda x: not _is_of_user(x), self.frames)
         return any(x.f_code.co_filename.startswith(JAX) for x in inside)
 
-    def starts(self) -> tuple[str, str] | None:
-        """The function of `filter_jit` whose call has not returned, and the line of the call."""
-        name = ""
+    def starts(self) -> tuple[Any, str] | None:
+        """The call of `filter_jit` that has not returned, and its line."""
+        call: Any = None
         for frame in self.frames:
             code = frame.f_code
             if code.co_qualname == "Program.call" and code.co_filename.startswith(OURS):
-                name = frame.f_locals["self"].name
-            elif name and _is_of_user(frame):
-                return name, f"{Path(code.co_filename).name}:{frame.f_lineno}"
+                call = frame.f_locals["call"]
+            elif call is not None and _is_of_user(frame):
+                return call, f"{Path(code.co_filename).name}:{frame.f_lineno}"
         return None
 
     def is_in(self, functions: frozenset[tuple[str, str]]) -> bool:

@@ -38,6 +38,11 @@ class Account:
         """Its last calls: their names and lines."""
         return {(kind, n): text for kind, n, text, *_ in self.record.get("calls", ())}
 
+    @property
+    def programs(self) -> Mapping[tuple[str, int], str]:
+        """What tells them apart from others of the same name and line."""
+        return {(kind, n): about for kind, n, about in self.record.get("programs", ()) if about}
+
 
 def is_stuck(accounts: Sequence[Account], limit: float) -> bool:
     """Whether a process has made no progress for so long, and waits for nobody who makes progress.
@@ -117,6 +122,9 @@ def _differences(accounts: Sequence[Account]) -> Iterator[str]:
         numbers = sorted({n for _, calls in recorded for k, n in calls if k == kind})
         for n in numbers:
             by_text = by(accounts, lambda x, n=n, kind=kind: x.calls.get((kind, n)))
+            by_program = by(accounts, lambda x, n=n, kind=kind: x.programs.get((kind, n)))
+            if len(by_text) == 1 and len(by_program) > 1:
+                by_text = [(f"{by_text[0][0]} ({about})", who) for about, who in by_program]
             if len(by_text) > 1:
                 texts = ", but ".join(f"{text} in {named(who)}" for text, who in by_text[:3])
                 yield f"call {n} of {named(sorted(_group(kind)))} is {texts}"

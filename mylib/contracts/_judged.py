@@ -4,11 +4,12 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from operator import ne
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from .._audit import Axes, Collective, Groups, Report, axis_of, times_of
+from .._audit import Axes, Collective, Groups, Report, axis_of, sums_each_turn, times_of
 from .._compat import names
 from .._errors import AuditError
 from .._text import show_bytes
@@ -20,7 +21,17 @@ from ._text import Violation, moved_by, text_of
 Role = Literal["weight", "activation", "gradient", "result"]
 
 
+SUMMING = ("all-reduce", "reduce-scatter")
 _ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
+
+_NOT_UNDERSTOOD = (
+    ", or not in a way that is understood: what devices have computed is combined otherwise, or "
+    "taken apart. Sum it by jax.lax.psum or psum_scatter"
+)
+_OF_TABLE = (
+    ". All devices have the rows of the batch that are added to this table: keep the table whole, "
+    'rules.by_path({{"{}": P()}}) | kept, or allow them, activations="{}"'
+)
 
 
 class Moved(NamedTuple):
@@ -60,9 +71,11 @@ class Judged:
         self.groups: Groups = self.mesh.groups([axis])
 
     @cached_property
-    def places(self) -> list[int]:
-        """For each place along the axis, the devices there, as a set."""
-        return [sum(1 << int(i) for i in column) for column in self.groups.T]
+    def sums(self):
+        """What adds up the data of the devices along the axis."""
+        places = np.empty(self.mesh.size, int)
+        places[self.groups] = np.arange(self.size)
+        return self.flow.sums(filter(self._is_split, self.roles.data), places.tolist())
 
     @cached_property
     def labels(self):
@@ -85,11 +98,29 @@ class Judged:
         """The arguments that are data, and split over the axis."""
         return self.flow.parameters(filter(self._is_split, self.roles.data))
 
+    @cached_property
+    def activations(self) -> int:
+        """The collectives that the model computes with. Where the data is split over the axis, what
+        an optimiser multiplies has been summed over it, and what the model multiplies has not.
+        """
+        return self.flow.activations(
+            lambda product: not self.data or product in self.sums.local_products
+        )
+
     def gradients(self) -> Iterator[Violation]:
         """The faults of weights whose gradient isn't summed once over the axis."""
         for result, number in self._trained_by_data:
             if reason := self._unsummed(result):
                 yield Violation((self.report.parameters[number].path,), reason)
+
+    def _differs(self, result: int) -> bool:
+        """Whether devices have different values of a result. A ring makes a sum that is the same on
+        all devices of what isn't.
+        """
+        mask = self.flow.graph.results[result].any
+        if self.varies(mask) and self.sums.is_summed(self.sums.results[result]):
+            mask = self.flow.before_permutations(mask) & ~self.data
+        return self.varies(mask)
 
     @cached_property
     def _all_data(self) -> int:
@@ -97,9 +128,11 @@ class Judged:
 
     def _unsummed(self, result: int) -> str:
         r, mask = self.report.results[result], self.flow.graph.results[result].any
-        uncrossed = self.flow.uncrossed(mask, self.data, self.places)
-        if uncrossed is not None or (self.axis not in axes_of(r) and self.varies(mask)):
-            return f"its gradient is not summed over {self.axis}"
+        summed = self.sums.is_summed(self.sums.results[result])
+        if not summed or (self.axis not in axes_of(r) and self._differs(result)):
+            known = self.sums.is_known(self.sums.results[result])
+            text = f"its gradient is not summed over {self.axis}"
+            return text if known else f"{text}{_NOT_UNDERSTOOD}"
         others = mask & ~self.flow.parameters([*self.roles.weights, *self.roles.state])
         if self.axis in axes_of(r) and not self.varies(others):
             return f"all devices along {self.axis} keep the same part of it"
@@ -110,12 +143,12 @@ class Judged:
         for i, r in enumerate(self.report.results):
             if i in self.roles.trained or self.axis in axes_of(r):
                 continue
-            if self.varies(self.flow.graph.results[i].any):
+            if self._differs(i):
                 text = f"it differs between devices along {self.axis}, which should return the same"
                 yield Violation((f"result {r.path}".rstrip(),), text)
 
     def without_data(self) -> Iterator[Violation]:
-        if not self.data and self._trained_by_data:
+        if not self.data and self.roles.trained:
             paths = [self.report.parameters[i].path for i in self.roles.data]
             yield Violation(
                 tuple(paths[:3]),
@@ -200,7 +233,7 @@ class Judged:
                 role: Role = "gradient"
                 if not self.flow.reaching(graph.into[bit].any) & self._all_data:
                     role = "weight"
-                elif self.flow.activations >> bit & 1:
+                elif self.activations >> bit & 1:
                     role = "activation"
                 elif not trained >> bit & 1:
                     role = "result"
@@ -225,7 +258,7 @@ class Judged:
                 if bit not in graph.into:
                     continue
                 leaves.setdefault(bit, {})[number] = None
-                if self.flow.activations >> bit & 1:
+                if self.activations >> bit & 1:
                     continue
                 new = [b for b in graph.sources_in(graph.into[bit].near) if b not in seen]
                 seen.update(new)
@@ -245,13 +278,15 @@ class Judged:
                     f"summed twice: the {text_of(m.c)} sums what is the same on several devices "
                     "already",
                 )
-            elif m.role == "gradient" and pieces is not None and self.flow.is_sum(m.bit):
+            elif m.role == "gradient" and self.flow.is_sum(m.bit):
+                if pieces is None or sums_each_turn(self.report, m.c):
+                    continue
                 for leaf in m.leaves:
-                    summed = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit))
+                    summed = leaf, (m.c.kind, m.c.axes, *self.flow.made_by(m.bit)[:2])
                     before, _ = times.get(summed, (0.0, m.c))
                     times[summed] = before + self._share(m) * times_of(m.c), m.c
         for (leaf, _), (number, c) in times.items():
-            if pieces is not None and number > pieces * 1.001:
+            if number > (pieces or 1) * 1.001:
                 yield Violation(
                     (self.report.parameters[leaf].path,),
                     f"its gradient is summed {number:.3g} times in a call, and {pieces} expected: "
@@ -272,8 +307,20 @@ class Judged:
             return
         most = f"at most {show_bytes(limit)} in a call" if limit else "no activation"
         for c in dict.fromkeys(m.c for m in moved):
-            paths = [n for m in moved if m.c is c for n in m.names(self.report)]
-            yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most} expected")
+            of = [m for m in moved if m.c is c]
+            rows = [m for m in of if self.is_of_table(m)]
+            tables = [self.report.parameters[i].path for m in rows for i in m.leaves]
+            keys = [re.sub(r"^\w+\.?", "", path) for path in tables]
+            advice = _OF_TABLE.format(keys[0], show_bytes(total)) if keys else ""
+            paths = [n for m in of for n in m.names(self.report)]
+            yield Violation(tuple(paths), f"moved by {text_of(c)}, and {most} expected{advice}")
+
+    def is_activation(self, m: Moved) -> bool:
+        """Whether it moves what the model or its loss computes: also the rows that each device adds
+        to a table if all are gathered. Devices may exchange them.
+        """
+        gathers = m.role == "gradient" and m.c.kind == "all-gather"
+        return m.role in ("activation", "result") or (gathers and self.is_of_table(m))
 
     @cached_property
     def multiplied(self) -> list[int]:
@@ -304,24 +351,43 @@ class Judged:
 
     def held(self) -> Iterator[Violation]:
         """The faults of weights that are gathered for all layers at a time: a whole stack before
-        its loop, or several layers of a list once for the forward and the backward pass.
+        its loop, or several layers once for the forward and the backward pass.
         """
-        gathered: list[tuple[str, Collective]] = []
+        held: dict[int, Collective] = {}
+        again: set[int] = set()
         for m in self.moved:
             if m.role != "weight" or m.c.kind != "all-gather":
                 continue
             uses = self.flow.graph.uses.get(m.bit, set())
             size = self.flow.array(m.bit).size
+            phases = self._phases(m.bit)
             if any(len(m.c.loops) < use.loops and use.size < size for use in uses):
                 text = f"gathered for all layers at once: {text_of(m.c)}, {_ADVICE}"
                 yield Violation(m.names(self.report), text)
-            elif self._phases(m.bit) >= {"forward", "backward"}:
-                gathered += [(path, m.c) for path in m.names(self.report)]
-        # What is in no list, such as the head, is not one of many layers.
-        for path, c in gathered:
-            if re.search(r"\[\d+\]", path):
+            elif phases >= {"forward", "backward"}:
+                held.update(dict.fromkeys(m.leaves, m.c))
+            elif phases & {"backward", "recomputed"}:
+                again.update(m.leaves)
+        for number, c in held.items():
+            # The head alone, or what stands before layers that are gathered again, may be kept.
+            if (len(held) > 1 and not again) or self._has_twin(number):
                 text = f"gathered once for the forward and the backward pass: {text_of(c)}"
+                path = self.report.parameters[number].path
                 yield Violation((path,), f"{text}, {_ADVICE}")
+
+    def _has_twin(self, number: int) -> bool:
+        """Whether it is a weight of one of several layers: another has its shape, and its path but
+        for one key.
+        """
+        p_of, keys = self.report.parameters, self._keys(number)
+        return any(
+            p_of[i].shape == p_of[number].shape and sum(map(ne, keys, self._keys(i))) == 1
+            for i in self.multiplied
+            if len(self._keys(i)) == len(keys)
+        )
+
+    def _keys(self, number: int) -> list[str]:
+        return re.findall(r"[^.\[]+", self.report.parameters[number].path)
 
     def is_of_product(self, m: Moved) -> bool:
         """Whether a product computes what is moved."""
@@ -331,6 +397,11 @@ class Judged:
         """Whether it tells which rows of a table a gradient is of."""
         return not m.leaves and self.flow.array(m.bit).dtype in ("s32", "u32", "s64", "u64")
 
+    def is_of_table(self, m: Moved) -> bool:
+        """Whether it moves rows that are added to a table that is sharded."""
+        split = any(self._is_split(i) for i in m.leaves)
+        return split and bool(self.flow.graph.rows >> m.bit & 1)
+
     def is_part(self, m: Moved) -> bool:
         """Whether a gradient is moved that is no larger than the part that a device keeps."""
         sizes = [math.prod(self.report.parameters[i].shape) for i in m.leaves]
@@ -338,9 +409,38 @@ class Judged:
 
     def is_summed(self, m: Moved) -> bool:
         """Whether it is computed from gradients that are summed already, as an optimiser does."""
-        operand = self.flow.graph.into[m.bit].any
-        return self.flow.uncrossed(operand, self.data, self.places) is None
+        number = self.flow.graph.sources[m.bit].number
+        return self.sums.is_summed(self.sums.given.get(number, frozenset()))
 
     def is_statistic(self, m: Moved) -> bool:
         """Whether a sum is of numbers computed from arrays, such as their norms."""
-        return m.c.kind == "all-reduce" and not self.flow.graph.into[m.bit].near
+        graph = self.flow.graph
+        return m.c.kind == "all-reduce" and not graph.into[m.bit].near & ~graph.made
+
+    def completes(self, m: Moved) -> bool:
+        """Whether it sums arrays, such as parts of products or rows of a sharded table, and not
+        numbers computed from them, such as the maximum of scores.
+        """
+        return m.c.kind in SUMMING and bool(self.flow.graph.into[m.bit].near)
+
+    def is_forward(self, m: Moved) -> bool:
+        """By what is moved: several arrays that are moved together have one name."""
+        return (self.flow.made_by(m.bit)[2] or m.c.phase) in ("forward", "")
+
+    def is_of_scattered(self, m: Moved) -> bool:
+        """Whether it gathers what was scattered over the axis, or what is the same on all devices
+        but for the part that each has taken.
+        """
+        graph = self.flow.graph
+        operand = graph.into[m.bit]
+        if m.c.kind != "all-gather":
+            return False
+        copied = graph.sources_in(self.flow.reaching(operand.near, copies=True))
+        if any(self.flow.scatters(bit) and self._goes_over(bit) for bit in copied):
+            return True
+        is_position = (i for i, s in enumerate(graph.sources) if s.kind == "position")
+        return not self.varies(operand.any & ~self.flow.parameters(is_position))
+
+    def _goes_over(self, bit: int) -> bool:
+        c = self.report.collectives[self.flow.graph.sources[bit].number]
+        return self.axis in map(axis_of, c.axes or ())

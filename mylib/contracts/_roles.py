@@ -39,22 +39,38 @@ class Roles:
 
     @cached_property
     def state(self) -> dict[int, int | None]:
-        """The numbers of the arguments of an optimiser, and the weight that each is the state of:
-        those of arguments some of which are called as the weights are.
+        """The numbers of the arrays of an optimiser, and the weight that each is the state of. Such
+        an array is returned anew, and the model doesn't multiply it, as it does its batch; or it
+        is of a second model, placed as the first is.
         """
         keys = {_key(self._path(i)): i for i in self.weights}
         weights = set(self.weights)
         others = [i for i in range(len(self.report.parameters)) if i not in weights]
         of = {i: _longest(self._path(i), keys) for i in others}
-        roots = {
-            _first(self._path(i)) for i, w in of.items() if w is not None and self._agree(i, w)
+        multiplied = self.report.flow.activations(lambda _: False)
+        copies: dict[str, set[int]] = {}
+        for i, weight in of.items():
+            if weight is not None and self._is_copy(i, weight):
+                copies.setdefault(_first(self._path(i)), set()).add(weight)
+        return {
+            i: weight
+            for i, weight in of.items()
+            if (self._is_returned(i) and not multiplied >> i & 1)
+            or (copies.get(_first(self._path(i))) == weights and self._is_copy(i, weight))
         }
-        return {i: weight for i, weight in of.items() if _first(self._path(i)) in roots}
 
-    def _agree(self, number: int, weight: int) -> bool:
-        """Whether an array is called as a weight is. The number in a list alone is no name."""
-        p, w = self.report.parameters[number], self.report.parameters[weight]
-        return re.fullmatch(r"(\[\d+\])*", _key(w.path)) is None or p.shape == w.shape
+    def _is_returned(self, number: int) -> bool:
+        p = self.report.parameters[number]
+        key = _key(p.path)
+        same = [r for r in self.report.results if r.path.endswith(key) and self.alike(r, p)]
+        return bool(key and same)
+
+    def _is_copy(self, number: int, weight: int | None) -> bool:
+        """Whether an array has the size and the sharding of a weight."""
+        p_of = self.report.parameters
+        if weight is None or not self.alike(p_of[number], p_of[weight]):
+            return False
+        return axes_of(p_of[number]) == axes_of(p_of[weight])
 
     @cached_property
     def data(self) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from .._audit import Contract, Report, times_of
 from .._text import show_bytes
-from ._judged import Judged, Moved
+from ._judged import SUMMING, Judged, Moved
 from ._roles import axes_of
 from ._text import Size, Violation, bytes_in, lines, text_of
 
@@ -22,7 +22,7 @@ def data_parallel(
     - `axis`: the mesh axis of the batch.
     - `argument`: the name of the argument that is the model; by default the first.
     - `pieces`: how often each gradient may be summed in a call, if it is accumulated over pieces of
-        the batch and summed for each of them.
+        the batch and summed for each of them. Sums that XLA:CPU writes into a loop don't count.
     - `activations`: how much else may be moved in a call, such as `"64 KiB"` for the statistics of
         a batch.
 
@@ -59,7 +59,8 @@ def fsdp(
 ) -> Contract:
     """The model and its optimiser's state are sharded over `axis`. Each layer's weights are
     gathered where they are used, and gradients are reduce-scattered; for the gradient of an
-    embedding, devices may exchange the rows of the batch.
+    embedding, devices may exchange the rows of the batch (if they gather them, `activations` is the
+    limit).
 
     **Arguments:**
 
@@ -122,7 +123,7 @@ def tensor_parallel(
     - `axis`: the mesh axis of the layers.
     - `argument`: the name of the argument that is the model; by default the first.
     - `forward`: how often activations are summed in the forward pass: in a transformer twice per
-        block.
+        block, and once more if the table of its embedding is sharded.
     - `activations`: how much of them may be moved in a call in other ways, such as `"64 KiB"`.
 
     **Returns:**
@@ -229,8 +230,7 @@ def _of_data_parallel(judged: Judged, pieces: int, limit: int) -> Iterator[Viola
 
 
 def _bounded(judged: Judged, limit: int) -> Iterator[Violation]:
-    moved = [m for m in judged.moved if m.role in ("activation", "result")]
-    yield from judged.bounded(moved, limit)
+    yield from judged.bounded([m for m in judged.moved if judged.is_activation(m)], limit)
 
 
 def _of_fsdp(
@@ -271,7 +271,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     # XLA sums gradients that are no products whole: those of tables, biases and norms.
     if kind == "all-reduce" and not judged.is_of_product(m):
         return ""
-    return "gradients should be reduce-scattered"
+    return "" if judged.is_activation(m) else "gradients should be reduce-scattered"
 
 
 def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iterator[Violation]:
@@ -285,12 +285,11 @@ def _of_tensor_parallel(judged: Judged, forward: int | None, limit: int) -> Iter
     for m in judged.moved:
         if reason := _wrong_in_tensor_parallel(judged, m):
             yield Violation(m.names(judged.report), f"{text_of(m.c)}, and {reason}")
-    # Megatron's sequence parallelism gathers what it has scattered.
     moved = [m for m in judged.moved if m.role in ("activation", "result")]
-    summing = {"all-reduce", "reduce-scatter"}
-    gathers = {"all-gather"} if any(m.c.kind == "reduce-scatter" for m in moved) else set[str]()
-    yield from judged.bounded([m for m in moved if m.c.kind not in summing | gathers], limit)
-    forwards = [m for m in moved if m.c.kind in summing and m.c.phase in ("forward", "")]
+    # Megatron's sequence parallelism gathers what it has scattered.
+    others = [m for m in moved if m.c.kind not in SUMMING and not judged.is_of_scattered(m)]
+    yield from judged.bounded(others, limit)
+    forwards = [m for m in moved if judged.completes(m) and judged.is_forward(m)]
     sums = sum(times_of(m.c) for m in forwards)
     if forward is not None and sums != forward:
         yield Violation(

@@ -12,8 +12,10 @@ from .._tree import KeyPath, Kind, Pattern, joined, kind_of, name_of, parts_of
 
 
 def copied(x: Any) -> Any:
-    """Copies NumPy arrays, because their source may overwrite them."""
-    return x.copy() if isinstance(x, np.ndarray) else x
+    """Copies NumPy arrays that JAX can hold, because their source may overwrite them. Others, such
+    as arrays of strings, are static, and stay the same objects.
+    """
+    return x.copy() if isinstance(x, np.ndarray) and kind_of(x) is Kind.HOST else x
 
 
 def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list[Fault]]:

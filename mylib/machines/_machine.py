@@ -41,7 +41,8 @@ class Machine:
 
         **Arguments:**
 
-        - `name`: a GPU and their number, or a TPU and the shape of the slice.
+        - `name`: a GPU and their number, or a TPU and the shape of the slice. For GPUs in hosts of
+            another size the numbers of hosts and of GPUs in each: `"h100 4x2"`.
 
         **Returns:**
 
@@ -53,10 +54,17 @@ class Machine:
             per_host = min(count, chip.host)
             if count and count % per_host == 0:
                 return gpu(chip, hosts=count // per_host, devices_per_host=per_host)
-            raise ValueError(f"{name!r}: a host has {chip.host} GPUs. Write a multiple of that")
-        slice_ = re.fullmatch(r"(\S+) +(\d+(?:x\d+)+)", name.strip())
-        if slice_:
-            return tpu(slice_[1], tuple(map(int, slice_[2].split("x"))))
+            raise ValueError(
+                f"{name!r}: a host has {chip.host} GPUs. Write a multiple of that, or the numbers "
+                f"of hosts and of GPUs in each, '{many[1]} 4x2'"
+            )
+        shaped = re.fullmatch(r"(\S+) +(\d+(?:x\d+)+)", name.strip())
+        if shaped:
+            shape = tuple(map(int, shaped[2].split("x")))
+            sheet = CHIPS.get(shaped[1].lower())
+            if sheet is not None and sheet.platform == "gpu" and len(shape) == 2:
+                return gpu(sheet, hosts=shape[0], devices_per_host=shape[1])
+            return tpu(shaped[1], shape)
         raise ValueError(
             f"{name!r} is not a machine. Write the number of GPUs, or the shape of a slice of "
             "TPUs: 'h100 x 8' or 'v5e 4x4'"
@@ -113,9 +121,11 @@ class Machine:
         return make_mesh(devices=self.devices, explicit=explicit, **axes)
 
     def __str__(self) -> str:
-        if self.chip.platform == "tpu" and not self.is_here:
-            return f"{self.chip.name} {'x'.join(map(str, self.shape))}"
-        return f"{self.chip.name} x {self.count}"
+        is_gpu = self.chip.platform == "gpu"
+        in_whole_hosts = is_gpu and self.shape[-1] == min(self.count, self.chip.host)
+        if self.is_here or in_whole_hosts:
+            return f"{self.chip.name} x {self.count}"
+        return f"{self.chip.name} {'x'.join(map(str, self.shape))}"
 
     def __repr__(self) -> str:
         chip, devices, hosts = self.chip, counted(self.count, "device"), counted(self.hosts, "host")

@@ -27,6 +27,10 @@ class Chip:
         and the bytes per second of each in one direction.
     - `network_bandwidth`: bytes per second of the network in one direction, for each chip: to other
         hosts for GPUs, to other slices for TPUs.
+    - `reached`: the shares of these rates that programs reach, for estimates: of `flops` in matrix
+        products (`"products"`) and in kernels of attention (`"kernels"`), of `memory_bandwidth`
+        (`"memory"`), and of the links in an all-reduce on a host of 8 GPUs (`"all-reduce"`). An
+        estimate takes a missing one from another chip, and says so.
     - `devices`: the number of JAX devices per chip: 2 for TPUs whose cores are separate.
     - `host`: the number of chips per host.
     - `largest`: for TPUs, the shape of the largest slice.
@@ -36,7 +40,7 @@ class Chip:
         text.
     - `kinds`: the values of `device.device_kind` for this chip.
 
-    Unknown figures are None, or missing in `flops`.
+    Unknown figures are None, or missing in `flops` and `reached`.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Chip:
     links: int | None = None
     link_bandwidth: float | None = None
     network_bandwidth: float | None = None
+    reached: Mapping[str, float] = field(default_factory=dict, hash=False)
     devices: int = 1
     host: int = 8
     largest: tuple[int, ...] | None = None
@@ -61,7 +66,8 @@ def _chip(name: str, sheet: dict[str, Any]) -> Chip:
     kind, memory, bandwidth = sheet["kinds"][0], sheet["memory"], sheet["memory_bandwidth"]
     if "target" in sheet:
         sheet["target"] = _target(kind, memory, bandwidth, sheet["target"])
-    sheet |= {"flops": MappingProxyType(sheet["flops"]), "kinds": tuple(sheet["kinds"])}
+    sheet |= {name: MappingProxyType(sheet.get(name, {})) for name in ("flops", "reached")}
+    sheet["kinds"] = tuple(sheet["kinds"])
     if "largest" in sheet:
         sheet["largest"] = tuple(sheet["largest"])
     return Chip(name, **sheet)

@@ -1,7 +1,11 @@
 """Rules that choose placements. A rule is a callable from `Leaf` to a placement or `PASS`."""
 
 from .._placement import PASS as PASS
-from ._axes import by_axes as by_axes
+from ._axes import (
+    by_axes as by_axes,
+    dimensions_in_front as dimensions_in_front,
+    has_names as has_names,
+)
 from ._like import like as like
 from ._parallel import tensor_parallel as tensor_parallel
 from ._path import by_path as by_path

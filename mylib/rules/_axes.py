@@ -250,6 +250,11 @@ def namings(leaf: Leaf) -> list[Names]:
     return [names for _, names in _fits(leaf)]
 
 
+def has_names(leaf: Leaf) -> bool:
+    """Whether the leaf's annotation, or Equinox, names its dimensions."""
+    return next(_fits(leaf), None) is not None
+
+
 def dimensions_in_front(leaf: Leaf) -> int:
     """The number of dimensions before those that the leaf's annotation, or Equinox, names."""
     return next(_fits(leaf), (0, ()))[0]

@@ -42,7 +42,7 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
 
     **Raises:**
 
-    `TypeError` if `patterns` is no mapping.
+    `TypeError` if `patterns` is no mapping from strings.
 
     !!! Example
 
@@ -61,6 +61,9 @@ def by_path(patterns: Mapping[str, Placement], *, ordered: bool = False) -> Rule
     """
     if not isinstance(patterns, Mapping):
         raise TypeError(f"by_path takes a mapping from patterns to placements, not {patterns!r}")
+    odd = [key for key in patterns if not isinstance(key, str)]
+    if odd:
+        raise TypeError(f"by_path: {odd[0]!r} is no pattern; write the end of a path, 'layers.0'")
     return ByPath(tuple((Pattern(text), _value(v)) for text, v in patterns.items()), ordered)
 
 

@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec
 from .._errors import Fault
 from .._placement import (
     AnyMesh,
-    axes_in,
     axis_names,
     entries_of,
     is_rule,
@@ -18,7 +17,7 @@ from .._placement import (
     restricted,
 )
 from .._tree import Leaf
-from ._rule import AnyRule, Rule, as_rule, free_dimensions, makes_rules
+from ._rule import AnyRule, Rule, as_rule, free_dimensions, makes_rules, used_axes
 from ._simple import Always
 
 
@@ -90,14 +89,14 @@ class WherePresent(Rule):
         added = {
             name for dim in free_dimensions(spec, leaf.ndim) for name in axis_names(entries[dim])
         }
-        return restricted(filled, present | (axes_in(filled) - added))
+        return restricted(filled, present | (used_axes(filled) - added))
 
     def why(self, leaf: Leaf) -> str:
         present = _axes_of(leaf.mesh)
         if not present:
             return "left alone, there is no mesh"
         reason, placement = self.rule.why(leaf), self.rule(leaf)
-        asked = axes_in(placement) if isinstance(placement, PartitionSpec) else set()
+        asked = used_axes(placement) if isinstance(placement, PartitionSpec) else set[str]()
         absent = ", ".join(map(repr, sorted(asked - present)))
         return f"{reason}; without {absent}, which the mesh doesn't have" if absent else reason
 

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 from jax.sharding import PartitionSpec
 
 from .._errors import Fault
-from .._placement import PASS, ask, axes_in, axis_names, entries_of, faults_of, is_rule
+from .._placement import MOST_RULES, PASS, ask, axes_in, axis_names, entries_of, faults_of, is_rule
 from .._tree import Leaf, name_of
 
 P = ParamSpec("P")
@@ -137,7 +137,7 @@ class Plain(Rule):
         """The rules called in turn, and the result of the last one."""
         rules, placement = [self.function], ask(self.function, leaf)
         while is_rule(placement):
-            if any(placement is rule for rule in rules):
+            if len(rules) == MOST_RULES:
                 raise ValueError(f"the rule {placement!r} returns itself")
             rules.append(placement)
             placement = ask(placement, leaf)

@@ -1,6 +1,7 @@
 """Functions for the body of a test that runs in several processes."""
 
 import difflib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 
 from .._processes import everybody, exchange, gather as _gather
+from .._text import abridged
 
 _DIFFERENCE = 40
 
@@ -94,7 +96,8 @@ def gather(value: Any, timeout: float = 60.0) -> list[Any]:
 
 
 def all_equal(value: Any, timeout: float = 60.0) -> None:
-    """Asserts that all processes pass the same value; if not, it fails in all of them.
+    """Asserts that all processes pass the same value; if not, it fails in all of them. Values are
+    compared as they are printed, so NaN is equal to itself, and -0.0 isn't 0.0.
 
     **Arguments:**
 
@@ -111,8 +114,10 @@ def all_equal(value: Any, timeout: float = 60.0) -> None:
         ```
     """
     values = gather(value, timeout)
-    if any(value != values[0] for value in values):
-        lines = "\n".join(f"  process {index}: {value!r}" for index, value in enumerate(values))
+    # As `check_replicas` compares numbers, by their bits.
+    if len({json.dumps(value, sort_keys=True) for value in values}) > 1:
+        texts = [abridged(repr(value)) for value in values]
+        lines = "\n".join(f"  process {index}: {text}" for index, text in enumerate(texts))
         raise AssertionError(f"the processes disagree:\n{lines}")
 
 

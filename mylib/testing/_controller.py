@@ -57,6 +57,22 @@ class Controller:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self._items = [item for item in session.items if is_marked(item)]
+        for name in "multihost_timeout", "multihost_grace":
+            seconds(self._config, name)
+        debugged = self._config.option.multihost_debug
+        if debugged is not None and self._items:
+            most = max(self._processes_of(item) for item in self._items)
+            if not 0 <= debugged < most:
+                raise pytest.UsageError(
+                    f"--multihost-debug {debugged}: these tests have no such process. They run in "
+                    f"{counted(most, 'process')} at most, counted from 0"
+                )
+
+    def _processes_of(self, item: pytest.Item) -> int:
+        try:
+            return request_for(item).topology(self._config.option.multihost_platform).processes
+        except Unavailable:
+            return 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(
@@ -109,7 +125,7 @@ class Controller:
             return _set_up_only(item, "failed", text, start), True
         debugging = self._debugged is not None
         timeout = None if debugging else self._timeout(item, request)
-        grace = float("inf") if debugging else float(self._config.getini("multihost_grace"))
+        grace = float("inf") if debugging else seconds(self._config, "multihost_grace")
         following = None if request.fresh else self._following(item, topology, nextitem)
         result = pool.run(_name_of(item), following, timeout=timeout, grace=grace)
         self._served += 1
@@ -126,7 +142,7 @@ class Controller:
 
     def _timeout(self, item: pytest.Item, request: TopologyRequest) -> float:
         limit = request.timeout or item.stash.get(_limit, None)
-        return limit or float(self._config.getini("multihost_timeout"))
+        return limit or seconds(self._config, "multihost_timeout")
 
     def _following(
         self, item: pytest.Item, topology: Topology, nextitem: pytest.Item | None
@@ -235,7 +251,7 @@ class Controller:
         for outcome in result.outcomes:
             if outcome.stop is not None:
                 reason, status = outcome.stop
-                pytest.exit(f"process {outcome.index} called pytest.exit: {reason}", status)
+                pytest.exit(f"process {outcome.index} {reason}", status)
 
     # --- the end --------------------------------------------------------------------------------
 
@@ -311,6 +327,15 @@ def _request_of(item: pytest.Item) -> TopologyRequest:
                 arguments.update(zip(names, mark.args, strict=False))
                 arguments.update(mark.kwargs)
     return TopologyRequest(**arguments)
+
+
+def seconds(config: pytest.Config, name: str) -> float:
+    """A setting of the user's pytest."""
+    text = config.getini(name)
+    try:
+        return float(text)
+    except ValueError:
+        raise pytest.UsageError(f"{name} = {text}: write a number of seconds") from None
 
 
 def is_marked(item: pytest.Item) -> bool:

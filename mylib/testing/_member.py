@@ -13,24 +13,28 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import pytest
 
-from .._compat import value_at
+from .._compat import value_at, values_by_process
 from .._processes import AbsentError, connected, everybody, gather, named
-from ._controller import is_marked, request_for
+from ._controller import is_marked, request_for, seconds
 from ._pool import Outcome, Result
 from ._process import OneOfSeveral, make_devices
-from ._report import Merger, stack_of
+from ._report import Merger, Text, report_of, stack_of
 
-_ABORT = "mylib/member/abort"
+_ABORT, _SUMMARY = "mylib/member/abort", "mylib/member/summary"
+_STACKS = "mylib/member/stacks"
 # Not one of pytest's own.
 _ABORTED = 70
 # Seconds that the others have to report a phase, beyond the limit of the test.
 _SLACK = 30.0
+# And process 0 has to hear where the others are, and to write what has happened, before all end.
+_HEARS, _WRITES = 2.0, 10.0
 
 
 class _ApartError(Exception):
@@ -49,26 +53,36 @@ class Member:
                     "python -m mylib.testing launch"
                 ) from error
         self._number = 0
-        self._running: tuple[str, float] | None = None
+        self._running: tuple[pytest.Item, float] | None = None
         self._ended = threading.Event()
+        # Held by the thread that ends this process.
+        self._dying = threading.Lock()
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config: pytest.Config) -> None:
         self._config = config
+        if config.option.multihost_debug is not None:
+            raise pytest.UsageError(
+                "--multihost-debug: there is no debugger in the processes of a cluster. Run the "
+                "test without --multihost=member"
+            )
         config.pluginmanager.register(OneOfSeveral())
         # All processes exchange their devices here, at the same time.
         trouble = make_devices()
         if trouble:
             raise pytest.UsageError(trouble)
         self._me, self._count = jax.process_index(), jax.process_count()
-        self._timeout = float(config.getini("multihost_timeout"))
-        self._grace = float(config.getini("multihost_grace"))
+        self._timeout = seconds(config, "multihost_timeout")
+        self._grace = seconds(config, "multihost_grace")
         self._header = self._gather("header", _where(), self._timeout)
         if self._me:
             # Process 0 prints the same.
             config.pluginmanager.unregister(name="terminalreporter")
         self._watch = threading.Thread(target=self._look_out, daemon=True)
         self._watch.start()
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self._session = session
 
     def pytest_report_header(self) -> list[str]:
         return [f"multihost: {line}" for line in self._header]
@@ -117,7 +131,7 @@ class Member:
         self._number += 1
         self._reports = 0
         limit = request_for(item).timeout if is_marked(item) else None
-        self._running = item.nodeid, time.monotonic() + (limit or self._timeout)
+        self._running = item, time.monotonic() + (limit or self._timeout)
         try:
             return (yield)
         finally:
@@ -184,24 +198,54 @@ class Member:
                 self._die(reason)
             running = self._running
             if running is not None and time.monotonic() > running[1] + self._grace:
-                self._abort(f"{running[0]} has not finished within its limit")
+                self._abort(f"{running[0].nodeid} has not finished within its limit")
 
     def _abort(self, reason: str) -> NoReturn:
         connected().key_value_set(_ABORT, f"process {self._me}: {reason}", True)
         self._die(f"process {self._me}: {reason}")
 
     def _die(self, reason: str) -> NoReturn:
+        self._dying.acquire()
         capture: Any = self._config.pluginmanager.getplugin("capturemanager")
         if capture is not None:
             capture.suspend_global_capture(in_=True)
-        heading = f"--- process {self._me} of {self._count} is here ---"
-        lines = f"\nmultihost: the session ends. {reason}", heading, _my_stack()
-        print(*lines, sep="\n", file=sys.__stderr__, flush=True)
-        if self._me == 0:
-            # The coordinator waits: when it ends, the others end, too, and they have output to
-            # print.
-            time.sleep(1.0)
+        heading, stack = f"process {self._me} of {self._count} is here", _my_stack()
+        lines = f"\nmultihost: the session ends. {reason}", f"--- {heading} ---", stack
+        with suppress(OSError, ValueError):  # a test may have closed it
+            print(*lines, sep="\n", file=sys.__stderr__, flush=True)
+        with suppress(jax.errors.JaxRuntimeError):  # the service may be gone
+            if self._me == 0:
+                # This thread may be the one that tests run in.
+                finish = threading.Thread(target=self._finish, args=(reason, stack))
+                finish.daemon = True
+                finish.start()
+                finish.join(_WRITES)
+                connected().key_value_set(_SUMMARY, "written", True)
+                # When the coordinator ends, the others end, too, and they have output to print.
+                time.sleep(1.0)
+            else:
+                connected().key_value_set(f"{_STACKS}/{self._me}", stack, True)
+                # Clusters end process 0 as well, as soon as this one has ended.
+                connected().blocking_key_value_get(_SUMMARY, int(1000 * _WRITES))
         os._exit(_ABORTED)
+
+    def _finish(self, reason: str, stack: str) -> None:
+        """Reports the test that has not ended, and lets plugins write what they know of all tests:
+        the summary, the JUnit file, and which have failed.
+        """
+        hook, manager = self._config.hook, self._config.pluginmanager
+        if self._running is not None:
+            until, stacks = time.monotonic() + _HEARS, {0: stack}
+            while len(stacks) < self._count and time.monotonic() < until:
+                time.sleep(0.05)
+                stacks |= values_by_process(connected(), _STACKS)
+            where = [(f"process {i} was here", stacks[i]) for i in sorted(stacks)]
+            item, text = self._running[0], Text(reason.splitlines()[0], where)
+            report = report_of(item, "call", "failed", text, start=time.time())
+            hook.pytest_runtest_logreport(report=report)
+        # Without pytest's own tear-down: the fixtures are in use.
+        others = manager.subset_hook_caller("pytest_sessionfinish", [manager.getplugin("runner")])
+        others(session=self._session, exitstatus=pytest.ExitCode.TESTS_FAILED)
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:

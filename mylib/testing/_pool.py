@@ -318,7 +318,8 @@ class _RunningTest:
                 outcome.trouble = message["trouble"]
                 outcome.stop = message["stop"] and tuple(message["stop"])
                 outcome.final = message["final"]
-                if outcome.trouble:
+                # After `pytest.exit` the session ends, so the others need not go on.
+                if outcome.trouble or outcome.stop:
                     self._failed(outcome)
             case "debugger?":
                 # Only the first to ask opens one. Sessions with a debugger have no time limits.

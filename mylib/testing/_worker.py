@@ -5,6 +5,7 @@ work; but it receives the tests to run from the pool, and sends it the reports.
 """
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import json
@@ -12,6 +13,7 @@ import os
 import pdb
 import signal
 import socket
+import stat
 import sys
 import time
 import traceback
@@ -138,11 +140,12 @@ class Worker:
             try:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             except pytest.exit.Exception as error:
-                stop = str(error), error.returncode
+                stop = f"called pytest.exit: {error}", error.returncode
             except KeyboardInterrupt:
-                stop = traceback.format_exc(), None
+                stop = f"was interrupted\n{traceback.format_exc()}", None
             except Exception:
                 trouble = traceback.format_exc()
+            trouble = trouble or _closed()
         # Everything has been reported, and these processes may run a thousand tests.
         for file in self._files:
             os.truncate(file, 0)
@@ -286,9 +289,25 @@ def _end(status: int) -> None:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        # Tests may have closed them.
-        if not stream.closed:
-            stream.flush()
+        # Tests may have closed them, or put None in their place.
+        if stream is not None and not stream.closed:
+            with contextlib.suppress(OSError):  # `_closed` tells it
+                stream.flush()
+
+
+def _closed() -> str | None:
+    """What is wrong with the standard streams. JAX's libraries print to their numbers, and would
+    print into the next connection that gets one.
+    """
+    for number, name in (1, "standard output"), (2, "standard error"):
+        try:
+            kind = os.fstat(number).st_mode
+            is_open = any(x(kind) for x in (stat.S_ISREG, stat.S_ISFIFO, stat.S_ISCHR))
+        except OSError:
+            is_open = False
+        if not is_open:
+            return f"the test has closed {name} (file descriptor {number}), which JAX writes to"
+    return None
 
 
 def _join(coordinator: str, processes: int, index: int) -> None:

@@ -1,5 +1,6 @@
 """`ReplicatedWarning`: all devices compute the same."""
 
+import re
 import warnings
 
 import equinox as eqx
@@ -17,6 +18,7 @@ from mylib._products import Products, products_in
 MESH = mylib.make_mesh(data=8)
 ROWS = mylib.rules.batch("data")
 FSDP = mylib.rules.fsdp("data", min_size=1)
+WHOLE = jax.NamedSharding(MESH, P())
 BATCH = np.ones((64, 32), np.float32)
 
 
@@ -103,6 +105,60 @@ class TestIsTold:
         model = model_at(P())
         assert len(told(f, model, BATCH)) == 1
         assert told(f, model, BATCH[:32]) == []
+
+
+class TestLoopOverRows:
+    """XLA can't divide what a loop goes over, so it gathers the rows, and each device has all."""
+
+    ROWS = np.ones((64, 256), np.float32)
+    WEIGHT = np.ones((256, 256), np.float32)
+    TEXT = "all 8 devices run all iterations of the loop at .*, as it goes over the sharded rows of"
+
+    @staticmethod
+    def rows(weight, x):
+        return jax.lax.map(lambda row: jnp.tanh(row @ weight) @ weight, x, batch_size=4)
+
+    @classmethod
+    def mapped(cls, weight, x):
+        specs = (P(), P("data"))
+        return mylib.filter_shard_map(cls.rows, mesh=MESH, in_specs=specs, out_specs=P("data"))(
+            weight, x
+        )
+
+    @staticmethod
+    def steps(rows):
+        def step(weight, x):
+            return jax.grad(lambda w: jnp.sum(rows(w, jnp.sin(x)) ** 2))(weight)
+
+        return {"forward": lambda weight, x: rows(weight, x), "step": step}
+
+    @pytest.mark.parametrize("name", ["forward", "step"])
+    def test_is_told_and_what_it_says_helps(self, name):
+        x = mylib.filter_shard(self.ROWS, ROWS, mesh=MESH)
+        weight = mylib.filter_shard(self.WEIGHT, P(), mesh=MESH)
+        loop = mylib.filter_jit(self.steps(self.rows)[name])
+        better = mylib.filter_jit(self.steps(self.mapped)[name])
+        (text,) = told(loop, weight, x)
+        assert re.search(self.TEXT + " x, which XLA gathers", text)
+        assert "mylib.filter_shard_map(fun, in_specs=P('data'), out_specs=P('data'))" in text
+        assert told(better, weight, x) == []
+        assert mylib.audit(better, weight, x).share == pytest.approx(1 / 8)
+        np.testing.assert_allclose(loop(weight, x), better(weight, x), rtol=1e-4)
+
+    def test_is_told_where_no_argument_is_whole(self):
+        x = mylib.filter_shard(self.ROWS, ROWS, mesh=MESH)
+        (text,) = told(mylib.filter_jit(lambda x: self.rows(self.WEIGHT[:, ::-1], x)), x)
+        assert re.search(self.TEXT, text)
+
+    def test_of_layers_is_not_told(self):
+        """XLA divides each layer."""
+        x = mylib.filter_shard(self.ROWS, ROWS, mesh=MESH)
+        weights = mylib.filter_shard(np.ones((64, 256, 256), np.float32), P(), mesh=MESH)
+
+        def layers(weights, x):
+            return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
+
+        assert told(mylib.filter_jit(layers), weights, x) == []
 
 
 class TestIsNotTold:
@@ -247,3 +303,44 @@ def test_audit_says_how_much_each_device_does():
     assert "  each device does all of the products" in str(whole).splitlines()
     assert mylib.audit(jax.jit(lambda x: x @ x.T).lower(x).compile()).share is None
     assert "of the products" not in str(mylib.audit(lambda x: x + 1, x))
+
+
+def _share(fun, *args):
+    """Of arrays whose shapes and specs are given."""
+    args = [
+        jax.ShapeDtypeStruct(shape, "float32", sharding=jax.NamedSharding(MESH, spec))
+        for shape, spec in args
+    ]
+    report = mylib.audit(jax.jit(fun), *args)
+    return report.share, [line for line in str(report).splitlines() if "of the products" in line]
+
+
+ROW, COLUMN, SQUARE = ((64, 1), P("data")), ((1, 64), P()), ((64, 64), P("data"))
+DIVIDED = {
+    "of vectors": (lambda x, y: jnp.einsum("i,j->ij", x, y), ((64,), P("data")), ((64,), P())),
+    "of rank one": (lambda x, u, v: x + u @ v, SQUARE, ROW, COLUMN),
+    "of rank one beside another": (lambda x, u, v: x.T @ x + u @ v, SQUARE, ROW, COLUMN),
+    "by elements": (lambda x: jnp.einsum("ij,ij->ij", x, x + 1), SQUARE),
+    "by rows": (lambda x: jnp.einsum("ij,ij->i", x, x + 1), SQUARE),
+    "inner": (lambda x: jnp.vdot(x, x + 1), ((4096,), P("data"))),
+    "of split rows": (lambda x, y: x @ y, ((64, 8), P(None, "data")), ((8, 64), P("data"))),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_products_that_the_compiler_takes_apart_are_counted(name):
+    share, lines = _share(*DIVIDED[name])
+    assert share == pytest.approx(1 / 8) and lines == ["  each device does 1/8 of the products"]
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        # XLA computes one of the two.
+        lambda x: x.T @ x + jnp.sin(x.T @ x),
+        lambda x: jnp.linalg.cholesky(x @ x.T + jnp.eye(64)),
+        lambda x: jax.scipy.linalg.solve_triangular(x, x @ x),
+    ],
+)
+def test_the_part_of_what_a_compiler_changes_is_unknown(fun):
+    assert _share(fun, SQUARE) == (None, [])

@@ -171,3 +171,32 @@ class TestOptions:
             if name not in taken:
                 with pytest.raises(TypeError, match=f"{name!r}: "):
                     mylib.filter_jit(lambda x: x, **{name: None})
+
+
+class TestOrder:
+    MODEL = eqx.nn.MLP(8, 8, 8, 1, key=jax.random.key(0))
+
+    def step(self, placement):
+        return mylib.filter_jit(
+            lambda batch, model: (batch, model), in_shardings=placement, mesh=MESH
+        )
+
+    def test_a_model_that_is_given_as_a_batch(self):
+        step = self.step({"batch": P("data")})
+        with pytest.warns(mylib.PlacementWarning) as caught:
+            for _ in range(2):
+                step(self.MODEL, jnp.ones((8, 8)))
+        (warning,) = caught
+        assert "<lambda> is given a MLP as batch" in str(warning.message)
+        assert "another order than the parameters? It was given (batch: MLP, model:" in str(
+            warning.message
+        )
+        assert warning.filename == __file__
+
+    @pytest.mark.parametrize(
+        "placement", [{"batch": mylib.rules.fsdp("data")}, {"model": P("data")}, P("data"), None]
+    )
+    def test_other_placements_are_for_models(self, placement):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", mylib.PlacementWarning)
+            self.step(placement)(self.MODEL, self.MODEL)

@@ -36,6 +36,12 @@ def step(model, x):
     return eqx.apply_updates(model, gradient)
 
 
+def _placed_shape(x):
+    if not eqx.is_array(x):
+        return x
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
 class TestInputs:
     def test_what_it_takes(self):
         model, x = model_and_batch()
@@ -76,6 +82,18 @@ class TestInputs:
 
         report = mylib.audit(mylib.filter_jit(update, donate="all-except-first"), x, model)
         assert [p.path for p in report.parameters][:2] == ["x", "model.layers[0].weight"]
+
+    @pytest.mark.filterwarnings("ignore:Some donated buffers")
+    @pytest.mark.parametrize("donate", ["none", "all", "all-except-first"])
+    def test_shapes_for_a_function_of_equinox(self, donate):
+        args = model_and_batch()
+        jitted = eqx.filter_jit(step, donate=donate)
+        shapes = jax.tree.map(_placed_shape, args)
+        report, real = (mylib.audit(jitted, *each) for each in (shapes, args))
+        assert str(report) == str(real) and report.share == pytest.approx(1 / 8)
+        assert {p.path for p in report.parameters} >= {"model.layers[1].bias", "x"}
+        assert {c.arrays for c in report.among("all-gather")} >= {("model.layers[0].weight",)}
+        assert (real.memory.aliased > 0) == (donate == "all")
 
     def test_what_it_does_not_take(self):
         with pytest.raises(TypeError, match="a int is no function"):

@@ -1,5 +1,6 @@
 """How long a call takes: figures that can be checked by hand. None of this needs a compiler."""
 
+import dataclasses
 import math
 
 import jax
@@ -103,6 +104,33 @@ def test_kernels_reach_less_than_products():
     )
     assert one.seconds == pytest.approx(0.5 / 0.95) and kernel.seconds == pytest.approx(0.5 / 0.4)
     assert one.interval[0] == kernel.interval[0] == pytest.approx(0.5)
+
+
+def test_shares_are_those_of_the_generation():
+    for name, reached in ("a100-80gb", 0.75), ("h100", 0.55), ("v5e", 0.95):
+        chip = machines.CHIPS[name]
+        machine = machines.Machine(chip, 1, (1, 1))
+        one = estimate(work((1, products(reached * chip.flops["bfloat16"]), 0)), [], {}, machine)
+        assert one.seconds == pytest.approx(1, rel=1e-3)
+        assert name not in repr(one)
+
+
+@pytest.mark.parametrize(
+    ("chip", "like"),
+    [
+        (machines.CHIPS["b200"], "h100"),
+        (machines.CHIPS["tpu7x"], "v6e"),
+        (dataclasses.replace(ONE.chip, name="mine", reached={"products": 0.8}), "h100"),
+    ],
+)
+def test_unknown_shares_are_those_of_another_chip(chip, like):
+    found = estimate(work((1, products(1e12), 10)), [], {}, machines.Machine(chip, 1, (1, 1, 1)))
+    missing = "kernels, memory" if chip.reached else "products, kernels, memory"
+    assert f"shares that {missing} reach on {chip.name} are not known" in repr(found)
+    assert f"are those of {like}" in repr(found)
+    share = chip.reached.get("products", machines.CHIPS[like].reached["products"])
+    expected = 1e12 / chip.flops["bfloat16"] * chip.devices / share
+    assert found.parts["compute"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_products_without_a_rate():

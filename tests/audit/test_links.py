@@ -36,6 +36,14 @@ def test_in_a_host(kind, count, published):
     assert found == pytest.approx(published, rel=0.05)
 
 
+def test_the_switch_between_a100s_does_not_add_up():
+    """230 GB/s of bus bandwidth, as for other collectives, where H100s have 470."""
+    a100 = machines.gpu("a100-80gb")
+    found = whole("all-reduce", 1e9, {"data": 8}, ("data",), a100) * 2 * 7 / 8
+    gathered = whole("all-gather", 1e9, {"data": 8}, ("data",), a100) * 7 / 8
+    assert found == pytest.approx(230, rel=0.05) == gathered
+
+
 @pytest.mark.parametrize(
     ("ranks", "hosts", "published"),
     [

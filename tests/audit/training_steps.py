@@ -256,6 +256,9 @@ class Step:
     def contract(self) -> list[Contract]:
         # Statistics of a batch, and the weights of experts.
         some: Any = {"activations": "8 KiB"} if self.model in ("convolutions", "experts") else {}
+        # XLA gathers the rows that are added to a table over two axes.
+        if (self.model, self.strategy) == ("tied", "fsdp_tp"):
+            some = {"activations": "32 KiB"}
         if self.strategy == "data_parallel":
             return [contracts.data_parallel("data", pieces=self.pieces, **some)]
         if self.strategy == "fsdp_tp":

@@ -616,6 +616,8 @@ def test_wrong_arguments():
     cases = [
         ((LISTED, LISTED, KEPT), {}, "does not select Modules"),
         ((LISTED, (), KEPT), {}, "does not select Modules"),
+        ((LISTED, [], KEPT), {}, "does not select Modules"),
+        ((LISTED, KEPT, [Layer]), {}, "the layers .Layer. come before"),
         ((LISTED, {}, KEPT), {}, "does not select Modules"),
         ((LISTED, {Layer: []}, KEPT), {}, "Layer has no method"),
         ((LISTED, Layer, KEPT), {"dtype": jnp.int32}, "not a floating dtype"),
@@ -672,3 +674,11 @@ def test_fsdp_of_stacks_without_annotations():
     assert repr(rule) == "fsdp('data', stacked=(Bare))"
     with pytest.raises(TypeError, match="not a class"):
         fsdp("data", stacked="Bare")
+
+
+def test_several_classes_are_a_list_as_well_as_a_tuple():
+    as_list, as_tuple = (
+        mylib.fully_shard(LISTED, layers, KEPT, mesh=AUTO)
+        for layers in ([Layer, eqx.nn.Linear], (Layer, eqx.nn.Linear))
+    )
+    assert [*map(type, as_list.layers)] == [*map(type, as_tuple.layers)] != [Layer] * 2

@@ -114,3 +114,16 @@ def test_other_shapes_in_the_same_place(mapped):
     # The rule replicates it, so each device has the whole of it.
     y = f(jax.device_put(jnp.ones(8), whole))
     assert y.addressable_shards[0].data.shape == (8,)
+
+
+@pytest.mark.parametrize("spec", [P("data", None), P("data", "one")])
+def test_a_spec_with_too_many_entries_after_a_call_that_it_fits(spec):
+    """Shardings are equal whatever the rank."""
+    mesh = mylib.make_mesh(data=4, one=1, devices=jax.devices()[:4])
+    f = mylib.filter_jit(lambda x: x, in_shardings={"x": spec}, mesh=mesh)
+    place = jax.NamedSharding(mesh, P("data"))
+    for _ in range(2):
+        assert f(jax.device_put(jnp.ones((8, 2)), place)).shape == (8, 2)
+    with pytest.raises(mylib.PlacementError, match="2 entries, for an array of rank 1"):
+        f(jax.device_put(jnp.ones(8), place))
+    assert f(jax.device_put(jnp.ones((8, 2, 2)), place)).shape == (8, 2, 2)

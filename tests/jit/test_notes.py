@@ -134,3 +134,65 @@ def test_arrays_that_an_earlier_call_took():
     with pytest.raises((RuntimeError, ValueError), match="deleted") as error:
         step(model)
     assert "<lambda> was given deleted arrays: model['w']. A call that donates" in notes(error)[0]
+
+
+class Silent:
+    def __str__(self):
+        raise OSError("it has no words")
+
+
+@pytest.mark.parametrize("base", [Exception, ValueError, AssertionError, NotImplementedError])
+def test_errors_that_cannot_be_shown(base):
+    """A user's error whose text can't be had leaves as it is."""
+
+    class Failed(Silent, base):
+        pass
+
+    def fails(x):
+        raise Failed
+
+    kept = jnp.ones(())
+    for decorate in (
+        mylib.filter_jit,
+        mylib.filter_jit(in_shardings=P("data"), mesh=AUTO),
+        mylib.filter_shard_map(mesh=AUTO, in_specs=P("data"), out_specs=P()),
+        mylib.filter_shard_map(mesh=AUTO, in_specs=P("data"), out_specs=P(), jit=False),
+    ):
+        with pytest.raises(Failed):
+            decorate(lambda x: fails(x + kept))(jnp.ones(8))
+        with pytest.raises(Failed):
+            mylib.filter_jit(fails).lower(jnp.ones(8))
+
+
+def test_what_was_compiled_for_other_types():
+    compiled = mylib.filter_jit(lambda x, w: x @ w).lower(jnp.ones(8), jnp.ones(8)).compile()
+    with pytest.raises(TypeError, match="compiled with") as error:
+        compiled(jnp.ones(8), jnp.ones(8, int))
+    assert notes(error) == ["(kept[1] is w)"]
+
+
+class TestTwoMeshes:
+    """One of `mesh=` and another of `jax.set_mesh`."""
+
+    SMALL = mylib.make_mesh(data=4, devices=jax.devices()[:4])
+
+    @pytest.mark.parametrize("where", ["in_shardings", "out_shardings"])
+    def test_they_are_named(self, where):
+        f = mylib.filter_jit(lambda x: x * 2, **{where: P("data")}, mesh=self.SMALL)
+        with jax.set_mesh(AUTO), pytest.raises(ValueError) as error:
+            f(jnp.ones(8))
+        note = notes(error)[-1]
+        assert "<lambda> has mesh=mesh ('data': 4), and is called under" in note
+        assert "mesh ('data': 4, 'model': 2), which differs: leave out mesh=" in note
+
+    def test_other_types_of_axes(self):
+        f = mylib.filter_jit(lambda x: x * 2, in_shardings=P("data"), mesh=EXPLICIT)
+        with jax.set_mesh(AUTO), pytest.raises(ValueError) as error:
+            f(jnp.ones(8))
+        assert "which differs: leave out mesh=" in notes(error)[0]
+
+    def test_one_mesh_is_not(self):
+        f = mylib.filter_jit(lambda x: x * 2, in_shardings=P("nowhere"), mesh=AUTO)
+        with jax.set_mesh(AUTO), pytest.raises(ValueError, match="mesh") as error:
+            f(jnp.ones(8))
+        assert not hasattr(error.value, "__notes__")

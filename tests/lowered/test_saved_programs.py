@@ -2,9 +2,13 @@
 
 import dataclasses
 import inspect
+import json
 import os
 import pickle
+import stat
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from hashlib import sha256
 
 import equinox as eqx
 import jax
@@ -325,6 +329,28 @@ class TestFiles:
         text = message(path)
         assert "is of form 2, and this mylib" in text and "reads form 1" in text
 
+    @pytest.mark.parametrize("form", [1, 2])
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda fields: {"form": fields["form"]},
+            lambda fields: {**fields, "made_for": None},
+            lambda fields: {**fields, "made_for": {"mylib": 3}},
+            lambda fields: {**fields, "results": [1]},
+            lambda fields: {k: v for k, v in fields.items() if k != "form"},
+            lambda fields: [fields],
+            lambda fields: "{",
+        ],
+    )
+    def test_another_header(self, path, form, change):
+        saved(path)
+        program, executable = files.read(path)
+        changed = change({"form": form, **dataclasses.asdict(program)})
+        header = changed.encode() if isinstance(changed, str) else json.dumps(changed).encode()
+        content = len(header).to_bytes(8, "little") + header + executable
+        path.write_bytes(files._KIND + sha256(content).digest() + content)
+        assert "form, and this mylib" in message(path) or "form 2, and this mylib" in message(path)
+
     def test_no_file(self, path):
         with pytest.raises(FileNotFoundError, match="step.mylib"):
             mylib.load_compiled(path, double, jnp.ones(8))
@@ -352,6 +378,67 @@ class TestFiles:
             saved(path)
         monkeypatch.undo()
         assert path.read_bytes() == before and [*path.parent.iterdir()] == [path]
+
+
+class TestWhere:
+    """`save` writes where `open(path, "wb")` would."""
+
+    def test_through_links(self, path, tmp_path):
+        (tmp_path / "other").mkdir()
+        target = tmp_path / "other" / "of any name"
+        for link, to in (path, "other/of any name"), (tmp_path / "second", path):
+            link.symlink_to(to)
+            saved(link)
+            assert link.is_symlink() and mylib.load_compiled(link, double, np.ones(8, np.float32))
+        assert [*target.parent.iterdir()] == [target]
+
+    def test_into_a_pipe(self, path):
+        os.mkfifo(path)
+        with ThreadPoolExecutor(1) as pool:
+            got = pool.submit(path.read_bytes)
+            saved(path)
+            content = got.result(timeout=20)
+        assert path.is_fifo() and content.startswith(files._KIND)
+
+    def test_into_what_the_shell_has_opened(self, path):
+        reads, writes = os.pipe()
+        with open(reads, "rb") as file, open(writes, "wb"):
+            files.replace_file(f"/dev/fd/{writes}", b"some")
+            assert file.read(4) == b"some"
+
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root makes devices")
+    def test_into_a_device(self, path):
+        try:
+            os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # like /dev/null
+            path.write_bytes(b"")
+        except PermissionError as error:
+            pytest.skip(f"this machine allows no devices here: {error}")
+        saved(path)
+        assert path.is_char_device() and path.read_bytes() == b""
+
+    @pytest.mark.parametrize("umask", [0o022, 0o027, 0o077])
+    def test_mode(self, path, umask):
+        former = os.umask(umask)
+        try:
+            saved(path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+            path.chmod(0o640)
+            saved(path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o640
+        finally:
+            os.umask(former)
+
+    @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+    def test_owner(self, path):
+        saved(path)
+        os.chown(path, 1234, 1235)
+        saved(path)
+        assert (path.stat().st_uid, path.stat().st_gid) == (1234, 1235)
+
+    def test_a_long_name(self, tmp_path):
+        path = tmp_path / ("x" * 255)
+        saved(path)
+        assert [*tmp_path.iterdir()] == [path]
 
 
 class TestRefused:

@@ -71,7 +71,11 @@ class TestMakeMesh:
         ("arguments", "told"),
         [
             ({}, "needs an axis"),
-            ({"a": 3}, r"a=3 needs 3 devices, and there are 8. Change a size, or let one be -1$"),
+            (
+                {"a": 3},
+                r"a=3 needs 3 devices, and there are 8. Change a size, or let one be -1, or leave "
+                r"devices out: devices=jax.devices\(\)\[:3\]$",
+            ),
             ({"a": 9}, "To simulate 9 devices on a CPU, set XLA_FLAGS=--xla_force_host_platform_"),
             ({"a": -1, "b": 3}, "needs a multiple of 3 devices"),
             ({"a": -1, "b": -1}, "one of them may be -1"),
@@ -411,3 +415,25 @@ Total hbm usage >= 41.74G:
         product = next(x for x in fit.temporaries if x.primitive == "dot_general")
         assert (product.dtype, product.shape) == ("bf16", (512, 4096))
         assert product.bytes == 512 * 4096 * 2 and product.source.startswith("test_machines.py:")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"devices": 8}, r"devices=8: write a sequence of devices, such as jax.devices\(\)\[:8\]"),
+        ({"data": 4, "devices": [0, 1, 2, 3]}, "write a sequence of devices"),
+        ({"data": 8, "devices": "cpu"}, "devices='cpu': write a sequence of devices"),
+        ({"data": 8, "explicit": True}, r"explicit=True: write the names .*, of \('data'\)"),
+        ({"data": "8"}, "the size of 'data' is no integer"),
+        ({"axis_shapes": (8,), "axis_names": ("data",)}, "the size of 'axis_shapes' is no integer"),
+    ],
+)
+def test_wrong_arguments_of_make_mesh(options, says):
+    with pytest.raises(TypeError, match=says):
+        mylib.make_mesh(**options)
+
+
+def test_an_array_of_devices():
+    devices = np.array(jax.devices()).reshape(4, 2)
+    mesh = mylib.make_mesh(data=4, model=2, devices=devices)
+    assert mesh == mylib.make_mesh(data=4, model=2)

@@ -2,9 +2,11 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -377,6 +379,40 @@ def test_the_receiver_is_alone(seconds):
     all_equal(text)
     assert "process 1 waits for float32[8] in " in text
     assert "process 0 has not sent it" in text and "MYLIB_EXCHANGE_TIMEOUT" in text
+
+
+def _ports() -> set[int]:
+    """The ports at which this process listens."""
+    sockets = set()
+    for file in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            sockets.add(file.readlink().name)
+    rows = [x.split() for x in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    mine = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return {int(row[1].partition(":")[2], 16) for row in mine}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks for ports as on Linux")
+@pytest.mark.parametrize("attacked", [0, 1])
+def test_a_silent_connection_from_elsewhere(attacked, seconds):
+    """To a port of JAX's server: it would hold the next transfer for ever."""
+    before = _ports()
+    x, _, second = _connected()
+    seconds(5)
+    barrier()
+    held = []
+    if jax.process_index() == attacked:
+        for port in _ports() - before:
+            held.append(socket.create_connection(("127.0.0.1", port)))
+    barrier()
+    start = time.monotonic()
+    mpmd.transfer(x, P(), mesh=second)
+    text = _next_error()
+    assert time.monotonic() - start < 40
+    all_equal(text)
+    assert "process 0 has offered it for 5 s, and it has not arrived" in text
+    assert "holds a port" in text and "MYLIB_TRANSPORT=program" in text
 
 
 @pytest.mark.thorough

@@ -746,3 +746,45 @@ class TestUnderVmap:
         jax.jit(jax.vmap(f))(columns)
         jax.jit(jax.vmap(f, in_axes=1))(rows)
         jax.jit(jax.vmap(lambda _, x: f(x), in_axes=(0, None)))(rows, rows)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of each device", "the same"])
+def test_the_advice_for_numbers_works(own):
+    """What an error says of a number with an axis in its spec."""
+
+    def total(x, mended):
+        y = jnp.sum(x) if own else jax.lax.psum(jnp.sum(x), "data")
+        return y[None] if own and mended else y
+
+    def mapped(spec, mended):
+        return mylib.filter_shard_map(mesh=AUTO, in_specs=P("data"), out_specs=spec)(
+            lambda x: total(x, mended)
+        )(jnp.ones(8))
+
+    with pytest.raises(mylib.PlacementError, match="return x.None. if each device has a number"):
+        mapped(P("data"), mended=False)
+    assert mapped(P("data") if own else P(), mended=True).shape == (
+        (AUTO.shape["data"],) if own else ()
+    )
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_captured_arrays_on_explicit_axes_are_named(jit):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    there = mylib.filter_shard(jnp.ones(8), P("data"), mesh=mesh)
+    f = mylib.filter_shard_map(
+        lambda x: x + there, mesh=mesh, in_specs=P("data"), out_specs=P("data"), jit=jit
+    )
+    with pytest.raises(NotImplementedError, match="Closing over") as error:
+        f(there)
+    assert "captures there, which is on a mesh already: pass it" in "".join(error.value.__notes__)
+
+    def inside(x):
+        y = 2 * x
+        return mylib.filter_shard_map(
+            lambda x: x + y, mesh=mesh, in_specs=P("data"), out_specs=P("data"), jit=jit
+        )(x)
+
+    with pytest.raises(NotImplementedError, match="Closing over") as error:
+        mylib.filter_jit(inside)(there)
+    assert "captures y, which is on a mesh already: pass it" in "".join(error.value.__notes__)

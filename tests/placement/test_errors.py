@@ -282,6 +282,18 @@ class TestWords:
             "data",
         )
 
+    def test_a_class(self):
+        says(
+            f"""
+            can't place 1 leaf:
+              the array (8, 4)
+                asked for: {P!r}
+                but the class {P.__name__} is not a placement
+                instead: make one: {P.__name__}(...)
+            """,
+            P,
+        )
+
     @pytest.mark.parametrize("mesh", [MESH, TYPED, PAPER], ids=["auto", "explicit", "abstract"])
     def test_a_mesh(self, mesh):
         says(
@@ -464,6 +476,16 @@ class TestPrefixes:
             [ones(8), ones(8)],
             (P(), P()),
         )
+
+    def test_a_module_of_placements_as_a_rule(self):
+        class Rule(eqx.Module):
+            spec: P
+
+            def __call__(self, leaf):
+                return self.spec
+
+        error = error_of(mylib.resolve, [ones(8)], Rule(P("data")), mesh=MESH)
+        assert "keeps its placements and arrays in static fields" in error.faults[0].fix
 
     def test_for_a_single_array(self):
         error = error_of(mylib.resolve, ones(8, 4), ("data", None), mesh=MESH)

@@ -186,3 +186,39 @@ def test_keys_are_no_numbers():
         mylib.PlacementError, match=r"1 leaf:\n  \['keys'\].*\n.*\n.*can't be summed"
     ):
         jax.jit(lambda tree: mylib.filter_shard(tree, P(unreduced={"a"}), mesh=mesh))(tree)
+
+
+def test_where_present_leaves_out_absent_axes():
+    rule = mylib.rules.where_present(P("a", unreduced={"q"}, reduced={"r"}))
+    mesh = grid(EXPLICIT, EXPLICIT)
+    assert mylib.resolve(X, rule, mesh=mesh).spec == P("a")
+    assert "without 'q', 'r'" in str(mylib.explain(X, rule, mesh))
+    there = mylib.rules.where_present(P(("a", "q"), unreduced={"b"}))
+    assert mylib.resolve(X, there, mesh=mesh).spec == P("a", unreduced={"b"})
+    # `where_present` speaks only for its own side of `&`.
+    both = (lambda leaf: P(unreduced={"q"})) & mylib.rules.where_present(P("a"))
+    with pytest.raises(mylib.PlacementError, match="has no axis 'q'"):
+        mylib.resolve(X, both, mesh=mesh)
+
+
+def test_a_scalar_with_partial_sums():
+    mesh = grid(EXPLICIT, EXPLICIT)
+    with pytest.raises(mylib.PlacementError, match="for an array of rank 0"):
+        mylib.filter_shard(jnp.zeros(()), P("a", unreduced={"b"}), mesh=mesh)
+
+
+@pytest.mark.skipif(not hasattr(jax.sharding, "UnreducedKind"), reason="JAX 0.10 has only sums")
+def test_maxima_are_not_sums():
+    mesh = grid(EXPLICIT, EXPLICIT)
+    specs = [P(unreduced={"a"}, unreduced_kind=kind) for kind in jax.sharding.UnreducedKind]
+    shards = [jax.device_put(np.full(2, i), d) for i, d in enumerate(mesh.devices.flat)]
+    for spec, kind in zip(specs, ("sums", "maxima", "minima"), strict=True):
+        x = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, spec), shards)
+        assert f"partial {kind}: the values are the {kind} of the copies over 'a'" in str(
+            mylib.show(x)
+        )
+        assert mylib.filter_shard(x, spec, mesh=mesh) is x
+        for other in specs:
+            later = jax.ShapeDtypeStruct((2,), x.dtype, sharding=NamedSharding(mesh, other))
+            (move,) = mylib.show(x, later).moves
+            assert (move.what == "another sharding") == (other != spec)

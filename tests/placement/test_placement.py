@@ -349,15 +349,46 @@ class TestRules:
             def __call__(self, leaf):
                 return P(self.axis)
 
+        class Node(eqx.Module):
+            axis: str
+            inner: Any = None
+
+            def __call__(self, leaf):
+                return P(self.axis)
+
+            def rule(self, leaf):
+                return self
+
+        def over(axis, leaf):
+            return P(axis)
+
         rules = [
             by_rank,
             lambda leaf: by_rank(leaf),
-            functools.partial(lambda axis, leaf: P(axis), "data"),
+            functools.partial(over, "data"),
             Method().rule,
             Frozen("data"),
+            Node("data"),
+            Node("data", by_rank),
+            Node("data").rule,
+            jax.tree_util.Partial(over, "data"),
+            eqx.Partial(over, "data"),
         ]
         for rule in rules:
             assert targets([X], rule) == [ROWS]
+            assert targets({"a": [X], "b": X}, {"a": rule, "b": P()}) == [ROWS, WHOLE]
+            assert targets([X], rule | mylib.rules.replicated()) == [ROWS]
+            assert targets([X], mylib.rules.where_even(rule)) == [ROWS]
+            step = mylib.filter_jit(lambda x: x, in_shardings={"x": rule}, mesh=MESH)
+            assert step(X).sharding == ROWS
+
+    def test_a_rule_without_end(self):
+        class Endless:
+            def rule(self, leaf):
+                return self.rule
+
+        with pytest.raises(mylib.PlacementError, match="the rule returns itself"):
+            targets([X], Endless().rule)
 
     def test_each_leaf_is_asked_about_once_and_in_order(self):
         asked = []
@@ -501,6 +532,27 @@ class TestPrefixes:
         prefix = jax.tree.map(lambda x: WHOLE, Layer(X, X, activation=None))
         assert callable(prefix)
         assert targets(Layer(X, X), prefix) == [WHOLE, WHOLE, None]
+
+    def test_a_module_of_rules_is_a_prefix_of_its_own_structure(self):
+        prefix = Layer(by_rank, lambda leaf: P(), None)
+        assert targets(Layer(X, X), prefix) == [ROWS, WHOLE, None]
+        assert targets([Layer(X, X)], [prefix]) == [ROWS, WHOLE, None]
+
+    def test_a_module_without_placements_that_does_not_fit_is_called(self):
+        asked = []
+
+        class Asked(eqx.Module):
+            name: str
+
+            def __call__(self, leaf):
+                asked.append((self.name, leaf.name))
+                return None
+
+        tree = {"a": Layer(X, X), "b": X}
+        assert targets(tree, {"a": Asked("first"), "b": Asked("second")}) == [None] * 4
+        assert asked == [
+            ("first", "['a'].weight"), ("first", "['a'].bias"), ("second", "['b']"),
+        ]  # fmt: skip
 
     def test_a_model_with_parts_of_it_replaced(self):
         model = mlp()

@@ -1,9 +1,12 @@
 """Placements that could be passed by silently: Equinox's `if_array`, and arguments swapped."""
 
+import inspect
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -78,3 +81,24 @@ def test_trees_without_arrays_are_left_alone():
         placed = mylib.filter_shard(tree, placement, mesh=MESH)
         assert all(placed[key] is tree[key] for key in tree)
     assert mylib.filter_shard([], P("data"), mesh=MESH) == []
+
+
+@pytest.mark.parametrize("verb", [mylib.filter_shard, mylib.filter_device_put])
+@pytest.mark.parametrize("names", ["x device_or_shardings", "x device", "tree placement"])
+def test_the_keywords_of_others(verb, names):
+    x, placement = names.split()
+    with pytest.raises(TypeError, match=r"given by position: \w+\(tree, placement, mesh=mesh\)"):
+        verb(**{x: jnp.ones(8), placement: jax.devices()[0]})
+    with pytest.raises(TypeError, match=f"takes no {placement}="):
+        verb(jnp.ones(8), **{placement: jax.devices()[0]})
+    assert [*inspect.signature(verb).parameters][:3] == ["tree", "placement", "mesh"]
+
+
+def test_an_optimiser_in_place_of_its_state():
+    optim = optax.adam(1e-3)
+    with pytest.warns(mylib.PlacementWarning, match="0 arrays are placed: .* an optimiser"):
+        assert mylib.filter_shard(optim, P(), mesh=MESH) is not None
+    # Other trees without arrays are ordinary, and so is an optimiser among others.
+    for tree in (optax.EmptyState(), (), jax.nn.relu, [jax.nn.relu], 3, eqx.nn.Identity()):
+        mylib.filter_shard(tree, P(), mesh=MESH)
+    mylib.filter_shard({"optim": optim, "state": jnp.ones(8)}, P(), mesh=MESH)

@@ -622,7 +622,7 @@ def compare(plan, step, args, again, expected, program):
         told = f"{plan.chosen.name}, call {number}: "
         donated = number > 0 or program.start == "made"
         same(out, wanted, plan, told)
-        for name in plan.applying.returned if donated else ():
+        for name in plan.applying.donated if donated else ():
             left = [
                 jtu.keystr(path)
                 for path, x in jtu.tree_leaves_with_path(given[name])

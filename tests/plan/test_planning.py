@@ -1,6 +1,7 @@
 """`plan`: what it finds, says, and refuses."""
 
 import threading
+from dataclasses import replace
 
 import equinox as eqx
 import jax
@@ -70,7 +71,7 @@ class TestPlan:
         for path, spec in model.items():
             assert state[f"[0].mu{path}"] == state[f"[0].nu{path}"] == spec
             assert made.applying.results[f"[0]{path}"] == spec
-        assert made.applying.returned == ("model", "state")
+        assert made.applying.donated == ("model", "state")
 
     def test_rules_explain(self, made):
         explanation = mylib.explain(MLP[1], made.kept, made.mesh)
@@ -108,7 +109,6 @@ class TestPlan:
         plan = modelled(STEP, *MLP)
         assert plan.why_not(plan.chosen.name).endswith("was chosen: " + plan.chosen.reason)
         assert "times as long" in plan.why_not(plan.others[-1].name)
-        assert "no mesh of cpu x 8" in plan.why_not("FSDP 3")
 
     def test_code_without_rows(self):
         plan = modelled(STEP, *MLP, axes={"model": 8})
@@ -126,6 +126,37 @@ class TestPlan:
             theirs = mylib.resolve(MLP[1], names[name], mesh=names["mesh"])
             same = jax.tree.map(lambda a, b: a.spec == b.spec, ours, theirs)
             assert all(jax.tree.leaves(same))
+
+
+class TestModelled:
+    """What a plan says without a compiler, and beside what was compiled."""
+
+    def test_the_mesh_needs_no_compiler(self, monkeypatch):
+        def missing(*_):
+            raise mylib.machines.CompilerError("there is none")
+
+        monkeypatch.setattr(mylib.machines._machine, "gpus", missing)
+        plan = modelled(STEP, *MLP, machine="h100 x 16")
+        assert dict(plan.mesh.shape) == plan.axes
+        assert not mylib.explain(MLP[1], plan.kept, plan.mesh).faults
+        with pytest.raises(mylib.machines.CompilerError):
+            plan.jit(STEP)
+
+    def test_modelled_seconds_are_beside_the_others(self, made):
+        compiled = replace(made.chosen, compiled=True, seconds=2 * made.chosen.modelled)
+        plan = replace(made, chosen=compiled)
+        beside = f"compiled ({made.chosen.modelled * 1e3:.3g} ms modelled)"
+        assert beside in repr(plan) and beside not in repr(made)
+        told = f"the chosen one {made.chosen.modelled * 1e3:.3g} ms by the same model"
+        assert told in plan.why_not(made.others[0].name)
+
+    def test_whole_weights_are_not_called_wasteful(self):
+        model = eqx.filter_eval_shape(eqx.nn.Linear, 1024, 1024, key=KEY)
+        args = jax.ShapeDtypeStruct((65536, 1024), jnp.float32), model, None
+        plan = modelled(lambda x, model, state: jax.vmap(model)(x), *args, axes={"data": 8})
+        assert plan.chosen.name == "DP 8"
+        explained = str(mylib.explain(model, plan))
+        assert "large and replicated: .weight" in explained and "wast" not in explained
 
 
 class Tied(eqx.Module):
@@ -344,7 +375,7 @@ class TestRefuses:
         step = steps.step_of(
             lambda model, x: jnp.mean(jax.vmap(model)(mylib.filter_shard(x, P("data"))))
         )
-        with pytest.raises(mylib.PlanError, match="traced before there is a mesh"):
+        with pytest.raises(mylib.PlanError, match="the array at .*needs a mesh"):
             modelled(step, *MLP)
 
     def test_no_batch(self):
@@ -509,7 +540,7 @@ def test_a_cache_has_rows_and_heads():
     plan = modelled(steps.decode, *steps.DECODED, axes={"data": 4, "model": 2})
     assert plan.applying.arguments["cache"] == {"": ("data", None, "model")}
     assert plan.applying.results["[1]"] == ("data", None, "model")
-    assert plan.applying.returned == ("cache",)
+    assert plan.applying.donated == ("cache",)
 
 
 def test_biases_of_convolutions():
@@ -517,7 +548,7 @@ def test_biases_of_convolutions():
     make = lambda key: eqx.nn.Conv2d(3, 8, 3, padding=1, key=key)  # noqa: E731
     args = steps.abstract(make, jax.ShapeDtypeStruct((16, 3, 8, 8), jnp.float32))
     plan = modelled(STEP, *args, axes={"data": 8})
-    assert plan.applying.returned == ("model", "state")
+    assert plan.applying.donated == ("model", "state")
 
 
 def test_two_models():
@@ -537,7 +568,8 @@ def test_two_models():
     assert set(plan.applying.order) == {"[1][0]", "[1][1]"}
     split = {path for used in plan.applying.used.values() for path, spec in used.items() if spec}
     assert ".layers[0].weight" in split
-    assert plan.code().count("fully_shard(models[") == 2
+    for i in range(2):
+        assert f"sharded_models_{i}(models[{i}]) instead of models[{i}]" in plan.code()
 
 
 def test_models_with_layers_of_their_own():
@@ -606,7 +638,7 @@ def test_a_state_of_batch_norm():
     # The statistics of the hidden layer are split as that is.
     assert ("model",) in plan.applying.arguments["state"].values()
     assert plan.applying.arguments["batch"] == {"": ("data",)}
-    assert plan.applying.returned == ("model", "state") and plan.layers == ()
+    assert plan.applying.donated == ("model", "state") and plan.layers == ()
 
 
 @pytest.mark.parametrize(("machine", "count"), [("h100 x 16", 16), ("v5e 4x4", 16)])

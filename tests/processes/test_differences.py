@@ -12,7 +12,7 @@ from hypothesis import given, strategies as st
 
 from mylib import Fault, PlacementError
 from mylib._processes import copies, differences
-from mylib._text import in_short
+from mylib._text import apart, in_short
 
 PROCESSES = 200
 EVERYBODY = tuple(range(PROCESSES))
@@ -156,6 +156,32 @@ def test_copies_of_which_not_all_are_examined():
 def test_equal_facts():
     brief = {me: differences.in_brief([], {EVERYBODY: {"a": "1"}}) for me in EVERYBODY}
     assert differences.difference_of(brief) is None
+
+
+def test_long_texts_that_differ_in_a_digit():
+    texts = [f"{'an array of some kind ' * 12}in train.py:{n} on process 0" for n in (21, 22)]
+    (only,), *_ = outcome(lambda me: {EVERYBODY: {"w": texts[me == 50]}})
+    assert only.reason.endswith("; the first has train.py:21, the second train.py:22")
+    # What is short is read as it is.
+    assert apart("train.py:21", "train.py:22") == ""
+
+
+@given(*[st.text("ab ", max_size=6)] * 3)
+def test_where_texts_differ(first, second, after):
+    around = "x " * 60
+    told = apart(f"{around}{first}{after}", f"{around}{second}{after} {around}")
+    assert told == "" or told.startswith("; the first has ")
+
+
+def test_very_long_texts():
+    """Of the user's own: nobody reads 2 MB, and they are different at the end."""
+    long = "x" * 2_000_000
+    found = outcome(lambda me: {(0, 1): {f"{long}.w": f"{long}{me}"}}, processes=(0, 1))
+    (only,) = found.faults
+    assert found.sent < 2_000 and found.read < 2_000
+    assert len(only.reason) < 20_000 and only.reason.count("(2000001 characters) (check") == 2
+    (only,) = outcome(lambda me: {}, lambda me: [fault(long)] * me, (0, 1)).faults
+    assert len(only.reason) < 10_000
 
 
 @given(st.lists(st.integers(0, 30), max_size=40))

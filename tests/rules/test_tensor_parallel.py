@@ -183,7 +183,8 @@ class TestFaults:
         assert "patterns of both kinds match it" in text
 
     def test_an_array_without_names(self):
-        text = said({"up": jnp.ones((8, 8))}, tensor_parallel("model", column="['up']") | P)
+        rule = tensor_parallel("model", column="['up']") | replicated()
+        text = said({"up": jnp.ones((8, 8))}, rule)
         assert "it is not the weight or bias of a linear layer or a convolution" in text
 
     def test_no_such_axis(self):

@@ -152,7 +152,7 @@ class TestTotals:
         explanation = mylib.explain(tree, rule, ABSTRACT)
         (row,) = explanation.replicated
         assert row.leaf.name == "['large']" and row.wasted == 7 * 2**20
-        assert "large and replicated: ['large'] on 8 devices, which wastes 7 MiB" in str(
+        assert "large and replicated: ['large'] on 8 devices, 7 MiB more than in one copy" in str(
             explanation
         )
         # A copy of each part on every pair of devices is a waste, too, but no whole copy.

@@ -1,9 +1,11 @@
 """`show`: the table of a tree, what it says of leaves of every kind, and what has moved."""
 
+import gc
 import io
 import re
 import sys
 import time
+import weakref
 from textwrap import dedent
 
 import equinox as eqx
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float
 from notebook_pages import of_ones
 
 import mylib
@@ -241,6 +244,34 @@ class TestLeaves:
 
         jax.grad(told)(jnp.ones(4))
         jax.vmap(told)(jnp.ones((2, 4)))
+
+
+@pytest.mark.parametrize(
+    "show",
+    [
+        mylib.show,
+        lambda tree: mylib.show(tree, mylib.filter_shard(tree, P(), mesh=MESH)),
+        mylib.explain,
+        lambda tree: mylib.explain(tree, fsdp("data"), MESH),
+        lambda tree: mylib.explain(tree, P("data", "data"), MESH),
+    ],
+    ids=["show", "changes", "explain", "explain a rule", "faults"],
+)
+def test_results_keep_no_arrays_alive(show):
+    tree = {"layer": Named(jnp.ones((8, 8))), "x": np.ones(8)}
+    arrays = [weakref.ref(tree["layer"].weight), weakref.ref(tree["x"])]
+    result = show(tree)
+    texts = str(result), result._repr_html_()
+    del tree
+    gc.collect()
+    assert [x() for x in arrays] == [None, None]
+    assert (str(result), result._repr_html_()) == texts
+    leaf = result.rows[0].leaf
+    assert leaf.axes == ("out", "in") and leaf.owners == ((Named, ("weight",)),)
+
+
+class Named(eqx.Module):
+    weight: Float[Array, "out in"]
 
 
 class TestMoves:

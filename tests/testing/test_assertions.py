@@ -1,6 +1,7 @@
 """`assert_placed`: arrays are where `filter_shard` would put them."""
 
 import contextlib
+import math
 
 import equinox as eqx
 import jax
@@ -168,3 +169,8 @@ def test_alone():
     """In one process the assertions about many hold."""
     assert info().process_count == 1
     assert_same_everywhere({"x": jnp.ones(3), "key": jax.random.key(0), "f": jnp.sin, "n": None})
+
+
+@pytest.mark.parametrize("value", [math.nan, [math.nan, 1], {"b": math.nan, "a": None}])
+def test_nan_is_equal_to_itself(value):
+    mylib.testing.all_equal(value)

@@ -667,6 +667,78 @@ def test_a_session_without_such_tests_imports_nothing(small):
     small.runpytest_subprocess(timeout=300).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("pytest.exit('enough')", "process 1 called pytest.exit: enough"),
+        ("signal.raise_signal(signal.SIGINT)", "process 1 was interrupted"),
+    ],
+)
+def test_one_process_that_is_asked_to_stop(small, end, told):
+    """The others get a moment, not the limit of the test."""
+    small.makepyfile(
+        test_small=f"""
+        import signal, time
+        import jax, pytest
+        @pytest.mark.multihost(processes=2, devices_per_process=1)
+        def test_stops():
+            # A shell that starts this in the background ignores it.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            if jax.process_index() == 1: {end}
+            time.sleep(1000)
+        """
+    )
+    done = small.runpytest_subprocess("-o", "multihost_timeout=1000", timeout=280)
+    assert told in done.stdout.str(), done.stdout.str()
+
+
+@pytest.mark.slow
+def test_deaths_that_are_not_expected(small):
+    small.makepyfile(
+        test_small="""
+        import os, pytest
+        pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
+        @pytest.mark.xfail(condition=False, reason="never")
+        def test_not_expected(): os._exit(3)
+        @pytest.mark.xfail("False", reason="in words")
+        def test_not_expected_either(): os._exit(3)
+        @pytest.mark.xfail(condition=True, reason="always")
+        def test_expected(): os._exit(3)
+        """
+    )
+    small.runpytest_subprocess(timeout=280).assert_outcomes(failed=2, xfailed=1)
+
+
+@pytest.mark.slow
+def test_standard_streams(small):
+    small.makepyfile(
+        test_small="""
+        import os, sys
+        import jax, pytest
+        pytestmark = pytest.mark.multihost(processes=2, devices_per_process=1)
+        def test_none(monkeypatch):
+            monkeypatch.setattr(sys, "stdout", None)
+            print("nowhere")
+        def test_closed():
+            if jax.process_index() == 1: [os.close(i) for i in (1, 2)]
+        """
+    )
+    done = small.runpytest_subprocess(timeout=280)
+    done.assert_outcomes(passed=1, failed=1)
+    assert "process 1 of 2: the test has closed standard output (file desc" in done.stdout.str()
+
+
+@pytest.mark.parametrize("process", ["7", "-1"])
+def test_a_debugger_in_no_process(small, process):
+    small.makepyfile(
+        test_small="import pytest\n@pytest.mark.multihost(processes=2)\ndef test_it(): assert False"
+    )
+    done = small.runpytest_subprocess(f"--multihost-debug={process}", timeout=280)
+    assert done.ret == pytest.ExitCode.USAGE_ERROR
+    done.stderr.fnmatch_lines([f"*--multihost-debug {process}: *They run in 2 processes at most*"])
+
+
 # --- processes that somebody else has started ----------------------------------------------------
 
 
@@ -752,6 +824,30 @@ def test_member_sessions_end_together(small, launched):
     for index in (0, 1):
         assert f"[{index}] multihost: the session ends. process 1: " in text
     assert re.search(r"\[0\] .*line \d+ in test_waits", text), text
+
+
+@pytest.mark.slow
+def test_member_sessions_keep_what_they_know(small, launched):
+    """A process that hangs ends all of them, and yet what has failed before is told."""
+    small.makepyfile(
+        test_small="""
+        import time
+        import jax, pytest
+        pytestmark = pytest.mark.multihost(timeout=5)
+        def test_fails(): assert jax.process_count() == 1
+        def test_passes(): pass
+        def test_hangs():
+            if jax.process_index() == 1: time.sleep(1000)
+        def test_never_reached(): pass
+        """
+    )
+    done = launched(*MEMBER, "--junitxml=written.xml")
+    text = done.stdout.str()
+    assert done.ret == 70, text
+    assert "2 failed, 1 passed" in text and "assert 2 == 1" in text
+    assert re.search(r"(?s)--- process 1 was here ---.* in test_hangs", text), text
+    written = Path("written.xml").read_text()
+    assert written.count("<failure") == 2 and "test_hangs has not finished within its" in written
 
 
 @pytest.mark.thorough

@@ -403,6 +403,31 @@ def test_no_placement_means_the_default_device():
         assert mylib.filter_device_put(x).devices() == {jax.devices()[2]}
 
 
+def test_a_mesh_without_a_placement_is_refused():
+    with pytest.raises(mylib.PlacementError, match="without a placement there is no PartitionSpec"):
+        mylib.filter_device_put(np.zeros(8), mesh=mesh_1d())
+
+
+def test_a_check_without_a_placement():
+    replicated = NamedSharding(mesh_1d(), P())
+    shards = [jax.device_put(np.full(2, i), device) for i, device in enumerate(jax.devices())]
+    differing = jax.make_array_from_single_device_arrays((2,), replicated, shards)
+    assert mylib.filter_device_put(differing) is differing
+    with pytest.raises(mylib.ReplicaError):
+        mylib.filter_device_put(differing, check=True)
+    with pytest.raises(TypeError, match="check=True compares values"):
+        jax.jit(lambda x: mylib.filter_device_put(x, check=True))(jnp.ones(2))
+
+
+def test_nothing_that_stays_is_donated():
+    # As in `jax.device_put`.
+    x, y = jax.device_put(jnp.ones(8), jax.devices()[3]), np.ones(8)
+    placed, made = mylib.filter_device_put((x, y), donate=True)
+    assert placed is x and not x.is_deleted() and (made == y).all()
+    with pytest.raises(mylib.PlacementError, match="a donated array can't share its memory"):
+        mylib.filter_device_put(x, donate=True, may_alias=True)
+
+
 def test_memory_kinds_there_and_back():
     sharding = NamedSharding(mesh_1d(), P("d"))
     x = np.arange(16.0, dtype=np.float32)
@@ -437,6 +462,29 @@ def test_src_says_where_cotangents_go():
     x = np.arange(8.0, dtype=np.float32)
     y, pull = jax.vjp(lambda x: mylib.filter_device_put(x, TARGETS["sharded"], src=home), x)
     assert pull(y)[0].sharding == home
+
+
+@pytest.mark.parametrize("start", ["numpy", "uncommitted", "other_device", "sharded"])
+def test_src_without_a_placement(start):
+    x = np.arange(8.0, dtype=np.float32)
+    if start != "numpy":
+        x = jnp.asarray(x) if start == "uncommitted" else jax.device_put(x, TARGETS[start])
+    home = SingleDeviceSharding(jax.devices()[6])
+
+    def loss(x, put):
+        return (put(x, src=home) ** 2).sum()
+
+    assert_as_jax(jax.grad(loss)(x, mylib.filter_device_put), jax.grad(loss)(x, jax.device_put))
+    # `jax.device_put` has it for the batch, too, and `filter_device_put` for each example.
+    batch = np.stack([x, x])
+    assert jax.vmap(jax.grad(loss), (0, None))(batch, mylib.filter_device_put).sharding == home
+    in_program = jax.jit(jax.grad(loss), static_argnums=1)(x, mylib.filter_device_put)
+    np.testing.assert_array_equal(in_program, 2 * np.arange(8.0))
+
+
+def assert_as_jax(ours, theirs):
+    assert (ours.sharding, ours.committed) == (theirs.sharding, theirs.committed)
+    np.testing.assert_array_equal(ours, theirs)
 
 
 def test_grad_through_a_move_between_backends():

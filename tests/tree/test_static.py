@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 import mylib
+from mylib._jit import variants
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +125,9 @@ class TestSharing:
 
 class TestBound:
     @pytest.mark.slow
-    def test_programs_are_let_go(self):
+    def test_programs_are_let_go(self, monkeypatch):
+        monkeypatch.setattr(variants, "_MOST", 256)
+
         class Name:
             pass
 
@@ -189,3 +192,32 @@ class TestNumbersThatChange:
             warnings.simplefilter("error")
             self.run(f, map(jnp.asarray, range(30)))
         assert len(f.program.variants) == 1
+
+    @pytest.mark.parametrize(
+        ("make", "texts"),
+        [
+            (
+                lambda i: {"lr": i, "m": 2 * i},
+                ("y['lr'], y['m'] are", "Pass jnp.asarray(y['lr']) and jnp.asarray(y['m'])."),
+            ),
+            (lambda i: [i, 7, 2 * i], ("y[*], 2 leaves are", "Pass jnp.asarray(y).")),
+            (
+                lambda i: [{"a": i}, {"a": 2 * i}],
+                ("y[0..1]['a'] are", "Pass jnp.asarray of each."),
+            ),
+        ],
+        ids=["two", "a list", "a list of dicts"],
+    )
+    def test_what_to_pass_works(self, make, texts):
+        f = mylib.filter_jit(lambda x, y: x)
+        with pytest.warns(mylib.StaticNumberWarning) as caught:
+            self.run(f, map(make, range(12)))
+        (warning,) = caught
+        assert all(text in str(warning.message) for text in texts), warning.message
+
+    def test_a_batch_that_is_a_list_is_told_at_once(self):
+        f = mylib.filter_jit(lambda x, batch: x)
+        with pytest.warns(mylib.StaticNumberWarning) as caught:
+            self.run(f, ([[i + j + 0.5 for j in range(48)]] * 16 for i in range(2)))
+        assert "its arguments batch[0..15][0..47] are" in str(caught[0].message)
+        assert "Pass jnp.asarray(batch)." in str(caught[0].message)

@@ -41,6 +41,12 @@ def evaluate(state):
     return jnp.sort(state)
 
 
+TWO = [
+    mylib.filter_jit(fun, out_shardings=spec, mesh=MESH)
+    for fun, spec in ((lambda x: x.sum(), P()), (lambda x: x * 2, P("d")))
+]
+
+
 def never(x):
     if ME == ODD:
         hang()
@@ -144,6 +150,10 @@ def train(watch: "mylib.Watching") -> None:
             state, loss = step(batch, state)
             if CASE == "exchanged" and i == 4 and ME != ODD:
                 jax.block_until_ready(evaluate(state))
+            if CASE == "lambdas" and i > 2:
+                for fun in TWO[: 2 if i == 3 else 0] or [TWO[ME == ODD]]:
+                    made = fun(state)
+                hang() if i == 4 and ME == ODD else jax.block_until_ready(made)
             if CASE == "callback" and i == 4:
                 jax.block_until_ready(calls_back(state))
             if CASE == "paused" and i == 3:

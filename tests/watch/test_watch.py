@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -125,6 +126,24 @@ def test_what_is_recorded(record):
     del x
     gc.collect()
     assert gone() is None
+
+
+def test_programs_of_one_name(record):
+    """They are told apart: a place, a constant, what is captured, shapes, static arguments."""
+    x, y = jnp.ones(3), jnp.ones(4)
+
+    def adding(n):
+        return mylib.filter_jit(lambda x, *static: x + n)
+
+    for fun in (adding(1), adding(1), adding(2)):
+        fun(x)
+    for fun in (lambda x: x + 3, lambda x: x + 4):
+        mylib.filter_jit(fun)(x)
+    for args in ((y,), (x, "static"), (x, "other")):
+        adding(1)(*args)
+    told = [call.witness.identity.program for call in record.calls()]
+    assert told[0] == told[1] and len({*told}) == len(told) - 1
+    assert re.match(r"defined in test_watch.py:\d+, checksum \w+, for float32\[3\] \(", told[0])
 
 
 def test_results_that_are_donated(record):

@@ -1,0 +1,554 @@
+"""Follows the data of each device to the results: which of them add it up over the devices.
+
+A value is a sum of terms. A term is something that each device has computed from its own data, an
+atom, and for each device the number of times that its value adds that of each place along a mesh
+axis. An all-reduce adds these numbers, a permutation moves them, a gather makes blocks of them, and
+a slice takes blocks. A gradient is summed if its value on each device has all places equally often;
+of `pmax`, of a part of a gather, or of a ring without a sum that isn't true. What one device
+computes from terms, other than a sum, is a new atom: of its own data, unless all that it is
+computed from has been summed already.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from typing import NamedTuple
+
+import numpy as np
+
+from .blocks import At, after_move, after_product, after_reduce, numbers, sliced
+from .collectives import Transfer
+from .hlo import HloModule, Instruction
+from .opcodes import ELEMENTWISE, opcode_of
+from .positions import positions
+from .values import Value, computed, trips
+from .walk import Walk
+
+# For each device, how often a value has the data of each place along the axis: an array's bytes.
+Rows = bytes
+
+
+class Term(NamedTuple):
+    """`rows` are those of each block if it has blocks. It is `near` unless it is broadcast from
+    fewer numbers, as a scale is.
+    """
+
+    atom: object
+    rows: tuple[Rows, ...]
+    at: At | None = None
+    near: bool = True
+
+
+class OnTheWay(NamedTuple):
+    """An atom that goes round a ring of devices, each of which adds something to it."""
+
+    atom: object
+
+
+Form = frozenset[Term]
+NONE: Form = frozenset()
+# A form, or a tuple of these.
+Forms = Form | tuple["Forms", ...]
+
+_PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot", "custom-call"}
+_MOVES = {
+    "add-dependency", "bitcast", "bitcast-convert", "broadcast", "convert", "copy", "domain",
+    "negate", "opt-barrier", "optimization-barrier", "reduce-precision", "reshape", "transpose",
+}  # fmt: skip
+_SUMS = {"add", "subtract"}
+_ROOM = ("AllocateBuffer", "CreateBuffer")
+_PASSES = ("MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
+# More turns of a loop than a ring of this many times the devices has are not followed.
+_TURNS = 4
+
+
+class Sums(Walk):
+    """`data` are the numbers of the parameters that are split over the axis; `places` the place of
+    each device along it.
+    """
+
+    def __init__(
+        self,
+        module: HloModule,
+        transfers: Sequence[Transfer],
+        data: Iterable[int],
+        places: Sequence[int],
+    ):
+        super().__init__(transfers)
+        self.devices = len(places)
+        self.shape: tuple[int, int] = (self.devices, max(places) + 1)
+        own = np.zeros(self.shape, int)
+        own[np.arange(self.devices), places] = 1
+        self.own, self.zero = own, np.zeros(self.shape, int).tobytes()
+        self.held: dict[int, Forms] = {}
+        # How often the loops run that are being followed.
+        self.turns: list[int | None] = []
+        # Products of what devices have not summed, by their `id`: of the model, not the optimiser.
+        self.local_products: set[int] = set()
+        # By the number of a collective, what is given to it.
+        self.given: dict[int, Form] = {}
+        # Where sums that are chains of permutations end, and the rings that they go round.
+        self.ends = {id(x): whole.groups for whole in transfers for x in whole.ends}
+        self.ending: np.ndarray | None = None  # those of the end that is being followed
+        arguments = [NONE] * len(module.entry.parameters)
+        for i in data:
+            arguments[i] = frozenset([Term(("parameter", i), (own.tobytes(),))])
+        result = self.run(module.entry, tuple(arguments))
+        self.results: list[Form] = (
+            [result] if isinstance(result, frozenset) else [*map(_one, result)]
+        )
+
+    def is_summed(self, form: Form) -> bool:
+        """Whether a value has the data of all places, equally often."""
+        return all(self._is_complete(term) for term in form)
+
+    def is_known(self, form: Form) -> bool:
+        """Whether it is known of all terms where they are added."""
+        return all(self.zero not in term.rows for term in form)
+
+    def _is_complete(self, term: Term) -> bool:
+        arrays = map(self._array, term.rows)
+        return all(bool((x == x[:, :1]).all() and (x > 0).all()) for x in arrays)
+
+    def _array(self, rows: Rows) -> np.ndarray:
+        return np.frombuffer(rows, int).reshape(self.shape)
+
+    # --- the structure of a program ---------------------------------------------------------------
+
+    def unknown(self) -> Forms:
+        return NONE
+
+    def of_this_device(self, x: Instruction) -> Forms:
+        return NONE
+
+    def branch(self, branches: list[Forms], which: Forms) -> Forms:
+        def either(values: Sequence[Forms]) -> Forms:
+            if all(type(value) is tuple for value in values):
+                return tuple(map(either, zip(*values, strict=True)))
+            form = self._either("branches", [*map(_one, values)])
+            return form | frozenset(t._replace(near=False) for t in _one(which))
+
+        return either(branches)
+
+    def loop(self, x: Instruction, carried: Forms) -> Forms:
+        """What a ring of permutations returns depends on how often it runs."""
+        body, turns = x.called("body"), trips(x)
+        most = _TURNS * self.devices
+        self.turns.append(turns)
+        for _ in range(most if turns is None else min(turns, most)):
+            before, carried = carried, self.run(body, (carried,))
+            if carried == before:
+                turns = 0
+                break
+        self.turns.pop()
+        return carried if turns is not None and turns <= most else self._lost(carried)
+
+    def _lost(self, value: Forms) -> Forms:
+        if isinstance(value, frozenset):
+            return frozenset(t._replace(rows=(self.zero,), at=None) for t in value)
+        return tuple(map(self._lost, value))
+
+    def value(self, x: Instruction, inputs: list[Forms], arguments: tuple[Forms, ...]) -> Forms:
+        if id(x) not in self.ends:
+            return super().value(x, inputs, arguments)
+        self.ending = self.ends[id(x)]
+        value = self._ended(super().value(x, inputs, arguments), self.ending)
+        self.ending = None
+        return value
+
+    def _ended(self, value: Forms, rings: np.ndarray) -> Forms:
+        """The result of a chain of permutations: what was added on the way was summed, too."""
+        if not isinstance(value, frozenset):
+            return tuple(self._ended(element, rings) for element in value)
+        return self._one_ended(value, rings)
+
+    def _one_ended(self, value: Form, rings: np.ndarray) -> Form:
+        if not any(isinstance(t.atom, OnTheWay) for t in value):
+            return value
+        there = frozenset(
+            t._replace(atom=t.atom.atom) if isinstance(t.atom, OnTheWay) else t for t in value
+        )
+        return self._each(self._added("ring", [there]), lambda a: _over_groups(a, rings))
+
+    # --- one device -------------------------------------------------------------------------------
+
+    def computed(self, x: Instruction, inputs: list[Forms]) -> Forms:
+        target = x.target
+        if target == "AsyncCollectiveStart":
+            return (inputs[0],) * len(x.arrays)
+        if target == "AsyncCollectiveDone":
+            ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if id(y) in self.held]
+            return ends[0] if ends else self._lost(_one(inputs))
+        forms = [*map(_one, inputs)]
+        if target in _ROOM or not any(forms):
+            return _shaped(x, NONE)
+        if target in _PASSES:
+            return _shaped(x, forms[0])
+        return _shaped(x, self._computed(x, x.opcode.removesuffix("-start"), forms))
+
+    def _computed(self, x: Instruction, opcode: str, forms: list[Form]) -> Form:
+        if self.ending is not None and opcode not in _SUMS | _MOVES:
+            # The last sum of a ring may be in one fusion with what uses it.
+            forms = [self._one_ended(form, self.ending) for form in forms]
+        match opcode:
+            case "add" | "subtract":
+                return self._added(_key(x), forms)
+            case "multiply" if not all(forms):
+                return forms[0] or forms[1]
+            case "divide" if not forms[1]:
+                return forms[0]
+            case "select" if self.is_summed(forms[0]):
+                return self._selected(x, forms[1:])
+            case "dynamic-update-slice":
+                return self._updated(x, *forms[:2])
+            case "concatenate":
+                return self._concatenated(x, forms)
+            case "reduce" if len(x.arrays) == 1:
+                return self._reduced(x, forms[0])
+            case "scatter":
+                return self._scattered(x, *forms)
+            case "slice" | "dynamic-slice":
+                return frozenset(self._taken(x, t) for t in forms[0])
+            case "pad" | "reverse":
+                return frozenset(t if t.at is None else self._torn(t) for t in forms[0])
+        if opcode in _MOVES:
+            return frozenset(self._moved(x, t) for t in forms[0])
+        if opcode in _PRODUCTS:
+            return self._multiplied(x, forms)
+        if opcode in ELEMENTWISE or opcode == "clamp":
+            return self._local(_key(x), forms)
+        return self._local(_key(x), [self._without_blocks(form) for form in forms])
+
+    def _torn(self, term: Term) -> Term:
+        """A term of whose blocks it is unknown where they are."""
+        return term._replace(rows=(self.zero,), at=None)
+
+    def _without_blocks(self, form: Form) -> Form:
+        return frozenset(t if t.at is None else self._torn(t) for t in form)
+
+    def _local(self, key: object, forms: Sequence[Form]) -> Form:
+        """What a device computes from these, not as a sum."""
+        terms = [t for form in forms for t in form]
+        near = [t for t in terms if t.near]
+        scales = [t for t in terms if not t.near and t.rows != (self.zero,)]
+        used = [*near, *scales] or terms
+        if not used:
+            return NONE
+        places = {t.at for t in used if t.at is not None}
+        if len(places) > 1:
+            used = [t if t.at is None else self._torn(t) for t in used]
+        at = places.pop() if len(places) == 1 else None
+        blocks = range(at.blocks if at is not None else 1)
+        rows = tuple(self._least({t.rows[i if t.at else 0] for t in used}) for i in blocks)
+        return frozenset([Term(key, rows, at, bool(near))])
+
+    def _least(self, several: set[Rows]) -> Rows:
+        """What is summed in all of these; a device that has nothing in common has its own data."""
+        if len(several) == 1:
+            (rows,) = several
+            least = self._array(rows)
+        else:
+            least = reduce(np.minimum, map(self._array, several))
+        return _smallest([np.where(least.any(1, keepdims=True), least, self.own)])[0]
+
+    def _added(self, key: object, forms: Sequence[Form]) -> Form:
+        terms: dict[object, Term] = {}
+        for term in (t for form in forms for t in form):
+            before = terms.get(term.atom)
+            terms[term.atom] = term if before is None else self._sum(before, term)
+        return _together(key, terms.values())
+
+    def _sum(self, a: Term, b: Term) -> Term:
+        if a.at is not None and b.at is not None and a.at != b.at:
+            return self._torn(a)
+        at = a.at or b.at
+        blocks = range(1 if at is None else at.blocks)
+        sums = [
+            self._array(a.rows[i if a.at else 0]) + self._array(b.rows[i if b.at else 0])
+            for i in blocks
+        ]
+        return Term(a.atom, _smallest(sums), at, a.near or b.near)
+
+    def _either(self, key: object, forms: Sequence[Form]) -> Form:
+        """One of these, or parts of them."""
+        terms = {t._replace(near=True) for form in forms for t in form}
+        if len({t.atom for t in terms}) < len(terms):  # one atom in two ways
+            return self._local(key, [frozenset(terms)])
+        return _together(key, terms)
+
+    def _selected(self, x: Instruction, forms: list[Form]) -> Form:
+        chosen = computed(Value(x.operand(0))).made_by
+        if chosen.opcode == "broadcast":
+            chosen = chosen.operand(0)
+        by_device = positions(chosen, self.devices) if chosen.arrays[0].size == 1 else None
+        if by_device is None:
+            return self._either(_key(x), forms)
+        masks = by_device != 0, by_device == 0
+        a, b = (self._each(form, mask.__mul__) for form, mask in zip(forms, masks, strict=True))
+        return self._added(_key(x), [a, b])
+
+    def _each(self, form: Form, change: Callable[[np.ndarray], np.ndarray]) -> Form:
+        return frozenset(
+            t._replace(rows=_smallest([change(self._array(rows)) for rows in t.rows])) for t in form
+        )
+
+    def _moved(self, x: Instruction, term: Term) -> Term:
+        near = term.near
+        if x.opcode == "broadcast":
+            near = near and x.arrays[0].size == x.operand(0).arrays[0].size
+        if term.at is None:
+            return term._replace(near=near)
+        at = after_move(x, term.at)
+        return self._torn(term) if at is None else term._replace(at=at, near=near)
+
+    def _updated(self, x: Instruction, base: Form, update: Form) -> Form:
+        whole, part = x.arrays[0].shape, x.operand(1).arrays[0].shape
+        for dim, start in enumerate(x.inputs()[2:]):
+            where = None if whole[dim] == part[dim] else positions(start, self.devices)
+            if where is None or (where == where[0]).all() or any(t.at for t in update):
+                continue
+            # Each device writes its part into its place: a gather, if the whole is summed later.
+            at = At(dim, part[dim], whole[dim] // part[dim])
+            blocks = where // part[dim] == np.arange(at.blocks)
+            placed = frozenset(
+                t._replace(
+                    rows=tuple((self._array(t.rows[0]) * m[:, None]).tobytes() for m in blocks.T),
+                    at=at,
+                )
+                for t in update
+            )
+            return self._added(_key(x), [base, placed])
+        return self._either(_key(x), [base, update])
+
+    def _concatenated(self, x: Instruction, forms: list[Form]) -> Form:
+        (dim,) = numbers(x.attribute("dimensions"))
+        forms = [
+            frozenset(self._torn(t) if t.at is not None and t.at.dim == dim else t for t in form)
+            for form in forms
+        ]
+        sizes = {y.arrays[0].shape[dim] for y in x.inputs()}
+        rows = [{t.atom: t.rows for t in form} for form in forms]
+        alike = len(sizes) == 1 and all(each.keys() == rows[0].keys() for each in rows)
+        # Parts that have come from several devices, one by one.
+        if alike and rows[0] and any(each != rows[0] for each in rows):
+            at = At(dim, sizes.pop(), len(forms))
+            gathered = [
+                Term(t.atom, tuple(each[t.atom][0] for each in rows), at, t.near) for t in forms[0]
+            ]
+            if all(t.at is None for form in forms for t in form):
+                return _together(_key(x), gathered)
+        return self._either(_key(x), forms)
+
+    def _reduced(self, x: Instruction, form: Form) -> Form:
+        adds = x.called("to_apply").result.opcode == "add"
+        reduced: list[Term] = []
+        for term in form:
+            at = None if term.at is None else after_reduce(x, term.at)
+            if term.at is not None and at is None:
+                reduced.append(self._over_blocks(term) if adds else self._torn(term))
+            else:
+                reduced.append(term._replace(at=at))
+        return frozenset(reduced) if adds else self._local(_key(x), [frozenset(reduced)])
+
+    def _over_blocks(self, term: Term) -> Term:
+        total = np.sum([self._array(rows) for rows in term.rows], 0)
+        return term._replace(rows=_smallest([total]), at=None)
+
+    def _scattered(self, x: Instruction, base: Form, indices: Form, updates: Form) -> Form:
+        """Adds rows to a table; of gathered rows, it sums those of all devices."""
+        adds = x.called("to_apply").result.opcode == "add"
+        window = numbers(x.attribute("update_window_dims"))
+        vector = int(x.attribute("index_vector_dim") or -1)
+        rows = [i for i in range(len(x.operand(2).arrays[0].shape)) if i not in window]
+        places = [i for i in range(len(x.operand(1).arrays[0].shape)) if i != vector]
+        to_row = dict(zip(places, rows, strict=False))
+
+        def row_of(term: Term, of: dict[int, int]) -> Term:
+            if term.at is None:
+                return term
+            dim = of.get(term.at.dim)
+            return self._torn(term) if dim is None else term._replace(at=term.at._replace(dim=dim))
+
+        given = [
+            frozenset(row_of(t, to_row)._replace(near=False) for t in indices),
+            frozenset(row_of(t, {i: i for i in rows}) for t in updates),
+        ]
+        made = self._local(_key(x), given)
+        summed = frozenset(self._over_blocks(t) if t.at and adds else t for t in made)
+        return self._added(_key(x), [base, self._without_blocks(summed)])
+
+    def _taken(self, x: Instruction, term: Term) -> Term:
+        if term.at is None:
+            return term
+        dim, stride, count = term.at
+        before, after = x.operand(0).arrays[0].shape[dim], x.arrays[0].shape[dim]
+        if before == after:
+            return term
+        first = positions(x.operand(1 + dim), self.devices) if x.opcode != "slice" else None
+        if x.opcode == "slice":
+            taken = sliced(x, term.at)
+            if taken is None or (taken.step != 1 and after > 1):
+                return self._torn(term)
+            first = np.full((self.devices, 1), taken.start)
+        if first is None:
+            # XLA:CPU of JAX 0.10 adds rows to a table in a loop that takes each of them once.
+            each_once = bool(self.turns) and (self.turns[-1] or 0) * after == before
+            return self._over_blocks(term) if each_once else self._torn(term)
+        first = np.clip(first[:, 0], 0, before - after)
+        in_one = (first // stride == (first + after - 1) // stride).all()
+        if in_one or not ((first % stride).any() or after % stride):
+            arrays = np.stack([self._array(rows) for rows in term.rows])
+            blocks = [
+                arrays[(first // stride + i) % count, np.arange(self.devices)]
+                for i in range(1 if in_one else after // stride)
+            ]
+            at = None if in_one else At(dim, stride, len(blocks))
+            return term._replace(rows=_smallest(blocks), at=at)
+        # Without padding at the end.
+        if not first.any() and stride * (count - 1) < after <= stride * count:
+            return term
+        return self._torn(term)
+
+    def _multiplied(self, x: Instruction, forms: list[Form]) -> Form:
+        if not all(map(self.is_summed, forms)):
+            self.local_products.add(id(x))
+        summed: list[Form] = []
+        for i, form in enumerate(forms):
+            after: list[Term] = []
+            for term in form:
+                at = None if term.at is None else after_product(x, i, term.at)
+                if at is True:
+                    at = At(-1, 1, len(term.rows))  # no dimension of the result
+                after.append(
+                    self._torn(term)
+                    if term.at is not None and not at
+                    else term._replace(at=at or None)
+                )
+            summed.append(frozenset(t._replace(near=True) for t in after))
+        made = self._local(_key(x), summed)
+        return frozenset(self._over_blocks(t) if t.at and t.at.dim < 0 else t for t in made)
+
+    # --- between devices --------------------------------------------------------------------------
+
+    def collective(self, x: Instruction, inputs: list[Forms]) -> Forms:
+        first = self.started(x)
+        if first is None:  # each device alone
+            return inputs[0] if len(inputs) == 1 else tuple(inputs)
+        if first is not x and id(first) in self.held:
+            self.held[id(x)] = self.held[id(first)]
+            return self.held[id(x)]
+        forms = [*map(_one, inputs)]
+        (*_, (_, whole, transfer)) = self.sent[id(first)]
+        if whole.ends:
+            return frozenset(
+                t if isinstance(t.atom, OnTheWay) else t._replace(atom=OnTheWay(t.atom))
+                for t in _one(inputs)
+            )
+        for number, _, _ in self.sent[id(first)]:
+            self.given[number] = self.given.get(number, NONE).union(*forms)
+        kind = opcode_of(x)
+        if kind == "all-to-all" and len(forms) > 1:
+            results = [self._picked(form, transfer, i) for i, form in enumerate(forms)]
+        else:
+            results = [self._sent(x, kind, transfer, i, form) for i, form in enumerate(forms)]
+        self.held[id(x)] = results[0] if len(results) == 1 else tuple(results)
+        return self.held[id(x)]
+
+    def _sent(self, x: Instruction, kind: str, transfer: Transfer, i: int, form: Form) -> Form:
+        groups = transfer.groups
+        match kind:
+            case "all-reduce" | "reduce-scatter":
+                if x.called("to_apply").result.opcode != "add":
+                    return frozenset(
+                        t if self._is_alike(t, groups) else self._torn(t) for t in form
+                    )
+                summed = self._each(form, lambda a: _over_groups(a, groups))
+                if kind == "reduce-scatter":
+                    (dim,) = numbers(x.attribute("dimensions"))
+                    return frozenset(
+                        self._torn(t) if t.at and t.at.dim == dim else t for t in summed
+                    )
+                return summed
+            case "collective-permute" | "send":
+                return self._each(form, lambda a: _permuted(a, groups))
+            case "collective-broadcast":
+                return self._picked(form, transfer, 0)
+            case "all-gather" | "all-to-all":
+                (dim,) = numbers(x.attribute("dimensions"))
+                size = x.operand(i).arrays[0].shape[dim]
+                stride = size if kind == "all-gather" else size // groups.shape[1]
+                return frozenset(self._gathered(t, groups, dim, stride) for t in form)
+        return self._lost_form(form)
+
+    def _lost_form(self, form: Form) -> Form:
+        return frozenset(map(self._torn, form))
+
+    def _is_alike(self, term: Term, groups: np.ndarray) -> bool:
+        """Whether devices of a group have the data of the same places."""
+        arrays = [self._array(rows)[groups] for rows in term.rows]
+        return all(bool((x == x[:, :1]).all()) for x in arrays)
+
+    def _picked(self, form: Form, transfer: Transfer, member: int) -> Form:
+        return self._each(form, lambda a: _of_member(a, transfer.groups, member))
+
+    def _gathered(self, term: Term, groups: np.ndarray, dim: int, stride: int) -> Term:
+        members = range(groups.shape[1])
+        each = [
+            _smallest([_of_member(self._array(rows), groups, k) for k in members])
+            for rows in term.rows
+        ]
+        if all(len({*blocks}) == 1 for blocks in each):  # over other axes
+            return term._replace(rows=tuple(blocks[0] for blocks in each))
+        return (
+            self._torn(term)
+            if term.at
+            else term._replace(rows=each[0], at=At(dim, stride, len(members)))
+        )
+
+
+def _one(value: Forms | Sequence[Forms]) -> Form:
+    """All terms of a value."""
+    return value if isinstance(value, frozenset) else NONE.union(*map(_one, value))
+
+
+def _key(x: Instruction) -> object:
+    """A name for what an instruction computes. Fusions have copies of those that feed them, which
+    JAX's name for their origin shows to be the same.
+    """
+    return x.opcode, x.arrays[0].shape, (x.op_names or [x.name])[0]
+
+
+def _shaped(x: Instruction, form: Form) -> Forms:
+    return (form,) * len(x.arrays) if x.type.startswith("(") else form
+
+
+def _together(key: object, terms: Iterable[Term]) -> Form:
+    """Terms that are alike, as one."""
+    terms = frozenset(terms)
+    alike, atoms = {term[1:] for term in terms}, {term.atom for term in terms}
+    if len(alike) == 1 < len(atoms) and not any(isinstance(atom, OnTheWay) for atom in atoms):
+        return frozenset([next(iter(terms))._replace(atom=key)])
+    return terms
+
+
+def _smallest(arrays: Sequence[np.ndarray]) -> tuple[Rows, ...]:
+    """The same proportions in the smallest whole numbers, so that what a loop adds up ends."""
+    divisor = np.gcd.reduce([int(np.gcd.reduce(x, None)) for x in arrays]) or 1
+    return tuple((x // divisor).tobytes() for x in arrays)
+
+
+def _over_groups(a: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    after = a.copy()
+    after[groups] = a[groups].sum(1, keepdims=True)
+    return after
+
+
+def _permuted(a: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+    after = np.zeros_like(a)
+    after[pairs[:, 1]] = a[pairs[:, 0]]
+    return after
+
+
+def _of_member(a: np.ndarray, groups: np.ndarray, member: int) -> np.ndarray:
+    after = a.copy()
+    after[groups] = a[groups[:, member]][:, None]
+    return after

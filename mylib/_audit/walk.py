@@ -1,0 +1,105 @@
+"""Evaluates a program once, with something else in place of its numbers.
+
+Computations are entered where they are called, tuples taken apart, and collectives found that
+another instruction has started. What an operation does to values is for the subclass to say.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .collectives import Transfer
+from .hlo import Computation, Instruction
+from .opcodes import KINDS, opcode_of
+from .values import operands_of_call
+
+# What stands for an array, or a tuple of these. Arrays are no plain tuples.
+Abstract = Any
+
+
+class Walk:
+    """An evaluation. Values are hashable."""
+
+    def __init__(self, transfers: Sequence[Transfer]):
+        # The transfers of each instruction, and the whole that each is a step of, with its number.
+        self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}
+        self.channels: dict[tuple[str, str], Instruction] = {}
+        self.evaluated: dict[tuple[str, object], object] = {}
+        for i, whole in enumerate(transfers):
+            for t in whole.members or (whole,):
+                self.sent.setdefault(id(t.first), []).append((i, whole, t))
+                channel = t.first.attribute("channel_id")
+                if channel:
+                    self.channels.setdefault((opcode_of(t.first), channel), t.first)
+
+    def run(self, computation: Computation, arguments: tuple[Abstract, ...]) -> Abstract:
+        key = computation.name, arguments
+        if key not in self.evaluated:
+            values: dict[str, Abstract] = {}
+            for x in computation.instructions:
+                inputs = [values[name] for name in x.operands]
+                values[x.name] = self.value(x, inputs, arguments)
+            self.evaluated[key] = values[computation.result.name]
+        return self.evaluated[key]
+
+    def value(
+        self, x: Instruction, inputs: list[Abstract], arguments: tuple[Abstract, ...]
+    ) -> Abstract:
+        """What stands for the result of an instruction."""
+        match x.opcode:
+            case "parameter":
+                return arguments[int(x.rest)]
+            case "partition-id" | "replica-id":
+                return self.of_this_device(x)
+            case "get-tuple-element":
+                value = inputs[0]
+                return value[x.index] if type(value) is tuple else value
+            case "tuple":
+                return tuple(inputs)
+            case "while":
+                return self.loop(x, inputs[0])
+            case "conditional":
+                branches = [
+                    self.run(called, (inputs[1 + i],)) for i, (_, called) in enumerate(x.calls)
+                ]
+                return self.branch(branches, inputs[0])
+        if opcode_of(x) in KINDS:
+            return self.collective(x, inputs)
+        if x.opcode.endswith(("-done", "-update")):
+            return inputs[0]
+        called = [computation for role, computation in x.calls if role in ("calls", "to_apply")]
+        if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
+            operands = operands_of_call(x)
+            input_of = dict(zip(x.operands, inputs, strict=True))
+            if any(y.name not in input_of for y in operands):
+                return self.unknown()
+            return self.run(called[0], tuple(input_of[y.name] for y in operands))
+        return self.computed(x, inputs)
+
+    def started(self, x: Instruction) -> Instruction | None:
+        """The instruction that has started a collective, which may be itself; None if each device
+        is alone in it.
+        """
+        key = opcode_of(x), x.attribute("channel_id")
+        first = x if id(x) in self.sent else self.channels.get(key, x)
+        return first if id(first) in self.sent else None
+
+    def computed(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
+        """The result of an operation of one device."""
+        raise NotImplementedError
+
+    def collective(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
+        raise NotImplementedError
+
+    def loop(self, x: Instruction, carried: Abstract) -> Abstract:
+        raise NotImplementedError
+
+    def branch(self, branches: list[Abstract], which: Abstract) -> Abstract:
+        """The result of a condition, from those of its branches and what chooses among them."""
+        raise NotImplementedError
+
+    def of_this_device(self, x: Instruction) -> Abstract:
+        """The device's own number."""
+        raise NotImplementedError
+
+    def unknown(self) -> Abstract:
+        raise NotImplementedError

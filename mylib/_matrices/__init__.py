@@ -1,0 +1,3 @@
+"""`by_matrix`: optimisers that need whole matrices, at the price of two all-to-alls."""
+
+from .by_matrix import by_matrix as by_matrix

@@ -1,0 +1,147 @@
+"""Which weight each leaf of an optimiser's state belongs to, and what its updates depend on.
+
+Both are read from one trace of `init` and one of `update` on the whole tree.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.extend import source_info_util
+
+from .._compat import functions_of, names as jax_names
+from .._programs import all_equations
+from .._tree import is_of_keys
+from .dependence import Bits, dependences
+
+
+@dataclass(frozen=True)
+class Belonging:
+    """`owner` is the number of the matrix that a leaf of the state belongs to, by the leaf's path;
+    None if it belongs to none. `needs_params` and `init_reads` are the weights whose values
+    `update` and `init` read.
+    """
+
+    tree: Any
+    paths: tuple[Any, ...]
+    owner: dict[Any, int | None]
+    needs_params: frozenset[int]
+    init_reads: frozenset[int]
+
+
+def belonging(
+    transform: Any, params: Any, leaves: Sequence[str], matrices: Sequence[int]
+) -> Belonging:
+    """`leaves` are the names of the weights."""
+    count = len(leaves)
+    init, state = jax.make_jaxpr(transform.init, return_shape=True)(params)
+    flat, tree = jtu.tree_flatten_with_path(state)
+    paths = tuple(path for path, _ in flat)
+    _refuse_keys(flat)
+    update = jax.make_jaxpr(transform.update)(params, state, params)
+    _refuse_random(update)
+    each = [1 << i for i in range(count)]
+    mixing = _Mixing()
+    of_state = at_start = dependences(init, each)
+    while True:
+        # Weights have bits of their own, to tell whether their values are read.
+        values = [bit << count for bit in each]
+        results = dependences(update, [*each, *of_state, *values], mixing)
+        updates, states = results[:count], results[count:]
+        grown = [a | _folded(b, count) for a, b in zip(of_state, states, strict=True)]
+        if grown == of_state:
+            break
+        of_state = grown
+    problems = [*_of_updates(updates, leaves, matrices, mixing)]
+    problems += _of_state(of_state, paths, leaves, matrices) if not problems else []
+    if problems:
+        raise ValueError("by_matrix updates each matrix for itself, but\n" + "\n".join(problems))
+    owner = {p: _only_matrix(bits, matrices) for p, bits in zip(paths, of_state, strict=True)}
+    needs = frozenset(_numbers(reduce(or_, results, 0) >> count))
+    return Belonging(tree, paths, owner, needs, frozenset(_numbers(reduce(or_, at_start, 0))))
+
+
+def _folded(bits: Bits, count: int) -> Bits:
+    return (bits | bits >> count) & ((1 << count) - 1)
+
+
+def _numbers(bits: Bits) -> list[int]:
+    return [i for i in range(bits.bit_length()) if bits >> i & 1]
+
+
+def _only_matrix(bits: Bits, matrices: Sequence[int]) -> int | None:
+    numbers = _numbers(bits)
+    return numbers[0] if len(numbers) == 1 and numbers[0] in set(matrices) else None
+
+
+class _Mixing:
+    """Remembers where gradients of several weights first meet."""
+
+    def __init__(self):
+        self.place = ""
+
+    def __call__(self, eqn: Any, operands: Sequence[Bits]) -> None:
+        together = reduce(or_, operands, 0)
+        if not self.place and any(bits not in (0, together) for bits in operands):
+            self.place = _place_of(eqn)
+
+
+def _place_of(eqn: Any) -> str:
+    """The optimiser that contains an equation, or else its line."""
+    made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
+    optimisers = (maker for maker, _, inner in made_by if inner.startswith("update"))
+    return next(optimisers, source_info_util.summarize(eqn.source_info))
+
+
+def _of_updates(
+    updates: Sequence[Bits], leaves: Sequence[str], matrices: Sequence[int], mixing: _Mixing
+) -> list[str]:
+    chosen = set(matrices)
+    for i, bits in enumerate(updates):
+        others = [k for k in _numbers(_folded(bits, len(leaves))) if k != i]
+        if others and not chosen.isdisjoint([i, *others]):
+            return [
+                f"  the update of {leaves[i]} depends on the gradient of {leaves[others[0]]} "
+                f"({mixing.place}): put that part of the optimiser outside, "
+                "`optax.chain(that_part, by_matrix(...))`"
+            ]
+    return []
+
+
+def _of_state(
+    states: Sequence[Bits], paths: Sequence[Any], leaves: Sequence[str], matrices: Sequence[int]
+) -> list[str]:
+    chosen = set(matrices)
+    problems = []
+    for path, bits in zip(paths, states, strict=True):
+        numbers = _numbers(bits)
+        if len(numbers) > 1 and chosen.intersection(numbers):
+            some = ", ".join(leaves[i] for i in numbers[:3])
+            problems.append(
+                f"  the state's {jtu.keystr(path)} depends on several weights ({some}): put what "
+                "keeps it outside of by_matrix"
+            )
+    return problems
+
+
+def _refuse_keys(flat: Sequence[tuple[Any, Any]]) -> None:
+    for path, x in flat:
+        if is_of_keys(x):
+            raise ValueError(_RANDOM.format(f"keeps a random key, {jtu.keystr(path)}"))
+
+
+def _refuse_random(program: Any) -> None:
+    for eqn in all_equations(program):
+        if eqn.primitive.name in jax_names.RANDOM:
+            line = source_info_util.summarize(eqn.source_info)
+            raise ValueError(_RANDOM.format(f"draws random numbers at {line}"))
+
+
+_RANDOM = (
+    "by_matrix: the transform {}, and would draw the same numbers for all matrices of a group: put "
+    "that part of it outside"
+)

@@ -1,0 +1,220 @@
+"""Plans how the matrices of a model are updated, from shapes alone."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from .._compat import opened
+from .._errors import PlacementError, because
+from .._placement import (
+    AnyMesh,
+    axis_names,
+    current_world,
+    grounded,
+    resolve_leaves,
+    sharding_of,
+)
+from .._tree import Leaves, split
+from .belongs import Belonging, belonging
+from .group import MatrixGroup
+from .matrices import Matrices, MatrixDims, matrices_in
+from .state import Layout, Own, Shared
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `by_matrix`."""
+
+    transform: Any
+    kept: Any
+    over: tuple[str, ...] | None
+    matrices: Matrices | None
+    dtype: Any
+    mesh: AnyMesh | None
+
+    def layout(self, params: Any) -> Layout | None:
+        """None on one device: there the transform can do its work itself."""
+        leaves = split(params)
+        if len(leaves.positions) != len(leaves.all):
+            raise ValueError("by_matrix takes a tree of arrays: eqx.filter(model, eqx.is_array)")
+        leaves = leaves.with_shapes(leaves.arrays)
+        shardings = self._shardings(leaves)
+        dims = matrices_in(leaves, self.matrices, self.mesh)
+        mesh = shardings[0].mesh if shardings else None
+        if mesh is None or (mesh.size == 1 and not any(d and d.batch for d in dims)):
+            return None
+        return _Planner(self, leaves, shardings, dims, mesh).layout()
+
+    def _shardings(self, leaves: Leaves) -> list[NamedSharding]:
+        world = current_world()
+        targets = resolve_leaves(leaves, self.kept, self.mesh, world)
+        places = [None if t is None else grounded(sharding_of(t), world) for t in targets]
+        shardings = [s for s in places if isinstance(s, NamedSharding)]
+        faults = [
+            leaves.at(i, because("by_matrix needs to know where it is kept", _FIX, "by_matrix"))
+            for i, s in enumerate(places)
+            if not isinstance(s, NamedSharding) or s.mesh != shardings[0].mesh
+        ]
+        if faults:
+            raise PlacementError(faults)
+        return shardings
+
+
+_FIX = "give `kept` as a rule or a PartitionSpec for every leaf, all on one mesh"
+
+
+class _Planner:
+    def __init__(
+        self,
+        request: Request,
+        leaves: Leaves,
+        shardings: Sequence[NamedSharding],
+        dims: Sequence[MatrixDims | None],
+        mesh: AnyMesh,
+    ):
+        self.request, self.leaves, self.shardings = request, leaves, shardings
+        self.dims, self.mesh = dims, mesh
+        self.matrices = [i for i, d in enumerate(dims) if d is not None]
+        self.others = [i for i, d in enumerate(dims) if d is None]
+        # What the transform sees: matrices, each of them for itself.
+        self.seen = [
+            x if d is None else jax.ShapeDtypeStruct(_shape(x.shape, d), x.dtype)
+            for x, d in zip(leaves.arrays, dims, strict=True)
+        ]
+
+    def only(self, numbers: Sequence[int]) -> Any:
+        chosen = set(numbers)
+        kept = [x if i in chosen else None for i, x in enumerate(self.seen)]
+        return self.leaves.treedef.unflatten(kept)
+
+    def layout(self) -> Layout:
+        every = self.only(range(len(self.seen)))
+        names = [self.leaves.name(i) for i in range(len(self.seen))]
+        belongs = belonging(self.request.transform, every, names, self.matrices)
+        groups = self.groups()
+        places = _Places(belongs)
+        # All leaves of a group have states of one structure, in other places of the tree.
+        states = [
+            [places.of_member((g, k), i, *self._state(i)) for k, i in enumerate(group.numbers)][0]
+            for g, group in enumerate(groups)
+        ]
+        if self.others:
+            places.of_others(self._state(*self.others)[0])
+        return Layout(
+            tree=self.leaves.treedef,
+            groups=tuple(groups),
+            others=tuple(self.others),
+            states=tuple(tree for tree, _ in states),
+            owned=tuple(owned for _, owned in states),
+            moves_params=tuple(bool(belongs.needs_params & {*g.numbers}) for g in groups),
+            init_reads=tuple(bool(belongs.init_reads & {*g.numbers}) for g in groups),
+            plain=belongs.tree,
+            places=tuple(places.of_path[p] for p in belongs.paths),
+        )
+
+    def _state(self, *numbers: int) -> tuple[list[Any], Any]:
+        """The paths of the state of some leaves, and its structure."""
+        state = jax.eval_shape(self.request.transform.init, self.only(numbers))
+        flat, tree = jtu.tree_flatten_with_path(state)
+        return [path for path, _ in flat], tree
+
+    def groups(self) -> list[MatrixGroup]:
+        alike: dict[Any, list[int]] = {}
+        for i in self.matrices:
+            x, s = self.leaves.arrays[i], self.shardings[i]
+            alike.setdefault((x.shape, x.dtype, s.spec, self.dims[i]), []).append(i)
+        members = [
+            (key, numbers) for key, same in alike.items() for numbers in self._updated_alike(same)
+        ]
+        starts: dict[Any, int] = {}
+        groups = []
+        for (shape, dtype, spec, dims), numbers in members:
+            group = MatrixGroup(
+                tuple(numbers), shape, dtype, spec, dims, self.over, self.mesh, 0,
+                self.request.dtype,
+            )  # fmt: skip
+            owners = group.state_spec
+            start = starts.get(owners, 0)
+            starts[owners] = (start + group.count) % group.owners
+            groups.append(group.starting_at(start))
+        return groups
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        if self.request.over is not None:
+            return self.request.over
+        entries = [e for s in self.shardings for e in s.spec.partitions]
+        return tuple(dict.fromkeys(axis for e in entries for axis in axis_names(e)))
+
+    def _updated_alike(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Leaves whose updates are the same program, traced in their places in the tree."""
+        by_program: dict[Any, list[int]] = {}
+        for i in numbers:
+            by_program.setdefault(self._program(i) if len(numbers) > 1 else None, []).append(i)
+        return list(by_program.values())
+
+    def _program(self, number: int) -> Any:
+        tree = self.only([number])
+        transform = self.request.transform
+        state = jax.eval_shape(transform.init, tree)
+        program = jax.make_jaxpr(transform.update)(tree, state, tree)
+        # Addresses of functions differ from trace to trace.
+        text = re.sub(r"0x[0-9a-f]+", "", str(opened(program)))
+        return text, tuple(map(_constant, program.consts))
+
+
+class _Places:
+    """Where the leaves of the transform's state are, by their paths."""
+
+    def __init__(self, belongs: Belonging):
+        self.belongs = belongs
+        self.of_path: dict[Any, Own | Shared] = {}
+
+    def of_member(
+        self, place: tuple[int, int], number: int, paths: Sequence[Any], tree: Any
+    ) -> tuple[Any, tuple[bool, ...]]:
+        """The structure of the state of a leaf, and which of its leaves depend on the matrix."""
+        group, member = place
+        owners = [self.belongs.owner.get(path, -1) for path in paths]
+        if not {*owners} <= {None, number}:
+            raise ValueError(
+                "by_matrix: the state of a weight isn't at the weight's place in the tree of the "
+                f"optimiser's state, but at {jtu.keystr(paths[0])}: keep it in a tree like that of "
+                "the weights"
+            )
+        owned = tuple(owner is not None for owner in owners)
+        for array, path in enumerate(compress(paths, owned)):
+            self.of_path[path] = Own(group, member, array)
+        others = [path for path, is_own in zip(paths, owned, strict=True) if not is_own]
+        for at, path in enumerate(others):
+            self._share(path, (group, at))
+        return tree, owned
+
+    def of_others(self, paths: Sequence[Any]) -> None:
+        for at, path in enumerate(paths):
+            self._share(path, (None, at))
+
+    def _share(self, path: Any, copy: tuple[int | None, int]) -> None:
+        known = self.of_path.get(path, Shared(()))
+        assert isinstance(known, Shared), path
+        self.of_path[path] = Shared(tuple(dict.fromkeys([*known.copies, copy])))
+
+
+def _shape(shape: Sequence[int], dims: MatrixDims) -> tuple[int, int]:
+    rows, columns = (int(np.prod([shape[d] for d in x])) for x in (dims.rows, dims.columns))
+    return rows, columns
+
+
+def _constant(x: Any) -> Any:
+    if isinstance(x, Tracer):
+        return id(x)
+    x = np.asarray(x)
+    return x.shape, str(x.dtype), x.tobytes()

@@ -1,0 +1,206 @@
+"""The state of `by_matrix`, and the transform's own state, which knows nothing of devices."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._transfer import filter_device_put, filter_shard
+from ..rules import fsdp
+from .group import MatrixGroup
+
+State = Any
+
+
+@dataclass(frozen=True)
+class Own:
+    """A leaf of the transform's state that depends on the matrices of one leaf of the model: the
+    `array`-th of the group's arrays, for the group's `member`-th leaf.
+    """
+
+    group: int
+    member: int
+    array: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A leaf of it that doesn't: a count, coefficients. Each of `copies` has one: the number of a
+    group, or None for the other leaves, and the place there.
+    """
+
+    copies: tuple[tuple[int | None, int], ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each leaf of the transform's state is. It is static, so it says all that is needed to
+    read a state without the transform.
+
+    `states` are the structures of the state of one leaf of each group, `owned` tells which of its
+    leaves depend on the matrix, `moves_params` and `init_reads` whether `update` and `init` read
+    the weights' values.
+    """
+
+    tree: Any
+    groups: tuple[MatrixGroup, ...]
+    others: tuple[int, ...]
+    states: tuple[Any, ...]
+    owned: tuple[tuple[bool, ...], ...]
+    moves_params: tuple[bool, ...]
+    init_reads: tuple[bool, ...]
+    plain: Any
+    places: tuple[Own | Shared, ...]
+
+    def only(self, leaves: Sequence[Any], numbers: Sequence[int]) -> Any:
+        """The tree without the other leaves."""
+        chosen = set(numbers)
+        return self.tree.unflatten([x if i in chosen else None for i, x in enumerate(leaves)])
+
+
+@jtu.register_pytree_with_keys_class
+@dataclass(frozen=True)
+class MatrixState:
+    """For each group, the arrays that depend on the matrix, stacked and sharded over their owners,
+    and those that don't; and the transform's state of all other leaves.
+    """
+
+    stacks: tuple[tuple[Any, ...], ...]
+    shared: tuple[tuple[Any, ...], ...]
+    others: Any
+    layout: Layout
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Layout]:
+        names = "stacks", "shared", "others"
+        return tuple((jtu.GetAttrKey(n), getattr(self, n)) for n in names), self.layout
+
+    @classmethod
+    def tree_unflatten(cls, layout: Layout, children: Any) -> "MatrixState":
+        stacks, shared, others = children
+        return cls(stacks, shared, others, layout)
+
+
+def to_plain(state: State, /) -> State:
+    """The state as the transform's own `init` makes it, which is the same on any number of
+    devices: for checkpoints.
+
+    **Arguments:**
+
+    - `state`: a state of [`mylib.by_matrix`][], or any tree with such states in it, such as that
+        of an `optax.chain`.
+
+    **Returns:**
+
+    The same tree, with the transform's state in place of each. Arrays of a weight's shape are
+    sharded like the weight. Leaves with several matrices have the state of each, stacked.
+    """
+    return _rewritten(lambda node, _: _plain_arrays(node), state, state)
+
+
+def from_plain(plain: State, like: State, /) -> State:
+    """The reverse of `to_plain`.
+
+    **Arguments:**
+
+    - `plain`: a tree that `to_plain` has returned, also on another number of devices, or the state
+        of the transform itself.
+    - `like`: a state for the devices at hand, such as
+        `eqx.filter_eval_shape(optim.init, params)`. Only its structure is used.
+
+    **Returns:**
+
+    A tree with the structure of `like` and the values of `plain`.
+    """
+    return _rewritten(_state_of, like, plain)
+
+
+def _rewritten(change: Callable[[MatrixState, Any], Any], tree: Any, values: Any) -> Any:
+    is_node: Callable[[Any], bool] = lambda x: isinstance(x, MatrixState)  # noqa: E731
+    nodes, structure = jtu.tree_flatten(tree, is_leaf=is_node)
+    parts = structure.flatten_up_to(values)
+    changed = [
+        change(node, x) if is_node(node) else x for node, x in zip(nodes, parts, strict=True)
+    ]
+    return structure.unflatten(changed)
+
+
+@jax.jit
+def _plain_arrays(state: MatrixState) -> Any:
+    layout = state.layout
+    members = [
+        [_members(group, x) for x in arrays]
+        for group, arrays in zip(layout.groups, state.stacks, strict=True)
+    ]
+    others = jtu.tree_leaves(state.others)
+    leaves = []
+    for place in layout.places:
+        if isinstance(place, Own):
+            leaves.append(members[place.group][place.array][place.member])
+        else:
+            group, at = place.copies[0]
+            leaves.append(others[at] if group is None else state.shared[group][at])
+    return layout.plain.unflatten(leaves)
+
+
+def _members(group: MatrixGroup, x: Any) -> list[Any]:
+    """An array of the state for each leaf of a group."""
+    if x.shape[1:] != group.matrix.shape:
+        # On Explicit axes a dimension that is split can't be indexed.
+        members = group.members_of(filter_shard(x, NamedSharding(group.mesh, PartitionSpec())))
+        return filter_shard(members, fsdp(tuple(group.mesh.axis_names)), mesh=group.mesh)
+    return group.per_device(group.parts, (group.state_spec,), group.spec)(x)
+
+
+def _state_of(like: MatrixState, plain: Any) -> MatrixState:
+    layout = like.layout
+    leaves = layout.plain.flatten_up_to(plain)
+    placed = [
+        _put(x, layout.groups[place.group], like.stacks[place.group][place.array])
+        if isinstance(place, Own)
+        else x
+        for place, x in zip(layout.places, leaves, strict=True)
+    ]
+    shapes = tuple(tuple(x.shape[1:] for x in stacks) for stacks in like.stacks)
+    return _joined(layout, jtu.tree_structure(like.others), shapes, placed)
+
+
+def _put(x: Any, group: MatrixGroup, stack: Any) -> Any:
+    """A leaf of the plain state on the mesh, as its weight is if it has its shape."""
+    spec = group.spec if stack.shape[1:] == group.matrix.shape else PartitionSpec()
+    return filter_device_put(x, NamedSharding(group.mesh, spec))
+
+
+@partial(jax.jit, static_argnums=(0, 1, 2))
+def _joined(layout: Layout, others_tree: Any, shapes: Any, leaves: Sequence[Any]) -> MatrixState:
+    members: dict[tuple[int, int], dict[int, Any]] = {}
+    copies: dict[tuple[int | None, int], Any] = {}
+    for place, x in zip(layout.places, leaves, strict=True):
+        if isinstance(place, Own):
+            members.setdefault((place.group, place.array), {})[place.member] = x
+        else:
+            copies.update(dict.fromkeys(place.copies, x))
+    stacks = tuple(
+        tuple(
+            _stack(group, [members[g, a][m] for m in range(len(group.numbers))], shape)
+            for a, shape in enumerate(shapes[g])
+        )
+        for g, group in enumerate(layout.groups)
+    )
+    shared = tuple(
+        tuple(copies[g, i] for i in range(len(owned) - sum(owned)))
+        for g, owned in enumerate(layout.owned)
+    )
+    others = [copies[None, i] for i in range(others_tree.num_leaves)]
+    return MatrixState(stacks, shared, others_tree.unflatten(others), layout)
+
+
+def _stack(group: MatrixGroup, members: Sequence[Any], shape: tuple[int, ...]) -> Any:
+    if shape != group.matrix.shape:
+        target = NamedSharding(group.mesh, group.state_spec)
+        return filter_shard(group.stacked_from(members), target)
+    whole = group.per_device(lambda *xs: group.whole(xs), group.spec, group.state_spec)
+    return whole(*members)

@@ -1,0 +1,174 @@
+"""`init` and `update` of matrices whose layout is known."""
+
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._jit import expect
+from .._transfer import filter_shard
+from .group import MatrixGroup
+from .state import Layout, MatrixState
+
+Arrays = list[Any]
+
+
+def initial(transform: Any, layout: Layout, params: Any) -> MatrixState:
+    """The state of `transform`, created on the devices that own the matrices."""
+    leaves = layout.tree.flatten_up_to(params)
+    stacks, shared = [], []
+    for number, group in enumerate(layout.groups):
+        work = _GroupStep(transform, layout, number)
+        parts = work.parts_of(leaves) if layout.init_reads[number] else []
+        stacks.append(
+            tuple(group.per_device(work.start, ([group.spec] * len(parts),), work.spec)(parts))
+        )
+        shared.append(tuple(work.shared(work.init(jnp.zeros(group.matrix.shape, group.dtype)))))
+    others = transform.init(layout.only(leaves, layout.others)) if layout.others else None
+    return MatrixState(tuple(stacks), tuple(shared), others, layout)
+
+
+def updated(
+    transform: Any, updates: Any, state: MatrixState, params: Any, **extra: Any
+) -> tuple[Any, MatrixState]:
+    """The updates, and the next state."""
+    layout = state.layout
+    for group, stack in zip(layout.groups, state.stacks, strict=True):
+        expect(stack, [NamedSharding(group.mesh, group.state_spec)] * len(stack))
+    leaves = layout.tree.flatten_up_to(updates)
+    weights = None if params is None else layout.tree.flatten_up_to(params)
+    results = list(leaves)
+    stacks, shared = [], []
+    previous: Arrays = []
+    for number, group in enumerate(layout.groups):
+        work = _GroupStep(transform, layout, number, extra)
+        read = weights if weights and layout.moves_params[number] else None
+        moved = work.parts_of(leaves), [] if read is None else work.parts_of(read)
+        # One group after the other, so that the whole matrices of one are there at a time.
+        moved, _ = lax.optimization_barrier((moved, previous))
+        previous, stack, common = work.update(
+            *moved, state.stacks[number], state.shared[number], weights is not None
+        )
+        for i, x in zip(group.numbers, previous, strict=True):
+            results[i] = x
+        stacks.append(tuple(stack))
+        shared.append(tuple(common))
+    others = state.others
+    if layout.others:
+        rest, others = transform.update(
+            layout.only(leaves, layout.others),
+            state.others,
+            None if weights is None else layout.only(weights, layout.others),
+            **extra,
+        )
+        for i, x in zip(layout.others, jtu.tree_leaves(rest), strict=True):
+            results[i] = x
+    return layout.tree.unflatten(results), MatrixState(tuple(stacks), tuple(shared), others, layout)
+
+
+class _GroupStep:
+    """What is done with one group."""
+
+    def __init__(self, transform: Any, layout: Layout, number: int, extra: Any = None):
+        self.transform, self.layout, self.extra = transform, layout, extra or {}
+        self.group: MatrixGroup = layout.groups[number]
+        self.is_own, self.state = layout.owned[number], layout.states[number]
+        self.spec = self.group.state_spec
+
+    def parts_of(self, leaves: Sequence[Any]) -> Arrays:
+        target = NamedSharding(self.group.mesh, self.group.spec)
+        return filter_shard([leaves[i] for i in self.group.numbers], target)
+
+    def alone(self, x: Any) -> Any:
+        """The tree with a matrix in the place of the group's first leaf, and nothing else."""
+        return self.layout.only([x] * self.layout.tree.num_leaves, self.group.numbers[:1])
+
+    def own(self, leaves: Sequence[Any]) -> Arrays:
+        return list(compress(leaves, self.is_own))
+
+    def shared(self, leaves: Sequence[Any]) -> Arrays:
+        return [x for x, is_own in zip(leaves, self.is_own, strict=True) if not is_own]
+
+    def init(self, matrix: Any) -> Arrays:
+        return jtu.tree_leaves(self.transform.init(self.alone(matrix)))
+
+    def start(self, parts: Arrays) -> Arrays:
+        """The state of the matrices that this device owns; without `parts` their values are not
+        read.
+        """
+        group = self.group
+        shape = group.slots, *group.matrix.shape
+        whole = group.whole(parts) if parts else jnp.zeros(shape, group.dtype)
+        return jax.vmap(lambda x: self.own(self.init(x)))(whole)
+
+    def update(
+        self, parts: Arrays, weights: Arrays, own: Arrays, shared: Arrays, has_params: bool
+    ) -> tuple[Arrays, Arrays, Arrays]:
+        group = self.group
+        dynamic, static = _split(self.extra)
+
+        def on_device(
+            parts: Arrays, weights: Arrays, own: Arrays, shared: Arrays, dynamic: Any
+        ) -> tuple[Arrays, Arrays, Arrays]:
+            whole = group.whole(parts)
+            read = group.whole(weights) if weights else None
+            if read is None and has_params:
+                read = jnp.zeros(whole.shape, whole.dtype)
+            step = lambda n: self.step(n, whole, read, own, shared, static(dynamic))  # noqa: E731
+            new, own, shared = self.for_owned(step, own)
+            return group.parts(new), own, shared
+
+        count = len(group.numbers)
+        whole = PartitionSpec()
+        run = group.per_device(
+            on_device,
+            ([group.spec] * count, [group.spec] * len(weights), self.spec, whole, whole),
+            ([group.spec] * count, self.spec, whole),
+        )
+        with jax.named_scope("by_matrix"):
+            return run(parts, weights, list(own), list(shared), dynamic)
+
+    def for_owned(self, step: Callable[[int], Any], own: Arrays) -> Any:
+        """Updates as many matrices as this device owns: all slots, or one fewer."""
+        group, slots = self.group, self.group.slots
+        if (group.loads == slots).all():
+            return step(slots)
+
+        def fewer() -> Any:
+            # What is shared changes on each device, also on one that owns nothing.
+            new, some, shared = step(max(slots - 1, 1))
+            if slots == 1:
+                return jnp.zeros_like(new), own, shared
+            some = [jnp.concatenate([x, y[-1:]]) for x, y in zip(some, own, strict=True)]
+            return jnp.concatenate([new, jnp.zeros_like(new[:1])]), some, shared
+
+        return lax.cond(group.load() == slots, lambda: step(slots), fewer)
+
+    def step(
+        self, n: int, whole: Any, read: Any, own: Arrays, shared: Arrays, extra: Any
+    ) -> tuple[Any, Arrays, Arrays]:
+        """Updates the first `n` matrices of this device."""
+
+        def one(x: Any, weight: Any, own: Arrays) -> tuple[Any, Arrays, Arrays]:
+            mine, common = iter(own), iter(shared)
+            leaves = [next(mine if is_own else common) for is_own in self.is_own]
+            weight = None if weight is None else self.alone(weight)
+            new, state = self.transform.update(
+                self.alone(x), self.state.unflatten(leaves), weight, **extra
+            )
+            (new,), leaves = jtu.tree_leaves(new), jtu.tree_leaves(state)
+            return new, self.own(leaves), self.shared(leaves)
+
+        head = None if read is None else read[:n]
+        return jax.vmap(one, out_axes=(0, 0, None))(whole[:n], head, [x[:n] for x in own])
+
+
+def _split(extra: dict[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
+    dynamic, static = eqx.partition(extra, eqx.is_array)
+    return dynamic, lambda dynamic: eqx.combine(dynamic, static)

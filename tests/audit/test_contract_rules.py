@@ -1,0 +1,210 @@
+"""Contracts judge by what is computed, not by names: cases that once passed, or were refused."""
+
+from typing import Any
+
+import contract_steps
+import equinox as eqx
+import handwritten
+import jax
+import jax.numpy as jnp
+import known
+import optax
+import pytest
+import transformer
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import mylib
+from mylib import contracts
+from mylib.rules import by_path
+
+ONE, TWO = handwritten.meshes(jax.devices())
+DATA = contracts.data_parallel("data")
+PAIR = {"up": (16, 32), "down": (32, 16)}
+COLUMNS = {"up": P(None, "model"), "down": P("model")}
+
+
+def pair() -> Any:
+    return {name: known.abstract(ONE, P(), shape) for name, shape in PAIR.items()}
+
+
+def test_a_batch_that_is_called_as_a_weight_is_a_batch():
+    def step(model, batch):
+        return handwritten.summing(up=lambda g: g, down=lambda g: g)(model, batch["up"])
+
+    mapped = jax.shard_map(
+        step, mesh=ONE, in_specs=(P(), P("data")), out_specs=P(), check_vma=False
+    )
+    x = {"up": known.abstract(ONE, P("data"), (64, 16))}
+    (fault,) = DATA(mylib.audit(jax.jit(mapped), pair(), x))
+    assert fault == "model['down'], model['up']: its gradient is not summed over data"
+
+
+def test_trained_weights_need_data():
+    def step(model, decay):
+        return jax.tree.map(lambda w: w * decay, model)
+
+    report = mylib.audit(jax.jit(step), pair(), known.abstract(ONE, P(), ()))
+    assert "no argument but the model is split over data" in DATA(report)[0]
+
+
+@pytest.mark.parametrize("way", contract_steps.SUMS)
+@pytest.mark.everyday("psum", "gather and sum", "looped ring", "passed on", "8 bits")
+def test_sums(way):
+    step = handwritten.summing(up=handwritten.psum, down=contract_steps.SUMS[way])
+    assert DATA(handwritten.audited(ONE, step, handwritten.WHOLE)) == []
+
+
+@pytest.mark.parametrize("way", contract_steps.NO_SUMS)
+@pytest.mark.everyday("pmax", "gather and index", "sum of the first", "short looped ring")
+def test_no_sums(way):
+    step = handwritten.summing(up=handwritten.psum, down=contract_steps.NO_SUMS[way])
+    found = DATA(handwritten.audited(ONE, step, handwritten.WHOLE))
+    assert found[0].startswith("model['down']: its gradient is not summed over data")
+
+
+def test_only_what_was_scattered_may_be_gathered():
+    """A pair whose activations are scattered, and one that gathers columns between its products."""
+
+    def predict(model, x):
+        part = lax.psum_scatter(jnp.tanh(x @ model["up"]) @ model["down"], "model", tiled=True)
+        x = lax.all_gather(part, "model", tiled=True)
+        h = lax.all_gather(jnp.tanh(x @ model["up"]), "model", axis=1, tiled=True)
+        n = len(model["down"])
+        own = lax.dynamic_slice_in_dim(h, lax.axis_index("model") * n, n, 1)
+        return lax.psum(own @ model["down"], "model")
+
+    report = handwritten.audited(TWO, predict, COLUMNS, out=P("data"))
+    for contract in (contracts.tensor_parallel("model"), contracts.two_d("data", "model")):
+        assert any(
+            fault.startswith("all_gather: moved by all-gather over model")
+            for fault in contract(report)
+        )
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+@pytest.mark.everyday("True")
+def test_statistics_of_a_split_vocabulary_are_no_activations(stacked):
+    rule = by_path({"unembed.weight": P("model")}) | transformer.MODEL
+    contract = contracts.tensor_parallel("model", forward=2 * transformer.DEPTH)
+    step = transformer.Strategy(TWO, rule, None, contract)
+    assert contract(step.audit(stacked)) == []
+
+
+def test_products_of_an_optimiser_that_have_no_name():
+    optimizer = optax.contrib.muon(1e-3)
+    shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in PAIR.items()}
+
+    @mylib.filter_jit(in_shardings=(P(), P(), P("data")), out_shardings=P(), mesh=ONE)
+    def step(model, state, x):
+        gradients = jax.grad(handwritten.loss)(model, x)
+        updates, state = optimizer.update(gradients, state, model)
+        return optax.apply_updates(model, updates), state
+
+    state = jax.eval_shape(optimizer.init, shapes)
+    report = mylib.audit(step, shapes, state, jax.ShapeDtypeStruct((64, 16), jnp.float32))
+    assert DATA(report) == []
+
+
+class Layers(eqx.Module):
+    """Four layers, kept in one way or another."""
+
+    first: Any
+    second: Any = None
+    third: Any = None
+    fourth: Any = None
+
+    def __call__(self, x):
+        for layer in jax.tree.leaves(self, is_leaf=lambda x: isinstance(x, eqx.nn.Linear)):
+            x = jnp.tanh(layer(x))
+        return x
+
+
+def _layers(of: str) -> Layers:
+    widths = [32, 32, 48, 64, 32] if of == "other sizes" else [32] * 5
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = [
+        eqx.nn.Linear(n, m, use_bias=False, key=key)
+        for n, m, key in zip(widths, widths[1:], keys, strict=False)
+    ]
+    match of:
+        case "list":
+            return Layers(layers)
+        case "dict":
+            return Layers(dict(zip("abcd", layers, strict=True)))
+    return Layers(*layers)
+
+
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("of", ["attributes", "dict", "list", "other sizes"])
+@pytest.mark.everyday("attributes-True", "dict-True", "attributes-False")
+def test_a_model_that_is_gathered_once(of, held):
+    kept = mylib.rules.fsdp("data", min_size=128)
+
+    @mylib.filter_jit(in_shardings=(kept, P("data")), out_shardings=kept, mesh=ONE)
+    def gradient(model, x):
+        def loss(model):
+            if held:
+                model = mylib.filter_shard(model, P(), mesh=ONE)
+            else:
+                model = mylib.fully_shard(model, eqx.nn.Linear, kept, mesh=ONE)
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+        return eqx.filter_grad(loss)(model)
+
+    model = eqx.filter_eval_shape(_layers, of)
+    report = mylib.audit(gradient, model, jax.ShapeDtypeStruct((64, 32), jnp.float32))
+    found = contracts.fsdp("data")(report)
+    assert bool(found) is held
+    assert all("gathered once for the forward and the backward pass" in text for text in found)
+
+
+def test_sums_in_each_iteration_are_those_of_the_compiler():
+    kind = contract_steps.KINDS["rnn"]
+    model = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in kind.shapes.items()}
+
+    @mylib.filter_jit(in_shardings=(P(), P("data")), out_shardings=P(), mesh=ONE)
+    def step(model, x):
+        def loss(model):
+            return jnp.mean(jax.vmap(lambda x: kind.loss(model, x))(x))
+
+        return handwritten.updated(model, jax.grad(loss)(model))
+
+    report = mylib.audit(step, model, jax.ShapeDtypeStruct((64, *kind.example), jnp.float32))
+    report.expect(DATA)
+    assert "XLA:CPU sums gradients in each iteration of a loop" in str(report)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="XLA:CPU makes a loop of it, so the advice is missing"
+)
+def test_rows_of_a_batch_that_are_gathered_for_a_table():
+    """The violation names the table, and what it says to write holds."""
+
+    def step(table, rows, tokens):
+        def one(table, rows, tokens):
+            rows = lax.all_gather(rows, "data", tiled=True)
+            tokens = lax.all_gather(tokens, "data", tiled=True)
+            whole = jnp.zeros((64, 16)).at[tokens].add(rows)
+            return {"table": table["table"] - handwritten.own_part(whole)}
+
+        specs = P("data"), P("data"), P("data")
+        return jax.shard_map(one, mesh=ONE, in_specs=specs, out_specs=P("data"), check_vma=False)(
+            table, rows, tokens
+        )
+
+    table = {"table": known.abstract(ONE, P("data"), (64, 16))}
+    rows = known.abstract(ONE, P("data"), (128, 16))
+    tokens = known.abstract(ONE, P("data"), (128,), "int32")
+    report = mylib.audit(jax.jit(step), table, rows, tokens)
+    found = contracts.fsdp("data")(report)
+    assert len(found) == 1, found
+    assert found[0].startswith("table['table']: moved by all-gather over data")
+    assert 'activations="8 KiB"' in found[0]
+    report.expect(contracts.fsdp("data", activations="8 KiB"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.everyday("0", "1", rest="thorough")
+def test_random_steps(seed):
+    assert contract_steps.told(seed) == ""

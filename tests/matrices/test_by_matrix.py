@@ -1,0 +1,332 @@
+"""`by_matrix` does what the transform does on one device, sends what must be sent, and refuses what
+it can't do.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+from optimisers import muon, shampoo, soap
+from training import compare, difference, random_like, run
+
+import mylib
+from mylib.rules import fsdp
+
+EIGHT = mylib.make_mesh(data=8)
+TWO_AXES = mylib.make_mesh(data=4, model=2)
+KEPT = fsdp("data", min_size=1)
+ROWS_AND_COLUMNS = P("data", "model")
+EVEN = [(16, 24)] * 8
+UNEVEN = {"many": [(16, 24)] * 10, "few": [(8, 8)] * 3, "bias": (5,)}
+
+
+@pytest.fixture(autouse=True)
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def of_matrices(transform):
+    """An optimiser of matrices alone, as those of the tests are; others are scaled."""
+    labels = lambda tree: jax.tree.map(lambda x: "it" if x.ndim == 2 else "scale", tree)  # noqa: E731
+    return optax.multi_transform({"it": transform, "scale": optax.scale(0.5)}, labels)
+
+
+def split_matrices(leaf):
+    return ROWS_AND_COLUMNS if leaf.ndim == 2 else P()
+
+
+@pytest.mark.everyday("muon-even-rows", "soap-uneven-rows", "muon-uneven-both")
+@pytest.mark.parametrize(
+    ("kept", "over", "mesh"),
+    [
+        pytest.param(KEPT, None, EIGHT, id="rows"),
+        pytest.param(split_matrices, None, TWO_AXES, id="both"),
+        pytest.param(P(), ("data", "model"), TWO_AXES, id="replicated"),
+        pytest.param(KEPT, ("data", "model"), TWO_AXES, id="hybrid"),
+    ],
+)
+@pytest.mark.parametrize("shapes", [EVEN, UNEVEN], ids=["even", "uneven"])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(muon(), id="muon"),
+        pytest.param(muon(adaptive=True, nesterov=False), id="adaptive"),
+        pytest.param(soap(), id="soap"),
+        pytest.param(shampoo(), id="shampoo"),
+        pytest.param(optax.adamw(1e-2), id="adamw"),
+        pytest.param(optax.scale_by_factored_rms(min_dim_size_to_factor=4), id="factored"),
+    ],
+)
+def test_the_same_as_on_one_device(transform, shapes, kept, over, mesh):
+    transform = of_matrices(transform)
+    assert max(compare(transform, random_like(shapes), kept, over=over, mesh=mesh)) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        pytest.param(optax.contrib.muon(1e-2, weight_decay=0.1), id="muon"),
+        pytest.param(
+            optax.multi_transform({"a": muon(), "b": optax.sgd(0.1)}, ["a", "b", *"ababab"]),
+            id="labels",
+        ),
+        pytest.param(optax.masked(muon(), [True, False, *[True] * 6]), id="mask"),
+        pytest.param(
+            optax.inject_hyperparams(lambda lr: optax.chain(muon(), optax.scale(lr)))(lr=0.1),
+            id="hyperparameters",
+        ),
+        pytest.param(
+            optax.chain(muon(), optax.scale_by_schedule(optax.linear_schedule(0, 1, 5))),
+            id="schedule",
+        ),
+    ],
+)
+def test_what_is_put_inside(transform):
+    """Weights of one shape with other labels are updated otherwise."""
+    assert max(compare(transform, random_like(EVEN), KEPT, mesh=EIGHT)) < 1e-12
+
+
+def test_what_is_put_around():
+    """Another optimiser may accumulate, or make it anew in each step."""
+    params = random_like(EVEN)
+
+    def around(make):
+        inner = lambda lr: make(optax.chain(muon(), optax.scale(lr)))  # noqa: E731
+        accumulating = optax.MultiSteps(optax.inject_hyperparams(inner)(lr=0.1), 2)
+        return optax.chain(optax.clip_by_global_norm(1.0), accumulating.gradient_transformation())
+
+    ours = around(lambda t: mylib.by_matrix(t, KEPT, mesh=EIGHT))
+    updates, _ = run(ours, params, jax.jit(ours.init)(params), 4)
+    plain = around(lambda t: t)
+    expected, _ = run(plain, params, plain.init(params), 4)
+    assert difference(updates, expected) < 1e-12
+
+
+def test_other_dimensions():
+    """Stacked layers are known, others are named by `matrices=`."""
+    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(
+        jax.random.split(jax.random.key(0), 4)
+    )
+    one = optax.contrib.scale_by_muon()
+    numbers = lambda tree: jax.tree.map(  # noqa: E731
+        lambda x: optax.contrib.MuonDimensionNumbers() if x.ndim == 2 else None, tree
+    )
+    by_layer = mylib.by_matrix(
+        optax.contrib.muon(1.0, muon_weight_dimension_numbers=numbers), KEPT, mesh=EIGHT
+    )
+    params = eqx.filter(layers, eqx.is_array)
+    updates, _ = by_layer.update(params, by_layer.init(params), params)
+    for x, update in zip(params.weight, updates.weight, strict=True):
+        expected, _ = one.update(x, one.init(x))
+        assert difference(update, -expected) < 1e-6
+    # Heads behind the rows: [D, H, K] is a matrix of D rows.
+    heads = random_like([(24, 4, 8)] * 3)
+    ours = mylib.by_matrix(one, KEPT, mesh=EIGHT, matrices=lambda leaf: ((), 0, (1, 2)))
+    flat = [x.reshape(24, 32) for x in heads]
+    plain = muon()
+    ours = mylib.by_matrix(plain, KEPT, mesh=EIGHT, matrices=lambda leaf: ((), 0, (1, 2)))
+    updates, _ = run(ours, heads, ours.init(heads), 2)
+    expected, _ = run(plain, flat, plain.init(flat), 2)
+    assert difference([x.reshape(24, 32) for x in updates], expected) < 1e-12
+
+
+def test_a_shape_that_nothing_explains():
+    optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT)
+    with pytest.raises(mylib.PlacementError, match="which of the 3 dimensions") as error:
+        optim.init({"w": jnp.ones((4, 8, 8))})
+    assert "['w'] (4, 8, 8)" in str(error.value) and "((0,), (1,), (2,))" in str(error.value)
+    wrong = mylib.by_matrix(muon(), KEPT, mesh=EIGHT, matrices=lambda leaf: (0, 0, 1))
+    with pytest.raises(mylib.PlacementError, match="each of the 3 dimensions once"):
+        wrong.init({"w": jnp.ones((4, 8, 8))})
+
+
+@pytest.mark.parametrize(
+    ("transform", "says"),
+    [
+        (
+            optax.chain(optax.clip_by_global_norm(1.0), muon()),
+            r"update of \[0\] depends on the gradient of \[1\] \(clip_by_global_norm\): .*chain",
+        ),
+        (optax.apply_if_finite(muon(), 3), r"of \[0\] depends .*\(apply_if_finite\)"),
+        (optax.contrib.prodigy(1.0), r"of \[0\] depends .*\(prodigy\)"),
+        (optax.chain(optax.add_noise(0.1, 0.5, 0), muon()), r"random key, \[0\]\.rng_key"),
+    ],
+)
+def test_refused(transform, says):
+    optim = mylib.by_matrix(transform, KEPT, mesh=EIGHT)
+    with pytest.raises(ValueError, match=says):
+        optim.init(random_like(EVEN))
+
+
+def test_a_state_that_depends_on_several_weights_is_refused():
+    def init(params):
+        return jnp.zeros(())
+
+    def update(grads, state, params=None):
+        norm = sum(jnp.sum(x) for x in jax.tree.leaves(grads))
+        return grads, state + norm
+
+    optim = mylib.by_matrix(optax.GradientTransformation(init, update), KEPT, mesh=EIGHT)
+    with pytest.raises(
+        ValueError, match=r"the state's  ?depends on several weights \(\[0\], \[1\]"
+    ):
+        optim.init(random_like(EVEN))
+
+
+def test_a_state_that_is_no_tree_of_the_weights_is_refused():
+    def init(params):
+        return [jnp.zeros_like(x) for x in jax.tree.leaves(params)]
+
+    def update(grads, state, params=None):
+        leaves, tree = jax.tree.flatten(grads)
+        state = [0.9 * m + g for m, g in zip(state, leaves, strict=True)]
+        return tree.unflatten(state), state
+
+    optim = mylib.by_matrix(optax.GradientTransformation(init, update), KEPT, mesh=EIGHT)
+    with pytest.raises(ValueError, match=r"isn't at the weight's place .* but at \[0\]"):
+        optim.init({"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))})
+
+
+def sent(shapes, kept, mesh, over=None, **options):
+    """The bytes that a device sends in an update, over those that must be sent: its gradients to
+    their owners, and its part of the updates back.
+    """
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x, jnp.float32), shapes, is_leaf=lambda x: type(x) is tuple
+    )
+    targets = mylib.resolve(params, kept, mesh=mesh)
+    params = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), params, targets
+    )
+    optim = mylib.by_matrix(muon(), kept, over, mesh=mesh, **options)
+    made = jax.jit(optim.init).lower(params).compile()
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(optim.init, params),
+        made.output_shardings,
+    )
+    report = mylib.audit(jax.jit(lambda g, s: optim.update(g, s)), params, state)
+    assert {x.kind for x in report.collectives} <= {"all-to-all", "all-gather"}
+    specs = str([x.spec for x in jax.tree.leaves(targets)])
+    n = int(np.prod([mesh.shape[axis] for axis in mesh.axis_names if axis in specs]))
+    own = sum(4 * x.size / n for x in jax.tree.leaves(params))
+    must = 2 * own * (n - 1) / n
+    return sum(x.wire_bytes * x.times for x in report.collectives) / must
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kept", "mesh", "options", "most"),
+    [
+        pytest.param([(64, 64)] * 8, KEPT, EIGHT, {}, 1.0, id="one axis"),
+        pytest.param([(64, 64)] * 8, ROWS_AND_COLUMNS, TWO_AXES, {}, 1.0, id="tensor parallel"),
+        pytest.param([(64, 64)] * 8, P("data"), TWO_AXES, {}, 1.0, id="hybrid"),
+        pytest.param(
+            [(64, 64)] * 8, P("data"), TWO_AXES, {"over": ("data", "model")}, 0.84,
+            id="hybrid, both",
+        ),
+        pytest.param([(64, 64)] * 10, KEPT, EIGHT, {}, 1.6, id="10 on 8"),
+        pytest.param([(64, 64)] * 3, KEPT, EIGHT, {}, 8 / 3, id="3 on 8"),
+        pytest.param(
+            [(16, 64, 64)], P("data"), EIGHT, {"matrices": lambda leaf: (0, 1, 2)}, 0.0,
+            id="experts",
+        ),
+        pytest.param(
+            [(8, 64, 64)], P(None, "data"), EIGHT, {"matrices": lambda leaf: (0, 1, 2)}, 1.0,
+            id="a stack",
+        ),
+    ],
+)  # fmt: skip
+def test_bytes(shapes, kept, mesh, options, most):
+    assert sent(shapes, kept, mesh, **options) == pytest.approx(most, abs=0.01)
+
+
+def test_sent_in_another_dtype():
+    """XLA's compiler for the CPU sends bfloat16 as float32, so the program is read before it."""
+    params = random_like(EVEN)
+    optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT, dtype=jnp.bfloat16)
+    text = jax.jit(optim.update).lower(params, jax.jit(optim.init)(params)).as_text()
+    lines = [line for line in text.splitlines() if "all_to_all" in line]
+    assert len(lines) == 2 and all("bf16>) -> " in line for line in lines)
+    updates, _ = optim.update(params, optim.init(params))
+    expected, _ = muon().update(params, muon().init(params))
+    assert 0 < difference(updates, expected) < 0.05
+
+
+def test_branches_stay_branches():
+    """A count that isn't stacked keeps `cond` a branch, so that bases are renewed now and then."""
+    params = random_like(EVEN)
+    optim = mylib.by_matrix(soap(every=10), KEPT, mesh=EIGHT)
+    state = jax.jit(optim.init)(params)
+    text = jax.jit(optim.update).lower(params, state).compile().as_text()
+    branches = [line for line in text.splitlines() if " conditional(" in line]
+    assert len(branches) == 1
+    assert all(x.shape == () for x in jax.tree.leaves(state.shared))
+
+
+def test_one_device_is_the_transform_itself():
+    params, mesh = random_like(UNEVEN), mylib.make_mesh(data=1, devices=jax.devices()[:1])
+    transform = of_matrices(muon())
+    ours = mylib.by_matrix(transform, KEPT, mesh=mesh)
+    assert jax.tree.structure(ours.init(params)) == jax.tree.structure(transform.init(params))
+    updates, _ = run(ours, params, ours.init(params), 2)
+    expected, _ = run(transform, params, transform.init(params), 2)
+    assert difference(updates, expected) == 0
+
+
+@pytest.mark.parametrize("kept", [P("data"), P("data", "model")])
+def test_explicit_axes(kept):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        params = random_like(EVEN)
+        assert max(compare(muon(), params, kept)) < 1e-12
+
+
+def test_eagerly():
+    params = mylib.filter_shard(random_like(UNEVEN), KEPT, mesh=EIGHT)
+    transform = of_matrices(muon())
+    ours = mylib.by_matrix(transform, KEPT, mesh=EIGHT)
+    updates, _ = ours.update(params, ours.init(params), params)
+    expected, _ = transform.update(params, transform.init(params), params)
+    assert difference(updates, expected) < 1e-12
+
+
+def test_a_checkpoint_for_any_number_of_devices():
+    params, transform = random_like(UNEVEN), of_matrices(soap())
+    chained = lambda t: optax.chain(t, optax.scale(-1.0))  # noqa: E731
+    expected, plain = run(chained(transform), params, chained(transform).init(params), 5)
+    ours = chained(mylib.by_matrix(transform, KEPT, mesh=EIGHT))
+    placed = mylib.filter_shard(params, KEPT, mesh=EIGHT)
+    _, state = run(ours, placed, ours.init(placed), 3)
+    saved = jax.tree.map(np.asarray, mylib.by_matrix.to_plain(state))
+    assert jax.tree.structure(saved) == jax.tree.structure(plain)
+    four = mylib.make_mesh(data=4, devices=jax.devices()[:4])
+    there = chained(mylib.by_matrix(transform, KEPT, mesh=four))
+    placed = mylib.filter_shard(params, KEPT, mesh=four)
+    state = mylib.by_matrix.from_plain(saved, eqx.filter_eval_shape(there.init, placed))
+    updates, state = run(there, placed, state, 2, start=3)
+    assert difference(updates, expected) < 1e-12
+    assert difference(mylib.by_matrix.to_plain(state), plain) < 1e-12
+    weight = next(
+        x for x in jax.tree.leaves(mylib.by_matrix.to_plain(state)) if x.shape == (16, 24)
+    )
+    assert not weight.sharding.is_fully_replicated
+
+
+def test_a_state_that_is_moved_away_is_told():
+    params = mylib.filter_shard(random_like(EVEN), KEPT, mesh=EIGHT)
+    optim = mylib.by_matrix(muon(), KEPT, mesh=EIGHT)
+    moved = mylib.filter_shard(optim.init(params), P(), mesh=EIGHT)
+    step = mylib.filter_jit(lambda grads, state: optim.update(grads, state))
+    with pytest.warns(mylib.PlacementWarning, match=r"state\.stacks.*P\(\) instead of"):
+        step(params, moved)
+
+
+def test_what_else_is_refused():
+    with pytest.raises(ValueError, match="a tree of arrays"):
+        mylib.by_matrix(muon(), KEPT, mesh=EIGHT).init([jnp.ones((8, 8)), "text"])
+    with pytest.raises(mylib.PlacementError, match="where it is kept"):
+        mylib.by_matrix(muon(), None, mesh=EIGHT).init([jnp.ones((8, 8))])

@@ -1,0 +1,180 @@
+"""A plan is made, compiled and called on a mesh of its own, whatever mesh is in force."""
+
+import sys
+import textwrap
+import warnings
+from contextlib import nullcontext
+
+import equinox as eqx
+import jax
+import numpy as np
+import planned_steps as steps
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mylib
+from mylib.__main__ import main
+
+KEY = jax.random.key(0)
+BATCH = np.ones((16, 64), np.float32)
+STEP = steps.step_of(steps.squared_loss)
+MESHES = {
+    "README's": lambda: mylib.make_mesh(data=-1),
+    "Explicit": lambda: jax.make_mesh((4, 2), ("data", "model")),
+    "both": lambda: mylib.make_mesh(data=4, model=2, explicit="model"),
+    "of other devices": lambda: jax.make_mesh((2,), ("data",), devices=jax.devices()[2:4]),
+}
+
+
+def start():
+    return steps.with_state(steps.mlp(KEY))
+
+
+@pytest.fixture(params=MESHES)
+def mesh(request):
+    with jax.set_mesh(MESHES[request.param]()) as mesh:
+        yield mesh
+
+
+@pytest.fixture(scope="module")
+def loss():
+    return eqx.filter_jit(STEP)(BATCH, *start())[2]
+
+
+@pytest.mark.slow
+def test_plans_and_runs(mesh, loss):
+    args = BATCH, *start()
+    kept = mylib.rules.by_path({"layers.0.weight": P(None, "data")})
+    plan = mylib.plan(STEP, *args, axes={"data": 8}, policies=("full",), compile=0, kept=kept)
+    fun = plan.jit(STEP)
+    abstract = steps.abstract(steps.mlp, BATCH)
+    compiled = fun.lower(*abstract).compile()
+    for call, state in [
+        (fun, mylib.filter_device_put(start())),
+        (fun, plan.make(lambda key: steps.with_state(steps.mlp(key)), KEY)),
+        (compiled, start()),
+    ]:
+        model, _, found = call(BATCH, *state)
+        assert abs(float(found) - float(loss)) < 1e-5
+        assert model.layers[0].weight.sharding.spec == P(None, "data")
+    assert not mylib.explain(args[1], plan).faults
+    assert jax.sharding.get_abstract_mesh() == jax.sharding.get_mesh().abstract_mesh
+
+
+@pytest.mark.slow
+def test_compiles_and_measures(mesh):
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    plan = mylib.plan(STEP, *args, policies=("full",), compile=1, measure=1)
+    assert plan.chosen.source == "measured"
+
+
+def test_machines_that_are_not_here(mesh):
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    plan = mylib.plan(STEP, *args, machine="h100 x 16", policies=("full",), compile=0)
+    assert plan.machine.count == 16
+
+
+def test_with_mesh():
+    """The older way to put one in force."""
+    mesh = mylib.make_mesh(data=4, model=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        with mesh:
+            mylib.plan(STEP, BATCH, *start(), policies=("full",), compile=0)
+
+
+@pytest.mark.slow
+def test_in_another_program(loss):
+    """It stays on that program's mesh."""
+    plan = mylib.plan(STEP, BATCH, *start(), axes={"data": 8}, policies=("full",), compile=0)
+    for mesh in nullcontext(), jax.set_mesh(mylib.make_mesh(data=8)):
+        with mesh:
+            found = jax.jit(lambda batch: plan.jit(STEP)(batch, *start())[2])(BATCH)
+        assert abs(float(found) - float(loss)) < 1e-5
+
+
+PROGRAM = """
+    import equinox as eqx, jax, jax.numpy as jnp, mylib
+
+    jax.set_mesh(mylib.make_mesh(data=-1))
+
+    def step(batch, model):
+        grads = eqx.filter_grad(lambda m: jnp.mean(jax.vmap(m)(batch) ** 2))(model)
+        return eqx.apply_updates(model, grads)
+
+    def training(machine):
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        return step, jnp.zeros((machine.count, 64)), model, {"policies": ("full",), "compile": 0}
+"""
+
+
+def test_on_the_command_line(tmp_path, monkeypatch, capsys):
+    """A module sets it, and says in its dict what to compile; the command line may overrule it."""
+    (tmp_path / "planned_on_mesh.py").write_text(textwrap.dedent(PROGRAM))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before = jax.sharding.get_mesh()
+    try:
+        command = ["plan", "planned_on_mesh:training", "--machine", "h100 x 8"]
+        assert main(command) == 0
+        assert "nothing was compiled" in capsys.readouterr().out
+        with pytest.raises(TypeError, match="compile=-1: write a number of at least 0"):
+            main([*command, "--compile", "-1"])
+    finally:
+        jax.set_mesh(before)
+
+
+L, KEPT = eqx.nn.Linear, mylib.rules.fsdp("data")
+HANDED = "hand over the step as for one device, without fully_shard, in_shardings"
+
+
+@pytest.mark.parametrize("machine", [None, "h100 x 16"])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        lambda model, mesh: mylib.fully_shard(model, L, KEPT),
+        lambda model, mesh: mylib.fully_shard(model, L, KEPT, mesh=mesh),
+        lambda model, mesh: mylib.fully_shard(model, eqx.nn.MLP, KEPT, mesh=mesh),
+    ],
+)
+def test_a_step_with_fully_shard(sharded, machine):
+    with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
+        step = steps.step_of(steps.squared_loss, lambda model: sharded(model, mesh))
+        with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+            mylib.plan(step, BATCH, *start(), machine=machine, policies=("full",), compile=0)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"in_shardings": {"batch": P("data")}},
+        {"out_shardings": (KEPT, KEPT, P())},
+        {"in_shardings": {"model": KEPT}, "out_shardings": (KEPT, KEPT, P()), "donate": "all"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_step_with_placements(options, is_given):
+    with jax.set_mesh(mylib.make_mesh(data=-1)) as mesh:
+        step = mylib.filter_jit(STEP, **options, mesh=mesh if is_given else None)
+        with pytest.raises(mylib.PlanError, match=HANDED) as caught:
+            mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_step_with_constraints():
+    """They would be of another mesh than the plan's."""
+    placed = NamedSharding(mylib.make_mesh(data=-1), P("data"))
+
+    def step(batch, *others):
+        return STEP(eqx.filter_shard(batch, placed), *others)
+
+    with pytest.raises(mylib.PlanError, match=rf"{HANDED}.*places an array at NamedShard"):
+        mylib.plan(step, BATCH, *start(), policies=("full",), compile=0)
+
+
+def test_a_step_that_is_compiled():
+    """Without placements there is nothing to leave out."""
+    step = mylib.filter_jit(STEP, donate="all-except-first")
+    assert mylib.plan(step, BATCH, *start(), policies=("full",), compile=0).applying.donated
