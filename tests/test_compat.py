@@ -183,6 +183,11 @@ USES = {
         "what makes zeros of a type, by its class (`ShapedArray`: also of cotangents). See "
         "test_values_on_auto_axes for what both are replaced for"
     ),
+    "jax._src.interpreters.partial_eval.partial_eval_jaxpr_custom_rules": (
+        "how a checkpoint splits equations, by primitive. That of scan is replaced: see "
+        "test_two_backward_passes_through_a_loop in tests/fsdp/test_explicit_layers.py, which "
+        "JAX 0.12 passes without"
+    ),
     "jax._src.traceback_util.register_exclusion": (
         "leaves the frames of a file out of what `jax.debug.breakpoint` shows. "
         "`test_a_breakpoint_is_for_one_device` says whether it does"

@@ -144,6 +144,21 @@ def compute_on_meshes_of_values() -> None:
     move, zeros = batching.moveaxis, ad_util.aval_zeros_likers
     _replaced(batching, "moveaxis", _on_mesh_of(move, jax.typeof))
     zeros[ShapedArray] = _on_mesh_of(zeros[ShapedArray], lambda aval: aval)
+    # JAX 0.10.2 also makes parts of a loop on the mesh of the code, for a checkpoint.
+    rules = partial_eval.partial_eval_jaxpr_custom_rules
+    (scan,) = [primitive for primitive in rules if primitive.name == names.SCAN]
+    rules[scan] = _in_place_of_equation(rules[scan])
+
+
+def _in_place_of_equation(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """A rule that splits an equation, in the context of the equation."""
+
+    @functools.wraps(rule)
+    def split(saveable: Any, unknown: Any, instantiated: Any, eqn: Any, **options: Any) -> Any:
+        with eqn.ctx.manager:
+            return rule(saveable, unknown, instantiated, eqn, **options)
+
+    return split
 
 
 def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Callable[..., Any]:

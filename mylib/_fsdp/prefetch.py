@@ -21,9 +21,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from .._compat import batched, is_staged
+from .._compat import batched, is_staged, names, without_dead_code
+from .._jit import without_checks
 from .._placement import cast, varying
-from .._programs import interpret
+from .._programs import all_equations, interpret
 from .._tree import Arrays
 from .gather import Targets, batched_at_front, keep, of_type, on_device
 from .prefetch_order import Turns
@@ -97,16 +98,36 @@ class _Layer:
         *weights, token = (run if is_staged() else jax.jit(run))(weights, token)
         return weights, token
 
+    def by_forward_rules(self, moving: Sequence[bool]) -> "_Layer":
+        """The layer as it is differentiated again: with the forward rules of a `jax.custom_vjp` in
+        place of what it calls without a gradient.
+        """
+        if not any(
+            eqn.primitive.name == names.CUSTOM_VJP_CALL for eqn in all_equations(self.program)
+        ):
+            return self
+
+        def run(operands: Arrays) -> Arrays:
+            return jax.vjp(
+                lambda xs: self(_merged(operands, xs, moving)), [*compress(operands, moving)]
+            )[0]
+
+        program = jax.make_jaxpr(run)(self.program.in_avals)
+        return replace(self, program=without_dead_code(program))
+
     def linearised(self, operands: Arrays) -> Any:
         """`jax.vjp` for the arguments and results that have tangents."""
 
         def computed(xs: Arrays) -> Arrays:
-            primals = iter(xs)
-            pairs = zip(operands, self.moving, strict=True)
-            results = self([next(primals) if moves else x for x, moves in pairs])
-            return [x for x in results if _is_float(x)]
+            return [x for x in self(_merged(operands, xs, self.moving)) if _is_float(x)]
 
         return jax.vjp(computed, list(compress(operands, self.moving)))
+
+
+def _merged(operands: Arrays, xs: Arrays, moving: Sequence[bool]) -> Arrays:
+    """The operands, with others in place of those that are moving."""
+    others = iter(xs)
+    return [next(others) if moves else x for x, moves in zip(operands, moving, strict=True)]
 
 
 def _call(layer: _Layer, is_ahead: bool) -> Any:
@@ -124,7 +145,10 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
     def rule(primals: Any, tangents: Any) -> tuple[Arrays, Arrays]:
         (operands, _), (tangents, _) = primals, tangents
         moving = [not isinstance(x, SymbolicZero) for x in tangents]
-        results, differentiated = call(*primals), replace(layer, moving=moving)
+        # In forward mode its checks couldn't be returned.
+        program = without_checks(layer.program)
+        differentiated = replace(layer, moving=moving, program=program)
+        results = _call(layer.by_forward_rules(moving), is_ahead)(*primals)
         moved = iter(tangent_p.bind(*operands, *compress(tangents, moving), layer=differentiated))
         types = [jax.typeof(x).to_tangent_aval() for x in results]
         pairs = zip(results, types, strict=True)

@@ -186,6 +186,27 @@ batching.primitive_batchers[check_p] = _pass_on
 mlir.register_lowering(check_p, _lower)
 
 
+# What is left of a check that has been made already.
+passed_p = Primitive("passed_check")
+passed_p.multiple_results = True
+passed_p.def_impl(lambda pred, index, *arrays: list(arrays))
+passed_p.def_abstract_eval(lambda pred, index, *avals: list(avals))
+ad.primitive_jvps[passed_p] = lambda args, moved: (passed_p.bind(*args), list(moved[2:]))
+batching.primitive_batchers[passed_p] = lambda args, dims: (passed_p.bind(*args), list(dims[2:]))
+mlir.register_lowering(passed_p, lambda ctx, pred, index, *arrays: arrays)
+
+
+def without_checks(program: Any) -> Any:
+    """A jaxpr that doesn't check again what has been checked."""
+
+    def passed(eqn: Any) -> Any:
+        if eqn.primitive is check_p:
+            return eqn.replace(primitive=passed_p, params={})
+        return eqn.replace(params=with_jaxprs(eqn, without_checks))
+
+    return with_equations(program, passed)
+
+
 _STOPS_ONE = (
     "EQX_ON_ERROR=breakpoint stops one device, and this program runs on several: the others would "
     "wait for it until JAX aborts. Use one device, or EQX_ON_ERROR=raise"

@@ -377,6 +377,29 @@ def test_derivatives_of_loops_under_vmap(loss, option, derivative):
     np.testing.assert_allclose(found, by_scale(loss, layer, X), rtol=1e-4, atol=1e-6)
 
 
+def test_two_backward_passes_through_a_loop():
+    class Recurs(Layer):
+        def __call__(self, x):
+            def turn(x, _):
+                return jnp.tanh(x @ self.weight + self.weight[0]), None
+
+            return jax.lax.scan(turn, x, None, length=2)[0]
+
+    def loss(weight, x, shard):
+        return jnp.mean(shard(Recurs(weight))(x) ** 2)
+
+    def twice(weight, x, shard=lambda layer: layer):
+        return times_a_vector(lambda weight: loss(weight, x, shard))(weight)
+
+    with jax.set_mesh(GRID):
+        weight, x = mylib.filter_shard((jnp.asarray(WEIGHT), X), (KEPT, P("data")))
+        gathering = jax.jit(
+            lambda weight, x: twice(weight, x, lambda m: mylib.fully_shard(m, Recurs, KEPT))
+        )
+        found = gathering(weight, x)
+    np.testing.assert_allclose(found, twice(jnp.asarray(WEIGHT), X), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_weights_that_are_computed(prefetch):
     """They aren't placed as `kept`, and their gradients have the types that they have."""

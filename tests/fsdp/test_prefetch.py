@@ -112,6 +112,68 @@ def test_eager_gradient_of_examples_on_explicit_axes():
     assert_close(found, expected)
 
 
+def test_error_checks_in_forward_mode():
+    class Checked(eqx.Module):
+        weight: Array
+
+        def __call__(self, x):
+            @jax.jit
+            def product(x):
+                return eqx.error_if(x, jnp.any(x > 1e6), "too large") @ self.weight
+
+            return product(x)
+
+    layers = [Checked(jax.random.normal(key, (WIDTH, WIDTH))) for key in KEYS[:2]]
+
+    def value(layers, x):
+        layers = mylib.fully_shard(layers, Checked, KEPT, prefetch=1)
+        return jnp.mean(layers[1](layers[0](x)) ** 2)
+
+    @mylib.filter_jit
+    def moved(layers, x):
+        return jax.jvp(lambda layers: value(layers, x), (layers,), (layers,))[1]
+
+    with jax.set_mesh(AUTO):
+        there, x = mylib.filter_shard((layers, X), (KEPT, batch("data")))
+        found = moved(there, x)
+        with pytest.raises(eqx.EquinoxRuntimeError, match="too large"):
+            moved(there, x * 1e9)
+    # Of degree 4.
+    expected = 4 * jnp.mean((X @ layers[0].weight @ layers[1].weight) ** 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_a_rule_that_is_no_derivative_in_a_second_one():
+    """JAX differentiates the rules of a `jax.custom_vjp`, both."""
+
+    @jax.custom_vjp
+    def sign(x):
+        return jnp.sign(x)
+
+    sign.defvjp(lambda x: (jnp.sign(x), x), lambda x, g: (g * (1 - jnp.tanh(x) ** 2),))
+
+    class Straight(eqx.Module):
+        weight: Array
+
+        def __call__(self, x):
+            return x + sign(x @ self.weight)
+
+    def value(layers, x):
+        return jnp.mean(jnp.sin(layers[1](layers[0](x))) ** 2)
+
+    def sharded(layers, x):
+        return value(mylib.fully_shard(layers, Straight, KEPT, prefetch=1), x)
+
+    def times_a_vector(value, layers, x):
+        return jax.jvp(lambda layers: jax.grad(value)(layers, x), (layers,), (layers,))[1]
+
+    layers = [Straight(jax.random.normal(key, (WIDTH, WIDTH))) for key in KEYS[:2]]
+    with jax.set_mesh(AUTO):
+        there, x = mylib.filter_shard((layers, X), (KEPT, batch("data")))
+        found = jax.jit(lambda layers, x: times_a_vector(sharded, layers, x))(there, x)
+    assert_close(found, times_a_vector(value, layers, X), rtol=1e-3)
+
+
 @pytest.mark.slow
 def test_with_tensor_parallelism():
     tensor = by_axes({"out": "model"}, names={Layer: {"weight": "in out"}}) | replicated()
