@@ -106,13 +106,13 @@ class _Planner:
             [places.of_member((g, k), i, *self._state(i)) for k, i in enumerate(group.numbers)][0]
             for g, group in enumerate(groups)
         ]
-        if self.others:
-            places.of_others(self._state(*self.others)[0])
+        others = self._state(*self.others)[0] if self.others else []
+        places.of_others([path for path, _ in others])
         return Layout(
             tree=self.leaves.treedef,
             groups=tuple(groups),
             others=tuple(self.others),
-            others_places=self._others_places(belongs),
+            others_places=self._others_places(belongs, others),
             states=tuple(tree for tree, _ in states),
             owned=tuple(owned for _, owned in states),
             moves_params=tuple(bool(belongs.needs_params & {*g.numbers}) for g in groups),
@@ -121,19 +121,19 @@ class _Planner:
             places=tuple(places.of_path[p] for p in belongs.paths),
         )
 
-    def _others_places(self, belongs: Belonging) -> tuple[NamedSharding | None, ...]:
-        state = jax.eval_shape(self.request.transform.init, self.only(self.others))
-        owned = [(belongs.owner[path], x) for path, x in jtu.tree_leaves_with_path(state)]
+    def _others_places(
+        self, belongs: Belonging, state: Sequence[tuple[Any, Any]]
+    ) -> tuple[NamedSharding | None, ...]:
+        owned = [(belongs.owner[path], x) for path, x in state]
         return tuple(
             self.shardings[i] if i is not None and x.shape == self.seen[i].shape else None
-            for i, x in (owned if self.others else ())
+            for i, x in owned
         )
 
-    def _state(self, *numbers: int) -> tuple[list[Any], Any]:
-        """The paths of the state of some leaves, and its structure."""
+    def _state(self, *numbers: int) -> tuple[list[tuple[Any, Any]], Any]:
+        """The state of some leaves, with its paths, and its structure."""
         state = jax.eval_shape(self.request.transform.init, self.only(numbers))
-        flat, tree = jtu.tree_flatten_with_path(state)
-        return [path for path, _ in flat], tree
+        return jtu.tree_flatten_with_path(state)
 
     def groups(self) -> list[MatrixGroup]:
         alike: dict[Any, list[int]] = {}
@@ -188,10 +188,11 @@ class _Places:
         self.of_path: dict[Any, Own | Shared] = {}
 
     def of_member(
-        self, place: tuple[int, int], number: int, paths: Sequence[Any], tree: Any
+        self, place: tuple[int, int], number: int, state: Sequence[tuple[Any, Any]], tree: Any
     ) -> tuple[Any, tuple[bool, ...]]:
         """The structure of the state of a leaf, and which of its leaves depend on the matrix."""
         group, member = place
+        paths = [path for path, _ in state]
         owners = [self.belongs.owner.get(path, -1) for path in paths]
         if not {*owners} <= {None, number}:
             raise ValueError(
