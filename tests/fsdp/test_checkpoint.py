@@ -751,9 +751,6 @@ def test_checks_at_run_time_are_kept():
         gradient(-INPUT)
 
 
-OFFLOADING = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-
-
 class TestOffloadingIsWrong:
     """As with jaxlib 0.11.0 on GPUs."""
 
@@ -770,7 +767,7 @@ class TestOffloadingIsWrong:
 
     @pytest.mark.parametrize("wrap", [lambda x: x, mylib.recompute_resharded])
     def test_a_program_for_gpus_is_refused(self, wrap):
-        policy = wrap(OFFLOADING)
+        policy = wrap(OFFLOADING["dots"])
         for _ in range(2):  # the second time JAX has its trace
             with pytest.raises(RuntimeError, match="wrong order"):
                 self.lowered(lambda x: jnp.sin(x @ x), "cuda", policy)
@@ -787,5 +784,5 @@ class TestOffloadingIsWrong:
         self.lowered(lambda x: jnp.sin(x @ x), "cuda", names)
 
     def test_neither_is_the_value_alone(self):
-        run = mylib.filter_checkpoint(lambda x: jnp.sin(x @ x), policy=OFFLOADING)
+        run = mylib.filter_checkpoint(lambda x: jnp.sin(x @ x), policy=OFFLOADING["dots"])
         jax.jit(run).trace(jnp.ones((4, 4))).lower(lowering_platforms=("cuda",))
