@@ -226,10 +226,8 @@ class DonationWarning(MylibWarning):
 class PlacementWarning(MylibWarning):
     """A function compiled by [`mylib.filter_jit`][] is given weights that are placed otherwise than
     `kept` of its [`mylib.fully_shard`][] says, such as replicated ones. They take memory on each
-    device that `fully_shard` is there to save. Or `jax.vmap` maps a function of
-    [`mylib.filter_shard_map`][] over a dimension that is split over devices, which is gathered:
-    `spmd_axis_name` avoids that. In a program this is known of its arguments, and of what is
-    constrained. Or an optimiser is placed, which has no arrays, in place of its state.
+    device that `fully_shard` is there to save. Or an optimiser is placed, which has no
+    arrays, in place of its state.
     """
 
 

@@ -34,7 +34,6 @@ from mylib._compat import (
     GradientPass,
     UnknownParameter,
     axes_of_cast_or_sum,
-    axes_of_lowered,
     batched,
     break_connection,
     closed_or_open,
@@ -202,12 +201,6 @@ USES = {
     ),
     "jax.experimental.serialize_executable.serialize": (
         "an executable as the pickle of (unloaded executable, infos of arguments, no_kwargs)"
-    ),
-    "jaxlib.mlir.dialects.sdy.AxisRefAttr": "one of the axes of a dimension; has a `.name`",
-    "jaxlib.mlir.dialects.sdy.DimensionShardingAttr": "the `.axes` of one dimension",
-    "jaxlib.mlir.dialects.sdy.TensorShardingAttr": (
-        "how a lowered value is split: the attribute `sdy.sharding` of the program's argument, or "
-        "`sharding` of `sdy.sharding_constraint`"
     ),
     "jaxlib.xla_client.make_cpu_client": "makes a backend of CPU devices",
 }
@@ -462,28 +455,6 @@ class TestPrivateNames:
             return x
 
         jax.make_jaxpr(look)(np.ones((2, 3)))
-
-    def test_axes_of_lowered_values(self):
-        found = []
-        look = Primitive("look")
-        look.def_abstract_eval(lambda x: x)
-
-        def lower(ctx, x):
-            found.append(axes_of_lowered(x))
-            return [x]
-
-        mlir.register_lowering(look, lower, cacheable=False)
-        target = NamedSharding(MESH, P(None, AXES))
-        x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=target)
-
-        def program(x):
-            y = jax.lax.with_sharding_constraint(look.bind(x) + 1, target)
-            return jax.jit(look.bind)(look.bind(look.bind(y) + 1))
-
-        jax.jit(program).lower(x)
-        split = [(), AXES]
-        told = advice("jaxlib.mlir.dialects.sdy.TensorShardingAttr")
-        assert found == [split, split, [], []], told
 
     def test_executables(self):
         """tests/lowered/test_saved_programs.py shows what may be in one (`names.PICKLED_NAMES`)."""

@@ -15,7 +15,6 @@ from .private import (
     UnknownParameter as UnknownParameter,
     add_cpu_backend as add_cpu_backend,
     axes_of_cast_or_sum as axes_of_cast_or_sum,
-    axes_of_lowered as axes_of_lowered,
     batched as batched,
     break_connection as break_connection,
     closed_or_open as closed_or_open,

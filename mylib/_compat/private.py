@@ -65,7 +65,6 @@ ad_util = _Private("jax._src.ad_util")
 api = _Private("jax._src.api")
 array = _Private("jax._src.array")
 batching = _Private("jax._src.interpreters.batching")
-sdy = _Private("jaxlib.mlir.dialects.sdy")
 serialization = _Private("jax.experimental.serialize_executable")
 config = _Private("jax._src.config")
 core = _Private("jax._src.core")
@@ -255,24 +254,6 @@ def unreduced_kind(spec: PartitionSpec) -> str | None:
     # JAX 0.10 knows only sums.
     kind = getattr(spec, "unreduced_kind", None)
     return kind.name if kind is not None else "sum" if spec.unreduced else None
-
-
-def axes_of_lowered(value: Any) -> list[tuple[str, ...]]:
-    """The mesh axes over which each dimension of a lowered value is split, if it is an argument of
-    the program or constrained; otherwise none.
-    """
-    owner = value.owner
-    if hasattr(value, "arg_number"):
-        attrs = getattr(owner.owner, "arg_attrs", None)
-        attributes, name = attrs[value.arg_number] if attrs is not None else {}, "sdy.sharding"
-    else:
-        is_constraint = owner.name == "sdy.sharding_constraint"
-        attributes, name = owner.attributes if is_constraint else {}, "sharding"
-    if name not in attributes:
-        return []
-    sharding = sdy.TensorShardingAttr(attributes[name])
-    dims = map(sdy.DimensionShardingAttr, sharding.dimension_shardings)
-    return [tuple(axis.name for axis in map(sdy.AxisRefAttr, dim.axes)) for dim in dims]
 
 
 def value_under(x: Any) -> Any:

@@ -35,7 +35,6 @@ from .hazards import wrong_in
 from .missing_axes import unknown_named
 from .specs import ManualMesh, Specs, refuse_map, spec_in
 from .summed_twice import warn_of_sums
-from .under_vmap import watched
 
 if TYPE_CHECKING:
     from .._lowered import Lowered
@@ -210,7 +209,6 @@ class Mapped:
         return self if instance is None else eqx.Partial(self, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = watched(self.options.function, (args, kwargs))
         return self.resolved(None, args, kwargs)
 
     def resolved(self, targets: Targets | None, args: Any, kwargs: Any) -> Any:
@@ -285,7 +283,6 @@ class JittedMap(Jitted[P, T]):
         return repr(self._compiled_function())
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        args, kwargs = watched(self.program.function, (args, kwargs))
         with self._mesh_in_force():
             return super().__call__(*args, **kwargs)
 

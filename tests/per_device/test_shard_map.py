@@ -612,8 +612,7 @@ class TestWhatDoesNotWork:
     def test_vmap_over_a_sharded_batch(self):
         f = mylib.filter_shard_map(lambda x: x * 2, mesh=AUTO, in_specs=P(), out_specs=P())
         x = mylib.filter_shard(X, P("data"), mesh=AUTO)
-        with pytest.warns(mylib.PlacementWarning, match="spmd_axis_name='data'"):
-            gathered = mylib.audit(mylib.filter_jit(lambda x: jax.vmap(f)(x)), x)
+        gathered = mylib.audit(mylib.filter_jit(lambda x: jax.vmap(f)(x)), x)
         assert gathered.among("all-gather", "data")
         kept = mylib.filter_jit(lambda x: jax.vmap(f, spmd_axis_name="data")(x))
         assert mylib.audit(kept, x).collectives == ()
@@ -690,62 +689,6 @@ def test_any_tree_under_any_prefix(data):
     placed = [x for x in jax.tree.leaves(out) if eqx.is_array(x)]
     for y, target in zip(placed, jax.tree.leaves(targets), strict=True):
         assert y.sharding.is_equivalent_to(target, y.ndim)
-
-
-class TestUnderVmap:
-    """A dimension that `jax.vmap` maps and that is split over devices: gathered, and told."""
-
-    MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-    @pytest.mark.parametrize("jit", [True, False])
-    def test_is_told_unless_it_has_a_name(self, jit):
-        f = mylib.filter_shard_map(
-            lambda x: 2 * x, mesh=self.MESH, in_specs=P("model"), out_specs=P("model"), jit=jit
-        )
-        batch = mylib.filter_shard(np.ones((8, 4), np.float32), P("data"), mesh=self.MESH)
-        with pytest.warns(mylib.PlacementWarning) as caught:
-            jax.vmap(f)(batch)
-        assert "a dimension of x that is split over 'data': each dev" in str(caught[0].message)
-        assert "spmd_axis_name='data')" in str(caught[0].message)
-        y = jax.vmap(f, spmd_axis_name="data")(batch)
-        assert y.sharding.spec == P("data", "model")
-        jax.vmap(f)(np.ones((8, 4), np.float32))
-        jax.vmap(f, in_axes=1)(
-            mylib.filter_shard(np.ones((4, 8), np.float32), P("model"), self.MESH)
-        )
-
-    WAYS = {
-        "an argument": lambda run: run,
-        "a constraint": lambda run: lambda x: run(mylib.filter_shard(x + 1, P("data"), AUTO)),
-        "a gradient": lambda run: jax.grad(lambda x: run(x).sum()),
-    }
-
-    @pytest.mark.parametrize("compiled", [jax.jit, mylib.filter_jit])
-    @pytest.mark.parametrize("way", ["an argument", "a constraint", "a gradient"])
-    def test_is_told_when_a_program_is_lowered(self, compiled, way):
-        f = mylib.filter_shard_map(
-            lambda x: x * x, mesh=self.MESH, in_specs=P("model"), out_specs=P("model")
-        )
-        whole = mylib.filter_shard(np.ones((8, 4), np.float32), P(), mesh=self.MESH)
-        batch = mylib.filter_shard(whole, P("data"), mesh=self.MESH)
-        given = whole if way == "a constraint" else batch
-        with pytest.warns(mylib.PlacementWarning, match="of x that is split over 'data'") as caught:
-            compiled(self.WAYS[way](jax.vmap(f)))(given)
-        assert len(caught) == 1 and caught[0].filename == __file__
-        compiled(self.WAYS[way](jax.vmap(f, spmd_axis_name="data")))(given)
-
-    def test_is_not_told_where_nothing_is_gathered(self):
-        f = mylib.filter_shard_map(
-            lambda x: 2 * x, mesh=self.MESH, in_specs=P("model"), out_specs=P("model")
-        )
-        whole, rows, columns = (
-            mylib.filter_shard(np.ones((8, 8), np.float32), spec, mesh=self.MESH)
-            for spec in (P(), P("data"), P(None, "data"))
-        )
-        jax.jit(jax.vmap(f))(whole)
-        jax.jit(jax.vmap(f))(columns)
-        jax.jit(jax.vmap(f, in_axes=1))(rows)
-        jax.jit(jax.vmap(lambda _, x: f(x), in_axes=(0, None)))(rows, rows)
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["of each device", "the same"])
