@@ -16,8 +16,6 @@ import numpy as np
 import pytest
 from jax._src import ad_util, core, mesh as mesh_lib
 from jax._src.interpreters import ad, batching
-from jax.extend.core import Primitive
-from jax.interpreters import mlir
 from jax.sharding import (
     AbstractMesh,
     AxisType,

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -261,7 +262,7 @@ class Checks:
 
 def has_check(program: Any) -> bool:
     """Whether a jaxpr has a check that isn't hidden in a primitive."""
-    return _Rewriting(opens_primitives=False).has_check(program)
+    return _Rewriting(is_transformed=True).has_check(program)
 
 
 def with_checks_as_values(
@@ -273,7 +274,7 @@ def with_checks_as_values(
     Primitives of Equinox (such as `lineax.linear_solve`) are inlined, unless the program is
     `transformed` from outside, for which the primitive has rules of its own.
     """
-    rewriting = _Rewriting(opens_primitives=not transformed)
+    rewriting = _Rewriting(transformed)
     if not rewriting.has_check(program):
         # Not a call that is inlined: until JAX 0.11 its operations get the line of the call, and
         # from 0.12 on it stays a call until it is lowered.
@@ -287,9 +288,9 @@ class _Rewriting:
     or -1.
     """
 
-    def __init__(self, opens_primitives: bool) -> None:
+    def __init__(self, is_transformed: bool) -> None:
         self.checks = Checks()
-        self._opens_primitives = opens_primitives
+        self._is_transformed = is_transformed
         # By jaxpr or equation, which JAX compares by identity. What is called twice is rewritten,
         # and so compiled, once.
         self.has_check = functools.cache(self._has_check)
@@ -310,7 +311,7 @@ class _Rewriting:
             return [_traced(function, _types(eqn))]
 
     def _function_of(self, eqn: Any) -> Callable[..., list[Any]] | None:
-        return function_of_equinox(eqn) if self._opens_primitives else None
+        return None if self._is_transformed else function_of_equinox(eqn)
 
     def run(self, program: Any, args: Sequence[Any]) -> tuple[list[Any], Any]:
         numbers = [_none()]
@@ -333,6 +334,10 @@ class _Rewriting:
             return self._function(_traced(function, list(map(jax.typeof, args))))(*args)
         if eqn.primitive.name in _CALLS:
             return _CALLS[eqn.primitive.name](self, eqn, args)
+        return self._unreturned(eqn, args)
+
+    def _unreturned(self, eqn: Any, args: list[Any]) -> list[Any]:
+        """A call that can't return the errors of its checks."""
         stuck = with_jaxprs(eqn, lambda inner: self._stuck(inner, f"a {eqn.primitive.name}"))
         return [*bind_as(eqn, args, **stuck), _none()]
 
@@ -447,57 +452,21 @@ class _Rewriting:
         values, failed = mapped(*args)
         return [*values, jnp.max(failed)]
 
-    # The following calls keep their rules for transformations from outside, such as an eager `grad`
-    # of `filter_jit`.
-
-    def custom_jvp(self, eqn: Any, args: list[Any]) -> Any:
-        fun = jax.custom_jvp(self._function(eqn.params[names.PARAM_CALL_JAXPR]))
-
-        @fun.defjvp
-        def _(*args: Any) -> Any:
-            (values, tangents), failed = self._traced_and_run(
-                lambda *args: jax.jvp(lambda *args: bind_as(eqn, args), *args), args
+    def with_rules(self, eqn: Any, args: list[Any]) -> Any:
+        """A call with rules of its own, which are for transformations of the program."""
+        if not self._is_transformed:
+            return self.inlined(eqn, args)
+        # JAX calls the rules later, and nothing can make values of their checks.
+        if jax.device_count() > 1:
+            line = source_info_util.summarize(eqn.source_info)
+            raise ValueError(
+                f"equinox.error_if is called in a function with rules of its own, a "
+                f"{eqn.primitive.name} at {line}, and a function of filter_jit around it is "
+                "transformed. Over several devices its errors can't be returned. Put filter_jit "
+                "around the transformation: mylib.filter_jit(jax.grad(f)) in place of "
+                "jax.grad(mylib.filter_jit(f))"
             )
-            return [*values, failed], [*tangents, np.zeros((), jax.dtypes.float0)]
-
-        return fun(*args)
-
-    def custom_vjp(self, eqn: Any, args: list[Any]) -> Any:
-        fun = jax.custom_vjp(self._function(eqn.params[names.PARAM_CALL_JAXPR]))
-
-        def forward(*args: Any) -> Any:
-            (values, back), failed = self._traced_and_run(
-                lambda *args: jax.vjp(lambda *args: bind_as(eqn, args), *args), args
-            )
-            return [*values, failed], back
-
-        def backward(back: Any, cotangents: list[Any]) -> Any:
-            where = "the backward rule of a jax.custom_vjp, of a gradient from outside the program"
-            with calling("raised"):
-                traced = jit(back).trace(cotangents[:-1])
-                stuck = self._stuck(traced.jaxpr, where)
-                values = interpret(stuck, jtu.tree_leaves(cotangents[:-1]))
-                return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values)
-
-        fun.defvjp(forward, backward)
-        return fun(*args)
-
-    def custom_vmap(self, eqn: Any, args: list[Any]) -> Any:
-        fun = jax.custom_batching.custom_vmap(self._function(eqn.params[names.PARAM_CALL]))
-
-        @fun.def_vmap
-        def _(size: int, are_batched: list[bool], *args: Any) -> Any:
-            dims = [0 if batched else None for batched in are_batched]
-            batched = jax.vmap(lambda *args: bind_as(eqn, args), dims, axis_size=size)
-            values, failed = self._traced_and_run(batched, args)
-            return [*values, failed], [*[True] * len(values), False]
-
-        return fun(*args)
-
-    def _traced_and_run(self, fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
-        traced = jit(fun).trace(*args)
-        values, failed = self.run(traced.jaxpr, jtu.tree_leaves(args))
-        return jtu.tree_unflatten(jtu.tree_structure(traced.out_info), values), failed
+        return self._unreturned(eqn, args)
 
 
 _CALLS: dict[str, Callable[[_Rewriting, Any, list[Any]], Any]] = {
@@ -510,9 +479,9 @@ _CALLS: dict[str, Callable[[_Rewriting, Any, list[Any]], Any]] = {
     names.WHILE: _Rewriting.while_,
     names.REMAT: _Rewriting.rewritten,
     names.SHARD_MAP: _Rewriting.shard_map,
-    names.CUSTOM_JVP_CALL: _Rewriting.custom_jvp,
-    names.CUSTOM_VJP_CALL: _Rewriting.custom_vjp,
-    names.CUSTOM_VMAP_CALL: _Rewriting.custom_vmap,
+    names.CUSTOM_JVP_CALL: _Rewriting.with_rules,
+    names.CUSTOM_VJP_CALL: _Rewriting.with_rules,
+    names.CUSTOM_VMAP_CALL: _Rewriting.with_rules,
 }
 
 
