@@ -6,7 +6,6 @@ from .captured import (
     captured_by as captured_by,
     code_of as code_of,
 )
-from .compilation import Compilation as Compilation
 from .donation import about_not_taken as about_not_taken, about_spared as about_spared
 from .moved import Earlier as Earlier
 from .numbers import ChangingNumbers as ChangingNumbers

@@ -1,6 +1,7 @@
 """Warns of arrays that arrive elsewhere than `fully_shard` and `by_matrix` keep them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -10,29 +11,37 @@ from .._compat import value_under
 from .._errors import PlacementWarning, folded, warn
 from .._placement import bytes_on_each, same_axes
 from .._text import show_bytes
-from .compilation import Compilation
 
 
-def about_arrivals(compilation: Compilation, kept: Mapping[int, NamedSharding]) -> None:
-    """Warns of weights that have arrived otherwise than they are kept. `kept` is by position."""
-    differing: dict[str, list[str]] = {}
+def about_arrivals(
+    name: str,
+    arrays: Sequence[Any],
+    find_names: Callable[[], Sequence[str]],
+    kept: Mapping[int, NamedSharding],
+) -> None:
+    """Warns of weights among the arrays that the function `name` is given that have arrived
+    otherwise than they are kept. `kept` is by position.
+    """
+    differing: dict[str, list[int]] = {}
     held = expected = 0
     for i, sharding in kept.items():
-        x = value_under(compilation.arrays[i])
+        x = value_under(arrays[i])
         # The compiler chooses where uncommitted arrays arrive, and takes `kept`.
         if not isinstance(x, jax.Array) or isinstance(x, Tracer) or not x.committed:
             continue
         keeps = _for_comparing(sharding, x.sharding)
         if keeps is not None and not x.sharding.is_equivalent_to(keeps, x.ndim):
             how = f"{_show(x.sharding)} instead of {_show(keeps)}"
-            differing.setdefault(how, []).append(compilation.names[i])
+            differing.setdefault(how, []).append(i)
             held += bytes_on_each(x.sharding, x.shape, x.dtype)
             expected += bytes_on_each(keeps, x.shape, x.dtype)
     if differing:
-        texts = (f"{', '.join(folded(names))}: {how}" for how, names in differing.items())
+        names = find_names()
+        folds = {how: folded([names[i] for i in where]) for how, where in differing.items()}
+        texts = (f"{', '.join(fold)}: {how}" for how, fold in folds.items())
         cost = f"Each device holds {show_bytes(held)} of them instead of {show_bytes(expected)}"
         warn(
-            f"{compilation.name} is given arrays that are not where they are kept: "
+            f"{name} is given arrays that are not where they are kept: "
             f"{'; '.join(texts)}. {cost if held > expected else 'Each call moves them'}. Place "
             "them as `kept` before the first call, or give in_shardings and out_shardings.",
             PlacementWarning,

@@ -1,6 +1,7 @@
 """Warns of a program that is compiled twice, as its own results come back with other shardings."""
 
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax.sharding import Sharding
 
 from .._errors import RecompilationWarning, folded, warn
 from .._text import some
-from .compilation import Compilation
+from .._tree import Arrays
 
 # Where an array is, and whether it is committed; None for NumPy arrays.
 _Place = tuple[Sharding, bool] | None
@@ -23,27 +24,28 @@ class Earlier:
         self._locations: list[tuple[tuple[int, ...], Any, _Place]] = []
         self._returned: list[weakref.ref[Any]] = []
 
-    def about_moved(self, compilation: Compilation) -> None:
+    def about_moved(
+        self, name: str, arrays: Arrays, returned: Arrays, find_names: Callable[[], Sequence[str]]
+    ) -> None:
         """Warns of results of the compilation before that are arguments of this one."""
         before, results = self._locations, {id(ref()) for ref in self._returned}
-        after = self._locations = [(x.shape, x.dtype, _place_of(x)) for x in compilation.arrays]
-        self._returned = [weakref.ref(x) for x in compilation.returned if isinstance(x, jax.Array)]
+        after = self._locations = [(x.shape, x.dtype, _place_of(x)) for x in arrays]
+        self._returned = [weakref.ref(x) for x in returned if isinstance(x, jax.Array)]
         if [x[:2] for x in before] != [x[:2] for x in after]:  # other shapes or dtypes
             return
         moved: dict[str, list[int]] = {}
-        trios = zip(compilation.arrays, before, after, strict=True)
+        trios = zip(arrays, before, after, strict=True)
         for i, (x, (*_, then), (*_, now)) in enumerate(trios):
             if id(x) in results and then != now:
                 moved.setdefault(_show_move(then, now), []).append(i)
         if moved:
-            _warn_of(compilation, moved)
+            _warn_of(name, find_names(), moved)
 
 
-def _warn_of(compilation: Compilation, moved: dict[str, list[int]]) -> None:
-    names = compilation.names
+def _warn_of(name: str, names: Sequence[str], moved: dict[str, list[int]]) -> None:
     texts = [f"{some([*folded([names[i] for i in where])])}: {how}" for how, where in moved.items()]
     warn(
-        f"{compilation.name} was compiled twice for the same shapes. Give it in_shardings and "
+        f"{name} was compiled twice for the same shapes. Give it in_shardings and "
         "out_shardings, or place these arguments before the first call, as its results came "
         f"back with other shardings: {some(texts, '; ')}.",
         RecompilationWarning,

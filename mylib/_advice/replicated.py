@@ -16,7 +16,6 @@ from .._products import Products, products_in
 from .._programs import all_equations
 from .._text import some
 from .._tree import Arrays
-from .compilation import Compilation
 
 # Fewer products than these, about as many as a device computes while a small message is sent, are
 # not worth dividing; nor are those of programs that compute as much otherwise.
@@ -33,13 +32,17 @@ _UNROLLED = 4
 
 
 def about_replicated(
-    compilation: Compilation, count: int, program: Callable[[], tuple[Any, jax.stages.Lowered]]
+    name: str,
+    arrays: Arrays,
+    returned: Arrays,
+    find_names: Callable[[], Sequence[str]],
+    count: int,
+    program: Callable[[], tuple[Any, jax.stages.Lowered]],
 ) -> bool:
-    """Warns that all devices compute the same. The first `count` arrays are arguments, and
-    `program` returns the program traced and lowered. Returns whether it did.
+    """Warns that all devices compute the same in a function `name`. The first `count` arrays are
+    arguments, and `program` returns the program traced and lowered. Returns whether it did.
     """
-    arrays = compilation.arrays
-    devices = max(map(devices_of, (*arrays, *compilation.returned)), default=1)
+    devices = max(map(devices_of, (*arrays, *returned)), default=1)
     if devices == 1:
         return False
     whole = _whole(arrays[:count], devices)
@@ -60,19 +63,20 @@ def about_replicated(
     times = _TIMES_OTHERS if loop is None else _TIMES_OTHERS_LOOPED
     if work is None or not _are_worth_dividing(work, devices, times):
         return False
+    names = find_names()
     if loop is None:
-        text = _of_whole(compilation, whole, devices)
+        text = _of_whole(arrays, [names[i] for i in whole], whole[0], devices)
     else:
-        text = _of_loop(compilation, *loop, devices)
-    warn(f"{compilation.name}: {text}", ReplicatedWarning)
+        line, position = loop
+        text = _of_loop(arrays[position], names[position], line, devices)
+    warn(f"{name}: {text}", ReplicatedWarning)
     return True
 
 
-def _of_whole(compilation: Compilation, positions: Sequence[int], devices: int) -> str:
-    leaves = [compilation.names[i] for i in positions]
+def _of_whole(arrays: Arrays, leaves: Sequence[str], position: int, devices: int) -> str:
     parameter = re.split(r"[.\[]", leaves[0])[0]
-    first = compilation.arrays[positions[0]]
-    axis = _axis_for(compilation.arrays, first.shape[0])
+    first = arrays[position]
+    axis = _axis_for(arrays, first.shape[0])
     rule = f"mylib.rules.batch({axis!r})"
     return (
         f"all {devices} devices compute the same, as {some(leaves)} {_state(first)}. Write "
@@ -81,11 +85,11 @@ def _of_whole(compilation: Compilation, positions: Sequence[int], devices: int) 
     )
 
 
-def _of_loop(compilation: Compilation, line: str, position: int, devices: int) -> str:
-    rows = f"P({_axis_for([compilation.arrays[position]], 0)!r})"
+def _of_loop(x: Any, name: str, line: str, devices: int) -> str:
+    rows = f"P({_axis_for([x], 0)!r})"
     return (
         f"all {devices} devices run all iterations of the loop at {line}, as it goes over the "
-        f"sharded rows of {compilation.names[position]}, which XLA gathers first. Let each device "
+        f"sharded rows of {name}, which XLA gathers first. Let each device "
         f"go over its own rows: call the loop (lax.map, lax.scan) in mylib.filter_shard_map(fun, "
         f"in_specs={rows}, out_specs={rows}), with P() for what isn't split by rows, or use "
         f"jax.vmap"

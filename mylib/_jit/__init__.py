@@ -9,5 +9,5 @@ from .jit import (
     load_compiled as load_compiled,
     refuse_by_position as refuse_by_position,
 )
+from .running import expect as expect
 from .signature import Function as Function, about as about
-from .traces import expect as expect

@@ -1,6 +1,6 @@
 """Which arguments of a function are donated, each once, and let go of after the call."""
 
-from collections.abc import Iterable
+from functools import partial
 from itertools import compress
 from operator import not_
 from typing import Any, Literal
@@ -8,10 +8,12 @@ from typing import Any, Literal
 import jax
 from jax.core import Tracer
 
+from .._advice import about_not_taken, about_spared
 from .._transfer import let_go
 from .._tree import Arrays, outlined
+from .naming import names_of
 from .signature import Function
-from .variants import Call
+from .steps import Call, Step
 
 Donate = Literal["all", "all-except-first", "warn", "warn-except-first", "none"] | tuple[str, ...]
 _WORDS = ("all", "all-except-first", "warn", "warn-except-first", "none")
@@ -40,63 +42,70 @@ def checked(donate: Any, function: Function) -> Donate:
     return tuple(donate)
 
 
-def warns(donate: Donate) -> bool:
-    return donate in ("warn", "warn-except-first")
+class Donation(Step):
+    """Donates arrays of a call, each once, and lets go of them after it."""
 
+    def __init__(self, donate: Donate, call: Call):
+        self._donate = donate
+        self._donated = _which(donate, call)
+        self._kept = tuple(map(not_, self._donated))
 
-def spares_the_first(donate: Donate) -> bool:
-    return donate in ("all-except-first", "warn-except-first")
+    @property
+    def positions(self) -> list[int]:
+        """Those of the donated arrays among all that the program takes."""
+        return [i for i, donated in enumerate(self._donated) if donated]
 
-
-class Donated:
-    """Which of a program's arrays are donated. It takes two lists: those kept, those donated."""
-
-    def __init__(self, flags: Iterable[bool]):
-        self.flags: tuple[bool, ...] = tuple(flags)
-        self._kept = tuple(map(not_, self.flags))
-
-    @classmethod
-    def of(cls, call: Call) -> "Donated | None":
-        """The last arrays are the function's own."""
-        program, donate = call.program, call.program.donate
-        if donate == "none":
-            return None
-        # In the order in which JAX flattens them.
-        arguments = [*enumerate(call.args), *sorted(call.kwargs.items())]
-        if isinstance(donate, tuple):
-            flags = [program.function.parameter(key) in donate for key, _ in arguments]
-        else:
-            flags = [not (key == 0 and spares_the_first(donate)) for key, _ in arguments]
-        counts = [len(outlined(x, call.is_abstract)[0]) for _, x in arguments]
-        of_arrays = [x for x, n in zip(flags, counts, strict=True) for _ in range(n)]
-        return cls([*of_arrays, *[not isinstance(donate, tuple)] * program.fun.count])
-
-    def parted(self, arrays: Iterable[Any]) -> tuple[Arrays, Arrays]:
-        """The arrays that are kept, and those that are donated."""
+    def before(self, arrays: Arrays, call: Call) -> Arrays:
+        """Copies each donated array that occurs twice or is also passed without being donated: JAX
+        refuses to donate those.
+        """
+        if call.is_abstract:
+            return arrays
+        donated = list(compress(arrays, self._donated))
+        taken = set(map(id, compress(arrays, self._kept)))
+        if arrays is not call.arrays:
+            taken.update(map(id, compress(call.arrays, self._kept)))
+        if len(taken.union(map(id, donated))) == len(taken) + len(donated):
+            return arrays
         arrays = list(arrays)
-        return list(compress(arrays, self._kept)), list(compress(arrays, self.flags))
+        for i in self.positions:
+            x = arrays[i]
+            if isinstance(x, jax.Array) and not isinstance(x, Tracer) and id(x) in taken:
+                arrays[i] = jax.device_put(x, may_alias=False)
+            taken.add(id(x))
+        return arrays
 
-    def joined(self, kept: Iterable[Any], donated: Iterable[Any]) -> Arrays:
-        kept, donated = iter(kept), iter(donated)
-        return [next(donated if x else kept) for x in self.flags]
+    def after(self, call: Call) -> None:
+        """Deletes donated arrays that had to be moved before the call."""
+        if call.taken is not call.arrays and call.mode == "eager":
+            kept = compress(call.arrays, self._kept)
+            let_go(list(compress(call.arrays, self._donated)), [*kept, *call.taken])
+
+    def compiled(self, call: Call) -> None:
+        donate, program = self._donate, call.program
+        if call.mode != "eager" or not isinstance(donate, str):
+            return
+        if donate in ("warn", "warn-except-first"):
+            donated = list(compress(call.taken, self._donated))
+            about_not_taken(program.name, donated, partial(self._names, call))
+        if donate in ("all-except-first", "warn-except-first"):
+            result = call.returned.tree()
+            about_spared(program.name, donate, call.args, result, program.function.parameter)
+
+    def _names(self, call: Call) -> list[str]:
+        return list(compress(names_of(call), self._donated))
 
 
-def used_once(call: Call, arrays: Arrays, donation: Donated) -> tuple[Arrays, Arrays]:
-    """The arrays that are kept and those that are donated, with a copy of each donated one that
-    occurs twice or is also passed without being donated: JAX refuses to donate those.
-    """
-    kept, donated = donation.parted(arrays)
-    taken = {*map(id, kept), *map(id, donation.parted(call.arrays)[0])}
-    if len(taken.union(map(id, donated))) == len(taken) + len(donated):
-        return kept, donated
-    for i, x in enumerate(donated):
-        if isinstance(x, jax.Array) and not isinstance(x, Tracer) and id(x) in taken:
-            donated[i] = jax.device_put(x, may_alias=False)
-        taken.add(id(x))
-    return kept, donated
-
-
-def let_go_of_moved(call: Call, placed: Arrays, donation: Donated) -> None:
-    """After a successful call, deletes donated arrays that had to be moved before it."""
-    kept, donated = donation.parted(call.arrays)
-    let_go(donated, [*kept, *placed])
+def _which(donate: Donate, call: Call) -> tuple[bool, ...]:
+    """Whether each array of a call is donated. The last ones are the function's own."""
+    program = call.program
+    # In the order in which JAX flattens them.
+    arguments = [*enumerate(call.args), *sorted(call.kwargs.items())]
+    if isinstance(donate, tuple):
+        flags = [program.function.parameter(key) in donate for key, _ in arguments]
+    else:
+        spares_first = donate in ("all-except-first", "warn-except-first")
+        flags = [not (key == 0 and spares_first) for key, _ in arguments]
+    counts = [len(outlined(x, call.is_abstract)[0]) for _, x in arguments]
+    of_arrays = [x for x, n in zip(flags, counts, strict=True) for _ in range(n)]
+    return (*of_arrays, *[not isinstance(donate, tuple)] * program.fun.count)

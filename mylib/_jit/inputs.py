@@ -27,23 +27,9 @@ from .._processes import one_call, processes_of_call, raised_in_all
 from .._transfer import place_leaves
 from .._tree import Arrays, Leaves, split
 from .signature import Function
-from .variants import Call
+from .steps import Call, Step
 
 Targets = Sequence[Target | None]
-
-
-@dataclass(frozen=True)
-class Resolved:
-    """The targets of a call's arguments, as a static argument of `jax.jit`."""
-
-    targets: tuple[Target | None, ...]
-
-    @cached_property
-    def _hash(self) -> int:
-        return hash(self.targets)
-
-    def __hash__(self) -> int:
-        return self._hash
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,8 +50,6 @@ class Inputs:
     otherwise: ClassVar[Placement] = None
     # Whether arrays are also moved if the call is part of another program.
     also_staged: ClassVar[bool] = True
-    # Whether the function itself takes the targets.
-    for_function: ClassVar[bool] = False
     # The attributes of an array that decide whether it must move.
     decisive: ClassVar[Sequence[str]] = ("sharding", "committed")
 
@@ -88,44 +72,6 @@ class Inputs:
         if not kwargs and not function.array_defaults:
             return args, kwargs
         return function.bind(args, kwargs, self._placed_defaults(function))
-
-    def place(self, call: Call) -> tuple[Arrays, Arrays, Resolved | None]:
-        """The arrays of the arguments and of the function, at their targets, and the targets, if
-        the function needs them. If the call is abstract, nothing is moved.
-        """
-        world, variant, fun_arrays = current_world(), call.variant, call.fun_arrays
-        if world.staged and not self.also_staged:
-            return call.arrays, fun_arrays, None
-        state = self.state_of(call.arrays + fun_arrays, world)
-        if state is not None and variant.in_place is not None and variant.in_place[0] == state:
-            return call.arrays, fun_arrays, variant.in_place[1]
-        leaves = call.program.function.split((call.args, call.kwargs), call.is_abstract)
-        processes = () if call.is_abstract else processes_of_call(self.mesh, world)
-        with one_call(processes), raised_in_all(processes):
-            resolved = self._resolved(call, leaves, world)
-        for_function = resolved if self.for_function else None
-        targets, fun_targets = self.needed(leaves, resolved.targets, fun_arrays, world)
-        place = _abstract if call.is_abstract else place_leaves
-        values = place(leaves, targets, world)
-        fun_values = place(split(fun_arrays), fun_targets, world)
-        if all(map(is_, values + fun_values, leaves.arrays + fun_arrays)):
-            # The state does not include layouts.
-            if not any(isinstance(target, Format) for target in resolved.targets):
-                variant.in_place = state, for_function
-            return call.arrays, fun_arrays, for_function
-        everything = list(leaves.all)
-        for position, x in zip(leaves.positions, values, strict=True):
-            everything[position] = x
-        return list(compress(everything, call.split.are_arrays)), fun_values, for_function
-
-    def _resolved(self, call: Call, leaves: Leaves, world: World) -> Resolved:
-        """Rules are called once for the same shapes in the same context."""
-        key = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
-        resolved = call.variant.resolved
-        if resolved is None or resolved[0] != key:
-            targets = self.resolve(call.program.function, leaves, call.args, call.kwargs, world)
-            resolved = call.variant.resolved = key, Resolved(tuple(targets))
-        return resolved[1]
 
     def resolve(
         self, function: Function, leaves: Leaves, args: Any, kwargs: Any, world: World
@@ -180,6 +126,53 @@ class Inputs:
         if type(placement) in (tuple, list):
             return defaults.intersection([*function.signature.parameters][: len(placement)])
         return defaults
+
+
+class Place(Step):
+    """Moves the arrays of a call to their targets."""
+
+    def __init__(self, inputs: Inputs):
+        self._inputs = inputs
+        # The arguments whose placements were resolved last, and their targets.
+        self._resolved: tuple[Any, Targets] | None = None
+        # The state of the last arguments that needed no moves.
+        self._in_place: Any = None
+
+    def before(self, arrays: Arrays, call: Call) -> Arrays:
+        inputs, world = self._inputs, current_world()
+        if world.staged and not inputs.also_staged:
+            return arrays
+        state = inputs.state_of(arrays, world)
+        if state is not None and self._in_place == state:
+            return arrays
+        leaves = call.program.function.split((call.args, call.kwargs), call.is_abstract)
+        processes = () if call.is_abstract else processes_of_call(inputs.mesh, world)
+        with one_call(processes), raised_in_all(processes):
+            targets = self._targets(call, leaves, world)
+        fun_arrays = arrays[call.split.count :]
+        moves, fun_moves = inputs.needed(leaves, targets, fun_arrays, world)
+        place = _abstract if call.is_abstract else place_leaves
+        values = place(leaves, moves, world)
+        fun_values = place(split(fun_arrays), fun_moves, world)
+        if all(map(is_, values + fun_values, leaves.arrays + fun_arrays)):
+            # The state does not include layouts.
+            if not any(isinstance(target, Format) for target in targets):
+                self._in_place = state
+            return arrays
+        everything = list(leaves.all)
+        for position, x in zip(leaves.positions, values, strict=True):
+            everything[position] = x
+        return [*compress(everything, call.split.are_arrays), *fun_values]
+
+    def _targets(self, call: Call, leaves: Leaves, world: World) -> Targets:
+        """Rules are called once for the same shapes in the same context."""
+        key = ([(x.shape, x.dtype) for x in leaves.arrays], leaves.kinds, world)
+        resolved = self._resolved
+        if resolved is None or resolved[0] != key:
+            function = call.program.function
+            targets = self._inputs.resolve(function, leaves, call.args, call.kwargs, world)
+            resolved = self._resolved = key, targets
+        return resolved[1]
 
 
 # Each call asks this of each array, and `x.ndim` would call two functions.

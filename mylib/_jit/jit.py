@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar, overload
 
 import equinox as eqx
+import jax
 import jax.tree_util as jtu
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import PyTree
@@ -18,10 +19,11 @@ from .._placement import AnyMesh, Placement
 from .._tree import Arrays, outlined
 from .donation import Donate, checked
 from .inputs import Inputs
-from .naming import explain
+from .naming import explain, named, names_of
 from .program import Program
 from .sharing import shared
 from .signature import Function, about
+from .steps import Variant
 
 if TYPE_CHECKING:
     from .._lowered import Compiled, Lowered
@@ -181,8 +183,8 @@ class Jitted(Generic[P, T]):
         """`settings` are fields of a `Program`."""
         arrays, split = outlined(fun)
         function = Function.of(fun)
-        donate = checked(donate, function)
-        program = Program(split, code_of(fun), about(fun), function, donate, **settings)
+        facts = {"fun": split, "function": function, "code": code_of(fun), "about": about(fun)}
+        program = Program(donate=checked(donate, function), **facts, **settings)
         return cls(arrays, shared(program))
 
     @property
@@ -206,11 +208,46 @@ class Jitted(Generic[P, T]):
         `jax.ShapeDtypeStruct`s.
         """
         # With it come `audit` and the machines, which most programs don't need.
-        from .lowering import lowered_for
+        from .._lowered import Lowered, Origin, argument
 
-        call = self.program.prepare(self.arrays, args, kwargs, abstract=True)
+        program = self.program
+        call = program.prepare(self.arrays, args, kwargs, abstract=True)
         try:
-            return lowered_for(call)
+            lowered, traced = program.lower(call)
+        except Exception as error:
+            explain(error, call)
+            raise
+        names, variant = names_of(call), call.variant
+        origin = Origin(
+            program.name,
+            program.mesh,
+            [argument(name, x) for name, x in zip(names, call.taken, strict=True)],
+            traced,
+            functools.partial(named, arrays=names),
+            functools.partial(self._call_compiled, variant),
+            lambda report: setattr(variant, "collectives", report.collectives),
+        )
+        return Lowered(origin, lowered)
+
+    def _call_compiled(
+        self, variant: Variant, compiled: jax.stages.Compiled, first: bool, args: Any, kwargs: Any
+    ) -> Any:
+        """Calls what was compiled of a variant."""
+        program = self.program
+        call = program.read(self.arrays, args, kwargs)
+        if call.split != variant.split:
+            if any(isinstance(x, jax.ShapeDtypeStruct) for x in jtu.tree_leaves((args, kwargs))):
+                raise TypeError(
+                    f"{program.name} is called with a jax.ShapeDtypeStruct, which has no numbers: "
+                    "it is for compiling only"
+                )
+            raise TypeError(
+                f"{program.name} was compiled for other static arguments, or for another tree "
+                "structure: compile it for these, too"
+            )
+        call.variant = variant
+        try:
+            return program.call(call, compiled, first)
         except Exception as error:
             explain(error, call)
             raise

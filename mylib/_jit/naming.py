@@ -19,11 +19,10 @@ from .._errors import NotHereError, all_words, not_here
 from .._placement import AnyMesh, current_world, same_axes, show_mesh
 from .._text import some
 from .._tree import Kind, is_array, is_of_keys, kind_of, walk
-from .donation import Donated
-from .variants import Call
+from .steps import Call
 
-# The names of arrays in the program, which takes two lists of them.
-_NUMBERED = re.compile(r"(kept|donated)\[(\d+)\]")
+# The names of arrays in the program.
+_NUMBERED = re.compile(r"arrays\[(\d+)\]")
 _IN_ERRORS = re.compile(rf"[Aa]rgument '?({_NUMBERED.pattern})")
 _CLASSES = re.compile(r"<class '(.+?)'>")
 
@@ -31,7 +30,7 @@ _CLASSES = re.compile(r"<class '(.+?)'>")
 def names_of(call: Call) -> list[str]:
     """The names of the arrays of a program: those of the arguments, then the function's own."""
     name, fun = call.program.name, call.program.fun
-    paths, _ = jtu.tree_flatten_with_path(fun.fill(call.fun_arrays))
+    paths, _ = jtu.tree_flatten_with_path(fun.fill(call.arrays[call.split.count :]))
     if len(paths) == len(fun.are_arrays):
         of_function = [name + jtu.keystr(path) for path, _ in compress(paths, fun.are_arrays)]
     else:  # a node that changes when it is unflattened
@@ -44,13 +43,10 @@ def leaves_of(call: Call) -> list[str]:
     return [name for name, _ in _arguments(call)]
 
 
-def named(name: str, arrays: list[str], donated: Donated | None) -> str:
+def named(name: str, arrays: list[str]) -> str:
     """The caller's name of an array with this name in the program, among the names of all."""
-    if not (match := _NUMBERED.fullmatch(name)):
-        return name
-    kept_names, donated_names = (arrays, []) if donated is None else donated.parted(arrays)
-    group, position = {"kept": kept_names, "donated": donated_names}[match[1]], int(match[2])
-    return group[position] if position < len(group) else name
+    match = _NUMBERED.fullmatch(name)
+    return arrays[int(match[1])] if match and int(match[1]) < len(arrays) else name
 
 
 def _arguments(call: Call) -> Iterator[tuple[str, Any]]:
@@ -178,8 +174,8 @@ def _about_numbered(text: str, call: Call) -> str:
     unnamed = [name for name in numbered if f"{name} is" not in text]
     if not unnamed:
         return ""
-    arrays, donated = names_of(call), call.variant.donated
-    note = ", ".join(f"{name} is {named(name, arrays, donated)}" for name in unnamed)
+    arrays = names_of(call)
+    note = ", ".join(f"{name} is {named(name, arrays)}" for name in unnamed)
     if "devices" in text:
         note += ". Place all arguments on the same devices, for example by in_shardings"
     return note

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from .._advice import captured_by, code_of
 from .._compat import jit, names
 from .._errors import Fault, PlacementError, all_words, because
-from .._jit import Function, Jitted, Targets, about, refuse_by_position
+from .._jit import Function, Jitted, about, refuse_by_position
 from .._placement import (
     AnyMesh,
     Placement,
@@ -209,25 +209,21 @@ class Mapped:
         return self if instance is None else eqx.Partial(self, instance)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self.resolved(None, args, kwargs)
-
-    def resolved(self, targets: Targets | None, args: Any, kwargs: Any) -> Any:
-        """Calls the function. `targets` are those of its arguments, if they are known."""
         with self.options.specs.in_force(current_world()):
-            return self._call(targets, args, kwargs)
+            return self._call(args, kwargs)
 
-    def _call(self, resolved: Targets | None, args: Any, kwargs: Any) -> Any:
+    def _call(self, args: Any, kwargs: Any) -> Any:
         options, world = self.options, current_world()
         function, specs = options.function, options.specs
         arguments = specs.bind(function, args, kwargs)
         region = specs.region(world)
-        placed = specs.targets(arguments, resolved, region, world)
+        of_arguments = specs.resolve(function, function.split(arguments), *arguments, world)
         if not options.check_vma:
             _refuse_to_forget(function, arguments, world)
         # The arrays in the function itself are passed as arguments, too, replicated.
         leaves = split((self.fun, arguments), options.naming, abstract=False)
         whole = NamedSharding(region.mesh, PartitionSpec())
-        targets = [whole] * (len(leaves.arrays) - len(placed)) + placed
+        targets = [whole] * (len(leaves.arrays) - len(of_arguments)) + of_arguments
         arrays, in_specs = _enter(options, leaves, targets, region, world)
         outputs = _Outputs(options, region, world)
 

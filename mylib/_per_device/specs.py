@@ -21,7 +21,6 @@ from .._placement import (
     axes_in,
     axis_names as names_of,
     decide,
-    decide_each,
     default_memory_kind,
     entries_of,
     is_placement_leaf,
@@ -124,7 +123,6 @@ class Specs(Inputs):
     # Inside a program the program itself places its arguments. It also reshards arrays that are on
     # the mesh.
     also_staged = False
-    for_function = True
     decisive = ("sharding",)
 
     def region(self, world: World) -> ManualMesh:
@@ -199,21 +197,6 @@ class Specs(Inputs):
             return self.mesh
         leaves = jax.tree.leaves(self.placement, is_leaf=is_placement_leaf)
         return next((x.mesh for x in leaves if isinstance(x, NamedSharding)), None)
-
-    def targets(
-        self, arguments: tuple[Any, Any], resolved: Targets | None, region: ManualMesh, world: World
-    ) -> list[Target | None]:
-        """The targets of the arrays in (args, kwargs), which the call may have resolved already."""
-        leaves = self.function.split(arguments)
-        # The kinds of arrays that are placed differ, outside and inside of a program.
-        if resolved is None or len(resolved) != len(leaves.arrays):
-            return self.resolve(self.function, leaves, *arguments, world)
-        # Outside of the program less is checked.
-        on_mesh = [to and NamedSharding(region.mesh, spec_in(to)) for to in resolved]
-        decision = decide_each(leaves, on_mesh, region.mesh, world, region.unfit_input)
-        if decision.faults:
-            raise PlacementError(decision.faults)
-        return decision.targets
 
     def unmovable(self, x: Any, target: Target | None) -> Iterator[Fault]:
         """The fault of an array that is not on the mesh and must not be moved."""

@@ -13,7 +13,7 @@ from contexts import AUTO as MESH
 from jax.sharding import PartitionSpec as P
 
 import mylib
-from mylib._jit import variants
+from mylib._jit import program
 
 ONE = jnp.ones(())
 JITS = {
@@ -220,7 +220,7 @@ def test_a_wrapper_does_not_stay_with_what_it_wraps():
 
 
 def test_the_oldest_variant_goes(monkeypatch):
-    monkeypatch.setattr(variants, "_MOST", 4)
+    monkeypatch.setattr(program, "_MOST", 4)
     traces = []
     f = mylib.filter_jit(lambda x, name: (traces.append(name), x)[1])
     for name in "abcdaebfa":

@@ -1,0 +1,54 @@
+"""Warnings about a function, its variants and its programs."""
+
+from functools import partial
+
+from .._advice import (
+    ChangingNumbers,
+    Earlier,
+    about_arrivals,
+    about_order,
+    about_replicated,
+)
+from .._tree import Split
+from .inputs import Inputs
+from .naming import leaves_of, names_of
+from .steps import Call, Step
+
+
+class Advice:
+    """What was noted and told about a function."""
+
+    def __init__(self) -> None:
+        self._numbers = ChangingNumbers()
+        # Whether it has been told that all devices compute the same.
+        self.is_replicated_told = False
+
+    def about_new(self, call: Call, latest: Split | None, inputs: Inputs | None) -> None:
+        """Of a call with a new tree of arguments, after that of the call before."""
+        program = call.program
+        self._numbers.look_at(call.split, latest, program.name, partial(leaves_of, call))
+        if inputs is not None and isinstance(inputs.placement, dict):
+            arguments = [*enumerate(call.args), *call.kwargs.items()]
+            given = {program.function.parameter(key): x for key, x in arguments}
+            about_order(program.name, inputs.placement, given)
+
+
+class Advise(Step):
+    """Warns after a call that has compiled the program."""
+
+    def __init__(self, advice: Advice):
+        self._advice, self._earlier = advice, Earlier()
+
+    def compiled(self, call: Call) -> None:
+        name, names = call.program.name, partial(names_of, call)
+        given, returned = call.taken, call.returned.arrays
+        about_arrivals(name, given, names, call.returned.rest.trace.kept)
+        if call.mode != "eager":
+            return
+        self._earlier.about_moved(name, given, returned, names)
+        if not call.is_ahead and not self._advice.is_replicated_told:
+            # JAX has both in its caches, and finds them there in the context of the call alone.
+            program = partial(call.variant.running.lowered, given)
+            self._advice.is_replicated_told = about_replicated(
+                name, given, returned, names, call.split.count, program
+            )

@@ -1,0 +1,82 @@
+"""What a call passes through: steps before the program runs, and after."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .._compat import new_id
+from .._placement import AnyMesh
+from .._tree import Arrays, Made, Split
+from .signature import Function
+
+
+@dataclass(eq=False, kw_only=True)
+class Wrapped:
+    """A function without its arrays, as steps, errors and warnings know it. `code` is its Python
+    function, if it has one.
+    """
+
+    fun: Split
+    function: Function
+    code: Any
+    mesh: AnyMesh | None = None
+    # Equinox looks for this id on the stack, to show only the frames inside the program.
+    id: bytes = field(default_factory=new_id)
+
+    @property
+    def name(self) -> str:
+        return self.function.name
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call: its arguments, and the `arrays` in them and, after these, in the function (a
+    Module's). If it `is_abstract`, it is only lowered, and arrays may be abstract.
+    """
+
+    program: Wrapped
+    args: Any
+    kwargs: Any
+    arrays: Arrays
+    split: Split
+    is_abstract: bool
+    variant: Any = None
+    # Known once the program has run: how, whether it was compiled ahead of time, what it was given
+    # and what it has returned.
+    mode: str = ""
+    is_ahead: bool = False
+    taken: Arrays = field(default_factory=list)
+    returned: Made = field(init=False)
+
+
+class Step:
+    """What a function was asked for. Each of its variants has one of its own, which may remember
+    what it has found out. What a step doesn't define costs calls nothing.
+    """
+
+    def before(self, arrays: Arrays, call: Call) -> Arrays:
+        """The arrays that the program takes, or the step after this one. If the call is abstract,
+        nothing is moved.
+        """
+        return arrays
+
+    def after(self, call: Call) -> None:
+        """After each call that has worked."""
+
+    def compiled(self, call: Call) -> None:
+        """After a call that has compiled the program."""
+
+
+class Variant:
+    """A function for arguments that differ only in arrays, with what runs it. JAX's programs go
+    with it.
+    """
+
+    def __init__(self, split: Split, steps: Sequence[Step], running: Any):
+        self.split: Split = split.noted()
+        self.running = running
+        self.before = [x.before for x in steps if type(x).before is not Step.before]
+        self.after = [x.after for x in steps if type(x).after is not Step.after]
+        self.compiled = [x.compiled for x in steps if type(x).compiled is not Step.compiled]
+        # What `audit` has found, if it was asked; for `mylib.watch`.
+        self.collectives: Any = None
