@@ -42,7 +42,7 @@ from side_by_side import (
 
 import mylib
 from mylib._advice import about_replicated
-from mylib._jit import program
+from mylib._jit import advise
 from mylib.rules import fsdp, replicated
 
 MESH = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -154,7 +154,7 @@ def warning(effort: float) -> Iterator[Row]:
             jax.clear_caches()
             seconds.clear()
             step = mylib.filter_jit(eqx.filter_grad(lambda m, x: jnp.sum(jax.vmap(m)(x) ** 2)))
-            with mock.patch.object(program, "about_replicated", timed), warnings.catch_warnings():
+            with mock.patch.object(advise, "about_replicated", timed), warnings.catch_warnings():
                 warnings.simplefilter("ignore", mylib.ReplicatedWarning)
                 start = time.process_time()
                 jax.block_until_ready(jax.tree.leaves(step(model, given)))

@@ -79,16 +79,21 @@ def test_static_leaves_go_with_the_function():
 
 
 def test_specs_are_resolved_once():
-    asked = []
+    """Before a call whose shapes are new, and in each trace."""
+    asked, traces = [], []
 
     def rule(leaf):
         asked.append(leaf.name)
         return P("data")
 
-    f = mylib.filter_shard_map(lambda x: x, mesh=MESH, in_specs=rule, out_specs=P("data"))
+    def fun(x):
+        traces.append(x)
+        return x
+
+    f = mylib.filter_shard_map(fun, mesh=MESH, in_specs=rule, out_specs=P("data"))
     for size in (8, 8, 16, 8):
         f(jnp.ones(size))
-    assert len(asked) == 3  # once for each change of shapes
+    assert (len(asked), len(traces)) == (3 + 2, 2)  # three changes of shapes
 
 
 @pytest.mark.parametrize(

@@ -276,7 +276,7 @@ class TestNames:
         with pytest.raises(ValueError, match="devices") as caught:
             f(one, other, one)
         notes = str(caught.value.__notes__)
-        assert "kept[0] is a" in notes and "donated[0] is b" in notes
+        assert "arrays[0] is a" in notes and "arrays[1] is b" in notes
         assert "share memory" not in notes
 
     @pytest.mark.parametrize(

@@ -1043,7 +1043,7 @@ class TestAheadOfTime:
         f = mylib.filter_jit(lambda x: x + 1, in_shardings=P("data"), mesh=MESH)
         abstract = jax.ShapeDtypeStruct((8,), jnp.float32)
         compiled = f.lower(abstract).compile()
-        assert compiled.compiled.input_shardings[0][0][0].spec == P("data")
+        assert compiled.compiled.input_shardings[0][0].spec == P("data")
         assert jnp.all(compiled(np.ones(8, np.float32)) == 2)
         with pytest.raises(TypeError, match="ShapeDtypeStruct, which has no numbers"):
             compiled(abstract)
