@@ -165,7 +165,7 @@ def _in_host_memory(call: Call) -> None:
 def _tell_surrounding(call: Call) -> None:
     """The surrounding program expects what this one does of the arguments that it got."""
     if call.mode == "staged":
-        kept = call.returned.rest.trace.kept  # pyright: ignore
+        kept = call.returned.rest.trace.kept
         expect([call.taken[i] for i in kept], list(kept.values()))
 
 

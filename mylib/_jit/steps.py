@@ -6,7 +6,7 @@ from typing import Any
 
 from .._compat import new_id
 from .._placement import AnyMesh
-from .._tree import Arrays, Made, Split
+from .._tree import Arrays, Split
 from .signature import Function
 
 
@@ -42,11 +42,11 @@ class Call:
     is_abstract: bool
     variant: Any = None
     # Known once the program has run: how, whether it was compiled ahead of time, what it was given
-    # and what it has returned.
+    # and what it has returned (`Made`, with what `Running` says of its trace).
     mode: str = ""
     is_ahead: bool = False
     taken: Arrays = field(default_factory=list)
-    returned: Made = field(init=False)
+    returned: Any = None
 
 
 class Step:
