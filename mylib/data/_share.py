@@ -33,7 +33,7 @@ from .._processes import (
     owners,
     shared_indices,
 )
-from .._transfer import LocalData, assemble, not_there, place_leaves
+from .._transfer import Options, from_local, is_there, place_leaves
 from .._tree import Kind, Leaves, canonical_dtype, is_of_keys, split
 from ._arrays import as_arrays, copied
 from ._request import BatchRequest, Tail
@@ -134,21 +134,16 @@ class Share:
         """The batch, with its arrays at their targets."""
         alias = self.request.may_alias
         leaves = self._assembled(bool(alias)) if self.spanning else self.leaves
-        each = [alias] * len(leaves.arrays)
-        return leaves.join(
-            place_leaves(leaves, self.targets, current_world(), may_alias=each, check=False)
-        )
+        each = [Options(alias=alias)] * len(leaves.arrays)
+        placed = place_leaves(leaves, self.targets, current_world(), options=each, check=False)
+        return leaves.join(placed)
 
     def _assembled(self, may_alias: bool) -> Leaves:
         arrays = list(self.leaves.arrays)
-        spanning: list[LocalData] = []
         for i in self.spanning:
-            sharding, shape = sharding_of(self.target(i)), self.global_shape(i)
-            spanning.append(
-                LocalData(arrays[i], shape, sharding, functools.partial(self.within, i))
-            )
-        for i, y in zip(self.spanning, assemble(spanning, may_alias), strict=True):
-            arrays[i] = y
+            where = self.global_shape(i), sharding_of(self.target(i))
+            within = functools.partial(self.within, i)
+            arrays[i] = from_local(arrays[i], within, *where, may_alias)
         return split(self.leaves.join(arrays))
 
     @property
@@ -273,7 +268,7 @@ def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]
         reason = "the array has been deleted"
         fix = "if it was donated to a function, make another one"
         yield leaves.at(i, because(reason, fix, request))
-    elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
+    elif _is_over_several(x) and not is_there(x, leaves.kinds[i], target):
         holders = named(owners(x.sharding))
         reason = f"it is already an array on {holders}, not a share of one process"
         fix = "move it by mylib.filter_shard, before or after"
