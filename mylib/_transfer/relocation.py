@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jax.experimental.layout import Format
 from jax.sharding import Sharding
 
-from .._compat import Uncommitted
+from .._compat import UNCOMMITTED
 from .._placement import Target, sharding_of
 from .._tree import Kind
 from .already_placed import has_layout, same_place
@@ -81,12 +81,14 @@ def not_there(
     for i, (x, kind, target, option) in enumerate(columns):
         if target is None:
             continue
-        if kind is Kind.DEVICE and x.committed and not isinstance(target, Uncommitted):
+        if kind is Kind.DEVICE and x.committed:
             sharding = x.sharding
             key = id(sharding), id(target), len(x.shape)
             answer = answers.get(key)
             if answer is None:
-                answer = answers[key] = same_place(sharding, sharding_of(target), x.ndim), sharding
+                same = target is not UNCOMMITTED
+                same = same and same_place(sharding, sharding_of(target), x.ndim)
+                answer = answers[key] = same, sharding
             if answer[0] and (not isinstance(target, Format) or has_layout(x, target)):
                 continue
         rows.append(Relocation(i, x, kind, target, *option))
