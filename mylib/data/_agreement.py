@@ -83,7 +83,7 @@ def _fitting(share: Share, least: int, rows: int | None) -> Share:
     if share.request.tail == "error" or rows is None:
         return share
     rows = max(least, rows) if share.request.tail == "pad" else rows
-    return share.with_rows(share.rounded(rows))
+    return share.of_rows(share.rounded(rows))
 
 
 def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:

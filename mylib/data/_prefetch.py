@@ -175,12 +175,12 @@ def prefetch(
     source: Iterable[Any],
     placement: PyTree[Placement],
     /,
-    *,
     mesh: AnyMesh | None = None,
+    *,
     buffer: int = 2,
     tail: Tail = "error",
     arrays: Sequence[str] = (),
-    may_alias: bool | None = None,
+    may_alias: PyTree[bool | None] = None,
     check: bool | None = None,
 ) -> Prefetch:
     """Iterates over the batches of a loader, and makes the next ones global arrays while the step
@@ -200,9 +200,9 @@ def prefetch(
         [`mylib.data.reader_shard`][].
     - `placement`, `mesh`, `arrays`, `may_alias`: as in [`mylib.data.to_global`][]. The settings of
         `jax.set_mesh` and `jax.enable_x64` at this call are used, for the source too. Numeric NumPy
-        arrays that are not placed are copied, as a source may fill the same buffer again; but not
-        with `may_alias=True`. Arrays of strings, dates or objects are returned as the same objects:
-        a source must make new ones for each batch.
+        arrays that are not placed are copied, as a source may fill the same buffer again, except
+        those with `may_alias=True`. Arrays of strings, dates or objects are returned as the same
+        objects: a source must make new ones for each batch.
     - `buffer`: the most batches that are ready or being made, besides the one that the loop has.
     - `tail`: as in [`mylib.data.to_global`][]. "pad" fills up to the rows of the first batch, so
         that no step is compiled again; then every batch is a pair of the batch and its mask. If the
