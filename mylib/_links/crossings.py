@@ -10,14 +10,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from .._compat import value_under
-from .._errors import line_of_caller
+from .._compat import array_like, value_under
+from .._lines import line_of_caller
 from .._processes import PROGRAMS, Turn, owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
     Shipment,
-    array_like,
     assembled,
     described_all,
     leaf_of,

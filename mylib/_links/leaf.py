@@ -7,13 +7,13 @@ times it has done so: a text that is the same in all processes.
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._compat import data_of_shards, label_of, set_label, weakly_typed
+from .._compat import array_like, data_of_shards, label_of, set_label
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
 from .._text import listed
@@ -65,14 +65,6 @@ def assembled(leaf: Shipment, shards: Mapping[Any, jax.Array]) -> jax.Array:
     devices = leaf.target.addressable_devices_indices_map(leaf.x.shape)
     arrays = [_at(shards[device], device, kind) for device in devices]
     return array_like(leaf.x, leaf.target, arrays)
-
-
-def array_like(x: Any, sharding: Sharding, shards: Sequence[jax.Array]) -> jax.Array:
-    """An array of these shards, with the type of `x`: in all processes that of the program which
-    made it, or other programs would differ between them.
-    """
-    y = jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
-    return weakly_typed(y) if getattr(x, "weak_type", False) else y
 
 
 def _at(shard: jax.Array, device: Any, kind: str | None) -> jax.Array:

@@ -28,7 +28,7 @@ from .._tree import (
     canonical_dtype,
     is_none,
     is_of_keys,
-    kind_of,
+    is_placed,
     name_of,
     split,
     spread_prefix,
@@ -222,7 +222,7 @@ def is_rule(x: Any) -> bool:
         return False
     # A Module of placements is a prefix, though it can be called. So is one that says None of all.
     held = jtu.tree_leaves(x, is_leaf=is_none)
-    if any(isinstance(y, _PLACEMENTS) or kind_of(y) is not Kind.STATIC for y in held):
+    if any(isinstance(y, _PLACEMENTS) or is_placed(y) for y in held):
         return False
     return not held or not all(map(is_none, held))
 

@@ -73,7 +73,7 @@ def _is_wider_than_now(row: Relocation) -> bool:
 
 
 def _move(rows: Sequence[Relocation], counted: bool) -> None:
-    work = _Work()
+    work = _Journeys()
     # What must be done to an array once it is on its devices.
     last: list[tuple[Relocation, Callable[[Any], Any]]] = []
     several_processes = jax.process_count() > 1
@@ -112,7 +112,7 @@ def _as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
     return keys
 
 
-class _Work:
+class _Journeys:
     """The rows of one tree by the way they travel, so that each kind of work is done once."""
 
     def __init__(self) -> None:

@@ -38,7 +38,7 @@ place_p = Primitive("place")
 place_p.multiple_results = True
 
 
-class Route(NamedTuple):
+class RoundTrip(NamedTuple):
     """Where an array goes, and where its cotangent goes back to; None if that stays. `across` is
     whether an array on devices of a single process is the same one in all.
     """
@@ -49,31 +49,31 @@ class Route(NamedTuple):
     across: bool = False
 
     @property
-    def back(self) -> "Route":
+    def back(self) -> "RoundTrip":
         return self._replace(target=self.source, source=self.target)
 
 
-Routes = tuple[Route, ...]
+RoundTrips = tuple[RoundTrip, ...]
 """One for each array."""
 
 
-def place(arrays: Sequence[Any], routes: Iterable[Route]) -> list[Any]:
+def place(arrays: Sequence[Any], trips: Iterable[RoundTrip]) -> list[Any]:
     """Moves arrays under an eager transformation."""
-    return place_p.bind(*arrays, routes=tuple(routes))
+    return place_p.bind(*arrays, trips=tuple(trips))
 
 
 @place_p.def_impl
-def _impl(*arrays: Any, routes: Routes) -> list[jax.Array]:
+def _impl(*arrays: Any, trips: RoundTrips) -> list[jax.Array]:
     # JAX differentiates Python numbers as objects that are not quite arrays.
     placed: list[Any] = [
         x if isinstance(x, np.ndarray | np.generic) or hasattr(x, "sharding") else jnp.asarray(x)
         for x in arrays
     ]
-    options = [Options(alias=route.alias) for route in routes]
-    rows = not_there(placed, map(kind_of, placed), [route.target for route in routes], options)
+    options = [Options(alias=trip.alias) for trip in trips]
+    rows = not_there(placed, map(kind_of, placed), [trip.target for trip in trips], options)
     for row in rows:
         if row.kind is Kind.DEVICE and not isinstance(row.target, Uncommitted):
-            always = routes[row.at].across
+            always = trips[row.at].across
             row.across = crosses(row.value, sharding_of(row.target), always=always)
     move(rows)
     for row in rows:
@@ -82,8 +82,8 @@ def _impl(*arrays: Any, routes: Routes) -> list[jax.Array]:
 
 
 @place_p.def_abstract_eval
-def _abstract(*avals: Any, routes: Routes) -> list[Any]:
-    return [_aval_at(aval, route.target) for aval, route in zip(avals, routes, strict=True)]
+def _abstract(*avals: Any, trips: RoundTrips) -> list[Any]:
+    return [_aval_at(aval, trip.target) for aval, trip in zip(avals, trips, strict=True)]
 
 
 def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
@@ -98,39 +98,39 @@ def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, routes: Routes
+    primals: Sequence[Any], tangents: Sequence[Any], *, trips: RoundTrips
 ) -> tuple[list[Any], list[Any]]:
-    out = place(primals, routes)
+    out = place(primals, trips)
     zeros: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
     moving = [None if isinstance(t, ad.Zero) else t for t in tangents]
-    return out, [z if t is None else t for z, t in zip(zeros, _placed(moving, routes), strict=True)]
+    return out, [z if t is None else t for z, t in zip(zeros, _placed(moving, trips), strict=True)]
 
 
-def _transpose(cotangents: Sequence[Any], *arrays: Any, routes: Routes) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *arrays: Any, trips: RoundTrips) -> list[Any]:
     results = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
-    return _placed(results, [route.back for route in routes])
+    return _placed(results, [trip.back for trip in trips])
 
 
-def _placed(values: Sequence[Any], routes: Sequence[Route]) -> list[Any]:
+def _placed(values: Sequence[Any], trips: Sequence[RoundTrip]) -> list[Any]:
     """The values at their targets; None, and what has no target, stays."""
-    stays = [x is None or route.target is None for x, route in zip(values, routes, strict=True)]
+    stays = [x is None or trip.target is None for x, trip in zip(values, trips, strict=True)]
     if all(stays):
         return list(values)
-    moving = [(x, route) for x, route, s in zip(values, routes, stays, strict=True) if not s]
+    moving = [(x, trip) for x, trip, s in zip(values, trips, stays, strict=True) if not s]
     moved = iter(place(*zip(*moving, strict=True)))
     return [x if s else next(moved) for x, s in zip(values, stays, strict=True)]
 
 
 def _batch(
-    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, routes: Routes
+    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, trips: RoundTrips
 ) -> tuple[list[Any], Sequence[Any]]:
     spmd_axes = () if axis.spmd_name is None else axis_names(axis.spmd_name)
     batched = [
-        route._replace(
-            target=_with_batch(route.target, dim, x, spmd_axes),
-            source=_with_batch(route.source, dim, x, ()),
+        trip._replace(
+            target=_with_batch(trip.target, dim, x, spmd_axes),
+            source=_with_batch(trip.source, dim, x, ()),
         )
-        for route, dim, x in zip(routes, dims, arrays, strict=True)
+        for trip, dim, x in zip(trips, dims, arrays, strict=True)
     ]
     return place(arrays, batched), dims
 
@@ -151,9 +151,9 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
     return target.update(spec=target.spec.update(partitions=entries))
 
 
-def _lower(*arrays: Any, routes: Routes) -> list[Any]:
+def _lower(*arrays: Any, trips: RoundTrips) -> list[Any]:
     # Called when the linear part of an eager `linearize` or `vjp` is put under `jit` later.
-    targets = [None if isinstance(r.target, Uncommitted) else r.target for r in routes]
+    targets = [None if isinstance(r.target, Uncommitted) else r.target for r in trips]
     rows = requested(arrays, map(kind_of, arrays), targets)
     _refuse_host_memory(rows)
     filled = [fill_free(row.target, None, row.value.ndim) for row in rows]

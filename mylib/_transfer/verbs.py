@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from .. import _watched
 from .._compat import UNCOMMITTED, sharding_under
-from .._errors import Fault, PlacementError, because, line_of_caller
+from .._errors import Fault, PlacementError, because
+from .._lines import line_of_caller
 from .._links import crosses, is_nowhere_here, next_call, origin_of, set_origin
 from .._placement import (
     AnyMesh,
@@ -40,7 +41,7 @@ from .._processes import (
 )
 from .._tree import Kind, Leaves, broadcast_prefix, split
 from .eager import move
-from .primitive import Route, place
+from .primitive import RoundTrip, place
 from .relocation import Options, Relocation, not_there, requested
 from .staged import constrain, transfer_and_constrain
 
@@ -248,7 +249,7 @@ def _place_abstract(rows: Sequence[Relocation]) -> None:
         )
 
 
-def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
+def transfer(tree: T, placement: PyTree[Placement], /, mesh: AnyMesh | None = None) -> T:
     """`mylib.mpmd.transfer`, which documents it."""
     world = current_world()
     if world.staged:
@@ -349,8 +350,8 @@ def _relocate(
 def _place_traced(rows: Sequence[Relocation], across: bool = False) -> None:
     """Places arrays under an eager transformation."""
     if rows:
-        routes = [
-            Route(
+        trips = [
+            RoundTrip(
                 row.target,
                 row.source or sharding_under(row.value) or _near(row.target),
                 row.alias,
@@ -358,7 +359,7 @@ def _place_traced(rows: Sequence[Relocation], across: bool = False) -> None:
             )
             for row in rows
         ]
-        values = place([row.value for row in rows], routes)
+        values = place([row.value for row in rows], trips)
         for row, y in zip(rows, values, strict=True):
             row.value = y
 

@@ -2,16 +2,15 @@
 
 import os
 import threading
-import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 from jaxtyping import PyTree
 
+from .._lines import line_of_caller
 from .._placement import AnyMesh, Placement
 from ._agreement import in_words
 from ._feed import PATIENCE, Feed, NoState, Settings, state_of, stateless
@@ -239,6 +238,4 @@ def prefetch(
         raise ValueError(f"buffer={buffer!r}: give a number of batches, at least 1")
     request = request_of(placement, mesh, tail, arrays, may_alias, check)
     # Identifies the loop, so that processes can check that they are in the same one.
-    caller = traceback.extract_stack(limit=2)[0]
-    site = f"{Path(caller.filename).name}:{caller.lineno}"
-    return Prefetch(source, replace(request, loop=site), int(buffer))
+    return Prefetch(source, replace(request, loop=line_of_caller()), int(buffer))

@@ -87,7 +87,7 @@ class ReaderShard:
         return tuple(ranges)
 
 
-def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> ReaderShard:
+def reader_shard(placement: PyTree[Placement], /, mesh: AnyMesh | None = None) -> ReaderShard:
     """The share of each global batch that this process reads, for any mesh, even if mesh axes cross
     processes in unusual ways.
 

@@ -37,7 +37,7 @@ from .._tree import Kind, Leaves, is_of_keys, name_of, split
 
 
 def assert_placed(
-    tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
+    tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
 ) -> None:
     """Asserts that the arrays of a tree are where [`mylib.filter_shard`][] would put them, so that
     it would move nothing. A replicated array fails if a sharded one is expected.
