@@ -19,7 +19,7 @@ from .._processes import digest
 from .._text import listed
 from .plan import Division, placed_as, plan
 
-# Of more arrays than these, a description has only a checksum.
+# Arrays beyond these are not described: a checksum of all stands for them.
 _FEW = 8
 _LONG = 200
 
@@ -82,7 +82,7 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 
 
 def next_call(maker: str) -> str:
-    """What `maker` makes now."""
+    """The label of the next result of `maker`."""
     with _lock:
         _calls_of[maker] += 1
         return f"{maker}#{_calls_of[maker]}"
@@ -91,7 +91,7 @@ def next_call(maker: str) -> str:
 def set_origin(arrays: Iterable[Any], call: str) -> None:
     """Labels arrays with what has made them, and their position in it."""
     if len(call) > _LONG:
-        # An array that has been passed round has the origins of all before it.
+        # An array that was passed from call to call has the labels of all of them.
         call = f"{call[:_LONG]}... ({digest(call)})"
     for i, x in enumerate(arrays):
         if isinstance(x, jax.Array):
@@ -99,5 +99,5 @@ def set_origin(arrays: Iterable[Any], call: str) -> None:
 
 
 def origin_of(x: Any) -> str:
-    """Empty if it is not known."""
+    """The label of an array; empty if it has none."""
     return label_of(x)

@@ -123,7 +123,9 @@ def filter_load(
 
 def _refuse(target: Target) -> Iterator[Fault]:
     if not is_here(sharding_of(target)):
-        reason = "a machine that is not here can compile, not run: nothing can be put there"
+        reason = (
+            "the devices of a machine that you don't have can compile, not run: they hold no arrays"
+        )
         yield because(reason, "place the shapes by filter_shard, and compile with those")
     if isinstance(target, Format) and target.layout is not None:
         yield because("parts are read in JAX's own layout", "load first, then filter_device_put")

@@ -410,7 +410,9 @@ def _near(target: Target) -> Sharding | None:
 
 def _elsewhere(leaves: Leaves, rows: Sequence[Relocation]) -> list[Fault]:
     """Faults of arrays whose targets are devices of a machine that is only described."""
-    reason = "a machine that is not here can compile, not run: nothing can be put there"
+    reason = (
+        "the devices of a machine that you don't have can compile, not run: they hold no arrays"
+    )
     fix = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
     return [
         leaves.at(row.at, because(reason, fix, str(row.target)))

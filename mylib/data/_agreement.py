@@ -87,7 +87,7 @@ def _fitting(share: Share, least: int, rows: int | None) -> Share:
 
 
 def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:
-    """What to do next, None to end. Raises the same error in all processes."""
+    """The common decision, or None to end. Raises the same error in all processes."""
     judgement = json.loads(meet(json.dumps(mine), functools.partial(_judge, tail)))
     if "failed" in judgement:
         raise RuntimeError(_no_batch(judgement["failed"]))
