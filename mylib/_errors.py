@@ -2,17 +2,15 @@
 categories.
 """
 
-import inspect
 import math
 import re
 import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import ClassVar
 
+from ._lines import calling_frame
 from ._text import abridged, counted
 
 
@@ -267,29 +265,14 @@ class SummedTwiceWarning(MylibWarning):
     """
 
 
-# While a function is traced, frames of these packages are between its caller and the warning.
-_PASSED_THROUGH = (__name__.partition(".")[0], "contextlib", "equinox", "jax")
-
-
 def warn(message: str, category: type[MylibWarning]) -> None:
-    """Warns at the line that called this package, directly or through JAX or Equinox."""
-    _, level = _caller()
-    warnings.warn(message, category, stacklevel=level)
-
-
-def line_of_caller() -> str:
-    """The line that called this package: `train.py:31`."""
-    frame, _ = _caller()
-    return "" if frame is None else f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
-def _caller() -> tuple[FrameType | None, int]:
-    """The frame that called this package, and how far it is from the caller of this function."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and _package_of(frame) in _PASSED_THROUGH:
-        frame, level = frame.f_back, level + 1
-    return frame, level
-
-
-def _package_of(frame: FrameType) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
+    """Warns at the user's line that called this package, directly or through other packages."""
+    frame = calling_frame()
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        module=frame.f_globals.get("__name__", "<string>"),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -30,8 +30,8 @@ def make_mesh(
     **Returns:**
 
     A `jax.sharding.Mesh`. Its devices are in the order that JAX chooses for their topology. On
-    TPUs, all devices next to each other along an axis are neighbours only if the axis is one
-    direction of the slice: of 8 x 8 with axes of 8 and 8, but not of 4 and 16.
+    TPUs, consecutive devices on an axis are physical neighbours only if the axis follows one
+    direction of the slice: axes of 8 and 8 do on a slice of 8 x 8, axes of 4 and 16 don't.
 
     **Raises:**
 
@@ -67,7 +67,7 @@ def make_mesh(
 def _flat(devices: Any) -> list[Any]:
     if isinstance(devices, Iterable) and not isinstance(devices, str):
         flat = list(devices.flat) if isinstance(devices, np.ndarray) else list(devices)
-        # Also those of machines that are not here, which are no `jax.Device`s.
+        # Devices that are only described, as of `mylib.machines`, are no `jax.Device`s.
         if all(hasattr(device, "device_kind") for device in flat):
             return flat
     some = f"jax.devices()[:{devices}]" if isinstance(devices, int) else "jax.devices()[:4]"
@@ -97,8 +97,8 @@ def _sizes(axes: Mapping[str, int], count: int) -> tuple[int, ...]:
 
 
 def _with_other_devices(count: int, there: int) -> str:
-    """What else helps: to leave devices out, or to simulate some, where examples for several
-    devices are tried on a machine that has one.
+    """Another fix: leave devices out, or simulate some to try an example on a machine that has
+    one.
     """
     if count < there:
         return f", or leave devices out: devices=jax.devices()[:{count}]"

@@ -9,6 +9,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from ._compat import closed_or_open, names, opened
+from ._lines import innermost
 
 
 def all_jaxprs(program: Any, without: Callable[[Any], bool] = lambda eqn: False) -> list[Any]:
@@ -135,3 +136,12 @@ def scanned(eqn: Any, turn: Callable[..., Any], carry: Any, xs: Any) -> Any:
     """Calls `turn` in place of what a `jax.lax.scan` calls."""
     keys = (names.PARAM_LENGTH, names.PARAM_REVERSE, names.PARAM_UNROLL)
     return jax.lax.scan(turn, carry, xs, **{key: eqn.params[key] for key in keys})
+
+
+def line_of(eqn: Any) -> str:
+    """The user's line that made an equation, and its function: `/home/me/train.py:31 (loss)`."""
+    traceback = eqn.source_info.traceback
+    frame = innermost(traceback.frames if traceback else [], lambda frame: frame.file_name)
+    if frame is None:
+        return "an unknown line"
+    return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"

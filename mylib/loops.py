@@ -190,12 +190,12 @@ def scan(
     return carry.tree(), ys.tree()
 
 
-def _promoted(turn: Callable[[Any], Any], carry: Any) -> Any:
-    """The carry, cast to vary over all axes that it will vary over. `turn` returns the types after
-    an iteration.
+def _promoted(iteration: Callable[[Any], Any], carry: Any) -> Any:
+    """The carry, cast to vary over all axes that it will vary over. `iteration` returns the types
+    after one.
     """
     while True:
-        after = turn(carry)
+        after = iteration(carry)
         grown = jax.tree.map(lambda x, y: cast(x, varying(y)), carry, after)
         before = map(varying, jax.tree.leaves(carry))
         if list(before) == list(map(varying, jax.tree.leaves(grown))):

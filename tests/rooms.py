@@ -47,6 +47,7 @@ ORDER = (
     "_watched",
     "_compat",
     "_errors",
+    "_lines",
     "_text",
 )
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend import source_info_util
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from .._compat import names, scan_sizes
 from .._errors import ReplicatedWarning, warn
 from .._placement import current_world
 from .._products import Products, products_in
-from .._programs import all_equations
+from .._programs import all_equations, line_of
 from .._text import some
 from .._tree import Arrays
 
@@ -116,7 +115,7 @@ def _loop_over(program: Any, rows: dict[int, int]) -> tuple[str, int] | None:
             continue
         work = products_in(eqn.params[names.PARAM_JAXPR], each_turn=False)
         if work is not None and work.products:
-            return source_info_util.summarize(eqn.source_info), rows[over]
+            return line_of(eqn), rows[over]
     return None
 
 

@@ -1,19 +1,18 @@
 """The arguments that a collective moves, and the line of Python that it comes from."""
 
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 from .._compat import names as jax_names
+from .._lines import innermost
 from .hlo import HloModule, Instruction
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
 from .values import MOVES, WRAPPERS, behind, done_of, inputs_here, uses_in
 
 _MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
-_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 # `transpose(jvp(vmap(eqx.nn.Linear)))`: all that is around a scope but calls of functions.
 _TRANSFORMED = re.compile(rf"^(?:(?!{jax_names.JIT}\()\w+\()+([^()]*)\)+$")
 _STRUCTURE = {
@@ -127,8 +126,7 @@ def phase_of(names: Sequence[str]) -> str:
 def source_of(x: Instruction) -> str:
     """The innermost line in the user's own files."""
     frames = x.computation.module.frames(x)
-    in_user_code = [f for f in frames if "site-packages" not in f and not f.startswith(_PACKAGE)]
-    return PurePath((in_user_code or frames or [""])[0]).name
+    return PurePath(innermost(frames, lambda line: line.rpartition(":")[0]) or "").name
 
 
 def _informed_users(x: Instruction) -> Iterator[Instruction]:

@@ -14,6 +14,7 @@ from .private import (
     Uncommitted as Uncommitted,
     UnknownParameter as UnknownParameter,
     add_cpu_backend as add_cpu_backend,
+    array_like as array_like,
     axes_of_cast_or_sum as axes_of_cast_or_sum,
     batched as batched,
     break_connection as break_connection,

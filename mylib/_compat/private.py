@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from enum import Enum, auto
 from itertools import chain
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import equinox as eqx
@@ -25,6 +24,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._lines import OURS
 from . import names
 
 
@@ -276,8 +276,17 @@ def with_actual_memory_kind(x: Any) -> Any:
     sharding = x.sharding.with_memory_kind("pinned_host")
     if sharding == x.sharding:
         return x
-    shards = [shard.data for shard in x.addressable_shards]
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
+    return array_like(x, sharding)
+
+
+def array_like(x: Any, sharding: Sharding, shards: Sequence[jax.Array] | None = None) -> jax.Array:
+    """An array of these shards, by default those of `x`, with the type of `x`: in all processes
+    that of the program which made it, or other programs would differ between them.
+    """
+    if shards is None:
+        shards = [shard.data for shard in x.addressable_shards]
+    y = jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
+    return weakly_typed(y) if getattr(x, "weak_type", False) else y
 
 
 class CoordinationClient(Protocol):
@@ -569,7 +578,7 @@ def error_with(
     return eqx.EquinoxRuntimeError(text.format(msg=message, stack=shown))
 
 
-_OWN_FRAME = f'  File "{Path(__file__).parent.parent}'
+_OWN_FRAME = f'  File "{OURS}'
 
 
 class GradientPass(Enum):

@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from .._compat import (
+    array_like,
     closed_or_open,
     compute_on_meshes_of_values,
     names,
@@ -139,9 +140,8 @@ def _untyped_constant(x: Any) -> Any:
     if not sharding.mesh.explicit_axes:
         return x
     mesh = sharding.mesh.update(axis_types=(AxisType.Auto,) * len(sharding.mesh.axis_names))
-    shards = [shard.data for shard in x.addressable_shards]
     on_auto = NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
-    return jax.make_array_from_single_device_arrays(x.shape, on_auto, shards, dtype=x.dtype)
+    return array_like(x, on_auto)
 
 
 def _inlined(eqn: Any, args: Values) -> Arrays:

@@ -125,7 +125,7 @@ def _address_of_this_host(name: str) -> str:
 
 
 def links_for(platform: str) -> Links | None:
-    """The links for arrays of a platform; None if JAX can't make them there, or shall not."""
+    """The links for arrays of a platform; None if JAX has none there, or they are switched off."""
     if environment().transport == "program":
         return None
     with _starting:
@@ -160,7 +160,7 @@ def explained_errors(processes: Processes) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
-        # The thread that closed it, or waits for who did, may be a moment behind.
+        # The thread that records the reason may be a moment behind.
         until = time.monotonic() + 4.0
         while not watch().failures and time.monotonic() < until:
             time.sleep(0.05)
@@ -176,5 +176,5 @@ def transport(platform: str) -> str:
 
 
 def _number(call: Turn, giver: int, taker: int) -> int:
-    """The same in both processes if they mean the same transfer, and no number of another one."""
+    """A number that both processes compute alike for the same transfer, and for no other."""
     return int(digest([call.lane.name, giver, taker, call.number, call.digest])[:15], 16)

@@ -10,14 +10,13 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from .._compat import value_under
-from .._errors import line_of_caller
+from .._compat import array_like, value_under
+from .._lines import line_of_caller
 from .._processes import PROGRAMS, Turn, owners, watch
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
     Shipment,
-    array_like,
     assembled,
     described_all,
     leaf_of,
@@ -101,8 +100,8 @@ def move_across(crossings: Sequence[Crossing]) -> list[jax.Array]:
 
 
 def count_moves(moves: Iterable[Crossing]) -> None:
-    """Counts arrays that a program of several processes moves between devices of their own. Nothing
-    on their way tells these apart.
+    """Counts arrays that one program of several processes moves between its devices, so that
+    processes that move different arrays are noticed: the program itself would not fail.
     """
     groups: dict[tuple[int, ...], list[Shipment]] = {}
     for move in moves:
@@ -121,7 +120,7 @@ _Place = tuple[str, int]
 
 def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key, jax.Array]:
     """The pieces that this process receives, each on the device that needs it. First all are
-    offered, then asked for: so no process waits for one that waits for it.
+    offered, then asked for, so that no two processes wait for each other.
     """
     me, line = jax.process_index(), line_of_caller()
     stay: dict[_Key, Any] = {}

@@ -7,19 +7,19 @@ times it has done so: a text that is the same in all processes.
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from .._compat import data_of_shards, label_of, set_label, weakly_typed
+from .._compat import array_like, data_of_shards, label_of, set_label
 from .._placement import default_memory_kind, memory_kind
 from .._processes import digest
 from .._text import listed
 from .plan import Division, placed_as, plan
 
-# Of more arrays than these, a description has only a checksum.
+# Arrays beyond these are not described: a checksum of all stands for them.
 _FEW = 8
 _LONG = 200
 
@@ -67,14 +67,6 @@ def assembled(leaf: Shipment, shards: Mapping[Any, jax.Array]) -> jax.Array:
     return array_like(leaf.x, leaf.target, arrays)
 
 
-def array_like(x: Any, sharding: Sharding, shards: Sequence[jax.Array]) -> jax.Array:
-    """An array of these shards, with the type of `x`: in all processes that of the program which
-    made it, or other programs would differ between them.
-    """
-    y = jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)
-    return weakly_typed(y) if getattr(x, "weak_type", False) else y
-
-
 def _at(shard: jax.Array, device: Any, kind: str | None) -> jax.Array:
     if shard.sharding.device_set == {device} and memory_kind(shard.sharding) == kind:
         return shard
@@ -90,7 +82,7 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 
 
 def next_call(maker: str) -> str:
-    """What `maker` makes now."""
+    """The label of the next result of `maker`."""
     with _lock:
         _calls_of[maker] += 1
         return f"{maker}#{_calls_of[maker]}"
@@ -99,7 +91,7 @@ def next_call(maker: str) -> str:
 def set_origin(arrays: Iterable[Any], call: str) -> None:
     """Labels arrays with what has made them, and their position in it."""
     if len(call) > _LONG:
-        # An array that has been passed round has the origins of all before it.
+        # An array that was passed from call to call has the labels of all of them.
         call = f"{call[:_LONG]}... ({digest(call)})"
     for i, x in enumerate(arrays):
         if isinstance(x, jax.Array):
@@ -107,5 +99,5 @@ def set_origin(arrays: Iterable[Any], call: str) -> None:
 
 
 def origin_of(x: Any) -> str:
-    """Empty if it is not known."""
+    """The label of an array; empty if it has none."""
     return label_of(x)

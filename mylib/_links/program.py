@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
+from .._compat import array_like
 from .._placement import regions_of
 from .._processes import AbsentError, TransferError, exchange, processes_of
 from .leaf import Shipment, assembled, described_all, shards_of
@@ -75,7 +76,8 @@ def _stacked(devices: Sequence[Any], leaf: Shipment, rows: NamedSharding) -> jax
         if shard is None:
             shard = jax.device_put(np.zeros(size, leaf.x.dtype), device)
         stacked.append(jnp.expand_dims(shard, 0))
-    return jax.make_array_from_single_device_arrays((len(devices), *size), rows, stacked)
+    whole = jax.ShapeDtypeStruct((len(devices), *size), leaf.x.dtype)
+    return array_like(whole, rows, stacked)
 
 
 @partial(jax.jit, static_argnums=(0, 1))

@@ -11,10 +11,9 @@ from typing import Any
 
 import jax
 import jax.tree_util as jtu
-from jax.extend import source_info_util
 
 from .._compat import functions_of, names as jax_names
-from .._programs import all_equations
+from .._programs import all_equations, line_of
 from .._tree import is_of_keys
 from .dependence import Bits, dependences
 
@@ -93,7 +92,7 @@ def _place_of(eqn: Any) -> str:
     """The optimiser that contains an equation, or else its line."""
     made_by = (name.partition(".<locals>.") for name in functions_of(eqn))
     optimisers = (maker for maker, _, inner in made_by if inner.startswith("update"))
-    return next(optimisers, source_info_util.summarize(eqn.source_info))
+    return next(optimisers, line_of(eqn))
 
 
 def _of_updates(
@@ -136,7 +135,7 @@ def _refuse_keys(flat: Sequence[tuple[Any, Any]]) -> None:
 def _refuse_random(program: Any) -> None:
     for eqn in all_equations(program):
         if eqn.primitive.name in jax_names.RANDOM:
-            line = source_info_util.summarize(eqn.source_info)
+            line = line_of(eqn)
             raise ValueError(_RANDOM.format(f"draws random numbers at {line}"))
 
 

@@ -9,12 +9,11 @@ from itertools import compress
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend import source_info_util
 from jax.extend.core import Literal
 
 from .._compat import names, opened, type_under
 from .._placement import AxisSet, axes_of_type, union
-from .._programs import all_equations, all_jaxprs, is_opaque, jaxprs_in
+from .._programs import all_equations, all_jaxprs, is_opaque, jaxprs_in, line_of
 
 # Primitives that name mesh axes without communicating.
 _SILENT = (names.AXIS_INDEX, names.PVARY)
@@ -228,8 +227,7 @@ def _name(eqn: Any) -> str:
 
 
 def where(eqn: Any) -> str:
-    line = source_info_util.summarize(eqn.source_info)
-    return f"at {line}" if line else "(JAX doesn't know the line)"
+    return f"at {line_of(eqn)}"
 
 
 _BRANCHING = {

@@ -1,5 +1,5 @@
-"""Checks whether a target fits an array, a mesh, and the surrounding code. The faults have no leaf
-and no request yet.
+"""Checks whether a target fits an array, a mesh, and the surrounding code. The caller fills in
+`path` and `request` of the faults.
 """
 
 import difflib
@@ -127,7 +127,8 @@ def unfit_staged(sharding: Sharding, world: World, size: int | None) -> Iterator
     if not isinstance(sharding, NamedSharding):
         if world.manual_axes or (size is not None and size != len(sharding.device_set)):
             yield because(
-                f"this code runs on {size or 'several'} devices at once",
+                "a placement without mesh axes can't be used inside a program over "
+                f"{size or 'several'} devices",
                 "move the array before or after the transformed function, or name mesh axes",
             )
         return

@@ -28,7 +28,7 @@ from .._tree import (
     canonical_dtype,
     is_none,
     is_of_keys,
-    kind_of,
+    is_placed,
     name_of,
     split,
     spread_prefix,
@@ -54,8 +54,8 @@ class _Passed:
 PASS: Final = _Passed()
 """A rule's result for a leaf that it doesn't decide."""
 
-# Rules that return one another. Whether they are the same can't be seen: each access to a method
-# makes another object.
+# The longest chain of rules that return one another. A loop can't be recognised: each access to a
+# method makes another object.
 MOST_RULES = 32
 _PLACEMENTS = PartitionSpec | Sharding | jax.Device | Format
 Rule = Callable[[Leaf], Any]
@@ -65,8 +65,8 @@ given mesh, or that of `jax.set_mesh`), a rule (a callable from [`mylib.Leaf`][]
 or None to leave the array alone. Every verb also takes a PyTree prefix of these.
 """
 
-# The target of a placement for leaves of one kind and shape, and its faults, without a leaf. The
-# faults that are found by a `Refusal` or a `Fit` have no request yet, either.
+# The target of a placement for leaves of one kind and shape, and its faults. The caller fills in
+# their `path`, and the `request` of those that a `Refusal` or a `Fit` finds.
 Verdict = tuple[Target | None, list[Fault]]
 Refusal = Callable[[Target], Iterator[Fault]]
 Fit = Callable[[Target, tuple[int, ...]], Iterator[Fault]]
@@ -220,9 +220,9 @@ def is_rule(x: Any) -> bool:
     # A mesh is callable only because it is a decorator, and a class makes something else.
     if not callable(x) or isinstance(x, Mesh | type):
         return False
-    # A Module of placements is a prefix, though it can be called. So is one that says None of all.
+    # A Module of placements is a prefix, though it can be called. So is one that holds only None.
     held = jtu.tree_leaves(x, is_leaf=is_none)
-    if any(isinstance(y, _PLACEMENTS) or kind_of(y) is not Kind.STATIC for y in held):
+    if any(isinstance(y, _PLACEMENTS) or is_placed(y) for y in held):
         return False
     return not held or not all(map(is_none, held))
 
@@ -303,7 +303,7 @@ class _Resolver:
             if not has_partial_sums(entry):
                 self.alive += [entry, written]
                 self.verdicts[key] = verdict
-            elif is_of_keys(x):  # they are rare, and not kept, as they depend on the dtype
+            elif is_of_keys(x):  # not cached: these verdicts depend on the dtype, and are rare
                 fault = because("keys can't be summed", "leave out unreduced= and reduced=")
                 verdict = verdict[0], verdict[1] + self.requested(written, [fault])
         return verdict

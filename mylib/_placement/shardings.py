@@ -66,8 +66,8 @@ def restricted(spec: PartitionSpec, names: Collection[Any]) -> PartitionSpec:
     ]
     unreduced, reduced = (axes.intersection(names) for axes in (spec.unreduced, spec.reduced))
     # Without unreduced axes, JAX doesn't allow the kind of reduction that `update` would keep.
-    kept = spec if unreduced else PartitionSpec()
-    return kept.update(partitions=trimmed(entries), unreduced=unreduced, reduced=reduced)
+    base = spec if unreduced else PartitionSpec()
+    return base.update(partitions=trimmed(entries), unreduced=unreduced, reduced=reduced)
 
 
 def has_partial_sums(placement: Any) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._tree import Kind, kind_of
+from .._tree import is_placed
 
 T = TypeVar("T")
 AxisSet = frozenset[Any]
@@ -18,7 +18,7 @@ def cast(tree: T, axes: Iterable[Any]) -> T:
     ordered = [axis for axis in manual_axes() if axis in frozenset(axes)]
 
     def cast_one(x: Any) -> Any:
-        if kind_of(x) is Kind.STATIC:
+        if not is_placed(x):
             return x
         missing = tuple(axis for axis in ordered if axis not in varying(x))
         return jax.lax.pcast(jnp.asarray(x), missing, to="varying") if missing else x

@@ -12,12 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jax.extend import source_info_util
-
 from .._compat import names, opened, scan_sizes
 from .._fsdp import tangent_p
 from .._products import products_of
-from .._programs import jaxprs_in
+from .._programs import jaxprs_in, line_of
 from .dims import Dims, Nodes
 from .equations import Equation, bytes_of, equations_of, is_kept, is_literal, is_of_plan, shape_of
 from .lifetimes import Scope
@@ -500,7 +498,7 @@ def _without(nodes: Iterable[int], places: Collection[int]) -> list[int]:
 
 
 def _line(eqn: Equation) -> str:
-    return source_info_util.summarize(eqn.source.source_info)
+    return line_of(eqn.source)
 
 
 _Rule = Callable[[_Apply], None]

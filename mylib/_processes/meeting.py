@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from .._errors import line_of_caller
+from .._lines import line_of_caller
 from .._watched import waits
 from .coordination import JUDGED, Conclusion, Judge, Processes, Series
 from .environment import TIMEOUT, patience

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import PyTree
 
-from .._compat import data_of_shards
+from .._compat import array_like, data_of_shards
 from .._errors import Fault, ReplicaError
 from .._placement import memory_space, regions_of, without_partial_sums
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
@@ -222,11 +222,9 @@ def checksums(x: jax.Array) -> jax.Array:
     # A mesh of this process alone: others may have another tree, and so run other programs.
     mesh = Mesh(np.array([s.device for s in shards]), ("device",), axis_types=(AxisType.Auto,))
     first, *rest = shards[0].data.shape
-    side_by_side = jax.make_array_from_single_device_arrays(
-        (first * mesh.size, *rest),
-        NamedSharding(mesh, PartitionSpec("device")),
-        [s.data for s in shards],
-    )
+    whole = jax.ShapeDtypeStruct((first * mesh.size, *rest), x.dtype)
+    by_device = NamedSharding(mesh, PartitionSpec("device"))
+    side_by_side = array_like(whole, by_device, [s.data for s in shards])
     with jax.set_mesh(mesh):
         return _program(mesh)(side_by_side)
 

@@ -22,14 +22,14 @@ class HasPath(Protocol):
 Path = TypeVar("Path", bound=HasPath)
 
 
-# The most lines of a table: of groups by name, and then of others by what is alike.
+# Limits of a table's lines: named groups, then groups of similar rows.
 LINES = 200
 _OTHERS = 20
 
 
 def fold(rows: Iterable[Path], most: int | None = LINES) -> list[tuple[str, list[Path]]]:
     """Groups rows that differ only in indices of their paths, under one name. After the first
-    `most` groups, all rows that are alike are one, whatever their names: a model may have 100,000
+    `most` groups, similar rows form one group, whatever their names: a model may have 100,000
     leaves. None for no end.
     """
     alike: dict[Any, list[Path]] = {}

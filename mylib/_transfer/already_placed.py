@@ -1,38 +1,14 @@
-"""Checks whether an array is at its target already, so that it can stay the same object."""
+"""Compares where an array is with its target."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, Sharding
 
-from .._placement import axis_names, fill_free, memory_kind, partial_sums, sharding_of, spec_over
-from .._tree import Kind
+from .._placement import axis_names, fill_free, memory_kind, partial_sums, spec_over
 
 
-def not_there(
-    arrays: Sequence[Any], kinds: Sequence[Kind], targets: Sequence[Any], index: Sequence[int]
-) -> list[int]:
-    """The positions in `index` of arrays that must be moved to their targets."""
-    # Caches which pairs of shardings agree, for this call: most leaves share a few. The shardings
-    # are kept alive, because their ids are the keys.
-    answers: dict[tuple[int, int, int], tuple[bool, Any]] = {}
-    moving: list[int] = []
-    for i in index:
-        x, target = arrays[i], targets[i]
-        if kinds[i] is Kind.DEVICE and x.committed:
-            sharding = x.sharding
-            key = id(sharding), id(target), len(x.shape)
-            answer = answers.get(key)
-            if answer is None:
-                answer = answers[key] = same_place(sharding, sharding_of(target), x.ndim), sharding
-            if answer[0] and (not isinstance(target, Format) or _has_layout(x, target)):
-                continue
-        moving.append(i)
-    return moving
-
-
-def _has_layout(x: Any, target: Format) -> bool:
+def has_layout(x: Any, target: Format) -> bool:
     if not isinstance(target.layout, Layout):
         return True
     layout, requested = x.format.layout, target.layout

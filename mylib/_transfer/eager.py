@@ -10,16 +10,16 @@
 Only one program of a tree runs at a time: simulated devices can deadlock on several.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental.layout import Format
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from .._compat import weakly_typed
+from .._compat import Uncommitted, weakly_typed
 from .._links import (
     Crossing,
     count_moves,
@@ -43,201 +43,218 @@ from . import thresholds
 from .host import (
     allow_transfers,
     as_keys,
+    from_host,
     host_copy,
     on_host,
     over_key_data,
-    put_pieces,
     worth_sharing,
 )
+from .relocation import Relocation
 
 
-class Relocation(NamedTuple):
-    """One concrete array that is not at its target. If it is donated, its memory is reused if
-    possible; the caller deletes it otherwise.
+def move(rows: Sequence[Relocation], *, counted: bool = True) -> None:
+    """Moves the arrays: the value of each row becomes the one at its target. `counted` is whether
+    processes compare that they all move those that one program of several moves.
     """
-
-    x: Any
-    kind: Kind
-    target: Target
-    donate: bool = False
-    may_alias: bool | None = None
-    across: bool = False
-    """Whether processes send and receive it, even if each could place a value of its own."""
-    counted: bool = True
-    """Whether processes compare that they all move it, if one program of several does so."""
-
-
-def move(moves: Sequence[Relocation]) -> list[jax.Array]:
-    """Moves the arrays to their targets."""
-    on_devices = [i for i, m in enumerate(moves) if m.kind is Kind.DEVICE]
     # Those of 64 bits, made under `jax.enable_x64`, while JAX makes only arrays of 32.
-    wide = {i for i in on_devices if canonical_dtype(moves[i].x) != moves[i].x.dtype}
+    wide = [row for row in rows if _is_wider_than_now(row)]
     if not wide:
-        return _move(moves)
+        _move(rows, counted)
+        return
     # Without 64 bits, JAX moves the shards of such an array as 32 bits, but not its dtype.
     with jax.enable_x64(True):
-        of_64_bits = iter(_move([moves[i] for i in sorted(wide)]))
-    of_32_bits = iter(_move([m for i, m in enumerate(moves) if i not in wide]))
-    return [next(of_64_bits if i in wide else of_32_bits) for i in range(len(moves))]
+        _move(wide, counted)
+    of_64_bits = set(map(id, wide))
+    _move([row for row in rows if id(row) not in of_64_bits], counted)
 
 
-def _move(moves: Sequence[Relocation]) -> list[jax.Array]:
-    moved: list[Any] = [None] * len(moves)
-    keys: list[int] = []
-    partial: list[tuple[int, NamedSharding]] = []
-    work = _Relocations()
+def _is_wider_than_now(row: Relocation) -> bool:
+    return row.kind is Kind.DEVICE and canonical_dtype(row.value) != row.value.dtype
+
+
+def _move(rows: Sequence[Relocation], counted: bool) -> None:
+    work = _Journeys()
+    # What must be done to an array once it is on its devices.
+    last: list[tuple[Relocation, Callable[[Any], Any]]] = []
     several_processes = jax.process_count() > 1
-    for i, (x, kind, target, donate, may_alias, across, counted) in enumerate(moves):
+    for row in rows:
+        x, target = row.value, row.target
+        if isinstance(target, Uncommitted):
+            work.add_default(row)
+            continue
+        if row.kind is Kind.DEVICE and is_of_keys(x):
+            row.value, row.target = jax.random.key_data(x), over_key_data(target, x.ndim)
+            last.append((row, partial(_as_keys, like=x)))
+        elif row.kind is Kind.DEVICE and has_partial_sums(x.sharding):
+            row.value = _resharded(x, to=without_partial_sums(x.sharding))
         sharding = sharding_of(target)
-        whole = x
-        if kind is Kind.DEVICE and is_of_keys(x):
-            keys.append(i)
-            x, target = jax.random.key_data(x), over_key_data(target, x.ndim)
-        elif kind is Kind.DEVICE and has_partial_sums(x.sharding):
-            x = jax.block_until_ready(jax.sharding.reshard(x, without_partial_sums(x.sharding)))
         if isinstance(sharding, NamedSharding) and has_partial_sums(sharding):
-            partial.append((i, sharding))
-            target = without_partial_sums(sharding)
-        destination = sharding_of(target)
-        if not several_processes or kind is not Kind.DEVICE:
-            work.add(i, x, kind, target, donate, bool(may_alias))
-        elif across or crosses(x, destination):
-            work.add_crossing(i, x, target, whole)
-        elif is_nowhere_here(x.sharding, destination):
-            work.elsewhere.append((i, handle(x, fill_free(destination, None, x.ndim))))
+            # Only programs make partial sums, or sum them up. `reshard` runs one for each leaf.
+            row.target = without_partial_sums(sharding)
+            last.append((row, partial(_resharded, to=sharding)))
+        if several_processes and row.kind is Kind.DEVICE:
+            work.add_of_several_processes(row, x, counted)
         else:
-            if counted and x.sharding.device_set == destination.device_set:
-                work.counted.append(Crossing(x, fill_free(destination, None, x.ndim), whole))
-            work.add(i, x, kind, target, donate, bool(may_alias))
-    for i, y in work.carry_out():
-        moved[i] = y
-    for i in keys:
-        origin = origin_of(moved[i])
-        moved[i] = as_keys(moved[i], moves[i].x)
-        if origin:
-            set_origin([moved[i]], origin)
-    for i, sharding in partial:
-        # Only programs make partial sums, or sum them up. `reshard` runs one for each leaf.
-        moved[i] = jax.block_until_ready(jax.sharding.reshard(moved[i], sharding))
-    return moved
+            work.add(row)
+    work.carry_out(rows)
+    for row, step in last:
+        row.value = step(row.value)
 
 
-class _Relocations:
-    """The moves of one tree, grouped so that each kind of work is done once."""
+def _resharded(x: jax.Array, to: Sharding) -> jax.Array:
+    return jax.block_until_ready(jax.sharding.reshard(x, to))
+
+
+def _as_keys(data: jax.Array, like: jax.Array) -> jax.Array:
+    keys, origin = as_keys(data, like), origin_of(data)
+    if origin:
+        set_origin([keys], origin)
+    return keys
+
+
+class _Journeys:
+    """The rows of one tree by the way they travel, so that each kind of work is done once."""
 
     def __init__(self) -> None:
-        self.pieces: list[tuple[int, np.ndarray, Sharding, bool]] = []
-        self.puts: list[tuple[int, Any, Sharding]] = []
-        self.targets: dict[int, tuple[Sharding, bool, Target]] = {}
-        self.one_by_one: list[tuple[int, Any, Sharding, bool]] = []
-        self.layouts: list[tuple[int, Format, bool]] = []
-        self.reshards: _Groups = {}
-        self.crossings: list[tuple[int, Crossing]] = []
-        self.elsewhere: list[tuple[int, jax.Array]] = []
+        self.defaults: list[Relocation] = []
+        self.puts: list[Relocation] = []
+        self.pieces: list[Relocation] = []
+        self.crossings: list[tuple[Relocation, Any]] = []
+        self.one_by_one: list[Relocation] = []
+        self.reshards: list[Relocation] = []
+        self.layouts: list[Relocation] = []
+        self.weak: list[Relocation] = []
         self.counted: list[Crossing] = []
+        self.simple: dict[int, tuple[bool, Target]] = {}
 
-    def add_crossing(self, i: int, x: jax.Array, target: Target, known_as: Any) -> None:
-        target = fill_free(target, x.sharding, x.ndim)
-        self.crossings.append((i, Crossing(x, sharding_of(target), known_as)))
-        if isinstance(target, Format) and target.layout is not None:
-            self.layouts.append((i, target, True))
+    def add_default(self, row: Relocation) -> None:
+        # An array that no process has as a whole stays where it is.
+        if getattr(row.value, "is_fully_addressable", True):
+            row.value = on_host(row.value, bool(row.alias))
+            self.defaults.append(row)
 
-    def add(self, i: int, x: Any, kind: Kind, target: Target, donate: bool, alias: bool) -> None:
-        destination, simple = self.read(target)
-        if kind is Kind.HOST:
-            if simple:
-                self.add_put(i, host_copy(x, alias and worth_sharing(x, destination)), destination)
+    def add_of_several_processes(self, row: Relocation, known_as: Any, counted: bool) -> None:
+        x, destination = row.value, sharding_of(row.target)
+        if row.across or crosses(x, destination):
+            row.target, row.alias = fill_free(row.target, x.sharding, x.ndim), False
+            self.crossings.append((row, known_as))
+            if _has_layout(row.target):
+                self.layouts.append(row)
+        elif is_nowhere_here(x.sharding, destination):
+            row.value = handle(x, fill_free(destination, None, x.ndim))
+        else:
+            if counted and x.sharding.device_set == destination.device_set:
+                filled = fill_free(destination, None, x.ndim)
+                self.counted.append(Crossing(x, filled, known_as))
+            self.add(row)
+
+    def add(self, row: Relocation) -> None:
+        x = row.value
+        if row.kind is Kind.HOST:
+            if self.is_simple(row.target):
+                row.value = host_copy(x, bool(row.alias) and worth_sharing(x, row.target))
+                self.add_put(row, row.target)
                 return
-            source, donate = None, False
+            source, row.donate = None, False
         else:
             source = x.sharding
-        target = fill_free(target, source, x.ndim)
-        destination = sharding_of(target)
-        if isinstance(target, Format) and target.layout is not None:
+        row.target = fill_free(row.target, source, x.ndim)
+        destination = sharding_of(row.target)
+        if _has_layout(row.target):
             # A program sets the layout, once the array is on its devices.
-            self.layouts.append((i, target, not alias))
+            self.layouts.append(row)
         if source is None or not _worth_staying(x, source, destination):
             if destination.is_fully_addressable:
-                self.add_put(i, _private(x, source, destination, donate, alias), destination)
+                row.value = _private(row, source, destination)
+                self.add_put(row, destination)
             else:
-                weak = source is not None and x.weak_type
-                self.pieces.append((i, on_host(x, donate or alias), destination, weak))
+                row.value = on_host(x, row.donate or bool(row.alias))
+                self.pieces.append(row)
+                if source is not None and x.weak_type:
+                    self.weak.append(row)
         elif _device_order(source) == _device_order(destination):
-            _add_reshard(self.reshards, i, x, destination, donate)
+            self.reshards.append(row)
         else:
-            self.one_by_one.append((i, x, destination, donate))
+            self.one_by_one.append(row)
 
-    def read(self, target: Target) -> tuple[Sharding, bool]:
-        """The sharding of a target, and whether `jax.device_put` can take it unchanged."""
-        resolved = self.targets.get(id(target))
-        if resolved is None:
+    def is_simple(self, target: Target) -> bool:
+        """Whether `jax.device_put` can take a target unchanged."""
+        known = self.simple.get(id(target))
+        if known is None:
             sharding = sharding_of(target)
             whole = not isinstance(target, Format) and fill_free(sharding, None, 0) is sharding
             # Keeps the target alive, because its id is the key.
-            resolved = sharding, whole and sharding.is_fully_addressable, target
-            self.targets[id(target)] = resolved
-        return resolved[:2]
+            known = self.simple[id(target)] = whole and sharding.is_fully_addressable, target
+        return known[0]
 
-    def add_put(self, i: int, private: Any, destination: Sharding) -> None:
-        if isinstance(private, np.ndarray) and destination.num_devices > 1:
-            self.pieces.append((i, private, destination, False))
-        else:
-            self.puts.append((i, private, destination))
+    def add_put(self, row: Relocation, destination: Sharding) -> None:
+        in_pieces = isinstance(row.value, np.ndarray) and destination.num_devices > 1
+        (self.pieces if in_pieces else self.puts).append(row)
 
-    def carry_out(self) -> list[tuple[int, jax.Array]]:
+    def carry_out(self, rows: Sequence[Relocation]) -> None:
         count_moves(self.counted)
-        done = list(self.elsewhere)
+        if self.defaults:
+            _set_values(self.defaults, jax.device_put([row.value for row in self.defaults]))
         if self.puts:
-            index, private, where = map(list, zip(*self.puts, strict=True))
+            where: Any = [sharding_of(row.target) for row in self.puts]
             if all(destination is where[0] for destination in where):
                 # One sharding for all arrays costs less than a list of equal ones.
                 where = where[0]
-            done += zip(index, jax.device_put(private, where), strict=True)
+            _set_values(self.puts, jax.device_put([row.value for row in self.puts], where))
         with allow_transfers():
-            for i, private, destination, weak in self.pieces:
-                y = put_pieces(private.__getitem__, private.shape, destination, private.dtype)
-                done.append((i, weakly_typed(y) if weak else y))
+            for row in self.pieces:
+                x, destination = row.value, sharding_of(row.target)
+                row.value = from_host(x.__getitem__, x.shape, destination, x.dtype)
+        for row in self.weak:
+            row.value = weakly_typed(row.value)
         if self.crossings:
-            index, crossings = zip(*self.crossings, strict=True)
-            done += zip(index, move_across(crossings), strict=True)
-        for i, x, destination, donate in self.one_by_one:
+            crossings = [
+                Crossing(row.value, sharding_of(row.target), known_as)
+                for row, known_as in self.crossings
+            ]
+            _set_values([row for row, _ in self.crossings], move_across(crossings))
+        for row in self.one_by_one:
             # `jax.device_put` runs a program for each.
-            done.append((i, jax.block_until_ready(jax.device_put(x, destination, donate=donate))))
-        done += _reshard_groups(self.reshards)
+            moved = jax.device_put(row.value, sharding_of(row.target), donate=row.donate)
+            row.value = jax.block_until_ready(moved)
+        _reshard(self.reshards, sharding_of)
         if self.layouts:
-            arrays = dict(done)
-            jax.block_until_ready(list(arrays.values()))
-            groups: _Groups = {}
-            for i, target, ours in self.layouts:
-                _add_reshard(groups, i, arrays[i], target, ours)
-            done += _reshard_groups(groups)
-        return done
+            jax.block_until_ready([row.value for row in rows])
+            for row in self.layouts:
+                row.donate = not row.alias
+            _reshard(self.layouts, lambda target: target)
 
 
-# Grouped by devices and mesh: a program has only one of each.
-_Groups = dict[Any, list[tuple[int, jax.Array, Target, bool]]]
+def _set_values(rows: Sequence[Relocation], values: Sequence[Any]) -> None:
+    for row, value in zip(rows, values, strict=True):
+        row.value = value
 
 
-def _add_reshard(groups: _Groups, i: int, x: jax.Array, target: Target, donate: bool) -> None:
-    source, destination = x.sharding, sharding_of(target)
-    key = _device_order(source), _mesh_of(source), _mesh_of(destination)
-    # Memory can be reused if both shards have the same shape.
-    fits = source.shard_shape(x.shape) == destination.shard_shape(x.shape)
-    fits = fits and memory_kind(source) == memory_kind(destination)
-    groups.setdefault(key, []).append((i, x, target, donate and fits))
+def _has_layout(target: Target) -> bool:
+    return isinstance(target, Format) and target.layout is not None
 
 
-def _reshard_groups(groups: _Groups) -> list[tuple[int, jax.Array]]:
-    done: list[tuple[int, jax.Array]] = []
-    for leaves in groups.values():
-        jax.block_until_ready([y for _, y in done])
+def _reshard(rows: Sequence[Relocation], target_of: Callable[[Target], Target]) -> None:
+    """Runs a program for each group of arrays with the same devices and meshes, of which a program
+    has only one.
+    """
+    groups: dict[Any, list[Relocation]] = {}
+    for row in rows:
+        x, source, destination = row.value, row.value.sharding, sharding_of(row.target)
+        # Memory can be reused if both shards have the same shape.
+        fits = source.shard_shape(x.shape) == destination.shard_shape(x.shape)
+        row.donate = row.donate and fits and memory_kind(source) == memory_kind(destination)
+        key = _device_order(source), _mesh_of(source), _mesh_of(destination)
+        groups.setdefault(key, []).append(row)
+    before: list[jax.Array] = []
+    for group in groups.values():
+        jax.block_until_ready(before)
         # Donated ones first.
-        ordered = sorted(leaves, key=lambda leaf: not leaf[3])
-        index, arrays, targets, donate = zip(*ordered, strict=True)
-        count = sum(map(bool, donate))
-        moved = _identity(targets)(list(arrays[:count]), list(arrays[count:]))
-        done += zip(index, moved, strict=True)
-    return done
+        group.sort(key=lambda row: not row.donate)
+        arrays, count = [row.value for row in group], sum(row.donate for row in group)
+        program = _identity(tuple(target_of(row.target) for row in group))
+        before = program(arrays[:count], arrays[count:])
+        _set_values(group, before)
 
 
 def _device_order(sharding: Sharding) -> Any:
@@ -269,12 +286,11 @@ def _worth_staying(x: jax.Array, source: Sharding, destination: Sharding) -> boo
     return x.nbytes >= thresholds.WORTH_COMPILING
 
 
-def _private(
-    x: Any, source: Sharding | None, destination: Sharding, donate: bool, alias: bool
-) -> Any:
-    """A copy of `x` whose memory `jax.device_put` may share; `x` itself if sharing is allowed."""
+def _private(row: Relocation, source: Sharding | None, destination: Sharding) -> Any:
+    """A copy of the array whose memory `jax.device_put` may share; itself if sharing is allowed."""
+    x, shares = row.value, row.donate or bool(row.alias)
     if source is None or not source.is_fully_addressable:
-        return on_host(x, donate or alias)
+        return on_host(x, shares)
     one_to_many = source.num_devices == 1 and destination.num_devices > 1
     if x.weak_type:
         # NumPy has no weak types. Copies the whole array to all devices first, since cutting it up
@@ -283,8 +299,8 @@ def _private(
             copy = jax.device_put(x, source, may_alias=False)
             return jax.device_put(copy, NamedSharding(destination.mesh, PartitionSpec()))
     elif _on_cpu(source) or (one_to_many and x.nbytes < thresholds.WORTH_COMPILING):
-        return on_host(x, donate or alias)
-    if alias or not _may_share(x, source, destination):
+        return on_host(x, shares)
+    if row.alias or not _may_share(x, source, destination):
         return x
     return jax.device_put(x, source, may_alias=False)
 

@@ -8,33 +8,15 @@ delete the source.
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
 from .._placement import Target, sharding_of
-from .._tree import Kind, canonical_dtype, is_of_keys, kind_of
-from .positions import put_back
+from .._tree import canonical_dtype, is_of_keys
 from .thresholds import ALIGNMENT, WORTH_SHARING
-
-
-def to_default_device(arrays: Sequence[Any], may_alias: Sequence[bool | None]) -> list[Any]:
-    """Puts NumPy arrays on JAX's default device, uncommitted; returns all others unchanged."""
-    placed = list(arrays)
-    hosts = [i for i, x in enumerate(arrays) if kind_of(x) is Kind.HOST]
-    copies = [on_host(arrays[i], bool(may_alias[i])) for i in hosts]
-    put_back(placed, hosts, jax.device_put(copies))
-    return placed
-
-
-def uncommitted(arrays: Sequence[Any]) -> list[Any]:
-    """The same values on the default device, uncommitted; unchanged if no process has them all."""
-    placed = list(arrays)
-    whole = [i for i, x in enumerate(arrays) if getattr(x, "is_fully_addressable", True)]
-    put_back(placed, whole, jax.device_put([on_host(arrays[i], share=False) for i in whole]))
-    return placed
 
 
 def worth_sharing(x: Any, target: Sharding) -> bool:
@@ -81,32 +63,25 @@ def aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.ndarray(shape, dtype, memory, start)
 
 
-class LocalData(NamedTuple):
-    """This process's data of an array with this shape. `within` maps an index of the whole array
-    to one of this data.
+def from_local(
+    local: Any,
+    within: Callable[[Any], Any],
+    shape: tuple[int, ...],
+    sharding: Sharding,
+    share: bool,
+) -> jax.Array:
+    """An array of this shape that may reach beyond this process, from this process's data. `within`
+    maps an index of the whole array to one of the data.
     """
-
-    data: Any
-    shape: tuple[int, ...]
-    sharding: Sharding
-    within: Callable[[Any], Any]
-
-
-def assemble(all_data: Sequence[LocalData], may_alias: bool) -> list[jax.Array]:
-    """Makes arrays that may reach beyond this process, each from this process's data."""
-    with allow_transfers():
-        return [_assemble_one(data, may_alias) for data in all_data]
-
-
-def _assemble_one(local: LocalData, may_alias: bool) -> jax.Array:
-    numbers, shape, sharding = local.data, local.shape, local.sharding
-    if is_of_keys(numbers):
-        numbers = jax.random.key_data(numbers)
+    numbers, like = local, local if is_of_keys(local) else None
+    if like is not None:
+        numbers = jax.random.key_data(local)
         sharding = over_key_data(sharding, len(shape))
         shape += numbers.shape[len(shape) :]
-    numbers = on_host(numbers, may_alias)
-    y = put_pieces(lambda index: numbers[local.within(index)], shape, sharding, numbers.dtype)
-    return as_keys(y, local.data) if is_of_keys(local.data) else y
+    numbers = on_host(numbers, share)
+    with allow_transfers():
+        y = from_host(lambda index: numbers[within(index)], shape, sharding, numbers.dtype)
+    return y if like is None else as_keys(y, like)
 
 
 def allow_transfers() -> AbstractContextManager[None]:
@@ -118,10 +93,11 @@ def allow_transfers() -> AbstractContextManager[None]:
     return jax.transfer_guard_host_to_device("allow") if blocks_implicit else nullcontext()
 
 
-def put_pieces(
+def from_host(
     piece: Callable[[Any], Any], shape: tuple[int, ...], sharding: Sharding, dtype: Any
 ) -> jax.Array:
-    """Makes an array on several devices, perhaps of several processes, from NumPy arrays.
+    """Makes an array on several devices, perhaps of several processes, from NumPy arrays. `piece`
+    returns the part at an index of the whole array.
 
     Every process puts the shards of its own devices, without communication, so it isn't checked
     whether the values agree.

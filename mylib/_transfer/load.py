@@ -15,6 +15,7 @@ from jax.experimental.layout import Format
 from jax.sharding import Sharding, SingleDeviceSharding
 from jaxtyping import PyTree
 
+from .._compat import array_like
 from .._errors import Fault, PlacementError, because
 from .._placement import (
     AnyMesh,
@@ -37,14 +38,14 @@ from .host import aligned, over_key_data
 T = TypeVar("T")
 Read = Callable[[Leaf, tuple[slice, ...]], Any]
 
-# As many parts are read at once, unless they are large.
+# At most this many parts are read at once, and fewer if they are large.
 _READERS = 8
 # In seconds, between two updates of the line on a terminal.
 _INTERVAL = 0.1
 
 
 def filter_load(
-    tree: T, placement: PyTree[Placement], /, read: Read, *, mesh: AnyMesh | None = None
+    tree: T, placement: PyTree[Placement], /, read: Read, mesh: AnyMesh | None = None
 ) -> T:
     """Makes the arrays of a PyTree from parts: each device's part is read from a file, or from
     anywhere else, and never the whole of an array that is sharded.
@@ -101,7 +102,7 @@ def filter_load(
         leaves = split(tree)
         shapes = leaves.with_shapes(leaves.arrays)
         with raised_in_all(processes):
-            # As values from the host, so that the targets must be devices that are here.
+            # Treated as NumPy arrays, so targets on absent machines are refused.
             from_host = replace(shapes, kinds=[Kind.HOST] * len(shapes.kinds))
             targets = resolve_leaves(from_host, placement, mesh, world, _refuse)
         mesh = world.devices if mesh is None else mesh
@@ -122,7 +123,9 @@ def filter_load(
 
 def _refuse(target: Target) -> Iterator[Fault]:
     if not is_here(sharding_of(target)):
-        reason = "a machine that is not here can compile, not run: nothing can be put there"
+        reason = (
+            "the devices of a machine that you don't have can compile, not run: they hold no arrays"
+        )
         yield because(reason, "place the shapes by filter_shard, and compile with those")
     if isinstance(target, Format) and target.layout is not None:
         yield because("parts are read in JAX's own layout", "load first, then filter_device_put")
@@ -180,9 +183,7 @@ class _Assembly:
                 yield _Part(self, tuple(slice(*ends) for ends in bounds), holders)
 
     def array(self) -> jax.Array:
-        whole = jax.make_array_from_single_device_arrays(
-            self.shape, self.sharding, self.shards, dtype=self.dtype
-        )
+        whole = array_like(self, self.sharding, self.shards)
         return whole if self.keys is None else jax.random.wrap_key_data(whole, impl=self.keys)
 
 
@@ -253,7 +254,8 @@ def _called(read: Read) -> str:
 
 
 def _fill(plans: Sequence[_Assembly], read: Read) -> None:
-    """Reads all parts, with at most two of the largest in memory, or as much of smaller ones."""
+    """Reads all parts, with at most two of the largest in memory, or the same number of bytes
+    in smaller parts."""
     waiting = deque(part for plan in plans for part in plan.parts())
     progress = _line_of_progress(len(plans), sum(part.nbytes for part in waiting))
     most, held = 2 * max((part.nbytes for part in waiting), default=0), 0

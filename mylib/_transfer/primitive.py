@@ -4,8 +4,7 @@ None of JAX's own primitives supports all three eagerly: `device_put` shards the
 under `vmap`, and `with_sharding_constraint` rejects arrays on other devices.
 """
 
-from collections.abc import Sequence
-from itertools import repeat
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +13,9 @@ import numpy as np
 from jax.experimental.layout import Format
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
-from .._compat import UNCOMMITTED, Uncommitted, sharding_under
+from .._compat import Uncommitted, sharding_under
 from .._errors import Fault, PlacementError
 from .._links import crosses
 from .._placement import (
@@ -31,66 +30,60 @@ from .._placement import (
     spec_over,
 )
 from .._tree import Kind, kind_of
-from .already_placed import not_there
-from .eager import Relocation, move
-from .host import uncommitted
-from .positions import pick, put_back
+from .eager import move
+from .relocation import Options, Relocation, not_there, requested
 from .staged import constrain
 
 place_p = Primitive("place")
 place_p.multiple_results = True
 
 
-class Routes(NamedTuple):
-    """Where arrays go, and where their cotangents go back to; None if these stay. `across` is
+class RoundTrip(NamedTuple):
+    """Where an array goes, and where its cotangent goes back to; None if that stays. `across` is
     whether an array on devices of a single process is the same one in all.
     """
 
-    targets: tuple[Target | Uncommitted, ...]
-    sources: tuple[Sharding | Uncommitted | None, ...]
-    may_alias: tuple[bool | None, ...]
-    across: bool
+    target: Target | Uncommitted
+    source: Any
+    alias: bool | None = None
+    across: bool = False
 
     @property
-    def back(self) -> "Routes":
-        return self._replace(targets=self.sources, sources=self.targets)
-
-    def of(self, index: Sequence[int]) -> "Routes":
-        targets, sources, may_alias = (tuple(pick(index, column)) for column in self[:3])
-        return Routes(targets, sources, may_alias, self.across)
+    def back(self) -> "RoundTrip":
+        return self._replace(target=self.source, source=self.target)
 
 
-def place(arrays: Sequence[Any], routes: Routes) -> list[Any]:
+RoundTrips = tuple[RoundTrip, ...]
+"""One for each array."""
+
+
+def place(arrays: Sequence[Any], trips: Iterable[RoundTrip]) -> list[Any]:
     """Moves arrays under an eager transformation."""
-    return place_p.bind(*arrays, routes=routes)
+    return place_p.bind(*arrays, trips=tuple(trips))
 
 
 @place_p.def_impl
-def _impl(*arrays: Any, routes: Routes) -> list[jax.Array]:
+def _impl(*arrays: Any, trips: RoundTrips) -> list[jax.Array]:
     # JAX differentiates Python numbers as objects that are not quite arrays.
-    arrays = tuple(
+    placed: list[Any] = [
         x if isinstance(x, np.ndarray | np.generic) or hasattr(x, "sharding") else jnp.asarray(x)
         for x in arrays
-    )
-    placed = list(arrays)
-    homeless = [i for i, target in enumerate(routes.targets) if target is UNCOMMITTED]
-    put_back(placed, homeless, uncommitted(pick(homeless, arrays)))
-    kinds = [kind_of(x) for x in arrays]
-    placeable = [i for i, target in enumerate(routes.targets) if target is not UNCOMMITTED]
-    moving = not_there(arrays, kinds, routes.targets, placeable)
-    moves: list[Relocation] = []
-    for i in moving:
-        x, kind, target = arrays[i], kinds[i], routes.targets[i]
-        assert not isinstance(target, Uncommitted)
-        travels = kind is Kind.DEVICE and crosses(x, sharding_of(target), always=routes.across)
-        moves.append(Relocation(x, kind, target, may_alias=routes.may_alias[i], across=travels))
-    put_back(placed, moving, move(moves))
+    ]
+    options = [Options(alias=trip.alias) for trip in trips]
+    rows = not_there(placed, map(kind_of, placed), [trip.target for trip in trips], options)
+    for row in rows:
+        if row.kind is Kind.DEVICE and not isinstance(row.target, Uncommitted):
+            always = trips[row.at].across
+            row.across = crosses(row.value, sharding_of(row.target), always=always)
+    move(rows)
+    for row in rows:
+        placed[row.at] = row.value
     return placed
 
 
 @place_p.def_abstract_eval
-def _abstract(*avals: Any, routes: Routes) -> list[Any]:
-    return [_aval_at(aval, target) for aval, target in zip(avals, routes.targets, strict=True)]
+def _abstract(*avals: Any, trips: RoundTrips) -> list[Any]:
+    return [_aval_at(aval, trip.target) for aval, trip in zip(avals, trips, strict=True)]
 
 
 def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
@@ -105,31 +98,41 @@ def _aval_at(aval: Any, target: Target | Uncommitted) -> Any:
 
 
 def _jvp(
-    primals: Sequence[Any], tangents: Sequence[Any], *, routes: Routes
+    primals: Sequence[Any], tangents: Sequence[Any], *, trips: RoundTrips
 ) -> tuple[list[Any], list[Any]]:
-    out = place(primals, routes)
-    moving = [i for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)]
-    out_tangents: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
-    if moving:
-        put_back(out_tangents, moving, place(pick(moving, tangents), routes.of(moving)))
-    return out, out_tangents
+    out = place(primals, trips)
+    zeros: list[Any] = [ad.Zero(jax.typeof(y).to_tangent_aval()) for y in out]
+    moving = [None if isinstance(t, ad.Zero) else t for t in tangents]
+    return out, [z if t is None else t for z, t in zip(zeros, _placed(moving, trips), strict=True)]
 
 
-def _transpose(cotangents: Sequence[Any], *arrays: Any, routes: Routes) -> list[Any]:
+def _transpose(cotangents: Sequence[Any], *arrays: Any, trips: RoundTrips) -> list[Any]:
     results = [None if isinstance(ct, ad.Zero) else ct for ct in cotangents]
-    moving = [i for i, ct in enumerate(results) if ct is not None and routes.sources[i] is not None]
-    if moving:
-        put_back(results, moving, place(pick(moving, results), routes.of(moving).back))
-    return results
+    return _placed(results, [trip.back for trip in trips])
+
+
+def _placed(values: Sequence[Any], trips: Sequence[RoundTrip]) -> list[Any]:
+    """The values at their targets; None, and what has no target, stays."""
+    stays = [x is None or trip.target is None for x, trip in zip(values, trips, strict=True)]
+    if all(stays):
+        return list(values)
+    moving = [(x, trip) for x, trip, s in zip(values, trips, stays, strict=True) if not s]
+    moved = iter(place(*zip(*moving, strict=True)))
+    return [x if s else next(moved) for x, s in zip(values, stays, strict=True)]
 
 
 def _batch(
-    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, routes: Routes
+    axis: Any, arrays: Sequence[Any], dims: Sequence[Any], *, trips: RoundTrips
 ) -> tuple[list[Any], Sequence[Any]]:
     spmd_axes = () if axis.spmd_name is None else axis_names(axis.spmd_name)
-    targets = map(_with_batch, routes.targets, dims, arrays, repeat(spmd_axes))
-    sources = map(_with_batch, routes.sources, dims, arrays, repeat(()))
-    return place(arrays, routes._replace(targets=tuple(targets), sources=tuple(sources))), dims
+    batched = [
+        trip._replace(
+            target=_with_batch(trip.target, dim, x, spmd_axes),
+            source=_with_batch(trip.source, dim, x, ()),
+        )
+        for trip, dim, x in zip(trips, dims, arrays, strict=True)
+    ]
+    return place(arrays, batched), dims
 
 
 def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]) -> Any:
@@ -148,29 +151,29 @@ def _with_batch(target: Any, dim: int | None, x: Any, spmd_axes: tuple[str, ...]
     return target.update(spec=target.spec.update(partitions=entries))
 
 
-def _lower(*arrays: Any, routes: Routes) -> list[Any]:
+def _lower(*arrays: Any, trips: RoundTrips) -> list[Any]:
     # Called when the linear part of an eager `linearize` or `vjp` is put under `jit` later.
+    targets = [None if isinstance(r.target, Uncommitted) else r.target for r in trips]
+    rows = requested(arrays, map(kind_of, arrays), targets)
+    _refuse_host_memory(rows)
+    filled = [fill_free(row.target, None, row.value.ndim) for row in rows]
     placed = list(arrays)
-    index = [i for i, target in enumerate(routes.targets) if target is not UNCOMMITTED]
-    operands, requested = pick(index, arrays), pick(index, routes.targets)
-    _refuse_host_memory(operands, requested)
-    filled = [
-        fill_free(target, None, x.ndim) for x, target in zip(operands, requested, strict=True)
-    ]
-    put_back(placed, index, constrain(operands, filled, current_world()))
+    constrained = constrain([row.value for row in rows], filled, current_world())
+    for row, y in zip(rows, constrained, strict=True):
+        placed[row.at] = y
     return placed
 
 
-def _refuse_host_memory(arrays: Sequence[Any], targets: Sequence[Target]) -> None:
+def _refuse_host_memory(rows: Sequence[Relocation]) -> None:
     # JAX derives the memory of a program's results from its own transfers, and would ignore this
     # one.
     name = "an array in a function that was linearized outside of jit"
     reason = "jit can't tell that this function moves it to pinned_host memory"
     fix = "linearize inside of jit, or call the linear function without jit"
     faults = [
-        Fault(name, tuple(x.shape), str(target), reason, fix)
-        for x, target in zip(arrays, targets, strict=True)
-        if memory_space(sharding_of(target)) == jax.memory.Space.Host
+        Fault(name, tuple(row.value.shape), str(row.target), reason, fix)
+        for row in rows
+        if memory_space(sharding_of(row.target)) == jax.memory.Space.Host
     ]
     if faults:
         raise PlacementError(faults)

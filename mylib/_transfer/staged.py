@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import compress
 from typing import Any
 
 import jax
@@ -26,27 +27,28 @@ from .._placement import (
     without_partial_sums,
 )
 from .._tree import Kind, kind_of
-from .positions import pick, put_back
 
 
 def constrain(arrays: Sequence[Any], targets: Sequence[Target], world: World) -> list[jax.Array]:
     """The same values, constrained to the targets in the compiled program."""
     arrays = [_constant(x) for x in arrays]
-    constrained = list(arrays)
     shardings = _in_force([sharding_of(target) for target in targets], world)
-    plain = [i for i, s in enumerate(shardings) if s is not None and not _has_explicit_axes(s)]
+    plain = [s is not None and not _has_explicit_axes(s) for s in shardings]
     # One call for all is cheaper than one for each.
-    values, requested = pick(plain, arrays), pick(plain, shardings)
-    put_back(constrained, plain, jax.lax.with_sharding_constraint(values, requested))
-    for i, sharding in enumerate(shardings):
-        if isinstance(sharding, NamedSharding) and _has_explicit_axes(sharding):
-            constrained[i] = _to_explicit(arrays[i], sharding, world)
+    values, requested = (list(compress(column, plain)) for column in (arrays, shardings))
+    at_once = iter(jax.lax.with_sharding_constraint(values, requested))
+    constrained: list[Any] = []
+    for x, sharding, is_plain, target in zip(arrays, shardings, plain, targets, strict=True):
+        if is_plain:
+            x = next(at_once)
+        elif isinstance(sharding, NamedSharding):
+            x = _to_explicit(x, sharding, world)
             if sharding.mesh.auto_axes:
                 auto = _over(sharding.mesh.auto_axes, sharding)
-                constrained[i] = constrain_auto_p.bind(constrained[i], sharding=auto)
-    for i, target in enumerate(targets):
+                x = constrain_auto_p.bind(x, sharding=auto)
         if isinstance(target, Format) and target.layout is not None:
-            constrained[i] = with_layout_constraint(constrained[i], target.layout)
+            x = with_layout_constraint(x, target.layout)
+        constrained.append(x)
     return constrained
 
 

@@ -1,7 +1,7 @@
 """`filter_shard` and `filter_device_put`."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
 from types import EllipsisType
 from typing import Any, ParamSpec, TypeVar
@@ -12,7 +12,8 @@ from jaxtyping import PyTree
 
 from .. import _watched
 from .._compat import UNCOMMITTED, sharding_under
-from .._errors import Fault, PlacementError, because, line_of_caller
+from .._errors import Fault, PlacementError, because
+from .._lines import line_of_caller
 from .._links import crosses, is_nowhere_here, next_call, origin_of, set_origin
 from .._placement import (
     AnyMesh,
@@ -39,11 +40,9 @@ from .._processes import (
     raised_in_all,
 )
 from .._tree import Kind, Leaves, broadcast_prefix, split
-from .already_placed import not_there
-from .eager import Relocation, move
-from .host import to_default_device
-from .positions import pick, put_back
-from .primitive import Routes, place
+from .eager import move
+from .primitive import RoundTrip, place
+from .relocation import Options, Relocation, not_there, requested
 from .staged import constrain, transfer_and_constrain
 
 T = TypeVar("T")
@@ -137,7 +136,7 @@ def _placed(
     check: bool | None,
     refuse: Refusal,
     how: Constrain,
-    options: Callable[[Leaves], dict[str, Any]] | None = None,
+    options: Callable[[Leaves], Sequence[Options]] | None = None,
 ) -> T:
     """The tree with its arrays moved to their targets, or constrained by `how`, if `refuse` has no
     objection to that.
@@ -146,13 +145,13 @@ def _placed(
     processes = processes_of_call(mesh, world, check)
     with one_call(processes):
         leaves = split(tree)
-        moving = {} if options is None else options(leaves)
+        of_each = None if options is None else options(leaves)
         with raised_in_all(processes):
             refusal = refuse if world.staged else None
             targets = resolve_leaves(leaves, placement, mesh, world, refusal)
         if check:
             _refuse_check(world)
-        placed = leaves.join(place_leaves(leaves, targets, world, how, check=check, **moving))
+        placed = leaves.join(place_leaves(leaves, targets, world, how, of_each, check=check))
     if check:
         check_replicas(placed)
     return placed
@@ -162,7 +161,7 @@ def _on_default_device(
     tree: T,
     mesh: AnyMesh | None,
     check: bool | None,
-    options: Callable[[Leaves], dict[str, Any]],
+    options: Callable[[Leaves], Sequence[Options]],
 ) -> T:
     """What `filter_device_put` does without a placement: only NumPy arrays move."""
     if mesh is not None:
@@ -170,18 +169,22 @@ def _on_default_device(
         fix = "write filter_device_put(tree, PartitionSpec(), mesh=mesh), or leave out mesh="
         raise PlacementError([because(reason, fix, show_mesh(mesh))])
     world, leaves = current_world(), split(tree)
-    moving = options(leaves)
+    of_each = options(leaves)
     if check:
         _refuse_check(world)
-    placed = to_default_device(leaves.arrays, moving["may_alias"])
-    homes = [None if world.staged else _as_sharding(source) for source in moving["sources"]]
-    # Values under a transformation stay, and their cotangents go to `src`.
-    traced = [i for i, home in enumerate(homes) if home and leaves.kinds[i] is Kind.TRACED]
-    if traced:
-        here = tuple(sharding_under(x) or UNCOMMITTED for x in pick(traced, placed))
-        back, alias = tuple(pick(traced, homes)), tuple(pick(traced, moving["may_alias"]))
-        put_back(placed, traced, place(pick(traced, placed), Routes(here, back, alias, False)))
-    result = leaves.join(placed)
+    here = [
+        UNCOMMITTED
+        if kind is Kind.HOST
+        # Values under a transformation stay, and their cotangents go to `src`.
+        else sharding_under(x) or UNCOMMITTED
+        if kind is Kind.TRACED and option.source and not world.staged
+        else None
+        for x, kind, option in zip(leaves.arrays, leaves.kinds, of_each, strict=True)
+    ]
+    rows = requested(leaves.arrays, leaves.kinds, here, of_each)
+    move([row for row in rows if row.kind is Kind.HOST])
+    _place_traced([row for row in rows if row.kind is Kind.TRACED])
+    result = leaves.join(_with_values(leaves.arrays, rows))
     if check:
         check_replicas(result)
     return result
@@ -200,19 +203,53 @@ def place_leaves(
     targets: Sequence[Target | None],
     world: World,
     how: Constrain = constrain,
-    **moving: Any,
+    options: Sequence[Options] | None = None,
+    *,
+    check: bool | None = None,
+    across: bool = False,
 ) -> list[Any]:
     """The array leaves at their targets, in the world that these were resolved for: constrained by
-    `how` in a compiled program, or else moved, with these options of `_move_all`.
+    `how` in a compiled program, or else moved.
+
+    `check` is that of `filter_shard`; `across` is whether an array on devices of a single process
+    is the same one in all.
     """
-    if not world.staged:
-        return _move_all(leaves, targets, **moving)
-    placed, valued = _place_abstract(leaves, targets)
-    put_back(placed, valued, how(pick(valued, placed), pick(valued, targets), world))
+    find = requested if world.staged else not_there
+    rows = find(leaves.arrays, leaves.kinds, targets, options)
+    valued = rows
+    if Kind.ABSTRACT in leaves.kinds:
+        valued = [row for row in rows if row.kind is not Kind.ABSTRACT]
+        _place_abstract([row for row in rows if row.kind is Kind.ABSTRACT])
+    if world.staged:
+        values = how([row.value for row in valued], [row.target for row in valued], world)
+        for row, y in zip(valued, values, strict=True):
+            row.value = y
+    elif valued or check:
+        _relocate(leaves, targets, valued, check, across)
+    placed = _with_values(leaves.arrays, rows)
+    if not world.staged and options is not None:
+        moved = [row.at for row in valued if row.kind is not Kind.TRACED]
+        let_go([leaves.arrays[i] for i in moved if options[i].donate], placed)
     return placed
 
 
-def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
+def _with_values(arrays: Sequence[Any], rows: Sequence[Relocation]) -> list[Any]:
+    placed = list(arrays)
+    for row in rows:
+        placed[row.at] = row.value
+    return placed
+
+
+def _place_abstract(rows: Sequence[Relocation]) -> None:
+    for row in rows:
+        # Not `update`: it can't replace a layout by a sharding.
+        x = row.value
+        row.value = jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=row.target, weak_type=x.weak_type
+        )
+
+
+def transfer(tree: T, placement: PyTree[Placement], /, mesh: AnyMesh | None = None) -> T:
     """`mylib.mpmd.transfer`, which documents it."""
     world = current_world()
     if world.staged:
@@ -222,7 +259,7 @@ def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None =
         )
     leaves = split(tree)
     targets = resolve_leaves(leaves, placement, mesh, world)
-    return leaves.join(_move_all(leaves, targets, across=True))
+    return leaves.join(place_leaves(leaves, targets, world, across=True))
 
 
 @_by_position
@@ -279,81 +316,52 @@ def filter_device_put(
     return _placed(tree, placement, mesh, check, _refuse_unpinned, transfer_and_constrain, options)
 
 
-def _place_abstract(
-    leaves: Leaves, targets: Sequence[Target | None]
-) -> tuple[list[Any], list[int]]:
-    """The leaves, with the abstract ones at their targets, and the positions of the others."""
-    placed = list(leaves.arrays)
-    valued: list[int] = []
-    for i, (kind, target) in enumerate(zip(leaves.kinds, targets, strict=True)):
-        if target is None:
-            continue
-        if kind is Kind.ABSTRACT:
-            # Not `update`: it can't replace a layout by a sharding.
-            x = placed[i]
-            placed[i] = jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=target, weak_type=x.weak_type
-            )
-        else:
-            valued.append(i)
-    return placed, valued
-
-
-def _move_all(
+def _relocate(
     leaves: Leaves,
     targets: Sequence[Target | None],
-    sources: Sequence[Any] | None = None,
-    donate: Sequence[bool] | None = None,
-    may_alias: Sequence[bool | None] | None = None,
-    check: bool | None = None,
-    across: bool = False,
-) -> list[Any]:
-    count = len(leaves.arrays)
-    sources = sources or [None] * count
-    donate = donate or [False] * count
-    may_alias = may_alias or [None] * count
-    placed, valued = _place_abstract(leaves, targets)
-    traced, concrete = list[int](), valued
-    if Kind.TRACED in leaves.kinds:
-        traced = [i for i in valued if leaves.kinds[i] is Kind.TRACED]
-        concrete = [i for i in valued if leaves.kinds[i] is not Kind.TRACED]
-    moving = not_there(placed, leaves.kinds, targets, concrete)
-    if not (moving or traced or check):
-        return placed
-    travelling = _travelling(leaves, targets, moving, across)
-    local = [i for i in moving if i not in travelling]
-    faults = _elsewhere(leaves, targets, sorted(traced + moving))
-    faults = faults or _unreadable(leaves, targets, moving, travelling)
+    rows: Sequence[Relocation],
+    check: bool | None,
+    across: bool,
+) -> None:
+    """Moves concrete arrays, and those under an eager transformation, if all of them can be."""
+    traced = [row for row in rows if row.kind is Kind.TRACED]
+    moving = [row for row in rows if row.kind is not Kind.TRACED] if traced else rows
+    _mark_crossings(moving, across)
+    local = [row.at for row in moving if not row.across]
+    faults = _elsewhere(leaves, rows) or _unreadable(leaves, moving)
     if check is not False and (local or check) and jax.process_count() > 1:
         agree(leaves, targets, local, faults, check)
     elif faults:
         raise PlacementError(faults)
-    if traced:
-        homes = [
-            _as_sharding(sources[i]) or sharding_under(leaves.arrays[i]) or _near(targets[i])
-            for i in traced
-        ]
-        requested, alias = (tuple(pick(traced, column)) for column in (targets, may_alias))
-        routes = Routes(requested, tuple(homes), alias, across)
-        put_back(placed, traced, place(pick(traced, placed), routes))
+    _place_traced(traced, across)
     if moving:
-        # An array that occurs in the tree more than once is not donated at one occurrence.
-        times = Counter(map(id, leaves.arrays)) if any(donate) else {}
-        moves: list[Relocation] = []
-        for i in moving:
-            use_up = donate[i] and times[id(leaves.arrays[i])] == 1
-            target: Any = targets[i]
-            kind, alias = leaves.kinds[i], may_alias[i]
-            counted = check is not False
-            moves.append(
-                Relocation(placed[i], kind, target, use_up, alias, i in travelling, counted)
-            )
-        put_back(placed, moving, move(moves))
+        if any(row.donate for row in moving):
+            # An array that occurs in the tree more than once is not donated at one occurrence.
+            times = Counter(map(id, leaves.arrays))
+            for row in moving:
+                row.donate = row.donate and times[id(row.value)] == 1
+        wanted = [row.target for row in moving]
+        move(moving, counted=check is not False)
         if _watched.record is not None:
-            _watched.record.placed([placed[i] for i in moving])
-        _label_placed(leaves, targets, moving, placed)
-        let_go([leaves.arrays[i] for i in moving if donate[i]], placed)
-    return placed
+            _watched.record.placed([row.value for row in moving])
+        _label_placed(leaves, moving, wanted)
+
+
+def _place_traced(rows: Sequence[Relocation], across: bool = False) -> None:
+    """Places arrays under an eager transformation."""
+    if rows:
+        trips = [
+            RoundTrip(
+                row.target,
+                row.source or sharding_under(row.value) or _near(row.target),
+                row.alias,
+                across,
+            )
+            for row in rows
+        ]
+        values = place([row.value for row in rows], trips)
+        for row, y in zip(rows, values, strict=True):
+            row.value = y
 
 
 def let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
@@ -364,78 +372,67 @@ def let_go(donated: Sequence[Any], still_used: Sequence[Any]) -> None:
             x.delete()
 
 
-def _travelling(
-    leaves: Leaves, targets: Sequence[Target | None], moving: Sequence[int], across: bool
-) -> set[int]:
-    """The arrays that processes send and receive, rather than each placing a value of its own."""
-    if jax.process_count() == 1:
-        return set()
-    return {
-        i
-        for i in moving
-        if leaves.kinds[i] is Kind.DEVICE
-        and (target := targets[i]) is not None
-        and not leaves.arrays[i].is_deleted()
-        and crosses(leaves.arrays[i], sharding_of(target), always=across)
-    }
+def _mark_crossings(rows: Sequence[Relocation], across: bool) -> None:
+    """Marks the arrays that processes send and receive, rather than each placing a value of its
+    own.
+    """
+    if jax.process_count() > 1:
+        for row in rows:
+            row.across = (
+                row.kind is Kind.DEVICE
+                and not row.value.is_deleted()
+                and crosses(row.value, sharding_of(row.target), always=across)
+            )
 
 
-def _label_placed(
-    leaves: Leaves, targets: Sequence[Target | None], moved: Sequence[int], placed: Sequence[Any]
-) -> None:
+def _label_placed(leaves: Leaves, rows: Sequence[Relocation], wanted: Sequence[Target]) -> None:
     """Says in the arrays what has placed them, which processes without shards can't see."""
     if jax.process_count() == 1:
         return
     calls: dict[Any, str] = {}
-    for i in moved:
-        target = targets[i]
-        if target is not None and not origin_of(placed[i]):
+    for row, target in zip(rows, wanted, strict=True):
+        if not origin_of(row.value):
             holders = owners(sharding_of(target))
             if holders not in calls:
                 calls[holders] = next_call(f"placed on {named(holders)} in {line_of_caller()}")
-            set_origin([placed[i]], f"{leaves.name(i)}, {calls[holders]}")
+            set_origin([row.value], f"{leaves.name(row.at)}, {calls[holders]}")
 
 
-def _near(target: Target | None) -> Sharding | None:
+def _near(target: Target) -> Sharding | None:
     """The target of a cotangent whose primal is a NumPy array: it stays where it is, but in the
     default memory, because JAX would reject another memory kind.
     """
-    sharding = None if target is None else sharding_of(target)
-    if sharding is None or memory_kind(sharding) == default_memory_kind(sharding):
+    sharding = sharding_of(target)
+    if memory_kind(sharding) == default_memory_kind(sharding):
         return None
     return sharding.with_memory_kind(default_memory_kind(sharding))
 
 
-def _elsewhere(
-    leaves: Leaves, targets: Sequence[Target | None], placed: Sequence[int]
-) -> list[Fault]:
-    """Faults of arrays whose targets are devices that are not here."""
-    reason = "a machine that is not here can compile, not run: nothing can be put there"
+def _elsewhere(leaves: Leaves, rows: Sequence[Relocation]) -> list[Fault]:
+    """Faults of arrays whose targets are devices of a machine that is only described."""
+    reason = (
+        "the devices of a machine that you don't have can compile, not run: they hold no arrays"
+    )
     fix = "place jax.ShapeDtypeStructs, such as those of equinox.filter_eval_shape"
     return [
-        leaves.at(i, because(reason, fix, str(target)))
-        for i in placed
-        if (target := targets[i]) is not None and not is_here(sharding_of(target))
+        leaves.at(row.at, because(reason, fix, str(row.target)))
+        for row in rows
+        if not is_here(sharding_of(row.target))
     ]
 
 
-def _unreadable(
-    leaves: Leaves,
-    targets: Sequence[Target | None],
-    concrete: Sequence[int],
-    travelling: Container[int],
-) -> list[Fault]:
+def _unreadable(leaves: Leaves, rows: Sequence[Relocation]) -> list[Fault]:
     """Faults of arrays without values, or with values that this process can't read."""
     faults: list[Fault] = []
     several_processes = jax.process_count() > 1
-    for i in concrete:
-        x, target = leaves.arrays[i], targets[i]
-        if leaves.kinds[i] is not Kind.DEVICE or target is None:
+    for row in rows:
+        x, target = row.value, row.target
+        if row.kind is not Kind.DEVICE:
             continue
         if x.is_deleted():
             reason = "the array has been deleted"
             fix = "if it was donated to a function, use that function's result instead"
-        elif several_processes and i not in travelling and _out_of_reach(x, sharding_of(target)):
+        elif several_processes and not row.across and _out_of_reach(x, sharding_of(target)):
             source, destination = owners(x.sharding), owners(sharding_of(target))
             reason = (
                 f"its shards are on {named(source)}, and the target's devices are those of "
@@ -444,7 +441,7 @@ def _unreadable(
             fix = "use mylib.mpmd.transfer, which sends one array from process to process"
         else:
             continue
-        faults.append(leaves.at(i, because(reason, fix, str(target))))
+        faults.append(leaves.at(row.at, because(reason, fix, str(target))))
     return faults
 
 
@@ -479,34 +476,34 @@ def _refuse_unpinned(target: Target) -> Iterator[Fault]:
 
 def _options(
     leaves: Leaves, src: PyTree[Any], donate: PyTree[Any], may_alias: PyTree[Any]
-) -> dict[str, Any]:
+) -> list[Options]:
     """The options of each array."""
+    if src is None and donate is False and is_flag(may_alias):
+        # One row for all: a thousand would make a call that moves nothing 1.3 times as long.
+        return [Options(alias=may_alias)] * len(leaves.arrays)
     sources = broadcast_prefix(src, leaves, _is_source)
-    gone, alias = (broadcast_prefix(flags, leaves, _is_flag) for flags in (donate, may_alias))
-    if not (src is None and donate is False and _is_flag(may_alias)):
-        faults = list(_unfit_options(leaves, sources, gone, alias))
-        if faults:
-            raise PlacementError(faults)
-    return {"sources": sources, "donate": gone, "may_alias": alias}
+    gone, alias = (broadcast_prefix(flags, leaves, is_flag) for flags in (donate, may_alias))
+    options = list(map(Options, sources, gone, alias))
+    faults = [fault for i, x in enumerate(options) for fault in _unfit_options(leaves, i, x)]
+    if faults:
+        raise PlacementError(faults)
+    return [x._replace(source=_as_sharding(x.source)) for x in options]
 
 
-def _unfit_options(
-    leaves: Leaves, sources: Sequence[Any], donate: Sequence[Any], may_alias: Sequence[Any]
-) -> Iterator[Fault]:
-    for i, (source, gone, alias) in enumerate(zip(sources, donate, may_alias, strict=True)):
-        flags = f"donate={gone!r}, may_alias={alias!r}"
-        if not (_is_flag(gone) and _is_flag(alias)):
-            fix = "write True or False, or a prefix of them"
-            yield leaves.at(i, because("these are flags", fix, flags))
-        elif gone and alias:
-            reason = "a donated array can't share its memory: it is deleted"
-            yield leaves.at(i, because(reason, "give one of the two", flags))
-        if not _is_source(source):
-            reason = "src is the device or sharding of the source"
-            yield leaves.at(i, because(reason, "give a device or a Sharding", f"src={source!r}"))
+def _unfit_options(leaves: Leaves, i: int, x: Options) -> Iterator[Fault]:
+    flags = f"donate={x.donate!r}, may_alias={x.alias!r}"
+    if not (is_flag(x.donate) and is_flag(x.alias)):
+        fix = "write True or False, or a prefix of them"
+        yield leaves.at(i, because("these are flags", fix, flags))
+    elif x.donate and x.alias:
+        reason = "a donated array can't share its memory: it is deleted"
+        yield leaves.at(i, because(reason, "give one of the two", flags))
+    if not _is_source(x.source):
+        reason = "src is the device or sharding of the source"
+        yield leaves.at(i, because(reason, "give a device or a Sharding", f"src={x.source!r}"))
 
 
-def _is_flag(x: Any) -> bool:
+def is_flag(x: Any) -> bool:
     return x is None or isinstance(x, bool)
 
 

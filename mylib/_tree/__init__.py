@@ -10,6 +10,7 @@ from .leaves import (
     canonical_dtype as canonical_dtype,
     is_array as is_array,
     is_of_keys as is_of_keys,
+    is_placed as is_placed,
     is_ref as is_ref,
     kind_of as kind_of,
     name_of as name_of,

@@ -7,7 +7,6 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -21,74 +20,84 @@ KeyPath = tuple[Any, ...]
 
 
 class Kind(Enum):
-    """The kinds of leaves that are placed differently."""
+    """The kinds of leaves that are placed, or traced, differently."""
 
     STATIC = "static"
     HOST = "host"  # NumPy arrays and scalars
     DEVICE = "device"  # concrete `jax.Array`s, typed PRNG keys among them
     TRACED = "traced"
     ABSTRACT = "abstract"  # `jax.ShapeDtypeStruct`
+    # Transformations trace these two, but they are never placed.
+    REF = "reference"  # a traced `jax.Ref`
+    FLOAT0 = "float0"  # a NumPy array of the tangents of integers
 
     # Kinds are looked up in tables for every leaf, and an enum's own hash is slow Python.
     __hash__ = object.__hash__
 
 
-_kind_of_type: dict[type, Kind] = {}
+_PLACED = frozenset({Kind.HOST, Kind.DEVICE, Kind.TRACED, Kind.ABSTRACT})
 _kind_of_dtype: dict[np.dtype, Kind] = {}
+_kind_of_type: dict[type, Kind] = {}
 
 
 def kind_of(x: Any) -> Kind:
-    kind = _kind_of_type.get(type(x))
-    if kind is None:
-        kind = _kind_of_type[type(x)] = _classify(x)
+    kind = _kind_of_type.get(type(x)) or _classify(type(x))
     if kind is Kind.HOST:
         kind = _kind_of_dtype.get(x.dtype)
         if kind is None:
             kind = _kind_of_dtype[x.dtype] = _classify_dtype(x.dtype)
     elif kind is Kind.TRACED and is_ref(x):
-        return Kind.STATIC
+        return Kind.REF
     return kind
 
 
-def _classify(x: Any) -> Kind:
-    if isinstance(x, Tracer):
-        return Kind.TRACED
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return Kind.ABSTRACT
-    if isinstance(x, jax.Array):
-        return Kind.DEVICE
-    if isinstance(x, np.ma.MaskedArray):
-        # JAX has no masked arrays, and the values under the mask must not be used.
-        return Kind.STATIC
-    return Kind.HOST if eqx.is_array(x) else Kind.STATIC
+def _classify(t: type) -> Kind:
+    kind = Kind.STATIC
+    if issubclass(t, Tracer):
+        kind = Kind.TRACED
+    elif issubclass(t, jax.ShapeDtypeStruct):
+        kind = Kind.ABSTRACT
+    elif issubclass(t, jax.Array):
+        kind = Kind.DEVICE
+    # JAX has no masked arrays, and the values under the mask must not be used.
+    elif issubclass(t, np.ndarray | np.generic) and not issubclass(t, np.ma.MaskedArray):
+        kind = Kind.HOST
+    _kind_of_type[t] = kind
+    return kind
 
 
 def _classify_dtype(dtype: np.dtype) -> Kind:
+    if dtype == jax.dtypes.float0:
+        return Kind.FLOAT0
     holdable = dtype.isnative and (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number))
     # NumPy counts these as numbers, JAX doesn't.
     holdable = holdable and dtype.type not in (np.timedelta64, np.longdouble, np.clongdouble)
     return Kind.HOST if holdable else Kind.STATIC
 
 
+def is_placed(x: Any) -> bool:
+    """Whether a leaf is an array that a placement speaks of."""
+    return kind_of(x) in _PLACED
+
+
 def is_array(x: Any, abstract: bool = False) -> bool:
     """Whether transformations and loops treat a leaf as an array; all other leaves are static.
     `jax.ShapeDtypeStruct`s are arrays if `abstract`.
     """
-    if isinstance(x, np.ndarray | np.generic):
-        # Arrays of `float0` (tangents of integers) are never placed, but JAX traces them.
-        return kind_of(x) is not Kind.STATIC or x.dtype == jax.dtypes.float0
-    return _is_array_type(type(x), abstract)
+    return kind_of(x) not in (_STATIC if abstract else _STATIC_OR_ABSTRACT)
+
+
+_STATIC = (Kind.STATIC,)
+_STATIC_OR_ABSTRACT = (Kind.STATIC, Kind.ABSTRACT)
 
 
 def which_are_arrays(types: tuple[type, ...], abstract: bool) -> tuple[bool, ...] | None:
     """Whether each type is an array type, or None if the types don't decide it."""
-    if any(issubclass(t, np.ndarray | np.generic) for t in types):
+    kinds = [_kind_of_type.get(t) or _classify(t) for t in types]
+    if Kind.HOST in kinds:
         return None  # JAX doesn't support all of NumPy's dtypes
-    return tuple(_is_array_type(t, abstract) for t in types)
-
-
-def _is_array_type(t: type, abstract: bool) -> bool:
-    return issubclass(t, jax.Array | Tracer) or (abstract and issubclass(t, jax.ShapeDtypeStruct))
+    static = _STATIC if abstract else _STATIC_OR_ABSTRACT
+    return tuple([kind not in static for kind in kinds])
 
 
 def is_of_keys(x: Any) -> bool:
@@ -159,14 +168,14 @@ def split(
     tree: Any, naming: Callable[[KeyPath], str] = jtu.keystr, abstract: bool = True
 ) -> Leaves:
     """Flattens `tree`. `jax.ShapeDtypeStruct`s are arrays if `abstract`."""
-    static = (Kind.STATIC,) if abstract else (Kind.STATIC, Kind.ABSTRACT)
+    placed = _PLACED if abstract else _PLACED - {Kind.ABSTRACT}
     leaves, treedef = jtu.tree_flatten(tree)
     positions: list[int] = []
     arrays: list[Any] = []
     kinds: list[Kind] = []
     for i, x in enumerate(leaves):
         kind = kind_of(x)
-        if kind not in static:
+        if kind in placed:
             positions.append(i)
             arrays.append(x)
             kinds.append(kind)

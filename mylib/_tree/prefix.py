@@ -7,7 +7,7 @@ from typing import Any
 import jax.tree_util as jtu
 
 from .._errors import Fault, PlacementError
-from .leaves import KeyPath, Kind, Leaves, kind_of
+from .leaves import KeyPath, Leaves, is_placed
 
 IsLeaf = Callable[[Any], bool]
 Naming = Callable[[KeyPath], str]
@@ -124,7 +124,7 @@ def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _outline(node: Any) -> str:
-    if kind_of(node) is not Kind.STATIC:
+    if is_placed(node):
         return f"an array of shape {tuple(node.shape)}"
     if isinstance(node, dict):
         return f"a {type(node).__name__} with keys {list(node)}"

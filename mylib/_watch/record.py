@@ -15,16 +15,15 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 
 from .._compat import data_of_shards
+from .._lines import calling_frame
 from .._placement import bytes_on_each
 from .._processes import owners, text_of
 from .._text import counted
 from .._tree import is_of_keys
 from .programs import Identity, identity_of
-from .stacks import JAX, OURS
 
 # The most calls that are remembered, and the bytes of each that may be kept alive.
 _CALLS = 64
@@ -33,10 +32,6 @@ _BYTES = 4096
 _ASKED = 4
 # Of a placement, at most as many arrays are looked at.
 _LAST = 16
-
-
-# Between the line that makes a call and the record.
-_PASSED_THROUGH = (OURS, JAX, str(Path(eqx.__file__).parent))
 
 
 @dataclass(slots=True, eq=False)
@@ -140,9 +135,7 @@ class Record:
         if tally is None:
             return  # nothing of it is here
         # Each call needs this: `inspect.currentframe` would need two steps more.
-        frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-        while frame.f_code.co_filename.startswith(_PASSED_THROUGH) and frame.f_back is not None:
-            frame = frame.f_back
+        frame = calling_frame(sys._getframe(2))  # pyright: ignore[reportPrivateUsage]
         tally.count = number = tally.count + 1
         position, held, references = -1, None, ()
         if witness.small:

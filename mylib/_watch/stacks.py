@@ -3,7 +3,6 @@ be what hangs.
 """
 
 import sys
-import sysconfig
 import threading
 from itertools import takewhile
 from pathlib import Path
@@ -11,20 +10,10 @@ from traceback import walk_stack
 from types import FrameType
 from typing import Any, NamedTuple
 
-import jax
+from .._lines import FROZEN, JAX, LIBRARIES, OURS, innermost, is_of_user
 
 # The most frames of a thread that are shown.
 _SHOWN = 12
-JAX = str(Path(jax.__file__).parent)
-OURS = str(Path(__file__).parent.parent)
-# Python's own modules that are no files.
-_FROZEN = "<frozen"
-_LIBRARIES = (
-    JAX,
-    OURS,
-    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-    _FROZEN,
-)
 # Threads whose stacks say nothing: they only send messages.
 _HELPERS = ("mylib-",)
 
@@ -37,7 +26,8 @@ class Thread(NamedTuple):
 
     def where(self) -> str:
         """The innermost line of the user's own."""
-        return _line(next(filter(_is_of_user, self.frames), self.frames[0]))
+        frame = innermost(self.frames, lambda frame: frame.f_code.co_filename)
+        return _line(frame or self.frames[0])
 
     def is_in_jax(self) -> bool:
         """Whether the user's innermost line has called JAX, which may wait for devices there."""
@@ -74,7 +64,7 @@ class Thread(NamedTuple):
             x
             for x, inner in zip(self.frames, [None, *self.frames], strict=False)
             if (_is_of_user(x) or inner is None or _is_of_user(inner))
-            and not x.f_code.co_filename.startswith(_FROZEN)
+            and not x.f_code.co_filename.startswith(FROZEN)
         ]
         # What has started Python's program or thread.
         while len(shown) > 1 and not _is_of_user(shown[-1]):
@@ -93,7 +83,7 @@ def threads() -> dict[int, Thread]:
 
 
 def _is_of_user(frame: FrameType) -> bool:
-    return not frame.f_code.co_filename.startswith(_LIBRARIES)
+    return is_of_user(frame.f_code.co_filename)
 
 
 def _line(frame: FrameType) -> str:
@@ -104,8 +94,8 @@ def _line(frame: FrameType) -> str:
 
 def _short(file: str) -> str:
     """A file of a library, from its package on."""
-    for folder in sorted(filter(None, _LIBRARIES), key=len, reverse=True):
+    for folder in sorted(LIBRARIES, key=len, reverse=True):
         if file.startswith(folder):
             root = Path(folder).name if folder in (JAX, OURS) else ""
-            return str(Path(root, file[len(folder) :].lstrip("/")))
+            return str(Path(root, file[len(folder) :]))
     return file

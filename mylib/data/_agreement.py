@@ -83,11 +83,11 @@ def _fitting(share: Share, least: int, rows: int | None) -> Share:
     if share.request.tail == "error" or rows is None:
         return share
     rows = max(least, rows) if share.request.tail == "pad" else rows
-    return share.with_rows(share.rounded(rows))
+    return share.of_rows(share.rounded(rows))
 
 
 def _judged(mine: dict[str, Any], tail: Tail, meet: Meet) -> dict[str, Any] | None:
-    """What to do next, None to end. Raises the same error in all processes."""
+    """The common decision, or None to end. Raises the same error in all processes."""
     judgement = json.loads(meet(json.dumps(mine), functools.partial(_judge, tail)))
     if "failed" in judgement:
         raise RuntimeError(_no_batch(judgement["failed"]))

@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._errors import Fault, because
-from .._tree import KeyPath, Kind, Pattern, joined, kind_of, name_of, parts_of
+from .._tree import KeyPath, Kind, Pattern, is_placed, joined, kind_of, name_of, parts_of
 
 
 def copied(x: Any) -> Any:
@@ -35,7 +35,7 @@ def as_arrays(batch: Any, named: Sequence[Pattern]) -> tuple[Any, set[int], list
             reason = "no leaf of the batch has that name"
             faults.append(because(reason, fix, _request(pattern)))
         for i in matching:
-            if kind_of(leaves[i]) is Kind.STATIC:
+            if not is_placed(leaves[i]):
                 numbers.add(i)
                 leaves[i] = _as_array(leaves[i], pattern, paths[i], faults)
     return jtu.tree_unflatten(treedef, leaves), numbers, faults
@@ -62,7 +62,7 @@ def _request(pattern: Pattern) -> str:
 
 
 def _as_numpy(path: KeyPath, x: Any) -> Any:
-    if kind_of(x) is not Kind.STATIC or not hasattr(type(x), "__array__"):
+    if is_placed(x) or not hasattr(type(x), "__array__"):
         return x
     try:
         y = _natively(x) if isinstance(x, np.ndarray | np.generic) else _values(x)
@@ -70,7 +70,7 @@ def _as_numpy(path: KeyPath, x: Any) -> Any:
         error.add_note(f"(raised by the {type(x).__name__} {name_of(path)} of the batch)")
         raise
     # A table of strings, for example, stays as it is.
-    return x if kind_of(y) is Kind.STATIC else y
+    return y if is_placed(y) else x
 
 
 def _natively(x: Any) -> Any:
@@ -78,7 +78,7 @@ def _natively(x: Any) -> Any:
     if x.dtype.isnative:
         return x
     native = x.dtype.newbyteorder("=")
-    return x if kind_of(np.empty(0, native)) is Kind.STATIC else x.astype(native)
+    return x.astype(native) if is_placed(np.empty(0, native)) else x
 
 
 def _values(x: Any) -> np.ndarray:

@@ -18,13 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import jax.tree_util as jtu
 
 from .._placement import current_world
 from .._processes import patience
 from .._watched import waits
 from ._agreement import farewell, in_words, settle, settle_end
-from ._arrays import copied
 from ._channel import Channel
 from ._request import BatchRequest
 from ._share import Share, look_through
@@ -106,9 +104,9 @@ class _Maker:
     channel: Channel
     compared: set[str] = field(default_factory=set)
     has_ended: bool = False
-    # To fill up the last batches: the number of rows of the first one, and, after the end of the
-    # source, the leaves without rows of the last one.
+    # Last batches are padded to the number of rows of the first one.
     rows: int = 0
+    # After the end of the source, the last share without its rows, for others that go on.
     nothing: Share | None = None
 
     def make(self) -> Item | None:
@@ -125,11 +123,8 @@ class _Maker:
         if self.request.tail == "pad":
             self.rows = self.rows or settled.rows or 0
             self.nothing = None if self.request.is_alone else share.emptied()
-        batch = settled.placed()
-        if not self.request.may_alias:
-            # Leaves that are not placed would still belong to the source.
-            batch = jtu.tree_map(copied, batch)
-        return Item(batch, state_of(self.source))
+        # Leaves that are not placed would otherwise still belong to the source.
+        return Item(settled.placed(own=True), state_of(self.source))
 
     def _read(self) -> Share | None:
         """This process's share of the next batch. After the end of the source it has no rows; it is

@@ -2,16 +2,15 @@
 
 import os
 import threading
-import traceback
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from numbers import Integral
-from pathlib import Path
 from typing import Any
 
 from jaxtyping import PyTree
 
+from .._lines import line_of_caller
 from .._placement import AnyMesh, Placement
 from ._agreement import in_words
 from ._feed import PATIENCE, Feed, NoState, Settings, state_of, stateless
@@ -175,12 +174,12 @@ def prefetch(
     source: Iterable[Any],
     placement: PyTree[Placement],
     /,
-    *,
     mesh: AnyMesh | None = None,
+    *,
     buffer: int = 2,
     tail: Tail = "error",
     arrays: Sequence[str] = (),
-    may_alias: bool | None = None,
+    may_alias: PyTree[bool | None] = None,
     check: bool | None = None,
 ) -> Prefetch:
     """Iterates over the batches of a loader, and makes the next ones global arrays while the step
@@ -200,9 +199,9 @@ def prefetch(
         [`mylib.data.reader_shard`][].
     - `placement`, `mesh`, `arrays`, `may_alias`: as in [`mylib.data.to_global`][]. The settings of
         `jax.set_mesh` and `jax.enable_x64` at this call are used, for the source too. Numeric NumPy
-        arrays that are not placed are copied, as a source may fill the same buffer again; but not
-        with `may_alias=True`. Arrays of strings, dates or objects are returned as the same objects:
-        a source must make new ones for each batch.
+        arrays that are not placed are copied, as a source may fill the same buffer again, except
+        those with `may_alias=True`. Arrays of strings, dates or objects are returned as the same
+        objects: a source must make new ones for each batch.
     - `buffer`: the most batches that are ready or being made, besides the one that the loop has.
     - `tail`: as in [`mylib.data.to_global`][]. "pad" fills up to the rows of the first batch, so
         that no step is compiled again; then every batch is a pair of the batch and its mask. If the
@@ -239,6 +238,4 @@ def prefetch(
         raise ValueError(f"buffer={buffer!r}: give a number of batches, at least 1")
     request = request_of(placement, mesh, tail, arrays, may_alias, check)
     # Identifies the loop, so that processes can check that they are in the same one.
-    caller = traceback.extract_stack(limit=2)[0]
-    site = f"{Path(caller.filename).name}:{caller.lineno}"
-    return Prefetch(source, replace(request, loop=site), int(buffer))
+    return Prefetch(source, replace(request, loop=line_of_caller()), int(buffer))

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import jax
+import jax.tree_util as jtu
 from jax.sharding import Mesh, Sharding
 from jaxtyping import PyTree
 
 from .._errors import PlacementError
 from .._placement import AnyMesh, Placement, current_world
 from .._processes import Processes, everybody, processes_of
+from .._transfer import is_flag
 from .._tree import Pattern
 from ._rows import no_device, rules_in, shardings_in
 
@@ -29,7 +31,7 @@ class BatchRequest:
     mesh: AnyMesh | None
     tail: Tail
     arrays: tuple[Pattern, ...]
-    may_alias: bool | None
+    may_alias: PyTree[bool | None]
     check: bool | None
     shardings: tuple[Sharding, ...]
     processes: Processes
@@ -46,7 +48,7 @@ def request_of(
     mesh: AnyMesh | None,
     tail: Tail,
     arrays: Sequence[str],
-    may_alias: bool | None,
+    may_alias: PyTree[bool | None],
     check: bool | None,
 ) -> BatchRequest:
     if tail not in _TAILS:
@@ -56,9 +58,10 @@ def request_of(
     names = tuple(arrays) if isinstance(arrays, Iterable) else None
     if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(f"arrays={arrays!r}: write a sequence of names, such as ['lr']")
-    if not all(isinstance(flag, bool | None) for flag in (may_alias, check)):
-        flags = f"may_alias={may_alias!r}, check={check!r}"
-        raise TypeError(f"{flags}: each is True or False, for the whole batch")
+    if not is_flag(check):
+        raise TypeError(f"check={check!r}: write True or False, for the whole batch")
+    if not all(map(is_flag, jtu.tree_leaves(may_alias))):
+        raise TypeError(f"may_alias={may_alias!r}: write True or False, or a prefix of them")
     patterns = tuple(map(Pattern, names))
     mesh = current_world().devices if mesh is None else mesh
     request = BatchRequest(placement, mesh, tail, patterns, may_alias, check, (), (0,))

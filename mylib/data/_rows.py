@@ -87,7 +87,7 @@ class ReaderShard:
         return tuple(ranges)
 
 
-def reader_shard(placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> ReaderShard:
+def reader_shard(placement: PyTree[Placement], /, mesh: AnyMesh | None = None) -> ReaderShard:
     """The share of each global batch that this process reads, for any mesh, even if mesh axes cross
     processes in unusual ways.
 
@@ -197,7 +197,7 @@ def _readers_of(shardings: tuple[Sharding, ...]) -> Mapping[int, ReaderShard]:
     count = math.lcm(*[row_blocks(sharding) for sharding in shardings])
     needs: dict[int, set[int]] = {}
     for sharding in shardings:
-        # Arrays whose rows are not split are passed whole by every process, and don't count.
+        # Every process passes arrays whose rows are not split as a whole, so they don't count.
         splits = row_blocks(sharding) > 1 or count == 1
         for device, blocks in _blocks_of_devices(sharding, count).items():
             needs.setdefault(device.process_index, set()).update(blocks if splits else ())

@@ -1,14 +1,12 @@
 """This process's share of a batch: checked, and placed."""
 
-import functools
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -33,41 +31,91 @@ from .._processes import (
     owners,
     shared_indices,
 )
-from .._transfer import LocalData, assemble, not_there, place_leaves
-from .._tree import Kind, Leaves, canonical_dtype, is_of_keys, split
+from .._transfer import Options, from_local, is_flag, is_there, place_leaves
+from .._tree import Kind, Leaves, canonical_dtype, is_of_keys, split, spread_prefix
 from ._arrays import as_arrays, copied
 from ._request import BatchRequest, Tail
 from ._rows import ALONE, ReaderShard, fits_all, of_rows, readers_of, row_blocks, unfit_rows
 
 
+@dataclass(eq=False)
+class Portion:
+    """One array of a share, in this process, and its target; None if it stays as it is."""
+
+    value: Any
+    target: Target | None
+    alias: bool | None = None
+    spans: bool = False
+    """Whether its target reaches beyond this process."""
+    has_rows: bool = False
+    """Whether its rows may be dropped or padded."""
+    reader: ReaderShard = ALONE
+    """The share of its rows that this process has."""
+
+    @property
+    def place(self) -> Target:
+        assert self.target is not None
+        return fill_free(self.target, None, len(self.value.shape))
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        shape = tuple(self.value.shape)
+        return (shape[0] * self.reader.count, *shape[1:]) if self.reader.count > 1 else shape
+
+    @property
+    def multiple(self) -> int:
+        """The number of rows in this process must be a multiple of this."""
+        return len(self.reader.blocks) if self.reader.count > 1 else _blocks(self.place)
+
+    def within(self, index: tuple[slice, ...] | None) -> Any:
+        """`index` of the whole array as an index of the value."""
+        if not index or self.reader.count == 1:
+            return index or ...
+        size = self.value.shape[0] // len(self.reader.blocks)
+        start, stop, _ = index[0].indices(self.global_shape[0])
+        first = self.reader.blocks.index(start // size) * size if size else 0
+        return slice(first, first + stop - start), *index[1:]
+
+    def assembled(self) -> Any:
+        """The array over all processes, if its target reaches beyond this one."""
+        if not self.spans:
+            return self.value
+        where = self.global_shape, sharding_of(self.place)
+        return from_local(self.value, self.within, *where, bool(self.alias))
+
+
 @dataclass
 class Share:
-    """This process's share of a batch, and its targets. `spanning` are the leaves whose targets
-    reach beyond this process, `row_leaves` those whose rows may be dropped or padded, `rows` their
-    number. `sharers` are the processes that read the same rows.
+    """This process's share of a batch: a portion for each array. `rows` is the number of rows of
+    those that have them; `sharers` are the processes that read the same rows.
     """
 
     request: BatchRequest
     leaves: Leaves
-    targets: list[Target | None]
-    spanning: list[int]
-    reader: ReaderShard
+    portions: list[Portion]
     sharers: Processes
-    row_leaves: list[int]
     rows: int | None
     faults: list[Fault]
+
+    @property
+    def spanning(self) -> list[tuple[str, Portion]]:
+        """The portions whose targets reach beyond this process, with their names."""
+        return [(self.leaves.name(i), x) for i, x in enumerate(self.portions) if x.spans]
+
+    @property
+    def with_rows(self) -> list[Portion]:
+        return [x for x in self.portions if x.has_rows]
 
     def facts(self) -> Facts:
         """The facts that must be equal in all processes, or in some."""
         facts: dict[Processes, dict[str, str]] = {}
         rows_vary = self.request.tail != "error"
-        for i in self.spanning:
-            x, target = self.leaves.arrays[i], self.target(i)
-            shape = list(map(str, x.shape))
-            if rows_vary and i in self.row_leaves:
+        for name, x in self.spanning:
+            shape = list(map(str, x.value.shape))
+            if rows_vary and x.has_rows:
                 shape[0] = "rows"
-            what = f"{canonical_dtype(x)}[{', '.join(shape)}] as {described(target)}"
-            facts.setdefault(owners(sharding_of(target)), {})[self.name(i)] = what
+            what = f"{canonical_dtype(x.value)}[{', '.join(shape)}] as {described(x.place)}"
+            facts.setdefault(owners(sharding_of(x.place)), {})[name] = what
         everybody = facts.setdefault(self.request.processes, {})
         everybody |= {"the loop": self.request.loop, "the option tail=": self.request.tail}
         if rows_vary:
@@ -77,108 +125,73 @@ class Share:
 
     def kind(self) -> str:
         """Equal for batches of the same kind, whatever their shapes."""
-        spanning = [(self.leaves.arrays[i], self.target(i), self.name(i)) for i in self.spanning]
-        return digest([[name, str(x.dtype), described(target)] for x, target, name in spanning])
+        return digest([[name, str(x.value.dtype), described(x.place)] for name, x in self.spanning])
 
     def values(self) -> Facts:
         """Checksums of data that more than one process has."""
         facts: dict[Processes, dict[str, str]] = {}
         me = jax.process_index()
-        for i in self.spanning:
-            sharding = sharding_of(self.target(i))
-            x = _numbers_of(self.leaves.arrays[i])
-            for sharers, indices in shared_indices(sharding, self.global_shape(i), me).items():
-                number = checksum([x[self.within(i, j)] for j in indices], canonical_dtype(x))
-                facts.setdefault(sharers, {})[self.name(i)] = f"checksum {number}"
+        for name, x in self.spanning:
+            numbers = _numbers_of(x.value)
+            shared = shared_indices(sharding_of(x.place), x.global_shape, me)
+            for sharers, indices in shared.items():
+                parts = [numbers[x.within(index)] for index in indices]
+                number = checksum(parts, canonical_dtype(numbers))
+                facts.setdefault(sharers, {})[name] = f"checksum {number}"
         return facts
-
-    def global_shape(self, i: int) -> tuple[int, ...]:
-        shape = tuple(self.leaves.arrays[i].shape)
-        return (shape[0] * self.reader.count, *shape[1:]) if self._is_part(i) else shape
-
-    def within(self, i: int, index: tuple[slice, ...] | None) -> Any:
-        """The data of a leaf's share at `index` of the whole array."""
-        if not index or not self._is_part(i):
-            return index or ...
-        size = self.leaves.arrays[i].shape[0] // len(self.reader.blocks)
-        start, stop, _ = index[0].indices(self.global_shape(i)[0])
-        first = self.reader.blocks.index(start // size) * size if size else 0
-        return slice(first, first + stop - start), *index[1:]
 
     def masked(self, real: int | None) -> "Share":
         """The share with a mask, if it may have been padded: `real` rows are the source's."""
         if self.request.tail != "pad":
             return self
-        first, mask = self.row_leaves[0], np.arange(self.rows or 0) < (real or 0)
-        tree = self.leaves.join(self.leaves.arrays)
-        return replace(
-            self,
-            leaves=split((tree, mask)),
-            targets=[*self.targets, of_rows(sharding_of(self.target(first)))],
-            spanning=[*self.spanning, *([len(self.targets)] if first in self.spanning else [])],
-        )
+        first, mask = self.with_rows[0], np.arange(self.rows or 0) < (real or 0)
+        tree = self.leaves.join([x.value for x in self.portions])
+        of_mask = of_rows(sharding_of(first.place))
+        reader = first.reader if _blocks(of_mask) > 1 else ALONE
+        portion = Portion(mask, of_mask, spans=first.spans, reader=reader)
+        return replace(self, leaves=split((tree, mask)), portions=[*self.portions, portion])
 
     def emptied(self) -> "Share":
         """The share without its rows, independent of the source's buffers."""
-        share = self.with_rows(0)
-        return replace(share, leaves=split(jtu.tree_map(copied, share.leaves.tree)))
+        return self.of_rows(0, copied)
 
-    def with_rows(self, rows: int) -> "Share":
+    def of_rows(self, rows: int, own: Callable[[Any], Any] = lambda x: x) -> "Share":
         """The share with this number of rows: the last ones dropped, or zeros added."""
-        arrays = list(self.leaves.arrays)
-        for i in self.row_leaves:
-            arrays[i] = _with_rows(arrays[i], rows)
-        return replace(self, leaves=split(self.leaves.join(arrays)), rows=rows)
+        portions = [
+            replace(x, value=own(_of_rows(x.value, rows) if x.has_rows else x.value))
+            for x in self.portions
+        ]
+        leaves = split(self.leaves.join([x.value for x in portions]))
+        return replace(self, leaves=leaves, portions=portions, rows=rows)
 
-    def placed(self) -> Any:
-        """The batch, with its arrays at their targets."""
-        alias = self.request.may_alias
-        leaves = self._assembled(bool(alias)) if self.spanning else self.leaves
-        each = [alias] * len(leaves.arrays)
-        return leaves.join(
-            place_leaves(leaves, self.targets, current_world(), may_alias=each, check=False)
-        )
-
-    def _assembled(self, may_alias: bool) -> Leaves:
-        arrays = list(self.leaves.arrays)
-        spanning: list[LocalData] = []
-        for i in self.spanning:
-            sharding, shape = sharding_of(self.target(i)), self.global_shape(i)
-            spanning.append(
-                LocalData(arrays[i], shape, sharding, functools.partial(self.within, i))
-            )
-        for i, y in zip(self.spanning, assemble(spanning, may_alias), strict=True):
-            arrays[i] = y
-        return split(self.leaves.join(arrays))
+    def placed(self, own: bool = False) -> Any:
+        """The batch, with its arrays at their targets. The others are copied if the batch shall
+        `own` them, unless they may alias.
+        """
+        leaves = self.leaves
+        if own or any(x.spans for x in self.portions):
+            leaves = split(leaves.join([_ours(x, own) for x in self.portions]))
+        targets = [x.target for x in self.portions]
+        options = [Options(alias=x.alias) for x in self.portions]
+        placed = place_leaves(leaves, targets, current_world(), options=options, check=False)
+        return leaves.join(placed)
 
     @property
     def is_empty(self) -> bool:
         return self.request.tail == "drop" and self.rows == 0
 
-    def multiple_of(self, i: int) -> int:
-        """The number of rows of a leaf in this process must be a multiple of this."""
-        return len(self.reader.blocks) if self._is_part(i) else _blocks(self.target(i))
-
     @property
     def multiple(self) -> int:
-        return math.lcm(*[self.multiple_of(i) for i in self.row_leaves])
+        return math.lcm(*[x.multiple for x in self.with_rows])
 
     def rounded(self, rows: int) -> int:
         """`rows`, rounded down or up so that they can be split."""
         least = rows // self.multiple * self.multiple
         return least + self.multiple if rows > least and self.request.tail == "pad" else least
 
-    def _is_part(self, i: int) -> bool:
-        """Whether this process has only some of the rows of a leaf."""
-        return self.reader.count > 1 and i in self.spanning and _blocks(self.target(i)) > 1
 
-    def target(self, i: int) -> Target:
-        target = self.targets[i]
-        assert target is not None
-        return fill_free(target, None, len(self.leaves.arrays[i].shape))
-
-    def name(self, i: int) -> str:
-        return self.leaves.name(i)
+def _ours(x: Portion, own: bool) -> Any:
+    return copied(x.value) if own and x.target is None and not x.alias else x.assembled()
 
 
 def look_through(batch: Any, request: BatchRequest) -> Share:
@@ -190,27 +203,30 @@ def look_through(batch: Any, request: BatchRequest) -> Share:
             "a batch needs values, and inside a transformed function there are none yet: use "
             "mylib.filter_shard there"
         )
+    alias, misfits = spread_prefix(request.may_alias, leaves, is_flag)
     simple = jax.process_count() == 1 and request.tail == "error" and not numbers
     fit = _unfit_batch if simple else fits_all
     decision = decide(leaves, request.placement, request.mesh, world, fit=fit)
-    faults += decision.faults
+    faults += misfits + decision.faults
     _put_unplaced(leaves, numbers, decision.targets)
-    if simple:
-        return Share(request, leaves, decision.targets, [], ALONE, (0,), [], None, faults)
     targets = [
         _everywhere(target) if position in numbers else target
         for target, position in zip(decision.targets, leaves.positions, strict=True)
     ]
-    placed = _to_place(leaves, targets, faults)
-    share = _share_of(request, leaves, targets, placed, faults)
-    for i, target in placed.items():
-        shape = tuple(leaves.arrays[i].shape)
-        for fault in _unfit_shape(target, shape, share.multiple_of(i), request.tail):
-            faults.append(leaves.at(i, replace(fault, request=show(target, None))))
+    portions = list(map(Portion, leaves.arrays, targets, alias))
+    share = Share(request, leaves, portions, (jax.process_index(),), None, faults)
+    if simple:
+        return share
+    placed = _to_place(share)
+    _set_rows(share, list(placed.values()))
+    for i, x in placed.items():
+        assert x.target is not None
+        for fault in _unfit_shape(x.target, tuple(x.value.shape), x.multiple, request.tail):
+            faults.append(leaves.at(i, replace(fault, request=show(x.target, None))))
     if request.tail != "error":
         faults += _unequal_rows(share)
-    if share.reader.count > 1 and any(map(is_rule, decision.entries)):
-        faults += _undecided_rules(share)
+    if any(x.reader.count > 1 for x in portions) and any(map(is_rule, decision.entries)):
+        faults += _undecided_rules(share, decision.entries)
     return share
 
 
@@ -223,37 +239,36 @@ def _put_unplaced(
             leaves.arrays[i], leaves.kinds[i] = jnp.asarray(leaves.arrays[i]), Kind.DEVICE
 
 
-def _to_place(
-    leaves: Leaves, targets: Sequence[Target | None], faults: list[Fault]
-) -> dict[int, Target]:
-    """The arrays to be placed from values of this process."""
-    placed: dict[int, Target] = {}
-    for i, target in enumerate(targets):
-        if target is None or leaves.kinds[i] not in (Kind.HOST, Kind.DEVICE):
+def _to_place(share: Share) -> dict[int, Portion]:
+    """The arrays to be placed from values of this process, by their positions."""
+    placed: dict[int, Portion] = {}
+    for i, (x, kind) in enumerate(zip(share.portions, share.leaves.kinds, strict=True)):
+        if x.target is None or kind not in (Kind.HOST, Kind.DEVICE):
             continue
-        unfit = list(_unfit_for_shares(leaves, i, target))
-        faults += unfit
-        if not unfit and not _is_over_several(leaves.arrays[i]):
-            placed[i] = target
+        unfit = list(_unfit_for_shares(share.leaves, i, x.target))
+        share.faults += unfit
+        if not unfit and not _is_over_several(x.value):
+            placed[i] = x
     return placed
 
 
-def _share_of(
-    request: BatchRequest,
-    leaves: Leaves,
-    targets: list[Target | None],
-    placed: Mapping[int, Target],
-    faults: list[Fault],
-) -> Share:
-    spanning = [i for i, t in placed.items() if not sharding_of(t).is_fully_addressable]
-    readers = readers_of([*request.shardings, *(sharding_of(placed[i]) for i in spanning)])
-    me = jax.process_index()
-    reader = readers.get(me, ALONE)
-    sharers = tuple(process for process, other in readers.items() if other == reader) or (me,)
-    with_rows = [i for i in placed if leaves.arrays[i].ndim]
-    row_leaves = [i for i in with_rows if _blocks(placed[i]) > 1] or with_rows
-    rows = leaves.arrays[row_leaves[0]].shape[0] if row_leaves else None
-    return Share(request, leaves, targets, spanning, reader, sharers, row_leaves, rows, faults)
+def _set_rows(share: Share, placed: Sequence[Portion]) -> None:
+    """Determines which portions have rows, and which of these this process has."""
+    for x in placed:
+        x.spans = not sharding_of(x.place).is_fully_addressable
+    spanning = [sharding_of(x.place) for x in placed if x.spans]
+    readers = readers_of([*share.request.shardings, *spanning])
+    reader = readers.get(jax.process_index(), ALONE)
+    sharers = tuple(process for process, other in readers.items() if other == reader)
+    share.sharers = sharers or share.sharers
+    with_rows = [x for x in placed if x.value.ndim]
+    with_rows = [x for x in with_rows if _blocks(x.place) > 1] or with_rows
+    for x in with_rows:
+        x.has_rows = True
+        share.rows = with_rows[0].value.shape[0]
+    for x in placed:
+        if x.spans and _blocks(x.place) > 1:
+            x.reader = reader
 
 
 def _flattened(batch: Any, request: BatchRequest) -> tuple[Leaves, set[int], list[Fault]]:
@@ -273,7 +288,7 @@ def _unfit_for_shares(leaves: Leaves, i: int, target: Target) -> Iterator[Fault]
         reason = "the array has been deleted"
         fix = "if it was donated to a function, make another one"
         yield leaves.at(i, because(reason, fix, request))
-    elif _is_over_several(x) and not_there([x], [leaves.kinds[i]], [target], [0]):
+    elif _is_over_several(x) and not is_there(x, leaves.kinds[i], target):
         holders = named(owners(x.sharding))
         reason = f"it is already an array on {holders}, not a share of one process"
         fix = "move it by mylib.filter_shard, before or after"
@@ -304,30 +319,26 @@ def _unfit_shape(
 
 def _unequal_rows(share: Share) -> Iterator[Fault]:
     request = f"tail={share.request.tail!r}"
-    if not share.row_leaves and share.request.tail == "pad" and not share.faults:
+    if not share.with_rows and share.request.tail == "pad" and not share.faults:
         fix = "leave tail= out, or give a batch with arrays in it"
         yield because("the batch has no rows that could be padded", fix, request)
-    for i in share.row_leaves:
-        x = share.leaves.arrays[i]
-        if x.shape[0] != share.rows:
-            first = share.name(share.row_leaves[0])
-            reason = f"it has {x.shape[0]} rows, and {first} has {share.rows}"
+    first = next((i for i, x in enumerate(share.portions) if x.has_rows), 0)
+    for i, portion in enumerate(share.portions):
+        if portion.has_rows and portion.value.shape[0] != share.rows:
+            name = share.leaves.name(first)
+            reason = f"it has {portion.value.shape[0]} rows, and {name} has {share.rows}"
             fix = "give the same number of rows to all arrays that are split by rows"
             yield share.leaves.at(i, because(reason, fix, request))
 
 
-def _undecided_rules(share: Share) -> Iterator[Fault]:
+def _undecided_rules(share: Share, entries: Sequence[Any]) -> Iterator[Fault]:
     """Faults of rules that depend on the number of rows: they were called with a share."""
-    whole = [
-        jax.ShapeDtypeStruct(share.global_shape(i), canonical_dtype(x))
-        for i, x in enumerate(share.leaves.arrays)
-    ]
-    leaves = share.leaves.with_shapes(whole)
-    request = share.request
+    whole = [jax.ShapeDtypeStruct(x.global_shape, canonical_dtype(x.value)) for x in share.portions]
+    leaves, request = share.leaves.with_shapes(whole), share.request
     decision = decide(leaves, request.placement, request.mesh, current_world(), fit=fits_all)
-    for i in share.spanning:
-        of_share, of_whole = share.targets[i], decision.targets[i]
-        if is_rule(decision.entries[i]) and of_share != of_whole:
+    for i, x in enumerate(share.portions):
+        of_share, of_whole = x.target, decision.targets[i]
+        if x.spans and is_rule(entries[i]) and of_share != of_whole:
             reason = (
                 f"for one process's share it returns {of_share and show(of_share, None)}, for the "
                 f"whole, {whole[i].shape}, {of_whole and show(of_whole, None)}"
@@ -356,7 +367,7 @@ def _numbers_of(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if is_of_keys(x) else x)
 
 
-def _with_rows(x: Any, rows: int) -> Any:
+def _of_rows(x: Any, rows: int) -> Any:
     if x.shape[0] == rows:
         return x
     if not rows and not is_of_keys(x):

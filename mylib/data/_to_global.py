@@ -20,11 +20,11 @@ def to_global(
     batch: PyTree[Any],
     placement: PyTree[Placement],
     /,
-    *,
     mesh: AnyMesh | None = None,
+    *,
     tail: Tail = "error",
     arrays: Sequence[str] = (),
-    may_alias: bool | None = None,
+    may_alias: PyTree[bool | None] = None,
     check: bool | None = None,
 ) -> PyTree[Any]:
     """Makes global arrays from each process's share of a batch.
@@ -47,7 +47,7 @@ def to_global(
         [`mylib.rules.by_path`][]. Other numbers are static: a compiled step is compiled again when
         they change.
     - `may_alias`: if True, the arrays may share memory with the batch, which saves a copy. You must
-        not write to the batch any more.
+        not write to the batch any more. It may be a PyTree prefix of the batch.
     - `check`: processes compare shapes, dtypes and targets of every batch, on the host. They also
         compare the numbers that more than one process passes: by default in the first batch of a
         kind, always if True. If False, they compare nothing.

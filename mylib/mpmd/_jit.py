@@ -11,8 +11,9 @@ from jaxtyping import PyTree
 
 from .._advice import code_of
 from .._compat import sharding_under, value_under
-from .._errors import Fault, PlacementError, because, line_of_caller
+from .._errors import Fault, PlacementError, because
 from .._jit import Donate, Jitted, about, filter_jit
+from .._lines import line_of_caller
 from .._links import get_ready, handle, next_call, set_origin
 from .._placement import Placement, current_world, resolve_leaves, sharding_of
 from .._processes import named, processes_of

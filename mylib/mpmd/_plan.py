@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from .._errors import PlacementError, because
+from .._transfer import from_host
 from ._actions import Action, Pass
 from ._batch import PipelineBatch
 from ._compile import Programs, compile_stage
@@ -111,7 +112,7 @@ class PipelinePlan:
         """The numbers of the microbatches, on the meshes of the stages that take them."""
         return {
             s: [
-                jax.make_array_from_callback((), x.sharding, lambda _, m=m: np.int32(m))
+                from_host(lambda _, m=m: np.int32(m), (), x.sharding, np.int32)
                 for x in self.stages[s].microbatch
                 for m in range(self.stages[s].microbatches)
             ]

@@ -56,7 +56,7 @@ def split(mesh: Mesh, axis_name: str, /) -> list[Mesh]:
     ]
 
 
-def transfer(tree: T, placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None) -> T:
+def transfer(tree: T, placement: PyTree[Placement], /, mesh: AnyMesh | None = None) -> T:
     """Sends the arrays of a PyTree to other devices, also to those of other processes.
 
     Source and target may share no, some, or all devices, may have different numbers of them, and

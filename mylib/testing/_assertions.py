@@ -32,12 +32,12 @@ from .._processes import (
     named,
     owners,
 )
-from .._transfer import not_there, same_place, same_type
+from .._transfer import is_there, same_place, same_type
 from .._tree import Kind, Leaves, is_of_keys, name_of, split
 
 
 def assert_placed(
-    tree: PyTree[Any], placement: PyTree[Placement], /, *, mesh: AnyMesh | None = None
+    tree: PyTree[Any], placement: PyTree[Placement], /, mesh: AnyMesh | None = None
 ) -> None:
     """Asserts that the arrays of a tree are where [`mylib.filter_shard`][] would put them, so that
     it would move nothing. A replicated array fails if a sharded one is expected.
@@ -96,7 +96,7 @@ def _known_sharding(x: Any, world: World) -> Sharding | None:
 
 def _is_there(x: Any, kind: Kind, target: Target, world: World) -> bool:
     if kind is Kind.DEVICE:
-        return not not_there([x], [kind], [target], [0])
+        return is_there(x, kind, target)
     sharding, expected = _known_sharding(x, world), sharding_of(target)
     if kind is not Kind.TRACED or sharding is None:
         return False

@@ -581,7 +581,7 @@ class TestStagedWords:
             can't place 1 leaf:
               the array (2, 4)
                 asked for: {jax.devices()[0]!r}
-                but this code runs on 8 devices at once
+                but a placement without mesh axes can't be used inside a program over 8 devices
                 instead: move the array before or after the transformed function, or name mesh axes
             """,
             mapped,
@@ -596,7 +596,7 @@ class TestStagedWords:
             can't place 1 leaf:
               the array (8, 4)
                 asked for: {placement!r}
-                but this code runs on 8 devices at once
+                but a placement without mesh axes can't be used inside a program over 8 devices
                 instead: move the array before or after the transformed function, or name mesh axes
             """
 
