@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from .._errors import line_of_caller
+from .._errors import MylibError, line_of_caller
 from .._watched import waits
 from .coordination import JUDGED, Conclusion, Judge, Processes, Series
 from .environment import TIMEOUT, patience
@@ -39,7 +39,7 @@ _FAILED, _VOID = "failed", "void"
 _waiting = ThreadPoolExecutor(64, thread_name_prefix="mylib-meetings")
 
 
-class AbsentError(TimeoutError):
+class AbsentError(MylibError, TimeoutError):
     """Some processes did not come to a meeting, or were interrupted in it."""
 
     def __init__(self, message: str, missing: Processes):

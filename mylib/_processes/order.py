@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .._errors import MylibError
 from .._text import apart, counted
 from .coordination import OneThread, Processes
 from .environment import TIMEOUT, patience
@@ -29,7 +30,7 @@ NOTHING = {
 }
 
 
-class TransferError(RuntimeError):
+class TransferError(MylibError, RuntimeError):
     """A transfer between processes can't be made, one of them has not taken part in it, or they
     have made other calls, or the same in another order.
     """

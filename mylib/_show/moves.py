@@ -22,7 +22,7 @@ class Move:
     **Attributes:**
 
     - `path`: the keys that lead to it.
-    - `before`, `after`: a [`Row`][mylib._show.Row] each; None if the leaf isn't in that tree.
+    - `before`, `after`: a [`mylib.Row`][] each; None if the leaf isn't in that tree.
     - `what`: what has happened, in words: `"moved"`, `"new"`, ...; empty if nothing has.
     - `received`: for each device, how many bytes it holds afterwards that it did not hold before;
         the key is `"host memory"` for NumPy. None if that isn't known.

@@ -76,7 +76,7 @@ class Overview(Shown, Rows):
 
     **Attributes:**
 
-    - `rows`: a [`Row`][mylib._show.Row] for each array leaf.
+    - `rows`: a [`mylib.Row`][] for each array leaf.
     - `static`: the type of each other leaf, by its path.
     - `nbytes`: the bytes of all arrays, each counted once.
     - `bytes_by_device`: the bytes that each device holds in its own memory. The devices of an
@@ -125,8 +125,8 @@ class Changes(Shown):
 
     **Attributes:**
 
-    - `moves`: a [`Move`][mylib._show.Move] for each array leaf.
-    - `rows`: a [`Row`][mylib._show.Row] for each array leaf of the later tree.
+    - `moves`: a [`mylib.Move`][] for each array leaf.
+    - `rows`: a [`mylib.Row`][] for each array leaf of the later tree.
     - `nbytes`: how many bytes the devices had to receive, all of them together.
     - `bytes_by_device`: how many each of them had to receive.
     """

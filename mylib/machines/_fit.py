@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._errors import MylibError
 from .._text import show_bytes
 
 _SHOWN = 5
@@ -19,7 +20,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Alive:
-    """Arrays that a program holds when it holds most: those that the same line has made.
+    """Arrays that one line has made, and that are alive when the program needs the most memory.
 
     **Attributes:**
 
@@ -119,7 +120,7 @@ _HELPS = (
 )
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(MylibError, RuntimeError):
     """The compiler found that a program doesn't fit into the memory of the devices.
 
     **Attributes:**
