@@ -1,9 +1,9 @@
-"""Finds processes that wait for each other in a circle.
+"""Finds processes that wait in a circle for arrays of each other.
 
-A process that has waited for a while tells what it waits for, and how many calls of each lane it
-has made, or can make, before that comes. Each waits for the one that it names, and that has not
-made the call. If all made their calls in one order, there could be no circle: so a process may have
-told its part long ago, and is right all the same.
+A process that has waited for a while tells which call it waits for, and how many calls of each lane
+it has made, or can make, before that array comes. It waits for those processes of the call that
+have not made it. If all processes made their calls in one order, there could be no circle. So what
+a process has told long ago can't make this raise by mistake.
 """
 
 from collections.abc import Mapping

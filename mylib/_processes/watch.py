@@ -8,7 +8,6 @@ reads what they have. Nothing is told twice, or of what has ended everywhere.
 import atexit
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import jax
 
 from .._compat import CoordinationClient, coordination_client, values_by_process
 from .circle import Waiting, circle_before
-from .coordination import Processes, Series, Wait, connected
+from .coordination import Processes, connected
 from .environment import patience
 from .groups import members, text_of
 from .order import NOTHING, Lane, TransferError, Turn, lane_name
@@ -44,10 +43,8 @@ _READ = 100
 _ACCOUNTS = "mylib/accounts"
 _WAITING = "mylib/waiting"
 
-# The streams of meetings of a program's own calls, and of its programs on devices of several.
-CALLS, PROGRAMS = "calls", "programs"
-# By purpose, which is CALLS for those of a program's own calls, and by the processes that meet.
-MEETINGS: dict[tuple[str, Processes], Series] = {}
+# The stream of programs on devices of several processes.
+PROGRAMS = "programs"
 
 
 class Watch:
@@ -112,8 +109,7 @@ class Watch:
 
     def is_idle(self) -> bool:
         """Whether all that has been called and sent here is known to have ended well."""
-        waits = any(meeting.waits for meeting in MEETINGS.values())
-        return not waits and all(lane.is_settled() for lane in self.lanes.values())
+        return all(lane.is_settled() for lane in self.lanes.values())
 
     def _compare(self) -> None:
         leaves = False
@@ -192,21 +188,15 @@ class Watch:
             self.fail(*wrong)
 
     def _waits_for(self, lanes: list[Lane]) -> Waiting | None:
-        """What this process has waited for longest, if that is long: an array, else a meeting."""
+        """The array that this process has waited for longest, if that is long."""
         long_ago = time.monotonic() - _LONG
-        done, at = dict[str, int](), None
-        for stream, meeting in list(MEETINGS.items()):
-            name, waits = lane_name(*stream), meeting.waits
-            # A meeting in which it waits is a call that it has made.
-            done[name] = waits.number if waits else meeting.turn
-            if waits and waits.since < long_ago:
-                at = name, waits.number, f"{waits.what}, to compare it with process"
         takes = [move for lane in lanes if (move := lane.oldest()) and move.since < long_ago]
-        if takes:
-            lane, number, _, text = min(takes, key=lambda move: move.since).call
-            at = lane.name, number, f"{text}, call {number}, from process"
-        since = min((move.since for move in takes), default=math.inf)
-        return Waiting(*at, done | {lane.name: lane.done(since) for lane in lanes}) if at else None
+        if not takes:
+            return None
+        oldest = min(takes, key=lambda move: move.since)
+        lane, number, _, text = oldest.call
+        done = {lane.name: lane.done(oldest.since) for lane in lanes}
+        return Waiting(lane.name, number, f"{text}, call {number}, from process", done)
 
     def _read(self, place: str) -> dict[int, Any]:
         return {i: json.loads(text) for i, text in values_by_process(self.client, place).items()}
@@ -236,25 +226,20 @@ def programs_of(processes: Processes) -> tuple[int, str]:
     return (0, "") if lane is None else (lane.count, lane.digest)
 
 
-def wait_in_step(conclusion: Future[str], meeting: Series, what: str) -> str:
+def wait_in_step(conclusion: Future[str], processes: Processes) -> str:
     """Waits in a meeting, and raises once two of its processes are known to be out of step. Before
-    the first call nobody can be, unless it takes long. `what` is empty if the other processes may
-    never come.
+    the first transfer nobody can be.
     """
     since = time.monotonic()
-    meeting.waits = Wait(since, meeting.turn + 1, what) if what else None
-    try:
-        while not conclusion.done():
-            if what and time.monotonic() - since > _LONG:
-                watch().tell()
-            if _watches:
-                watch().check(meeting.processes)
-            wait([conclusion], _LOOK)
+    while not conclusion.done():
         if _watches:
-            watch().check(meeting.processes)
-        return conclusion.result()
-    finally:
-        meeting.waits = None
+            if time.monotonic() - since > _LONG:
+                watch().tell()
+            watch().check(processes)
+        wait([conclusion], _LOOK)
+    if _watches:
+        watch().check(processes)
+    return conclusion.result()
 
 
 def read_in_order(processes: Processes, text: str) -> str:
