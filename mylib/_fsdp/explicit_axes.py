@@ -30,7 +30,7 @@ from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
 from .gather import Route, gather
-from .prefetch import Run, tangent_p
+from .prefetch import Run, layer_tangent_p
 
 Values = Sequence[Any]
 
@@ -245,7 +245,7 @@ def _prefetched(eqn: Any, args: Values) -> Arrays:
     """A prefetched layer that is called by another layer."""
     (layer,) = eqn.params.values()
     program, after = map(_untyped_program, (layer.program, layer.after))
-    return tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
+    return layer_tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
 
 
 def _typed(eqn: Any, args: Values) -> Arrays:
@@ -286,5 +286,5 @@ _CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
     names.JIT: _jit,
     names.REMAT: lambda eqn, args: checkpointed(eqn, lambda *xs: _inlined(eqn, xs), args),
     names.SHARD_MAP: _shard_map,
-    tangent_p.name: _prefetched,
+    layer_tangent_p.name: _prefetched,
 }

@@ -17,11 +17,11 @@ import jax
 
 from .._errors import MylibError, line_of_caller
 from .._watched import waits
+from .comparing import programs_of, read_in_order, wait_in_step
 from .coordination import JUDGED, Conclusion, Judge, Processes, Series
 from .environment import TIMEOUT, patience
 from .groups import digest, named
 from .order import IN_ORDER, TransferError
-from .watch import programs_of, read_in_order, wait_in_step
 
 # Sends a message to the other processes, and returns the decision of one of them about all
 # messages.
@@ -256,7 +256,7 @@ def _series_of(purpose: str, processes: Processes) -> Series:
     return series
 
 
-def gather(
+def gather_messages(
     purpose: str, mine: Any, processes: Processes, *, timeout: float | None = None
 ) -> list[Any]:
     """The messages of all processes, in their order, as JSON; the same for all of them."""

@@ -29,7 +29,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import get_abstract_mesh
 
-from .._processes import everybody, gather
+from .._processes import everybody, gather_messages
 from ._process import OneOfSeveral, make_devices
 
 # The pool gives up earlier.
@@ -220,7 +220,7 @@ class Worker:
                 return None
             return "the test has called jax.distributed.shutdown(). Mark it fresh=True"
         try:
-            everybodys = gather("settings", self._changed(), everybody(), timeout=timeout)
+            everybodys = gather_messages("settings", self._changed(), everybody(), timeout=timeout)
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             return f"the other processes can't be reached: {error}"
         if any(theirs != everybodys[0] for theirs in everybodys):

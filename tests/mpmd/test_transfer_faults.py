@@ -18,7 +18,7 @@ from stopping import stopped_for
 
 import mylib
 from mylib import mpmd
-from mylib._processes import watch
+from mylib._processes import comparison
 from mylib.testing import all_equal, barrier
 
 # Every test breaks the connections of its processes, so each has processes of its own.
@@ -55,7 +55,7 @@ def _next_error(*between: Mesh) -> str:
     mine, other = (second, first) if jax.process_index() and not between else (first, second)
     until = time.monotonic() + 60
     # Not by trying: that would be another transfer without its other side.
-    while not watch().failures and time.monotonic() < until:
+    while not comparison().failures and time.monotonic() < until:
         time.sleep(0.1)
     x = mylib.filter_device_put(X, P(), mesh=mine)
     with pytest.raises(mpmd.TransferError) as caught:
@@ -125,7 +125,7 @@ def test_programs_in_another_order():
     start = time.monotonic()
     for x in pair:
         mpmd.transfer(x, P(), mesh=everywhere)
-    while not watch().failures and time.monotonic() < start + 60:
+    while not comparison().failures and time.monotonic() < start + 60:
         time.sleep(0.1)
     for call in (
         lambda: mpmd.fetch(a),
@@ -167,9 +167,9 @@ def test_a_circle():
     got = send(add[me - 1](x[me - 1]), me)
     send(add[me](got), (me + 1) % 3)
     start = time.monotonic()
-    while not watch().failures and time.monotonic() < start + 60:
+    while not comparison().failures and time.monotonic() < start + 60:
         time.sleep(0.1)
-    (text,) = watch().failures.values()
+    (text,) = comparison().failures.values()
     assert text.startswith("processes wait for each other: process 0 for float32[8] in 2 parts")
     all_equal(text)
     with pytest.raises((jax.errors.JaxRuntimeError, mpmd.TransferError)):
@@ -229,7 +229,7 @@ def test_a_process_that_is_stopped_and_goes_on():
             y = mpmd.transfer(add(x, np.float32(i)), P(), mesh=second)
             np.testing.assert_array_equal(mpmd.fetch(y), X + i)
             time.sleep(0.05)
-    assert not watch().failures
+    assert not comparison().failures
 
 
 @pytest.mark.slow
@@ -267,10 +267,10 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
             timer.join()
     assert time.monotonic() - start < 40
     until = time.monotonic() + 15
-    while told and not watch().failures and time.monotonic() < until:
+    while told and not comparison().failures and time.monotonic() < until:
         time.sleep(0.1)
-    all_equal(bool(watch().failures))
-    assert bool(told) <= bool(watch().failures)
+    all_equal(bool(comparison().failures))
+    assert bool(told) <= bool(comparison().failures)
 
 
 @pytest.mark.thorough
@@ -278,16 +278,16 @@ def test_arrays_of_two_platforms_are_accounted_for_together(seconds):
     """Those of the second one as that would: there is one platform here."""
     x, first, second = _connected()
     seconds(2)
-    lane = watch().lane("arrays on another", (0, 1))
+    lane = comparison().lane("arrays on another", (0, 1))
     for _ in range(4):
-        call = watch().count(lane, "an array")
+        call = comparison().count(lane, "an array")
         (lane.give if jax.process_index() == 0 else lane.take)(call, (jnp.zeros(()),))
         np.testing.assert_array_equal(mpmd.fetch(mpmd.transfer(x, P(), mesh=second)), X)
         time.sleep(1)
     until = time.monotonic() + 60
-    while not watch().is_idle() and time.monotonic() < until:
+    while not comparison().is_idle() and time.monotonic() < until:
         time.sleep(0.1)
-    assert watch().is_idle() and not watch().failures
+    assert comparison().is_idle() and not comparison().failures
 
 
 @pytest.mark.slow

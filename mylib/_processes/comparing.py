@@ -47,7 +47,7 @@ _WAITING = "mylib/waiting"
 PROGRAMS = "programs"
 
 
-class Watch:
+class Comparison:
     """The calls of this process, and the thread that compares them."""
 
     def __init__(self, client: CoordinationClient):
@@ -66,7 +66,7 @@ class Watch:
         self._exchanged = self._reads_next = 0.0
         self._busy = threading.Event()
         self._ended = False
-        self._thread = threading.Thread(target=self._compare, name="mylib-watch", daemon=True)
+        self._thread = threading.Thread(target=self._compare, name="mylib-comparison", daemon=True)
         self._thread.start()
         # Before JAX leaves the other processes: they must know what has arrived here.
         atexit.register(self._end_thread)
@@ -207,22 +207,22 @@ class Watch:
             self._told[key] = content
 
 
-_watches: list[Watch] = []
+_comparisons: list[Comparison] = []
 _starting = threading.Lock()
 
 
-def watch() -> Watch:
-    """The watch of the processes that are connected now."""
+def comparison() -> Comparison:
+    """Of the calls of the processes that are connected now."""
     client = connected()
     with _starting:
-        if not _watches or _watches[0].client is not client:
-            _watches[:] = [Watch(client)]
-        return _watches[0]
+        if not _comparisons or _comparisons[0].client is not client:
+            _comparisons[:] = [Comparison(client)]
+        return _comparisons[0]
 
 
 def programs_of(processes: Processes) -> tuple[int, str]:
     """The number of programs on devices of these processes, and a digest of them."""
-    lane = _watches[0].lanes.get(lane_name(PROGRAMS, processes)) if _watches else None
+    lane = _comparisons[0].lanes.get(lane_name(PROGRAMS, processes)) if _comparisons else None
     return (0, "") if lane is None else (lane.count, lane.digest)
 
 
@@ -232,13 +232,13 @@ def wait_in_step(conclusion: Future[str], processes: Processes) -> str:
     """
     since = time.monotonic()
     while not conclusion.done():
-        if _watches:
+        if _comparisons:
             if time.monotonic() - since > _LONG:
-                watch().tell()
-            watch().check(processes)
+                comparison().tell()
+            comparison().check(processes)
         wait([conclusion], _LOOK)
-    if _watches:
-        watch().check(processes)
+    if _comparisons:
+        comparison().check(processes)
     return conclusion.result()
 
 
@@ -246,10 +246,10 @@ def read_in_order(processes: Processes, text: str) -> str:
     """The decision of a meeting, or the error that the processes are out of step."""
     if text.startswith("="):
         return text[1:]
-    # If transfers differ, the watch knows soon which.
+    # If transfers differ, the comparison knows soon which.
     until = time.monotonic() + (_EXPLAINS if text.startswith("?") else 0)
     while time.monotonic() < until:
-        watch().check(processes)
+        comparison().check(processes)
         time.sleep(_LOOK)
-    watch().fail(processes, text[1:])
+    comparison().fail(processes, text[1:])
     raise TransferError(text[1:])
