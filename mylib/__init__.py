@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from . import rules
 from ._errors import (
     AuditError,
     CapturedArrayWarning,
@@ -30,7 +29,7 @@ from ._tree import Leaf
 
 # Most programs use only a part of these, so they are imported when they are asked for.
 if TYPE_CHECKING:
-    from . import contracts, data, loops, machines, mpmd, testing
+    from . import contracts, data, loops, machines, mpmd, rules, testing
     from ._audit import Collective, Estimate, Parameter, Report, Work, audit
     from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
     from ._matrices import by_matrix
@@ -108,7 +107,7 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
     _ROOMS = {
         name: room
         for room, names in {
-            "": "contracts data loops machines mpmd testing",
+            "": "contracts data loops machines mpmd rules testing",
             "_audit": "Collective Estimate Parameter Report Work audit",
             "_fsdp": "filter_checkpoint fully_shard recompute_resharded",
             "_matrices": "by_matrix",
@@ -124,6 +123,8 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         from importlib import import_module
 
         if name not in _ROOMS:
+            from . import rules
+
             hint = f": it is {rules.__name__}.{name}" if name in rules.__all__ else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         room = _ROOMS[name]

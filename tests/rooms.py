@@ -118,7 +118,7 @@ def circles() -> set[str]:
     `_jit/program.py`. Imports for types alone count: who reads one file must read the others.
     """
     used: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
-    for path in PACKAGE.rglob("*.py"):
+    for path in PACKAGE.rglob("*/*.py"):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
         is_face = parts[-1] == "__init__"
         found = imports_in(path.read_text(), "", parts[:-1] if is_face else parts, is_face)
@@ -132,7 +132,7 @@ def circles() -> set[str]:
             left += new
         return seen
 
-    return {f"{'/'.join(file)}.py" for file in used if len(file) > 1 and file in reached(file)}
+    return {f"{'/'.join(file)}.py" for file in used if file in reached(file)}
 
 
 # Lines of a function, without its signature and its docstring: lists of options are no code.

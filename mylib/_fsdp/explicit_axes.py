@@ -29,7 +29,7 @@ from .._compat import (
 from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
-from .gather import Route, gather
+from .gather import Route, gather_weights
 from .prefetch import Run, layer_tangent_p
 
 Values = Sequence[Any]
@@ -39,7 +39,7 @@ def as_written(run: Run, weights: Arrays, inputs: Arrays, route: Route) -> tuple
     """Traces `run(gathered weights, inputs)` with the types that its author sees. Returns it for
     Auto axes; the inputs, preceded by the arrays that it closes over; and the types of its results.
     """
-    gathered = jax.make_jaxpr(lambda xs: gather(xs, route)[0])(weights).out_avals
+    gathered = jax.make_jaxpr(lambda xs: gather_weights(xs, route)[0])(weights).out_avals
     program = jax.make_jaxpr(run)([_struct(aval) for aval in gathered], inputs)
     count = len(program.consts)
 
