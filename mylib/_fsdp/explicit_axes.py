@@ -103,7 +103,7 @@ def _constrained(x: Any, sharding: NamedSharding) -> Any:
 def _at(x: Any, sharding: NamedSharding) -> Any:
     entries: Sequence[Any] = sharding.spec.partitions
     if sharding.mesh.auto_axes:
-        # What is asked for axes of one type leaves those of the other as they are.
+        # A request for axes of one type leaves those of the other type as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
     mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec(*entries)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
@@ -112,7 +112,7 @@ def _at(x: Any, sharding: NamedSharding) -> Any:
 def _untyped(param: Any) -> Any:
     """A parameter of an equation, without Explicit axes."""
     if isinstance(param, NamedSharding):
-        # What an operation's result is split over becomes a constraint behind it.
+        # The sharding that an operation asks for becomes a constraint on its result.
         return None if param.mesh.explicit_axes else param
     if isinstance(param, ShapedArray):
         return param.update(sharding=jax.typeof(_struct(param, typed=False)).sharding)

@@ -193,7 +193,7 @@ class _LayerCall:
         return arrays
 
     def filled(self, arrays: Arrays) -> Any:
-        """What the method has returned, with these arrays."""
+        """The method's result, with these arrays."""
         return self._returned.fill(arrays)
 
 
@@ -217,7 +217,7 @@ def _after(weights: Arrays, inputs: Arrays, route: Route) -> tuple[Arrays, Array
 
 
 def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
-    """Which dimensions of the weights that `fully_shard` was given have been removed."""
+    """The dimensions of the weights given to `fully_shard` that have been removed since."""
     name = type(leaves.tree).__qualname__
     request = f"fully_shard, and a call of {name}"
     fix = (

@@ -79,7 +79,7 @@ class _Layer:
     program: Any
     after: Any
     turns: Turns
-    # Which arguments have tangents.
+    # Marks the arguments that have tangents.
     moving: Sequence[bool] = ()
 
     def __call__(self, operands: Arrays) -> Arrays:

@@ -19,7 +19,7 @@ from .._processes import digest
 from .._text import listed
 from .plan import Division, placed_as, plan
 
-# Of more arrays than these, a description has only a checksum.
+# A description of more arrays than these is a checksum.
 _FEW = 8
 _LONG = 200
 
@@ -90,7 +90,7 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 
 
 def next_call(maker: str) -> str:
-    """What `maker` makes now."""
+    """A new result of `maker`."""
     with _lock:
         _calls_of[maker] += 1
         return f"{maker}#{_calls_of[maker]}"

@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
 
 
 def circle_before(me: int, waiting: Mapping[int, Waiting]) -> tuple[Processes, str] | None:
-    """What is wrong if this process waits for some that wait for each other, and for which ones."""
+    """The processes of a circle that this process waits for, and the error; None without one."""
     groups = {x.lane: members(x.lane.partition("/")[2]) for x in waiting.values()}
     waits_for = {
         process: [
@@ -36,7 +36,7 @@ def circle_before(me: int, waiting: Mapping[int, Waiting]) -> tuple[Processes, s
         ]
         for process, (lane, number, *_) in waiting.items()
     }
-    # Who waits for nobody that waits will go on.
+    # A process that waits for no waiting process will go on.
     while not all(waits_for.values()):
         stuck = {process for process, others in waits_for.items() if others}
         waits_for = {p: [q for q in waits_for[p] if q in stuck] for p in stuck}

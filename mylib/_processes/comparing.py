@@ -32,12 +32,12 @@ _EXCHANGE = 1.0
 # The same if nothing is under way here: another process may have failed.
 _IDLE = 5.0
 
-# As long as it takes two processes to tell each other which of their calls differ.
+# Two processes need this long to tell each other which of their calls differ.
 _EXPLAINS = 5.0
 
-# After as many seconds of waiting others are told what this process waits for.
+# After this many seconds of waiting, tell the others what this process waits for.
 _LONG = 1.0
-# All that wait read what all of them have told: as many a second.
+# Each waiting process reads what all waiting processes have told: this many texts a second.
 _READ = 100
 
 _ACCOUNTS = "mylib/accounts"
@@ -56,9 +56,9 @@ class Comparison:
         patience()  # an error of the environment is raised here, and not in the thread
         # Ends the connections to some processes, so that waiting for their arrays raises.
         self.break_off: Callable[[Processes], None] = lambda processes: None
-        # What `mylib.watch` tells and reads in this thread.
+        # `mylib.watch` tells and reads its news in this thread.
         self.also: Callable[[], None] | None = None
-        # What is wrong, by the processes that it concerns.
+        # Errors, by the processes that they concern.
         self.failures: dict[Processes, str] = {}
         self.lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
@@ -124,7 +124,7 @@ class Comparison:
             # Before the exchange: the last one tells of all calls.
             leaves = self._ended
             self._exchanged = time.monotonic()
-            # Who sets it from here on may come too late for this exchange.
+            # If it is set from here on, that may be too late for this exchange.
             self._busy.clear()
             # If the service does not answer, JAX itself ends the processes that have lost it.
             with suppress(jax.errors.JaxRuntimeError):
@@ -212,7 +212,7 @@ _starting = threading.Lock()
 
 
 def comparison() -> Comparison:
-    """Of the calls of the processes that are connected now."""
+    """The comparison for the processes that are connected now."""
     client = connected()
     with _starting:
         if not _comparisons or _comparisons[0].client is not client:

@@ -120,7 +120,7 @@ def _static_lines(static: dict[str, str]) -> list[str]:
 
 @dataclass(frozen=True, repr=False)
 class Changes(Shown):
-    """What has moved between two trees: the result of `mylib.show(before, after)`. Prints as a
+    """The moves between two trees: the result of `mylib.show(before, after)`. Prints as a
     table. In a notebook it is a page with pictures of the later tree.
 
     **Attributes:**

@@ -1,4 +1,4 @@
-"""What this process tells the others of a watch, and hears from them.
+"""The exchange between this process and the others of a watch.
 
 It runs in the thread that compares the processes' calls (`_processes/comparing.py`): that one may
 wait for the coordination service, which stops with the process that keeps it.
@@ -22,7 +22,7 @@ _READ = 5.0
 _READERS = 2
 # On a busy machine a process may be silent for so long.
 _SILENT = 2.0
-# A process that makes progress looks for orders after as many messages.
+# A process that makes progress looks for orders once in this many messages.
 _ORDERS = 3
 # If processes seem to be stuck they tell and read more often, but no more messages a second.
 _OFTEN = 1.0
@@ -32,7 +32,7 @@ _LAST = 5.0
 _AFTER = 12.0
 # And for a process whose Python is held by C to print its stack.
 _PRINTS = 1.0
-# So long the report waits for what other processes know of themselves.
+# The report waits this long for the records of other processes.
 _PATIENCE = 2.0
 # And longer where a signal has asked: nobody is in a hurry.
 _ANSWERS = 5.0
@@ -178,7 +178,7 @@ class Others:
             self._seen[index] = news, now
 
     def _accounts(self, now: float) -> list[Account]:
-        """Those of all processes, as they tell them now."""
+        """The accounts of all processes, from their latest news."""
         for i, news in self._bulletin.read("news").items():
             self._observe(i, news, now)
         return [self._account(i, now) for i in range(self._count)]

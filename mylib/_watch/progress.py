@@ -60,7 +60,7 @@ class Progress:
         return moved
 
     def account(self, full: bool) -> Account:
-        """What this process tells the others; `full` with the record of its calls."""
+        """The account for the others; if `full`, with the record of the calls."""
         stacks = threads()
         news = news_of(self.record, stacks.get(self._watched))
         record = record_of(self.record, stacks, self._watched) if full else {}

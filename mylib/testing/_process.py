@@ -1,4 +1,4 @@
-"""What a session of pytest does differently if it is one of several that run the same tests."""
+"""Changes to a session of pytest that is one of several that run the same tests."""
 
 import os
 import socket

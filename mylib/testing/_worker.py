@@ -101,7 +101,7 @@ class Worker:
             self.say("ready", trouble=f"collection failed\n{report.longreprtext}")
 
     def pytest_collection_finish(self) -> None:
-        # What has been imported and collected never becomes garbage.
+        # Imported modules and collected tests never become garbage.
         gc.freeze()
 
     @pytest.hookimpl(tryfirst=True)
