@@ -224,6 +224,7 @@ def compare(path: Any, saved: SavedProgram, current: SavedProgram, check: bool) 
         )
 
 
+# List at most this many problems.
 _MOST = 10
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from .._errors import MylibError
 from .._text import show_bytes
 
+# List at most this many arrays.
 _SHOWN = 5
 
 
@@ -113,6 +114,8 @@ class Fit:
         return [*lines, f"  {_HELPS}"]
 
 
+# Arguments, or temporaries, are listed if they need at least this part of the memory. A guess:
+# smaller ones are not why a program does not fit.
 _PART = 0.25
 _HELPS = (
     "take a smaller batch, recompute more (mylib.filter_checkpoint, or another policy), or compute "

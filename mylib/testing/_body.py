@@ -11,6 +11,7 @@ import jax
 from .._processes import everybody, exchange, gather_messages
 from .._text import abridged
 
+# Show at most this many lines of a difference: about a screen.
 _DIFFERENCE = 40
 
 

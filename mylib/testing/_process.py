@@ -10,6 +10,7 @@ from _pytest import runner
 
 from .._compat import names
 
+# PIPE_BUF on Linux: a pipe takes this many bytes at once, so that messages are not mixed.
 _LENGTH = 4096
 
 
