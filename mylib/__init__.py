@@ -2,12 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from . import loops, rules
 from ._errors import (
     AuditError,
     CapturedArrayWarning,
     DonationWarning,
     Fault,
+    MylibError,
     MylibWarning,
     PlacementError,
     PlacementWarning,
@@ -18,11 +18,10 @@ from ._errors import (
     SavedProgramError,
     StaticNumberWarning,
     SummedTwiceWarning,
+    WrongArgumentWarning,
 )
-from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
 from ._jit import filter_jit, load_compiled
 from ._meshes import make_mesh
-from ._per_device import filter_shard_map, opaque, vary
 from ._placement import Placement, Target, resolve
 from ._processes import check_replicas
 from ._transfer import filter_device_put, filter_load, filter_shard
@@ -30,41 +29,51 @@ from ._tree import Leaf
 
 # Most programs use only a part of these, so they are imported when they are asked for.
 if TYPE_CHECKING:
-    from . import contracts, data, machines, mpmd, testing
-    from ._audit import Collective, Report, audit
+    from . import contracts, data, loops, machines, mpmd, rules, testing
+    from ._audit import Collective, Estimate, Parameter, Report, Work, audit
+    from ._fsdp import filter_checkpoint, fully_shard, recompute_resharded
     from ._matrices import by_matrix
-    from ._plan import Plan, PlanError, plan
-    from ._show import Changes, Explanation, Overview, explain, show
+    from ._per_device import filter_shard_map, opaque, vary
+    from ._plan import Candidate, Plan, PlanError, plan
+    from ._show import Changes, Explanation, Move, Overview, Row, explain, show
     from ._watch import Watching, watch
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AuditError",
+    "Candidate",
     "CapturedArrayWarning",
     "Changes",
     "Collective",
     "DonationWarning",
+    "Estimate",
     "Explanation",
     "Fault",
     "Leaf",
+    "Move",
+    "MylibError",
     "MylibWarning",
     "Overview",
+    "Parameter",
     "Placement",
-    "Plan",
-    "PlanError",
     "PlacementError",
     "PlacementWarning",
+    "Plan",
+    "PlanError",
     "PrefetchWarning",
     "RecompilationWarning",
-    "ReplicatedWarning",
     "ReplicaError",
+    "ReplicatedWarning",
     "Report",
+    "Row",
     "SavedProgramError",
     "StaticNumberWarning",
     "SummedTwiceWarning",
     "Target",
     "Watching",
+    "Work",
+    "WrongArgumentWarning",
     "audit",
     "by_matrix",
     "check_replicas",
@@ -98,11 +107,13 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
     _ROOMS = {
         name: room
         for room, names in {
-            "": "contracts data machines mpmd testing",
-            "_audit": "Collective Report audit",
+            "": "contracts data loops machines mpmd rules testing",
+            "_audit": "Collective Estimate Parameter Report Work audit",
+            "_fsdp": "filter_checkpoint fully_shard recompute_resharded",
             "_matrices": "by_matrix",
-            "_plan": "Plan PlanError plan",
-            "_show": "Changes Explanation Overview explain show",
+            "_per_device": "filter_shard_map opaque vary",
+            "_plan": "Candidate Plan PlanError plan",
+            "_show": "Changes Explanation Move Overview Row explain show",
             "_watch": "Watching watch",
         }.items()
         for name in names.split()
@@ -112,9 +123,9 @@ if not TYPE_CHECKING:  # type checkers would take any name for one of them
         from importlib import import_module
 
         if name not in _ROOMS:
-            rooms = (rules, loops)
-            homes = [f"{room.__name__}.{name}" for room in rooms if name in room.__all__]
-            hint = f": it is {homes[0]}" if homes else ""
+            from . import rules
+
+            hint = f": it is {rules.__name__}.{name}" if name in rules.__all__ else ""
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
         room = _ROOMS[name]
         module = import_module(f".{room or name}", __name__)

@@ -39,7 +39,36 @@ def because(reason: str, fix: str, request: str = "", path: str = "") -> Fault:
     return Fault(path, None, request, reason, fix)
 
 
-class PlacementError(ValueError):
+class MylibError(Exception):
+    """The base class of all errors of this package. Each error also has a base class of Python's
+    own, such as `ValueError`.
+
+    !!! Example
+
+        ```python
+        try:
+            mylib.filter_shard(jnp.ones(3), P("data"), mesh=mylib.make_mesh(data=8))
+        except mylib.MylibError as error:
+            print(error)
+        ```
+    """
+
+
+class _FaultyLeavesError(MylibError, ValueError):
+    """An error that names leaves, with the problem of each."""
+
+    _beginning: ClassVar[str]
+    _request: ClassVar[str]
+
+    def __init__(self, faults: Sequence[Fault]):
+        self.faults: tuple[Fault, ...] = tuple(faults)
+        super().__init__(_describe(self.faults, self._beginning, self._request))
+
+    def __reduce__(self) -> tuple[type["_FaultyLeavesError"], tuple[tuple[Fault, ...]]]:
+        return type(self), (self.faults,)
+
+
+class PlacementError(_FaultyLeavesError):
     """A request can't be carried out. The message names every faulty leaf; it is raised before
     anything has been moved, donated or compiled. Many leaves are shortened to
     `.layers[0..299].weight`, or counted; all of them are in `faults`.
@@ -52,15 +81,8 @@ class PlacementError(ValueError):
     _beginning: ClassVar[str] = "can't place"
     _request: ClassVar[str] = "asked for"
 
-    def __init__(self, faults: Sequence[Fault]):
-        self.faults: tuple[Fault, ...] = tuple(faults)
-        super().__init__(_describe(self.faults, self._beginning, self._request))
 
-    def __reduce__(self) -> tuple[type["PlacementError"], tuple[tuple[Fault, ...]]]:
-        return type(self), (self.faults,)
-
-
-class ReplicaError(PlacementError):
+class ReplicaError(_FaultyLeavesError):
     """Copies that should be equal differ. The message names every such array.
 
     **Attributes:**
@@ -72,13 +94,13 @@ class ReplicaError(PlacementError):
     _request: ClassVar[str] = "it is placed as"
 
 
-class AuditError(ValueError):
+class AuditError(MylibError, ValueError):
     """[`mylib.audit`][] can't read a compiled program, or a part of it. There is no report then: an
     incomplete number would be worse than none.
     """
 
 
-class NotHereError(RuntimeError):
+class NotHereError(MylibError, RuntimeError):
     """Raised instead of running something on a machine that is not here: it can only compile."""
 
 
@@ -89,7 +111,7 @@ def not_here(name: str) -> NotHereError:
     )
 
 
-class SavedProgramError(ValueError):
+class SavedProgramError(MylibError, ValueError):
     """A compiled program can't be saved, or a file can't be used as one: it is something else, it
     is damaged, or its program is for other versions, devices, arguments or code. Nothing has been
     loaded then.
@@ -104,7 +126,7 @@ def in_words(error: BaseException) -> str:
 
 
 def all_words(error: BaseException) -> str:
-    """The whole of it."""
+    """`in_words`, however long it is."""
     try:
         text = "".join(traceback.format_exception_only(error))
         return " ".join(text.split("\n")).strip()
@@ -216,16 +238,15 @@ class CapturedArrayWarning(MylibWarning):
 
 class DonationWarning(MylibWarning):
     """A function with `donate="warn"` or `"warn-except-first"` was given an array whose memory no
-    result could reuse; or one with `donate="all-except-first"` returns new versions of several
-    arguments, and the first, which keeps its memory, is one of them.
+    result could reuse. Or a function with `donate="all-except-first"` returns new versions of
+    several arguments, and the spared first argument is itself returned in a new version.
     """
 
 
 class PlacementWarning(MylibWarning):
-    """A function compiled by [`mylib.filter_jit`][] is given weights that are placed otherwise than
-    `kept` of its [`mylib.fully_shard`][] says, such as replicated ones. They take memory on each
-    device that `fully_shard` is there to save. Or an optimiser is placed, which has no
-    arrays, in place of its state.
+    """A function compiled by [`mylib.filter_jit`][] is given arrays that are placed otherwise than
+    `kept` of its [`mylib.fully_shard`][] or [`mylib.by_matrix`][] says, such as replicated weights.
+    They take the memory on each device that `kept` is there to save, or are moved in each call.
     """
 
 
@@ -262,6 +283,12 @@ class SummedTwiceWarning(MylibWarning):
     JAX sums gradients with respect to parameters that are the same on all devices. A `pmean` of the
     sum leaves it as it is: `n` times as large as the mean over `n` devices. A `psum` multiplies it
     by `n`. Take the gradient with respect to [`mylib.vary`][] of the parameters instead.
+    """
+
+
+class WrongArgumentWarning(MylibWarning):
+    """What is placed is probably not what was meant: an optimiser, which has no arrays, instead of
+    its state; or a model where the placement of a batch is given.
     """
 
 

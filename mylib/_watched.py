@@ -28,8 +28,8 @@ class Recorder(Protocol):
     def waiting(
         self, kind: str, what: str, processes: tuple[int, ...]
     ) -> AbstractContextManager[None]:
-        """This thread waits here for these processes. All of them must do so equally often, as they
-        must make the same calls, unless `kind` is empty.
+        """This thread waits here for these processes. Every process must reach this wait the same
+        number of times, unless `kind` is empty.
         """
         ...
 

@@ -114,6 +114,42 @@ def faults_of(imports: list[Import]) -> list[str]:
     return faults
 
 
+def circles() -> set[str]:
+    """The files that import themselves by way of other files of their room, such as
+    `_jit/program.py`. Imports for types alone count: who reads one file must read the others.
+    """
+    used: dict[tuple[str, ...], set[tuple[str, ...]]] = {}
+    for path in PACKAGE.rglob("*/*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        is_face = parts[-1] == "__init__"
+        found = imports_in(path.read_text(), "", parts[:-1] if is_face else parts, is_face)
+        used[parts] = {x.target[:2] for x in found if x.room == x.target[0]}
+
+    def reached(file: tuple[str, ...]) -> set[tuple[str, ...]]:
+        seen, left = set[tuple[str, ...]](), [file]
+        while left:
+            new = used.get(left.pop(), set[tuple[str, ...]]()) - seen
+            seen |= new
+            left += new
+        return seen
+
+    return {f"{'/'.join(file)}.py" for file in used if file in reached(file)}
+
+
+# Lines of a function, without its signature and its docstring: lists of options are no code.
+LONGEST = 40
+
+
+def long_functions(source: str) -> list[str]:
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            body = node.body[ast.get_docstring(node) is not None :]
+            if body and (body[-1].end_lineno or 0) - body[0].lineno + 1 > LONGEST:
+                found.append(node.name)
+    return found
+
+
 def arrows(imports: list[Import]) -> dict[str, set[str]]:
     used: dict[str, set[str]] = {room: set() for room in ORDER}
     for x in imports:

@@ -26,7 +26,6 @@ from jaxtyping import Float
 
 import mylib
 import mylib.testing
-from mylib import _audit, _plan, _show
 
 _MODULES = [
     mylib,
@@ -48,14 +47,7 @@ def _public(module):
             yield f"{module.__name__}.{name}", getattr(module, name)
 
 
-# What results hold: nobody writes these names.
-_RESULTS = (
-    *(_audit.Estimate, _audit.Parameter, _audit.Work),
-    *(_plan.Candidate, _show.Move, _show.Row),
-)
-_NAMES = {path: value for module in _MODULES for path, value in _public(module)} | {
-    f"{cls.__module__.rpartition('.')[0]}.{cls.__name__}": cls for cls in _RESULTS
-}
+_NAMES = {path: value for module in _MODULES for path, value in _public(module)}
 _PUBLIC = {
     path: value
     for path, value in _NAMES.items()

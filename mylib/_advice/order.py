@@ -6,7 +6,7 @@ from typing import Any
 import equinox as eqx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from .._errors import PlacementWarning, warn
+from .._errors import WrongArgumentWarning, warn
 
 # Modules may be split like batches, such as those of an ensemble, so only names tell.
 _BATCHES = ("batch", "x", "y", "inputs", "targets", "tokens", "labels", "images", "data")
@@ -25,5 +25,5 @@ def about_order(name: str, placement: Mapping[str, Any], arguments: Mapping[str,
                 f"{name} is given a {type(x).__name__} as {parameter}, and in_shardings splits all "
                 f"of its arrays as {spec}. Are the arguments in another order than the parameters? "
                 f"It was given ({given}).",
-                PlacementWarning,
+                WrongArgumentWarning,
             )

@@ -25,5 +25,5 @@ from .snapshot import check_snapshot as check_snapshot
 from .work import Work as Work
 
 # Tracebacks and pickles then show the public names.
-for _class in (Collective, Report):
+for _class in (Collective, Estimate, Parameter, Report, Work):
     _class.__module__ = "mylib"

@@ -111,8 +111,8 @@ class Report:
     - `memory`: a [`mylib.machines.Memory`][]; None if only text was given.
     - `axes`: the mesh axes and their sizes; empty if the mesh is unknown.
     - `name`: the name of the program.
-    - `work`: a [`Work`][mylib._audit.Work]: how much is computed.
-    - `parameters`: a tuple of [`Parameter`][mylib._audit.Parameter]s, the arguments that the
+    - `work`: a [`mylib.Work`][]: how much is computed.
+    - `parameters`: a tuple of [`mylib.Parameter`][]s, the arguments that the
         program uses.
     - `results`: the same for its results; empty if only text was given.
     - `flow`: what its results and collectives depend on, which contracts judge by.
@@ -191,7 +191,7 @@ class Report:
 
         **Returns:**
 
-        An [`Estimate`][mylib._audit.Estimate].
+        An [`mylib.Estimate`][].
 
         **Raises:**
 

@@ -28,7 +28,7 @@ class Estimate:
     - `exposed`: the seconds in which a device waits for communication, which are a part of
         `seconds`. The rest of the communication is hidden behind computation.
     - `bound_by`: the part that takes longest.
-    - `unknown`: how many operations could not be counted, see [`Work`][mylib._audit.Work].
+    - `unknown`: how many operations could not be counted, see [`mylib.Work`][].
     - `assumptions`: the assumptions of the estimate.
     """
 

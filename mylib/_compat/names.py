@@ -64,7 +64,7 @@ PVARY = "pvary"
 PSUM = "psum_invariant"
 REDUCE_SCATTER = "reduce_scatter"
 
-# What a user calls to communicate, without what only starts it or waits for it.
+# Primitives that a user calls to communicate, without those that only start or await it.
 COLLECTIVES = frozenset(
     {
         PSUM, REDUCE_SCATTER, "all_gather", "all_gather_invariant", "all_gather_reduced",
@@ -118,7 +118,7 @@ ONLY_MOVED = REARRANGES | {
     "reduced_vary_cast_p", "relayout", "stack", "tile", "unstack",
 }  # fmt: skip
 
-# What holds, places or moves an array, and doesn't tell what it is needed for.
+# Primitives that hold, place or move an array, and don't show how it is used.
 STRUCTURE = (REARRANGES - {"rev", "split"}) | {
     BARRIER, CLOSED_CALL, CONSTRAINT, CONVERT, CUSTOM_JVP_CALL, CUSTOM_VJP_CALL, DEVICE_PUT,
     EVAL_JAXPR, JIT, PVARY, REMAT, RESHARD, SCAN, SHARD_MAP, SLICE, WHILE, "dynamic_slice",
@@ -240,7 +240,7 @@ PARAM_IN_SPECS = "in_specs"
 PARAM_MANUAL_AXES = "newly_manual_axes"
 PARAM_MESH = "mesh"
 PARAM_OUT_SPECS = "out_specs"
-# What the rules of custom derivatives take and return.
+# The parameters and results of the rules of custom derivatives.
 PARAM_OUT_TREES = "out_trees"
 PARAM_SYMBOLIC_ZEROS = "symbolic_zeros"
 # Parameters of a checkpoint inside a program.
@@ -310,7 +310,7 @@ LOGGER_CALLBACK = "jax._src.callback"
 
 # --- files and functions of JAX on the stack ------------------------------------------------------
 
-# What traces a function, what lowers a program, and what compiles one.
+# Functions of JAX that trace a function, lower a program, and compile one.
 FRAMES_TRACING = frozenset(
     {
         ("partial_eval.py", "trace_to_jaxpr"), ("partial_eval.py", "trace_to_jaxpr_dynamic"),
@@ -320,7 +320,7 @@ FRAMES_TRACING = frozenset(
 FRAMES_COMPILING = frozenset(
     {("compiler.py", "compile_or_get_cached"), ("mlir.py", "lower_jaxpr_to_module")}
 )
-# What calls a function of Python from a running program.
+# Functions of JAX that call Python from a running program.
 FRAMES_CALLBACK = frozenset(
     {("callback.py", "pure_callback_impl"), ("callback.py", "io_callback_impl")}
 )

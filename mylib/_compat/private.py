@@ -174,7 +174,7 @@ def _on_mesh_of(fun: Callable[..., Any], type_of: Callable[[Any], Any]) -> Calla
     return on_its_mesh
 
 
-# Of values without a sharding in their type, such as a Ref.
+# For values without a sharding in their type, such as a Ref.
 _NO_MESH: Any = NamedSharding(AbstractMesh((), ()), PartitionSpec())
 
 
@@ -195,7 +195,7 @@ def nodes_of(treedef: Any) -> Sequence[Any]:
 
 def data_of(nodes: Iterable[Any]) -> list[Any]:
     """The nodes' own data: static fields, keys of dicts."""
-    # What is pickled of each node: its kind, the number of its children, its data, ...
+    # The pickled fields of a node: its kind, the number of its children, its data, ...
     data = list(map(_data_of_node, nodes))
     if _USUAL.issuperset(map(type, data)):  # each call comes here
         return list(chain.from_iterable(filter(None, data)))
@@ -360,7 +360,7 @@ def break_connection(connection: Any) -> None:
 
 
 def data_of_shards(x: jax.Array) -> Sequence[jax.Array]:
-    """What `x.addressable_shards` hold, in the same order. That takes ten times as long to make."""
+    """The arrays of `x.addressable_shards`, in their order, in a tenth of the time."""
     whole: Any = x
     return whole._arrays
 
@@ -698,7 +698,7 @@ def devices_of_lowered(lowered: jax.stages.Lowered) -> tuple[Any, ...]:
 
 
 def _unloaded(compiled: jax.stages.Compiled) -> Any:
-    """What JAX keeps of an executable to serialise it."""
+    """The parts of an executable that JAX keeps to serialise it."""
     return compiled._executable._unloaded_executable  # pyright: ignore
 
 

@@ -30,8 +30,8 @@ from .._compat import (
 from .._programs import bind_as, checkpointed, interpret, jaxprs_in
 from .._transfer import constrain_auto_p
 from .._tree import Arrays
-from .gather import Route, gather
-from .prefetch import Run, tangent_p
+from .gather import Route, gather_weights
+from .prefetch import Run, layer_tangent_p
 
 Values = Sequence[Any]
 
@@ -40,7 +40,7 @@ def as_written(run: Run, weights: Arrays, inputs: Arrays, route: Route) -> tuple
     """Traces `run(gathered weights, inputs)` with the types that its author sees. Returns it for
     Auto axes; the inputs, preceded by the arrays that it closes over; and the types of its results.
     """
-    gathered = jax.make_jaxpr(lambda xs: gather(xs, route)[0])(weights).out_avals
+    gathered = jax.make_jaxpr(lambda xs: gather_weights(xs, route)[0])(weights).out_avals
     program = jax.make_jaxpr(run)([_struct(aval) for aval in gathered], inputs)
     count = len(program.consts)
 
@@ -104,7 +104,7 @@ def _constrained(x: Any, sharding: NamedSharding) -> Any:
 def _at(x: Any, sharding: NamedSharding) -> Any:
     entries: Sequence[Any] = sharding.spec.partitions
     if sharding.mesh.auto_axes:
-        # What is asked for axes of one type leaves those of the other as they are.
+        # A request for axes of one type leaves those of the other type as they are.
         entries = [PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in entries]
     mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec(*entries)
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
@@ -113,7 +113,7 @@ def _at(x: Any, sharding: NamedSharding) -> Any:
 def _untyped(param: Any) -> Any:
     """A parameter of an equation, without Explicit axes."""
     if isinstance(param, NamedSharding):
-        # What an operation's result is split over becomes a constraint behind it.
+        # The sharding that an operation asks for becomes a constraint on its result.
         return None if param.mesh.explicit_axes else param
     if isinstance(param, ShapedArray):
         return param.update(sharding=jax.typeof(_struct(param, typed=False)).sharding)
@@ -245,7 +245,7 @@ def _prefetched(eqn: Any, args: Values) -> Arrays:
     """A prefetched layer that is called by another layer."""
     (layer,) = eqn.params.values()
     program, after = map(_untyped_program, (layer.program, layer.after))
-    return tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
+    return layer_tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
 
 
 def _typed(eqn: Any, args: Values) -> Arrays:
@@ -286,5 +286,5 @@ _CALLS: dict[str, Callable[[Any, Values], Arrays]] = {
     names.JIT: _jit,
     names.REMAT: lambda eqn, args: checkpointed(eqn, lambda *xs: _inlined(eqn, xs), args),
     names.SHARD_MAP: _shard_map,
-    tangent_p.name: _prefetched,
+    layer_tangent_p.name: _prefetched,
 }

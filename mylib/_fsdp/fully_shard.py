@@ -26,7 +26,7 @@ from .._placement import (
 from .._tree import KeyPath, Leaves, name_of, split
 from ..rules import replicated
 from .checkpoint import Policy, recompute_resharded
-from .gather import Route, gather
+from .gather import Route, gather_weights
 from .layer import LayerPlan, as_layer, is_layer, is_method
 from .prefetch_order import Turns
 from .residuals import Residuals
@@ -143,20 +143,11 @@ def fully_shard(
     _check_order(layers, kept)
     _check_dtypes(dtype, reduce_dtype)
     _check_prefetch(prefetch, checkpoint, policy, in_turn)
-    if saved is not None and not checkpoint:
-        raise TypeError(
-            "fully_shard: saved= has no effect with checkpoint=False, which saves everything: "
-            "leave one out"
-        )
-    methods = _checked(layers, checkpoint, policy)
+    _check_saved(saved, checkpoint)
+    nodes, treedef = _flatten(model, _checked(layers, checkpoint, policy))
     leaves, world = split(model), current_world()
     decisions = [decide(leaves, placement, mesh, world) for placement in (kept, used)]
-    faults = [fault for decision in decisions for fault in decision.faults]
-    faults += _refuse_memory(leaves, decisions[1].targets)
-    faults += _refuse_devices(leaves, decisions)
-    faults += _refuse_exchanged(leaves, *(decision.targets for decision in decisions))
-    nodes, treedef = _flatten(model, methods)
-    faults += _refuse_layers(layers, model, nodes)
+    faults = [*_faults(leaves, decisions), *_refuse_layers(layers, model, nodes)]
     if faults:
         raise PlacementError(faults)
     kept_at, used_at = (tuple(decision.targets) for decision in decisions)
@@ -164,25 +155,46 @@ def fully_shard(
     route = Route(kept_at, used_at, dtype, reduce_dtype)
     turns = Turns(prefetch) if prefetch else None
     residuals = None if saved is None else Residuals.of(saved, mesh, used_at)
+
+    def plan_of(inside: Sequence[int]) -> LayerPlan:
+        shapes = tuple(tuple(leaves.arrays[i].shape) for i in inside)
+        return LayerPlan(route.part(inside), shapes, checkpoint, policy, in_turn, turns, residuals)
+
+    return jtu.tree_unflatten(treedef, _gathering(nodes, leaves, route, plan_of))
+
+
+def _gathering(
+    nodes: Sequence["_Node"],
+    leaves: Leaves,
+    route: Route,
+    plan_of: Callable[[Sequence[int]], LayerPlan],
+) -> list[Any]:
+    """The nodes of the new model: layers that gather their weights, and gathered arrays that are in
+    no layer.
+    """
     new_nodes: list[Any] = []
     at_top: dict[int, int] = {}  # the positions in `new_nodes` of arrays that are in no layer
     start = 0
     for _, node, method_names in nodes:
         inside = range(start, start := start + len(split(node).arrays))
         if method_names is not None:
-            shapes = tuple(tuple(leaves.arrays[i].shape) for i in inside)
-            plan = LayerPlan(
-                route.part(inside), shapes, checkpoint, policy, in_turn, turns, residuals
-            )
-            node = as_layer(node, method_names, plan)
+            node = as_layer(node, method_names, plan_of(inside))
         else:
             at_top |= dict.fromkeys(inside, len(new_nodes))
         new_nodes.append(node)
     top = replace(route, reduce_dtype=None, lookups=True).part(list(at_top))
-    gathered, _ = gather([leaves.arrays[i] for i in at_top], top)
+    gathered, _ = gather_weights([leaves.arrays[i] for i in at_top], top)
     for position, x in zip(at_top.values(), gathered, strict=True):
         new_nodes[position] = x
-    return jtu.tree_unflatten(treedef, new_nodes)
+    return new_nodes
+
+
+def _check_saved(saved: Any, checkpoint: bool) -> None:
+    if saved is not None and not checkpoint:
+        raise TypeError(
+            "fully_shard: saved= has no effect with checkpoint=False, which saves everything: "
+            "leave one out"
+        )
 
 
 def _check_order(layers: Any, kept: Any) -> None:
@@ -287,18 +299,7 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
     yield from _missing(layers, modules, [node for _, node, _ in new_layers])
     shared = [path for path, x in modules if isinstance(x, eqx.nn.Shared)]
     for path, node, method_names in new_layers:
-        cls = type(node)
-        lacking = [name for name in method_names if not is_method(cls, name)]
-        if lacking:
-            public_methods = [x for x in vars(cls) if not x.startswith("_") and is_method(cls, x)]
-            yield Fault(
-                jtu.keystr(path),
-                None,
-                f"fully_shard of {cls.__qualname__}",
-                f"{cls.__qualname__} has no method {', '.join(lacking)}",
-                "name the methods that gather, as in "
-                f"layers={{{cls.__qualname__}: {public_methods or ['encode', 'decode']}}}",
-            )
+        yield from _refuse_methods(path, type(node), method_names)
         if any(path[: len(tied)] == tied for tied in shared):
             yield Fault(
                 name_of(path),
@@ -308,6 +309,20 @@ def _refuse_layers(layers: Any, model: Any, nodes: Sequence[_Node]) -> Iterator[
                 "leave it out of `layers`: weights that are in no layer are gathered once for all "
                 "their uses. Or name a class that holds the eqx.nn.Shared",
             )
+
+
+def _refuse_methods(path: KeyPath, cls: type, method_names: Sequence[str]) -> Iterator[Fault]:
+    lacking = [name for name in method_names if not is_method(cls, name)]
+    if lacking:
+        public_methods = [x for x in vars(cls) if not x.startswith("_") and is_method(cls, x)]
+        yield Fault(
+            jtu.keystr(path),
+            None,
+            f"fully_shard of {cls.__qualname__}",
+            f"{cls.__qualname__} has no method {', '.join(lacking)}",
+            "name the methods that gather, as in "
+            f"layers={{{cls.__qualname__}: {public_methods or ['encode', 'decode']}}}",
+        )
 
 
 def _modules(model: Any) -> list[tuple[KeyPath, eqx.Module]]:
@@ -338,6 +353,15 @@ def _missing(
             reason = "all of them are inside other layers, which gather their weights"
             fix = "leave the class out"
         yield because(reason, fix, f"fully_shard of {cls.__qualname__ if is_class else cls!r}")
+
+
+def _faults(leaves: Leaves, decisions: Sequence[Decision]) -> Iterator[Fault]:
+    """Faults of `kept` and `used`, in this order in `decisions`."""
+    kept, used = decisions
+    yield from (*kept.faults, *used.faults)
+    yield from _refuse_memory(leaves, used.targets)
+    yield from _refuse_devices(leaves, decisions)
+    yield from _refuse_exchanged(leaves, kept.targets, used.targets)
 
 
 def _refuse_memory(leaves: Leaves, targets: Sequence[Target | None]) -> Iterator[Fault]:

@@ -48,7 +48,7 @@ class Route:
         return replace(self, kept=kept, used=used)
 
 
-def gather(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
+def gather_weights(arrays: Sequence[Any], route: Route) -> tuple[list[Any], list[Any]]:
     """The weights where they are used, and their sinks (`gradient_dtype.py`), each None if there is
     no `reduce_dtype`.
     """

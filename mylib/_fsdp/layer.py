@@ -17,7 +17,7 @@ from .._placement import World, axes_in, axis_names, current_world, sharding_of,
 from .._tree import Arrays, Leaves, Split, outlined, split
 from .checkpoint import Policy, recompute_resharded
 from .explicit_axes import as_written, on_auto_axes
-from .gather import Route, gather, keep
+from .gather import Route, gather_weights, keep
 from .gradient_dtype import call_with_sinks
 from .offloading import checkpoint
 from .prefetch import Run, call_ahead
@@ -193,7 +193,7 @@ class _LayerCall:
         return arrays
 
     def filled(self, arrays: Arrays) -> Any:
-        """What the method has returned, with these arrays."""
+        """The method's result, with these arrays."""
         return self._returned.fill(arrays)
 
 
@@ -201,7 +201,7 @@ def _after_gathering(compute: Run, route: Route) -> Run:
     """`compute` as a function of weights where they are kept."""
 
     def run(weights: Arrays, inputs: Arrays) -> Arrays:
-        gathered, sinks = gather(weights, route)
+        gathered, sinks = gather_weights(weights, route)
         if route.reduce_dtype is None:
             return compute(gathered, inputs)
         return call_with_sinks(compute, gathered, sinks, inputs)
@@ -217,7 +217,7 @@ def _after(weights: Arrays, inputs: Arrays, route: Route) -> tuple[Arrays, Array
 
 
 def _stacked(plan: LayerPlan, leaves: Leaves, world: World) -> Removed:
-    """Which dimensions of the weights that `fully_shard` was given have been removed."""
+    """The dimensions of the weights given to `fully_shard` that have been removed since."""
     name = type(leaves.tree).__qualname__
     request = f"fully_shard, and a call of {name}"
     fix = (

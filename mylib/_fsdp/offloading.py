@@ -3,17 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from importlib import metadata
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jaxlib.version import __version__ as _VERSION
 
 # On GPUs a loop reads what it has offloaded in the wrong order: openxla/xla 46231. Not in 0.10.2,
 # and no longer in 0.12.0.
 WRONG_ON_GPUS = ("0.11.0",)
-_VERSION = metadata.version("jaxlib")
 
 
 def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable[..., Any]:
@@ -22,16 +21,16 @@ def checkpoint(run: Callable[..., Any], policy: Any, **options: Any) -> Callable
     """
     if policy is None or _VERSION not in WRONG_ON_GPUS:
         return jax.checkpoint(run, policy=policy, **options)
-    watched = _watched(policy)
+    observed = _observed(policy)
 
     def marked(*args: Any) -> Any:
-        return run(*jax.tree.map(lambda x: _marked_p.bind(x, policy=watched, moves=False), args))
+        return run(*jax.tree.map(lambda x: _marked_p.bind(x, policy=observed, moves=False), args))
 
-    return jax.checkpoint(marked, policy=watched, **options)
+    return jax.checkpoint(marked, policy=observed, **options)
 
 
 @dataclass
-class _Watched:
+class _ObservedPolicy:
     """A policy, and whether it has offloaded anything: JAX asks when a function is differentiated,
     and that the program is for GPUs is known later.
     """
@@ -41,7 +40,7 @@ class _Watched:
 
     def __call__(self, *args: Any, **params: Any) -> Any:
         answer = self.policy(*args, **params)
-        # Others are bools, or say nothing of a memory.
+        # Other answers are bools, or have no memory kind.
         self.offloads = self.offloads or hasattr(answer, "dst")
         return answer
 
@@ -50,15 +49,15 @@ class _Watched:
 
 
 # One for each policy: JAX caches traces by policy, and doesn't ask another one that is equal.
-_watched = lru_cache(maxsize=256)(_Watched)
+_observed = lru_cache(maxsize=256)(_ObservedPolicy)
 
-# Says in a program that it has a tangent of what is computed under a policy.
+# Marks, in a program, the inputs of a computation under a policy, and their tangents.
 _marked_p = Primitive("under_policy")
 _marked_p.def_impl(lambda x, **_: x)
 _marked_p.def_abstract_eval(lambda x, **_: x)
 
 
-def _jvp(primals: Any, tangents: Any, *, policy: _Watched, moves: bool) -> tuple[Any, Any]:
+def _jvp(primals: Any, tangents: Any, *, policy: _ObservedPolicy, moves: bool) -> tuple[Any, Any]:
     (x,), (tangent,) = primals, tangents
     return x, _marked_p.bind(ad.instantiate_zeros(tangent), policy=policy, moves=True)
 
@@ -67,7 +66,7 @@ def _batch(xs: Any, dims: Any, **params: Any) -> tuple[Any, Any]:
     return _marked_p.bind(*xs, **params), dims[0]
 
 
-def _lower_for_gpus(ctx: Any, x: Any, *, policy: _Watched, moves: bool) -> Any:
+def _lower_for_gpus(ctx: Any, x: Any, *, policy: _ObservedPolicy, moves: bool) -> Any:
     if moves and policy.offloads:
         raise RuntimeError(
             "filter_checkpoint, fully_shard: policy= offloads saved values to host memory. On GPUs "

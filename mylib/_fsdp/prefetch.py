@@ -79,7 +79,7 @@ class _Layer:
     program: Any
     after: Any
     turns: Turns
-    # Which arguments have tangents.
+    # Marks the arguments that have tangents.
     moving: Sequence[bool] = ()
 
     def __call__(self, operands: Arrays) -> Arrays:
@@ -149,7 +149,9 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
         program = without_checks(layer.program)
         differentiated = replace(layer, moving=moving, program=program)
         results = _call(layer.by_forward_rules(moving), is_ahead)(*primals)
-        moved = iter(tangent_p.bind(*operands, *compress(tangents, moving), layer=differentiated))
+        moved = iter(
+            layer_tangent_p.bind(*operands, *compress(tangents, moving), layer=differentiated)
+        )
         types = [jax.typeof(x).to_tangent_aval() for x in results]
         pairs = zip(results, types, strict=True)
         return results, [next(moved) if _is_float(x) else SymbolicZero(t) for x, t in pairs]
@@ -159,11 +161,11 @@ def _call(layer: _Layer, is_ahead: bool) -> Any:
 
 
 # The tangents of a layer's results: a function of its arguments and, linearly, of their tangents.
-tangent_p = Primitive("prefetched_layer_tangent")
-tangent_p.multiple_results = True
+layer_tangent_p = Primitive("prefetched_layer_tangent")
+layer_tangent_p.multiple_results = True
 
 
-@tangent_p.def_abstract_eval
+@layer_tangent_p.def_abstract_eval
 def _abstract(*avals: Any, layer: _Layer) -> Sequence[Any]:
     return [x.to_tangent_aval() for x in layer.program.out_avals if _is_float(x)]
 
@@ -218,7 +220,7 @@ def _batch(
     program, results = batched(layer.program, axis, mapped)
     after, _ = batched(layer.after, axis, [*mapped[:weights], False])
     args = batched_at_front(axis, args, dims, [*mapped, *compress(mapped, layer.moving)])
-    moved = tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
+    moved = layer_tangent_p.bind(*args, layer=replace(layer, program=program, after=after))
     pairs = zip(layer.program.out_avals, results, strict=True)
     return moved, [0 if is_batched else None for x, is_batched in pairs if _is_float(x)]
 
@@ -227,8 +229,8 @@ def _is_float(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-tangent_p.def_impl(_forward_mode)
-ad.primitive_jvps[tangent_p] = _jvp
-ad.primitive_transposes[tangent_p] = _transpose
-batching.fancy_primitive_batchers[tangent_p] = _batch
-mlir.register_lowering(tangent_p, mlir.lower_fun(_forward_mode, multiple_results=True))
+layer_tangent_p.def_impl(_forward_mode)
+ad.primitive_jvps[layer_tangent_p] = _jvp
+ad.primitive_transposes[layer_tangent_p] = _transpose
+batching.fancy_primitive_batchers[layer_tangent_p] = _batch
+mlir.register_lowering(layer_tangent_p, mlir.lower_fun(_forward_mode, multiple_results=True))

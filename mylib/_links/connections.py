@@ -21,11 +21,11 @@ from .._processes import (
     Processes,
     TransferError,
     Turn,
+    comparison,
     connected,
     digest,
     environment,
     patience,
-    watch,
 )
 
 _LOOPBACK = "127.0.0.1"
@@ -47,7 +47,7 @@ class Links:
 
     def lane(self, peer: int) -> Lane:
         processes = tuple(sorted((self._me, peer)))
-        return watch().lane(f"arrays on {self._platform}", processes)
+        return comparison().lane(f"arrays on {self._platform}", processes)
 
     def offer(self, call: Turn, peer: int, pieces: Sequence[jax.Array]) -> None:
         """Gives pieces to a process, when it asks for them."""
@@ -135,7 +135,7 @@ def links_for(platform: str) -> Links | None:
             if server is None:
                 return None
             links = _links[platform] = Links(server, platform)
-            watch().break_off = _break_off
+            comparison().break_off = _break_off
         return links
 
 
@@ -162,12 +162,12 @@ def explained_errors(processes: Processes) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         # The thread that records the reason may be a moment behind.
         until = time.monotonic() + 4.0
-        while not watch().failures and time.monotonic() < until:
+        while not comparison().failures and time.monotonic() < until:
             time.sleep(0.05)
-        for text in watch().failures.values():
+        for text in comparison().failures.values():
             raise TransferError(text) from error
         raise
-    watch().check(processes)
+    comparison().check(processes)
 
 
 def transport(platform: str) -> str:

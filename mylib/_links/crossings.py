@@ -12,7 +12,7 @@ from jax.sharding import Sharding
 
 from .._compat import array_like, value_under
 from .._lines import line_of_caller
-from .._processes import PROGRAMS, Turn, owners, watch
+from .._processes import PROGRAMS, Turn, comparison, owners
 from .connections import Links, links_for
 from .cutting import cut, join
 from .leaf import (
@@ -108,8 +108,8 @@ def count_moves(moves: Iterable[Crossing]) -> None:
         if len(group := owners(move.x.sharding)) > 1 and jax.process_index() in group:
             groups.setdefault(group, []).append(leaf_of(*move))
     for group, leaves in groups.items():
-        lane = watch().lane(PROGRAMS, group)
-        watch().count(lane, f"{described_all(leaves)} in {line_of_caller()}")
+        lane = comparison().lane(PROGRAMS, group)
+        comparison().count(lane, f"{described_all(leaves)} in {line_of_caller()}")
 
 
 # A piece of the tree, by the position of its leaf and its own in the leaf's plan.
@@ -147,7 +147,7 @@ def _travel(leaves: Sequence[Shipment], links: Mapping[str, Links]) -> dict[_Key
         for place, lane in lanes.items():
             concerned = sorted({i for i, _ in (*gives.get(place, ()), *takes.get(place, ()))})
             text = f"{described_all(leaves[i] for i in concerned)} in {line}"
-            calls[place] = watch().count(lane, text)
+            calls[place] = comparison().count(lane, text)
         for (platform, peer), keys in gives.items():
             links[platform].offer(calls[platform, peer], peer, [pieces[key] for key in keys])
         for (platform, peer), keys in takes.items():

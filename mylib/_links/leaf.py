@@ -19,7 +19,7 @@ from .._processes import digest
 from .._text import listed
 from .plan import Division, placed_as, plan
 
-# Arrays beyond these are not described: a checksum of all stands for them.
+# A description of more arrays than these is a checksum.
 _FEW = 8
 _LONG = 200
 
@@ -82,7 +82,7 @@ def shards_of(x: jax.Array) -> dict[Any, jax.Array]:
 
 
 def next_call(maker: str) -> str:
-    """The label of the next result of `maker`."""
+    """A new result of `maker`."""
     with _lock:
         _calls_of[maker] += 1
         return f"{maker}#{_calls_of[maker]}"

@@ -1,4 +1,4 @@
-"""Which parts of an array go from which device to which process."""
+"""The routes of an array's parts, from a device to a process."""
 
 from collections.abc import Iterable
 from functools import lru_cache

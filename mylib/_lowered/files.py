@@ -32,7 +32,7 @@ _HASH = 32  # bytes of a SHA-256
 _LENGTH = 8  # bytes of the header's length
 # Where the object of a `custom_partitioning` is in memory.
 _ADDRESS = re.compile(r'(@CustomSPMDPartitioning\([^\n]*? backend_config = ")\d+')
-# What compiles for a GPU or a TPU, by the packages that bring it.
+# The compilers for GPUs and TPUs, by the packages that contain them.
 _PLUGINS = {
     "gpu": ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
     "tpu": ("libtpu",),
@@ -64,7 +64,7 @@ class SavedProgram:
 def program_for(
     name: str, text: str, arguments: Iterable[str], results: Iterable[str], devices: Sequence[Any]
 ) -> SavedProgram:
-    """What a program with this lowered text, compiled here for these devices, depends on."""
+    """The dependencies of a program with this lowered text, compiled here for these devices."""
     code = sha256(_ADDRESS.sub(r"\1", text).encode()).hexdigest()
     return SavedProgram(name, code, [*arguments], [*results], _made_for(devices))
 
@@ -224,6 +224,7 @@ def compare(path: Any, saved: SavedProgram, current: SavedProgram, check: bool) 
         )
 
 
+# List at most this many problems.
 _MOST = 10
 
 

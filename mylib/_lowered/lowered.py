@@ -1,4 +1,4 @@
-"""What `lower` of a function returns: the function lowered, and compiled, ahead of time."""
+"""The result of `lower`: a function lowered, and compiled, ahead of time."""
 
 import functools
 import os
@@ -43,7 +43,7 @@ from .files import SavedProgram, compare, program_for, read, write
 
 
 class Origin(NamedTuple):
-    """What a program was lowered from."""
+    """The function and the arguments from which a program was lowered."""
 
     # The function's name, and the mesh that it was given.
     name: str
@@ -57,7 +57,7 @@ class Origin(NamedTuple):
     # Calls the function with the compiled program, which may not have been called before, and
     # these arguments.
     call: Callable[[jax.stages.Compiled, bool, Any, Any], Any]
-    # Is told what `audit` has found.
+    # Gets the collectives that `audit` has found.
     audited: Callable[[Report], None]
 
 
@@ -107,7 +107,7 @@ class Lowered:
         return Compiled(self._origin, self.lowered, compiled, _file=path)
 
 
-# What JAX and `pickle` raise for objects in a program that can't be in a file.
+# JAX and `pickle` raise these for objects in a program that can't be in a file.
 _NOT_SERIALISED = (
     pickle.PickleError,
     AttributeError,
@@ -125,7 +125,7 @@ class Compiled:
     _lowered: jax.stages.Lowered
     compiled: jax.stages.Compiled
     _options: dict[str, Any] | None = None
-    # What it was read from, if it wasn't compiled here.
+    # The file that it was read from, if it wasn't compiled here.
     _file: str | os.PathLike[str] | None = None
     _called: bool = field(default=False, init=False)
 
@@ -157,7 +157,7 @@ class Compiled:
         return self.compiled.memory_analysis()
 
     def audit(self, *, mesh: AnyMesh | None = None, local: Iterable[str] = ()) -> Report:
-        """What the program communicates and holds, as reported by [`mylib.audit`][]."""
+        """The report of [`mylib.audit`][]: collectives, memory, time."""
         origin = self._origin
         report = report_of(
             self.compiled,
@@ -239,7 +239,7 @@ def _refuse_unmeasured(name: str, kind: str, program: HloModule) -> None:
 
 
 def _described(origin: Origin, lowered: jax.stages.Lowered) -> SavedProgram:
-    """What the compiled program depends on."""
+    """The dependencies of the compiled program."""
     pairs = zip(origin.arguments, jtu.tree_leaves(lowered.in_avals), strict=True)
     return program_for(
         origin.name,

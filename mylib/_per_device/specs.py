@@ -240,7 +240,7 @@ class Specs(Inputs):
 
 
 def _difference(mesh: AnyMesh, around: AnyMesh, devices: Mesh | None) -> str:
-    """What `mesh` is instead of the mesh around; empty if it is the same but for axis types."""
+    """The difference between `mesh` and the mesh around it; empty if only the axis types differ."""
     if not same_axes(mesh, around):
         return f"another, {show_mesh(mesh)}"
     if isinstance(mesh, Mesh) and devices is not None:

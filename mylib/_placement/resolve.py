@@ -19,7 +19,7 @@ from jax.sharding import (
 )
 from jaxtyping import PyTree
 
-from .._errors import Fault, PlacementError, PlacementWarning, because, warn
+from .._errors import Fault, PlacementError, WrongArgumentWarning, because, warn
 from .._tree import (
     MISFIT,
     Kind,
@@ -181,7 +181,7 @@ def _warn_of_optimiser(tree: Any) -> None:
         warn(
             f"0 arrays are placed: the tree is an optimiser, a {type(tree).__name__}. Place its "
             "state: filter_shard(optim.init(params), placement)",
-            PlacementWarning,
+            WrongArgumentWarning,
         )
 
 

@@ -5,5 +5,5 @@ from .result import Candidate as Candidate, Plan as Plan
 from .trace import PlanError as PlanError
 
 # Tracebacks and pickles then show the public names.
-for _class in (Plan, PlanError):
+for _class in (Candidate, Plan, PlanError):
     _class.__module__ = "mylib"

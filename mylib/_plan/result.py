@@ -35,7 +35,7 @@ class Candidate:
     **Attributes:**
 
     - `name`: such as `"FSDP 8 x TP 2, saves dots"`.
-    - `seconds`, `interval`: of a call, as those of [`Estimate`][mylib._audit.Estimate]; None if the
+    - `seconds`, `interval`: of a call, as those of [`mylib.Estimate`][]; None if the
         step can't use this mesh.
     - `memory`: the most bytes that each device holds; None if unknown.
     - `compiled`: whether the target's compiler has compiled it. Otherwise all figures are modelled.
@@ -102,7 +102,7 @@ class Plan:
         them.
     - `memory`: the most bytes that each device holds.
     - `seconds`: the seconds of a call, at least and at most.
-    - `chosen`, `others`, `rejected`: [`Candidate`][mylib._plan.Candidate]s: the one that was
+    - `chosen`, `others`, `rejected`: [`mylib.Candidate`][]s: the one that was
         chosen, and the others, the best first.
     - `notes`: ties, and what was assumed.
     - `stacked`: the paths of models with stacked layers.

@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from .._errors import PlacementError
+from .._errors import MylibError, PlacementError
 from .._fsdp import fully_shard, is_layer
 from .._placement import trimmed
 from .._tree import is_array, is_of_keys
@@ -41,7 +41,7 @@ POLICIES: dict[str, tuple[str, Any]] = {
 SMALL = 2**12
 
 
-class PlanError(ValueError):
+class PlanError(MylibError, ValueError):
     """There is no plan, or none that can be applied. The message says why, and what to change."""
 
 

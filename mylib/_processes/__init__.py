@@ -10,6 +10,7 @@ from .agreement import (
     raised_in_all as raised_in_all,
     shared_indices as shared_indices,
 )
+from .comparing import PROGRAMS as PROGRAMS, comparison as comparison
 from .coordination import (
     JUDGED as JUDGED,
     Conclusion as Conclusion,
@@ -39,11 +40,10 @@ from .meeting import (
     Meet as Meet,
     everybody as everybody,
     exchange as exchange,
-    gather as gather,
+    gather_messages as gather_messages,
     meeting as meeting,
     on_the_way as on_the_way,
     processes_of as processes_of,
 )
 from .order import Lane as Lane, TransferError as TransferError, Turn as Turn
 from .replicas import check_replicas as check_replicas
-from .watch import PROGRAMS as PROGRAMS, watch as watch

@@ -1,9 +1,9 @@
-"""Finds processes that wait for each other in a circle.
+"""Finds processes that wait in a circle for arrays of each other.
 
-A process that has waited for a while tells what it waits for, and how many calls of each lane it
-has made, or can make, before that comes. Each waits for the one that it names, and that has not
-made the call. If all made their calls in one order, there could be no circle: so a process may have
-told its part long ago, and is right all the same.
+A process that has waited for a while tells which call it waits for, and how many calls of each lane
+it has made, or can make, before that array comes. It waits for those processes of the call that
+have not made it. If all processes made their calls in one order, there could be no circle. So what
+a process has told long ago can't make this raise by mistake.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class Waiting(NamedTuple):
 
 
 def circle_before(me: int, waiting: Mapping[int, Waiting]) -> tuple[Processes, str] | None:
-    """What is wrong if this process waits for some that wait for each other, and for which ones."""
+    """The processes of a circle that this process waits for, and the error; None without one."""
     groups = {x.lane: members(x.lane.partition("/")[2]) for x in waiting.values()}
     waits_for = {
         process: [
@@ -36,7 +36,7 @@ def circle_before(me: int, waiting: Mapping[int, Waiting]) -> tuple[Processes, s
         ]
         for process, (lane, number, *_) in waiting.items()
     }
-    # Who waits for nobody that waits will go on.
+    # A process that waits for no waiting process will go on.
     while not all(waits_for.values()):
         stuck = {process for process, others in waits_for.items() if others}
         waits_for = {p: [q for q in waits_for[p] if q in stuck] for p in stuck}

@@ -59,16 +59,6 @@ class Conclusion(NamedTuple):
     text: str
 
 
-class Wait(NamedTuple):
-    """A call that waits in a meeting: since when, the number of this or of an earlier meeting, and
-    what is compared.
-    """
-
-    since: float
-    number: int
-    what: str
-
-
 class Series:
     """A series of meetings of some processes under one key.
 
@@ -85,8 +75,6 @@ class Series:
         self.only = OneThread()
         # Calls of this process that would meet the others if they had something to compare.
         self.calls = 0
-        # The meeting in which a call of this process waits.
-        self.waits: Wait | None = None
         self._me = me
         self._begun = False
         # The first meeting whose keys the service may still hold.

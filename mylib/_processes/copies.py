@@ -50,7 +50,7 @@ def facts_of(copies: Mapping[str, Copies], everybody: Processes) -> Facts:
         for number, held in x.held.items():
             add(x.holders[number], name, f"{number}: {', '.join(held)}")
         for number in x.odd:
-            # So that this process agrees with no other one.
+            # Make this digest unique, so that the difference is reported.
             for group in dict.fromkeys((x.holders[number], everybody)):
                 add(group, name, f"{number} differs in process {jax.process_index()}")
     return {group: values for group, values in facts.items() if len(group) > 1}

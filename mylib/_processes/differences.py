@@ -25,12 +25,12 @@ from .meeting import Meet
 # Values that must be equal in all processes of a group, by name.
 Facts = Mapping[Processes, Mapping[str, Any]]
 
-# As many groups are looked at closely, and as many versions of each group's facts.
+# Compare at most this many groups, and this many versions of each group's facts.
 _GROUPS = 8
 _VERSIONS = 8
-# As many faults are described; of the others only the leaves are named.
+# Describe at most this many faults; of the others, name only the leaves.
 _DESCRIBED = 100
-# Of each text, other processes are told as many characters.
+# Send at most this many characters of each text to other processes.
 _CHARACTERS = 8000
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -143,7 +143,7 @@ def faults_in_full(
 
 
 def message(me: int, difference: Difference, faults: Sequence[Fault], facts: Facts) -> str:
-    """What process `me` sends to the second meeting; most send nothing."""
+    """The message of process `me` to the second meeting; empty for most."""
     by_group = {
         text_of(group): {_told(name): _told(value) for name, value in values.items()}
         for group, values in facts.items()

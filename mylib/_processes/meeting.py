@@ -15,13 +15,14 @@ from typing import Any
 
 import jax
 
+from .._errors import MylibError
 from .._lines import line_of_caller
 from .._watched import waits
+from .comparing import programs_of, read_in_order, wait_in_step
 from .coordination import JUDGED, Conclusion, Judge, Processes, Series
 from .environment import TIMEOUT, patience
 from .groups import digest, named
 from .order import IN_ORDER, TransferError
-from .watch import CALLS, MEETINGS, programs_of, read_in_order, wait_in_step
 
 # Sends a message to the other processes, and returns the decision of one of them about all
 # messages.
@@ -31,15 +32,19 @@ Meet = Callable[[str, Judge], str]
 _STEP = 10.0
 
 # Conclusions of meetings that not all processes attended. FAILED: some did not come in time, or one
-# was interrupted. VOID: each came only to report an error of a call in which others may have had
-# nothing to compare.
+# was interrupted. VOID: only calls that had failed came; others may have had nothing to compare.
 _FAILED, _VOID = "failed", "void"
+
+# The purpose of the meetings of a program's own calls, which all processes make in one order.
+_CALLS = "calls"
+# By purpose, and by the processes that meet.
+_meetings: dict[tuple[str, Processes], Series] = {}
 
 # Ctrl-C can't end a wait for JAX's service, so threads wait, which are kept for later meetings.
 _waiting = ThreadPoolExecutor(64, thread_name_prefix="mylib-meetings")
 
 
-class AbsentError(TimeoutError):
+class AbsentError(MylibError, TimeoutError):
     """Some processes did not come to a meeting, or were interrupted in it."""
 
     def __init__(self, message: str, missing: Processes):
@@ -193,18 +198,17 @@ def exchange(
     """
     if len(processes) == 1:
         return judge({processes[0]: mine})
-    visit = _Visit(_series_of(CALLS if in_order else purpose, processes), alone)
+    visit = _Visit(_series_of(_CALLS if in_order else purpose, processes), alone)
     timeout = patience() if timeout is None else timeout
-    line = line_of_caller() if in_order else ""
     if in_order:
-        mine = json.dumps([purpose, line, *programs_of(processes)]) + f"\n{mine}"
+        call = [purpose, line_of_caller(), *programs_of(processes)]
+        mine = f"{json.dumps(call)}\n{mine}"
         judge = functools.partial(_judge_in_order, judge)
     try:
         conclusion = _waiting.submit(visit.attend, purpose, mine, judge, timeout)
         if not in_order:
             return conclusion.result()
-        what = "" if alone else f"{purpose} in {line}"
-        return read_in_order(processes, wait_in_step(conclusion, visit.series, what))
+        return read_in_order(processes, wait_in_step(conclusion, processes))
     except BaseException as error:
         _waiting.submit(visit.break_off, error).result()
         raise
@@ -229,7 +233,7 @@ def on_the_way(processes: Processes, *, alone: bool = False) -> Iterator[None]:
     """What is raised before a meeting ends it for the others. If this process may have come
     `alone`, it counts its call, and only Ctrl-C and the like end the meeting, for this call only.
     """
-    series = _series_of(CALLS, processes)
+    series = _series_of(_CALLS, processes)
     visit = _Visit(series)
     if series.only.try_to_hold(visit.thread):  # An interrupted meeting has ended.
         series.only.release()
@@ -244,16 +248,16 @@ def on_the_way(processes: Processes, *, alone: bool = False) -> Iterator[None]:
 
 
 def _series_of(purpose: str, processes: Processes) -> Series:
-    series = MEETINGS.get((purpose, processes))
+    series = _meetings.get((purpose, processes))
     if series is None:
         place = f"mylib/{purpose}/{digest(processes)}"
         series = Series(place, processes, jax.process_index())
         # Another thread may have been quicker.
-        series = MEETINGS.setdefault((purpose, processes), series)
+        series = _meetings.setdefault((purpose, processes), series)
     return series
 
 
-def gather(
+def gather_messages(
     purpose: str, mine: Any, processes: Processes, *, timeout: float | None = None
 ) -> list[Any]:
     """The messages of all processes, in their order, as JSON; the same for all of them."""

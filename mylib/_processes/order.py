@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .._errors import MylibError
 from .._text import apart, counted
 from .coordination import OneThread, Processes
 from .environment import TIMEOUT, patience
@@ -12,9 +13,9 @@ from .groups import digest, named, text_of
 
 IN_ORDER = "All processes must make the same calls in the same order"
 
-# As many calls are remembered until the other processes are known to have made the same.
+# Remember at most this many calls that other processes aren't known to have made.
 _REMEMBERED = 1000
-# After as many seconds a process has told others what it has found.
+# After this many seconds, other processes have read what a process has found.
 _TOLD = 1.5
 
 # The account of a process that has made no call.
@@ -29,7 +30,7 @@ NOTHING = {
 }
 
 
-class TransferError(RuntimeError):
+class TransferError(MylibError, RuntimeError):
     """A transfer between processes can't be made, one of them has not taken part in it, or they
     have made other calls, or the same in another order.
     """
@@ -46,7 +47,7 @@ class Turn(NamedTuple):
 
 @dataclass
 class Pending:
-    """What this process gives or takes in a call."""
+    """The arrays that this process gives or takes in a call."""
 
     call: Turn
     # What it takes; or what it gives, and nothing once that is ready: the other process tells only
@@ -150,7 +151,7 @@ class Lane:
             return min(late, default=self.count + 1) - 1
 
     def oldest(self) -> Pending | None:
-        """What this process has waited for longest."""
+        """The arrays that this process has waited for longest."""
         with self._lock:
             return min(self._takes.values(), key=lambda move: move.since, default=None)
 
@@ -172,7 +173,7 @@ class Lane:
             }
 
     def compare(self, neighbour: int, theirs: dict[str, Any]) -> str | None:
-        """What is wrong. Of calls that differ, once both have told each other which these are."""
+        """The problem, if any. Calls that differ are reported once both processes know both."""
         with self._lock:
             self._told = theirs
             for number in [n for n in self._gives if n <= theirs["arrived"]]:

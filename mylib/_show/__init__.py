@@ -9,5 +9,5 @@ from .pictures import bar as bar
 from .rows import Row as Row, show_place as show_place
 
 # Tracebacks and pickles then show the public names.
-for _class in (Changes, Explanation, Overview):
+for _class in (Changes, Explanation, Move, Overview, Row):
     _class.__module__ = "mylib"

@@ -40,7 +40,7 @@ _KINDS = {"sum": "sums", "max": "maxima", "min": "minima"}
 
 
 def processes(cut: Partition) -> list[str]:
-    """Which process has which devices, if there are several."""
+    """The devices of each process, if there are several processes."""
     of_process: dict[int, list[Any]] = {}
     for device in cut.parts:
         of_process.setdefault(getattr(device, "process_index", 0), []).append(device)

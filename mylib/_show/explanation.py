@@ -128,7 +128,7 @@ class Explanation(Shown, Rows):
 
     **Attributes:**
 
-    - `rows`: a [`Row`][mylib._show.Row] for each array leaf.
+    - `rows`: a [`mylib.Row`][] for each array leaf.
     - `faults`: all faults, each a [`mylib.Fault`][].
     - `nbytes`: the bytes of all leaves, each counted once.
     - `bytes_by_device`: the bytes that each device would hold in its own memory. The devices of an

@@ -15,14 +15,14 @@ class HasPath(Protocol):
 
     @property
     def likeness(self) -> Hashable:
-        """What must be equal in rows that share a line."""
+        """Rows share a line if these are equal."""
         ...
 
 
 Path = TypeVar("Path", bound=HasPath)
 
 
-# Limits of a table's lines: named groups, then groups of similar rows.
+# Limits on the lines of a table: named groups, then groups of similar rows.
 LINES = 200
 _OTHERS = 20
 
@@ -46,7 +46,7 @@ def fold(rows: Iterable[Path], most: int | None = LINES) -> list[tuple[str, list
 
 
 def _unnamed(groups: Iterable[list[Path]]) -> list[list[Path]]:
-    """Those of a kind together, the most frequent first."""
+    """Similar rows together, the most frequent kind first."""
     alike: dict[Hashable, list[Path]] = {}
     for group in groups:
         alike.setdefault(group[0].likeness, []).extend(group)

@@ -6,6 +6,7 @@ from typing import Any
 from .._text import counted, show_bytes
 from .text import BLUE, Paint, show_devices
 
+# The most lines, and the characters of the longest bar.
 _LINES, _BAR = 12, 24
 
 

@@ -16,7 +16,7 @@ class Meshes:
         self._numbers = {mesh: i + 1 for i, mesh in enumerate(dict.fromkeys(meshes))}
 
     def suffix(self, place: Sharding | None) -> str:
-        """Which mesh a sharding is on, if there are several."""
+        """The name of a sharding's mesh, if there are several meshes."""
         if len(self._numbers) < 2 or not isinstance(place, NamedSharding):
             return ""
         return f" on mesh {self._numbers[place.mesh]}"

@@ -1,4 +1,4 @@
-"""What has moved between two trees, and how many bytes had to be received for it."""
+"""The moves between two trees, and the bytes that had to be received for them."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class Move:
     **Attributes:**
 
     - `path`: the keys that lead to it.
-    - `before`, `after`: a [`Row`][mylib._show.Row] each; None if the leaf isn't in that tree.
+    - `before`, `after`: a [`mylib.Row`][] each; None if the leaf isn't in that tree.
     - `what`: what has happened, in words: `"moved"`, `"new"`, ...; empty if nothing has.
     - `received`: for each device, how many bytes it holds afterwards that it did not hold before;
         the key is `"host memory"` for NumPy. None if that isn't known.
@@ -88,7 +88,7 @@ class Move:
 
     @cached_property
     def likeness(self) -> Hashable:
-        """What must be equal in moves that share a line."""
+        """Moves share a line if these are equal."""
         rows = (row and row.likeness for row in (self.before, self.after))
         return self.what, self.nbytes, *rows
 

@@ -76,7 +76,7 @@ class Overview(Shown, Rows):
 
     **Attributes:**
 
-    - `rows`: a [`Row`][mylib._show.Row] for each array leaf.
+    - `rows`: a [`mylib.Row`][] for each array leaf.
     - `static`: the type of each other leaf, by its path.
     - `nbytes`: the bytes of all arrays, each counted once.
     - `bytes_by_device`: the bytes that each device holds in its own memory. The devices of an
@@ -120,13 +120,13 @@ def _static_lines(static: dict[str, str]) -> list[str]:
 
 @dataclass(frozen=True, repr=False)
 class Changes(Shown):
-    """What has moved between two trees: the result of `mylib.show(before, after)`. Prints as a
+    """The moves between two trees: the result of `mylib.show(before, after)`. Prints as a
     table. In a notebook it is a page with pictures of the later tree.
 
     **Attributes:**
 
-    - `moves`: a [`Move`][mylib._show.Move] for each array leaf.
-    - `rows`: a [`Row`][mylib._show.Row] for each array leaf of the later tree.
+    - `moves`: a [`mylib.Move`][] for each array leaf.
+    - `rows`: a [`mylib.Row`][] for each array leaf of the later tree.
     - `nbytes`: how many bytes the devices had to receive, all of them together.
     - `bytes_by_device`: how many each of them had to receive.
     """

@@ -67,7 +67,7 @@ def _mesh_figures(rows: Sequence[Row], meshes: Meshes) -> list[Html]:
 
 
 def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
-    # Of the largest array: others may have a dimension of size 0.
+    # From the largest array: others may have a dimension of size 0.
     shape = max(rows, key=lambda row: row.nbytes).leaf.shape
     shown = _PATHS if place.num_devices <= _LARGE else 3
     groups = fold(rows)
@@ -82,7 +82,7 @@ def _mesh_figure(place: Sharding, rows: Sequence[Row], meshes: Meshes) -> Html:
 
 
 def _array_figure(rows: Sequence[Row]) -> list[Html]:
-    """Of a single array, which device holds which part."""
+    """The parts of a single array, and the devices that hold them."""
     place = place_of_single(rows)
     if place is None:
         return []

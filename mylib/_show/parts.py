@@ -76,6 +76,7 @@ def partition_of(place: Sharding, shape: Shape) -> Partition:
     return Partition(parts, holders, spans, dim, None, [])
 
 
+# Draw at most this many parts side by side.
 _WIDE = 8
 
 

@@ -17,7 +17,7 @@ from .text import number_of, show_device, show_devices, show_numbers
 
 # How many columns of a mesh are drawn; and of a mesh of one axis, how many devices a line.
 _COLUMNS, _LINE = 16, 8
-# How many colours can be told from each other by their hue.
+# This many colours can be told from each other by their hue.
 _HUES = 12
 _WIDTH, _HEIGHT, _LETTER = 30, 26, 6.5
 

@@ -118,7 +118,7 @@ class Row:
 
     @cached_property
     def likeness(self) -> Hashable:
-        """What must be equal in rows that share a line."""
+        """Rows share a line if these are equal."""
         where = self.place.mesh if isinstance(self.place, NamedSharding) else self.place
         size = (self.leaf.shape, self.leaf.dtype, self.devices, self.bytes_per_device)
         return (self.spec, self.why, self.state, where, self.offloaded, *size)

@@ -1,4 +1,4 @@
-"""What `show` and `explain` have in common: a table in a terminal, and a page in a notebook."""
+"""The common base of `show` and `explain`: a table in a terminal, and a page in a notebook."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Shown:
 
     @property
     def _listed(self) -> Sequence[Any]:
-        """What the table lists."""
+        """The rows of the table."""
         return self.rows
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What this process tells the others, and where."""
+"""The messages of this process to the others, and their keys."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from .programs import identity_of
 from .record import Record, Started, ended_of
 from .stacks import Thread
 
-# At most as many kinds of collectives of a program are named.
+# Name at most this many kinds of collectives of a program.
 _COLLECTIVES = 4
 
 # The order to end; others, by number, are to tell all that a process knows of itself.
@@ -19,7 +19,7 @@ END = "end"
 
 
 def news_of(record: Record, thread: Thread | None) -> dict[str, Any]:
-    """What is told regularly: short."""
+    """The short message that each process sends regularly."""
     calls, counts = record.calls(), record.counts()
     last = f"call {calls[-1].number}, {_text(calls[-1])}" if calls else ""
     if starting := _starting(calls, counts, thread):
@@ -58,7 +58,7 @@ def _starting(
 
 
 def record_of(record: Record, threads: Mapping[int, Thread], watched: int) -> dict[str, Any]:
-    """What is told by a process that is stuck."""
+    """The long message of a process that is stuck."""
     calls = record.calls()
     main = threads.get(watched)
     starting = _starting(calls, record.counts(), main)
@@ -104,7 +104,7 @@ def _text(call: Started) -> str:
 
 
 def _communicated(call: Started) -> str:
-    """What `audit` has found of a program, if it was called."""
+    """The collectives of a program, if `audit` was called on it."""
     variant = call.witness.variant and call.witness.variant()
     if variant is None or variant.collectives is None:
         return ""

@@ -1,21 +1,19 @@
-"""What this process tells the others of a watch, and hears of them.
+"""The exchange between this process and the others of a watch.
 
-It goes with the thread that compares the processes' calls (`_processes/watch.py`): that may wait
-for the coordination service, which stops with the process that keeps it.
+It runs in the thread that compares the processes' calls (`_processes/comparing.py`): that one may
+wait for the coordination service, which stops with the process that keeps it.
 """
 
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .._processes import connected, watch as watch_of_calls
+from .._processes import comparison, connected
 from .ending import leave_python, say
 from .news import END, Bulletin
+from .progress import Progress
 from .report import report, standstill
 from .verdict import GONE, Account, is_stuck
-
-if TYPE_CHECKING:
-    from .lookout import Lookout
 
 # In seconds: the longest time between two messages of a process, and between two readings of all of
 # them, which only the first two processes do.
@@ -24,7 +22,7 @@ _READ = 5.0
 _READERS = 2
 # On a busy machine a process may be silent for so long.
 _SILENT = 2.0
-# A process that makes progress looks for orders after as many messages.
+# A process that makes progress looks for orders once in this many messages.
 _ORDERS = 3
 # If processes seem to be stuck they tell and read more often, but no more messages a second.
 _OFTEN = 1.0
@@ -34,7 +32,7 @@ _LAST = 5.0
 _AFTER = 12.0
 # And for a process whose Python is held by C to print its stack.
 _PRINTS = 1.0
-# So long the report waits for what other processes know of themselves.
+# The report waits this long for the records of other processes.
 _PATIENCE = 2.0
 # And longer where a signal has asked: nobody is in a hurry.
 _ANSWERS = 5.0
@@ -45,10 +43,10 @@ _SOON = 0.8
 class Others:
     """The other processes."""
 
-    def __init__(self, lookout: "Lookout", number: int):
-        self._lookout = lookout
-        self._limit = lookout.limit
-        self._me, self._count = lookout.me, lookout.count
+    def __init__(self, progress: Progress, number: int):
+        self._progress = progress
+        self._limit = progress.limit
+        self._me, self._count = progress.me, progress.count
         self._bulletin = Bulletin(connected(), number, self._me)
         self._began = self._heard = time.monotonic()
         self._told = self._read = float("-inf")
@@ -66,27 +64,27 @@ class Others:
         self._deadline: float | None = None
         self._why: str | None = None
         self._has_left = threading.Event()
-        self._watch = watch_of_calls()
-        self._watch.also = self._exchange
-        self._watch.wake()
+        self._comparison = comparison()
+        self._comparison.also = self._exchange
+        self._comparison.wake()
 
     def leave(self, why: str) -> None:
         self._why = why
-        self._watch.wake()
+        self._comparison.wake()
         self._has_left.wait(_LAST)
-        self._watch.also = None
+        self._comparison.also = None
 
     def remind(self, now: float) -> None:
         """Lets the other thread send what is due. If it can't, this process reports alone."""
-        lookout = self._lookout
-        if lookout.is_asked or self._is_due(now) or self._reads_now(now):
-            self._watch.wake()
+        progress = self._progress
+        if progress.is_asked or self._is_due(now) or self._reads_now(now):
+            self._comparison.wake()
         silence = now - self._heard
-        if lookout.age >= self._limit and silence > max(_LAST, 2.5 * self._pace()):
-            lookout.conclude(
-                f"no progress for {lookout.age:.0f} s, and the coordination service, which process "
-                f"0 keeps, has not answered for {silence:.0f} s: it may be stopped or cut off. The "
-                "others could not be asked"
+        if progress.age >= self._limit and silence > max(_LAST, 2.5 * self._pace()):
+            progress.conclude(
+                f"no progress for {progress.age:.0f} s, and the coordination service, which "
+                f"process 0 keeps, has not answered for {silence:.0f} s: it may be stopped or cut "
+                "off. The others could not be asked"
             )
 
     def _pace(self) -> float:
@@ -95,10 +93,10 @@ class Others:
         return min(_TELL, self._limit / 5)
 
     def _seems_stuck(self) -> bool:
-        return max(self._lookout.age, self._oldest) >= self._limit / 2
+        return max(self._progress.age, self._oldest) >= self._limit / 2
 
     def _quiet(self) -> float:
-        """Who has told nothing for longer is silent."""
+        """A process that has told nothing for so many seconds is silent."""
         return min(2.5 * min(_TELL, self._limit / 5) + 3, max(_SILENT, self._limit / 2))
 
     def _is_due(self, now: float) -> bool:
@@ -119,8 +117,8 @@ class Others:
             self._bulletin.leave(self._count)
             self._has_left.set()
             return
-        if self._lookout.is_asked:
-            self._lookout.is_asked = False
+        if self._progress.is_asked:
+            self._progress.is_asked = False
             if self._bulletin.order(f"tell-{self._orders}"):
                 self._asked = self._orders + 1
                 self._deadline = now + (_ORDERS + 1) * min(_TELL, self._limit / 5) + _ANSWERS
@@ -133,22 +131,22 @@ class Others:
         self._heard = time.monotonic()
 
     def _tell(self, now: float, state: str = "") -> None:
-        lookout, self._number, self._told = self._lookout, self._number + 1, now
-        account = lookout.account(full=False)
-        if lookout.age >= _SOON * self._limit and self._recorded != lookout.progress:
+        progress, self._number, self._told = self._progress, self._number + 1, now
+        account = progress.account(full=False)
+        if progress.age >= _SOON * self._limit and self._recorded != progress.last:
             self._tell_record()
         standing = {
             "number": self._number,
-            "age": lookout.age,
+            "age": progress.age,
             "state": state or account.state,
             "why": self._why or "",
-            "recorded": self._recorded == lookout.progress,
+            "recorded": self._recorded == progress.last,
         }
         self._bulletin.tell("news", account.news | standing)
 
     def _tell_record(self) -> None:
-        self._recorded = self._lookout.progress
-        record = self._lookout.account(full=True).record
+        self._recorded = self._progress.last
+        record = self._progress.account(full=True).record
         self._bulletin.tell("record", record | {"orders": self._orders})
 
     def _obey(self) -> None:
@@ -166,7 +164,7 @@ class Others:
             return False
         if self._deadline is not None:
             return True
-        if self._lookout.age < self._limit / 2:
+        if self._progress.age < self._limit / 2:
             return False
         for i in range(_READERS):
             news = self._bulletin.read_one("news", i)
@@ -180,14 +178,14 @@ class Others:
             self._seen[index] = news, now
 
     def _accounts(self, now: float) -> list[Account]:
-        """Those of all processes, as they tell them now."""
+        """The accounts of all processes, from their latest news."""
         for i, news in self._bulletin.read("news").items():
             self._observe(i, news, now)
         return [self._account(i, now) for i in range(self._count)]
 
     def _account(self, index: int, now: float) -> Account:
         if index == self._me:
-            return self._lookout.account(full=False)
+            return self._progress.account(full=False)
         if index not in self._seen:
             return Account(index, now - self._began, state="absent")
         news, came = self._seen[index]
@@ -229,16 +227,16 @@ class Others:
             say(report(accounts, "asked for by a signal"))
 
     def _report(self, accounts: list[Account]) -> None:
-        if self._lookout.end and not self._bulletin.order(END):
+        if self._progress.end and not self._bulletin.order(END):
             return  # another process was faster, and reports
         records = self._bulletin.read("record")
         for x in accounts:
             if x.index == self._me:
-                x.record = self._lookout.account(full=True).record
+                x.record = self._progress.account(full=True).record
             elif x.news.get("recorded") and not x.silent:
                 x.record = records.get(x.index, {})
         say(report(accounts, standstill(self._oldest, self._limit)))
-        if self._lookout.end:
+        if self._progress.end:
             if any(x.silent for x in accounts):
                 time.sleep(_PRINTS)
             self._end()

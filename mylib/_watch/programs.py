@@ -26,7 +26,7 @@ class Identity(NamedTuple):
 
 
 def identity_of(call: Any) -> Identity:
-    """Of a call of `filter_jit`."""
+    """The identity of the program in a call of `filter_jit`."""
     python = call.program.code
     function = ""
     if python is not None:

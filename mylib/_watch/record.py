@@ -28,9 +28,9 @@ from .programs import Identity, identity_of
 # The most calls that are remembered, and the bytes of each that may be kept alive.
 _CALLS = 64
 _BYTES = 4096
-# As many results of a call are candidates for that, or are asked if none is small.
+# At most this many results of a call are candidates for that, or are asked if none is small.
 _ASKED = 4
-# Of a placement, at most as many arrays are looked at.
+# Look at no more than this many arrays of a placement.
 _LAST = 16
 
 
@@ -44,7 +44,7 @@ class Tally:
 
 @dataclass(slots=True, eq=False)
 class Witness:
-    """Which results of a program tell whether it has ended."""
+    """The results of a program that show whether it has ended."""
 
     # The record that it is for.
     owner: object
@@ -80,7 +80,7 @@ class Started(NamedTuple):
         return f"{Path(self.code.co_filename).name}:{line_in(self.code, self.instruction)}"
 
     def results(self) -> list[Any]:
-        """Those that still exist."""
+        """The arrays that still exist."""
         results = [ref() for ref in self.references] if self.held is None else [self.held]
         return [x for x in results if x is not None and not x.is_deleted()]
 
@@ -108,7 +108,7 @@ class Halt(NamedTuple):
 
 
 class Record:
-    """What this process does, as told by the rooms that do it."""
+    """The calls, waits and steps of this process, reported by the rooms that make them."""
 
     def __init__(self) -> None:
         self._calls: deque[tuple[Any, ...]] = deque(maxlen=_CALLS)

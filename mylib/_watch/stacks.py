@@ -66,7 +66,7 @@ class Thread(NamedTuple):
             if (_is_of_user(x) or inner is None or _is_of_user(inner))
             and not x.f_code.co_filename.startswith(FROZEN)
         ]
-        # What has started Python's program or thread.
+        # The frames that started Python's program or thread.
         while len(shown) > 1 and not _is_of_user(shown[-1]):
             shown.pop()
         return [_line(x) for x in shown[:_SHOWN]][::-1]

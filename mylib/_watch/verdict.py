@@ -1,4 +1,4 @@
-"""Who is stuck, and what tells it apart from the others: judged from what each process has told."""
+"""Finds out who is stuck, and how it differs from the others, from what each process has told."""
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from .._processes import members, named
 from .._text import counted
 
-# At most as many places are named.
+# Name at most this many places.
 _PLACES = 4
 # Of a process that is no longer watched.
 GONE = ("left", "ended")
@@ -16,7 +16,7 @@ GONE = ("left", "ended")
 
 @dataclass
 class Account:
-    """What is known about one process."""
+    """The facts known about one process."""
 
     index: int
     # Seconds without progress, and since it was last heard of, if that is unusually long.
@@ -40,12 +40,12 @@ class Account:
 
     @property
     def programs(self) -> Mapping[tuple[str, int], str]:
-        """What tells them apart from others of the same name and line."""
+        """Their digests, which differ from those of others with the same name and line."""
         return {(kind, n): about for kind, n, about in self.record.get("programs", ()) if about}
 
 
 def is_stuck(accounts: Sequence[Account], limit: float) -> bool:
-    """Whether a process has made no progress for so long, and waits for nobody who makes progress.
+    """Whether a process is stalled for `limit` seconds, and nobody it may wait for is moving.
 
     It may wait for each process that has not made more calls than itself.
     """
@@ -78,7 +78,7 @@ def _group(kind: str) -> frozenset[int]:
 
 
 def findings(accounts: Sequence[Account]) -> list[str]:
-    """What is odd about some of the processes, the most telling first."""
+    """Oddities of some of the processes, the most telling first."""
     watched = [x for x in accounts if x.state not in GONE]
     present = [x for x in accounts if x.state != "absent"]
     oddities = [

@@ -53,14 +53,14 @@ class Watching:
         """Surrounds what may take longer than `stuck_after`: the first step, an evaluation, a
         checkpoint. Other processes may wait for this one meanwhile.
         """
-        lookout = self._lookout
-        if lookout is None:
+        if self._lookout is None:
             raise RuntimeError("this watch is not active: use it as a context manager")
-        lookout.pauses += 1
+        progress = self._lookout.progress
+        progress.pauses += 1
         try:
             yield
         finally:
-            lookout.pauses -= 1
+            progress.pauses -= 1
 
 
 def watch(*, stuck_after: float, end: bool = False, signal: int | None = None) -> Watching:

@@ -4,3 +4,7 @@ from ._prefetch import Prefetch as Prefetch, prefetch as prefetch
 from ._rows import ReaderShard as ReaderShard, reader_shard as reader_shard
 from ._timing import Timing as Timing
 from ._to_global import to_global as to_global
+
+# Tracebacks and pickles then show the public names.
+for _class in (Prefetch, ReaderShard, Timing):
+    _class.__module__ = __name__

@@ -32,3 +32,17 @@ __all__ = [
     "here",
     "tpu",
 ]
+
+# Tracebacks and pickles then show the public names.
+for _class in (
+    Alive,
+    Argument,
+    Chip,
+    CompilerError,
+    Fit,
+    Machine,
+    Memory,
+    NotHereError,
+    OutOfMemoryError,
+):
+    _class.__module__ = __name__

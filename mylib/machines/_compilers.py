@@ -11,11 +11,12 @@ from typing import Any
 import jax
 
 from .._compat import describe_cudnn, nvidia_gpu_is_here, tpu_is_here
+from .._errors import MylibError
 
 Devices = tuple[Any, ...]
 
 
-class CompilerError(ImportError):
+class CompilerError(MylibError, ImportError):
     """XLA's compiler for GPUs or TPUs is not installed, or is for another version of JAX. The
     message contains the command that installs the right one.
     """

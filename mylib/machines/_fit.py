@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from .._errors import MylibError
 from .._text import show_bytes
 
+# List at most this many arrays.
 _SHOWN = 5
 
 
@@ -19,7 +21,7 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class Alive:
-    """Arrays that a program holds when it holds most: those that the same line has made.
+    """Arrays that one line has made, and that are alive when the program needs the most memory.
 
     **Attributes:**
 
@@ -112,6 +114,8 @@ class Fit:
         return [*lines, f"  {_HELPS}"]
 
 
+# Arguments, or temporaries, are listed if they need at least this part of the memory. A guess:
+# smaller ones are not why a program does not fit.
 _PART = 0.25
 _HELPS = (
     "take a smaller batch, recompute more (mylib.filter_checkpoint, or another policy), or compute "
@@ -119,7 +123,7 @@ _HELPS = (
 )
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(MylibError, RuntimeError):
     """The compiler found that a program doesn't fit into the memory of the devices.
 
     **Attributes:**

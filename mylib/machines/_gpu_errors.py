@@ -1,4 +1,4 @@
-"""What goes wrong with single operations where the GPU's compiler can't measure kernels."""
+"""Errors of single operations where the GPU's compiler can't measure kernels."""
 
 from typing import Any
 

@@ -19,3 +19,7 @@ from ._transfer import (
     transfer as transfer,
     transport as transport,
 )
+
+# Tracebacks and pickles then show the public names.
+for _class in (Action, Pass, Pipeline, Schedule, TransferError):
+    _class.__module__ = __name__

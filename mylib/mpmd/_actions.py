@@ -1,4 +1,4 @@
-"""What a mesh does in a pipeline: a pass of one stage over one microbatch."""
+"""An action of a mesh in a pipeline: a pass of one stage over one microbatch."""
 
 import enum
 from typing import NamedTuple

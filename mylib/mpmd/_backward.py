@@ -119,7 +119,7 @@ class _Cut:
 
 
 class _Dependencies:
-    """Which equations need which."""
+    """The equations that each equation needs."""
 
     def __init__(self, program: Any, held: Iterable[Var]):
         self.program = program

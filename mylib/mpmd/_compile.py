@@ -20,7 +20,7 @@ from ._stage import Stage, Struct, chosen, merged, parted
 
 
 class Arguments(NamedTuple):
-    """What the programs of a stage are called with."""
+    """The arguments of a stage's programs."""
 
     module: list[Any]
     received: list[Any]
@@ -65,7 +65,7 @@ class Programs:
 
     @cached_property
     def needed_after(self) -> dict[Pass, frozenset[Var]]:
-        """What is held of a microbatch after each pass, as later ones take it."""
+        """The values of a microbatch that are held after each pass, for later passes."""
         after: dict[Pass, frozenset[Var]] = {}
         needed = frozenset[Var]()
         for kind in reversed(self.by_pass):

@@ -20,7 +20,7 @@ _INK, _FAINT, _PAPER, _IDLE = "#111111", "#555555", "#ffffff", "#e8e8e8"
 
 
 class _Picture:
-    """What is drawn, on which mesh, and how long a unit of time is, in pixels."""
+    """The boxes to draw, the mesh of each, and the length of a unit of time in pixels."""
 
     def __init__(self, lines: Sequence[Sequence[Timed]]):
         actions = sorted((timed, mesh) for mesh, line in enumerate(lines) for timed in line)

@@ -37,7 +37,7 @@ class _State:
         self.held.setdefault(m, {}).update(zip(variables, arrays, strict=True))
 
     def run(self, kind: Pass, m: int) -> Arrays:
-        """What a pass over a microbatch sends to another stage."""
+        """The arrays that a pass over a microbatch sends to another stage."""
         variables = self.programs.variables
         if kind is Pass.FORWARD and variables.microbatch:
             self.deliver(m, variables.microbatch, [self.numbers[m]])

@@ -1,4 +1,4 @@
-"""What a pipeline makes once for batches of one shape: what its stages exchange, and programs."""
+"""The exchanges between stages and the programs, made once for batches of one shape."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -16,7 +16,7 @@ def simulate(
     duration: Callable[[Action], float],
     send: float,
 ) -> list[list[Timed]]:
-    """What each mesh has done once none can continue: all of its row, unless it is stuck."""
+    """The actions each mesh has done once none can continue: its whole row, unless it is stuck."""
     ends: dict[Action, tuple[float, int]] = {}
     done: list[list[Timed]] = [[] for _ in rows]
     moved = True

@@ -43,7 +43,7 @@ class Boundary:
 
     @cached_property
     def floating(self) -> tuple[bool, ...]:
-        """Which arrays have a cotangent, that goes back."""
+        """The arrays whose cotangents go back."""
         return tuple(self.returns and is_floating(x) for x in self.received)
 
 
@@ -78,7 +78,7 @@ class Stage:
 
     @property
     def floating(self) -> tuple[bool, ...]:
-        """Which of the module's arrays have a gradient."""
+        """The arrays of the module that have a gradient."""
         return tuple(is_floating(x) for x in self.module.structs)
 
     @property
@@ -147,7 +147,7 @@ def merged(flags: Iterable[bool], first: Iterable[Any], second: Iterable[Any]) -
 
 
 def shape_of_result(stage: Stage) -> tuple[list[Struct], Split]:
-    """What a stage computes, as shapes."""
+    """The shapes of a stage's results."""
 
     def result(*args: Arrays) -> Made:
         arrays, outline = stage.compute(*args)

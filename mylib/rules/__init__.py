@@ -31,3 +31,6 @@ __all__ = [
     "where_even",
     "where_present",
 ]
+
+# Tracebacks and pickles then show the public names.
+Rule.__module__ = __name__

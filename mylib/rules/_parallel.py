@@ -79,7 +79,7 @@ _SIDES = {"out": "column", "in": "row"}
 
 
 class Role(NamedTuple):
-    """Which dimension of a leaf is sharded, by its name (None: it stays whole), and why."""
+    """The dimension to shard, by the leaf's name (None: it is replicated), and the reason."""
 
     dimension: str | None
     why: str

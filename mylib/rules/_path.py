@@ -138,7 +138,7 @@ class ByPath(Rule):
                 yield pair
 
     def _matching(self, leaf: Leaf) -> list[tuple[Pattern, Any]]:
-        """Those whose values fit."""
+        """The patterns whose values fit."""
         return [pair for pair in self._ending(leaf) if not _is_too_long(pair[1], leaf)]
 
     def _value(self, leaf: Leaf) -> Any:
@@ -197,7 +197,7 @@ def is_in_a_state(leaf: Leaf) -> bool:
 
 
 def suggestion(pattern: Pattern, leaves: Sequence[Leaf]) -> str:
-    """What may have been meant by a pattern that matches nothing."""
+    """Similar names, for a pattern that matches nothing."""
     count = len(pattern.parts)
     # The intended pattern may match the middle of a path: maps each piece of a path with the length
     # of `pattern` to the pattern that continues from there.

@@ -68,7 +68,7 @@ class Rule:
 
     def unused(self, leaves: Sequence[Leaf]) -> Sequence[Fault]:
         """The faults of its parts that match none of these `leaves`. In `a | b`, `b` also gets the
-        leaves that `a` decides: an overruled pattern is not misspelt.
+        leaves that `a` decides: a pattern that `a` overrides still counts as used.
         """
         return ()
 
@@ -264,7 +264,7 @@ def used_axes(spec: PartitionSpec) -> frozenset[Any]:
 
 @lru_cache
 def free_dimensions(spec: PartitionSpec, ndim: int) -> Sequence[int]:
-    """The dimensions that `spec` leaves whole."""
+    """The dimensions that `spec` doesn't shard."""
     return [dim for dim, entry in enumerate(entries_of(spec, ndim)[:ndim]) if entry is None]
 
 

@@ -194,7 +194,7 @@ class Fsdp(Rule):
 
 @makes_rules("where_even(P('data'))")
 def where_even(rule: AnyRule | PartitionSpec | NamedSharding | Format) -> Rule:
-    """Another rule, but dimensions that the mesh axes don't divide stay whole instead of raising an
+    """Another rule, but dimensions that the mesh axes don't divide stay unsharded, and raise no
     error.
 
     **Arguments:**

@@ -17,3 +17,6 @@ from ._body import (
     info as info,
     same_program as same_program,
 )
+
+# Tracebacks and pickles then show the public names.
+Info.__module__ = __name__

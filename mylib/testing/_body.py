@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 
-from .._processes import everybody, exchange, gather as _gather
+from .._processes import everybody, exchange, gather_messages
 from .._text import abridged
 
+# Show at most this many lines of a difference: about a screen.
 _DIFFERENCE = 40
 
 
@@ -92,7 +93,7 @@ def gather(value: Any, timeout: float = 60.0) -> list[Any]:
         )
         ```
     """
-    return _gather("testing", value, everybody(), timeout=timeout)
+    return gather_messages("testing", value, everybody(), timeout=timeout)
 
 
 def all_equal(value: Any, timeout: float = 60.0) -> None:

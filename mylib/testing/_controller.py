@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 
 from .._text import counted
-from ._coverage import Coverage
 from ._group import Guard
 from ._pool import NotStarted, Pool, Result, Session
 from ._report import Merger, report_of
-from ._reruns import Reruns
 from ._topology import Topology, TopologyRequest, Unavailable
 
 # The number of pools kept warm. An accelerator has memory for one.
@@ -46,7 +44,6 @@ class Controller:
         debug: int | None = config.option.multihost_debug
         self._debugged = -1 if debug is None and config.option.usepdb else debug
         self._guard: Guard | None = None
-        self._coverage: Coverage | None = None
         # In order of last use.
         self._pools: dict[Topology, Pool] = {}
         self._refused: dict[Topology, list[str]] = {}
@@ -80,22 +77,18 @@ class Controller:
     ) -> bool | None:
         if not is_marked(item):
             return None
-        hook, reruns, again = item.ihook, Reruns(item), None
-        while True:
-            hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-            try:
-                reports, final = self._run_test(item, nextitem, anew=again is not None)
-                again = reruns.again(reports, final)
-            except BaseException:
-                # Ctrl-C, or any other end of pytest.
-                self._kill_all()
-                raise
-            reports = [*reports, *_torn_down(item, nextitem)] if again is None else [again]
-            for report in reports:
-                hook.pytest_runtest_logreport(report=report)
-            hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-            if again is None:
-                return True
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        try:
+            reports = self._run_test(item, nextitem)
+        except BaseException:
+            # Ctrl-C, or any other end of pytest.
+            self._kill_all()
+            raise
+        for report in [*reports, *_torn_down(item, nextitem)]:
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
 
     @pytest.hookimpl(optionalhook=True, tryfirst=True)
     def pytest_timeout_set_timer(self, item: pytest.Item, settings: Any) -> bool | None:
@@ -105,24 +98,19 @@ class Controller:
         item.stash[_limit] = settings.timeout
         return True
 
-    def _run_test(
-        self, item: pytest.Item, nextitem: pytest.Item | None, *, anew: bool
-    ) -> tuple[list[pytest.TestReport], bool]:
-        """The reports of a test, and whether it has failed for good. `anew`: use new processes, not
-        those in which it failed.
-        """
+    def _run_test(self, item: pytest.Item, nextitem: pytest.Item | None) -> list[pytest.TestReport]:
         start = time.time()
         request = request_for(item)
         try:
             topology = request.topology(self._config.option.multihost_platform)
-            pool = self._pool(topology, item if request.fresh else None, anew=anew)
+            pool = self._pool(topology, item if request.fresh else None)
         except Unavailable as reason:
             path, line, _ = item.location
             skip = (path, line or 0, f"Skipped: {reason}")
-            return _set_up_only(item, "skipped", skip, start), True
+            return _set_up_only(item, "skipped", skip, start)
         except NotStarted as reason:
             text = f"the processes can't be had: {reason}"
-            return _set_up_only(item, "failed", text, start), True
+            return _set_up_only(item, "failed", text, start)
         debugging = self._debugged is not None
         timeout = None if debugging else self._timeout(item, request)
         grace = float("inf") if debugging else seconds(self._config, "multihost_grace")
@@ -137,8 +125,7 @@ class Controller:
         reports = Merger(item, result, timeout=timeout, grace=grace, start=start).reports()
         if self._config.option.capture == "no":
             _print(reports)
-        # The other processes may have failed because the first one did.
-        return reports, result.by_time[0].final
+        return reports
 
     def _timeout(self, item: pytest.Item, request: TopologyRequest) -> float:
         limit = request.timeout or item.stash.get(_limit, None)
@@ -165,10 +152,10 @@ class Controller:
 
     # --- pools ----------------------------------------------------------------------------------
 
-    def _pool(self, topology: Topology, only: pytest.Item | None, *, anew: bool) -> Pool:
+    def _pool(self, topology: Topology, only: pytest.Item | None) -> Pool:
         """Processes for all tests of a topology; new ones for `only` one of them."""
         pool = self._pools.pop(topology, None)
-        if pool is not None and (only or anew):
+        if pool is not None and only:
             pool.close()
             pool = None
         if pool is None:
@@ -187,10 +174,9 @@ class Controller:
             )
         before = time.monotonic()
         self._guard = self._guard or Guard()
-        self._coverage = self._coverage or Coverage(self._config, self._guard)
         try:
             tests = [only] if only else [x for x in self._items if self._asks_for(x, topology)]
-            pool = Pool(topology, self._session(tests, self._coverage), self._guard)
+            pool = Pool(topology, self._session(tests), self._guard)
         except NotStarted as reason:
             refused.append(str(reason))
             raise
@@ -198,7 +184,7 @@ class Controller:
         self._starting += time.monotonic() - before
         return pool
 
-    def _session(self, tests: list[pytest.Item], coverage: Coverage) -> Session:
+    def _session(self, tests: list[pytest.Item]) -> Session:
         config, option = self._config, self._config.option
         files = [item.path for item in tests]
         # No terminal output. Output goes straight to files, or the last output of a crash would be
@@ -216,7 +202,6 @@ class Controller:
                 arguments += [flag, value]
         sent = {
             "options": {k: v for k, v in vars(option).items() if _is_passed_on(k, v)},
-            "coverage": coverage.settings,
             "debug": self._debugged,
             "terminal": self._terminal,
         }
@@ -257,15 +242,12 @@ class Controller:
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtestloop(self) -> Any:
-        # trylast: runs before other wrappers continue, which may read the files of the processes.
+        # trylast: runs before other wrappers continue, which may read the files of the processes:
+        # those of coverage.py, for example.
         try:
-            result = yield
+            return (yield)
         finally:
             self._close_all()
-        if self._coverage is not None:
-            # After -x, for example, pytest-cov reports nothing and leaves no files.
-            self._coverage.collect()
-        return result
 
     def _close_all(self) -> None:
         while self._pools:

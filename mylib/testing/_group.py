@@ -110,20 +110,16 @@ class Group:
         command: Sequence[str],
         extra: dict[str, str],
         *,
-        without: Sequence[str] = (),
         cwd: str | None = None,
         keep: Sequence[int] = (),
     ) -> None:
-        """Starts the next process: with `extra` variables and `without` others, with these files
-        open.
-        """
+        """Starts the next process, with `extra` variables, and with the files `keep` open."""
         index = len(self.processes)
-        env = environment(index, self.topology, self._on_tpu) | extra
         output, errors = self.folder / f"{index}.out", self.folder / f"{index}.err"
         with output.open("ab") as out, errors.open("ab") as err:
             popen = subprocess.Popen(
                 command,
-                env={name: value for name, value in env.items() if name not in without},
+                env=environment(index, self.topology, self._on_tpu) | extra,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -21,7 +21,7 @@ import jax
 import pytest
 
 from .._compat import value_at, values_by_process
-from .._processes import AbsentError, connected, everybody, gather, named
+from .._processes import AbsentError, connected, everybody, gather_messages, named
 from ._controller import is_marked, request_for, seconds
 from ._pool import Outcome, Result
 from ._process import OneOfSeveral, make_devices
@@ -172,7 +172,7 @@ class Member:
         """The values of all processes at this point of the session."""
         mine = [where, json.dumps(mine, default=str)]
         try:
-            messages = gather("session", mine, everybody(), timeout=timeout)
+            messages = gather_messages("session", mine, everybody(), timeout=timeout)
         except AbsentError as error:
             raise _ApartError(
                 f"{named(error.missing)} had not reached this point after {timeout:g} s"

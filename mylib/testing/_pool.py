@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from ._coverage import VARIABLES
 from ._group import Group, Guard
 from ._topology import Topology
 
@@ -53,8 +52,6 @@ class Outcome:
     trouble: str | None = None
     # After pytest.exit() and the like: the reason, and the session's exit status.
     stop: tuple[str, int | None] | None = None
-    # Whether its failure must not be retried.
-    final: bool = False
     # Its stack when it was given up.
     stack: str | None = None
     # Its output since its last report.
@@ -82,9 +79,9 @@ class Session:
     """The settings of each process's pytest: its command line, its folder, whether it uses a cache
     (each process has one of its own), and what is sent to the processes.
 
-    That is: `options` of pytest; those for measuring `coverage`, or None; the index of the process
-    that opens a debugger when a test fails (`debug`; -1 for the first that fails, or None); and the
-    files that this reads from and writes to (`terminal`).
+    That is: `options` of pytest; the index of the process that opens a debugger when a test fails
+    (`debug`; -1 for the first that fails, or None); and the files that this reads from and writes
+    to (`terminal`).
     """
 
     arguments: Sequence[str]
@@ -128,7 +125,6 @@ class Pool:
                     # The processes can import what this one can.
                     "PYTHONPATH": os.pathsep.join(dict.fromkeys(p for p in sys.path if p)),
                 },
-                without=VARIABLES if session.sent["coverage"] else (),
                 cwd=session.directory,
                 keep=[its.fileno(), *session.sent["terminal"]],
             )
@@ -317,7 +313,6 @@ class _RunningTest:
                 outcome.finished = True
                 outcome.trouble = message["trouble"]
                 outcome.stop = message["stop"] and tuple(message["stop"])
-                outcome.final = message["final"]
                 # After `pytest.exit` the session ends, so the others need not go on.
                 if outcome.trouble or outcome.stop:
                     self._failed(outcome)

@@ -1,4 +1,4 @@
-"""What a session of pytest does differently if it is one of several that run the same tests."""
+"""Changes to a session of pytest that is one of several that run the same tests."""
 
 import os
 import socket
@@ -10,6 +10,7 @@ from _pytest import runner
 
 from .._compat import names
 
+# PIPE_BUF on Linux: a pipe takes this many bytes at once, so that messages are not mixed.
 _LENGTH = 4096
 
 

@@ -43,6 +43,7 @@ _NOISE = (
     "    @     0x",
     "*** Check failure stack",
 )
+# Show at most this many lines of a stack.
 _STACK = 30
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _LAST_WORDS = 4000

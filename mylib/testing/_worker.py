@@ -29,10 +29,8 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import get_abstract_mesh
 
-from .._processes import everybody, gather
-from ._coverage import measure
+from .._processes import everybody, gather_messages
 from ._process import OneOfSeveral, make_devices
-from ._reruns import is_final
 
 # The pool gives up earlier.
 _JOIN = 600
@@ -49,7 +47,6 @@ class Worker:
         os.set_inheritable(channel, False)
         self._channel = Connection(channel)
         beginning = self._next_message()
-        self._end_measuring = measure(beginning["coverage"])
         self._as_all = OneOfSeveral()
         self._index: int = beginning["index"]
         self._folder = Path(beginning["folder"])
@@ -104,7 +101,7 @@ class Worker:
             self.say("ready", trouble=f"collection failed\n{report.longreprtext}")
 
     def pytest_collection_finish(self) -> None:
-        # What has been imported and collected never becomes garbage.
+        # Imported modules and collected tests never become garbage.
         gc.freeze()
 
     @pytest.hookimpl(tryfirst=True)
@@ -133,8 +130,8 @@ class Worker:
             trouble = f"this test was not collected there: {order['test']}"
         else:
             if self._following not in (None, item.nodeid):
-                # Not the announced test (a plugin reruns one): tear down the fixtures kept for the
-                # announced one. There is no public API for it.
+                # Not the announced test (a plugin has chosen another one): tear down the fixtures
+                # kept for the announced one. There is no public API for it.
                 session._setupstate.teardown_exact(None)  # pyright: ignore[reportPrivateUsage]
             self._following = None if following is None else following.nodeid
             try:
@@ -149,7 +146,7 @@ class Worker:
         # Everything has been reported, and these processes may run a thousand tests.
         for file in self._files:
             os.truncate(file, 0)
-        self.say("done", trouble=trouble, stop=stop, final=item is not None and is_final(item))
+        self.say("done", trouble=trouble, stop=stop)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         end = self._end_of_files()
@@ -223,7 +220,7 @@ class Worker:
                 return None
             return "the test has called jax.distributed.shutdown(). Mark it fresh=True"
         try:
-            everybodys = gather("settings", self._changed(), everybody(), timeout=timeout)
+            everybodys = gather_messages("settings", self._changed(), everybody(), timeout=timeout)
         except (jax.errors.JaxRuntimeError, TimeoutError) as error:
             return f"the other processes can't be reached: {error}"
         if any(theirs != everybodys[0] for theirs in everybodys):
@@ -276,7 +273,6 @@ class Worker:
             self.leave()
         except jax.errors.JaxRuntimeError as error:
             trouble = f"leaving the others failed: {error}"
-        self._end_measuring()
         self.say("end", trouble=trouble)
         _end(0)
 

@@ -183,7 +183,7 @@ class TestOrder:
 
     def test_a_model_that_is_given_as_a_batch(self):
         step = self.step({"batch": P("data")})
-        with pytest.warns(mylib.PlacementWarning) as caught:
+        with pytest.warns(mylib.WrongArgumentWarning) as caught:
             for _ in range(2):
                 step(self.MODEL, jnp.ones((8, 8)))
         (warning,) = caught
@@ -198,5 +198,5 @@ class TestOrder:
     )
     def test_other_placements_are_for_models(self, placement):
         with warnings.catch_warnings():
-            warnings.simplefilter("error", mylib.PlacementWarning)
+            warnings.simplefilter("error", mylib.WrongArgumentWarning)
             self.step(placement)(self.MODEL, self.MODEL)

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mylib
 from mylib import mpmd
-from mylib._processes import watch
+from mylib._processes import comparison
 from mylib.testing import barrier, gather
 
 pytestmark = [pytest.mark.slow, pytest.mark.multihost(processes=2, devices_per_process=2)]
@@ -105,7 +105,7 @@ def test_one_order():
         run = Run()
         for n, step in enumerate(dag(np.random.default_rng(seed))):
             run.step(n, step)
-    assert not watch().failures
+    assert not comparison().failures
 
 
 @pytest.mark.multihost(processes=2, devices_per_process=2, fresh=True)
@@ -128,8 +128,8 @@ def test_another_order_is_an_error_and_no_wrong_number(seed, monkeypatch):
         told = str(error)
     seconds = time.monotonic() - start
     until = time.monotonic() + 8
-    while told is None and not watch().failures and time.monotonic() < until:
+    while told is None and not comparison().failures and time.monotonic() < until:
         time.sleep(0.1)
-    failed = gather([bool(watch().failures), told is not None, seconds])
+    failed = gather([bool(comparison().failures), told is not None, seconds])
     assert failed[0][0] == failed[1][0], failed
     assert max(failed[0][2], failed[1][2]) < 10, failed

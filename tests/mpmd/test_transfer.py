@@ -16,7 +16,7 @@ import mylib
 from mylib import mpmd
 from mylib._compat import coordination_client, names
 from mylib._links import origin_of
-from mylib._processes import watch
+from mylib._processes import comparison
 from mylib.testing import all_equal, assert_placed, assert_same_everywhere
 
 pytestmark = pytest.mark.multihost(processes=2, devices_per_process=4)
@@ -394,6 +394,6 @@ def test_nothing_is_kept():
         x = f(x)
         mpmd.fetch(mpmd.transfer(x, P(), mesh=second))
     until = time.monotonic() + 60
-    while not watch().is_idle() and time.monotonic() < until:
+    while not comparison().is_idle() and time.monotonic() < until:
         time.sleep(0.05)
-    assert watch().is_idle()
+    assert comparison().is_idle()

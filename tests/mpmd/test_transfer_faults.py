@@ -18,7 +18,7 @@ from stopping import stopped_for
 
 import mylib
 from mylib import mpmd
-from mylib._processes import watch
+from mylib._processes import comparison
 from mylib.testing import all_equal, barrier
 
 # Every test breaks the connections of its processes, so each has processes of its own.
@@ -55,7 +55,7 @@ def _next_error(*between: Mesh) -> str:
     mine, other = (second, first) if jax.process_index() and not between else (first, second)
     until = time.monotonic() + 60
     # Not by trying: that would be another transfer without its other side.
-    while not watch().failures and time.monotonic() < until:
+    while not comparison().failures and time.monotonic() < until:
         time.sleep(0.1)
     x = mylib.filter_device_put(X, P(), mesh=mine)
     with pytest.raises(mpmd.TransferError) as caught:
@@ -125,7 +125,7 @@ def test_programs_in_another_order():
     start = time.monotonic()
     for x in pair:
         mpmd.transfer(x, P(), mesh=everywhere)
-    while not watch().failures and time.monotonic() < start + 60:
+    while not comparison().failures and time.monotonic() < start + 60:
         time.sleep(0.1)
     for call in (
         lambda: mpmd.fetch(a),
@@ -167,9 +167,9 @@ def test_a_circle():
     got = send(add[me - 1](x[me - 1]), me)
     send(add[me](got), (me + 1) % 3)
     start = time.monotonic()
-    while not watch().failures and time.monotonic() < start + 60:
+    while not comparison().failures and time.monotonic() < start + 60:
         time.sleep(0.1)
-    (text,) = watch().failures.values()
+    (text,) = comparison().failures.values()
     assert text.startswith("processes wait for each other: process 0 for float32[8] in 2 parts")
     all_equal(text)
     with pytest.raises((jax.errors.JaxRuntimeError, mpmd.TransferError)):
@@ -179,85 +179,21 @@ def test_a_circle():
 
 
 @pytest.mark.slow
-def test_a_circle_with_a_meeting():
-    """One process waits to place values together, the other one for an array that comes later."""
+def test_a_circle_with_a_meeting(seconds):
+    """One process waits to place values together, the other one for an array that comes later: both
+    give up after the timeout.
+    """
     x, first, second = _connected()
     everywhere = mylib.make_mesh(data=-1)
     mylib.filter_shard(X, P(), mesh=everywhere)
-    barrier()
-    start = time.monotonic()
-
-    def place() -> None:
-        mylib.filter_shard(X, P(), mesh=everywhere)
-
-    with pytest.raises(mpmd.TransferError) as caught:
-        if jax.process_index() == 0:
-            place()
-        y = mpmd.transfer(x, P(), mesh=second)
-        mpmd.fetch(y)
-        place()
-    assert time.monotonic() - start < 10
-    text = str(caught.value)
-    all_equal(text)
-    assert "process 0 for placement in test_transfer_faults.py:" in text
-    assert "to compare it with process 1; process 1 for float32[8] in " in text
-    assert "from process 0. Each gives" in text
-
-
-@pytest.mark.thorough
-@pytest.mark.multihost(processes=3, devices_per_process=2, fresh=True)
-def test_a_circle_of_meetings():
-    """Of every two processes, before anything has been sent."""
-    me, devices = jax.process_index(), np.array(jax.devices()).reshape(3, 2)
-    barrier()
-    start = time.monotonic()
-    with pytest.raises(mpmd.TransferError) as caught:
-        for other in ((me + 1) % 3, (me + 2) % 3):
-            both = Mesh(devices[sorted((me, other))].reshape(4), ("data",))
-            mylib.filter_shard(X, P(), mesh=both)
-    assert time.monotonic() - start < 10
-    text = str(caught.value)
-    all_equal(text)
-    assert text.startswith("processes wait for each other: process 0 for placement in test_transf")
-    assert "to compare it with process 1; process 1 for placement in " in text
-
-
-@pytest.mark.slow
-@pytest.mark.multihost(processes=3, devices_per_process=2, fresh=True)
-@pytest.mark.parametrize("everybody", [pytest.param(False, marks=pytest.mark.thorough), True])
-def test_a_circle_of_meetings_and_arrays(everybody, seconds):
-    """One process waits for another one to place values together, that one for an array of a third
-    one, and this for an array of the first, or to place values together with both.
-    """
-    me, devices = jax.process_index(), np.array(jax.devices()).reshape(3, 2)
-    meshes = [Mesh(d, ("data",), axis_types=(AxisType.Auto,)) for d in devices]
-    x = [mylib.filter_device_put(X, P("data"), mesh=mesh) for mesh in meshes]
-    for i in range(3):
-        mpmd.fetch(mpmd.transfer(x[i], P(), mesh=meshes[(i + 1) % 3]))
-    some = mylib.make_mesh(data=-1) if everybody else Mesh(devices[:2].reshape(4), ("data",))
-    barrier()
     seconds(5)
+    barrier()
     start = time.monotonic()
-
-    def place() -> None:
-        mylib.filter_shard(X, P(), mesh=some)
-
-    def wait(i: int) -> None:
-        np.asarray(mpmd.transfer(x[i], P("data"), mesh=meshes[me]).addressable_data(0))
-
-    calls = [
-        [place, lambda: mpmd.transfer(x[0], P("data"), mesh=meshes[2])],
-        [lambda: wait(2), place],
-        [place if everybody else lambda: wait(0), lambda: mpmd.transfer(x[2], P(), mesh=meshes[1])],
-    ]
-    with pytest.raises((mpmd.TransferError, jax.errors.JaxRuntimeError)) as caught:
-        for call in calls[me]:
-            call()
-    assert time.monotonic() - start < 10
-    if me == 0 or (me == 2 and everybody):
-        assert str(caught.value).startswith("processes wait for each other")
-    text = _next_error(meshes[me], meshes[(me + 1) % 3])
-    assert "to compare it with process 1" in text and "process 1 for float32[8] in " in text
+    with pytest.raises((TimeoutError, mpmd.TransferError), match="within 5 s"):
+        if jax.process_index() == 0:
+            mylib.filter_shard(X, P(), mesh=everywhere)
+        mpmd.fetch(mpmd.transfer(x, P(), mesh=second))
+    assert time.monotonic() - start < 20
 
 
 def test_two_threads():
@@ -293,7 +229,7 @@ def test_a_process_that_is_stopped_and_goes_on():
             y = mpmd.transfer(add(x, np.float32(i)), P(), mesh=second)
             np.testing.assert_array_equal(mpmd.fetch(y), X + i)
             time.sleep(0.05)
-    assert not watch().failures
+    assert not comparison().failures
 
 
 @pytest.mark.slow
@@ -331,10 +267,10 @@ def test_an_interrupt_at_a_random_moment(seed, seconds):
             timer.join()
     assert time.monotonic() - start < 40
     until = time.monotonic() + 15
-    while told and not watch().failures and time.monotonic() < until:
+    while told and not comparison().failures and time.monotonic() < until:
         time.sleep(0.1)
-    all_equal(bool(watch().failures))
-    assert bool(told) <= bool(watch().failures)
+    all_equal(bool(comparison().failures))
+    assert bool(told) <= bool(comparison().failures)
 
 
 @pytest.mark.thorough
@@ -342,16 +278,16 @@ def test_arrays_of_two_platforms_are_accounted_for_together(seconds):
     """Those of the second one as that would: there is one platform here."""
     x, first, second = _connected()
     seconds(2)
-    lane = watch().lane("arrays on another", (0, 1))
+    lane = comparison().lane("arrays on another", (0, 1))
     for _ in range(4):
-        call = watch().count(lane, "an array")
+        call = comparison().count(lane, "an array")
         (lane.give if jax.process_index() == 0 else lane.take)(call, (jnp.zeros(()),))
         np.testing.assert_array_equal(mpmd.fetch(mpmd.transfer(x, P(), mesh=second)), X)
         time.sleep(1)
     until = time.monotonic() + 60
-    while not watch().is_idle() and time.monotonic() < until:
+    while not comparison().is_idle() and time.monotonic() < until:
         time.sleep(0.1)
-    assert watch().is_idle() and not watch().failures
+    assert comparison().is_idle() and not comparison().failures
 
 
 @pytest.mark.slow

@@ -958,3 +958,20 @@ class TestBeginners:
     def test_a_mesh_as_in_jax(self):
         with pytest.raises(TypeError, match=r"write make_mesh\(data=4, model=2\), not"):
             mylib.make_mesh((4, 2), ("data", "model"))  # pyright: ignore[reportArgumentType]
+
+
+def test_errors_have_a_common_base():
+    errors = {
+        mylib.AuditError: ValueError,
+        mylib.PlacementError: ValueError,
+        mylib.PlanError: ValueError,
+        mylib.ReplicaError: ValueError,
+        mylib.SavedProgramError: ValueError,
+        mylib.machines.CompilerError: ImportError,
+        mylib.machines.NotHereError: RuntimeError,
+        mylib.machines.OutOfMemoryError: RuntimeError,
+        mylib.mpmd.TransferError: RuntimeError,
+    }
+    for error, base in errors.items():
+        assert issubclass(error, mylib.MylibError) and issubclass(error, base)
+    assert not issubclass(mylib.ReplicaError, mylib.PlacementError)

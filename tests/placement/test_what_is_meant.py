@@ -96,7 +96,7 @@ def test_the_keywords_of_others(verb, names):
 
 def test_an_optimiser_in_place_of_its_state():
     optim = optax.adam(1e-3)
-    with pytest.warns(mylib.PlacementWarning, match="0 arrays are placed: .* an optimiser"):
+    with pytest.warns(mylib.WrongArgumentWarning, match="0 arrays are placed: .* an optimiser"):
         assert mylib.filter_shard(optim, P(), mesh=MESH) is not None
     # Other trees without arrays are ordinary, and so is an optimiser among others.
     for tree in (optax.EmptyState(), (), jax.nn.relu, [jax.nn.relu], 3, eqx.nn.Identity()):

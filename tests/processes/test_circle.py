@@ -74,15 +74,15 @@ def test_whoever_is_stuck_waits_for_a_circle(processes):
 def test_the_text():
     a, b = lane_name("calls", (0, 1, 2)), lane_name("arrays on cpu", (1, 2))
     told = {
-        0: Waiting(a, 1, "placement in x.py:1, to compare it with process", {a: 1}),
+        0: Waiting(a, 1, "int32[2], call 1, from process", {a: 1}),
         1: Waiting(b, 3, "float32[8], call 3, from process", {b: 3}),
-        2: Waiting(a, 1, "placement in x.py:1, to compare it with process", {a: 1, b: 2}),
+        2: Waiting(a, 1, "int32[2], call 1, from process", {a: 1, b: 2}),
     }
     expected = (
         (0, 1, 2),
         "processes wait for each other: process 1 for float32[8], call 3, from process 2; process "
-        "2 for placement in x.py:1, to compare it with process 1. Each gives what the one before "
-        "it waits for only after that. All processes must make the same calls in the same order",
+        "2 for int32[2], call 1, from process 1. Each gives what the one before it waits for only "
+        "after that. All processes must make the same calls in the same order",
     )
     assert [circle_before(p, told) for p in told] == [expected] * 3
     del told[1]

@@ -8,7 +8,6 @@ reads what they have. Nothing is told twice, or of what has ended everywhere.
 import atexit
 import json
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +19,7 @@ import jax
 
 from .._compat import CoordinationClient, coordination_client, values_by_process
 from .circle import Waiting, circle_before
-from .coordination import Processes, Series, Wait, connected
+from .coordination import Processes, connected
 from .environment import patience
 from .groups import members, text_of
 from .order import NOTHING, Lane, TransferError, Turn, lane_name
@@ -33,24 +32,22 @@ _EXCHANGE = 1.0
 # The same if nothing is under way here: another process may have failed.
 _IDLE = 5.0
 
-# As long as it takes two processes to tell each other which of their calls differ.
+# Two processes need this long to tell each other which of their calls differ.
 _EXPLAINS = 5.0
 
-# After as many seconds of waiting others are told what this process waits for.
+# After this many seconds of waiting, tell the others what this process waits for.
 _LONG = 1.0
-# All that wait read what all of them have told: as many a second.
+# Each waiting process reads what all waiting processes have told: this many texts a second.
 _READ = 100
 
 _ACCOUNTS = "mylib/accounts"
 _WAITING = "mylib/waiting"
 
-# The streams of meetings of a program's own calls, and of its programs on devices of several.
-CALLS, PROGRAMS = "calls", "programs"
-# By purpose, which is CALLS for those of a program's own calls, and by the processes that meet.
-MEETINGS: dict[tuple[str, Processes], Series] = {}
+# The stream of programs on devices of several processes.
+PROGRAMS = "programs"
 
 
-class Watch:
+class Comparison:
     """The calls of this process, and the thread that compares them."""
 
     def __init__(self, client: CoordinationClient):
@@ -59,9 +56,9 @@ class Watch:
         patience()  # an error of the environment is raised here, and not in the thread
         # Ends the connections to some processes, so that waiting for their arrays raises.
         self.break_off: Callable[[Processes], None] = lambda processes: None
-        # What `mylib.watch` tells and reads in this thread.
+        # `mylib.watch` tells and reads its news in this thread.
         self.also: Callable[[], None] | None = None
-        # What is wrong, by the processes that it concerns.
+        # Errors, by the processes that they concern.
         self.failures: dict[Processes, str] = {}
         self.lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
@@ -69,7 +66,7 @@ class Watch:
         self._exchanged = self._reads_next = 0.0
         self._busy = threading.Event()
         self._ended = False
-        self._thread = threading.Thread(target=self._compare, name="mylib-watch", daemon=True)
+        self._thread = threading.Thread(target=self._compare, name="mylib-comparison", daemon=True)
         self._thread.start()
         # Before JAX leaves the other processes: they must know what has arrived here.
         atexit.register(self._end_thread)
@@ -112,8 +109,7 @@ class Watch:
 
     def is_idle(self) -> bool:
         """Whether all that has been called and sent here is known to have ended well."""
-        waits = any(meeting.waits for meeting in MEETINGS.values())
-        return not waits and all(lane.is_settled() for lane in self.lanes.values())
+        return all(lane.is_settled() for lane in self.lanes.values())
 
     def _compare(self) -> None:
         leaves = False
@@ -128,7 +124,7 @@ class Watch:
             # Before the exchange: the last one tells of all calls.
             leaves = self._ended
             self._exchanged = time.monotonic()
-            # Who sets it from here on may come too late for this exchange.
+            # If it is set from here on, that may be too late for this exchange.
             self._busy.clear()
             # If the service does not answer, JAX itself ends the processes that have lost it.
             with suppress(jax.errors.JaxRuntimeError):
@@ -192,21 +188,15 @@ class Watch:
             self.fail(*wrong)
 
     def _waits_for(self, lanes: list[Lane]) -> Waiting | None:
-        """What this process has waited for longest, if that is long: an array, else a meeting."""
+        """The array that this process has waited for longest, if that is long."""
         long_ago = time.monotonic() - _LONG
-        done, at = dict[str, int](), None
-        for stream, meeting in list(MEETINGS.items()):
-            name, waits = lane_name(*stream), meeting.waits
-            # A meeting in which it waits is a call that it has made.
-            done[name] = waits.number if waits else meeting.turn
-            if waits and waits.since < long_ago:
-                at = name, waits.number, f"{waits.what}, to compare it with process"
         takes = [move for lane in lanes if (move := lane.oldest()) and move.since < long_ago]
-        if takes:
-            lane, number, _, text = min(takes, key=lambda move: move.since).call
-            at = lane.name, number, f"{text}, call {number}, from process"
-        since = min((move.since for move in takes), default=math.inf)
-        return Waiting(*at, done | {lane.name: lane.done(since) for lane in lanes}) if at else None
+        if not takes:
+            return None
+        oldest = min(takes, key=lambda move: move.since)
+        lane, number, _, text = oldest.call
+        done = {lane.name: lane.done(oldest.since) for lane in lanes}
+        return Waiting(lane.name, number, f"{text}, call {number}, from process", done)
 
     def _read(self, place: str) -> dict[int, Any]:
         return {i: json.loads(text) for i, text in values_by_process(self.client, place).items()}
@@ -217,54 +207,49 @@ class Watch:
             self._told[key] = content
 
 
-_watches: list[Watch] = []
+_comparisons: list[Comparison] = []
 _starting = threading.Lock()
 
 
-def watch() -> Watch:
-    """The watch of the processes that are connected now."""
+def comparison() -> Comparison:
+    """The comparison for the processes that are connected now."""
     client = connected()
     with _starting:
-        if not _watches or _watches[0].client is not client:
-            _watches[:] = [Watch(client)]
-        return _watches[0]
+        if not _comparisons or _comparisons[0].client is not client:
+            _comparisons[:] = [Comparison(client)]
+        return _comparisons[0]
 
 
 def programs_of(processes: Processes) -> tuple[int, str]:
     """The number of programs on devices of these processes, and a digest of them."""
-    lane = _watches[0].lanes.get(lane_name(PROGRAMS, processes)) if _watches else None
+    lane = _comparisons[0].lanes.get(lane_name(PROGRAMS, processes)) if _comparisons else None
     return (0, "") if lane is None else (lane.count, lane.digest)
 
 
-def wait_in_step(conclusion: Future[str], meeting: Series, what: str) -> str:
+def wait_in_step(conclusion: Future[str], processes: Processes) -> str:
     """Waits in a meeting, and raises once two of its processes are known to be out of step. Before
-    the first call nobody can be, unless it takes long. `what` is empty if the other processes may
-    never come.
+    the first transfer nobody can be.
     """
     since = time.monotonic()
-    meeting.waits = Wait(since, meeting.turn + 1, what) if what else None
-    try:
-        while not conclusion.done():
-            if what and time.monotonic() - since > _LONG:
-                watch().tell()
-            if _watches:
-                watch().check(meeting.processes)
-            wait([conclusion], _LOOK)
-        if _watches:
-            watch().check(meeting.processes)
-        return conclusion.result()
-    finally:
-        meeting.waits = None
+    while not conclusion.done():
+        if _comparisons:
+            if time.monotonic() - since > _LONG:
+                comparison().tell()
+            comparison().check(processes)
+        wait([conclusion], _LOOK)
+    if _comparisons:
+        comparison().check(processes)
+    return conclusion.result()
 
 
 def read_in_order(processes: Processes, text: str) -> str:
     """The decision of a meeting, or the error that the processes are out of step."""
     if text.startswith("="):
         return text[1:]
-    # If transfers differ, the watch knows soon which.
+    # If transfers differ, the comparison knows soon which.
     until = time.monotonic() + (_EXPLAINS if text.startswith("?") else 0)
     while time.monotonic() < until:
-        watch().check(processes)
+        comparison().check(processes)
         time.sleep(_LOOK)
-    watch().fail(processes, text[1:])
+    comparison().fail(processes, text[1:])
     raise TransferError(text[1:])
