@@ -9,10 +9,10 @@ from typing import Any
 
 from .._compat import names as jax_names
 from .hlo import HloModule, Instruction
+from .opcodes import Like
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
-from .values import MOVES, WRAPPERS, behind, done_of, inputs_here, uses_in
+from .values import behind, done_of, inputs_here, uses_in
 
-_MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 # `transpose(jvp(vmap(eqx.nn.Linear)))`: all that is around a scope but calls of functions.
 _TRANSFORMED = re.compile(rf"^(?:(?!{jax_names.JIT}\()\w+\()+([^()]*)\)+$")
@@ -34,7 +34,7 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     doesn't contain them.
     """
     named, primitive = _origin_names(x), own_primitive_of(x)
-    generated = 'is_spmd_generated="true"' in x.attributes
+    generated = 'is_spmd_generated="true"' in x.text
     written = re.sub(r"_(start|done)$", "", primitive) in jax_names.COLLECTIVES and not generated
     informed = x if named and primitive not in jax_names.STRUCTURE else next(_informed_users(x), x)
     if not _origin_names(informed):
@@ -154,7 +154,7 @@ def _users(x: Instruction) -> Iterator[Instruction]:
         else:
             yield user
     if x.is_root:
-        yield from (done_of(x) for x in x.computation.callers if x.opcode in WRAPPERS)
+        yield from (done_of(x) for x in x.computation.callers if x.row.calls == "run")
 
 
 def _informed_input(x: Instruction) -> Instruction:
@@ -174,12 +174,8 @@ def _arrays(x: Instruction) -> Iterator[str]:
 
 def _moved_by(x: Instruction) -> list[Instruction]:
     """The arrays that an instruction only moves."""
-    if x.opcode == "custom-call":  # arrays that the TPU's compiler copies to fast memory in pieces
-        return x.inputs() if x.target == "ConcatBitcast" else []
-    if x.opcode.removesuffix("-start").removesuffix("-done") not in _MOVED:
-        return []
-    # The start of a slice is not data.
-    return x.inputs()[:1] if "slice" in x.opcode else x.inputs()
+    moves = x.row.like >= Like.PART or x.row.gathers
+    return x.inputs()[: x.row.data] if moves else []
 
 
 def callbacks_of(program: HloModule) -> list[str]:
@@ -192,7 +188,7 @@ def kernels_of_cudnn(program: HloModule) -> list[str]:
 
 
 def products_by_triton(program: HloModule) -> list[str]:
-    return _lines_of(program, lambda x: PRODUCT_BY_TRITON.search(x.attributes) is not None)
+    return _lines_of(program, lambda x: PRODUCT_BY_TRITON.search(x.text) is not None)
 
 
 def _lines_of(program: HloModule, chosen: Callable[[Instruction], bool]) -> list[str]:

@@ -18,7 +18,7 @@ from .._compat import names
 from .attribution import own_primitive_of, phase_of
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
-from .opcodes import ELEMENTWISE, KINDS, opcode_of
+from .opcodes import Like
 from .positions import positions
 from .values import done_of
 from .walk import Walk
@@ -117,19 +117,6 @@ def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> 
     return walk.graph
 
 
-_PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot", "custom-call"}
-_SAME = {
-    "add-dependency", "all-gather", "bitcast", "bitcast-convert", "convert", "copy", "domain",
-    "opt-barrier", "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
-    "transpose",
-}  # fmt: skip
-_FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "pad": 2}
-# Custom calls that pass on what they are given, or make room for a result.
-_MOVES = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
-_ROOM = ("AllocateBuffer", "CreateBuffer")
-_FROM_OUTSIDE = ("infeed", "recv", "rng")
-
-
 class _Marking(Walk):
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
         super().__init__(transfers)
@@ -168,38 +155,34 @@ class _Marking(Walk):
 
     def computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
         """The result of an operation of one device."""
-        opcode = x.opcode.removesuffix("-start")
-        if opcode in _FROM_OUTSIDE:
+        row = x.row
+        if row.outside:
             return _shaped(x, self.unknown())
-        if opcode == "concatenate" and len(x.arrays[0].shape) == 1:
+        if x.does == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
             return Concatenated(tuple(ends), tuple(joined([value]) for value in inputs))
         if isinstance(inputs[0] if inputs else None, Concatenated):
-            if opcode == "slice":
+            if x.does == "slice":
                 return _sliced(inputs[0], x)
-            if opcode in _SAME and x.arrays[0].shape == x.operand(0).arrays[0].shape:
+            if row.like >= Like.PART and x.arrays[0].shape == x.operand(0).arrays[0].shape:
                 return inputs[0]
-        if opcode == "custom-call":
-            target = x.target
-            if target == "AsyncCollectiveStart":
-                # What has been given to the collective so far.
-                sent = self.sent.get(id(x.operand(0)), [])[:1]
-                bits = [self.graph.bit(Source("collective", number)) for number, _, _ in sent]
-                before = joined([self.graph.into.get(bit, NOTHING) for bit in bits])
-                return (before, *[inputs[0]] * (len(x.arrays) - 1))
-            if target == "AsyncCollectiveDone":
-                ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
-                return ends[0] if ends else self.unknown()
-            if target in _ROOM:
-                return _shaped(x, NOTHING)
-            if target in _MOVES:
-                return _shaped(x, joined(inputs))
-        if len(inputs) == 1 and not isinstance(inputs[0], Mark | Concatenated) and opcode in _SAME:
+        if row.window == "start":
+            # What has been given to the collective so far.
+            sent = self.sent.get(id(x.operand(0)), [])[:1]
+            bits = [self.graph.bit(Source("collective", number)) for number, _, _ in sent]
+            before = joined([self.graph.into.get(bit, NOTHING) for bit in bits])
+            return (before, *[inputs[0]] * (len(x.arrays) - 1))
+        if row.window == "end":
+            ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
+            return ends[0] if ends else self.unknown()
+        if row.reserves:
+            return _shaped(x, NOTHING)
+        if len(inputs) == 1 and type(inputs[0]) is tuple and row.like >= Like.PART:
             return inputs[0]
         mark = joined(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
         # Small products are written as sums.
-        if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
+        if row.product or (x.does == "reduce" and primitive in names.PRODUCTS):
             self._use(x, inputs, phase)
             if self.phased and not x.op_names:
                 before = self.graph.unnamed.get(id(x), 0)
@@ -207,13 +190,13 @@ class _Marking(Walk):
             of_model = phase or not self.phased
             product = mark.any if of_model else mark.product
             return _shaped(x, Mark(mark.any, self.graph.made, product))
-        if opcode == "gather" and not joined(inputs[:1]).product:
+        if x.does == "gather" and not joined(inputs[:1]).product:
             return _shaped(x, Mark(mark.any, self.graph.made, mark.product))
-        data = inputs[: _FIRST.get(opcode, len(inputs))]
-        if opcode == "scatter":
+        data = inputs[: row.data]
+        if x.does == "scatter":
             data = [inputs[0], inputs[-1]]
             self.graph.rows |= joined(inputs[-1:]).near
-        return _shaped(x, Mark(mark.any, self._near(x, opcode, data), mark.product))
+        return _shaped(x, Mark(mark.any, self._near(x, data), mark.product))
 
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
         for operand, value in zip(x.inputs(), inputs, strict=True):
@@ -221,22 +204,23 @@ class _Marking(Walk):
             for bit in self.graph.sources_in(joined([value]).near):
                 self.graph.uses.setdefault(bit, set()).add(use)
 
-    def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
-        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST or opcode == "scatter":
+    def _near(self, x: Instruction, data: list[Marks]) -> int:
+        row = x.row
+        if row.elementwise or row.like >= Like.PART or row.puts is not None:
             # What chooses between two values is in neither of them.
-            return joined(data[opcode == "select" :]).near
-        if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
+            return joined(data[x.does == "select" :]).near
+        if x.does in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
             return joined(data[:1]).near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
         return 0
 
     def loop(self, x: Instruction, carried: Marks) -> Marks:
-        called = dict(x.calls)
+        condition, body = x.calls
         self.depth += 1
         before: Marks = None
         while carried != before:
             before = carried
-            after = _joined(carried, self.run(called["body"], (carried,)))
-            until = joined([self.run(called["condition"], (after,))])
+            after = _joined(carried, self.run(body, (carried,)))
+            until = joined([self.run(condition, (after,))])
             carried = _with(after, Mark(until.any))
         self.depth -= 1
         return carried
@@ -251,11 +235,11 @@ class _Marking(Walk):
         if (
             len(inputs) == 1
             and isinstance(inputs[0], Concatenated)
-            and opcode_of(x) == "all-reduce"
+            and x.does == "all-reduce"
         ):
             return self._row(inputs[0], sent[0][0])
         count = max(1, len(done_of(first).arrays))
-        together = count != len(inputs) or opcode_of(x).endswith("all-to-all")
+        together = count != len(inputs) or x.does.endswith("all-to-all")
         is_chain = any(whole.members for _, whole, _ in sent)
         results: list[Mark] = []
         for element in range(count):

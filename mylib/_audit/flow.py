@@ -11,7 +11,6 @@ from .collectives import Transfer
 from .dataflow import NOTHING, Graph, Source, graph_of, joined
 from .groups import Groups
 from .hlo import Array, HloModule
-from .opcodes import KINDS, opcode_of
 from .sums import Sums
 from .values import Value, computed
 
@@ -76,10 +75,7 @@ class Flow:
         transfer = self._transfers[self.graph.sources[bit].number]
         if transfer.members:
             return True
-        return any(
-            role == "to_apply" and called.result.opcode == "add"
-            for role, called in transfer.first.calls
-        )
+        return transfer.first.adds
 
     def reaching(self, mask: int, copies: bool = False) -> int:
         """All sources that values depend on, directly or through collectives; if `copies` only
@@ -152,7 +148,7 @@ class Flow:
         transfer = self._transfers[source.number]
         groups = transfer.groups
         # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
-        kind = transfer.kind if transfer.members else KINDS[opcode_of(transfer.first)]
+        kind = transfer.kind if transfer.members else transfer.first.sends
         if kind == "collective-permute":
             return _moved(groups, before)
         if transfer.members and kind == "all-gather":

@@ -18,9 +18,6 @@ from .page import report_page
 from .roofline import Estimate, estimate
 from .work import Work
 
-_KINDS = tuple(dict.fromkeys(KINDS.values()))
-
-
 @dataclass(frozen=True)
 class Collective:
     """One collective of a program.
@@ -164,8 +161,8 @@ class Report:
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
     ) -> list[Collective]:
         """The collectives of a `kind`, over exactly these mesh `axes`; None for all."""
-        if kind is not None and kind not in _KINDS:
-            raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(_KINDS)}")
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(KINDS)}")
         of_kind = [c for c in self.collectives if kind in (None, c.kind)]
         if axes is None:
             return of_kind
