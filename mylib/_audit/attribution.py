@@ -25,6 +25,9 @@ _STRUCTURE = {
 }
 _FAR = 2000  # the most instructions that are looked at
 
+# The phase of what doesn't say where it is from.
+UNKNOWN = "unknown"
+
 # From an argument's name in the program to its path.
 Names = Callable[[str], str]
 
@@ -47,8 +50,13 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
         scope=_scope(at[0] if at else ""),
         source=source_of(x if written else informed) or source_of(x),
         phase=phase_of([*named, *around]),
-        inserted=not written,
+        inserted=not written if named or generated else None,
     )
+
+
+def name_of(argument: Instruction) -> str:
+    """The name of an argument of the program; only its number if it has none."""
+    return next(iter(argument.op_names), f"argument {argument.rest}")
 
 
 def is_gradient(x: Instruction) -> bool:
@@ -61,7 +69,7 @@ def gradients_of(updated: Sequence[int], module: HloModule, names: Names) -> tup
     paths end like those of the model.
     """
     arguments = [module.entry.parameters[i] for i in updated]
-    paths = list(dict.fromkeys(names((x.op_names or [x.name])[0]) for x in arguments))
+    paths = list(dict.fromkeys(names(name_of(x)) for x in arguments))
     return tuple(p for p in paths if not any(_is_state_of(p, other) for other in paths))
 
 
@@ -116,12 +124,21 @@ def _scope(name: str) -> str:
 
 
 def phase_of(names: Sequence[str]) -> str:
-    """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated."""
+    """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated; `UNKNOWN`
+    without names, or if they tell of a transformation that isn't known.
+    """
     if any(jax_names.STACK_RECOMPUTED in name for name in names):
         return "recomputed"
     if any(f"{jax_names.STACK_TRANSPOSE}(" in name for name in names[:1]):
         return "backward"
-    return "forward" if any(f"{jax_names.STACK_JVP}(" in name for name in names[:1]) else ""
+    if not names or not jax_names.STACK.issuperset(re.findall(r"(\w+)\(", names[0])):
+        return UNKNOWN
+    return "forward" if f"{jax_names.STACK_JVP}(" in names[0] else ""
+
+
+def phases_in(module: HloModule) -> set[str]:
+    """The phases of the instructions that say where they are from."""
+    return {phase_of(names) for x in module.instructions() if (names := _origin_names(x))}
 
 
 def source_of(x: Instruction) -> str:
@@ -169,7 +186,7 @@ def _arrays(x: Instruction) -> Iterator[str]:
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
     for made_by in islice(behind(operands, _moved_by), _FAR):
         if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:
-            yield (made_by.op_names or [made_by.name])[0]
+            yield name_of(made_by)
 
 
 def _moved_by(x: Instruction) -> list[Instruction]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._compat import names
-from .attribution import own_primitive_of, phase_of
+from .attribution import UNKNOWN, own_primitive_of, phase_of, phases_in
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
 from .opcodes import Like
@@ -74,7 +74,7 @@ class Use(NamedTuple):
 class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
     `uses` the products that sources are factors of. The first sources are the program's parameters,
-    in order. `differentiates`: whether it has gradients. `unnamed`: products that may be of the
+    in order. `differentiates`: whether it has gradients; None if the program doesn't tell. `unnamed`: products that may be of the
     model or of an optimiser, and what is behind each. `made` is a source, as a set, that products
     and rows of tables are combined with element by element: so it is known what is made of them.
     `rows` are those that are added to tables.
@@ -87,7 +87,7 @@ class Graph:
     unnamed: dict[int, int] = field(default_factory=dict)
     made: int = 0
     rows: int = 0
-    differentiates: bool = False
+    differentiates: bool | None = False
     bits: dict[Source, int] = field(default_factory=dict)
 
     def bit(self, source: Source) -> int:
@@ -130,9 +130,10 @@ class _Marking(Walk):
         self.numbers = 0
         self.depth = 0
         # If the program is differentiated, products without a phase are those of an optimiser.
-        phases = {phase_of(x.op_names) for x in module.instructions()}
-        self.phased = phases != {""}
-        self.graph.differentiates = "backward" in phases
+        phases = phases_in(module)
+        self.phased = not phases <= {"", UNKNOWN}
+        known = phases and UNKNOWN not in phases
+        self.graph.differentiates = "backward" in phases or (False if known else None)
 
     def source(self, source: Source) -> Mark:
         bit = 1 << self.graph.bit(source)
@@ -184,10 +185,10 @@ class _Marking(Walk):
         # Small products are written as sums.
         if row.product or (x.does == "reduce" and primitive in names.PRODUCTS):
             self._use(x, inputs, phase)
-            if self.phased and not x.op_names:
+            if self.phased and phase == UNKNOWN:
                 before = self.graph.unnamed.get(id(x), 0)
                 self.graph.unnamed[id(x)] = before | mark.any
-            of_model = phase or not self.phased
+            of_model = phase not in ("", UNKNOWN) or not self.phased
             product = mark.any if of_model else mark.product
             return _shaped(x, Mark(mark.any, self.graph.made, product))
         if x.does == "gather" and not joined(inputs[:1]).product:

@@ -9,6 +9,7 @@ from typing import Any
 from .._errors import AuditError, folded
 from .._text import counted, listed, show_bytes, table
 from ..machines import Machine, Memory
+from .attribution import UNKNOWN
 from .flow import Flow
 from .groups import axis_of
 from .links import Message
@@ -43,9 +44,10 @@ class Collective:
     - `scope`: the scopes around that: of `jax.named_scope`, and the names of Equinox's layers, such
         as `"eqx.nn.MultiheadAttention/eqx.nn.Linear"`.
     - `source`: the line of Python, as `"file.py:31"`.
-    - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty.
+    - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty; `"unknown"` if
+        the program doesn't tell.
     - `inserted`: whether the partitioner has inserted it. Otherwise the function calls it, such as
-        by `jax.lax.psum`.
+        by `jax.lax.psum`. None if the program doesn't tell.
     - `overlapped`: whether other work is scheduled while it runs.
     - `sometimes`: whether it runs only if a condition takes its branch. `times` is then an upper
         bound.
@@ -70,7 +72,7 @@ class Collective:
     scope: str
     source: str
     phase: str
-    inserted: bool
+    inserted: bool | None
     overlapped: bool
     sometimes: bool
     loops: tuple[str, ...]
@@ -304,7 +306,8 @@ def sums_each_turn(report: Report, c: Collective) -> bool:
     it once, after the loop.
     """
     is_sum = c.kind in ("all-reduce", "reduce-scatter")
-    return report.platform == "cpu" and is_sum and c.inserted and bool(c.loops)
+    is_inserted = c.inserted is not False
+    return report.platform == "cpu" and is_sum and is_inserted and bool(c.loops)
 
 
 def _each_turn(report: Report) -> list[str]:
@@ -339,8 +342,8 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
         "?" if c.axes is None else ", ".join(c.axes),
         f"{show_bytes(c.bytes)} {c.dtype}",
         show_bytes(c.wire_bytes),
-        "inserted" if c.inserted else "written",
-        c.phase,
+        {True: "inserted", False: "written", None: "?"}[c.inserted],
+        "?" if c.phase == UNKNOWN else c.phase,
         what_of(group) + (f" ({', '.join(notes)})" if notes else ""),
         c.source + (f" in the loop of {c.loops[-1]}" if c.loops else ""),
     )
