@@ -98,7 +98,7 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
 
 def _kind(x: Instruction, local: frozenset[str]) -> str | None:
     """The kind of collective of an instruction, or None if it moves no data between devices."""
-    if x.target:
+    if x.does == "custom-call" and not x.waits:
         _check_target(x, local)
     return None if x.attributes.get("is_host_transfer") == "true" else x.sends
 

@@ -149,7 +149,7 @@ def before(value: Value) -> Value | None:
         return Value(x.operand(0).operand(0))
     if x.row.calls == "run" and x.form != "update":
         return Value(start_of(x).called.result, path)
-    if x.row.like >= Like.VALUE and not x.form and not x.target:
+    if x.row.like >= Like.VALUE and x.operands and not x.form and not x.target:
         return Value(x.operand(0), path)
     return None
 

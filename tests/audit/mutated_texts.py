@@ -158,9 +158,7 @@ def told(text: str) -> dict[str, Any]:
 
 
 def judge(right: dict[str, Any], text: str) -> tuple[str, str]:
-    """`"equal"`, `"unknown"`, `"error"`, `"crash"`, `"lost"` (nothing is told where something was)
-    or `"wrong"`, and what differs.
-    """
+    """`"equal"`, `"unknown"`, `"error"`, `"crash"` or `"wrong"`, and what differs."""
     try:
         found = told(text)
     except mylib.AuditError:
@@ -172,18 +170,47 @@ def judge(right: dict[str, Any], text: str) -> tuple[str, str]:
         return "equal", ""
     if found["unknown"] > right["unknown"]:
         differ = [k for k in differ if k not in ("flops", "traffic", "schedule", "unknown")]
-    # Contracts refuse where the flow isn't known.
-    wrong = [k for k in differ if k not in found or found[k] is not None]
-    lost = [k for k in wrong if k.split(".")[-1] in _MAY_BE_EMPTY and not found.get(k)]
-    wrong = sorted({k.split(".")[-1] for k in wrong if k not in lost})
-    if wrong:
-        return "wrong", ", ".join(wrong)
-    return (
-        ("lost", ", ".join(sorted({k.split(".")[-1] for k in lost}))) if lost else ("unknown", "")
+    wrong = [k for k in differ if k not in found or not _is_unknown(k, right.get(k), found[k])]
+    return ("wrong", ", ".join(sorted({k.split(".")[-1] for k in wrong}))) if wrong else (
+        "unknown",
+        "",
     )
 
 
-_MAY_BE_EMPTY = {"arrays", "gradients", "primitive", "scope", "source", "phase", "loops", "axes"}
+# Empty if they are unknown, as is documented.
+_MAY_BE_EMPTY = {"arrays", "gradients", "primitive", "scope", "source", "axes"}
+
+
+def _is_unknown(key: str, right: Any, found: Any) -> bool:
+    """Whether what is told is what is right, or unknown, in each part."""
+    match key.split(".")[-1]:
+        case "parameters":
+            return all(
+                a._replace(path="") == b._replace(path="") and b.path in (a.path, f"argument {i}")
+                for i, (a, b) in enumerate(zip(map(_Row.of, right), map(_Row.of, found), strict=True))
+            )
+        case "uses":
+            return [bit for bit, _ in right] == [bit for bit, _ in found] and all(
+                {(u.loops, u.size) for u in a} == {(u.loops, u.size) for u in b}
+                and {u.phase for u in b} <= {u.phase for u in a} | {"unknown"}
+                for (_, a), (_, b) in zip(right, found, strict=True)
+            )
+        case "loops":
+            return all(b in ("", a) for a, b in zip(right, found, strict=True))
+        case "arrays" if all(re.fullmatch(r"argument \d+", x) for x in {*found} - {*right}):
+            return True
+        case name if name in _MAY_BE_EMPTY and not found:
+            return True
+    return found is None or found == "unknown"
+
+
+class _Row(NamedTuple):
+    path: str
+    rest: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, p: Any) -> "_Row":
+        return cls(p.path, (p.dtype, p.shape, p.bytes, p.axes))
 
 
 def main() -> int:
@@ -205,7 +232,7 @@ def main() -> int:
                 continue
             verdict, what = judge(right, mutated)
             tally[verdict] += 1
-            if verdict in ("wrong", "crash", "lost"):
+            if verdict in ("wrong", "crash"):
                 found[verdict, re.sub(r" at \d+", " at one place", how), word, what].append(name)
         print(name, dict(tally), flush=True)
         total.update(tally)

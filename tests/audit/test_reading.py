@@ -168,6 +168,11 @@ def test_damaged_text_is_an_error(damage):
 
 def test_calls_that_are_said_to_stay_local():
     called = _DAMAGES["an unknown call"](TEXT)
+    with pytest.raises(mylib.AuditError, match="is called by nothing that is understood"):
+        mylib.audit(called, mesh=MESH, local=("my_kernel",))  # the sum of the all-reduce is left
+    (sum_,) = re.findall(r"to_apply=(%[\w.]+)", TEXT)
+    name = 'custom_call_target="my_kernel"'
+    called = called.replace(name, f"{name}, called_computations={{{sum_}}}")
     report = mylib.audit(called, mesh=MESH, local=("my_kernel",))
     assert report.collectives == ()
 
