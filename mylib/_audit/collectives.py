@@ -376,8 +376,11 @@ def is_overlapped(transfer: Transfer) -> bool:
     if not transfer.asynchronous or '"is_sync":true' in x.text:
         return False
     if _is_started_by_fusion(x):
+        # A fusion that computes meanwhile goes on with the collective, and doesn't end it.
         return any(
-            user.opcode == "fusion" and "async_collective_fusion" in user.called.name
+            user.opcode == "fusion"
+            and any(y.sends for y in user.called.instructions)
+            and not any(y.row.window == "end" for y in user.called.instructions)
             for caller in x.computation.callers
             for element in caller.users
             for user in element.users
