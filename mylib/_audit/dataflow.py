@@ -21,7 +21,7 @@ from .hlo import HloModule, Instruction
 from .opcodes import Like
 from .positions import positions
 from .values import done_of
-from .walk import Walk
+from .walk import Walk, shaped
 
 
 class Mark(NamedTuple):
@@ -118,6 +118,8 @@ def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> 
 
 
 class _Marking(Walk):
+    nothing = NOTHING
+
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
         super().__init__(transfers)
         self.devices = devices
@@ -154,11 +156,18 @@ class _Marking(Walk):
     def of_this_device(self, x: Instruction) -> Marks:
         return self._of_device(x, NOTHING)
 
+    def given_so_far(self, x: Instruction, operand: Marks) -> Marks:
+        bits = [
+            self.graph.bit(Source("collective", number))
+            for number, *_ in self.sent.get(id(x), [])[:1]
+        ]
+        return joined([self.graph.into.get(bit, NOTHING) for bit in bits])
+
     def computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
         """The result of an operation of one device."""
         row = x.row
         if row.outside:
-            return _shaped(x, self.unknown())
+            return shaped(x, self.unknown())
         if x.does == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
             return Concatenated(tuple(ends), tuple(joined([value]) for value in inputs))
@@ -167,17 +176,6 @@ class _Marking(Walk):
                 return _sliced(inputs[0], x)
             if row.like >= Like.PART and x.arrays[0].shape == x.operand(0).arrays[0].shape:
                 return inputs[0]
-        if row.window == "start":
-            # What has been given to the collective so far.
-            sent = self.sent.get(id(x.operand(0)), [])[:1]
-            bits = [self.graph.bit(Source("collective", number)) for number, _, _ in sent]
-            before = joined([self.graph.into.get(bit, NOTHING) for bit in bits])
-            return (before, *[inputs[0]] * (len(x.arrays) - 1))
-        if row.window == "end":
-            ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
-            return ends[0] if ends else self.unknown()
-        if row.reserves:
-            return _shaped(x, NOTHING)
         if len(inputs) == 1 and type(inputs[0]) is tuple and row.like >= Like.PART:
             return inputs[0]
         mark = joined(inputs)
@@ -190,14 +188,14 @@ class _Marking(Walk):
                 self.graph.unnamed[id(x)] = before | mark.any
             of_model = phase not in ("", UNKNOWN) or not self.phased
             product = mark.any if of_model else mark.product
-            return _shaped(x, Mark(mark.any, self.graph.made, product))
+            return shaped(x, Mark(mark.any, self.graph.made, product))
         if x.does == "gather" and not joined(inputs[:1]).product:
-            return _shaped(x, Mark(mark.any, self.graph.made, mark.product))
+            return shaped(x, Mark(mark.any, self.graph.made, mark.product))
         data = inputs[: row.data]
         if x.does == "scatter":
             data = [inputs[0], inputs[-1]]
             self.graph.rows |= joined(inputs[-1:]).near
-        return _shaped(x, Mark(mark.any, self._near(x, data), mark.product))
+        return shaped(x, Mark(mark.any, self._near(x, data), mark.product))
 
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
         for operand, value in zip(x.inputs(), inputs, strict=True):
@@ -233,11 +231,7 @@ class _Marking(Walk):
         sent = self.sent[id(first)]
         if any(whole.ends for _, whole, _ in sent):
             return self._step(joined(inputs), [number for number, _, _ in sent])
-        if (
-            len(inputs) == 1
-            and isinstance(inputs[0], Concatenated)
-            and x.does == "all-reduce"
-        ):
+        if len(inputs) == 1 and isinstance(inputs[0], Concatenated) and x.does == "all-reduce":
             return self._row(inputs[0], sent[0][0])
         count = max(1, len(done_of(first).arrays))
         together = count != len(inputs) or x.does.endswith("all-to-all")
@@ -345,7 +339,3 @@ def _with(value: Marks, mark: Mark) -> Marks:
     if isinstance(value, Mark | Concatenated):
         return _joined(joined([value]), mark)
     return tuple(_with(element, mark) for element in value)
-
-
-def _shaped(x: Instruction, mark: Mark) -> Marks:
-    return (mark,) * len(x.arrays) if x.type.startswith("(") else mark

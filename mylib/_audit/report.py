@@ -19,6 +19,7 @@ from .page import report_page
 from .roofline import Estimate, estimate
 from .work import Work
 
+
 @dataclass(frozen=True)
 class Collective:
     """One collective of a program.

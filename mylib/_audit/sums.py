@@ -21,7 +21,7 @@ from .hlo import HloModule, Instruction
 from .opcodes import Like
 from .positions import positions
 from .values import Value, computed, trips
-from .walk import Walk
+from .walk import Walk, shaped
 
 # For each device, how often a value has the data of each place along the axis: an array's bytes.
 Rows = bytes
@@ -58,6 +58,8 @@ class Sums(Walk):
     """`data` are the numbers of the parameters that are split over the axis; `places` the place of
     each device along it.
     """
+
+    nothing = NONE
 
     def __init__(
         self,
@@ -168,17 +170,12 @@ class Sums(Walk):
     # --- one device -------------------------------------------------------------------------------
 
     def computed(self, x: Instruction, inputs: list[Forms]) -> Forms:
-        if x.row.window == "start":
-            return (inputs[0],) * len(x.arrays)
-        if x.row.window == "end":
-            ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if id(y) in self.held]
-            return ends[0] if ends else self._lost(_one(inputs))
         forms = [*map(_one, inputs)]
-        if x.row.reserves or not any(forms):
-            return _shaped(x, NONE)
+        if not any(forms):
+            return shaped(x, NONE)
         if x.target and x.row.like >= Like.VALUE:
-            return _shaped(x, forms[0])
-        return _shaped(x, self._computed(x, forms))
+            return shaped(x, forms[0])
+        return shaped(x, self._computed(x, forms))
 
     def _computed(self, x: Instruction, forms: list[Form]) -> Form:
         keeps = x.row.like >= Like.ELEMENTS or x.does in ("broadcast", "negate")
@@ -511,10 +508,6 @@ def _key(x: Instruction) -> object:
     JAX's name for their origin shows to be the same.
     """
     return x.opcode, x.arrays[0].shape, (x.op_names or [x.name])[0]
-
-
-def _shaped(x: Instruction, form: Form) -> Forms:
-    return (form,) * len(x.arrays) if x.type.startswith("(") else form
 
 
 def _together(key: object, terms: Iterable[Term]) -> Form:

@@ -16,7 +16,9 @@ Abstract = Any
 
 
 class Walk:
-    """An evaluation. Values are hashable."""
+    """An evaluation. Values are hashable; `nothing` stands for what depends on nothing."""
+
+    nothing: Abstract
 
     def __init__(self, transfers: Sequence[Transfer]):
         # The transfers of each instruction, and the whole that each is a step of, with its number.
@@ -63,6 +65,13 @@ class Walk:
             return inputs[0]
         if x.row.of_device:
             return self.of_this_device(x)
+        if x.row.reserves:
+            return shaped(x, self.nothing)
+        if x.row.window == "start":
+            return (self.given_so_far(x.operand(0), inputs[0]), *inputs[:1] * (len(x.arrays) - 1))
+        if x.row.window == "end":
+            ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
+            return ends[0] if ends else self.unknown()
         if x.sends:
             return self.collective(x, inputs)
         if x.row.calls == "run":
@@ -79,6 +88,10 @@ class Walk:
         """
         first = x if id(x) in self.sent else self.channels.get(_channel(x), x)
         return first if id(first) in self.sent else None
+
+    def given_so_far(self, x: Instruction, operand: Abstract) -> Abstract:
+        """What has been given to a collective that fusions go on with."""
+        return operand
 
     def computed(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
         """The result of an operation of one device."""
@@ -100,6 +113,11 @@ class Walk:
 
     def unknown(self) -> Abstract:
         raise NotImplementedError
+
+
+def shaped(x: Instruction, value: Abstract) -> Abstract:
+    """This value for each array of a result."""
+    return (value,) * len(x.arrays) if x.type.startswith("(") else value
 
 
 def _channel(x: Instruction) -> tuple[str, str | None]:
