@@ -74,10 +74,10 @@ class Use(NamedTuple):
 class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
     `uses` the products that sources are factors of. The first sources are the program's parameters,
-    in order. `differentiates`: whether it has gradients; None if the program doesn't tell. `unnamed`: products that may be of the
-    model or of an optimiser, and what is behind each. `made` is a source, as a set, that products
-    and rows of tables are combined with element by element: so it is known what is made of them.
-    `rows` are those that are added to tables.
+    in order. `differentiates`: whether it has gradients; None if the program doesn't tell.
+    `unnamed`: products that may be of the model or of an optimiser, and what is behind each. `made`
+    is a source, as a set, that products and rows of tables are combined with element by element: so
+    it is known what is made of them. `rows` are those that are added to tables.
     """
 
     sources: list[Source] = field(default_factory=list)

@@ -4,8 +4,8 @@ import json
 import math
 import re
 
-from .._products import meetings
 from .._errors import AuditError
+from .._products import meetings
 from .attribution import is_of_dot
 from .blocks import factors_of
 from .hlo import Instruction

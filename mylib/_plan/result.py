@@ -280,7 +280,7 @@ class Plan:
     def _times(self, x: Candidate) -> str:
         assert x.seconds is not None
         if self.chosen.seconds is None:
-            return f"{x.seconds * 1e3:.3g} ms ({x.source}), and it is unknown what the chosen one takes"
+            return f"{x.seconds * 1e3:.3g} ms ({x.source}); that of the chosen one is unknown"
         ratio = x.seconds / self.chosen.seconds
         if x.source != self.chosen.source and self.chosen.modelled is not None:
             chosen = f"the chosen one {self.chosen.modelled * 1e3:.3g} ms by the same model"
