@@ -22,13 +22,13 @@ class Flow:
     """The way of values through a program. It is followed when it is first asked for."""
 
     def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
-        self._module = module
+        self.module: HloModule = module
         self._transfers = transfers
         self.devices: int = module.devices
 
     @cached_property
     def graph(self) -> Graph:
-        return graph_of(self._module, self._transfers, self.devices)
+        return graph_of(self.module, self._transfers, self.devices)
 
     @cached_property
     def sources_of(self) -> Mapping[int, Sequence[int]]:
@@ -192,7 +192,7 @@ class Flow:
         """What adds up the data of devices, which are at these places along an axis: `data` are the
         parameters that are split over it.
         """
-        return Sums(self._module, self._transfers, data, places)
+        return Sums(self.module, self._transfers, data, places)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:

@@ -391,7 +391,8 @@ class HloModule:
                 raise AuditError(f"%{computation.name} is called by nothing that is understood")
 
     def _check_form(self, x: Instruction) -> None:
-        if x.form == "start" and not x.row.starts:
+        row = x.row  # an error if there is none
+        if x.form == "start" and not row.starts:
             raise AuditError(f"{x} starts something that is not understood")
         if x.waits:
             start = x.operand(0)
@@ -492,7 +493,8 @@ def _in_order(x: Instruction, named: list[tuple[str, str]]) -> list[str]:
     module, names = x.computation.module, [name for _, name in named]
     order: tuple[str, ...] = ()
     if x.row.calls == "loop":
-        tests = [name for name in names if module.computations[name].result.type == "pred[]"]
+        types = {name: module.computations[name].result.type for name in names}
+        tests = [name for name in names if types[name].startswith("pred[]")]
         if len(tests) == 1:
             return [*tests, *(name for name in names if name not in tests)]
         order = "condition", "body"

@@ -8,6 +8,7 @@ silently wrong, and what crashes.
 
 import argparse
 import collections
+import contextlib
 import gzip
 import re
 import sys
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import mylib
-from mylib._audit.hlo import HloModule
 from mylib._audit.peak import peak_of
 
 TEXTS = Path(__file__).parent / "texts"
@@ -29,6 +29,7 @@ NAMES = (
 )  # fmt: skip
 _ATTRIBUTE = re.compile(r", ([a-z_]\w*)=")
 _OPCODE = re.compile(r"(?<=[\])}] )([a-z][a-z0-9\-]*)(?=\()")
+_FORM = re.compile(r"(-start|-update|-done|)$")
 _INNER = re.compile(r'(?<=[{ ])([a-z_]\w*)=(?=["\d{])|"([a-z_]\w*)":')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 # Names that XLA and JAX give to what they have written, which an analysis looks for.
@@ -37,7 +38,7 @@ _WORDS = (
     "windowed_dot_general_body", "async_collective_fusion", "is_spmd_generated", "kind=kLoop",
 )  # fmt: skip
 _LINE = re.compile(r"^\s+(?:ROOT )?%\S+ = .*$", re.MULTILINE)
-_PER_KEY = 4  # single places at which a word is changed alone, besides all of them together
+_PER_KEY = 2  # single places at which a word is changed alone, besides all of them together
 
 
 class Mutation(NamedTuple):
@@ -60,7 +61,8 @@ def mutations(text: str) -> Iterator[Mutation]:
             chosen = spans if len(spans) <= _PER_KEY else spans[:: -(-len(spans) // _PER_KEY)]
             for each in [spans, *([span] for span in chosen if len(spans) > 1)]:
                 where = "everywhere" if each is spans else f"at {each[0][0]}"
-                yield Mutation(f"{kind} renamed {where}", word, _renamed(text, each, f"{word}_x"))
+                new = _FORM.sub(r"-x\1", word, count=1) if kind == "opcode" else f"{word}_x"
+                yield Mutation(f"{kind} renamed {where}", word, _renamed(text, each, new))
                 if kind == "attribute":
                     yield Mutation(f"{kind} dropped {where}", word, _dropped(text, each))
                     yield Mutation(f"{kind} moved {where}", word, _moved(text, each))
@@ -127,13 +129,9 @@ def told(text: str) -> dict[str, Any]:
     """All that a report and the contracts read."""
     report = mylib.audit(text)
     graph = report.flow.graph
-    memory = None
-    module = HloModule(text)
-    try:
-        peak = peak_of(module)
-        memory = peak.bytes
-    except mylib.AuditError:
-        pass
+    module, memory = report.flow.module, None
+    with contextlib.suppress(mylib.AuditError):
+        memory = peak_of(module).bytes
     fields: dict[str, Any] = {
         "name": report.name,
         "axes": report.axes,
