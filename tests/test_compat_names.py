@@ -644,7 +644,7 @@ class TestParameters:
             found = equations(traced(jax.grad(lambda x: f(x).sum())))
             return {x.name for eqn in found for x in eqn.source_info.name_stack.stack}
 
-        met = entries(jnp.sin) | entries(jax.checkpoint(jnp.sin))
+        met = entries(jnp.sin) | entries(jax.checkpoint(jnp.sin)) | entries(jax.vmap(jnp.sin))
         for constant, value in listed("STACK_").items():
             assert value in met, f"{advice(constant)}. The entries are {sorted(met)}"
 

@@ -9,10 +9,10 @@ from typing import Any
 from .._compat import names as jax_names
 from .._lines import innermost
 from .hlo import HloModule, Instruction
+from .opcodes import Like
 from .targets import CALLBACKS, CUDNN, PRODUCT_BY_TRITON
-from .values import MOVES, WRAPPERS, behind, done_of, inputs_here, uses_in
+from .values import behind, done_of, inputs_here, uses_in
 
-_MOVED = MOVES | {"concatenate", "all-gather", "all-to-all", "collective-permute"}
 # `transpose(jvp(vmap(eqx.nn.Linear)))`: all that is around a scope but calls of functions.
 _TRANSFORMED = re.compile(rf"^(?:(?!{jax_names.JIT}\()\w+\()+([^()]*)\)+$")
 _STRUCTURE = {
@@ -24,6 +24,9 @@ _STRUCTURE = {
 }
 _FAR = 2000  # the most instructions that are looked at
 
+# The phase of what doesn't say where it is from.
+UNKNOWN = "unknown"
+
 # From an argument's name in the program to its path.
 Names = Callable[[str], str]
 
@@ -33,7 +36,7 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
     doesn't contain them.
     """
     named, primitive = _origin_names(x), own_primitive_of(x)
-    generated = 'is_spmd_generated="true"' in x.attributes
+    generated = 'is_spmd_generated="true"' in x.text
     written = re.sub(r"_(start|done)$", "", primitive) in jax_names.COLLECTIVES and not generated
     informed = x if named and primitive not in jax_names.STRUCTURE else next(_informed_users(x), x)
     if not _origin_names(informed):
@@ -46,8 +49,13 @@ def origin_of(x: Instruction, names: Names) -> dict[str, Any]:
         scope=_scope(at[0] if at else ""),
         source=source_of(x if written else informed) or source_of(x),
         phase=phase_of([*named, *around]),
-        inserted=not written,
+        inserted=not written if named or generated else None,
     )
+
+
+def name_of(argument: Instruction) -> str:
+    """The name of an argument of the program; only its number if it has none."""
+    return next(iter(argument.op_names), f"argument {argument.rest}")
 
 
 def is_gradient(x: Instruction) -> bool:
@@ -60,7 +68,7 @@ def gradients_of(updated: Sequence[int], module: HloModule, names: Names) -> tup
     paths end like those of the model.
     """
     arguments = [module.entry.parameters[i] for i in updated]
-    paths = list(dict.fromkeys(names((x.op_names or [x.name])[0]) for x in arguments))
+    paths = list(dict.fromkeys(names(name_of(x)) for x in arguments))
     return tuple(p for p in paths if not any(_is_state_of(p, other) for other in paths))
 
 
@@ -115,12 +123,21 @@ def _scope(name: str) -> str:
 
 
 def phase_of(names: Sequence[str]) -> str:
-    """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated."""
+    """`"forward"`, `"backward"` or `"recomputed"`; empty in what is not differentiated; `UNKNOWN`
+    without names, or if they tell of a transformation that isn't known.
+    """
     if any(jax_names.STACK_RECOMPUTED in name for name in names):
         return "recomputed"
     if any(f"{jax_names.STACK_TRANSPOSE}(" in name for name in names[:1]):
         return "backward"
-    return "forward" if any(f"{jax_names.STACK_JVP}(" in name for name in names[:1]) else ""
+    if not names or not jax_names.STACK.issuperset(re.findall(r"(\w+)\(", names[0])):
+        return UNKNOWN
+    return "forward" if f"{jax_names.STACK_JVP}(" in names[0] else ""
+
+
+def phases_in(module: HloModule) -> set[str]:
+    """The phases of the instructions that say where they are from."""
+    return {phase_of(names) for x in module.instructions() if (names := _origin_names(x))}
 
 
 def source_of(x: Instruction) -> str:
@@ -152,7 +169,7 @@ def _users(x: Instruction) -> Iterator[Instruction]:
         else:
             yield user
     if x.is_root:
-        yield from (done_of(x) for x in x.computation.callers if x.opcode in WRAPPERS)
+        yield from (done_of(x) for x in x.computation.callers if x.row.calls == "run")
 
 
 def _informed_input(x: Instruction) -> Instruction:
@@ -167,17 +184,13 @@ def _arrays(x: Instruction) -> Iterator[str]:
     operands = x.inputs()[:1] if x.opcode.startswith("ragged") else x.inputs()
     for made_by in islice(behind(operands, _moved_by), _FAR):
         if made_by.opcode == "parameter" and made_by.computation is x.computation.module.entry:
-            yield (made_by.op_names or [made_by.name])[0]
+            yield name_of(made_by)
 
 
 def _moved_by(x: Instruction) -> list[Instruction]:
     """The arrays that an instruction only moves."""
-    if x.opcode == "custom-call":  # arrays that the TPU's compiler copies to fast memory in pieces
-        return x.inputs() if x.target == "ConcatBitcast" else []
-    if x.opcode.removesuffix("-start").removesuffix("-done") not in _MOVED:
-        return []
-    # The start of a slice is not data.
-    return x.inputs()[:1] if "slice" in x.opcode else x.inputs()
+    moves = x.row.like >= Like.PART or x.row.gathers
+    return x.inputs()[: x.row.data] if moves else []
 
 
 def callbacks_of(program: HloModule) -> list[str]:
@@ -190,7 +203,7 @@ def kernels_of_cudnn(program: HloModule) -> list[str]:
 
 
 def products_by_triton(program: HloModule) -> list[str]:
-    return _lines_of(program, lambda x: PRODUCT_BY_TRITON.search(x.attributes) is not None)
+    return _lines_of(program, lambda x: PRODUCT_BY_TRITON.search(x.text) is not None)
 
 
 def _lines_of(program: HloModule, chosen: Callable[[Instruction], bool]) -> list[str]:

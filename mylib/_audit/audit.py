@@ -14,7 +14,7 @@ from .._products import products_in
 from .._tree import Made, is_array, outlined, signature_of
 from ..machines import Argument
 from .as_written import read
-from .attribution import Names, gradients_of, is_gradient, origin_of, source_of
+from .attribution import Names, gradients_of, is_gradient, name_of, origin_of, source_of
 from .collectives import Transfer, is_overlapped, is_split_again, transfers
 from .flow import Flow
 from .groups import Axes, axes_in
@@ -226,7 +226,7 @@ def _parameters(
     module: HloModule, names: Names, compiled: jax.stages.Compiled | None
 ) -> tuple[Parameter, ...]:
     used = [x for _, x in sorted(module.entry.parameters.items())]
-    paths = [names((x.op_names or [x.name])[0]) for x in used]
+    paths = [names(name_of(x)) for x in used]
     # Those of arguments that the program doesn't use are None, which is no leaf.
     shardings = [] if compiled is None else jtu.tree_leaves(compiled.input_shardings)
     if len(shardings) != len(used):  # JAX doesn't always know those of all arguments

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .._errors import AuditError
 from .hlo import Array, Instruction
 
 
@@ -33,9 +34,9 @@ def after_move(x: Instruction, at: At) -> At | None:
     before, after = x.operand(0).arrays[0], x.arrays[0]
     match x.opcode:
         case "transpose":
-            return at._replace(dim=numbers(x.attribute("dimensions")).index(at.dim))
+            return at._replace(dim=x.dims().index(at.dim))
         case "broadcast":
-            return at._replace(dim=numbers(x.attribute("dimensions"))[at.dim])
+            return at._replace(dim=x.dims()[at.dim])
         case "reshape":
             return _reshaped(before.shape, after.shape, at)
         case "bitcast":
@@ -67,7 +68,7 @@ def _bitcast(before: Array, after: Array, at: At) -> At | None:
 
 def after_reduce(x: Instruction, at: At) -> At | None:
     """Where they are after a reduction; None if it is over the blocks."""
-    reduced = numbers(x.attribute("dimensions"))
+    reduced = x.dims()
     if at.dim in reduced:
         return None
     return at._replace(dim=at.dim - sum(dim < at.dim for dim in reduced))
@@ -82,17 +83,19 @@ def sliced(x: Instruction, at: At) -> range | None:
     return range(int(first), int(last), int(step or 1))
 
 
-def _labelled(x: Instruction) -> tuple[Sequence[int], ...]:
+def factors_of(x: Instruction) -> tuple[Sequence[int], ...]:
     """Of the two factors the dimensions of the batch, and those that are contracted."""
     kinds = ("lhs_batch", "rhs_batch", "lhs_contracting", "rhs_contracting")
-    if x.opcode != "custom-call":
-        return tuple(numbers(x.attribute(f"{kind}_dims")) for kind in kinds)
-    found = [re.search(rf'"{kind}_dimensions": ?\[([^\]]*)\]', x.attributes) for kind in kinds]
+    if not x.target:
+        return tuple(numbers(x.attributes.get(f"{kind}_dims", "")) for kind in kinds)
+    found = [re.search(rf'"{kind}_dimensions": ?\[([^\]]*)\]', x.text) for kind in kinds]
+    if found[2] is None or found[3] is None:
+        raise AuditError(f"the settings of {x} don't say which dimensions it contracts")
     return tuple(numbers(match[1]) if match else [] for match in found)
 
 
 def _of_dot(x: Instruction) -> list[tuple[Sequence[int], dict[int, int]]]:
-    *batches, lhs, rhs = _labelled(x)
+    *batches, lhs, rhs = factors_of(x)
     ranks = [len(y.arrays[0].shape) for y in x.inputs()[:2]]
     first = len(batches[0])
     found: list[tuple[Sequence[int], dict[int, int]]] = []
@@ -117,10 +120,9 @@ def after_product(x: Instruction, operand: int, at: At) -> At | bool | None:
     """Where they are in a product, whose factor this `operand` is: True if it sums over them. None
     if that is unknown.
     """
-    is_gemm = x.opcode == "custom-call" and "gemm" in x.target
-    if operand > 1 or (x.opcode not in ("dot", "convolution") and not is_gemm):
+    if operand > 1 or x.row.count not in ("dot", "convolution", "gemm") or "conv" in x.target:
         return None
-    contracted, free = (_of_convolution if x.opcode == "convolution" else _of_dot)(x)[operand]
+    contracted, free = (_of_convolution if x.does == "convolution" else _of_dot)(x)[operand]
     if at.dim in contracted:
         return True
     return at._replace(dim=free[at.dim]) if at.dim in free else None

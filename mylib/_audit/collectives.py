@@ -10,9 +10,10 @@ import numpy as np
 from .._errors import AuditError
 from .groups import Groups, groups_of, pairs_of, rings_of
 from .hlo import Array, Computation, HloModule, Instruction
-from .opcodes import moves, opcode_of
+from .opcodes import Like
 from .positions import positions
 from .short_rings import rings_in
+from .targets import TARGETS
 from .values import (
     Execution,
     Value,
@@ -25,11 +26,6 @@ from .values import (
     unchanged,
     uses_in,
 )
-
-# Operations that pass a value on unchanged.
-_PASSES = frozenset({"bitcast", "copy", "copy-start", "copy-done", "convert", "transpose"})
-# Work that can be done while data is being sent.
-_WORK = frozenset({"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,14 +75,16 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
         )
     runs = runs_of(module)
     single: list[Transfer] = []
-    started: set[tuple[str, str]] = set()
-    repeated: list[tuple[Instruction, tuple[str, str]]] = []
+    started: set[tuple[str, str | None]] = set()
+    repeated: list[tuple[Instruction, tuple[str, str | None]]] = []
     for name, computation in module.computations.items():
         for x in computation.instructions:
-            kind = moves(x, local)
-            if kind is None or name not in runs:
+            kind = _kind(x, local)
+            if kind is None:
                 continue
-            key = kind, x.attribute("channel_id")
+            if name not in runs:
+                raise AuditError(f"{x} moves data between devices for each pair of elements")
+            key = kind, x.attributes.get("channel_id")
             if _goes_on(x):
                 repeated.append((x, key))
                 continue
@@ -98,6 +96,31 @@ def transfers(module: HloModule, local: frozenset[str]) -> list[Transfer]:
     return chained(single)
 
 
+def _kind(x: Instruction, local: frozenset[str]) -> str | None:
+    """The kind of collective of an instruction, or None if it moves no data between devices."""
+    if x.does == "custom-call" and not x.waits:
+        _check_target(x, local)
+    return None if x.attributes.get("is_host_transfer") == "true" else x.sends
+
+
+def _check_target(x: Instruction, local: frozenset[str]) -> None:
+    """Raises an error unless a custom call is known not to move data. `local` are more of these."""
+    if x.target in local:
+        return
+    if x.target not in TARGETS:
+        raise AuditError(
+            f"{x} calls {x.target!r}, which is not in the program: it may move data between "
+            f"devices. If it doesn't, pass local=({x.target!r},)"
+        )
+    settings = x.attributes.get("backend_config", "").replace(" ", "")
+    if x.target == "tpu_custom_call" and '"has_communication":true' in settings:
+        name = x.op_names[0] if x.op_names else "a kernel"
+        raise AuditError(
+            f"{x} ({name}) is a kernel that moves data between devices by itself. What it moves is "
+            "not in the program; pass local=('tpu_custom_call',) to count everything else"
+        )
+
+
 def _goes_on(x: Instruction) -> bool:
     """Whether this repeats a collective that another instruction has started. The TPU's compiler
     writes it into each fusion that runs in the meantime.
@@ -105,7 +128,7 @@ def _goes_on(x: Instruction) -> bool:
     if not x.operands or not any(c.opcode == "fusion" for c in x.computation.callers):
         return False
     copies = unchanged(Value(x.operand(0)))
-    return any(value.made_by.target == "AsyncCollectiveStart" for value in copies)
+    return any(value.made_by.row.window == "start" for value in copies)
 
 
 def _transfers(
@@ -115,7 +138,7 @@ def _transfers(
     if (groups == groups[:, :1]).all():
         return  # each device alone
     arrays = tuple(done_of(x).arrays) if x.opcode != "send" else tuple(x.inputs()[0].arrays)
-    if x.opcode.endswith("-start") and done_of(x) is x:
+    if x.form == "start" and done_of(x) is x:
         raise AuditError(f"nothing waits for {x}")
     if kind == "reduce-scatter":
         arrays = tuple(array for operand in x.inputs() for array in operand.arrays)
@@ -252,24 +275,20 @@ def wire_bytes(kind: str, size: int, devices: int) -> int:
 def _groups(kind: str, x: Instruction, devices: int) -> Groups:
     if kind == "collective-permute":
         return pairs_of(_pairs(x), devices)
-    text = x.attribute("replica_groups")
-    if not text:
-        raise AuditError(f"{x} doesn't say which devices take part in it")
-    return groups_of(text, devices)
+    return groups_of(x.attribute("replica_groups"), devices)
 
 
 def _pairs(x: Instruction) -> str:
-    pairs = x.attribute("source_target_pairs")
-    if not pairs:
-        match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.attributes)
-        pairs = match[1] if match else ""
-    if not pairs:
+    if x.does == "collective-permute":
+        return x.attribute("source_target_pairs")
+    match = re.search(r'_xla_send_recv_source_target_pairs="(\{[\d,{} ]*\})"', x.text)
+    if match is None:
         raise AuditError(f"{x} doesn't say which devices it moves data between")
-    return pairs
+    return match[1]
 
 
 def _is_started_by_fusion(x: Instruction) -> bool:
-    return any(user.target == "AsyncCollectiveStart" for user in x.users)
+    return any(user.row.window == "start" for user in x.users)
 
 
 def _elements(result: Instruction, count: int) -> list[list[Instruction]]:
@@ -304,7 +323,7 @@ def _ends(x: Instruction) -> Iterator[tuple[Instruction, Instruction]]:
             if not fused:
                 yield value, value
         for user in value.users:
-            if user.opcode in _PASSES:
+            if user.row.like >= Like.ELEMENTS and not user.target:
                 queue.append(user)
             elif user.opcode == "fusion":
                 queue += uses_in(user, value)
@@ -330,7 +349,7 @@ def _takes_share(x: Instruction, whole: Instruction, groups: Groups) -> bool:
 
 
 def _depends_on_device(x: Instruction) -> bool:
-    return any(y.opcode in ("partition-id", "replica-id") for y in behind([x], inputs_here))
+    return any(y.row.of_device for y in behind([x], inputs_here))
 
 
 def is_split_again(transfer: Transfer) -> bool:
@@ -354,11 +373,14 @@ def is_overlapped(transfer: Transfer) -> bool:
     if transfer.members:
         return any(map(is_overlapped, transfer.members))
     x, done = transfer.first, transfer.done
-    if not transfer.asynchronous or '"is_sync":true' in x.attributes:
+    if not transfer.asynchronous or '"is_sync":true' in x.text:
         return False
     if _is_started_by_fusion(x):
+        # A fusion that computes meanwhile goes on with the collective, and doesn't end it.
         return any(
-            user.opcode == "fusion" and "async_collective_fusion" in user.called("calls").name
+            user.opcode == "fusion"
+            and any(y.sends for y in user.called.instructions)
+            and not any(y.row.window == "end" for y in user.called.instructions)
             for caller in x.computation.callers
             for element in caller.users
             for user in element.users
@@ -367,4 +389,4 @@ def is_overlapped(transfer: Transfer) -> bool:
         return True
     order = x.computation.instructions
     between = order[order.index(x) + 1 : order.index(done)]
-    return any(opcode_of(other) in _WORK for other in between)
+    return any(other.row.works and not other.waits for other in between)

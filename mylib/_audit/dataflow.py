@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._compat import names
-from .attribution import own_primitive_of, phase_of
+from .attribution import UNKNOWN, own_primitive_of, phase_of, phases_in
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
-from .opcodes import ELEMENTWISE, KINDS, opcode_of
+from .opcodes import Like
 from .positions import positions
 from .values import done_of
-from .walk import Walk
+from .walk import Walk, shaped
 
 
 class Mark(NamedTuple):
@@ -74,10 +74,10 @@ class Use(NamedTuple):
 class Graph:
     """`into` has what is given to each collective, `results` what the program's results are, and
     `uses` the products that sources are factors of. The first sources are the program's parameters,
-    in order. `differentiates`: whether it has gradients. `unnamed`: products that may be of the
-    model or of an optimiser, and what is behind each. `made` is a source, as a set, that products
-    and rows of tables are combined with element by element: so it is known what is made of them.
-    `rows` are those that are added to tables.
+    in order. `differentiates`: whether it has gradients; None if the program doesn't tell.
+    `unnamed`: products that may be of the model or of an optimiser, and what is behind each. `made`
+    is a source, as a set, that products and rows of tables are combined with element by element: so
+    it is known what is made of them. `rows` are those that are added to tables.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -87,7 +87,7 @@ class Graph:
     unnamed: dict[int, int] = field(default_factory=dict)
     made: int = 0
     rows: int = 0
-    differentiates: bool = False
+    differentiates: bool | None = False
     bits: dict[Source, int] = field(default_factory=dict)
 
     def bit(self, source: Source) -> int:
@@ -117,20 +117,9 @@ def graph_of(module: HloModule, transfers: Sequence[Transfer], devices: int) -> 
     return walk.graph
 
 
-_PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot", "custom-call"}
-_SAME = {
-    "add-dependency", "all-gather", "bitcast", "bitcast-convert", "convert", "copy", "domain",
-    "opt-barrier", "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
-    "transpose",
-}  # fmt: skip
-_FIRST = {"dynamic-slice": 1, "dynamic-update-slice": 2, "pad": 2}
-# Custom calls that pass on what they are given, or make room for a result.
-_MOVES = ("ConcatBitcast", "MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
-_ROOM = ("AllocateBuffer", "CreateBuffer")
-_FROM_OUTSIDE = ("infeed", "recv", "rng")
-
-
 class _Marking(Walk):
+    nothing = NOTHING
+
     def __init__(self, module: HloModule, transfers: Sequence[Transfer], devices: int):
         super().__init__(transfers)
         self.devices = devices
@@ -143,9 +132,10 @@ class _Marking(Walk):
         self.numbers = 0
         self.depth = 0
         # If the program is differentiated, products without a phase are those of an optimiser.
-        phases = {phase_of(x.op_names) for x in module.instructions()}
-        self.phased = phases != {""}
-        self.graph.differentiates = "backward" in phases
+        phases = phases_in(module)
+        self.phased = not phases <= {"", UNKNOWN}
+        known = phases and UNKNOWN not in phases
+        self.graph.differentiates = "backward" in phases or (False if known else None)
 
     def source(self, source: Source) -> Mark:
         bit = 1 << self.graph.bit(source)
@@ -166,54 +156,46 @@ class _Marking(Walk):
     def of_this_device(self, x: Instruction) -> Marks:
         return self._of_device(x, NOTHING)
 
+    def given_so_far(self, x: Instruction, operand: Marks) -> Marks:
+        bits = [
+            self.graph.bit(Source("collective", number))
+            for number, *_ in self.sent.get(id(x), [])[:1]
+        ]
+        return joined([self.graph.into.get(bit, NOTHING) for bit in bits])
+
     def computed(self, x: Instruction, inputs: list[Marks]) -> Marks:
         """The result of an operation of one device."""
-        opcode = x.opcode.removesuffix("-start")
-        if opcode in _FROM_OUTSIDE:
-            return _shaped(x, self.unknown())
-        if opcode == "concatenate" and len(x.arrays[0].shape) == 1:
+        row = x.row
+        if row.outside:
+            return shaped(x, self.unknown())
+        if x.does == "concatenate" and len(x.arrays[0].shape) == 1:
             ends = np.cumsum([y.arrays[0].size for y in x.inputs()]).tolist()
             return Concatenated(tuple(ends), tuple(joined([value]) for value in inputs))
         if isinstance(inputs[0] if inputs else None, Concatenated):
-            if opcode == "slice":
+            if x.does == "slice":
                 return _sliced(inputs[0], x)
-            if opcode in _SAME and x.arrays[0].shape == x.operand(0).arrays[0].shape:
+            if row.like >= Like.PART and x.arrays[0].shape == x.operand(0).arrays[0].shape:
                 return inputs[0]
-        if opcode == "custom-call":
-            target = x.target
-            if target == "AsyncCollectiveStart":
-                # What has been given to the collective so far.
-                sent = self.sent.get(id(x.operand(0)), [])[:1]
-                bits = [self.graph.bit(Source("collective", number)) for number, _, _ in sent]
-                before = joined([self.graph.into.get(bit, NOTHING) for bit in bits])
-                return (before, *[inputs[0]] * (len(x.arrays) - 1))
-            if target == "AsyncCollectiveDone":
-                ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if opcode_of(y) in KINDS]
-                return ends[0] if ends else self.unknown()
-            if target in _ROOM:
-                return _shaped(x, NOTHING)
-            if target in _MOVES:
-                return _shaped(x, joined(inputs))
-        if len(inputs) == 1 and not isinstance(inputs[0], Mark | Concatenated) and opcode in _SAME:
+        if len(inputs) == 1 and type(inputs[0]) is tuple and row.like >= Like.PART:
             return inputs[0]
         mark = joined(inputs)
         primitive, phase = own_primitive_of(x), phase_of(x.op_names)
         # Small products are written as sums.
-        if opcode in _PRODUCTS or (opcode == "reduce" and primitive in names.PRODUCTS):
+        if row.product or (x.does == "reduce" and primitive in names.PRODUCTS):
             self._use(x, inputs, phase)
-            if self.phased and not x.op_names:
+            if self.phased and phase == UNKNOWN:
                 before = self.graph.unnamed.get(id(x), 0)
                 self.graph.unnamed[id(x)] = before | mark.any
-            of_model = phase or not self.phased
+            of_model = phase not in ("", UNKNOWN) or not self.phased
             product = mark.any if of_model else mark.product
-            return _shaped(x, Mark(mark.any, self.graph.made, product))
-        if opcode == "gather" and not joined(inputs[:1]).product:
-            return _shaped(x, Mark(mark.any, self.graph.made, mark.product))
-        data = inputs[: _FIRST.get(opcode, len(inputs))]
-        if opcode == "scatter":
+            return shaped(x, Mark(mark.any, self.graph.made, product))
+        if x.does == "gather" and not joined(inputs[:1]).product:
+            return shaped(x, Mark(mark.any, self.graph.made, mark.product))
+        data = inputs[: row.data]
+        if x.does == "scatter":
             data = [inputs[0], inputs[-1]]
             self.graph.rows |= joined(inputs[-1:]).near
-        return _shaped(x, Mark(mark.any, self._near(x, opcode, data), mark.product))
+        return shaped(x, Mark(mark.any, self._near(x, data), mark.product))
 
     def _use(self, x: Instruction, inputs: list[Marks], phase: str) -> None:
         for operand, value in zip(x.inputs(), inputs, strict=True):
@@ -221,22 +203,23 @@ class _Marking(Walk):
             for bit in self.graph.sources_in(joined([value]).near):
                 self.graph.uses.setdefault(bit, set()).add(use)
 
-    def _near(self, x: Instruction, opcode: str, data: list[Marks]) -> int:
-        if opcode in ELEMENTWISE or opcode in _SAME or opcode in _FIRST or opcode == "scatter":
+    def _near(self, x: Instruction, data: list[Marks]) -> int:
+        row = x.row
+        if row.elementwise or row.like >= Like.PART or row.puts is not None:
             # What chooses between two values is in neither of them.
-            return joined(data[opcode == "select" :]).near
-        if opcode in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
+            return joined(data[x.does == "select" :]).near
+        if x.does in ("broadcast", "reduce") and len(data) and len(x.arrays) == 1:
             return joined(data[:1]).near if x.operand(0).arrays[0].size == x.arrays[0].size else 0
         return 0
 
     def loop(self, x: Instruction, carried: Marks) -> Marks:
-        called = dict(x.calls)
+        condition, body = x.calls
         self.depth += 1
         before: Marks = None
         while carried != before:
             before = carried
-            after = _joined(carried, self.run(called["body"], (carried,)))
-            until = joined([self.run(called["condition"], (after,))])
+            after = _joined(carried, self.run(body, (carried,)))
+            until = joined([self.run(condition, (after,))])
             carried = _with(after, Mark(until.any))
         self.depth -= 1
         return carried
@@ -248,14 +231,10 @@ class _Marking(Walk):
         sent = self.sent[id(first)]
         if any(whole.ends for _, whole, _ in sent):
             return self._step(joined(inputs), [number for number, _, _ in sent])
-        if (
-            len(inputs) == 1
-            and isinstance(inputs[0], Concatenated)
-            and opcode_of(x) == "all-reduce"
-        ):
+        if len(inputs) == 1 and isinstance(inputs[0], Concatenated) and x.does == "all-reduce":
             return self._row(inputs[0], sent[0][0])
         count = max(1, len(done_of(first).arrays))
-        together = count != len(inputs) or opcode_of(x).endswith("all-to-all")
+        together = count != len(inputs) or x.does.endswith("all-to-all")
         is_chain = any(whole.members for _, whole, _ in sent)
         results: list[Mark] = []
         for element in range(count):
@@ -360,7 +339,3 @@ def _with(value: Marks, mark: Mark) -> Marks:
     if isinstance(value, Mark | Concatenated):
         return _joined(joined([value]), mark)
     return tuple(_with(element, mark) for element in value)
-
-
-def _shaped(x: Instruction, mark: Mark) -> Marks:
-    return (mark,) * len(x.arrays) if x.type.startswith("(") else mark

@@ -11,7 +11,6 @@ from .collectives import Transfer
 from .dataflow import NOTHING, Graph, Source, graph_of, joined
 from .groups import Groups
 from .hlo import Array, HloModule
-from .opcodes import KINDS, opcode_of
 from .sums import Sums
 from .values import Value, computed
 
@@ -23,13 +22,13 @@ class Flow:
     """The way of values through a program. It is followed when it is first asked for."""
 
     def __init__(self, module: HloModule, transfers: Sequence[Transfer]):
-        self._module = module
+        self.module: HloModule = module
         self._transfers = transfers
         self.devices: int = module.devices
 
     @cached_property
     def graph(self) -> Graph:
-        return graph_of(self._module, self._transfers, self.devices)
+        return graph_of(self.module, self._transfers, self.devices)
 
     @cached_property
     def sources_of(self) -> Mapping[int, Sequence[int]]:
@@ -76,10 +75,7 @@ class Flow:
         transfer = self._transfers[self.graph.sources[bit].number]
         if transfer.members:
             return True
-        return any(
-            role == "to_apply" and called.result.opcode == "add"
-            for role, called in transfer.first.calls
-        )
+        return transfer.first.adds
 
     def reaching(self, mask: int, copies: bool = False) -> int:
         """All sources that values depend on, directly or through collectives; if `copies` only
@@ -152,7 +148,7 @@ class Flow:
         transfer = self._transfers[source.number]
         groups = transfer.groups
         # Of a reduce-scatter that is an all-reduce and a slice, the slice comes later.
-        kind = transfer.kind if transfer.members else KINDS[opcode_of(transfer.first)]
+        kind = transfer.kind if transfer.members else transfer.first.sends
         if kind == "collective-permute":
             return _moved(groups, before)
         if transfer.members and kind == "all-gather":
@@ -196,7 +192,7 @@ class Flow:
         """What adds up the data of devices, which are at these places along an axis: `data` are the
         parameters that are split over it.
         """
-        return Sums(self._module, self._transfers, data, places)
+        return Sums(self.module, self._transfers, data, places)
 
 
 def _alike(rows: Sequence[Labels]) -> Labels:

@@ -3,11 +3,13 @@
 import math
 import re
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
 from .._errors import AuditError
+from .opcodes import OPCODES, Row
+from .targets import KERNEL, TARGETS
 
 # `%name (parameters) -> results {` begins a computation.
 _HEADER = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) (?:\(.*)?\{\s*$")
@@ -16,9 +18,15 @@ _INSTRUCTION = re.compile(
     r"\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>\(.*?\)|\S+) "
     r"(?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
+_FORM = re.compile(r"(.*?)(?:-(start|update|done))?")
 _NAME = re.compile(r"%([\w.\-]+)")
 _ARRAY = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _TILED = re.compile(r"(?P<order>[\d,]*):T\((?P<tile>[\d,]+)\)")
+# The order of the dimensions; then tiles, the kind of memory, and what changes no size. Other words
+# may change it.
+_LAYOUT = re.compile(
+    r"[\d,]*(?::(?:T(?:\([\d,*]+\))+|S\(\d+\)|[ELM]\(\d+\)|D\([^()]*\)|[#*]\(\w+\))*)?"
+)
 _NUMBERED = re.compile(r"(\d+) (.*)$")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]++|\\.)*)"')
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*"')
@@ -26,11 +34,6 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.)*"')
 _PUNCTUATION = re.compile(r'"(?:[^"\\]++|\\.)*(?:"|$)|[][(){},]', re.DOTALL)
 _FRAME = re.compile(r"\bstack_frame_id=(\d+)")
 _TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-# Attributes that name computations, in the order of the text.
-_CALLS = re.compile(
-    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|"
-    r"called_computations|async_computation)=(\{[^}]*\}|%?[\w.\-]+)"
-)
 _BITS = {
     "pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128,
     **{f"{sign}{n}": n for sign in "su" for n in (1, 2, 4, 8, 16, 32, 64)},
@@ -87,9 +90,16 @@ def bits_of(dtype: str) -> int:
 def arrays_of(type_: str) -> list[Array]:
     """The arrays of a type, which may be a tuple."""
     return [
-        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), layout or "")
+        Array(dtype, tuple(int(n.lstrip("<=")) for n in dims.split(",") if n), _known(layout))
         for dtype, dims, layout in _ARRAY.findall(type_)
     ]
+
+
+@lru_cache(maxsize=1000)
+def _known(layout: str) -> str:
+    if _LAYOUT.fullmatch(layout) is None:
+        raise AuditError(f"the layout {{{layout}}} of an array is not known, nor its size")
+    return layout
 
 
 def elements_of(type_: str) -> list[str]:
@@ -100,7 +110,7 @@ def elements_of(type_: str) -> list[str]:
 
 
 class Instruction:
-    """One instruction. Only its name, type, opcode and operands are parsed immediately."""
+    """One instruction. Its attributes and its type are parsed when they are first asked for."""
 
     def __init__(self, computation: "Computation", match: re.Match[str]):
         self.computation = computation
@@ -108,12 +118,37 @@ class Instruction:
         self.type: str
         self.opcode: str
         self.name, self.type, self.opcode, rest = match.group("name", "type", "opcode", "rest")
+        # `-start`, `-update` and `-done` are forms of an opcode.
+        self.does, self.form = _form(self.opcode)
         end = _closing(rest)
         self.rest: str = rest[:end]  # the text in the parentheses
-        self.attributes: str = rest[end + 1 :]
+        self.text: str = rest[end + 1 :]
         self.operands: list[str] = [] if self.opcode == "constant" else _NAME.findall(self.rest)
-        # The computations that it calls, with the attributes that name them.
-        self.calls: list[tuple[str, Computation]] = []
+        # The computations that it calls: of a loop the condition, then the body; of a condition its
+        # branches.
+        self.calls: list[Computation] = []
+
+    @cached_property
+    def row(self) -> Row:
+        """What its opcode does; of a custom call, what its target does."""
+        if self.does == "custom-call":
+            return TARGETS.get(self.target, KERNEL)
+        if self.does not in OPCODES:
+            raise AuditError(
+                f"{self}: the opcode {self.opcode!r} is not known, so it is not known either "
+                "whether it moves data between devices"
+            )
+        return OPCODES[self.does]
+
+    @property
+    def sends(self) -> str | None:
+        """The kind of the collective that it is, or starts."""
+        return None if self.waits else self.row.sends
+
+    @property
+    def waits(self) -> bool:
+        """Whether it goes on with what another instruction has started."""
+        return self.form in ("update", "done")
 
     @cached_property
     def arrays(self) -> list[Array]:
@@ -131,25 +166,36 @@ class Instruction:
         """The instructions that use its result."""
         return self.computation.users[self.name]
 
-    def called(self, role: str) -> "Computation":
-        """The computation that an attribute names."""
-        for name, computation in self.calls:
-            if name == role:
-                return computation
-        raise AuditError(f"{self} has no {role}")
+    @property
+    def called(self) -> "Computation":
+        """The only computation that it calls."""
+        (only,) = self.calls
+        return only
+
+    @property
+    def adds(self) -> bool:
+        """Whether what it does with each pair of elements is to add them."""
+        return [computation.result.opcode for computation in self.calls] == ["add"]
+
+    @cached_property
+    def attributes(self) -> dict[str, str]:
+        """The texts of its attributes, such as `{0,1}` or `7`."""
+        return attributes_of(self.text, self)
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute, such as `{0,1}` or `7`; empty if it has none."""
-        # The first match: strings come later, in metadata and the backend's settings.
-        match = re.search(rf"(?:^|, ){name}=", self.attributes)
-        if match is None:
-            return ""
-        return self.attributes[match.end() : _end_of_value(self.attributes, match.end())]
+        """The text of an attribute that it must have."""
+        if name not in self.attributes:
+            raise AuditError(f"{self} has no attribute {name}")
+        return self.attributes[name]
+
+    def dims(self, name: str = "dimensions") -> list[int]:
+        """The numbers in an attribute that it must have."""
+        return [int(n) for n in re.findall(r"\d+", self.attribute(name))]
 
     @property
     def index(self) -> int:
         """Which element of a tuple it takes."""
-        text = self.attribute("index") or "0"
+        text = self.attribute("index")
         if not text.isdigit():
             raise AuditError(f"index={text} of {self} is not a number")
         return int(text)
@@ -157,22 +203,58 @@ class Instruction:
     @property
     def target(self) -> str:
         """The target of a custom call; empty for others."""
-        is_call = self.opcode == "custom-call"
+        is_call = self.does == "custom-call" and not self.waits
         return self.attribute("custom_call_target").strip('"') if is_call else ""
 
     @cached_property
     def op_names(self) -> list[str]:
         """JAX's names for its origin. Merged instructions have several."""
-        start = self.attributes.find('op_name="')
-        match = _OP_NAME.match(self.attributes, start) if start >= 0 else None
+        match = _OP_NAME.search(self.attributes.get("metadata", ""))
         return re.sub(r"\\(.)", r"\1", match[1]).split(";") if match else []
 
     @property
     def is_root(self) -> bool:
         return self.computation.result is self
 
+    def named_computations(self) -> list[tuple[str, str]]:
+        """The names that it has outside its operands, with the attributes that have them: each is
+        of a computation that it calls.
+        """
+        if "%" not in self.text:
+            return []
+        return [
+            (attribute, name)
+            for attribute, value in self.attributes.items()
+            if "%" in value and attribute != "control-predecessors"
+            for name in _NAME.findall(_STRING.sub("", value))
+        ]
+
     def __repr__(self) -> str:
         return f"%{self.name} = {self.type} {self.opcode}(...) in %{self.computation.name}"
+
+
+@lru_cache(maxsize=1000)
+def _form(opcode: str) -> tuple[str, str]:
+    """An opcode without its form, and that."""
+    match = _FORM.fullmatch(opcode)
+    assert match is not None
+    return match[1], match[2] or ""
+
+
+def attributes_of(text: str, of: object) -> dict[str, str]:
+    """The attributes in a text that is empty, or begins with a comma."""
+    ends = [
+        i
+        for i, depth in _depths(text, 0)
+        # The devices of a mesh come after one: `mesh['a'=2], device_ids=(1,0) {'a'}`.
+        if depth == 0 and text[i] == "," and not text.startswith(", device_ids=(", i)
+    ]
+    pieces = [text[i + 1 : end].strip() for i, end in pairwise([*ends, len(text)])]
+    pairs = [piece.partition("=") for piece in pieces]
+    found = {name: value for name, _, value in pairs}
+    if text[: ends[0] if ends else None].strip() or len(found) < len(pairs):
+        raise AuditError(f"the attributes of {of} are not understood: {text[:80]}")
+    return found
 
 
 def _closing(text: str) -> int:
@@ -185,22 +267,13 @@ def _closing(text: str) -> int:
     return next(i for i, depth in _depths(text, 1) if depth == 0)
 
 
-def _end_of_value(text: str, start: int) -> int:
-    """The end of a value that begins at `start`: a comma outside all brackets."""
-    for i, depth in _depths(text, 0, start):
-        # The devices of a mesh come after one: `mesh['a'=2], device_ids=(1,0) {'a'}`.
-        if depth == 0 and text[i] == "," and not text.startswith(", device_ids=(", i):
-            return i
-    return len(text)
-
-
-def _depths(text: str, depth: int, start: int = 0) -> Iterator[tuple[int, int]]:
+def _depths(text: str, depth: int) -> Iterator[tuple[int, int]]:
     """Each bracket and comma outside strings, with the number of open brackets after it."""
-    for match in _PUNCTUATION.finditer(text, start):
+    for match in _PUNCTUATION.finditer(text):
         depth += (match[0] in "([{") - (match[0] in ")]}")
         yield match.start(), depth
     if depth:
-        raise AuditError(f"a bracket is not closed: {text[start : start + 80]}")
+        raise AuditError(f"a bracket is not closed: {text[:80]}")
 
 
 class Computation:
@@ -237,7 +310,10 @@ class HloModule:
         headers = re.findall(r"^HloModule .*$", text, re.MULTILINE)
         if len(headers) != 1:
             raise AuditError(_NOT_ONE_PROGRAM.format(len(headers)))
-        self.header: str = headers[0]
+        head, _, attributes = headers[0].removeprefix("HloModule ").partition(", ")
+        # The name of the function that was compiled.
+        self.name: str = head.split(" ")[0].removeprefix("jit_")
+        self.attributes = attributes_of(f", {attributes}" if attributes else "", headers[0][:80])
         self.text = text
         self.computations: dict[str, Computation] = {}
         self._tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
@@ -247,9 +323,9 @@ class HloModule:
             raise AuditError("the program has no ENTRY computation: the text is cut off")
         self.entry: Computation = entry
         self._check()
-        numbers = dict(re.findall(r"\b(num_partitions|replica_count)=(\d+)", self.header))
-        self.partitions: int = int(numbers.get("num_partitions", 1))
-        self.replicas: int = int(numbers.get("replica_count", 1))
+        # XLA leaves them out where they are 1.
+        self.partitions: int = int(self.attributes.get("num_partitions", 1))
+        self.replicas: int = int(self.attributes.get("replica_count", 1))
         self.devices: int = max(self.partitions, self.replicas)
 
     def _read(self, text: str) -> Computation | None:
@@ -287,43 +363,66 @@ class HloModule:
         return entry
 
     def _check(self) -> None:
-        """Checks that what instructions name is there, and finds what they call."""
+        """Checks that what instructions name is there, and that all of it is understood."""
         for computation in self.computations.values():
-            named = computation.named
-            if len(named) != len(computation.instructions):
+            if len(computation.named) != len(computation.instructions):
                 raise AuditError(f"%{computation.name} has two instructions of one name")
             if not hasattr(computation, "result"):
                 raise AuditError(f"%{computation.name} has no ROOT: the text is damaged")
-            for x in computation.instructions:
-                for name in x.operands:
-                    if name not in named:
-                        raise AuditError(f"{x} uses %{name}, which is not in the text")
-                if not x.operands and x.rest and x.opcode not in ("constant", "parameter"):
-                    raise AuditError(f"the operands of {x} are not understood: ({x.rest[:80]})")
-                for role, name in _calls_in(x.attributes):
-                    if name not in self.computations:
-                        raise AuditError(f"{x} calls %{name}, which is not in the text")
-                    x.calls.append((role, self.computations[name]))
-                    self.computations[name].callers.append(x)
+        for x in self.instructions():
+            for name in x.operands:
+                if name not in x.computation.named:
+                    raise AuditError(f"{x} uses %{name}, which is not in the text")
+            if not x.operands and x.rest and x.opcode not in ("constant", "parameter"):
+                raise AuditError(f"the operands of {x} are not understood: ({x.rest[:80]})")
+            self._check_form(x)
+            if not x.waits:  # what is waited for has the attributes
+                for name in x.row.requires:
+                    x.attribute(name)
+                self._link(x)
+        reached = dict.fromkeys([self.entry])
+        queue = [self.entry]
+        for computation in queue:
+            new = dict.fromkeys(y for x in computation.instructions for y in x.calls)
+            queue += [y for y in new if y not in reached]
+            reached |= new
+        for computation in self.computations.values():
+            if computation not in reached:
+                raise AuditError(f"%{computation.name} is called by nothing that is understood")
+
+    def _check_form(self, x: Instruction) -> None:
+        row = x.row  # an error if there is none
+        if x.form == "start" and not row.starts:
+            raise AuditError(f"{x} starts something that is not understood")
+        if x.waits:
+            start = x.operand(0)
+            if not start.opcode.endswith(("-start", "-update")) and start.does not in _TWO_ENDS:
+                raise AuditError(f"{x} waits for {start}, which starts nothing")
+
+    def _link(self, x: Instruction) -> None:
+        """Finds what an instruction calls."""
+        names = x.named_computations()
+        for _, name in names:
+            if name not in self.computations:
+                raise AuditError(f"{x} calls %{name}, which is not in the text")
+        x.calls = [self.computations[name] for name in _in_order(x, names)]
+        counts = {"run": (1,), "loop": (2,), "": (0,)}.get(x.row.calls)
+        # A custom call may have a reducer; others that have one must.
+        fits = len(names) in counts if counts else bool(names) or x.does == "custom-call"
+        if not fits:
+            raise AuditError(f"{x} calls {len(names)} computations, which is not understood")
+        for computation in x.calls:
+            computation.callers.append(x)
 
     @cached_property
     def donated(self) -> list[int]:
         """The results, by their number, that are written into the memory of arguments."""
-        start = self.header.find("input_output_alias={")
-        if start < 0:
-            return []
-        begin = start + len("input_output_alias=")
-        aliases = self.header[begin : _end_of_value(self.header, begin)]
+        aliases = self.attributes.get("input_output_alias", "")
         return [int(index or 0) for index in re.findall(r"\{(\d*)\}: \(\d+, ", aliases)]
-
-    @property
-    def name(self) -> str:
-        """The name of the function that was compiled."""
-        return re.split(r"[ ,]", self.header)[1].removeprefix("jit_")
 
     def frames(self, x: Instruction) -> list[str]:
         """The lines of Python of its traceback, as `path:line`, the innermost first."""
-        match = _FRAME.search(x.attributes)
+        match = _FRAME.search(x.attributes.get("metadata", ""))
         return [] if match is None else self._stack(int(match[1]))
 
     def _stack(self, frame: int) -> list[str]:
@@ -358,6 +457,7 @@ class HloModule:
         return {name: int(value) for name, value in pairs}
 
 
+_TWO_ENDS = ("send", "recv")
 _NOT_ONE_PROGRAM = (
     "this is not the text of one compiled program: it has {} lines that begin with HloModule. Pass "
     "what `jax.jit(f).lower(*args).compile()` returns, or its `as_text()`"
@@ -386,14 +486,21 @@ def _left_open(line: str) -> int:
     return line.count("{") - line.count("}")
 
 
-def _calls_in(attributes: str) -> list[tuple[str, str]]:
-    """The names of computations, with the attributes that name them."""
-    if "=%" not in attributes and "={%" not in attributes:
-        return []
-    metadata = attributes.find(", metadata={")
-    before_metadata = attributes if metadata < 0 else attributes[:metadata]
-    return [
-        (role, name)
-        for role, names in _CALLS.findall(before_metadata)
-        for name in re.findall(r"[\w.\-]+", names)
-    ]
+def _in_order(x: Instruction, named: list[tuple[str, str]]) -> list[str]:
+    """The names of what an instruction calls, in the order of their roles, which the types tell
+    where they can, and else only the attributes.
+    """
+    module, names = x.computation.module, [name for _, name in named]
+    order: tuple[str, ...] = ()
+    if x.row.calls == "loop":
+        types = {name: module.computations[name].result.type for name in names}
+        tests = [name for name in names if types[name].startswith("pred[]")]
+        if len(tests) == 1:
+            return [*tests, *(name for name in names if name not in tests)]
+        order = "condition", "body"
+    elif x.row.calls == "branch" and len({attribute for attribute, _ in named}) > 1:
+        order = "true_computation", "false_computation"
+    by_attribute = dict(named)
+    if order and by_attribute.keys() != set(order):
+        raise AuditError(f"it is not understood when {x} runs {', '.join(names)}")
+    return [by_attribute[attribute] for attribute in order] or names

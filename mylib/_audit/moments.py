@@ -56,21 +56,21 @@ def moments_of(module: HloModule, sent: Sequence[Transfer]) -> tuple[Moments[Beg
 
 def _outermost(x: Instruction) -> Iterator[Instruction]:
     """The instruction, or the fusions that contain it."""
-    fusions = [caller for caller in x.computation.callers if caller.opcode.startswith("fusion")]
+    fusions = [caller for caller in x.computation.callers if caller.does == "fusion"]
     if not fusions:
         yield x
     for caller in fusions:
         yield from _outermost(caller)
 
 
-def _key(x: Instruction) -> tuple[str, str]:
-    return x.opcode, x.attribute("channel_id")
+def _key(x: Instruction) -> tuple[str, str | None]:
+    return x.opcode, x.attributes.get("channel_id")
 
 
-def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str], Instruction]]:
+def _ends_in_fusions(module: HloModule) -> Iterator[tuple[tuple[str, str | None], Instruction]]:
     """The TPU's compiler starts a collective in one fusion, and waits for it in a later one."""
     for x in module.instructions():
-        if x.target == "AsyncCollectiveDone":
+        if x.row.window == "end":
             for y in x.inputs():
-                if y.attribute("channel_id"):
+                if "channel_id" in y.attributes:
                     yield from ((_key(y), caller) for caller in _outermost(x))

@@ -1,98 +1,168 @@
-"""The instructions that move data between devices, and those known not to."""
+"""What each opcode of a compiled program does: one row for each, which all analyses ask.
 
-from .._errors import AuditError
-from .hlo import Instruction
-from .targets import LOCAL
+An opcode that has no row is an `AuditError` in each of them. `-start`, `-update` and `-done` are
+forms of an opcode, and have its row.
+"""
 
-# Opcodes, with their names in a report.
-KINDS = {
-    "all-reduce": "all-reduce",
-    "all-gather": "all-gather",
-    "reduce-scatter": "reduce-scatter",
-    "all-to-all": "all-to-all",
-    "ragged-all-to-all": "ragged-all-to-all",
-    "collective-permute": "collective-permute",
-    "collective-broadcast": "broadcast",
-    "send": "collective-permute",
-}
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal
 
-# Those that combine their operands element by element.
-ELEMENTWISE = frozenset(
+
+class Like(IntEnum):
+    """How much of its first operand an operation returns. Each level includes those above it."""
+
+    NOTHING = 0
+    PART = 1  # elements of it: some or all, in another order, or with others around them
+    ELEMENTS = 2  # all of its elements, perhaps laid out otherwise, or as another type
+    VALUE = 3  # the same array, perhaps of another shape or rounded
+    MEMORY = 4  # the same array in the same memory
+
+
+@dataclass(frozen=True)
+class Row:
+    """What an opcode does.
+
+    **Attributes:**
+
+    - `sends`: the kind of a collective, as in a report.
+    - `calls`: how it runs the computations that it names: `"run"` one, whose parameters are its
+        operands, and whose result is its own; a `"loop"`; a `"branch"` of several; `"each"` for
+        pairs of elements, as a reduction. Empty if it names none.
+    - `like`: how much of its first operand it returns.
+    - `elementwise`: it combines its operands element by element.
+    - `takes`: it reads only a part of its first operand.
+    - `puts`: it writes only a part of its first operand: the number of the operand that is written.
+    - `data`: how many of its operands are data; the others are indices.
+    - `product`: what it returns is a product of its operands, or what a kernel makes of them.
+    - `count`: the function of `products.py` that counts its products. `"unknown"` if they are not
+        in the program; empty if there are none.
+    - `free`: it does nothing by itself: it only names a value.
+    - `lazy`: in a fusion, only what is used of its result is computed.
+    - `outside`: its result is from outside the program.
+    - `of_device`: its result is the device's own number.
+    - `starts`: it has a form that runs beside others.
+    - `requires`: the attributes that are always written. HLO leaves others out where they have
+        their default.
+    - `reserves`: it makes room for a result, and writes nothing there.
+    - `window`: a part of a collective that the TPU's compiler has taken apart: its `"start"` or its
+        `"end"`.
+    - `gathers`: all its operands are parts of the result.
+    - `workspace`: a library's call, whose last result is its workspace.
+    - `kernel`: a kernel of its own, such as attention, and no plain product.
     """
-    abs add and atan2 cbrt ceil clamp compare complex concatenate cosine divide erf exponential
-    exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum multiply
-    negate not or power real remainder round-nearest-afz round-nearest-even rsqrt select sign sine
-    sqrt subtract tan tanh xor
-    """.split()
-)
-_LOCAL = ELEMENTWISE | set(
-    """
-    acos acosh add-dependency after-all asin asinh atan atanh batch-norm-grad batch-norm-inference
-    batch-norm-training bitcast bitcast-convert broadcast call cholesky conditional constant convert
-    convolution copy cosh count-leading-zeros domain dot dynamic-reshape dynamic-slice
-    dynamic-update-slice fft fusion gather get-dimension-size get-tuple-element iota map mulhi
-    multiply-add opt-barrier optimization-barrier pad parameter partition-id popcnt ragged-dot
-    reduce reduce-precision reduce-window replica-id reshape reverse rng rng-bit-generator
-    rng-get-and-update-state scaled-dot scan scatter select-and-scatter set-dimension-size
-    shift-left shift-right-arithmetic shift-right-logical sinh slice sort stochastic-convert topk
-    transpose triangular-solve tuple while infeed outfeed async copy-start copy-done slice-start
-    slice-done dynamic-slice-start dynamic-update-slice-start async-start async-update async-done
-    """.split()
-)
+
+    sends: str | None = None
+    calls: Literal["", "run", "loop", "branch", "each"] = ""
+    like: Like = Like.NOTHING
+    elementwise: bool = False
+    takes: bool = False
+    puts: int | None = None
+    data: int | None = None
+    product: bool = False
+    count: str = ""
+    free: bool = False
+    lazy: bool = False
+    outside: bool = False
+    of_device: bool = False
+    starts: bool = False
+    requires: tuple[str, ...] = ()
+    reserves: bool = False
+    window: Literal["", "start", "end"] = ""
+    gathers: bool = False
+    workspace: bool = False
+    kernel: bool = False
+
+    @property
+    def works(self) -> bool:
+        """Whether it computes while something is being sent."""
+        return self.product or self.calls in ("run", "loop", "branch")
 
 
-def opcode_of(x: Instruction) -> str:
-    """The opcode without `-start` or `-done`."""
-    return x.opcode.removesuffix("-start")
+def rows(names: str, *requires: str, **columns: Any) -> dict[str, Row]:
+    """A row for each of these names."""
+    return dict.fromkeys(names.split(), Row(requires=requires, **columns))
 
 
-def moves(x: Instruction, local: frozenset[str]) -> str | None:
-    """The kind of collective of an instruction, or None if it moves no data between devices.
-    `local` are more targets of custom calls that don't.
-
-    **Raises:**
-
-    `AuditError` if it is unknown.
-    """
-    opcode = opcode_of(x)
-    if opcode in KINDS:
-        to_host = opcode == "send" and x.attribute("is_host_transfer") == "true"
-        return None if to_host else KINDS[opcode]
-    if opcode in _LOCAL:
-        # A TPU's SparseCores run a part of the program in parallel, which is started by a call.
-        is_local = x.opcode in _LOCAL or x.opcode == "call-start" or "calls" in x.attributes
-        if "-start" in x.opcode and not is_local:
-            raise AuditError(f"{x} starts something that is not understood")
-        return None
-    if opcode == "custom-call":
-        _check_target(x, local)
-        return None
-    if opcode.endswith("-done") or opcode.endswith("-update"):
-        start = x.operand(0).opcode
-        if not start.endswith(("-start", "-update")) and start not in ("send", "recv"):
-            raise AuditError(f"{x} waits for {x.operand(0)}, which starts nothing")
-        return None
-    if opcode == "recv":  # the other end of a send
-        return None
-    raise AuditError(
-        f"{x}: the opcode {x.opcode!r} is not known, so it is not known either whether it moves "
-        "data between devices"
-    )
+def _sends(name: str, *requires: str, kind: str = "", **columns: Any) -> dict[str, Row]:
+    return rows(name, *requires, sends=kind or name, starts=True, **columns)
 
 
-def _check_target(x: Instruction, local: frozenset[str]) -> None:
-    target = x.target
-    if target in local:
-        return
-    if target not in LOCAL:
-        raise AuditError(
-            f"{x} calls {target!r}, which is not in the program: it may move data between devices. "
-            f"If it doesn't, pass local=({target!r},)"
-        )
-    settings = x.attribute("backend_config").replace(" ", "")
-    if target == "tpu_custom_call" and '"has_communication":true' in settings:
-        name = x.op_names[0] if x.op_names else "a kernel"
-        raise AuditError(
-            f"{x} ({name}) is a kernel that moves data between devices by itself. What it moves is "
-            "not in the program; pass local=('tpu_custom_call',) to count everything else"
-        )
+_MEMORY: dict[str, Any] = dict(like=Like.MEMORY, free=True)
+_PERMUTES: dict[str, Any] = dict(kind="collective-permute", like=Like.PART)
+
+OPCODES: dict[str, Row] = {
+    # Between devices.
+    **_sends("all-reduce", "replica_groups", calls="each"),
+    **_sends("reduce-scatter", "replica_groups", "dimensions", calls="each"),
+    **_sends("all-gather", "replica_groups", "dimensions", like=Like.PART),
+    **_sends("all-to-all", "replica_groups", like=Like.PART, gathers=True),
+    **_sends("ragged-all-to-all", "replica_groups"),
+    **_sends("collective-broadcast", "replica_groups", kind="broadcast"),
+    **_sends("collective-permute", "source_target_pairs", **_PERMUTES),
+    **_sends("send", kind="collective-permute"),
+    **rows("recv", outside=True, free=True),
+    # Computations.
+    **rows("fusion", "kind", calls="run", starts=True),
+    **rows("call async", calls="run", starts=True),
+    **rows("while", calls="loop"),
+    **rows("conditional", calls="branch"),
+    # Values that are only named.
+    **rows("parameter constant tuple", free=True),
+    **rows("get-tuple-element", "index", free=True),
+    **rows("partition-id replica-id", free=True, of_device=True),
+    **rows("add-dependency after-all domain opt-barrier optimization-barrier", **_MEMORY),
+    **rows("bitcast", lazy=True, **_MEMORY),
+    # What moves, or takes apart.
+    **rows("copy", like=Like.VALUE, starts=True),
+    **rows("convert", like=Like.VALUE, lazy=True),
+    **rows("reshape", like=Like.VALUE),
+    **rows("bitcast-convert reduce-precision", like=Like.ELEMENTS),
+    **rows("transpose", "dimensions", like=Like.ELEMENTS),
+    **rows("reverse", like=Like.PART),
+    **rows("pad", "padding", like=Like.PART, lazy=True, data=2),
+    **rows("slice", "slice", like=Like.PART, takes=True, starts=True),
+    **rows("dynamic-slice", like=Like.PART, takes=True, starts=True, data=1),
+    **rows("gather", takes=True),
+    **rows("dynamic-update-slice", puts=1, starts=True, data=2),
+    **rows(
+        "scatter", "update_window_dims", "inserted_window_dims", "scatter_dims_to_operand_dims",
+        "index_vector_dim", calls="each", puts=-1,
+    ),
+    # Element by element.
+    **rows(
+        """
+        abs add and atan2 cbrt ceil clamp complex cosine divide erf exponential
+        exponential-minus-one floor imag is-finite log log-plus-one logistic maximum minimum negate
+        not or power real remainder round-nearest-afz round-nearest-even rsqrt select sign sine sqrt
+        subtract tan tanh xor
+        """,
+        elementwise=True,
+    ),
+    **rows("multiply", elementwise=True, count="multiplied"),
+    **rows("compare", "direction", elementwise=True),
+    **rows("concatenate", "dimensions", elementwise=True, gathers=True),
+    # Products.
+    **rows("dot", "lhs_contracting_dims", "rhs_contracting_dims", product=True, count="dot"),
+    **rows("scaled-dot", "lhs_contracting_dims", product=True, count="dot"),
+    **rows("convolution", "dim_labels", product=True, count="convolution"),
+    **rows("ragged-dot", product=True, count="unknown"),
+    **rows("cholesky", count="cholesky"),
+    **rows("triangular-solve", count="triangular_solve"),
+    # Others that stay on their device.
+    **rows("broadcast", "dimensions"),
+    **rows("reduce", "dimensions", calls="each", count="reduced"),
+    **rows("reduce-window select-and-scatter map sort scan", calls="each"),
+    **rows("infeed rng", outside=True),
+    **rows(
+        """
+        acos acosh asin asinh atan atanh batch-norm-grad batch-norm-inference batch-norm-training
+        count-leading-zeros cosh dynamic-reshape fft get-dimension-size iota mulhi multiply-add
+        outfeed popcnt rng-bit-generator rng-get-and-update-state set-dimension-size shift-left
+        shift-right-arithmetic shift-right-logical sinh stochastic-convert topk
+        """
+    ),
+}  # fmt: skip
+
+# The kinds of collectives.
+KINDS = tuple(dict.fromkeys(row.sends for row in OPCODES.values() if row.sends))

@@ -8,10 +8,9 @@ from itertools import accumulate, pairwise, takewhile
 
 from .._errors import AuditError
 from .hlo import Array, Computation, HloModule, Instruction, arrays_of, elements_of
+from .opcodes import Like
 from .values import Value, unchanged
 
-# Operations whose results are in the memory of their first operand.
-_SAME = frozenset({"bitcast", "optimization-barrier", "add-dependency", "domain", "after-all"})
 _NEAR = re.compile(r"S\(([12346])\)")  # not the device's main memory
 
 
@@ -39,7 +38,7 @@ def peak_of(module: HloModule) -> Peak:
 
     `AuditError` if the program's instructions are not in the order in which they run.
     """
-    if "is_scheduled=true" not in module.header:
+    if module.attributes.get("is_scheduled") != "true":
         raise AuditError("the program's instructions are not in the order in which they run")
     entry = module.entry
     arguments = {x.name: [Buffer(0, x) for _ in x.arrays] for x in entry.parameters.values()}
@@ -82,15 +81,15 @@ class _Lifetimes:
                 return [Buffer(0, x) for _ in sizes]  # it is part of the program
             case "while" | "call" | "conditional":
                 arguments = operands[1:] if x.opcode == "conditional" else operands
-                for _, called in x.calls:
+                for called in x.calls:
                     self._enter(x, called, arguments)
                 if x.opcode == "while":
                     return operands[0]
-            case _ if x.opcode in _SAME and len(operands[:1]) == 1:
+            case _ if x.row.like == Like.MEMORY and operands:
                 return operands[0]
-            case _ if x.opcode.endswith("-done"):
+            case _ if x.form == "done":
                 return self._of_done(x, operands[0])
-            case _ if x.opcode.endswith("-start"):
+            case _ if x.form == "start":
                 return self._of_start(x, operands)
         return [self._in_place(x, i) or Buffer(size, x) for i, size in enumerate(sizes)]
 
@@ -132,7 +131,7 @@ class _Lifetimes:
         """The memory of the operand that an update is written into."""
         if x.opcode == "fusion":
             path = (index,) if len(x.arrays) > 1 else ()
-            update = _computed_here(Value(x.called("calls").result, path))
+            update = _computed_here(Value(x.called.result, path))
             if update.opcode != "dynamic-update-slice":
                 return None
             target = _computed_here(Value(update.operand(0)))
@@ -235,7 +234,8 @@ def _computed_here(value: Value) -> Instruction:
 
 def _may_share(x: Instruction) -> bool:
     """Whether the result may reuse the memory of an operand that isn't needed any more."""
-    return "kind=kLoop" in x.attributes or x.opcode in ("all-reduce", "add", "multiply", "convert")
+    is_loop = x.does == "fusion" and x.attributes.get("kind") == "kLoop"
+    return is_loop or x.opcode in ("all-reduce", "add", "multiply", "convert")
 
 
 def _size(array: Array) -> int:

@@ -59,7 +59,7 @@ class _Numbers:
         x = value.made_by
         if value.path or not deep or len(x.arrays) != 1 or x.arrays[0].size > 8 * self.devices:
             return None
-        if x.opcode in ("partition-id", "replica-id"):
+        if x.row.of_device:
             module = x.computation.module
             several = module.partitions if x.opcode == "partition-id" else module.replicas
             return np.arange(self.devices)[:, None] * (several > 1)
@@ -83,7 +83,8 @@ class _Numbers:
     def _result(self, x: Instruction, operands: list[np.ndarray]) -> np.ndarray | None:
         match x.opcode:
             case "compare":
-                return _COMPARED[x.attribute("direction") or "EQ"](*operands).astype(int)
+                compared = _COMPARED.get(x.attribute("direction"))
+                return None if compared is None else compared(*operands).astype(int)
             case "broadcast":
                 size = x.arrays[0].size
                 return np.repeat(operands[0], size, 1) if operands[0].shape[1] == 1 else None
@@ -96,7 +97,7 @@ class _Numbers:
         if len(x.operand(0).arrays[0].shape) != 1:
             return None
         if x.opcode == "slice":
-            bounds = re.fullmatch(r"\{\[(\d+):(\d+)(?::1)?\]\}", x.attribute("slice") or "")
+            bounds = re.fullmatch(r"\{\[(\d+):(\d+)(?::1)?\]\}", x.attribute("slice"))
             return operands[0][:, int(bounds[1]) : int(bounds[2])] if bounds else None
         starts = np.clip(operands[1], 0, operands[0].shape[1] - size)
         return np.take_along_axis(operands[0], starts + np.arange(size), 1)

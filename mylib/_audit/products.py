@@ -4,8 +4,10 @@ import json
 import math
 import re
 
+from .._errors import AuditError
 from .._products import meetings
 from .attribution import is_of_dot
+from .blocks import factors_of
 from .hlo import Instruction
 from .values import Value, computed
 
@@ -32,54 +34,47 @@ def products_of(x: Instruction) -> int | None:
     """How many products an instruction computes itself, without the computations that it calls. 0
     for one that is bound by memory; None for a kernel whose work is not in the program.
     """
-    match x.opcode:
-        case "dot" | "scaled-dot":
-            return _dot(x, x.attribute("lhs_contracting_dims"))
-        case "convolution":
-            return _convolution(x)
-        case "cholesky":
-            return _cholesky(x)
-        case "triangular-solve":
-            return _triangular_solve(x)
-        # Compilers take products apart: those with a vector, and those that add nothing.
-        case "multiply" if is_of_dot(x) and x.arrays[0].size > 1:
-            return x.arrays[0].size
-        case "reduce" if is_of_dot(x):
-            return _reduced(x)
-        case "ragged-dot":
-            return None
-        case "custom-call":
-            return _called(x)
-    return 0
+    return _COUNTS[x.row.count](x) if x.row.count else 0
 
 
-def _called(x: Instruction) -> int | None:
-    target = x.target
-    count = next((f for pattern, f in _KERNELS if re.fullmatch(pattern, target)), None)
-    if count is not None:
-        return count(x)
-    return 0 if _BOUND_BY_MEMORY.fullmatch(target) else None
+def _unknown(x: Instruction) -> None:
+    return None
 
 
-def _dot(x: Instruction, contracted: str) -> int:
-    size = x.arrays[0].size
-    for dim in re.findall(r"\d+", contracted):
-        size *= x.operand(0).arrays[0].shape[int(dim)]
-    return size
+def _multiplied(x: Instruction) -> int:
+    """Compilers take products apart: those with a vector, and those that add nothing."""
+    return x.arrays[0].size if is_of_dot(x) and x.arrays[0].size > 1 else 0
+
+
+def _gemm(x: Instruction) -> int | None:
+    """Of a library, which may take one factor of a batch for all of it."""
+    dims = re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', x.text)
+    if dims is None:
+        return None
+    lhs = x.operand(0).arrays[0]
+    return x.arrays[0].size * math.prod(lhs.shape[int(i)] for i in re.findall(r"\d+", dims[1]))
+
+
+def _dot(x: Instruction) -> int:
+    """Its shapes must fit: HLO leaves out the dimensions of a batch where there are none."""
+    (lhs, rhs), out = (y.arrays[0] for y in x.inputs()[:2]), x.arrays[0]
+    lhs_batch, _, lhs_dims, _ = factors_of(x)
+    contracted = math.prod(lhs.shape[i] for i in lhs_dims)
+    batch = math.prod(lhs.shape[i] for i in lhs_batch)
+    if out.size * contracted**2 * batch != lhs.size * rhs.size:
+        raise AuditError(f"the shapes of {x} don't fit the dimensions that it contracts")
+    return out.size * contracted
 
 
 def _reduced(x: Instruction) -> int:
     """The products that are added, unless they have a name and are counted themselves."""
+    if not is_of_dot(x):
+        return 0
     added = computed(Value(x.operand(0))).made_by
     while added.opcode == "reduce-window":  # the CPU's compiler adds in two steps
         added = computed(Value(added.operand(0))).made_by
     is_counted = added.opcode != "multiply" or is_of_dot(added)
     return 0 if is_counted else added.arrays[0].size
-
-
-def _gemm(x: Instruction) -> int:
-    match = re.search(r'"lhs_contracting_dimensions": ?\[([^\]]*)\]', x.attributes)
-    return _dot(x, match[1] if match else "")
 
 
 def _convolution(x: Instruction) -> int:
@@ -90,14 +85,16 @@ def _convolution(x: Instruction) -> int:
     if "BackwardFilter" in x.target:
         kernel, result = result, kernel
     labels = re.fullmatch(r"([^_]*)_([^-]*)->(.*)", x.attribute("dim_labels"))
-    assert labels is not None
+    if labels is None:
+        raise AuditError(f"the dim_labels of {x} are not understood")
     lhs, rhs, out = (
         dict(zip(text, y.arrays[0].shape, strict=True))
         for text, y in zip(labels.groups(), (input, kernel, result), strict=True)
     )
     # A channel may be split into two dimensions, the second of which is called `?`.
     size = out["b"] * math.prod(out[c] for c in out if c in "f?") * rhs["i"]
-    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", x.attribute("window")))
+    # Left out where it covers one number; each of its fields where it does nothing.
+    window = dict(re.findall(r"(\w+)=([\d_x\-]+)", x.attributes.get("window", "")))
     for i in range(sum(c.isdigit() for c in out)):
         stride, dilation, holes = (
             int(window[name].split("x")[i]) if name in window else 1
@@ -111,13 +108,15 @@ def _convolution(x: Instruction) -> int:
 
 def _attention(x: Instruction) -> int | None:
     """Two products forward, and five backward: the scores are computed again."""
-    config = json.loads(x.attribute("backend_config") or "{}").get("cudnn_fmha_backend_config")
-    if config is None:
+    try:
+        config = json.loads(x.attribute("backend_config"))["cudnn_fmha_backend_config"]
+        scores = math.prod(int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
+        is_causal = "CAUSAL" in config["mask_type"]
+    except KeyError:
         return None
-    scores = math.prod(int(n) for n in config["intermediate_tensor_shape"]["dimensions"])
     size = scores * x.operand(0).arrays[0].shape[-1]
     size *= 5 if "Backward" in x.target else 2
-    return size // 2 if "CAUSAL" in config.get("mask_type", "") else size
+    return size // 2 if is_causal else size
 
 
 def _cholesky(x: Instruction) -> int:
@@ -132,25 +131,20 @@ def _triangular_solve(x: Instruction) -> int:
 
 def _stated(x: Instruction) -> int | None:
     """What the author of a Pallas kernel has stated as its cost."""
-    match = re.search(r'"cost_estimate": ?\{"flops": ?"(\d+)"', x.attributes)
+    match = re.search(r'"cost_estimate": ?\{"flops": ?"(\d+)"', x.text)
     return int(match[1]) // 2 if match else None
 
 
-_KERNELS = (
-    (r"__cublas\$(lt\$)?(gemm|matmul)(\$f8|\$mx)?", _gemm),
-    (r"__cudnn\$conv\w*(Forward|Backward)\w*", _convolution),
-    (r"__cudnn\$fmha\w+", _attention),
-    (r"Cholesky|(lapack|cusolver)_\w*potrf\w*", _cholesky),
-    (r"(lapack|cublas)_\w*trsm\w*|__cublas\$triangularSolve", _triangular_solve),
-    (r"tpu_custom_call", _stated),
-)  # fmt: skip
-# Custom calls that compute nothing, or little for what they read and write.
-_BOUND_BY_MEMORY = re.compile(
-    r"""AllocateBuffer|CreateBuffer|AsyncCollective(Start|Done)|ConcatBitcast|X64\w+|Sharding
-    |SPMD\w+|LayoutConstraint|MoveTo(Host|Device)|annotate_device_placement|device_placement|Pin
-    |Unpin|SliceToDynamic|Pad(Real)?ToStatic|DynamicGather|AssumeGatherIndicesInBound
-    |GatherScatterIndicesBitpacked|GetHostDesc\w*|TopK|PartialReduce|ApproxTopK|RngBitGenerator
-    |InvertDiagBlocks\w+|ResizeNearest\w*|ResizeBilinear\w*|Erf\w*|__topk\$.*|__gpu\$TopK
-    |__cub\$.*|xla_(ffi_)?(partitioned_)?python_(cpu|gpu)_callback|InspectSharding""",
-    re.VERBOSE,
-)
+# By the column `count` of the tables of opcodes and of targets.
+_COUNTS = {
+    "attention": _attention,
+    "cholesky": _cholesky,
+    "convolution": _convolution,
+    "dot": _dot,
+    "gemm": _gemm,
+    "multiplied": _multiplied,
+    "reduced": _reduced,
+    "stated": _stated,
+    "triangular_solve": _triangular_solve,
+    "unknown": _unknown,
+}

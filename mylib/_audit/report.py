@@ -9,6 +9,7 @@ from typing import Any
 from .._errors import AuditError, folded
 from .._text import counted, listed, show_bytes, table
 from ..machines import Machine, Memory
+from .attribution import UNKNOWN
 from .flow import Flow
 from .groups import axis_of
 from .links import Message
@@ -17,8 +18,6 @@ from .opcodes import KINDS
 from .page import report_page
 from .roofline import Estimate, estimate
 from .work import Work
-
-_KINDS = tuple(dict.fromkeys(KINDS.values()))
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,10 @@ class Collective:
     - `scope`: the scopes around that: of `jax.named_scope`, and the names of Equinox's layers, such
         as `"eqx.nn.MultiheadAttention/eqx.nn.Linear"`.
     - `source`: the line of Python, as `"file.py:31"`.
-    - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty.
+    - `phase`: `"forward"`, `"backward"` or `"recomputed"` in a gradient, else empty; `"unknown"` if
+        the program doesn't tell.
     - `inserted`: whether the partitioner has inserted it. Otherwise the function calls it, such as
-        by `jax.lax.psum`.
+        by `jax.lax.psum`. None if the program doesn't tell.
     - `overlapped`: whether other work is scheduled while it runs.
     - `sometimes`: whether it runs only if a condition takes its branch. `times` is then an upper
         bound.
@@ -73,7 +73,7 @@ class Collective:
     scope: str
     source: str
     phase: str
-    inserted: bool
+    inserted: bool | None
     overlapped: bool
     sometimes: bool
     loops: tuple[str, ...]
@@ -164,8 +164,8 @@ class Report:
         self, kind: str | None = None, axes: str | Sequence[str] | None = None
     ) -> list[Collective]:
         """The collectives of a `kind`, over exactly these mesh `axes`; None for all."""
-        if kind is not None and kind not in _KINDS:
-            raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(_KINDS)}")
+        if kind is not None and kind not in KINDS:
+            raise ValueError(f"there is no collective {kind!r}: write one of {', '.join(KINDS)}")
         of_kind = [c for c in self.collectives if kind in (None, c.kind)]
         if axes is None:
             return of_kind
@@ -307,7 +307,8 @@ def sums_each_turn(report: Report, c: Collective) -> bool:
     it once, after the loop.
     """
     is_sum = c.kind in ("all-reduce", "reduce-scatter")
-    return report.platform == "cpu" and is_sum and c.inserted and bool(c.loops)
+    is_inserted = c.inserted is not False
+    return report.platform == "cpu" and is_sum and is_inserted and bool(c.loops)
 
 
 def _each_turn(report: Report) -> list[str]:
@@ -342,8 +343,8 @@ def _row(group: Sequence[Collective]) -> tuple[str, ...]:
         "?" if c.axes is None else ", ".join(c.axes),
         f"{show_bytes(c.bytes)} {c.dtype}",
         show_bytes(c.wire_bytes),
-        "inserted" if c.inserted else "written",
-        c.phase,
+        {True: "inserted", False: "written", None: "?"}[c.inserted],
+        "?" if c.phase == UNKNOWN else c.phase,
         what_of(group) + (f" ({', '.join(notes)})" if notes else ""),
         c.source + (f" in the loop of {c.loops[-1]}" if c.loops else ""),
     )

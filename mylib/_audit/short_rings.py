@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from .attribution import is_of_dot
 from .hlo import Instruction
-from .values import MOVES, uses_in
-
-_MOVED = MOVES | {"get-tuple-element", "tuple"}
+from .opcodes import Like
+from .values import uses_in
 
 
 def rings_in(
@@ -44,7 +43,7 @@ def _sources(start: Instruction, number: dict[int, int]) -> list[int]:
     for x, summed in queue:
         if id(x) in number and summed:
             sources.append(number[id(x)])
-        elif x.opcode in _MOVED:
+        elif _is_moved(x):
             queue += [(y, summed) for y in x.inputs()]
         elif not summed:
             queue += [(y, True) for y in x.inputs() if _adds(x, y)]
@@ -59,4 +58,9 @@ def _adds(x: Instruction, operand: Instruction) -> bool:
 
 
 def _is_added(x: Instruction) -> bool:
-    return any(_is_added(user) if user.opcode in _MOVED else _adds(user, x) for user in x.users)
+    return any(_is_added(user) if _is_moved(user) else _adds(user, x) for user in x.users)
+
+
+def _is_moved(x: Instruction) -> bool:
+    is_local = x.row.like >= Like.PART and not x.row.sends and not x.target
+    return is_local or x.opcode in ("get-tuple-element", "tuple")

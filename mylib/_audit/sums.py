@@ -15,13 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .blocks import At, after_move, after_product, after_reduce, numbers, sliced
+from .blocks import At, after_move, after_product, after_reduce, sliced
 from .collectives import Transfer
 from .hlo import HloModule, Instruction
-from .opcodes import ELEMENTWISE, opcode_of
+from .opcodes import Like
 from .positions import positions
 from .values import Value, computed, trips
-from .walk import Walk
+from .walk import Walk, shaped
 
 # For each device, how often a value has the data of each place along the axis: an array's bytes.
 Rows = bytes
@@ -49,14 +49,7 @@ NONE: Form = frozenset()
 # A form, or a tuple of these.
 Forms = Form | tuple["Forms", ...]
 
-_PRODUCTS = {"dot", "convolution", "ragged-dot", "scaled-dot", "custom-call"}
-_MOVES = {
-    "add-dependency", "bitcast", "bitcast-convert", "broadcast", "convert", "copy", "domain",
-    "negate", "opt-barrier", "optimization-barrier", "reduce-precision", "reshape", "transpose",
-}  # fmt: skip
-_SUMS = {"add", "subtract"}
-_ROOM = ("AllocateBuffer", "CreateBuffer")
-_PASSES = ("MoveToHost", "MoveToDevice", "Sharding", "annotate_device_placement")
+_SUMS = ("add", "subtract")
 # More turns of a loop than a ring of this many times the devices has are not followed.
 _TURNS = 4
 
@@ -65,6 +58,8 @@ class Sums(Walk):
     """`data` are the numbers of the parameters that are split over the axis; `places` the place of
     each device along it.
     """
+
+    nothing = NONE
 
     def __init__(
         self,
@@ -134,7 +129,7 @@ class Sums(Walk):
 
     def loop(self, x: Instruction, carried: Forms) -> Forms:
         """What a ring of permutations returns depends on how often it runs."""
-        body, turns = x.called("body"), trips(x)
+        (_, body), turns = x.calls, trips(x)
         most = _TURNS * self.devices
         self.turns.append(turns)
         for _ in range(most if turns is None else min(turns, most)):
@@ -175,24 +170,19 @@ class Sums(Walk):
     # --- one device -------------------------------------------------------------------------------
 
     def computed(self, x: Instruction, inputs: list[Forms]) -> Forms:
-        target = x.target
-        if target == "AsyncCollectiveStart":
-            return (inputs[0],) * len(x.arrays)
-        if target == "AsyncCollectiveDone":
-            ends = [v for y, v in zip(x.inputs(), inputs, strict=True) if id(y) in self.held]
-            return ends[0] if ends else self._lost(_one(inputs))
         forms = [*map(_one, inputs)]
-        if target in _ROOM or not any(forms):
-            return _shaped(x, NONE)
-        if target in _PASSES:
-            return _shaped(x, forms[0])
-        return _shaped(x, self._computed(x, x.opcode.removesuffix("-start"), forms))
+        if not any(forms):
+            return shaped(x, NONE)
+        if x.target and x.row.like >= Like.VALUE:
+            return shaped(x, forms[0])
+        return shaped(x, self._computed(x, forms))
 
-    def _computed(self, x: Instruction, opcode: str, forms: list[Form]) -> Form:
-        if self.ending is not None and opcode not in _SUMS | _MOVES:
+    def _computed(self, x: Instruction, forms: list[Form]) -> Form:
+        keeps = x.row.like >= Like.ELEMENTS or x.does in ("broadcast", "negate")
+        if self.ending is not None and not keeps and x.does not in _SUMS:
             # The last sum of a ring may be in one fusion with what uses it.
             forms = [self._one_ended(form, self.ending) for form in forms]
-        match opcode:
+        match x.does:
             case "add" | "subtract":
                 return self._added(_key(x), forms)
             case "multiply" if not all(forms):
@@ -213,11 +203,11 @@ class Sums(Walk):
                 return frozenset(self._taken(x, t) for t in forms[0])
             case "pad" | "reverse":
                 return frozenset(t if t.at is None else self._torn(t) for t in forms[0])
-        if opcode in _MOVES:
+        if keeps:
             return frozenset(self._moved(x, t) for t in forms[0])
-        if opcode in _PRODUCTS:
+        if x.row.product or x.target:
             return self._multiplied(x, forms)
-        if opcode in ELEMENTWISE or opcode == "clamp":
+        if x.row.elementwise:
             return self._local(_key(x), forms)
         return self._local(_key(x), [self._without_blocks(form) for form in forms])
 
@@ -323,7 +313,7 @@ class Sums(Walk):
         return self._either(_key(x), [base, update])
 
     def _concatenated(self, x: Instruction, forms: list[Form]) -> Form:
-        (dim,) = numbers(x.attribute("dimensions"))
+        (dim,) = x.dims()
         forms = [
             frozenset(self._torn(t) if t.at is not None and t.at.dim == dim else t for t in form)
             for form in forms
@@ -342,7 +332,7 @@ class Sums(Walk):
         return self._either(_key(x), forms)
 
     def _reduced(self, x: Instruction, form: Form) -> Form:
-        adds = x.called("to_apply").result.opcode == "add"
+        adds = x.adds
         reduced: list[Term] = []
         for term in form:
             at = None if term.at is None else after_reduce(x, term.at)
@@ -358,9 +348,9 @@ class Sums(Walk):
 
     def _scattered(self, x: Instruction, base: Form, indices: Form, updates: Form) -> Form:
         """Adds rows to a table; of gathered rows, it sums those of all devices."""
-        adds = x.called("to_apply").result.opcode == "add"
-        window = numbers(x.attribute("update_window_dims"))
-        vector = int(x.attribute("index_vector_dim") or -1)
+        adds = x.adds
+        window = x.dims("update_window_dims")
+        vector = int(x.attribute("index_vector_dim"))
         rows = [i for i in range(len(x.operand(2).arrays[0].shape)) if i not in window]
         places = [i for i in range(len(x.operand(1).arrays[0].shape)) if i != vector]
         to_row = dict(zip(places, rows, strict=False))
@@ -448,7 +438,7 @@ class Sums(Walk):
             )
         for number, _, _ in self.sent[id(first)]:
             self.given[number] = self.given.get(number, NONE).union(*forms)
-        kind = opcode_of(x)
+        kind = x.does
         if kind == "all-to-all" and len(forms) > 1:
             results = [self._picked(form, transfer, i) for i, form in enumerate(forms)]
         else:
@@ -460,13 +450,13 @@ class Sums(Walk):
         groups = transfer.groups
         match kind:
             case "all-reduce" | "reduce-scatter":
-                if x.called("to_apply").result.opcode != "add":
+                if not x.adds:
                     return frozenset(
                         t if self._is_alike(t, groups) else self._torn(t) for t in form
                     )
                 summed = self._each(form, lambda a: _over_groups(a, groups))
                 if kind == "reduce-scatter":
-                    (dim,) = numbers(x.attribute("dimensions"))
+                    (dim,) = x.dims()
                     return frozenset(
                         self._torn(t) if t.at and t.at.dim == dim else t for t in summed
                     )
@@ -476,7 +466,7 @@ class Sums(Walk):
             case "collective-broadcast":
                 return self._picked(form, transfer, 0)
             case "all-gather" | "all-to-all":
-                (dim,) = numbers(x.attribute("dimensions"))
+                (dim,) = x.dims()
                 size = x.operand(i).arrays[0].shape[dim]
                 stride = size if kind == "all-gather" else size // groups.shape[1]
                 return frozenset(self._gathered(t, groups, dim, stride) for t in form)
@@ -518,10 +508,6 @@ def _key(x: Instruction) -> object:
     JAX's name for their origin shows to be the same.
     """
     return x.opcode, x.arrays[0].shape, (x.op_names or [x.name])[0]
-
-
-def _shaped(x: Instruction, form: Form) -> Forms:
-    return (form,) * len(x.arrays) if x.type.startswith("(") else form
 
 
 def _together(key: object, terms: Iterable[Term]) -> Form:

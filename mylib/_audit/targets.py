@@ -1,12 +1,15 @@
-"""The custom calls that are known to stay on their device, or to call its host, by their whole
-names: one that is not here may communicate. cuBLAS and cuSOLVER, for example, have routines over
-several processes, whose names begin as those of the others.
+"""What custom calls do, by their whole names: those that are known to stay on their device, or to
+call its host. One that is not here may communicate. cuBLAS and cuSOLVER, for example, have routines
+over several processes, whose names begin as those of the others.
 
 JAX's own are those that it registers (`jaxlib.lapack`, `jaxlib.gpu_solver` and others); the
 compilers' are in the programs that they write.
 """
 
 import re
+from typing import Any
+
+from .opcodes import Like, Row, rows
 
 _REAL, _COMPLEX = "sd", "cz"
 _LAPACK = {
@@ -27,55 +30,104 @@ _GPU = """
     sparse_gtsv2_ffi
 """
 _PYTHON = "xla_python xla_ffi_python xla_ffi_partitioned_python xla_buffer_python"
-# cuDNN's attention, forward and backward.
-_ATTENTION = """
-    Softmax SoftmaxDropout SoftmaxF8 ScaleBiasSoftmax ScaleBiasSoftmaxDropout
-    SoftmaxBackward SoftmaxDropoutBackward SoftmaxBackwardF8 ScaleBiasSoftmaxBackward
-    ScaleBiasSoftmaxDropoutBackward
-"""
-_OTHERS = """
-    cpu_csr_sparse_dense_ffi dce_sink ducc_fft dynamic_ducc_fft tridiagonal_solve_perturbed_ffi
-    triton_kernel_call triton_kernel_call_ffi
-
-    AllocateBuffer ApproxTopK CreateBuffer HostExecute InspectSharding LayoutConstraint MoveToDevice
-    MoveToHost PadRealToStatic PadToStatic PartialReduce Pin Sharding SliceToDynamic
-    SPMDFullToShardShape SPMDShardToFullShape TopK Unpin X64Combine X64SplitHigh X64SplitLow
-    __xla_internal_call_marker_after __xla_internal_call_marker_before annotate_device_placement
-
-    __cub$DeviceRadixSort __cub$DeviceRadixSortUnassignedScratchSize __cublas$gemm
-    __cublas$lt$groupedMatmul __cublas$lt$matmul __cublas$lt$matmul$f8 __cublas$triangularSolve
-    __cudnn$blockScaledDot __cudnn$convBackwardFilter __cudnn$convBackwardInput
-    __cudnn$convBiasActivationForward __cudnn$convForward __cudnn$convForwardGraph
-    __cudnn$convReorderFilterAndBias __cudnn$fusion __cudnn$norm __cusolver$cholesky __gpu$TopK
-    __gpu$xla.gpu.ptx __gpu$xla.gpu.triton __op$block_scaled_dot xla.gpu.ext.cub_scan
-    xla.gpu.ext.cub_scan_unassigned_scratch_size xla.gpu.ext.cub_sort_keys
-    xla.gpu.ext.cub_sort_pairs xla.gpu.ext.cub_sort_unassigned_scratch_size
-
-    __onednn$convolution __onednn$layernorm __onednn$matmul __onednn$matmul_reorder
-    __onednn$softmax __onednn_fusion
-
-    AssumeGatherIndicesInBound AsyncCollectiveDone AsyncCollectiveStart Cholesky CompactWyHelper
-    ConcatBitcast Eigh EighTpu GatherScatterIndicesBitpacked InvertDiagBlocksLowerTriangular
-    InvertDiagBlocksUpperTriangular LuComplexDecompositionBlock LuDecomposition
-    LuRealDecompositionBlock ProductOfElementaryHouseholderReflectors Qr QrDecompositionBlock
-    ResizeBilinear ResizeBilinearGrad ResizeNearest ResizeNearestGrad device_placement
-    tpu_custom_call
-"""
-
-
 # Call functions of Python.
 CALLBACKS = frozenset(f"{name}_{x}_callback" for name in _PYTHON.split() for x in ("cpu", "gpu"))
 # What the autotuner of the compiler for GPUs chooses by measuring.
 CUDNN = "__cudnn$"
 PRODUCT_BY_TRITON = re.compile(r'"kind":"__triton\w*gemm')
 
+# Kernels whose work is not in the program, such as a user's own.
+_CALL: dict[str, Any] = dict(calls="each", product=True)
+KERNEL = Row(**_CALL, count="unknown")
+_LIBRARY: dict[str, Any] = dict(**_CALL, workspace=True)
+_PASSED: dict[str, Any] = dict(calls="each", like=Like.VALUE)
 
-LOCAL = frozenset(
-    [
-        *(f"lapack_{x}{n}_ffi" for names, xs in _LAPACK.items() for n in names.split() for x in xs),
-        *(f"{vendor}{name}" for name in _GPU.split() for vendor in ("cu", "hip")),
-        *CALLBACKS,
-        *(f"{CUDNN}fmha{name}" for name in _ATTENTION.split()),
-        *_OTHERS.split(),
-    ]
-)
+
+def _called(names: str, count: str = "unknown", **columns: Any) -> dict[str, Row]:
+    return rows(names, **(_CALL | columns), count=count)
+
+
+def _lapack(names: str, kinds: str) -> str:
+    return " ".join(f"lapack_{kind}{name}_ffi" for name in names.split() for kind in kinds)
+
+
+# By their targets.
+TARGETS: dict[str, Row] = {
+    **_called(" ".join(_lapack(names, kinds) for names, kinds in _LAPACK.items())),
+    **_called(" ".join(f"{vendor}{name}" for name in _GPU.split() for vendor in ("cu", "hip"))),
+    **_called(
+        """
+        cpu_csr_sparse_dense_ffi dce_sink ducc_fft dynamic_ducc_fft tridiagonal_solve_perturbed_ffi
+        triton_kernel_call triton_kernel_call_ffi
+
+        HostExecute __xla_internal_call_marker_after __xla_internal_call_marker_before
+
+        __gpu$xla.gpu.ptx __gpu$xla.gpu.triton __op$block_scaled_dot xla.gpu.ext.cub_scan
+        xla.gpu.ext.cub_scan_unassigned_scratch_size xla.gpu.ext.cub_sort_keys
+        xla.gpu.ext.cub_sort_pairs xla.gpu.ext.cub_sort_unassigned_scratch_size
+
+        __onednn$convolution __onednn$layernorm __onednn$matmul __onednn$matmul_reorder
+        __onednn$softmax __onednn_fusion
+
+        CompactWyHelper Eigh EighTpu LuComplexDecompositionBlock LuDecomposition
+        LuRealDecompositionBlock ProductOfElementaryHouseholderReflectors Qr QrDecompositionBlock
+        """
+    ),
+    # Bound by memory: they compute nothing, or little for what they read and write.
+    **_called(
+        """
+        ApproxTopK AssumeGatherIndicesInBound GatherScatterIndicesBitpacked InspectSharding
+        InvertDiagBlocksLowerTriangular InvertDiagBlocksUpperTriangular LayoutConstraint
+        PadRealToStatic PadToStatic PartialReduce Pin ResizeBilinear ResizeBilinearGrad
+        ResizeNearest ResizeNearestGrad SPMDFullToShardShape SPMDShardToFullShape SliceToDynamic
+        TopK Unpin X64Combine X64SplitHigh X64SplitLow __cub$DeviceRadixSort
+        __cub$DeviceRadixSortUnassignedScratchSize __gpu$TopK device_placement
+        """,
+        "",
+    ),
+    **_called(" ".join(CALLBACKS), ""),
+    **rows("Sharding MoveToHost MoveToDevice annotate_device_placement", **_PASSED),
+    **rows("ConcatBitcast", calls="each", like=Like.PART, gathers=True),
+    **rows("AllocateBuffer CreateBuffer", calls="each", reserves=True),
+    **rows("AsyncCollectiveStart", calls="each", window="start"),
+    **rows("AsyncCollectiveDone", calls="each", window="end"),
+    # Products, and decompositions of matrices.
+    **_called("__cublas$gemm __cublas$lt$matmul __cublas$lt$matmul$f8", "gemm", workspace=True),
+    **rows("__cublas$lt$groupedMatmul", **_LIBRARY, count="unknown"),
+    **rows("__cublas$triangularSolve", **_LIBRARY, count="triangular_solve"),
+    **_called(
+        """
+        __cudnn$convBackwardFilter __cudnn$convBackwardInput __cudnn$convBiasActivationForward
+        __cudnn$convForward __cudnn$convForwardGraph
+        """,
+        "convolution",
+        workspace=True,
+    ),
+    **_called(
+        """
+        __cudnn$blockScaledDot __cudnn$convReorderFilterAndBias __cudnn$fusion __cudnn$norm
+        """,
+        workspace=True,
+    ),
+    **_called(
+        """
+        __cudnn$fmhaSoftmax __cudnn$fmhaSoftmaxDropout __cudnn$fmhaSoftmaxF8
+        __cudnn$fmhaScaleBiasSoftmax __cudnn$fmhaScaleBiasSoftmaxDropout
+        __cudnn$fmhaSoftmaxBackward __cudnn$fmhaSoftmaxDropoutBackward
+        __cudnn$fmhaSoftmaxBackwardF8 __cudnn$fmhaScaleBiasSoftmaxBackward
+        __cudnn$fmhaScaleBiasSoftmaxDropoutBackward
+        """,
+        "attention",
+        workspace=True,
+        kernel=True,
+    ),
+    **_called(
+        f"""
+        {_lapack("potrf", _REAL + _COMPLEX)} cusolver_potrf_ffi hipsolver_potrf_ffi
+        __cusolver$cholesky Cholesky
+        """,
+        "cholesky",
+    ),
+    **_called(_lapack("trsm", _REAL + _COMPLEX), "triangular_solve"),
+    **_called("tpu_custom_call", "stated", kernel=True),
+}

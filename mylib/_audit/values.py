@@ -7,23 +7,9 @@ from itertools import islice
 from typing import NamedTuple
 
 from .hlo import Computation, HloModule, Instruction
+from .opcodes import Like
 
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-# Operations that only move the values of their first operand, or change their layout or dtype.
-MOVES = frozenset(
-    {
-        "bitcast", "bitcast-convert", "convert", "copy", "copy-done", "copy-start", "dynamic-slice",
-        "optimization-barrier", "pad", "reduce-precision", "reshape", "reverse", "slice",
-        "slice-done", "slice-start", "transpose",
-    }
-)  # fmt: skip
-# Calls whose result is that of the computation, with the attribute that names it.
-WRAPPERS = {
-    "fusion": "calls",
-    "call": "to_apply",
-    "call-start": "to_apply",
-    "async-start": "calls",
-}
 
 
 class Value(NamedTuple):
@@ -52,32 +38,33 @@ def runs_of(module: HloModule) -> dict[str, list[Execution]]:
     def enter(computation: Computation, run: Execution) -> None:
         runs.setdefault(computation.name, []).append(run)
         for x in computation.instructions:
-            for number, (role, called) in enumerate(x.calls):
-                if role == "to_apply" and x.opcode not in ("call", "call-start"):
-                    continue  # the sum of two numbers
-                if x.opcode == "while":
-                    times = trips(x)
-                    if times is not None and role == "condition":
-                        times += 1
-                    product = None if run.times is None or times is None else run.times * times
-                    enter(called, replace(run, times=product, loops=(*run.loops, x)))
-                elif x.opcode == "conditional":
-                    branch = (*run.branches, (x.name, number))
-                    enter(called, replace(run, branches=branch))
-                else:
-                    late = run.asynchronous or x.opcode.endswith("-start")
-                    enter(called, replace(run, asynchronous=late))
+            match x.row.calls if x.calls else "":
+                case "loop":
+                    inside, times = (*run.loops, x), trips(x)
+                    for called, more in zip(x.calls, (1, 0), strict=True):  # one test more
+                        product = _times(run.times, None if times is None else times + more)
+                        enter(called, replace(run, times=product, loops=inside))
+                case "branch":
+                    for number, called in enumerate(x.calls):
+                        enter(called, replace(run, branches=(*run.branches, (x.name, number))))
+                case "run":
+                    late = run.asynchronous or x.form == "start"
+                    enter(x.called, replace(run, asynchronous=late))
 
     enter(module.entry, Execution(1))
     return runs
 
 
+def _times(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a * b
+
+
 def trips(loop: Instruction) -> int | None:
     """How often the body of a loop runs, or None if that can't be read from the program."""
-    stated = _TRIPS.search(loop.attributes)
+    stated = _TRIPS.search(loop.attributes.get("backend_config", ""))
     if stated is not None:
         return int(stated[1])
-    condition = loop.called("condition")
+    condition, body = loop.calls
     test = computed(Value(condition.result)).made_by
     if test.opcode != "compare":
         return None
@@ -91,7 +78,7 @@ def trips(loop: Instruction) -> int | None:
     if limit is None or counter is None:
         return None
     start = constant(Value(loop.operand(0), counter))
-    step = _step(loop.called("body"), counter)
+    step = _step(body, counter)
     if start is None or not step:
         return None
     distance = limit - start if step > 0 else start - limit
@@ -150,8 +137,6 @@ def before(value: Value) -> Value | None:
             return Value(x.operand(0), (x.index, *path))
         case "tuple" if path:
             return Value(x.operand(path[0]), path[1:])
-        case "copy" | "bitcast" | "optimization-barrier" | "convert" | "reshape":
-            return Value(x.operand(0), path)
         case "copy-done":
             return Value(x.operand(0), (0,))
         case "copy-start" if path[:1] in ((0,), (1,)):
@@ -160,17 +145,13 @@ def before(value: Value) -> Value | None:
             return _argument(x, path)
         case "while" if _is_invariant(x, path):
             return Value(x.operand(0), path)
-        case "custom-call" if path == (0,) and x.target == "AsyncCollectiveStart":
-            return Value(x.operand(0).operand(0))
-        case _ if x.opcode.endswith("-done") and _enters(start_of(x)):
-            return _inside(start_of(x), path)
-        case _ if x.opcode in WRAPPERS:
-            return _inside(x, path)
+    if x.row.window == "start" and path == (0,):
+        return Value(x.operand(0).operand(0))
+    if x.row.calls == "run" and x.form != "update":
+        return Value(start_of(x).called.result, path)
+    if x.row.like >= Like.VALUE and x.operands and not x.form and not x.target:
+        return Value(x.operand(0), path)
     return None
-
-
-def _inside(x: Instruction, path: tuple[int, ...]) -> Value:
-    return Value(x.called(WRAPPERS.get(x.opcode, "calls")).result, path)
 
 
 def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
@@ -183,48 +164,41 @@ def _argument(x: Instruction, path: tuple[int, ...]) -> Value | None:
     if caller.opcode == "while":
         return Value(caller.operand(0), path) if _is_invariant(caller, path) else None
     if caller.opcode == "conditional":
-        branches = [called for _, called in caller.calls]
-        return Value(caller.operand(1 + branches.index(x.computation)), path)
-    return Value(operands_of_call(caller)[number], path) if _enters(caller) else None
-
-
-def _enters(x: Instruction) -> bool:
-    """Whether the computation that an instruction calls has its operands and its result."""
-    # `to_apply` of an `all-reduce-start` is the sum of two numbers, not of its operands.
-    return x.opcode in WRAPPERS or "calls=" in x.attributes
+        return Value(caller.operand(1 + caller.calls.index(x.computation)), path)
+    return Value(operands_of_call(caller)[number], path) if caller.row.calls == "run" else None
 
 
 def operands_of_call(x: Instruction) -> list[Instruction]:
     """The operands of the computation that an instruction calls."""
     # The SparseCores of a TPU are started before they have operands; an update brings those.
     updates = () if x.operands else x.users
-    return next((y.inputs()[1:] for y in updates if y.opcode.endswith("-update")), x.inputs())
+    return next((y.inputs()[1:] for y in updates if y.form == "update"), x.inputs())
 
 
 def start_of(x: Instruction) -> Instruction:
     """The instruction that starts what an instruction waits for; itself if it waits for nothing."""
-    while x.opcode.endswith(("-done", "-update")):
+    while x.waits:
         x = x.operand(0)
     return x
 
 
 def done_of(x: Instruction) -> Instruction:
     """The instruction that waits for one that starts an operation; itself if it does both."""
-    if not x.opcode.endswith("-start"):
+    if x.form != "start":
         return x
-    return next((user for user in _waiting(x) if user.opcode.endswith("-done")), x)
+    return next((user for user in _waiting(x) if user.form == "done"), x)
 
 
 def _waiting(x: Instruction) -> Iterator[Instruction]:
     for user in x.users:
-        if user.opcode.endswith(("-done", "-update")) and user.operand(0) is x:
+        if user.waits and user.operand(0) is x:
             yield user
             yield from _waiting(user)
 
 
 def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
     """Whether a loop leaves an element of its carry unchanged."""
-    body = loop.called("body")
+    _, body = loop.calls
     for made_by, source in islice(unchanged(Value(body.result, path)), 100):
         if made_by.opcode == "parameter" and made_by.computation is body:
             return source == path
@@ -235,7 +209,7 @@ def _is_invariant(loop: Instruction, path: tuple[int, ...]) -> bool:
 
 def uses_in(fusion: Instruction, x: Instruction) -> list[Instruction]:
     """The parameters of a fusion's computation that stand for an operand."""
-    parameters = fusion.called("calls").parameters
+    parameters = fusion.called.parameters
     return [parameters[i] for i, name in enumerate(fusion.operands) if name == x.name]
 
 
@@ -258,7 +232,7 @@ def behind(
 
 def inputs_here(x: Instruction) -> list[Instruction]:
     """What an instruction computes its result from, unless other computations do."""
-    return [] if x.opcode in ("while", "conditional", "parameter") else x.inputs()
+    return [] if x.row.calls in ("loop", "branch") else x.inputs()
 
 
 def computed(value: Value) -> Value:

@@ -9,7 +9,6 @@ from typing import Any
 
 from .collectives import Transfer
 from .hlo import Computation, Instruction
-from .opcodes import KINDS, opcode_of
 from .values import operands_of_call
 
 # What stands for an array, or a tuple of these. Arrays are no plain tuples.
@@ -17,19 +16,20 @@ Abstract = Any
 
 
 class Walk:
-    """An evaluation. Values are hashable."""
+    """An evaluation. Values are hashable; `nothing` stands for what depends on nothing."""
+
+    nothing: Abstract
 
     def __init__(self, transfers: Sequence[Transfer]):
         # The transfers of each instruction, and the whole that each is a step of, with its number.
         self.sent: dict[int, list[tuple[int, Transfer, Transfer]]] = {}
-        self.channels: dict[tuple[str, str], Instruction] = {}
+        self.channels: dict[tuple[str, str | None], Instruction] = {}
         self.evaluated: dict[tuple[str, object], object] = {}
         for i, whole in enumerate(transfers):
             for t in whole.members or (whole,):
                 self.sent.setdefault(id(t.first), []).append((i, whole, t))
-                channel = t.first.attribute("channel_id")
-                if channel:
-                    self.channels.setdefault((opcode_of(t.first), channel), t.first)
+                if "channel_id" in t.first.attributes:
+                    self.channels.setdefault(_channel(t.first), t.first)
 
     def run(self, computation: Computation, arguments: tuple[Abstract, ...]) -> Abstract:
         key = computation.name, arguments
@@ -48,8 +48,6 @@ class Walk:
         match x.opcode:
             case "parameter":
                 return arguments[int(x.rest)]
-            case "partition-id" | "replica-id":
-                return self.of_this_device(x)
             case "get-tuple-element":
                 value = inputs[0]
                 return value[x.index] if type(value) is tuple else value
@@ -59,29 +57,41 @@ class Walk:
                 return self.loop(x, inputs[0])
             case "conditional":
                 branches = [
-                    self.run(called, (inputs[1 + i],)) for i, (_, called) in enumerate(x.calls)
+                    self.run(called, (argument,))
+                    for called, argument in zip(x.calls, inputs[1:], strict=True)
                 ]
                 return self.branch(branches, inputs[0])
-        if opcode_of(x) in KINDS:
-            return self.collective(x, inputs)
-        if x.opcode.endswith(("-done", "-update")):
+        if x.waits:
             return inputs[0]
-        called = [computation for role, computation in x.calls if role in ("calls", "to_apply")]
-        if called and (x.opcode in ("fusion", "call") or x.opcode.endswith("-start")):
+        if x.row.of_device:
+            return self.of_this_device(x)
+        if x.row.reserves:
+            return shaped(x, self.nothing)
+        if x.row.window == "start":
+            return (self.given_so_far(x.operand(0), inputs[0]), *inputs[:1] * (len(x.arrays) - 1))
+        if x.row.window == "end":
+            ends = [value for y, value in zip(x.inputs(), inputs, strict=True) if y.sends]
+            return ends[0] if ends else self.unknown()
+        if x.sends:
+            return self.collective(x, inputs)
+        if x.row.calls == "run":
             operands = operands_of_call(x)
             input_of = dict(zip(x.operands, inputs, strict=True))
             if any(y.name not in input_of for y in operands):
                 return self.unknown()
-            return self.run(called[0], tuple(input_of[y.name] for y in operands))
+            return self.run(x.called, tuple(input_of[y.name] for y in operands))
         return self.computed(x, inputs)
 
     def started(self, x: Instruction) -> Instruction | None:
         """The instruction that has started a collective, which may be itself; None if each device
         is alone in it.
         """
-        key = opcode_of(x), x.attribute("channel_id")
-        first = x if id(x) in self.sent else self.channels.get(key, x)
+        first = x if id(x) in self.sent else self.channels.get(_channel(x), x)
         return first if id(first) in self.sent else None
+
+    def given_so_far(self, x: Instruction, operand: Abstract) -> Abstract:
+        """What has been given to a collective that fusions go on with."""
+        return operand
 
     def computed(self, x: Instruction, inputs: list[Abstract]) -> Abstract:
         """The result of an operation of one device."""
@@ -103,3 +113,12 @@ class Walk:
 
     def unknown(self) -> Abstract:
         raise NotImplementedError
+
+
+def shaped(x: Instruction, value: Abstract) -> Abstract:
+    """This value for each array of a result."""
+    return (value,) * len(x.arrays) if x.type.startswith("(") else value
+
+
+def _channel(x: Instruction) -> tuple[str, str | None]:
+    return x.does, x.attributes.get("channel_id")

@@ -1,7 +1,6 @@
 """Counts what a program computes, and what it reads from memory and writes there, in order."""
 
 import functools
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,25 +9,9 @@ from typing import NamedTuple
 from .collectives import Transfer
 from .hlo import Array, Computation, HloModule, Instruction
 from .moments import Begin, End, Moments, moments_of
-from .opcodes import KINDS, opcode_of
 from .products import dtype_of, products_of
 from .values import done_of, trips
 
-# Instructions that move nothing themselves.
-_FREE = frozenset(
-    """
-    parameter constant tuple get-tuple-element bitcast after-all optimization-barrier partition-id
-    replica-id add-dependency domain opt-barrier recv
-    """.split()
-)
-# Those that read only a part of their first operand, and those that write only a part of it.
-_TAKES = frozenset({"dynamic-slice", "slice", "gather"})
-_PUTS = frozenset({"dynamic-update-slice", "scatter"})
-# Of what these compute, a fusion computes only what is used.
-_LAZY = frozenset({"bitcast", "pad", "convert"})
-# Custom calls that reserve memory, and write nothing there.
-_RESERVES = frozenset({"AllocateBuffer", "CreateBuffer"})
-_KERNEL = re.compile(r"tpu_custom_call|__cudnn\$fmha\w+")
 # A library's workspace comes after its results.
 _WORKSPACE = ("s8", "u8")
 
@@ -140,28 +123,21 @@ class _ScheduleReader:
         return self._steps[computation.name]
 
     def _steps_of(self, x: Instruction) -> tuple[Sequence[Step], int]:
-        runs = x.calls if opcode_of(x) in ("while", "conditional", "call", "async") else []
-        called = [self.read(computation) for _, computation in runs]
+        if x.waits or x.sends or x.row.free or x.row.reserves:
+            return [], 0
+        if x.row.calls in ("", "each") or x.does == "fusion":
+            return _operation(x)
+        called = [self.read(computation) for computation in x.calls]
         parts = [steps for steps, _ in called]
         # Of all branches: one that can't be counted costs too little to be chosen.
         unknown = sum(each for _, each in called)
-        match opcode_of(x):
-            case "while":
-                turns = trips(x)
-                by_role = {role: part for (role, _), part in zip(runs, parts, strict=True)}
-                turn = *by_role["condition"], *by_role["body"]
-                return [Loop(1 if turns is None else turns, turn)], unknown + (turns is None)
-            case "conditional":
-                return max(parts, key=_weight), unknown
-            case "call" | "async":
-                return self._beside(x, [step for steps in parts for step in steps]), unknown
-            case opcode if (
-                opcode in _FREE or opcode in KINDS or x.opcode.endswith(("-done", "-update"))
-            ):
-                return [], 0
-            case "custom-call" if x.target in _RESERVES:
-                return [], 0
-        return _operation(x)
+        if x.row.calls == "branch":
+            return max(parts, key=_weight), unknown
+        steps = [step for steps in parts for step in steps]
+        if x.row.calls == "run":
+            return self._beside(x, steps), unknown
+        turns = trips(x)
+        return [Loop(1 if turns is None else turns, tuple(steps))], unknown + (turns is None)
 
     def _beside(self, x: Instruction, steps: list[Step]) -> list[Step]:
         """The steps of a computation; if it runs beside others, its collectives end later."""
@@ -178,7 +154,7 @@ def _operation(x: Instruction) -> tuple[list[Step], int]:
     for y in _fused(x):
         products = products_of(y)
         unknown += products is None
-        is_kernel = is_kernel or _KERNEL.fullmatch(y.target) is not None
+        is_kernel = is_kernel or y.row.kernel
         if products:
             flops[dtype_of(y)] += 2 * products
     moved = _read(x) + _written(x)
@@ -188,10 +164,9 @@ def _operation(x: Instruction) -> tuple[list[Step], int]:
 def _fused(x: Instruction) -> Iterator[Instruction]:
     """The instruction, and those in the fusions that it calls."""
     yield x
-    if opcode_of(x) == "fusion":
-        for _, called in x.calls:
-            for y in called.instructions:
-                yield from _fused(y)
+    if x.does == "fusion":
+        for y in x.called.instructions:
+            yield from _fused(y)
 
 
 def _read(x: Instruction) -> int:
@@ -202,13 +177,12 @@ def _read(x: Instruction) -> int:
 
 def _read_of_operand(x: Instruction, index: int) -> int:
     """The bytes that an instruction reads of one operand, if all of it is in memory."""
-    opcode = opcode_of(x)
-    if index == 0 and opcode in _TAKES:
+    if index == 0 and x.row.takes:
         return sum(array.padded_bytes for array in done_of(x).arrays)
-    if index == 0 and opcode in _PUTS:
+    if index == 0 and x.row.puts is not None:
         return 0
-    if opcode == "fusion":
-        return _uses(x.called("calls").parameters[index])
+    if x.does == "fusion":
+        return _uses(x.called.parameters[index])
     return sum(array.padded_bytes for array in x.operand(index).arrays)
 
 
@@ -218,7 +192,7 @@ def _uses(x: Instruction) -> int:
         return sum(array.padded_bytes for array in x.arrays)
     total = 0
     for user in x.users:
-        if user.opcode in _LAZY:
+        if user.row.lazy:
             total += _uses(user)
         elif not _sends(user) and user.opcode != "tuple":
             places = [i for i, name in enumerate(user.operands) if name == x.name]
@@ -228,13 +202,13 @@ def _uses(x: Instruction) -> int:
 
 def _written(x: Instruction) -> int:
     arrays = done_of(x).arrays
-    last = x.called("calls").result if opcode_of(x) == "fusion" else x
+    last = x.called.result if x.does == "fusion" else x
     if _sends(last):
         return 0
     each = last.inputs() if last.opcode == "tuple" else [last]
     if len(each) == len(arrays):
         return sum(min(_bytes(array), _put(y)) for array, y in zip(arrays, each, strict=True))
-    if last.opcode == "custom-call" and last.target.startswith(("__cublas", "__cudnn")):
+    if last.row.workspace:
         arrays = [array for array in arrays if array.dtype not in _WORKSPACE]
     return sum(map(_bytes, arrays))
 
@@ -245,11 +219,10 @@ def _put(x: Instruction) -> int:
         x = x.operand(0)
     if x.opcode == "parameter" or _sends(x):
         return 0
-    if x.opcode in _PUTS:
-        update = x.operand(1 if x.opcode == "dynamic-update-slice" else len(x.operands) - 1)
-        return sum(array.padded_bytes for array in update.arrays)
+    if x.row.puts is not None:
+        return sum(array.padded_bytes for array in x.operand(x.row.puts).arrays)
     if x.opcode == "fusion":
-        return _put(x.called("calls").result)
+        return _put(x.called.result)
     return sum(array.padded_bytes for array in done_of(x).arrays)
 
 
@@ -257,7 +230,7 @@ def _sends(x: Instruction) -> bool:
     """Whether a part of a fusion belongs to a collective. The TPU's compiler goes on with one in
     each fusion that runs in the meantime, whose results are its buffers as well.
     """
-    return opcode_of(x) in KINDS or x.target.startswith("AsyncCollective")
+    return bool(x.sends or x.row.window)
 
 
 @functools.lru_cache(maxsize=10_000)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._audit import Report
+from .._errors import AuditError
 from .._jit import filter_jit
 from .._placement import trimmed
 from .._text import show_bytes
@@ -47,7 +48,8 @@ _NOT_FIXED = FixedParts()
 class Tried:
     """A strategy and its price. `rows` is their number if they can't be divided over the mesh,
     `report` and `estimated` are those of the compiled program, `call` calls it if the machine is
-    here, and `measured` are the seconds that a call took.
+    here, and `measured` are the seconds that a call took. `unread` is what isn't understood in the
+    compiled program: its figures are unknown then.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Tried:
     rows: int | None = None
     report: Report | None = None
     estimated: tuple[float, tuple[float, float]] | None = None
+    unread: str = ""
     call: Callable[..., Any] | None = None
     measured: float | None = None
 
@@ -73,13 +76,13 @@ class Tried:
             return self.measured
         if self.estimated is not None:
             return self.estimated[0]
-        return math.inf if self.price is None else self.price.seconds
+        return math.inf if self.price is None or self.unread else self.price.seconds
 
     @property
     def memory(self) -> float:
         if self.report is not None and self.report.memory is not None:
             return self.report.memory.peak
-        return math.inf if self.price is None else self.price.memory
+        return math.inf if self.price is None or self.unread else self.price.memory
 
 
 def priced(
@@ -151,7 +154,11 @@ def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype:
     except OutOfMemoryError as error:
         tried.why = too_much(error.fit.needed, error.fit.available, "by its compiler")
         return
-    tried.report = report = program.audit(mesh=mesh)
+    try:
+        tried.report = report = program.audit(mesh=mesh)
+    except AuditError as error:
+        tried.unread = str(error)
+        return
     if machine.is_here:
         tried.call = program
     estimate = report.estimate(rated)

@@ -156,11 +156,12 @@ def plan(
         search.compile(possible, line)
         fitting = ordered([x for x in possible if not x.why and x.report is not None])
         search.measure(fitting[:measure], line)
-    uncompiled = [x for x in possible if not x.why and x.report is None]
+    unread = [x for x in possible if x.unread]
+    uncompiled = [x for x in possible if not x.why and x.report is None and not x.unread]
     rejected = sorted((x for x in tried if x.why), key=lambda x: (x.memory, x.name))
-    if not fitting and (not uncompiled or (compile and not search.is_interrupted)):
+    if not (fitting or unread) and (not uncompiled or (compile and not search.is_interrupted)):
         raise PlanError(_nothing(step, rejected, uncompiled, target, room, budget))
-    ranked = [*ordered(fitting[:measure]), *fitting[measure:], *uncompiled]
+    ranked = [*ordered(fitting[:measure]), *fitting[measure:], *unread, *uncompiled]
     chosen = plan_of(ranked, rejected, target, is_assumed, dtype)
     if not search.is_interrupted:
         cached.write(chosen)
@@ -357,13 +358,14 @@ def _candidate(x: Tried) -> Candidate:
     return Candidate(
         name=x.name,
         seconds=None if math.isinf(x.seconds) else x.seconds,
-        interval=interval if x.estimated is None else x.estimated[1],
+        interval=(None if x.unread else interval) if x.estimated is None else x.estimated[1],
         memory=None if math.isinf(x.memory) else int(x.memory),
         compiled=x.report is not None,
         measured=x.measured,
         modelled=None if price is None else price.seconds,
         parts={} if price is None else dict(price.parts),
         why=x.why,
+        unread=x.unread,
     )
 
 
@@ -379,7 +381,10 @@ def _notes(
             f"the chosen one was {best.source}. Others were not, and come after it: their modelled "
             "seconds compare only with its modelled seconds"
         )
-    if best.report is None:
+    for x in ranked:
+        if x.unread:
+            yield f"{x.name} was compiled, and its figures are unknown: {x.unread}"
+    if best.report is None and not best.unread:
         yield "nothing was compiled: all figures are modelled, and it may not fit"
     if is_assumed:
         chip = target.chip.name

@@ -21,6 +21,7 @@ from ._text import Violation, moved_by, text_of
 Role = Literal["weight", "activation", "gradient", "result"]
 
 
+_PASSES = ("forward", "backward", "recomputed")
 SUMMING = ("all-reduce", "reduce-scatter")
 _ADVICE = "so each device holds all of them: call mylib.fully_shard in the loss"
 
@@ -61,6 +62,11 @@ class Judged:
         self.report, self.axis = report, axis
         self.roles = Roles(report, argument)
         self.flow = report.flow
+        if self.flow.graph.differentiates is None:
+            raise AuditError(
+                f"it is unknown which of {report.name} is forward and which backward: no "
+                "instruction says what it is from (op_name), or not in a way that is understood"
+            )
         if self.flow.graph.differentiates and not self.roles.trained:
             raise AuditError(
                 f"it is unknown which weights {report.name} trains: none of its results is named "
@@ -425,7 +431,8 @@ class Judged:
 
     def is_forward(self, m: Moved) -> bool:
         """By what is moved: several arrays that are moved together have one name."""
-        return (self.flow.made_by(m.bit)[2] or m.c.phase) in ("forward", "")
+        phases = (self.flow.made_by(m.bit)[2], m.c.phase)
+        return next(filter(_PASSES.__contains__, phases), "forward") == "forward"
 
     def is_of_scattered(self, m: Moved) -> bool:
         """Whether it gathers what was scattered over the axis, or what is the same on all devices

@@ -108,7 +108,7 @@ def never(
     - `kind`, `axes`: as in [`mylib.contracts.at_most`][].
     - `above`: only collectives with more bytes, such as `"1 MiB"`.
     - `in_loops`: only collectives in the body of a loop.
-    - `inserted`: only collectives that the partitioner has inserted.
+    - `inserted`: only collectives that the partitioner has inserted, or of which that is unknown.
 
     **Returns:**
 
@@ -130,7 +130,9 @@ def never(
         violations = [
             Violation(moved_by(c), f"{text_of(c)}, and none expected{above_it}")
             for c in including(report, kind, axes)
-            if c.bytes > limit and (c.loops or not in_loops) and (c.inserted or not inserted)
+            if c.bytes > limit
+            and (c.loops or not in_loops)
+            and (c.inserted is not False or not inserted)
         ]
         return lines(violations)
 

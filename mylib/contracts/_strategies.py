@@ -257,7 +257,7 @@ def _wrong_in_fsdp(judged: Judged, m: Moved, most: int | None) -> str:
     kind = m.c.kind
     if m.role == "weight":
         # The TPU's compiler gathers small arrays by a sum of what is zero elsewhere.
-        if kind == "all-gather" or (kind == "all-reduce" and m.c.inserted):
+        if kind == "all-gather" or (kind == "all-reduce" and m.c.inserted is not False):
             large = most is not None and m.bytes > most
             return f"at most {show_bytes(most or 0)} at once expected" if large else ""
         return "" if judged.is_statistic(m) else "weights should be gathered"

@@ -15,7 +15,7 @@ import mylib
 from mylib._audit.dataflow import Source, graph_of
 from mylib._audit.groups import Axes, groups_of, pairs_of
 from mylib._audit.hlo import HloModule, arrays_of
-from mylib._audit.targets import LOCAL
+from mylib._audit.targets import TARGETS
 from mylib._audit.values import Value, before
 
 
@@ -168,6 +168,11 @@ def test_damaged_text_is_an_error(damage):
 
 def test_calls_that_are_said_to_stay_local():
     called = _DAMAGES["an unknown call"](TEXT)
+    with pytest.raises(mylib.AuditError, match="is called by nothing that is understood"):
+        mylib.audit(called, mesh=MESH, local=("my_kernel",))  # the sum of the all-reduce is left
+    (sum_,) = re.findall(r"to_apply=(%[\w.]+)", TEXT)
+    name = 'custom_call_target="my_kernel"'
+    called = called.replace(name, f"{name}, called_computations={{{sum_}}}")
     report = mylib.audit(called, mesh=MESH, local=("my_kernel",))
     assert report.collectives == ()
 
@@ -326,7 +331,7 @@ def test_calls_that_are_known_by_their_names(target):
 def test_all_that_jax_registers_for_cpus_is_known():
     """If one is missing that stays on its device, add it to `_audit/targets.py`."""
     registered = {name for name, *_ in lapack.registrations()["cpu"]}
-    assert len(registered) > 50 and registered <= LOCAL
+    assert len(registered) > 50 and registered <= TARGETS.keys()
 
 
 def test_send_and_receive():

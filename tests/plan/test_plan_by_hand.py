@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mylib
+from mylib._lowered import Compiled
 from mylib._plan.candidates import priced
 from mylib._plan.plan import plan_of
 from mylib._plan.price import with_figures
@@ -257,3 +258,26 @@ def test_saved_inputs_are_gathered():
     assert gathered == 3 * 2 * 4 * 16 * 64 * 4
     assert saved.sent["all-reduce over model"] == whole.sent["all-reduce over model"]
     assert saved.parts["tensor parallelism"] > whole.parts["tensor parallelism"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("known", [0, 1])
+def test_programs_that_are_not_understood(monkeypatch, known):
+    """Such a candidate is kept, its figures are unknown, and the plan says what it is."""
+    audit, reads = Compiled.audit, iter([True] * known)
+
+    def reading(*args, **kwargs):
+        if not next(reads, False):
+            raise mylib.AuditError("the opcode 'all-reduce-and-pray' is not known")
+        return audit(*args, **kwargs)
+
+    monkeypatch.setattr(Compiled, "audit", reading)
+    args = steps.abstract(steps.mlp, steps.ROWS)
+    step = steps.step_of(steps.squared_loss)
+    plan = mylib.plan(step, *args, policies=("full",), compile=2)
+    x = [plan.chosen, *plan.others][known]
+    assert (x.seconds, x.interval, x.memory, x.why) == (None, None, None, "")
+    assert "all-reduce-and-pray" in x.reason
+    assert f"{x.name} was compiled, and its figures are unknown: the opcode" in repr(plan)
+    assert (plan.audit is None) == (not known)
+    assert mylib.Plan.of(plan.as_text()) == plan
