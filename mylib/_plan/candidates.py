@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._audit import Report
+from .._errors import AuditError
 from .._jit import filter_jit
 from .._placement import trimmed
 from .._text import show_bytes
@@ -47,7 +48,8 @@ _NOT_FIXED = FixedParts()
 class Tried:
     """A strategy and its price. `rows` is their number if they can't be divided over the mesh,
     `report` and `estimated` are those of the compiled program, `call` calls it if the machine is
-    here, and `measured` are the seconds that a call took.
+    here, and `measured` are the seconds that a call took. `unread` says what of the compiled
+    program the audit doesn't know, so that its figures are unknown.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Tried:
     price: Price | None = None
     why: str = ""
     rows: int | None = None
+    unread: str = ""
     report: Report | None = None
     estimated: tuple[float, tuple[float, float]] | None = None
     call: Callable[..., Any] | None = None
@@ -151,11 +154,15 @@ def compiled(tried: Tried, machine: Machine, rated: Machine, room: float, dtype:
     except OutOfMemoryError as error:
         tried.why = too_much(error.fit.needed, error.fit.available, "by its compiler")
         return
-    tried.report = report = program.audit(mesh=mesh)
+    try:
+        report = program.audit(mesh=mesh)
+        estimate = report.estimate(rated)
+    except AuditError as error:
+        tried.unread = str(error)
+        return
+    tried.report, tried.estimated = report, (estimate.seconds, estimate.interval)
     if machine.is_here:
         tried.call = program
-    estimate = report.estimate(rated)
-    tried.estimated = estimate.seconds, estimate.interval
     if tried.memory > room * (1 - RESERVE):
         tried.why = too_much(tried.memory, room, "by its compiler, and 5 % are kept free")
 

@@ -36,7 +36,7 @@ class Candidate:
 
     - `name`: such as `"FSDP 8 x TP 2, saves dots"`.
     - `seconds`, `interval`: of a call, as those of [`Estimate`][mylib._audit.Estimate]; None if the
-        step can't use this mesh.
+        step can't use this mesh, or if they are unknown.
     - `memory`: the most bytes that each device holds; None if unknown.
     - `compiled`: whether the target's compiler has compiled it. Otherwise all figures are modelled.
     - `parts`: the modelled seconds of each part.
@@ -44,6 +44,8 @@ class Candidate:
     - `modelled`: its modelled seconds, which all candidates have, unless the step can't use this
         mesh.
     - `why`: why it is rejected; empty if it is not.
+    - `unread`: what of its compiled program [`mylib.audit`][] doesn't know, so that its figures are
+        unknown; empty if it knows all.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Candidate:
     measured: float | None = None
     modelled: float | None = None
     why: str = ""
+    unread: str = ""
 
     @property
     def source(self) -> str:
@@ -64,8 +67,8 @@ class Candidate:
     @property
     def reason(self) -> str:
         """Why it is rejected, or what it spends its time with."""
-        if self.why:
-            return self.why
+        if self.why or self.unread:
+            return self.why or f"compiled, but its figures are unknown: {self.unread}"
         spent = sorted(self.parts.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in spent)
 
@@ -254,6 +257,8 @@ class Plan:
         x = candidates.get(name) or self._only(name, candidates)
         if x is self.chosen:
             return f"{x.name} was chosen: {x.reason}"
+        if x.unread:
+            return f"{x.name} was {x.reason}"
         if x.why or x.seconds is None:
             return f"{x.name} was rejected: {x.why}"
         return f"{x.name} takes {self._times(x)}: {x.reason}"
@@ -273,7 +278,9 @@ class Plan:
         )
 
     def _times(self, x: Candidate) -> str:
-        assert x.seconds is not None and self.chosen.seconds is not None
+        assert x.seconds is not None
+        if self.chosen.seconds is None:
+            return f"{x.seconds * 1e3:.3g} ms ({x.source})"
         ratio = x.seconds / self.chosen.seconds
         if x.source != self.chosen.source and self.chosen.modelled is not None:
             chosen = f"the chosen one {self.chosen.modelled * 1e3:.3g} ms by the same model"

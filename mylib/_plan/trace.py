@@ -348,9 +348,13 @@ def trace(
     except PlacementError as error:
         raise _not_plain(error) from error
     if not calls.seen:
-        names = ", ".join(step.called(role.path) for role in step.roles)
-        raise PlanError(f"the step calls none of its models ({names}). {_by_hand(step)}")
+        raise PlanError(_calls_none(step))
     return _traced(step, policy, layers or (), calls, inputs, jaxpr, arrays, returned)
+
+
+def _calls_none(step: PlannedStep) -> str:
+    names = ", ".join(step.called(role.path) for role in step.roles)
+    return f"the step calls none of its models ({names}). {_by_hand(step)}"
 
 
 _PLAIN = (
