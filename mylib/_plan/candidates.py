@@ -35,11 +35,16 @@ from .strategy import (
 )
 from .trace import TracedStep
 
-# What a plan leaves free, because fragmentation and the runtime need memory, too.
+# What a plan leaves free, because fragmentation and the runtime need memory, too. How much is a
+# guess. Of MaxText's steps on v5e it keeps the published one (12.6 of 15.75 GiB), and rejects one
+# that compiles at 15.5 (benchmarks/plan.py).
 RESERVE = 0.05
-# A price is wrong by a quarter at most; what needs more memory is not compiled.
+# What needs more memory than this by its price is not compiled. Prices were 0.76 to 0.95 of what
+# H100's compiler counts, 0.97 to 1.19 of v5e's, and 0.46 to 1.08 of the CPU's
+# (`benchmarks/plan.py --prices` has such rows).
 _SURELY = 1.25
-# Seconds that differ by less are a tie: of compiled programs less than of prices.
+# Seconds that differ by less are a tie: of compiled programs less than of prices. Guesses: what is
+# called a tie is listed with the plan.
 TIES = {"modelled": 0.05, "compiled": 0.02, "measured": 0.02}
 _NOT_FIXED = FixedParts()
 

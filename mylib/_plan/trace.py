@@ -242,7 +242,7 @@ class TracedStep:
         return _maximal(sorted(fitting, key=lambda group: -group.size)[:_MOST], self)
 
 
-# As many groups are combined.
+# As many groups are combined, as there may be 2 ** 14 sets of them. The limit is a guess.
 _MOST = 14
 
 
